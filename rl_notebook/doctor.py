@@ -15,40 +15,27 @@ from typing import Any
 import numpy as np
 
 from .backends.base import Backend
-from .causes import FIXES, NONE, SETTLES, all_well, bos_or_template, dropout, dtype_or_batching
-from .causes import from_beside, mask_leak, non_finite, padding_side, pair_gaps, rows_permuted, shift
-from .causes import stale_weights, unlearned, vocabulary, wrong_group, wrong_reference
+from .causes import CONTEXTS, FIXES, NONE, SETTLES, all_well, drawn_otherwise, dtype_or_batching
+from .causes import from_series, mask_leak, moved_rows, non_finite, other_logits, other_text
+from .causes import other_tokens, repeated, scatter, self_contradiction, shift, stale_weights
+from .causes import vocabulary, wrong_reference, written
 from .chat import render
 from .core import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
-from .draws import as_then, drawn_as_claimed, misfit, only_drawing, shape, surprise, temperature
-from .draws import told_otherwise, too_rare, top_p_or_top_k, undrawable
-from .evidence import LIKELY, OFFSETS, SURE, Evidence, Finding, Pair, Redraw, claims, differs, explained
-from .evidence import floor, gather, noise_floor, size, strongest, tolerance
+from .evidence import LIKELY, SURE, Evidence, Finding, Redraw, beyond, differs, floor
+from .evidence import gather, noise_floor, size, tolerance
 from .records import StepRecord, html_table
 from .xray import ROUNDING, Rounding
 
 # %% auto #0
-__all__ = ['HYPOTHESES', 'Diagnosis', 'diagnose']
+__all__ = ['Hypothesis', 'COUNTED', 'OF_GAP', 'HYPOTHESES', 'Diagnosis', 'diagnose']
 
 # %% ../nbs/48_doctor.ipynb #5306cdfb
-HYPOTHESES: tuple[Callable[[Evidence], Finding], ...] = (
-    all_well,
-    mask_leak,
-    non_finite,
-    wrong_reference,
-    shift,
-    wrong_group,
-    rows_permuted,
-    top_p_or_top_k,
-    temperature,
-    stale_weights,
-    bos_or_template,
-    padding_side,
-    dropout,
-    dtype_or_batching,
-    vocabulary,
-)
-_COUNTED = ("all well", "mask leak", "non-finite", "wrong reference")  # these need no gap
+Hypothesis = Callable[[Evidence], Iterable[Finding]]
+COUNTED: tuple[Hypothesis, ...] = (all_well, mask_leak, non_finite, wrong_reference, other_tokens)  # these need no gap
+COUNTED += (drawn_otherwise, repeated, self_contradiction)
+OF_GAP: tuple[Hypothesis, ...] = (shift, moved_rows, written, other_logits, from_series)
+OF_GAP += (stale_weights, other_text, dtype_or_batching, vocabulary, scatter)
+HYPOTHESES = COUNTED + OF_GAP
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../nbs/48_doctor.ipynb #630e634c
@@ -170,60 +157,34 @@ def diagnosis_html(d: Diagnosis) -> str:
     return f"{said}{html_table(columns, finding_rows(d))}{folded}{tokens}"
 
 # %% ../nbs/48_doctor.ipynb #1c41e3f7
-def where_to_look(e: Evidence) -> str:
-    "What the experiments leave over."
-    part, gone = unlearned(e)
-    if gone >= 0.6 and part < 0.95:
-        return f"the sampler has {1 - part:.0%} of what the policy learned: is an adapter scaled alike on both sides?"
-    form, off = shape(e), [gap > floor(e).largest for gap in np.abs(pair_gaps(e))]
-    if as_then(e) is False:
-        return "what is drawn now agrees: look at the weights it was drawn with, or at how its numbers were collected"
-    if only_drawing(e):
-        penalty = form is not None and form.spread > 0 == form.unseen
-        return "it is there only when the sampler draws" + (", for tokens of the context: a penalty" if penalty else "")
-    if form is not None and form.spread > 0 == form.unseen:
-        return "only tokens that stand in the context are claimed otherwise: a penalty"
-    if off and not any(off):
-        return "two tokens alone agree, so look at positions, attention, length"
-    return "two tokens alone differ, so look at weights, norms, precision" if any(off) else "no experiment isolates it"
+def departs(e: Evidence) -> str:
+    "Which side does not say again what was recorded of it."
+    at_one = e.stamps.trainer_temperature in (None, 1.0)
+    again = {"trainer": e.flat("policy") - e.p if "policy" in e.controls else np.zeros(0)}
+    again["sampler"] = e.flat("sampler") - e.s if "sampler" in e.controls and at_one else np.zeros(0)
+    off = [side for side, gap in again.items() if beyond(gap, floor(e))]
+    if not off:
+        return "both sides say again what was recorded: two programs, or two models, that compute otherwise"
+    return f"scored again, the {' and the '.join(off)} says something else: look at what is done only then"
 
 
-def none_of_these(e: Evidence, findings: Sequence[Finding]) -> Finding:
-    "What is said when every experiment was made, as far as no cause explains the gap."
-    best = findings[0]
-    if undrawable(e) and not differs(e) and best.score < SURE:
-        text = f"tokens drawn again are not drawn as claimed ({misfit(e):.0f} standard deviations), nor so at any"
-        return Finding(NONE, 0.9, f"{text} temperature or cut: a penalty, a bias, a mark")
-    if (drawn := surprise(e)) and drawn.odd and too_rare(e, drawn) and best.score < LIKELY:
-        text = f"{too_rare(e, drawn)} tokens are too rare for any temperature near 1: put in, or of a law that changes"
-        return Finding(NONE, 1 - best.score, text)
-    if drawn and drawn.odd and e.redraws and drawn_as_claimed(e) and best.score < LIKELY:
-        text = f"{drawn.words}, and what the sampler draws again is as claimed: others drew them, or chose them"
-        return Finding(NONE, 1 - best.score, text)
-    if written := told_otherwise(e):
-        return Finding(NONE, 0.9 * differs(e), written)
-    if "sampler synced" not in e.controls or not differs(e) or best.score >= SURE:
-        return Finding(NONE, 0.0, "a cause explains the gap, or an experiment is left to make")
-    part, gone = unlearned(e)
-    scaled = gone >= 0.95 and 0.05 < part < 0.95  # older weights leave the line
-    left = size(e.flat("sampler synced") - e.flat("policy")).mean
-    text = f"with the same weights {left:.2g} nats a token are left; {best.cause} comes nearest with {best.score:.0%}; "
-    return Finding(NONE, max(0.9 * scaled, 1 - best.score), text + where_to_look(e))
+def none_of_these(e: Evidence, best: float) -> Iterator[Finding]:
+    "What is said when experiments were made, as far as no cause explains the gap."
+    if differs(e) and "policy" in e.controls and best < SURE:
+        text = f"{size(e.gap).mean:.2g} nats a token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
+        yield Finding(NONE, 1 - best, text)
 
-# %% ../nbs/48_doctor.ipynb #7bd6ceb2
+
 def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
-    asked, others = [ask(e) for ask in HYPOTHESES], from_beside(e)
-    asked = [strongest([*(x for x in others if x.cause == f.cause), f]) for f in asked]
-    if not differs(e):
-        counted, known = (*_COUNTED, "dtype or batching"), {"draws", "z", "beside"}
-        without_gap = lambda f: f.cause in counted or known & f.numbers.keys()
-        asked = [f if without_gap(f) else replace(f, score=0.0) for f in asked]
-    ranked = sorted(asked, key=lambda f: -f.score)
-    findings = tuple(sorted([*ranked, none_of_these(e, ranked)], key=lambda f: -f.score))
-    best, *others = findings
-    close = [f.cause for f in others if f.score >= best.score / 2 and f.score > 0] if best.score < SURE else []
-    others_made = {"context": any("," in c for c in e.controls), "afresh": e.afresh is not None, "pairs": e.pairs}
+    asked = [f for ask in (HYPOTHESES if differs(e) else COUNTED) for f in ask(e)]
+    asked += none_of_these(e, max((f.score for f in asked), default=0.0))
+    strongest = dict[str, Finding]()
+    for f in sorted(asked, key=lambda f: (f.cause == "all well", -f.score)):
+        strongest.setdefault(f.cause, f)
+    excluded = [Finding(cause, 0.0, "nothing speaks for it") for cause in FIXES if cause not in strongest]
+    best, *others = findings = (*strongest.values(), *excluded)
+    close = [f.cause for f in others if f.score >= (SURE if best.score >= SURE else best.score / 2) and f.score > 0]
     return Diagnosis(
         cause=best.cause,
         score=best.score,
@@ -232,11 +193,11 @@ def weigh(e: Evidence) -> Diagnosis:
         tokens=shown_tokens(e, best.positions),
         fix=FIXES[best.cause],
         findings=findings,
-        undecided=tuple(close),
+        undecided=tuple(cause for cause in close if cause != "all well"),
         tolerance=floor(e),
         noise_floor=noise_floor(e),
         largest=size(e.gap).largest,
-        controls=(*(c for c in e.controls if "," not in c), *(name for name, made in others_made.items() if made)),
+        controls=tuple(dict.fromkeys(name.partition(",")[0] for name in e.controls)),
         refused=e.refused,
     )
 
@@ -281,8 +242,8 @@ async def hear(e: Evidence, backend: Backend, rows: Sequence[int], name: str, pl
     heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in chosen]
     asked = (backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(heads))
     said = [np.full(len(d.weights), np.nan) for d in e.datums]
-    for k, drawn in zip(chosen, await asyncio.gather(*asked), strict=True):
-        told = (float(c.logprobs[0]) for c in drawn if len(c.tokens) and c.tokens[0] == e.token[k])
+    for k, found in zip(chosen, await asyncio.gather(*asked), strict=True):
+        told = (float(c.logprobs[0]) for c in found if len(c.tokens) and c.tokens[0] == e.token[k])
         said[e.row[k]][e.target[k]] = next(told, np.nan)
     return replace(e, controls={**e.controls, name: tuple(said)})
 
@@ -309,40 +270,6 @@ async def sync(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
         return e
     found = await backend.reference.forward([e.datums[r] for r in rows])
     return replace(e, controls={**e.controls, "reference": placed(e, rows, found)})
-
-# %% ../nbs/48_doctor.ipynb #e74c4700
-def worst_turn(e: Evidence, row: int) -> np.ndarray:
-    "The tokens of a datum before that of its answers in which the gap is largest."
-    drawn, gap = e.mask[row], np.zeros(len(e.mask[row]))
-    gap[drawn] = np.nan_to_num(np.abs(e.gap[e.row == row]))
-    starts = np.flatnonzero(drawn & ~np.r_[False, drawn[:-1]])
-    return e.datums[row].tokens[: 1 + int(starts[np.add.reduceat(gap, starts).argmax()])]
-
-
-async def afresh(e: Evidence, backend: Backend, rows: Sequence[int], texts: int = 4, each: int = 4) -> Evidence:
-    "A few prompts of the step are answered anew, and both sides score the answers."
-    worst = [row for row in worst_rows(e, len(e.datums)) if row in set(rows) and e.mask[row].any()]
-    heads = dict.fromkeys(tuple(worst_turn(e, row).tolist()) for row in worst)
-    longest = max(int(m.sum()) for m in e.mask)
-    t = e.stamps.sampler_temperature
-    params = SampleParams(n=each, max_tokens=max(longest, 2), temperature=1.0 if t is None else t)
-    asked = (backend.sampler.sample(h, replace(params, seed=1000 + i)) for i, h in enumerate([*heads][:texts]))
-    drawn = [c for found in await asyncio.gather(*asked) for c in found if len(c.tokens)]
-    whole = lambda c, start, series: np.r_[np.full(len(c.prompt_tokens) - 1, start), series]
-    datums = tuple(Datum(np.r_[c.prompt_tokens, c.tokens], whole(c, 0.0, np.ones(len(c.tokens)))) for c in drawn)
-    told = [c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs for c in drawn]
-    ours = await backend.policy.forward(datums)
-    new = Evidence(
-        datums,
-        tuple(lp.values for lp in ours),
-        tuple(whole(c, np.nan, series) for c, series in zip(drawn, told, strict=True)),
-        raw=tuple(whole(c, np.nan, c.logprobs) for c in drawn),
-        entropy=tuple(lp.entropy for lp in ours),
-        stamps=replace(e.stamps, trainer_version=None, sampler_version=None, unsynced=None),
-    )
-    if "echo" not in e.refused:
-        new = await echo(new, backend, range(len(datums)))
-    return replace(e, afresh=new)
 
 # %% ../nbs/48_doctor.ipynb #b9b7844c
 def prompt_of(d: Datum) -> list[int]:
@@ -371,32 +298,28 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     yield "without the first token", list(prompt[1:])
     yield "without the last prompt token", list(prompt[:-1])
     yield "without the generation prompt", list(prompt[:end])
+    yield "without special tokens", [t for t in prompt if t not in getattr(tokenizer, "all_special_ids", ())]
     yield "without the template", bare
     yield "without the template but its first token", [*prompt[:1], *bare]
     if bos is not None:
         yield "a second BOS", [bos, *prompt]
         yield "a second and a third BOS", [bos, bos, *prompt]
-    for which, begin in (("", 0), (" but its first token", 1)) if getattr(tokenizer, "chat_template", None) else ():
-        said = [{"role": "user", "content": tokenizer.decode(prompt[begin:])}]
+    if getattr(tokenizer, "chat_template", None):
+        said = [{"role": "user", "content": tokenizer.decode(prompt)}]
         with contextlib.suppress(DataError):  # a template may refuse its own marks
-            rendered = tokenizer.encode(render(tokenizer, said), add_special_tokens=False)
-            yield f"a second template around the prompt{which}", rendered
+            yield "a second template", tokenizer.encode(render(tokenizer, said), add_special_tokens=False)
 
-# %% ../nbs/48_doctor.ipynb #f4c13aa3
-def paddings(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
-    "The prompt behind pad tokens or ends, up to the longest row or prompt or to a multiple of a power of two."
-    own, longest = len(e.datums[row].tokens), max(len(d.tokens) for d in e.datums)
-    prompt, most = prompt_of(e.datums[row]), max(len(prompt_of(d)) for d in e.datums)
-    to = lambda n: {-(-n // m) * m for m in (8, 16, 32, 64)}
-    known = [getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id", "bos_token_id")]
-    fills = list(dict.fromkeys(t for t in known if t is not None)) or [0]
-    for width in sorted({longest, *to(longest)}):
-        yield f"padding to {width}", [fills[0]] * (width - own) + prompt
-    for pad in fills:
-        word = f" with {pad}" * (pad != fills[0])
-        for width in sorted({most, *to(len(prompt))}):
-            yield f"padding{word} before the prompt to {width}", [pad] * (width - len(prompt)) + prompt
-            yield f"padding{word} behind the prompt to {width}", prompt + [pad] * (width - len(prompt))
+
+def padded_prompts(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
+    "The prompt behind pad tokens, up to the longest row or prompt, or to a multiple of a power of two."
+    prompt, own = prompt_of(e.datums[row]), len(e.datums[row].tokens)
+    pad = next((t for name in ("pad_token_id", "eos_token_id") if (t := getattr(tokenizer, name, None)) is not None), 0)
+    longest, most = max(len(d.tokens) for d in e.datums), max(len(prompt_of(d)) for d in e.datums)
+    up_to = lambda length: {-(-length // m) * m for m in (1, 8, 16, 32, 64)}
+    wanted = {width - own for length in (own, longest) for width in up_to(length)}
+    wanted |= {width - len(prompt) for length in (len(prompt), most) for width in up_to(length)}
+    for n in sorted(wanted - {0}):
+        yield f"padding of {n}", [pad] * n + prompt
 
 
 def other_prompts(e: Evidence, row: int, limit: int = 8) -> Iterator[tuple[str, list[int]]]:
@@ -408,180 +331,41 @@ def other_prompts(e: Evidence, row: int, limit: int = 8) -> Iterator[tuple[str, 
 
 
 def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
-    "A datum behind every other prompt that fits the model."
-    d, tokenizer = e.datums[row], backend.tokenizer
-    room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(prompt_of(d)))
-    made = [*template_prompts(tokenizer, prompt_of(d)), *paddings(e, tokenizer, row), *other_prompts(e, row)]
+    "A datum behind every other prompt that fits the model, and with its ids moved."
+    d, tokenizer, own = e.datums[row], backend.tokenizer, prompt_of(e.datums[row])
+    room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(own))
+    made = [*template_prompts(tokenizer, own), *padded_prompts(e, tokenizer, row), *other_prompts(e, row)]
     new = dict[tuple[int, ...], str]()
     for name, p in made:
         new.setdefault(tuple(p), name)  # the first name of a prompt that several ways come to
-    return {name: behind(d, p) for p, name in new.items() if 0 < len(p) <= room and [*p] != prompt_of(d)}
-
-
-def other_labels(e: Evidence, row: int, places: int = 4) -> Iterator[tuple[str, int, Datum]]:
-    "At the largest gaps a neighbour's token behind this one's past, and this token behind a neighbour's."
-    tokens, at = e.datums[row].tokens, np.flatnonzero(e.row == row)
-    worst = at[np.argsort(-np.nan_to_num(np.abs(e.gap[at])), kind="stable")[:places]]
-    for t in e.target[worst].tolist():
-        tried = {
-            "next token": (t, t + 2),
-            "token before": (t, t),
-            "past before": (t - 1, t + 1),
-            "next past": (t + 1, t + 1),
-        }
-        for name, (last, label) in tried.items():
-            if last >= 0 and label < len(tokens):
-                weights = np.r_[np.zeros(last), 1.0]
-                yield f"the {name} for each", t, Datum(np.r_[tokens[: last + 1], tokens[label]], weights)
+    found = {name: behind(d, p) for p, name in new.items() if 0 < len(p) <= room and [*p] != own}
+    for by in (1, -1, 2, -2, 3, -3):
+        if d.tokens.min() + by >= 0 and d.tokens.max() + by < len(tokenizer):
+            found[f"ids moved by {by:+d}"] = replace(d, tokens=d.tokens + by)
+    return found
 
 
 async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
-    "Both sides score the worst rows behind other prompts, and as other labels have it."
+    "Both sides score the three worst rows behind other prompts."
     few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][:3]
-    jobs = [(name, r, e.datums[r].active, d) for r in few for name, d in contexts(e, backend, r).items()]
-    jobs += [(name, r, np.array([t]), d) for r in few for name, t, d in other_labels(e, r)]
+    jobs = [(name, r, d) for r in few for name, d in contexts(e, backend, r).items()]
     scored = {"policy": await backend.policy.forward([d for *_, d in jobs])}
-    if "echo" not in e.refused:
+    if "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0):  # an echo is at temperature 1
         scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
     series: dict[str, list[np.ndarray | None]] = {}
     for side, found in scored.items():
-        for (name, r, at, datum), lp in zip(jobs, found, strict=True):
-            rows_of = series.setdefault(f"{side}, {name}", [None] * len(e.datums))
-            values = np.full(len(e.datums[r].weights), np.nan) if (made := rows_of[r]) is None else made
-            values[at] = lp.values[datum.active]
-            rows_of[r] = values
+        for (name, r, datum), lp in zip(jobs, found, strict=True):
+            values = np.full(len(e.datums[r].weights), np.nan)
+            values[e.datums[r].active] = lp.values[datum.active]
+            series.setdefault(f"{side}, {name}", [None] * len(e.datums))[r] = values
     return replace(e, controls={**e.controls, **{name: tuple(x) for name, x in series.items()}})
 
-# %% ../nbs/48_doctor.ipynb #12f418cc
-def edited(d: Datum, at: Sequence[int] | np.ndarray, new: Sequence[int]) -> Datum:
-    "The same completion where other tokens stand for those of the context at some places."
-    changed, weights = set(map(int, at)), np.r_[0.0, d.weights]
-    parts = [[(t, 0.0) for t in new] if j in changed else [(int(d.tokens[j]), weights[j])] for j in range(len(weights))]
-    tokens, kept = zip(*(pair for part in parts for pair in part), strict=True)
-    return Datum(np.array(tokens), np.array(kept[1:]), group=d.group, sample=d.sample)
-
-
-def edits(d: Datum, marks: Mapping[int, str]) -> Iterator[tuple[str, Datum]]:
-    "The completion where a mark of its context is lost, another, or has one beside it: each, or but for the first."
-    read, seen = np.r_[True, ~d.active], {d.tokens.tobytes()}
-    for mark, name in marks.items():
-        places = np.flatnonzero(read & (d.tokens == mark))
-        for which, at in (("each", places), ("each later", places[1:])):
-            made = [(f"edit: no {name}, {which}", [])]
-            for other, word in marks.items():
-                made += [(f"edit: {word} before {name}, {which}", [other, mark])]
-                made += [(f"edit: {word} behind {name}, {which}", [mark, other])]
-                made += [(f"edit: {word} for {name}, {which}", [other])]
-            for what, new in made if len(at) else ():
-                changed = edited(d, at, new)
-                if (key := changed.tokens.tobytes()) not in seen and changed.num_loss_tokens == d.num_loss_tokens:
-                    seen.add(key)
-                    yield what, changed
-
-
-async def edit(e: Evidence, backend: Backend, rows: Sequence[int], others: int = 2) -> Evidence:
-    "The policy scores the worst row with its special tokens edited, and others as far as that explains it."
-    special = marks_of(backend.tokenizer)
-    few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][: 1 + others]
-    there = sorted({int(t) for r in few for t in e.datums[r].tokens[np.r_[True, ~e.datums[r].active]]} & special)
-    room = backend.capabilities.max_seq_len or 10**9
-    marks, series = {t: backend.tokenizer.decode([t]) for t in there}, dict[str, list[np.ndarray | None]]()
-    for r in few:
-        made = [(name, d) for name, d in edits(e.datums[r], marks) if len(d.tokens) <= room]
-        jobs = [(name, d) for name, d in made if r == few[0] or name in series]
-        active, scored = e.datums[r].active, await backend.policy.forward([d for _, d in jobs]) if jobs else []
-        for (name, d), lp in zip(jobs, scored, strict=True):
-            values = np.full(len(active), np.nan)
-            values[active] = lp.values[d.active]
-            series.setdefault(name, [None] * len(e.datums))[r] = values
-        if r == few[0]:
-            at, tol = e.row == r, tolerance(e)
-            gone = {name: explained(e.gap[at], e.s[at] - e.flat(x)[at], tol) for name, x in series.items()}
-            series = {name: x for name, x in series.items() if gone[name] >= LIKELY}
-    return replace(e, controls={**e.controls, **{f"policy, {name}": tuple(x) for name, x in series.items()}})
-
-# %% ../nbs/48_doctor.ipynb #b0a5c62c
-async def pairs(e: Evidence, backend: Backend, rows: Sequence[int], firsts: int = 12, each: int = 4) -> Evidence:
-    "Both sides score a few tokens behind single ones: half of those with the largest gaps, half of any."
-    order = np.argsort(-np.nan_to_num(np.abs(e.gap)), kind="stable")
-    worst = [int(e.datums[e.row[k]].tokens[e.target[k]]) for k in order]
-    rng, known = np.random.default_rng(0), np.unique(np.concatenate([e.datums[r].tokens for r in rows]))
-    any_ids = [int(t) for t in rng.permutation(known)]
-    chosen = [*dict.fromkeys(worst)][: firsts // 2]
-    chosen += [t for t in any_ids if t not in chosen][: firsts - len(chosen)]
-    wanted = [(b, int(t)) for b in chosen for t in rng.permutation(known)[:each]]
-    wanted += [(before, b) for before, b in zip(chosen[1:], chosen, strict=False)]  # each as the second, too
-    if "echo" in e.refused:
-        params = SampleParams(n=4 * each, max_tokens=1)
-        asked = (backend.sampler.sample([b], replace(params, seed=i)) for i, b in enumerate(chosen))
-        drawn = zip(chosen, await asyncio.gather(*asked), strict=True)
-        said = {(b, int(c.tokens[0])): float(c.logprobs[0]) for b, found in drawn for c in found if len(c.tokens)}
-    else:
-        found = await echo_all(backend, [np.array(p) for p in wanted])
-        said = {p: float(lp.values[0]) for p, lp in zip(wanted, found, strict=True)}
-    known = lambda p: min(p) >= 0 and max(p) < len(backend.tokenizer)
-    ways = [(by * first, by * second) for by in OFFSETS for first, second in ((1, 1), (1, 0), (0, 1))]
-    tried = {(b + first, t + second) for b, t in said for first, second in [(0, 0), *ways]}
-    asked = [p for p in sorted(tried) if p in said or known(p)]
-    scored = await backend.policy.forward([Datum(np.array(p), np.ones(1)) for p in asked])
-    ours = {p: float(lp.values[0]) for p, lp in zip(asked, scored, strict=True)}
-    moved = lambda b, t: [ours.get((b + first, t + second), np.nan) for first, second in ways]
-    by_offset = lambda found: tuple(tuple(found[k : k + 3]) for k in range(0, len(found), 3))
-    return replace(e, pairs=tuple(Pair(*p, ours[p], told, by_offset(moved(*p))) for p, told in said.items()))
-
-# %% ../nbs/48_doctor.ipynb #3bd236a9
+# %% ../nbs/48_doctor.ipynb #f4c13aa3
 def tied(redraws: Sequence[Redraw]) -> bool:
     "Whether one request gets one token, however often it is drawn, and not always the likeliest."
-    doubtful = [half for r in redraws if r.logprobs[0] < np.log(0.9) for half in r.counts]
+    doubtful = [half for r in redraws if r.claimed[0] < np.log(SURE) for half in r.counts]
     alike = all((counts > 0).sum() == 1 for counts in doubtful)
     return len(doubtful) > 2 and alike and any(counts[0] == 0 for counts in doubtful)
-
-# %% ../nbs/48_doctor.ipynb #da797cc0
-async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
-    "Next tokens at so many places where the sampler was in doubt, each drawn twice so many times."
-    doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
-    ranked = [int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])]
-    past = lambda k: e.datums[e.row[k]].tokens[: e.target[k] + 1]
-    once = dict[bytes, int]()
-    for k in ranked:
-        once.setdefault(past(k).tobytes(), k)
-    off = [k for k in once.values() if abs(e.gap[k]) > tolerance(e)]
-    order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]  # a fault may spare most places
-    heads = [past(k) for k in order]
-    params = SampleParams(n=draws, max_tokens=1)  # a seed of its own for each request: draws must not repeat
-    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate([*heads, *heads])]
-    known = lambda drawn: [c for c in drawn if len(c.tokens) and np.isfinite(c.logprobs[0])]
-    found = [known(drawn) for drawn in await asyncio.gather(*asked)]
-    halves = [(k, pair) for k, *pair in zip(order, found[: len(heads)], found[len(heads) :], strict=True) if all(pair)]
-    again = [np.full(len(d.weights), np.nan) for d in e.datums]
-    for k, drawn in halves:
-        told = (float(c.logprobs[0]) for half in drawn for c in half if c.tokens[0] == e.token[k])
-        again[e.row[k]][e.target[k]] = next(told, np.nan)
-    redraws = [counted(k, drawn) for k, drawn in halves]
-    if tied(redraws):
-        why = "all draws of a request are the same, and not the likeliest: they begin alike, and say nothing"
-        return replace(e, refused={**e.refused, "redraw": why})
-    if differs(e):
-        redraws = await rescored(e, redraws, {k: past(k) for k in order}, backend)
-    return replace(e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)})
-
-
-async def rescored(
-    e: Evidence, redraws: Sequence[Redraw], past: Mapping[int, np.ndarray], backend: Backend
-) -> list[Redraw]:
-    "The trainer scores the likeliest eight tokens of each place, too, and others that came up elsewhere."
-    behind = lambda k, token: Datum(np.r_[past[k], token], np.r_[np.zeros(len(past[k]) - 1), 1.0])
-    often = np.concatenate([e.token, *(r.tokens for r in redraws)])
-    common = [int(t) for t in sorted(set(often.tolist()), key=lambda t: -int((often == t).sum()))][:32]
-    asked = [[*r.tokens[:8].tolist(), *(t for t in common if t not in r.tokens)] for r in redraws]
-    jobs = [behind(r.at, t) for r, tokens in zip(redraws, asked, strict=True) for t in tokens]
-    scored = iter([lp.values[-1] for lp in await backend.policy.forward(jobs)])
-    out = []
-    for r, tokens in zip(redraws, asked, strict=True):
-        values, own = np.array([next(scored) for _ in tokens]), min(8, len(r.tokens))
-        trainer = np.r_[values[:own], np.full(len(r.tokens) - own, np.nan)]
-        out.append(replace(r, trainer=trainer, unseen=values[own:]))
-    return out
 
 
 def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
@@ -592,12 +376,49 @@ def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
     claimed = {t: float(np.median(x)) for t, x in says.items()}  # a row of the batch may have settings of its own
     order = sorted(claimed, key=lambda t: -claimed[t])
     counts = np.array([[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in drawn])
-    claims, unknown = tuple(np.array(says[t]) for t in order), np.full(len(order), np.nan)
-    return Redraw(np.array(order), np.array([claimed[t] for t in order]), counts, unknown, at, claims)
+    return Redraw(at, np.array(order), np.array([claimed[t] for t in order]), counts, np.full(len(order), np.nan))
+
+
+async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
+    "Next tokens at so many places where the sampler was in doubt, each drawn twice so many times."
+    doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
+    past = lambda k: e.datums[e.row[k]].tokens[: e.target[k] + 1]
+    once = dict[bytes, int]()
+    for k in (int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])):
+        once.setdefault(past(k).tobytes(), k)
+    off = [k for k in once.values() if abs(e.gap[k]) > tolerance(e)]
+    order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]  # a fault may spare most places
+    heads = [past(k) for k in order]
+    params = SampleParams(n=draws, max_tokens=1)  # a seed of its own for each request: draws must not repeat
+    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate([*heads, *heads])]
+    known = lambda drawn: [c for c in drawn if len(c.tokens) and np.isfinite(c.logprobs[0])]
+    found = [known(drawn) for drawn in await asyncio.gather(*asked)]
+    halves = [(k, pair) for k, *pair in zip(order, found[: len(heads)], found[len(heads) :], strict=True) if all(pair)]
+    redraws = [counted(k, drawn) for k, drawn in halves]
+    if tied(redraws):
+        why = "all draws of a request are the same, and not the likeliest: they begin alike, and say nothing"
+        return replace(e, refused={**e.refused, "redraw": why})
+    again = [np.full(len(d.weights), np.nan) for d in e.datums]
+    for r in redraws:
+        again[e.row[r.at]][e.target[r.at]] = next(iter(r.claimed[r.tokens == e.token[r.at]]), np.nan)
+    if differs(e):
+        redraws = await scored_by_trainer(e, redraws, backend)
+    return replace(e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)})
+
+
+async def scored_by_trainer(e: Evidence, redraws: Sequence[Redraw], backend: Backend, most: int = 8) -> list[Redraw]:
+    "The trainer scores the likeliest tokens of each place, too."
+    jobs = []
+    for r in redraws:
+        head = e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1]
+        jobs += [Datum(np.r_[head, t], np.r_[np.zeros(len(head) - 1), 1.0]) for t in r.tokens[:most]]
+    values = iter([lp.values[-1] for lp in await backend.policy.forward(jobs)])
+    told = [np.array([next(values) for _ in r.tokens[:most]]) for r in redraws]
+    return [replace(r, trainer=np.r_[x, r.trainer[most:]]) for r, x in zip(redraws, told, strict=True)]
 
 # %% ../nbs/48_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, afresh, context, pairs, redraw, edit)}
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, redraw)}
 SETTLED = 0.95  # a score after which no further control is run
 
 
@@ -613,7 +434,7 @@ def settled(e: Evidence) -> bool:
     "Whether one cause explains nearly everything; a coarse precision waits until the sampler's is known, too."
     coarse = e.stamps.trainer_dtype in ("bfloat16", "float16") and e.stamps.sampler_dtype is None
     d = weigh(e)
-    return d.score >= SETTLED and d.cause != NONE and not coarse
+    return d.score >= SETTLED and d.cause != NONE and not d.undecided and not coarse
 
 
 def rows_for_controls(e: Evidence, limit: int) -> list[int]:
@@ -646,7 +467,7 @@ async def diagnose(
         assert backend is not None
         if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
             continue
-        if name in ("sync", "afresh", "context", "pairs", "edit") and "sampler" not in e.controls:
+        if name in ("sync", "context") and "sampler" not in e.controls:
             continue
         try:
             e = await CONTROLS[name](e, backend, rows)

@@ -5,10 +5,9 @@
 # %% ../nbs/45_evidence.ipynb #2a08e4ae
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import product
 
 import numpy as np
 
@@ -46,19 +45,14 @@ class Evidence:
     raw: tuple[np.ndarray | None, ...] = ()  # the sampler's at temperature 1 over the full vocabulary
     drawn: tuple[np.ndarray | None, ...] = ()  # 1 where the samples' masks say that the policy drew the token
     foreign: Mapping[int, int | None] = field(default_factory=dict)  # datums with other tokens than their sample: whose
-    entropy: tuple[np.ndarray | None, ...] = ()  # the trainer's, nats; None = it does not tell
-    gradients: tuple[np.ndarray | None, ...] = ()  # of the pass with gradients, where the datum was scored before it
-    updated: tuple[int, ...] = ()  # optimizer steps between the two; () = none
-    kept: tuple[int, int] = (1, 1)  # groups or samples that were trained on, of all that were drawn
+    gradients: tuple[np.ndarray | None, ...] = ()  # of the pass with gradients, with the weights of the pass before it
     stamps: Stamps = Stamps()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
-    pairs: tuple[Pair, ...] = ()  # tokens behind a single other one
     redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
-    afresh: Evidence | None = None  # completions that were drawn and scored after the sync
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
 
     def __post_init__(self):
-        for name in ("raw", "drawn", "entropy", "gradients"):
+        for name in ("raw", "drawn", "gradients"):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (None,) * len(self.datums))
 
     @cached_property
@@ -84,7 +78,7 @@ class Evidence:
 
     def flat(self, series: str | Sequence[np.ndarray | None]) -> np.ndarray:
         "(K,) a series, or that of a control, end to end; NaN where there is no number."
-        series = self.controls[series] if isinstance(series, str) else series
+        series = self.controls.get(series, (None,) * len(self.datums)) if isinstance(series, str) else series
         missing = lambda m: np.full(int(m.sum()), np.nan)
         parts = [missing(m) if x is None else x[m] for x, m in zip(series, self.mask, strict=True)]
         values = np.concatenate(parts)
@@ -106,81 +100,23 @@ class Evidence:
         return self.s - self.p
 
 # %% ../nbs/45_evidence.ipynb #e8eb71a0
-OFFSETS = (1, -1, 2, -2, 3, -3)  # of ids that are counted from another beginning
-
-
-@dataclass(frozen=True)
-class Pair:
-    "A token behind a single other one, scored by both sides: there is nothing but the two, at the first positions."
-
-    before: int  # id
-    token: int  # id
-    trainer: float  # at the trainer's temperature
-    sampler: float  # raw
-    moved: tuple[tuple[float, ...], ...] = ()  # the trainer's by `OFFSETS`, with both ids moved, the first, the second
-
-# %% ../nbs/45_evidence.ipynb #a54eed32
-SHARPNESS = np.geomspace(0.25, 4.0, 81)  # 1/T
-RIVALS = (32, 1024, 32768)  # tokens that may share what has not come up
-CUTS = (0.5, 0.1, 0.02, 0.001)  # of what has not come up, so much is still drawn
-Law = tuple[str, float, int]  # what was done to a distribution, how much, tokens that share the rest
-CLAIM: Law = ("the claim", 1.0, 0)
-
-
 @dataclass(frozen=True, eq=False)
 class Redraw:
     "The next token at one place, drawn again many times."
 
+    at: int  # compared position
     tokens: np.ndarray  # (H,) the different ids that came up, likeliest first
-    logprobs: np.ndarray  # (H,) claimed of them
-    counts: np.ndarray  # (2, H) how often each was drawn in either half
+    claimed: np.ndarray  # (H,) logprobs that the sampler reports of them
+    counts: np.ndarray  # (2, H) how often each was drawn, in two halves
     trainer: np.ndarray  # (H,) the trainer's logprobs of the first few, where the two sides differ; NaN = not scored
-    at: int = 0  # compared position
-    claims: tuple[np.ndarray, ...] = ()  # what was claimed of each, draw by draw
-    unseen: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (U,) the trainer's of tokens that were not drawn
 
-    def laws(self, known: np.ndarray | slice = slice(None)) -> dict[Law, np.ndarray]:
-        "(H + 1,) logprobs of known tokens, and of all others together, by what may have been done, and how much of it."
-        own = self.logprobs[known]
-        claim = np.r_[own, np.log(max(1 - np.exp(own).sum(), 1e-15))]
-        made = {CLAIM: claim}
-        for a, rivals in product(SHARPNESS, RIVALS):
-            law = a * claim + np.r_[0 * own, (1 - a) * np.log(rivals)]
-            made["temperature", round(float(1 / a), 3), rivals] = law - np.logaddexp.reduce(law)
-        for share in CUTS:
-            left = np.log1p(-share * np.exp(claim[-1])) - np.logaddexp.reduce(own)
-            made["a cut", share, 0] = np.r_[own + left, claim[-1] + np.log(share)]
-        return made
-
-    def misfit(self, logprobs: np.ndarray) -> tuple[float, int]:  # chi-squared, degrees of freedom
-        "How far the draws lie from these logprobs (H,), over the tokens that they expect five times or more."
-        counts, total = self.counts.sum(axis=0), int(self.counts.sum())
-        expected = total * np.exp(logprobs)
-        often = expected >= 5
-        seen = np.append(counts[often], counts[~often].sum())
-        wanted = np.append(expected[often], max(total - expected[often].sum(), 1e-9))
-        if wanted[-1] < 5 and len(wanted) > 1:  # the rare ones go with the rarest of the others
-            seen, wanted = np.append(seen[:-2], seen[-2:].sum()), np.append(wanted[:-2], wanted[-2:].sum())
-        return float(((seen - wanted) ** 2 / wanted).sum()), len(wanted) - 1
-
-# %% ../nbs/45_evidence.ipynb #51943f6d
-NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
-
-
+# %% ../nbs/45_evidence.ipynb #530889c2
 def noise_floor(e: Evidence) -> float | None:
     "Largest change of the policy's logprobs between a batch and single rows; None = not measured."
     if "policy alone" not in e.controls:
         return None
     moved = np.abs(e.flat("policy") - e.flat("policy alone"))
     return float(np.nanmax(moved)) if np.isfinite(moved).any() else None
-
-
-def learned_since(e: Evidence) -> bool:
-    "Whether the policy was updated after the step: it repeats itself, and no longer says what was recorded."
-    if "policy again" not in e.controls:
-        return False
-    now, least = e.flat("policy"), rounding(e.stamps.trainer_dtype or "float32")
-    return beyond(now - e.p, least) and not beyond(e.flat("policy again") - now, least)
 
 
 def size(gap: np.ndarray) -> Gap:
@@ -229,30 +165,36 @@ def explained(before: np.ndarray, after: np.ndarray, tol: float) -> float:
     there = excess(before[known], tol)
     return max(0.0, 1 - excess(after[known], tol) / there) if there > 0 else 0.0
 
-
-def exact(score: float, least: float = 0.9) -> float:
-    "The score of a hypothesis that predicts every number: what leaves more of the gap than it may is half a success."
-    return score if score >= least else score / 2
-
-# %% ../nbs/45_evidence.ipynb #de9327a3
+# %% ../nbs/45_evidence.ipynb #b9bc8cbe
 @dataclass(frozen=True)
 class Finding:
-    "What one hypothesis has to say."
+    "What speaks for one cause."
 
     cause: str  # a key of FIXES
-    score: float  # 0 to 1: share of what is seen that it explains
+    score: float  # 0 to 1: share of the gap that it explains
     text: str  # in a few words
     numbers: Mapping[str, float] = field(default_factory=dict)
     positions: tuple[int, ...] = ()  # compared positions that show it; empty = the largest gaps
 
-# %% ../nbs/45_evidence.ipynb #8d930ff6
-SURE = 0.9  # a score above which no other cause is named beside the best
-LIKELY = 0.5  # and one below which it is a guess
+# %% ../nbs/45_evidence.ipynb #b2f3d891
+SURE = 0.9  # share of the gap that a prediction must explain to be right
+PLAUSIBLE = 0.6  # what counts a sign that other causes may leave, too, such as the best fit of a curve
+LIKELY = 0.5  # and what is below is a guess
+FEW = 3  # tokens off, at least, that a prediction is judged on
 
 
-def strongest(findings: Iterable[Finding]) -> Finding:
-    "The finding with the highest score, the first of equals."
-    return max(findings, key=lambda f: f.score)
+def unexplained(e: Evidence) -> Rounding:
+    "What a right prediction may leave: rounding, and what the policy has learned since the step."
+    since, allowed = size(e.flat("policy") - e.p), coarsest(e)
+    return Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
+
+
+def judged(e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float) -> Finding:
+    "A prediction that leaves so much of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
+    off = np.isfinite(left) & (np.abs(e.gap) > tolerance(e))
+    gone = explained(e.gap, left, tolerance(e)) if off.sum() >= FEW else 0.0
+    right = gone >= SURE and (noisy or not beyond(left, unexplained(e)))
+    return Finding(cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers)
 
 # %% ../nbs/45_evidence.ipynb #fb8081f7
 def values_of(
@@ -335,23 +277,12 @@ def from_samples(record: StepRecord) -> Found:
     return tuple(raw), tuple(drawn), foreign
 
 # %% ../nbs/45_evidence.ipynb #73a1ad0d
-def kept_rows(record: StepRecord) -> tuple[int, int]:
-    "Groups that are trained on, of all; samples, where some of a group are and others not."
-    trained = {(d.group, d.sample) for d in record.datums if d.num_loss_tokens}
-    counts = [
-        (sum((g.index, i) in trained for i in range(len(g.samples))), len(g.samples) + len(g.dropped))
-        for g in record.groups
-    ]
-    whole = all(kept in (0, drawn) for kept, drawn in counts)
-    pairs = [(int(kept > 0), 1) for kept, _ in counts] if whole else counts
-    return sum(kept for kept, _ in pairs), sum(drawn for _, drawn in pairs)
-
-
 def pass_with_gradients(record: StepRecord) -> tuple[np.ndarray | None, ...]:
-    "Its logprobs of the datums that had been scored before."
+    "Its logprobs, of the datums that had been scored before with the same weights: those of the first update."
     last = record.loss.logprobs if record.loss else ()
+    first = record.updates[0] if record.updates else len(last)
     pairs = zip(record.datums, last, strict=bool(last))
-    return tuple(lp.values if d.old_logprobs is not None else None for d, lp in pairs)
+    return tuple(lp.values if d.old_logprobs is not None and k < first else None for k, (d, lp) in enumerate(pairs))
 
 # %% ../nbs/45_evidence.ipynb #07a072e4
 def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float) -> np.ndarray:
@@ -411,19 +342,15 @@ def gather(
         fix = "Hand over trainer_logprobs, or a backend that scores the datums."
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)
     ours = values_of(trainer, datums, "trainer logprobs")
-    entropy = tuple(getattr(lp, "entropy", None) for lp in trainer)
     told = [d.sampler_logprobs for d in datums] if sampler is None else sampler
     declared = record is not None and sampler is None and any(s.processed for g in record.groups for s in g.samples)
     if declared and record is not None:  # what the settings say is no fault: the raw ones are compared
-        told, entropy = raw_instead(record, datums, trainer), (None,) * len(datums)
+        told = raw_instead(record, datums, trainer)
     theirs = values_of(told, datums, "sampler logprobs")
     if record:
-        known = {"entropy": entropy, "kept": kept_rows(record), "stamps": claims(record, untrained)}
-        known["gradients"] = pass_with_gradients(record)
-        known["updated"] = tuple(np.searchsorted(np.cumsum(record.updates), np.arange(len(datums)), "right").tolist())
-        known["stamps"] = replace(known["stamps"], raw=declared)
-        e = Evidence(datums, ours, theirs, *from_samples(record), **known)
+        stamps = replace(claims(record, untrained), raw=declared)
+        e = Evidence(datums, ours, theirs, *from_samples(record), pass_with_gradients(record), stamps)
     else:
-        e = Evidence(datums, ours, theirs, entropy=entropy, stamps=Stamps(untrained=bool(untrained)))
+        e = Evidence(datums, ours, theirs, stamps=Stamps(untrained=bool(untrained)))
     check_comparable(e)
     return e

@@ -270,7 +270,7 @@ def test_old_weights_are_never_called_a_shift(seed: int):
         assert "hift" not in said["text"]
         assert said["state"] != "well"
         syncs = f"stale weights (0 weight syncs in {record.step - 1} steps)"
-        assert syncs in said["text"] or said["state"] == "likely"
+        assert syncs in said["text"] or said["state"] in ("likely", "found")
         assert diagnosed(record).startswith(("stale weights", "BOS or template", "temperature", "dtype"))
 
 

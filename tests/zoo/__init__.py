@@ -7,8 +7,7 @@ and never put back. No recorded series is ever edited; what a bug does to number
 
 Each case says what a right answer is: one cause of `causes.FIXES`, or several that are equally right, or `NONE`, or for
 clean steps `CLEAN`. One part (`build`) is there to improve the doctor by. Many kinds of `unseen` are in it only, the
-rest come with other seeds and strengths; `others` was written by people who knew the machines and the names of the
-causes only. All three have been judged: a doctor that must be judged anew needs kinds that none of them has.
+rest come with other seeds and strengths. Both have been judged: a doctor that must be judged anew needs other kinds.
 
 Each case says how large it is: the largest and the mean gap in nats, the mean total variation between the law that
 tokens were drawn from and the one that the client asked for, with what all tokens together say for it in nats, and how
@@ -17,6 +16,5 @@ far they are from a draw as claimed in standard deviations. What is below the no
     python -m tests.zoo build                    # a table, and a row per kind
     python -m tests.zoo build --only temperature -v
     python -m tests.zoo build --http --first     # the server behind HTTP, one case of each kind: 20 minutes
-    python -m tests.zoo unseen --dry             # run the cases, ask no doctor
-    python -m tests.zoo others --dry -v          # and say how large each is
+    python -m tests.zoo unseen --dry -v          # run the cases, ask no doctor, say how large each is
 """

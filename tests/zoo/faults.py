@@ -22,7 +22,7 @@ from .machines import cast
 from .steps import Run, World
 
 NONE, CLEAN = "none of the known causes", "all well"  # as the doctor says it
-PARTS = BUILD, UNSEEN, OTHERS = "build", "unseen", "others"
+PARTS = BUILD, UNSEEN = "build", "unseen"
 WORLDS = {
     "plain": World(),
     "lora": World(lora_rank=8, learning_rate=1e-3),
@@ -85,14 +85,9 @@ async def run_case(case: Case, run: Run) -> StepRecord:
 
 def cases(split: str) -> Iterator[Case]:
     "All cases of a part: each strength in two settings of `build`, in one of another. The seeds differ."
-    from .others import OTHER_KINDS
     from .unseen import UNSEEN_KINDS
 
-    kinds, seeds = {
-        BUILD: (KINDS, (0, 1, 2, 10, 11, 12)),
-        UNSEEN: (UNSEEN_KINDS, (20, 21, 22)),
-        OTHERS: (OTHER_KINDS, (40, 41, 42)),
-    }[split]
+    kinds, seeds = {BUILD: (KINDS, (0, 1, 2, 10, 11, 12)), UNSEEN: (UNSEEN_KINDS, (20, 21, 22))}[split]
     for number, kind in enumerate(kinds):
         for i, strength in enumerate(kind.strengths):
             start = number + 2 * i

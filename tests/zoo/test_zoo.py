@@ -3,7 +3,6 @@
 import asyncio
 import itertools
 import os
-from dataclasses import replace
 
 import pytest
 from tiny_models import one_thread
@@ -11,7 +10,7 @@ from tiny_models import one_thread
 from rl_notebook.backends.base import Sampler, Scorer, Trainer, WeightSync
 from rl_notebook.causes import FIXES
 
-from .faults import BUILD, CLEAN, NONE, OTHERS, PARTS, Case, cases
+from .faults import BUILD, CLEAN, NONE, PARTS, Case, cases
 from .judge import judged
 from .steps import World, gap, opened
 
@@ -59,9 +58,8 @@ def test_the_parts_share_no_case():
     assert all({*c.kind.right} <= {*FIXES, NONE, CLEAN} for part in parts for c in part)
     for what in (lambda c: c.name, lambda c: c.seed):
         assert not any({what(c) for c in a} & {what(c) for c in b} for a, b in itertools.combinations(parts, 2))
-    build, unseen, others = ({c.kind.name for c in part} for part in parts)
+    build, unseen = ({c.kind.name for c in part} for part in parts)
     assert len(unseen - build) >= len(unseen) / 4
-    assert not others & (build | unseen)
 
 
 CHOSEN = [c for c in cases(BUILD) if c.setting != "large"]
@@ -73,25 +71,3 @@ def test_the_doctor_answers(case: Case):
     answer = asyncio.run(judged(case))
     assert answer.outcome != "error", answer.cause
     assert answer.cause in {*FIXES, NONE}
-
-
-LEARNED = {  # kinds on whose first case it was wrong or silent once: the world of that case, and what it says since
-    "later updates have dropout": ("curt", "dropout"),
-    "the pass with gradients pads on the left and does not say so": ("hushed", "padding side"),
-    "prompts are filled up with ends": ("fluent", "padding side"),
-    "overlapping chunks are divided in place": ("hushed crisp", "temperature"),
-    "long completions are of an earlier policy": ("curt", "stale weights"),
-    "each third request has a word more": ("crisp", NONE),
-    "some micro-batches have another temperature": ("slender", "temperature"),
-    "some micro-batches are padded on the left, and do not say so": ("fervid", "padding side"),
-    "a tool's answers are sent as JSON": ("hushed", "BOS or template"),
-    "later turns come from a server that is late": ("well", "stale weights"),
-}
-
-
-@pytest.mark.parametrize("name", LEARNED)
-@pytest.mark.variant(but="later updates")
-def test_what_was_learned_stays(name: str):
-    setting, cause = LEARNED[name]
-    case = next(c for c in cases(OTHERS) if c.kind.name == name)
-    assert asyncio.run(judged(replace(case, setting=setting, seed=160))).cause == cause
