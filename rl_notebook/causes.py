@@ -193,7 +193,7 @@ def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(r.claimed[k], t * r.trainer[k]) for r, k in known if k.sum() > 1]
 
 
-def slope(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
+def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
     "The factor between the differences of the sampler's logprobs and those of the trainer's."
     apart = [(s - s.mean(), p - p.mean()) for s, p in places]
     s, p = (np.concatenate(x) for x in zip(*apart, strict=True))
@@ -210,14 +210,15 @@ def other_logits(e: Evidence) -> Iterator[Finding]:
         if e.stamps.trainer_temperature in (None, 1.0):  # elsewhere all differ by what makes probabilities of them
             yield from one_level(e, np.array([(s - p).mean() for s, p in places]))
         return
-    judges = [(a, places[k::2]) for k in (0, 1) for a in [slope(places[1 - k :: 2])]]
+    judges = [(a, places[k::2]) for k in (0, 1) for a in [sharpness_of(places[1 - k :: 2])]]
     left = np.concatenate([s - a * p - (s - a * p).mean() for a, half in judges for s, p in half])
     before = np.concatenate([s - p - (s - p).mean() for _, half in judges for s, p in half])
     shared = np.array([(s - a * p).mean() for a, half in judges for s, p in half])
     gone = explained(before, left, tolerance(e))
     if gone >= SURE and beyond(shared, floor(e)):  # without a number that all share it is another logarithm
-        text = f"{len(left)} tokens drawn again: the sampler's are the trainer's at temperature {1 / slope(places):.2f}"
-        yield Finding("temperature", gone, f"{text}: {gone:.0%} of the gap is gone", {"temperature": 1 / slope(places)})
+        t = 1 / sharpness_of(places)
+        text = f"{len(left)} tokens drawn again: the sampler's are the trainer's at temperature {t:.2f}"
+        yield Finding("temperature", gone, f"{text}: {gone:.0%} of the gap is gone", {"temperature": t})
 
 
 def one_level(e: Evidence, level: np.ndarray) -> Iterator[Finding]:

@@ -378,7 +378,7 @@ def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
     counts = np.array([[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in drawn])
     return Redraw(at, np.array(order), np.array([claimed[t] for t in order]), counts, np.full(len(order), np.nan))
 
-
+# %% ../nbs/48_doctor.ipynb #56e51ba4
 async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
     "Next tokens at so many places where the sampler was in doubt, each drawn twice so many times."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
