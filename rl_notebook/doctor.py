@@ -309,7 +309,7 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
         with contextlib.suppress(DataError):  # a template may refuse its own marks
             yield "a second template", tokenizer.encode(render(tokenizer, said), add_special_tokens=False)
 
-
+# %% ../nbs/48_doctor.ipynb #c283525a
 def padded_prompts(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
     "The prompt behind pad tokens, up to the longest row or prompt, or to a multiple of a power of two."
     prompt, own = prompt_of(e.datums[row]), len(e.datums[row].tokens)
