@@ -26,23 +26,17 @@ from .records import StepRecord
 
 # %% ../nbs/41_player.ipynb #5d56a09c
 async def one_phase(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
-    "Run the next phase as a step runs it."
-    if loop.overlaps and not loop.state.values:
-        return await loop.overlapped_half()
-    if loop.state.current != "finish":
-        return await run_phase(loop, loop.state.current)
-    if evaluation_due(loop):
-        await loop.evaluate()
-    record = loop.finish()
-    await reach_boundary(loop)
-    return record
-
-
-async def one_turn(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
-    "`one_phase` in a turn of its loop; rollouts beside training end where another loop may have the next one."
+    "Run the next phase as a step runs it, in a turn of its loop, and leave the backend to other loops after the last."
     async with loop.weights.turn():
-        record = await one_phase(loop)
-        if isinstance(loop, AsyncGRPOLoop) and record is not None and loop.weights.several:
+        if loop.overlaps and not loop.state.values:
+            return await loop.overlapped_half()
+        if loop.state.current != "finish":
+            return await run_phase(loop, loop.state.current)
+        if evaluation_due(loop):
+            await loop.evaluate()
+        record = loop.finish()
+        await reach_boundary(loop)
+        if isinstance(loop, AsyncGRPOLoop) and loop.weights.several:
             await loop.pause(drain=True)
             loop.producer.held = AT_REST
     return record
@@ -79,10 +73,14 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
     if action in ("pause", "stop"):
         held = action == "stop" and player.window is not None
         return "" if player.doing or elsewhere or held else "Nothing is running."
+    if action == "drain" and not isinstance(loop, AsyncGRPOLoop):
+        return "Nothing runs beside training here."
+    if elsewhere:
+        return f"The loop is being run elsewhere ({elsewhere})."
+    if player.doing and (action != "drain" or player.draining):
+        return f"Busy: {'drain' if player.draining else player.doing}."
     if action == "drain":
-        return drain_refusal(player, elsewhere)
-    if player.doing or elsewhere:
-        return f"Busy: {player.doing}." if player.doing else f"The loop is being run elsewhere ({elsewhere})."
+        return "" if player.doing or rows_in_flight(loop) else "No row is in flight."
     if action == "change":
         return ""
     if action == "undo":
@@ -98,32 +96,6 @@ PAUSED = "paused"  # what the loop says of a pause, too
 def rows_in_flight(loop: Loop) -> int:
     "Rows whose rollouts run now; none of a loop that takes turns."
     return len(loop.producer.in_flight) if isinstance(loop, AsyncGRPOLoop) else 0
-
-
-def drain_refusal(player: Player, elsewhere: str) -> str:  # a sentence; empty when it makes sense
-    "Why draining makes no sense now."
-    if not isinstance(player.loop, AsyncGRPOLoop):
-        return "Nothing runs beside training here."
-    if elsewhere:
-        return f"The loop is being run elsewhere ({elsewhere})."
-    if player.draining and player.doing:
-        return "Busy: drain."
-    return "" if player.doing or rows_in_flight(player.loop) else "No row is in flight."
-
-
-def hold(player: Player, why: str) -> None:
-    "Start no further row, unless a gradient is being put together from rows that still have to come."
-    loop = player.loop
-    chunked = loop.overlaps and "backward" not in loop.state.values
-    if isinstance(loop, AsyncGRPOLoop) and player.doing and not chunked:
-        loop.producer.held = why
-
-
-async def open_gate(player: Player) -> None:
-    "Start rows again, with this loop's weights on the backend."
-    if isinstance(player.loop, AsyncGRPOLoop):
-        async with player.loop.weights.turn():
-            player.loop.resume()
 
 
 async def come_to_rest(player: Player) -> None:
@@ -150,14 +122,6 @@ def unrelated_players(loop: Loop) -> list[Player]:
         for p in ACTIVE_PLAYERS
         if p.loop.weights.shared is loop.weights.shared and p.loop.weights.family is not loop.weights.family
     ]
-
-# %% ../nbs/41_player.ipynb #d2b09e37
-async def quiet(loop: Loop) -> None:
-    "Pause the unrelated players, and wait until their phases are over."
-    for other in unrelated_players(loop):
-        other.pause()
-        if other.task is not None:
-            await asyncio.wait([other.task])
 
 # %% ../nbs/41_player.ipynb #19d6e66b
 class Player:
@@ -209,9 +173,11 @@ class Player:
 
     def pause(self, why: str = PAUSED) -> None:
         "Hold after the running phase and start no further row; a run that another cell began is asked to stop."
+        loop = self.loop
         if not self.doing:
-            self.loop.stop()
-        hold(self, why)
+            loop.stop()
+        elif isinstance(loop, AsyncGRPOLoop) and not (loop.overlaps and "backward" not in loop.state.values):
+            loop.producer.held = why  # unless a gradient is being put together from rows that still have to come
         self.pausing = True
         self.wake()
         self.changed()
@@ -255,7 +221,7 @@ async def advance(player: Player) -> StepRecord | None:  # the record, when a st
     player.changed()
     if player.window is None and not by_windows(loop):
         try:
-            return await one_turn(loop)
+            return await one_phase(loop)
         except PhaseError as error:  # a batch that a pause keeps from being complete is no error
             if not (player.pausing and isinstance(loop, AsyncGRPOLoop) and error.what == "a batch"):
                 raise
@@ -285,53 +251,47 @@ async def release(player: Player) -> None:
         await window.aclose()
 
 # %% ../nbs/41_player.ipynb #abc895ea
-def is_over(player: Player) -> bool:
-    "Whether there is a reason not to go on."
-    asked = player.pausing or player.loop.stop_requested
-    return asked or (player.loop.done and player.window is None)
-
-# %% ../nbs/41_player.ipynb #7f755115
-async def play_on(player: Player) -> None:
-    "Phase after phase, until paused, stopped or done."
-    while player.left > 0 and not is_over(player):
-        player.left -= await advance(player) is not None
-        await rest(player)
-    player.left = player.left if player.pausing and not player.loop.stop_requested else math.inf
-
-# %% ../nbs/41_player.ipynb #80e70019
-async def to_end_of_step(player: Player) -> None:
-    "What is left of the step."
-    while not is_over(player) and await advance(player) is None:
-        await rest(player)
-
-# %% ../nbs/41_player.ipynb #3693a2e0
-async def take_back(player: Player) -> None:
-    "The last update taken back."
-    player.at = "undo"
-    player.changed()
-    await release(player)
-    await player.loop.undo()
-
-
-async def wait_for_rows(player: Player) -> None:
-    "Nothing more but the wait for the rows in flight."
-    player.pausing = player.draining = True
-
-
-WORK = {"play": play_on, "phase": advance, "step": to_end_of_step, "undo": take_back, "stop": release}
-WORK["drain"] = wait_for_rows
-FORWARD = ("play", "phase", "step")
+async def work(player: Player, action: str) -> None:
+    "What an action does: phases until paused, stopped or done, an undo, or the wait for the rows in flight."
+    loop = player.loop
+    over = lambda: player.pausing or loop.stop_requested or (loop.done and player.window is None)
+    match action:
+        case "play":
+            while player.left > 0 and not over():
+                player.left -= await advance(player) is not None
+                await rest(player)
+            if loop.stop_requested or not player.pausing:
+                player.left = math.inf
+        case "step":
+            while not over() and await advance(player) is None:
+                await rest(player)
+        case "phase":
+            await advance(player)
+        case "undo":
+            player.at = "undo"
+            player.changed()
+            await release(player)
+            await loop.undo()
+        case "stop":
+            await release(player)
+        case "drain":
+            player.pausing = player.draining = True
 
 # %% ../nbs/41_player.ipynb #abc320f5
 async def act(player: Player, action: str) -> None:
     "One action from beginning to end."
+    loop = player.loop
     ACTIVE_PLAYERS.add(player)
-    player.loop.bar = SILENT
+    loop.bar = SILENT
     try:
-        await quiet(player.loop)
-        if action in FORWARD:
-            await open_gate(player)
-        await WORK[action](player)
+        for other in unrelated_players(loop):
+            other.pause()
+            if other.task is not None:
+                await asyncio.wait([other.task])
+        if action in ("play", "phase", "step") and isinstance(loop, AsyncGRPOLoop):
+            async with loop.weights.turn():
+                loop.resume()  # rows start again, with this loop's weights on the backend
+        await work(player, action)
         await come_to_rest(player)
     except Exception as e:  # any at all: kept for the dashboard, and raised again where the action is awaited
         player.failed = e
@@ -339,9 +299,9 @@ async def act(player: Player, action: str) -> None:
     finally:
         if player.closed:
             await release(player)
-        player.loop.rest()
+        loop.rest()
         ACTIVE_PLAYERS.discard(player)
-        player.doing, player.at, player.loop.stop_requested, player.loop.bar = "", "", False, None
+        player.doing, player.at, loop.stop_requested, loop.bar = "", "", False, None
         player.changed()
 
 # %% ../nbs/41_player.ipynb #12bd6135

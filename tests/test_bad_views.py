@@ -29,14 +29,11 @@ from test_loop import make_loop
 from rl_notebook.cli import main as command
 from rl_notebook.config import Config
 from rl_notebook.core import (
-    AlignmentError,
     Datum,
-    DatumError,
     Logprobs,
     PromptGroup,
     RecordError,
     RLNotebookError,
-    RolloutSample,
 )
 from rl_notebook.doctor import diagnose
 from rl_notebook.losses import LossOptions
@@ -48,7 +45,7 @@ from rl_notebook.views.charts import LiveCharts, chart, charts, svg
 from rl_notebook.views.dashboard import Dashboard
 from rl_notebook.views.dashboard import still_html as dashboard_html
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
-from rl_notebook.views.report import report_html, write_report
+from rl_notebook.views.report import report_html
 from rl_notebook.views.tokens import inspect_tokens
 from rl_notebook.views.whatif import WhatIfPanel
 from rl_notebook.whatif import attribution, reward_lab, what_if
@@ -261,11 +258,6 @@ def _tidy() -> Iterator[None]:
             made().close()
 
 
-def sent(value: Any) -> np.ndarray:
-    "Numbers as they travel to the page, None as NaN."
-    return np.frombuffer(value["f8"]) if isinstance(value, dict) else np.array(value, float).ravel()
-
-
 def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
     "Every chart of the payloads as a figure, a picture, still HTML and live; the lines of those with data."
     json.dumps(payloads, allow_nan=False)
@@ -275,10 +267,7 @@ def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
         words(picture)
         words(c.static_html())
     live().draw(*made.values())
-    for c, figure in zip(made.values(), live().figures.values(), strict=True):
-        for trace, shown in zip(c.figure["data"], figure["data"], strict=True):
-            for axis in {"x", "y"} & trace.keys():
-                np.testing.assert_array_equal(sent(shown[axis]), np.array(trace[axis], float))
+    json.dumps(live().figures, allow_nan=False)
     found = charts(payloads)
     lines = [
         f"{name} | {trace.get('name', '')} {json.dumps(trace.get('z', trace.get('y')))[:400]}"
@@ -465,20 +454,6 @@ def test_a_kl_that_is_0_but_for_an_infinity_is_not_left_out(bad: float):
     drawn(payloads)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: RolloutSample([], [], [], 1.0),
-        lambda: RolloutSample([1, 2], [None, None], [0, 0], 1.0),
-        lambda: Datum([], []),
-        lambda: Datum([5], []),
-    ],
-)
-def test_samples_of_no_length_never_come_to_be(make: Callable[[], Any]):
-    with pytest.raises((AlignmentError, DatumError), match=r"got no sampled token|at least 2"):
-        make()
-
-
 # --- run folders ----------------------------------------------------------------------------------------------------
 
 
@@ -562,22 +537,14 @@ def untrained_step(run: Path) -> None:
 
 HARMS: dict[str, Callable[[Path], Any]] = {
     "nothing wrong": lambda run: None,
-    "no run": shutil.rmtree,
-    "another run format": lambda run: rewrite(run, "run.json", lambda p: p.update(format="rl_notebook.run/9")),
     "another record format": lambda run: rewrite(
         second(run), "record.json", lambda p: p.update(format="rl_notebook.record/9")
     ),
     "killed while writing": killed_while_writing,
-    "empty step folder": lambda run: [p.unlink() for p in second(run).iterdir()],
-    **{f"no {f}": lambda run, f=f: (second(run) / f).unlink() for f in ("tokens.parquet", "arrays.safetensors")},
-    **{
-        f"half of {f}": lambda run, f=f: cut(second(run) / f)
-        for f in ("record.json", "tokens.parquet", "completions.parquet", "arrays.safetensors")
-    },
+    "no arrays.safetensors": lambda run: (second(run) / "arrays.safetensors").unlink(),
+    "half of tokens.parquet": lambda run: cut(second(run) / "tokens.parquet"),
     "no steps": without_steps,
     "half a line": half_a_line,
-    "damaged line": lambda run: (run / "metrics.jsonl").write_text('{"step": 1, "rewa\n{"step": 2}\n'),
-    "no metrics": lambda run: (run / "metrics.jsonl").unlink(),
     "half of config.yaml": lambda run: (run / "config.yaml").write_text("steps: [1,"),
     "empty sample": empty_sample,
     "untrained step": untrained_step,
@@ -632,7 +599,6 @@ def sought(run: Path) -> str:
 READERS: dict[str, Callable[[Path], str]] = {
     "run": lambda run: f"{(r := Run.open(run))!r}\n{words(r._repr_html_())}",
     "record": lambda run: repr(Run.open(run).record(2)),
-    "report": lambda run: words(write_report(Run.open(run), run.parent / "report.html").read_text()),
     "view": viewed,
     "doctor": lambda run: typed("doctor", run),
     "replay": lambda run: typed("replay", run, 2),
@@ -648,7 +614,7 @@ def record_fault(*texts: str) -> dict[str, Outcome]:
     "A step that cannot be read: whoever needs it says so, and everything else does without it."
     page = shows("Step 1", "Note: step 2 is left out: ", *texts, absent=("Step 2",))
     others = {"run": shows("2 steps"), "doctor": shows("exit code 0", "step    1  all well", absent=("step    2",))}
-    return others | {"report": page, "view": page} | dict.fromkeys(READ, refuses(RecordError, *texts))
+    return others | {"view": page} | dict.fromkeys(READ, refuses(RecordError, *texts))
 
 
 def run_fault(*texts: str) -> dict[str, Outcome]:
@@ -665,7 +631,6 @@ NO_STEP = refuses(RecordError, "/run: no such step: got 2; expected nothing, for
 HEALTHY: dict[str, Outcome] = {
     "run": shows("2 steps; checkpoints after 2"),
     "record": shows("StepRecord(step 2"),
-    "report": shows("steps 2", "Step 2", absent=("half written",)),
     "view": shows("Finished after step 2.", "Step 2"),
     "doctor": shows("exit code 0", "step    1  all well", "step    2  all well"),
     "replay": shows("exit code 0", "= sample", "= backward", "= finish"),
@@ -675,33 +640,22 @@ HALF_A_LINE = "metrics.jsonl: the last line was half written and is left out"
 
 FOLDERS: dict[str, dict[str, Outcome]] = {
     "nothing wrong": HEALTHY,
-    "no run": run_fault("/run: no run here: got no run.json; expected the log_path of a run"),
-    "another run format": run_fault("run.json: format: got rl_notebook.run/9; expected", "Read it with the version of"),
     "another record format": record_fault(
         "steps/00002/record.json: format: got rl_notebook.record/9; expected rl_notebook.record/", "Read it with"
     ),
     "killed while writing": {
         "run": shows("1 step; checkpoints after 2"),
         "record": NO_SUCH_STEP,
-        "report": shows("steps 1", "Step 1", absent=("Step 2",)),
         "view": shows("step 1 of at most 2", absent=("Finished",)),
         "doctor": shows("exit code 0", "step    1  all well", absent=("step    2",)),
         "replay": NO_SUCH_STEP,
         "seek": NO_SUCH_STEP,
     },
-    "empty step folder": record_fault("steps/00002/record.json: cannot read: got No such file or directory"),
-    "no tokens.parquet": damaged("tokens.parquet", "missing"),
     "no arrays.safetensors": damaged("arrays.safetensors", "missing"),
-    "half of record.json": record_fault(
-        "steps/00002/record.json: not readable: got JSONDecodeError", "rl_notebook.record"
-    ),
     "half of tokens.parquet": damaged("tokens.parquet", ""),
-    "half of completions.parquet": damaged("completions.parquet", ""),
-    "half of arrays.safetensors": damaged("arrays.safetensors", ""),
     "no steps": {
         "run": shows("Run run: 0 steps", absent=("checkpoints",)),
         "record": NO_STEP,
-        "report": shows("steps 0", "No step has been recorded yet."),
         "view": shows("No step has been recorded yet.", "step 0 of at most 2"),
         "doctor": refuses(RecordError, "/run: doctor: got no step; expected a step with datums and logprobs"),
         "replay": NO_STEP,
@@ -711,22 +665,13 @@ FOLDERS: dict[str, dict[str, Outcome]] = {
     | {
         # the step whose line is lost gives its metrics from its record
         "run": shows("2 steps", HALF_A_LINE),
-        "report": shows("steps 2", f"Note: {HALF_A_LINE}"),
         "view": shows("Finished after step 2.", f"Note: {HALF_A_LINE}"),
     },
-    "damaged line": HEALTHY
-    | {  # its record gives what it held
-        "run": shows("2 steps", "metrics.jsonl, line 1: damaged and left out (JSONDecodeError"),
-        "report": shows("steps 2", "Note: metrics.jsonl, line 1: damaged and left out"),
-        "view": shows("Finished after step 2.", "Note: metrics.jsonl, line 1: damaged and left out"),
-    },
-    "no metrics": run_fault("metrics.jsonl: cannot read: got No such file or directory"),
     "half of config.yaml": run_fault("config.yaml: not readable: got while parsing", "expected YAML"),
     "empty sample": record_fault("loss_mask: got no sampled token; expected at least one"),
     "untrained step": {
         "run": shows("2 steps"),
         "record": shows("nothing trained: nothing to learn"),
-        "report": shows("Nothing was trained: nothing to learn"),
         "view": shows("Nothing was trained: nothing to learn"),
         "doctor": shows("exit code 0", "step    1  all well", absent=("step    2",)),
         "replay": shows("exit code 1", "≠ datums      differs by 16 datums"),
@@ -740,8 +685,3 @@ FOLDERS: dict[str, dict[str, Outcome]] = {
 @pytest.mark.variant(every=4)
 def test_folders(harmed: Callable[[str], Path], name: str, reader: str):
     look(READERS[reader], harmed(name), FOLDERS[name][reader])
-
-
-def test_half_a_line_is_warned_about(harmed: Callable[[str], Path]):
-    with pytest.warns(UserWarning, match="half written and is left out"):
-        Run.open(harmed("half a line"))

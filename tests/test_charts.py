@@ -31,7 +31,6 @@ from rl_notebook.views.charts import (
     LOOKS,
     Chart,
     LiveCharts,
-    advantage_map,
     asset,
     chart,
     charts,
@@ -46,8 +45,6 @@ from rl_notebook.views.payloads import (
     ROWS,
     History,
     advantages_payload,
-    bar_means,
-    completion_rows,
     counts_payload,
     dead_marks,
     downsample,
@@ -103,12 +100,6 @@ def test_a_thin_line_keeps_ends_and_extremes(y: list[float | None], limit: int):
     assert (None in thin["y"]) == (None in y)  # a gap stays a gap
 
 
-@given(y=values)
-def test_a_short_line_is_left_alone(y: list[float | None]):
-    whole = {"x": [*range(len(y))], "y": y}
-    assert downsample(whole, 400) == whole
-
-
 def test_only_drawing_is_thin():
     rows = [{"step": s, "reward": float(s % 7), "reward_std": 0.5, "frac_dead_high": 0.25} for s in range(1, 10_001)]
     history = History(rows)
@@ -119,12 +110,6 @@ def test_only_drawing_is_thin():
     assert payloads["dead"]["high"] == {"x": [*range(1, 10_001, 100)], "y": [0.25] * BARS}
     assert run_payloads(history, {}, limit=None)["reward"]["reward"] == series(history, "reward")
     assert all(len(svg(c.figure, c.title)) < 24_000 for c in charts(payloads).values())
-
-
-def test_bars_are_means_of_the_steps_that_they_stand_for():
-    history = History({"step": s, "a": float(v)} for s, v in enumerate([1, 3, 5, 7, 2], start=1))
-    assert bar_means(history, "a", 2) == {"x": [1, 4], "y": [3.0, 4.5]}
-    assert bar_means(history, "a", None) == bar_means(history, "a", 5) == series(history, "a")
 
 
 # --- metrics that grow ------------------------------------------------------------------------------------------------
@@ -161,27 +146,6 @@ def test_what_is_no_number_is_no_point():
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
-def test_spreads_of_a_record():
-    record = synthetic_record(1, groups=3, completions=4)
-    row = history_row(record)
-    means = [g.rewards.mean() for g in record.groups]
-    everything = np.concatenate([g.advantages for g in record.groups])
-    assert (row["groups/reward/min"], row["groups/reward/max"]) == (min(means), max(means))
-    assert row["advantages/median"] == np.median(everything)
-    lengths = np.array([s.completion_len for g in record.groups for s in g.samples])
-    assert row["advantages/tokens_plus"] == pytest.approx(lengths[everything > 0].sum() / lengths.sum())
-    assert sum(row[f"advantages/tokens_{sign}"] for sign in ("plus", "minus", "zero")) == pytest.approx(1.0)
-    assert {k: row[k] for k in record.metrics} == dict(record.metrics)
-
-
-@pytest.mark.parametrize("step", range(1, 60, 6))
-def test_dead_groups_are_those_that_the_metrics_count(step: int):
-    record = synthetic_record(step)
-    marks, metrics = dead_marks(record.groups), reward_metrics(record.groups)
-    assert marks.count("high") / len(marks) == metrics["frac_dead_high"]
-    assert marks.count("low") / len(marks) == metrics["frac_dead_low"]
-
-
 def test_counts_add_up_to_the_samples():
     record = synthetic_record(20)
     marks = dead_marks(record.groups)
@@ -198,25 +162,6 @@ def test_counts_add_up_to_the_samples():
     assert {x: n for x, n in bars.items() if n} == dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
-def test_panels_of_kl():
-    floats = {"kl/k1": 0.5, "kl/k3": 0.25, "kl": 0.25, "ppo_kl": 0.125, "kl_beta": 0.04, "noise_floor": 0.5}
-    gaps = {f"sampling/sampling_logp_difference/{k}": v for k, v in (("mean", 0.0625), ("max", 2.0))}
-    one = lambda y: {"x": [3], "y": [y]}
-    panel = lambda name, unit, lines, floor: {"name": name, "unit": unit, "lines": lines, "floor": floor}
-    assert kl_payload(History([{"step": 3} | floats | gaps]), {"kl_beta": 9}) == {
-        "panels": [
-            panel("policy to reference", "nats per token", {"k1": one(0.5), "k3": one(0.25)}, 0.125),
-            panel("policy to old", "nats per token", {"k3": one(0.125)}, 0.125),
-            panel("trainer to sampler, mean", "nats", {"mean": one(0.0625)}, 0.5),
-            panel("trainer to sampler, largest", "nats", {"max": one(2.0)}, 0.5),
-        ],
-        "within": [],
-        "kl_beta": 0.04,
-    }
-    assert kl_payload(History([{"step": 3} | gaps]), {}, noise_floor=0.25)["panels"][0]["floor"] == 0.25
-    assert kl_payload(History(), {}) == {"panels": [], "within": [], "kl_beta": None}
-
-
 def test_what_is_only_rounding_is_named_and_not_drawn():
     gap = "sampling/sampling_logp_difference"
     rounding = [{"step": s, "kl/k3": 0.01 * s, f"{gap}/mean": 1e-7 * s, f"{gap}/max": 1e-5 * s} for s in (1, 2, 3)]
@@ -228,35 +173,6 @@ def test_what_is_only_rounding_is_named_and_not_drawn():
     assert len(kl_payload(History(rounding), {})["panels"]) == 2
     alone = kl_payload(History([{"step": 1, f"{gap}/mean": 1e-7}]), {})
     assert "all within rounding" in svg(chart("kl", alone).figure)
-
-
-def test_completions_as_the_model_saw_them():
-    class Letters:
-        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-            return "".join(map(chr, ids)) + ("" if skip_special_tokens else "<s>")
-
-    record = synthetic_record(3, groups=2, completions=3)
-    first = record.groups[0]
-    rows = completion_rows(record, Letters())
-    assert len(rows) == 6
-    s = first.samples[0]
-    assert rows[0] == {
-        "id": "step=3&group=0&sample=0",
-        "group": 0,
-        "sample": 0,
-        "row": first.key,
-        "prompt": first.row["question"] + "<s>",
-        "text": s.text,
-        "rewards": dict(s.rewards),
-        "reward": s.reward,
-        "advantage": float(first.advantages[0]),
-        "length": s.completion_len,
-        "finish_reason": s.finish_reason,
-        "dead": dead_marks(record.groups)[0],
-    }
-    assert completion_rows(record)[0]["prompt"] == first.row["question"]
-    bad = replace(record, groups=(replace(first, advantages=[math.nan, 1.0, 2.0]),))
-    assert completion_rows(bad)[0]["advantage"] is None
 
 
 # --- figures and pictures ---------------------------------------------------------------------------------------------
@@ -424,67 +340,11 @@ def test_few_and_many_groups(shape: tuple[int, int]):
     assert (rest["index"], rest["total"]) == ([shape[0] - 1], shape[0])
 
 
-def test_a_run_of_dead_steps():
-    record = synthetic_record(1, groups=2, completions=2)
-    alike = lambda g, r: replace(g, samples=[replace(s, reward=r) for s in g.samples], advantages=[0.0, 0.0])
-    groups = [alike(record.groups[0], 1.0), alike(record.groups[1], 0.0)]
-    dead = StepRecord(1, groups, metrics=reward_metrics(groups), reason="all dead")
-    found = drawn(dead)
-    assert found["advantages"].figure["data"][0]["text"] == [["▲", "▲"], ["▼", "▼"]]
-    assert [t["y"] for t in found["dead"].figure["data"]] == [[0.5] * 5, [0.5] * 5]
-    assert counts_payload(dead, "advantage")["live"] == [0]
-    for c in found.values():
-        elements(svg(c.figure))
-
-
-def test_numbers_that_are_none():
-    rows = [
-        {"step": s, "reward": math.inf if s == 2 else 0.5, "reward_std": 0.1, "kl/k1": -math.inf} for s in (1, 2, 3)
-    ]
-    found = charts(run_payloads(History(rows), {}))
-    assert "kl" not in found or "NaN" not in svg(found["kl"].figure)
-    for c in found.values():
-        picture = svg(c.figure)
-        assert not re.search(r"\b(nan|inf)\b", picture)
-
-
 # --- live -------------------------------------------------------------------------------------------------------------
 
 
 def history(steps: int) -> History:
     return History({**history_row(synthetic_record(s, groups=3, completions=4))} for s in range(1, steps + 1))
-
-
-def read(values) -> np.ndarray:
-    "A series as the browser reads it."
-    return np.frombuffer(values["f8"]) if isinstance(values, dict) else np.array(values, dtype=float)
-
-
-def measured(values) -> np.ndarray:
-    "A series of a figure; NaN where there is no number."
-    return np.array(values, dtype=float)
-
-
-@pytest.mark.parametrize(
-    "name", ["reward", "functions", "kl", "length", "dead", "advantage spread", "token share", "time"]
-)
-def test_a_live_chart_shows_its_last_payload(name: str):
-    first, then = (run_payloads(history(n), {"kl_beta": 0.1})[name] for n in (11, 14))
-    live = chart(name, first).live()
-    live.draw(chart(name, then))
-    (figure,), fresh = live.figures.values(), chart(name, then).figure
-    assert figure["layout"] == fresh["layout"]
-    for a, b in zip(figure["data"], fresh["data"], strict=True):
-        np.testing.assert_array_equal(read(a["x"]), measured(b["x"]))
-        np.testing.assert_array_equal(read(a["y"]), measured(b["y"]))
-        assert {k: v for k, v in a.items() if k not in "xy"} == {k: v for k, v in b.items() if k not in "xy"}
-
-
-def test_every_figure_asks_plotly_to_keep_the_zoom():
-    payloads = run_payloads(history(5), {}) | step_payloads(synthetic_record(4))
-    live = LiveCharts(*charts(payloads).values())
-    assert len(live.figures) > 8
-    assert {figure["layout"]["uirevision"] for figure in live.figures.values()} == {"keep"}
 
 
 class Wire(comm.DummyComm):
@@ -508,30 +368,6 @@ def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
     assert any(b.nbytes == 20 * 8 for b in map(memoryview, message["buffers"]))  # numbers travel as bytes
     live.draw(chart("reward", later["reward"]), chart("kl", later["kl"]))
     assert len(Wire.sent) == 1  # nothing new, nothing sent
-
-
-def test_charts_and_lines_that_come_and_go():
-    payload = reward_payload(history(5))
-    live = chart("functions", payload | {"functions": {}}).live()
-    assert live.figures["functions"]["data"] == []
-    live.draw(chart("functions", payload))
-    assert [t["name"] for t in live.figures["functions"]["data"]] == ["correct", "format"]
-    assert not live.figures["functions"]["layout"]["annotations"]
-    live.draw(chart("reward", payload))
-    assert [about["name"] for about in live.shown] == list(live.figures) == ["reward"]
-    live.draw()
-    assert (live.shown, live.figures) == ([], {})
-
-
-def test_a_chart_of_ones_own_is_known_by_its_title():
-    own = Chart("Mine", "Read it so.", advantage_map, step_payloads(synthetic_record(4))["advantages"], wide=True)
-    (about,) = own.live().shown
-    assert {k: about[k] for k in ("name", "title", "caption", "wide")} == {
-        "name": "Mine",
-        "title": "Mine",
-        "caption": "Read it so.",
-        "wide": True,
-    }
 
 
 def test_what_a_page_loads_is_small_and_asks_for_nothing():

@@ -14,7 +14,6 @@ from test_loop import make_loop
 from tiny_models import one_thread
 
 from rl_notebook.core import PhaseError, PromptGroup
-from rl_notebook.phases import PHASES
 from rl_notebook.player import ACTIVE_PLAYERS
 from rl_notebook.records import StepRecord, utf8
 from rl_notebook.views.dashboard import (
@@ -22,7 +21,6 @@ from rl_notebook.views.dashboard import (
     MAIN,
     MORE,
     Dashboard,
-    completion_of,
     dashboards_of,
     step_table,
     still_html,
@@ -93,21 +91,6 @@ def test_a_phase_that_only_passes_is_not_drawn(monkeypatch: pytest.MonkeyPatch, 
     run(main())
 
 
-def test_a_still_of_a_step_that_is_not_graded_yet_says_what_its_map_shows():
-    async def main():
-        dashboard = Dashboard(make_loop(rows=24))
-        await dashboard.step()
-        await dashboard.phase()
-        await dashboard.phase()
-        dashboard.close()
-        still = still_html(dashboard)
-        assert "Tokens by group, step 2, after sample" in still
-        assert "A cell is a completion, a row a prompt.<" in still
-        assert "Advantages by group" not in still
-
-    run(main())
-
-
 def test_played_and_run_are_the_same_training():
     async def main():
         played, plain = make_loop(rows=9), make_loop(rows=9)
@@ -116,33 +99,6 @@ def test_played_and_run_are_the_same_training():
         for a, b in zip(played.records, plain.records, strict=True):
             assert a.metrics["update_norm"] == b.metrics["update_norm"]
             assert a.loss.loss == b.loss.loss
-
-    run(main())
-
-
-@pytest.mark.parametrize("phase", ["sample", "backward", "sync"])
-def test_a_pause_takes_effect_within_one_phase(phase):
-    following = PHASES[PHASES.index(phase) + 1]
-
-    async def main():
-        loop = make_loop(rows=24)
-        dashboard, at = Dashboard(loop), []
-        ask = getattr(loop, phase)
-
-        async def pausing():
-            result = await ask()
-            press(dashboard, "pause")
-            at.append(loop.state.number)
-            return result
-
-        setattr(loop, phase, pausing)
-        press(dashboard, "play")
-        await until(lambda: at and not dashboard.doing)
-        assert (loop.state.number, phase in loop.state.values) == (1, True)
-        assert loop.state.current == following
-        setattr(loop, phase, ask)
-        await dashboard.play(1)
-        assert [r.step for r in loop.records] == [1]
 
     run(main())
 
@@ -457,7 +413,7 @@ def test_many_groups_are_mapped_in_parts(dashboard):
     menu = dashboard.screen.rows
     assert [start for _, start in menu.options] == [0, 64, 128]
     menu.value = 128
-    assert dashboard.screen.charts.figures["advantages"]["data"][0]["y"]["f8"].nbytes == 22 * 8
+    assert dashboard.screen.charts.figures["advantages"]["data"][0]["y"] == [*range(128, 150)]
 
 
 def test_the_same_step_counts_once_and_an_earlier_one_takes_back(dashboard):
@@ -466,55 +422,7 @@ def test_the_same_step_counts_once_and_an_earlier_one_takes_back(dashboard):
     assert dashboard.history.column("reward")[0].tolist() == [1, 2]
 
 
-def test_without_more_charts_only_the_main_ones_are_drawn():
-    dashboard = Dashboard(make_loop(rows=24))
-    assert dashboard.screen.charts.figures == {}
-    dashboard.update(synthetic_record(1))
-    assert list(dashboard.screen.charts.figures) == [*MAIN]
-    dashboard.close()
-
-
 # --- completions --------------------------------------------------------------------------------------------------
-
-
-def test_a_click_on_the_map_or_a_row_opens_that_completion(dashboard):
-    record = synthetic_record(1)
-    dashboard.update(record)
-    pane, charts = dashboard.screen.pane, dashboard.screen.charts
-    charts._handle_custom_msg({"clicked": "advantages", "x": 5, "y": 3}, [])
-    assert pane.completion["text"] == record.groups[3].samples[5].text
-    pane._handle_custom_msg({"open": [0, 2]}, [])
-    assert (pane.completion["group"], pane.completion["sample"]) == (0, 2)
-    pane._handle_custom_msg({"open": [99, 0]}, [])  # a step that has gone
-    pane._handle_custom_msg({"open": "nonsense"}, [])
-    assert pane.completion["group"] == 0
-    dashboard.forget(0)
-    assert pane.completion == {}
-
-
-def test_tokens_are_inspected_when_asked_for(dashboard):
-    dashboard.update(synthetic_record(1))
-    pane, inspector = dashboard.screen.pane, dashboard.screen.inspector
-    pane._handle_custom_msg({"inspect": True}, [])
-    assert inspector.children == ()
-    pane._handle_custom_msg({"open": [1, 2]}, [])
-    pane._handle_custom_msg({"inspect": True}, [])
-    assert "group 1, sample 2" in repr(inspector.children[0])
-    assert pane.inspecting  # only then can it be closed
-    pane._handle_custom_msg({"inspect": False}, [])
-    assert inspector.children == ()
-    assert not pane.inspecting
-
-
-def test_the_completion_shows_the_prompt_as_the_model_saw_it():
-    async def main():
-        loop = make_loop(rows=24)
-        record = await loop.step()
-        shown = completion_of(record, 1, 0, loop.backend.tokenizer)
-        assert shown["prompt"].startswith("<|bos|><|user|>")
-        assert dict(map(tuple, shown["facts"]))["reward"] == record.groups[1].samples[0].reward
-
-    run(main())
 
 
 def test_the_table_holds_every_completion_in_full_as_json_holds_it():
@@ -531,10 +439,3 @@ def test_the_table_holds_every_completion_in_full_as_json_holds_it():
     )
     assert all(set(r) == {"id", *(c["name"] for c in COLUMNS)} for r in table["rows"])
     json.dumps(table, allow_nan=False, ensure_ascii=False).encode()
-
-
-def test_eight_thousand_completions_are_listed_quickly():
-    record = synthetic_record(1, groups=512, completions=16)
-    start = time.thread_time()
-    assert len(step_table(record)["rows"]) == 8192
-    assert time.thread_time() - start < 1.0

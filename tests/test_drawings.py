@@ -128,30 +128,6 @@ def test_every_phase_draws_itself_and_says_the_same_without_its_pictures(phases:
         assert all(a in page.left for a in every), "every number is there"
 
 
-def test_text_is_on_the_left_and_numbers_are_on_the_right(phases: dict[str, Any]):
-    table = phases["prompts"]._repr_html_().split("<details>")[1]
-    sides = re.findall(r"<th style=\"text-align:(left|right)[^>]*>(\w+)", table)
-    assert sides == [("left", "row"), ("right", "tokens"), ("left", "prompt")]
-    lines = repr(phases["prompts"]).splitlines()[1:]
-    assert len({line.index("<|bos|>") for line in lines[1:]} | {lines[0].index("prompt")}) == 1
-
-
-def test_the_norms_by_layer_add_up_to_the_whole(phases: dict[str, Any]):
-    metrics = dict(phases["finish"].metrics)
-    for kind in ("grad_norm", "update_norm"):
-        layers = [value for name, value in metrics.items() if name.startswith(f"{kind}/")]
-        assert len(layers) > 2
-        assert sum(v**2 for v in layers) ** 0.5 == pytest.approx(metrics[kind], rel=1e-4)
-
-
-def test_a_trainer_that_tells_no_layers_shows_what_it_has(phases: dict[str, Any]):
-    output = phases["backward"].output
-    plain = replace(output, metrics={k: v for k, v in output.metrics.items() if not k.startswith("grad_norm/")})
-    assert WORDS["loss"] in drawn(LossReport(plain, phases["backward"].datums, phases["tokenizer"])).left
-    page = drawn(Measured("weights updated in step 2", {"learning_rate": 1e-4, "grad_norm": -0.0}))
-    assert ("layer" in page.left, "grad_norm" in page.left) == (False, True)
-
-
 # --- anything else ---------------------------------------------------------------------------------------------------
 
 

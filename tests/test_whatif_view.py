@@ -1,6 +1,5 @@
 "The what-if panel: what it shows is what `what_if` says, mistakes are shown, hostile text stays text."
 
-import base64
 from dataclasses import replace
 
 import numpy as np
@@ -12,13 +11,10 @@ from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES
 from rl_notebook.records import StepRecord
 from rl_notebook.views.whatif import (
     CHOSEN,
-    DOTS,
     SIDE,
     WhatIfPanel,
     dots_payload,
-    dots_html,
     result_html,
-    table_payload,
 )
 from rl_notebook.whatif import what_if
 
@@ -32,14 +28,6 @@ def shifted(record: StepRecord) -> list[np.ndarray]:
     "Logprobs of a policy that has moved."
     rng = np.random.default_rng(0)
     return [lp.values + rng.normal(0, 0.3, len(lp.values)) for lp in record.loss.logprobs]
-
-
-def test_the_panel_begins_where_the_record_stood(record):
-    panel = WhatIfPanel(record)
-    assert panel.chosen == {}
-    assert panel.result.table.note[CHOSEN] == "same gradient as recorded"
-    assert "the record&#x27;s own" in panel.static_html()
-    assert "policy" not in [c.description for c in panel.widget.children[0].children]
 
 
 SETTINGS = [
@@ -64,9 +52,8 @@ def test_what_is_shown_is_what_if(record, settings):
     asked = {"eps_clip": 0.2} | settings if reads_clip else settings
     want = what_if(record, {CHOSEN: asked}, policy_logprobs=later)
     assert panel.result.table.equals(want.table)
-    for row in table_payload(want)["rows"]:
-        for cell in row["cells"]:
-            assert f">{cell}</td>" in panel.shown.value
+    for loss in want.table["loss"]:
+        assert f">{loss:.4g}</td>" in panel.shown.value
     assert panel.error == ""
 
 
@@ -108,30 +95,10 @@ def test_a_bug_is_not_shown_as_an_answer(record, monkeypatch):
         panel.update()
 
 
-def test_dots_are_the_tokens(record):
-    result = what_if(record, {CHOSEN: {"policy_loss": "ppo", "eps_clip": 0.1}}, policy_logprobs=shifted(record))
-    payload = dots_payload(result)
-    places = [*payload["plus"], *payload["minus"], *payload["zero"]]
-    assert all(0 <= x <= SIDE and 0 <= y <= SIDE for x, y in places)
-    assert any(y == SIDE // 2 and x != SIDE // 2 for x, y in places)  # clipped tokens
-    assert all(x <= SIDE // 2 for x, _ in payload["plus"])  # raised by the recorded gradient, but for a weak KL term
-    drawn = base64.b64decode(dots_html(payload).split("base64,")[1].split('"')[0]).decode()
-    assert drawn.count("h4v4") == len(places)
-
-
-def test_many_tokens_stay_a_small_picture():
-    record = synthetic_record(20, groups=64, completions=16)
-    result = what_if(record, {CHOSEN: {"policy_loss": "sapo"}}, policy_logprobs=shifted(record))
-    assert sum(d.num_loss_tokens for d in record.datums) > 10_000
-    payload = dots_payload(result)
-    assert sum(len(payload[k]) for k in ("plus", "minus", "zero")) <= DOTS
-    assert len(result_html(result)) < 30_000
-
-
 def test_a_gradient_of_zeros_is_drawn(record):
     flat_rewards = [replace(d, advantage=0.0) for d in record.datums]
     result = what_if(replace(record, datums=flat_rewards, options={}), {CHOSEN: {}})
-    assert table_payload(result)["note"] == "no gradient"
+    assert "The chosen settings: no gradient." in result_html(result)
     assert dots_payload(result)["zero"] == [[SIDE // 2, SIDE // 2]]
 
 

@@ -31,17 +31,6 @@ async function calm() {
   }
 }
 
-// Series of numbers travel as bytes: {f8: DataView}.
-function unpacked(trace) {
-  const out = { ...trace };
-  for (const [name, value] of Object.entries(trace)) {
-    if (!value || !value.f8) continue;
-    const { buffer, byteOffset, byteLength } = value.f8;
-    out[name] = new Float64Array(buffer.slice(byteOffset, byteOffset + byteLength));
-  }
-  return out;
-}
-
 function makeCard(about) {
   const card = document.createElement("section");
   card.className = `rld-chart rld-chart-${about.name.replaceAll(" ", "-")}${about.wide ? " rld-wide" : ""}`;
@@ -92,7 +81,7 @@ async function render({ model, el, signal }) {
       plot.style.height = `${about.height}px`;
       const fresh = !plot.data;
       const layout = { ...structuredClone(figure.layout), height: about.height, autosize: true };
-      await Plotly.react(plot, figure.data.map(unpacked), layout, CONFIG);
+      await Plotly.react(plot, structuredClone(figure.data), layout, CONFIG);
       if (fresh) {
         plot.on("plotly_click", ({ points: [p] }) => model.send({ clicked: about.name, x: Number(p.x), y: Number(p.y) }));
       }

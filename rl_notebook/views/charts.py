@@ -763,14 +763,6 @@ def plotly_script() -> str:
     "The script that draws the charts, with the line ends that a browser reads and a checksum is taken of."
     return get_plotlyjs().replace("\r\n", "\n")
 
-
-def packed(figure: Figure) -> Figure:
-    "A figure whose series of numbers are bytes, as a widget sends them; NaN where there is none."
-    numbers = lambda v: isinstance(v, list) and len(v) > 0 and not isinstance(v[0], str)
-    as_bytes = lambda v: {"f8": memoryview(np.array(v, dtype=np.float64).tobytes())}
-    series = lambda trace: {n: as_bytes(trace[n]) for n in ("x", "y") if numbers(trace.get(n))}
-    return {**figure, "data": [trace | series(trace) for trace in figure["data"]]}
-
 # %% ../../nbs/51_views.charts.ipynb #68edfa17
 class LiveCharts(anywidget.AnyWidget):
     "Charts in a grid, drawn by one plotly."
@@ -778,26 +770,16 @@ class LiveCharts(anywidget.AnyWidget):
     _esm = asset("charts.js")
     _css = asset("charts.css")
     script = traitlets.Unicode().tag(sync=True)  # plotly's
-    shown = traitlets.List().tag(sync=True)  # of `about_chart`
-    figures = traitlets.Dict().tag(sync=True)  # packed, by name
+    shown = traitlets.List().tag(sync=True)  # name, title, caption, height without the title, and whether it is wide
+    figures = traitlets.Dict().tag(sync=True)  # by name
 
     def __init__(self, *charts: Chart):
-        super().__init__(script=plotly_script(), **drawing_of(charts))
+        super().__init__(script=plotly_script())
+        self.draw(*charts)
 
     def draw(self, *charts: Chart) -> None:
         "Show these charts, and no others, in one message."
+        about = lambda c: {"name": c.name or c.title, "title": c.title, "caption": c.caption, "wide": c.wide}
         with self.hold_sync():
-            for name, value in drawing_of(charts).items():
-                self.set_trait(name, value)
-
-
-def about_chart(chart: Chart) -> dict[str, Any]:
-    "Name and title of a chart, how to read it, its height without the title, and whether it is as wide as the page."
-    about = {"name": chart.name or chart.title, "title": chart.title, "caption": chart.caption}
-    return {**about, "height": chart.height - 20, "wide": chart.wide}
-
-
-def drawing_of(charts: Sequence[Chart]) -> dict[str, Any]:
-    "The state of a widget that shows these charts."
-    shown = [about_chart(c) for c in charts]
-    return {"shown": shown, "figures": {a["name"]: packed(c.figure) for a, c in zip(shown, charts, strict=True)}}
+            self.shown = [about(c) | {"height": c.height - 20} for c in charts]
+            self.figures = {c.name or c.title: c.figure for c in charts}

@@ -81,27 +81,21 @@ class Watch:
             self.meter = replace(loop.backend.meter)
 
 # %% ../../nbs/53_views.dashboard.ipynb #2dc81f7d
-def rows_said(loop: Loop) -> str:
-    "What is beside training, in words; empty where trainer and sampler take turns."
-    if not isinstance(loop, AsyncGRPOLoop):
-        return ""
-    producer = loop.producer
-    held = f"; no row is started: {producer.held}" if producer.held else ""
-    return f"{len(producer.in_flight)} rows in flight, {len(producer.ready)} ready{held}"
-
-# %% ../../nbs/53_views.dashboard.ipynb #44377042
 def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when nothing runs
     "How far the running phase is: phase, seconds, count, bound, unit."
     if not watch.phase:
         return None
     out: dict[str, Any] = {"phase": watch.phase, "step": watch.step, "seconds": time.monotonic() - watch.since}
-    out["rows"], name = rows_said(loop), COUNTED.get(watch.phase)
-    beside = isinstance(loop, AsyncGRPOLoop)
-    if beside and watch.phase == "sample":
-        rows = loop.cfg.prompt_groups_per_step
-        return out | {"count": min(len(loop.producer.ready), rows), "bound": rows, "unit": "rows of the batch"}
-    if name is None or (beside and watch.phase == "evaluate"):  # of an evaluation beside rollouts nothing is known
-        return out | {"count": None, "bound": None, "unit": ""}
+    out |= {"rows": "", "count": None, "bound": None, "unit": ""}
+    if isinstance(loop, AsyncGRPOLoop):
+        p, rows = loop.producer, loop.cfg.prompt_groups_per_step
+        held = f"; no row is started: {p.held}" if p.held else ""
+        out["rows"] = f"{len(p.in_flight)} rows in flight, {len(p.ready)} ready{held}"
+        if watch.phase == "sample":
+            return out | {"count": min(len(p.ready), rows), "bound": rows, "unit": "rows of the batch"}
+    name = COUNTED.get(watch.phase)
+    if name is None or (out["rows"] and watch.phase == "evaluate"):  # of an evaluation beside rollouts nothing is known
+        return out
     count = getattr(loop.backend.meter, name) - getattr(watch.meter, name)
     return out | {"count": count, "bound": upper_bound(loop, watch.phase), "unit": name.replace("_", " ")}
 

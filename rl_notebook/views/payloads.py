@@ -454,26 +454,20 @@ def step_payloads(record: StepRecord, start: int = 0) -> dict[str, dict[str, Any
     }
 
 # %% ../../nbs/50_views.payloads.ipynb #96a32bb2
-def _prompt(sample: RolloutSample | None, row: Mapping[str, Any], tokenizer: Any) -> str:
-    "The prompt as the model saw it, or as the data row has it."
-    if tokenizer is None or sample is None:
-        return prompt_text(row)
-    return tokenizer.decode(sample.tokens[: sample.prompt_len].tolist(), skip_special_tokens=False)
-
-
 def _number(value: float | None) -> float | None:
     "A number that JSON can hold."
     return None if value is None or not math.isfinite(value) else float(value)
 
 
 def completion_row(group: PromptGroup, i: int, tokenizer: Any = None) -> dict[str, Any]:
-    "One sample of a step as a row of a table."
+    "One sample of a step as a row of a table; the prompt as the model saw it, without a tokenizer as the data has it."
     s = group.samples[i]
+    read = s.tokens[: s.prompt_len].tolist()
     return {
         "group": group.index,
         "sample": i,
         "row": group.key,
-        "prompt": _prompt(s, group.row, tokenizer),
+        "prompt": tokenizer.decode(read, skip_special_tokens=False) if tokenizer else prompt_text(group.row),
         "text": s.text,
         "rewards": {name: _number(value) for name, value in s.rewards.items()},
         "reward": _number(s.reward),
@@ -488,19 +482,13 @@ def address(step: int, group: int, sample: int, token: int | None = None) -> str
     return f"step={step}&group={group}&sample={sample}" + ("" if token is None else f"&token={token}")
 
 
-def completion_rows(record: StepRecord, tokenizer: Any = None) -> list[dict[str, Any]]:
-    "Every sample of a step, its id, and whether its group is dead."
-    marks = zip(record.groups, dead_marks(record.groups), strict=True)
-    named = lambda g, i: {"id": address(record.step, g.index, i)} | completion_row(g, i, tokenizer)
-    return [named(g, i) | {"dead": mark} for g, mark in marks for i in range(len(g.samples))]
-
-
 def completions_table(record: StepRecord, columns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "The samples of a step as columns and rows, which a page sorts, searches and filters by itself."
-    names = {"id", "group", "sample", *(c["name"] for c in columns)}
+    names = ("group", "sample", *(c["name"] for c in columns if c["name"] not in ("group", "sample")))
     clean = lambda v: utf8(v) if isinstance(v, str) else v
-    rows = [{n: clean(v) for n, v in row.items() if n in names} for row in completion_rows(record)]
-    return {"columns": [*columns], "rows": rows}
+    places = [(g, i) for g in record.groups for i in range(len(g.samples))]
+    found = [(address(record.step, g.index, i), completion_row(g, i)) for g, i in places]
+    return {"columns": [*columns], "rows": [{"id": at} | {n: clean(row[n]) for n in names} for at, row in found]}
 
 # %% ../../nbs/50_views.payloads.ipynb #0bf1d64a
 SHOWN_TEXT = 200_000  # characters of a step's completions in a report, about; the first group is always there

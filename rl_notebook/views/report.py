@@ -37,7 +37,6 @@ from ..xray import invariants, sentence
 __all__ = ['write_report', 'run_status', 'follow', 'compare']
 
 # %% ../../nbs/59_views.report.ipynb #eb65c025
-MOSTLY_DEAD = 0.5  # share of groups without signal from which on the page says so
 LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
 
 
@@ -300,12 +299,6 @@ def _settings_html(settings: Mapping[str, Any]) -> str:
     table = tag("div", html_table(["setting", "value"], rows), kind="card scroll drawn")
     return tag("details", tag("summary", f"Settings ({len(rows)})"), table) if rows else ""
 
-
-def _idle_html(idle: Mapping[str, int]) -> str:
-    "Steps that trained nothing, by reason."
-    items = [tag("li", html.escape(f"{n} × {reason}")) for reason, n in idle.items()]
-    return tag("p", "Steps that trained nothing:") + tag("ul", *items) if items else ""
-
 # %% ../../nbs/59_views.report.ipynb #79431629
 @dataclass(frozen=True)
 class Status:
@@ -328,27 +321,6 @@ def _top_html(m: Material, status: Status | None) -> str:
     where = tag("p", html.escape(status.text), kind=f"status {status.state}") if status else ""
     none = "" if header["steps"] else tag("p", "No step has been recorded yet.", kind="soft")
     return header_html(header) + where + "".join(notes) + none
-
-
-def _dead_html(metrics: pd.DataFrame) -> str:
-    "From which step on most groups carry no signal, where that is so to the end; empty otherwise."
-    names = [name for name in ("frac_dead_high", "frac_dead_low") if name in metrics]
-    shares = metrics[names].dropna()
-    dead = pd.Series(shares.sum(axis=1))
-    smooth = pd.Series(dead.rolling(5, min_periods=1, center=True).mean())
-    start = next((i for i in range(len(dead) - 1, -1, -1) if smooth.iloc[i] < MOSTLY_DEAD), -1) + 1
-    if not names or len(dead) - start < 3:
-        return ""
-    end = shares.iloc[start:]
-    parts = {"frac_dead_high": "with the same high reward: the prompts may be too easy"}
-    parts |= {"frac_dead_low": "with the same low reward: they may be too hard"}
-    percent = lambda share: f"{100 * share:.0f} %"
-    why = "; ".join(f"{percent(end[name].mean())} {parts[name]}" for name in names if end[name].mean() >= 0.01)
-    share = percent(dead.iloc[start:].mean())
-    since = f"from step {dead.index[start]} on" if start else "in all steps"
-    advice = "Such groups teach nothing; take other prompts, or more completions of each."
-    said = tag("b", f"{share} of the groups are dead {since}")
-    return tag("p", f"{said} ({why}). {advice}", kind="status quiet")
 
 
 Tables = dict[str, Mapping[str, Any]]  # by place
@@ -374,9 +346,11 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     "The body of the page, and what it carries: figures and tables by place, tokens by address."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
     idle = header_payload(m.metrics, m.settings)["idle"]
-    parts = [_top_html(m, status), _dead_html(m.metrics) if over_steps else ""]
+    parts = [_top_html(m, status)]
     parts.append(_told_html("What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends)))
-    parts += [_figures_html(over_steps, 0), _idle_html(idle)] if over_steps else []
+    items = [tag("li", html.escape(f"{n} × {reason}")) for reason, n in idle.items()]
+    parts += [_figures_html(over_steps, 0)] if over_steps else []
+    parts += [tag("p", "Steps that trained nothing:") + tag("ul", *items)] if items and over_steps else []
     parts.append(_told_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent)))
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
     if m.samples and m.samples[-1].groups:
@@ -481,12 +455,6 @@ def _duration(seconds: float) -> str:
     return f"{int(seconds)} seconds"
 
 # %% ../../nbs/59_views.report.ipynb #fce22e74
-def _stamp(run: Run) -> tuple[int, int]:
-    "What changes when the run writes a line."
-    stat = (run.path / "metrics.jsonl").stat()
-    return stat.st_mtime_ns, stat.st_size
-
-
 async def follow(
     run: str | os.PathLike[str],  # the run folder
     path: str | os.PathLike[str],  # of the page
@@ -508,15 +476,16 @@ async def follow(
     try:
         while True:
             try:
-                now = (_stamp(opened), await asyncio.to_thread(run_status, opened))
-                if now == seen and now[1].state == "finished":
+                stat, status = (opened.path / "metrics.jsonl").stat(), await asyncio.to_thread(run_status, opened)
+                now = (stat.st_mtime, stat.st_size, status)
+                if now == seen and status.state == "finished":
                     break
-                if seen is None or now[0] != seen[0] or now[1].state != seen[1].state:
-                    say(now[1].text)
+                if seen is None or now[:2] != seen[:2] or status.state != seen[2].state:
+                    say(status.text)
                 if now != seen:
-                    await asyncio.to_thread(write, now[1], every)
+                    await asyncio.to_thread(write, status, every)
                 seen, failed = now, 0
-                if time.time() - now[0][0] / 1e9 > patience:
+                if time.time() - stat.st_mtime > patience:
                     break
             except RecordError:  # a run that is being rewound is whole again a moment later
                 if (failed := failed + 1) == 3:

@@ -110,26 +110,17 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
 
 # %% ../../nbs/52_views.tokens.ipynb #dbfa51d3
 def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
-    "Hue, and strength from 0 to 1, of a value on the scale of its series."
+    "Hue, and strength from 0 to 1, of a value on the scale of its series; of a difference in decades, 0 within noise."
     if value is None or (series["kind"] == "class" and value == 0):
         return "blue", 0.0
     if series["kind"] == "class":
         return [*HUES][int(value - 1) % len(HUES)], 0.45
     off = value - series["center"]
-    one_sided = series["kind"] in ("logprob", "kl")
-    return "violet" if one_sided else "orange" if off < 0 else "blue", _strength(series, abs(off))
-
-
-def _strength(series: Mapping[str, Any], off: float) -> float:
-    "How far along its scale a distance from the middle is; of a difference in decades, and 0 within the noise floor."
+    hue = "violet" if series["kind"] in ("logprob", "kl") else "orange" if off < 0 else "blue"
     if series["kind"] != "difference":
-        return min(1.0, off / series["limit"])
-    return min(1.0, symlog(series, off) / symlog(series, series["limit"])) if off > series["floor"] else 0.0
-
-
-def symlog(series: Mapping[str, Any], value: float) -> float:
-    "Where a difference stands on its axis: even around 0, in decades beyond."
-    return math.copysign(math.log1p(abs(value) / series["near"]), value)
+        return hue, min(1.0, abs(off) / series["limit"])
+    height = lambda v: math.log1p(abs(v) / series["near"])
+    return hue, min(1.0, height(off) / height(series["limit"])) if abs(off) > series["floor"] else 0.0
 
 # %% ../../nbs/52_views.tokens.ipynb #27b925ea
 BAD = "rgba(163,23,140,.45)"  # behind a token whose number is none
@@ -211,15 +202,6 @@ def tokens_html(
     return styled("div", *parts, style="font-size:13px;max-width:1000px")
 
 # %% ../../nbs/52_views.tokens.ipynb #46b4f235
-def payload_of(
-    rows: Sequence[TokenRow], item: int, tokenizer: Any, message: str, floor: float = NOISE
-) -> dict[str, Any]:
-    "The payload of one of the rows, or a message where there is no such row."
-    if not 0 <= item < len(rows):
-        return {"item": item, "message": message}
-    return {"item": item, **token_payload(rows[item], tokenizer, floor)}
-
-
 def first_target(payload: Mapping[str, Any], series: str = "") -> int:  # -1 without tokens
     "The target that is selected at first: the worst of the series that colours."
     if not payload.get("tokens"):
@@ -247,7 +229,7 @@ class TokenInspector(anywidget.AnyWidget):
     _esm = module("tokens.js")
     _css = asset("tokens.css") + asset("table.css")
     items = traitlets.List().tag(sync=True)  # of `menu_payload`
-    payload = traitlets.Dict().tag(sync=True)  # of `payload_of`
+    payload = traitlets.Dict().tag(sync=True)  # of `token_payload`, or a message
     overview = traitlets.Dict(allow_none=True).tag(sync=True)  # of `overview_payload`
     item = traitlets.Int(0).tag(sync=True)  # which sample is shown
     target = traitlets.Int(-1).tag(sync=True)  # the selected target, -1 = none
@@ -266,15 +248,21 @@ class TokenInspector(anywidget.AnyWidget):
         self.rows, self.tokenizer, self.message = list(rows), tokenizer, message
         self.floor: float = overview["floor"] if overview else NOISE
         item = overview["item"] if overview else 0
-        payload = payload_of(self.rows, item, tokenizer, message, self.floor)
+        payload = self._payload(item)
         made = {"items": menu_payload(self.rows), "overview": overview, "payload": payload}
         super().__init__(**made, item=item, series=series, target=first_target(payload, series))
         deliver_to_main(self)
 
+    def _payload(self, item: int) -> dict[str, Any]:
+        "The payload of one of the rows, or a message where there is no such row."
+        if not 0 <= item < len(self.rows):
+            return {"item": item, "message": self.message}
+        return {"item": item, **token_payload(self.rows[item], self.tokenizer, self.floor)}
+
     @traitlets.observe("item")
     def _fetch(self, change: Any) -> None:
         "Another sample was chosen, here or in the browser."
-        self.payload = payload_of(self.rows, change["new"], self.tokenizer, self.message, self.floor)
+        self.payload = self._payload(change["new"])
         if self.target < 0:
             self.target = first_target(self.payload, self.series)
 

@@ -39,21 +39,6 @@ QUANTITIES = (
     ("kl", "gradient from the KL term", "share"),
 )  # fmt: skip
 
-
-def spoken(value: float, kind: str) -> str:
-    "A number as a reader wants it."
-    if not math.isfinite(value):
-        return "–"
-    return f"{100 * value:.1f} %" if kind == "share" else f"{value:.4g}"
-
-
-def table_payload(result: WhatIf) -> dict[str, Any]:
-    "Headline, one row per quantity with both values, and what the chosen gradient repeats."
-    values = {name: [float(v) for v in np.asarray(result.table[name], dtype=np.float64)] for name, _, _ in QUANTITIES}
-    rows = [{"name": words, "cells": [spoken(v, kind) for v in values[name]]} for name, words, kind in QUANTITIES]
-    names = [str(name) for name in result.table.index]
-    return {"headline": result.headline, "names": names, "rows": rows, "note": str(result.table.loc[names[-1], "note"])}
-
 # %% ../../nbs/54_views.whatif.ipynb #74944289
 SIDE = 220  # pixels of the square
 DOTS = 600  # at most
@@ -88,22 +73,22 @@ def dots_html(payload: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/54_views.whatif.ipynb #b2b7b1a9
 def result_html(result: WhatIf) -> str:
-    "Headline, table and dots."
-    payload = table_payload(result)
-    rows = ([html.escape(text) for text in (row["name"], *row["cells"])] for row in payload["rows"])
-    left, right = (
-        "text-align:left;padding:2px 10px",
-        "text-align:right;padding:2px 10px;font-variant-numeric:tabular-nums",
-    )
-    drawn = table(["", *map(html.escape, payload["names"])], rows, [left, *[right] * len(payload["names"])])
-    note = f"The chosen settings: {payload['note']}." if payload["note"] else ""
+    "Headline, one row per quantity with both values, what the chosen gradient repeats, and the dots."
+    said = lambda v, kind: "–" if not math.isfinite(v) else f"{100 * v:.1f} %" if kind == "share" else f"{v:.4g}"
+    rows = [[words, *(said(float(v), kind) for v in result.table[name])] for name, words, kind in QUANTITIES]
+    names = [str(name) for name in result.table.index]
+    cell = "padding:2px 10px;font-variant-numeric:tabular-nums;text-align:"
+    looks = [f"{cell}left", *[f"{cell}right"] * len(names)]
+    drawn = table(["", *map(html.escape, names)], [[*map(html.escape, row)] for row in rows], looks)
+    note = str(result.table.loc[names[-1], "note"])
+    note = f"The chosen settings: {note}." if note else ""
     mark = lambda color: f'<span style="color:{COLORS[color]}">●</span>'
     axes = "dlogprob of each token, recorded across, chosen up"
     legend = f"{axes}; advantage {mark('blue')} above, {mark('orange')} below 0"
     caption = f'<figcaption style="max-width:{SIDE}px;font-size:12px">{legend}</figcaption>'
     square = f'<figure style="margin:0">{dots_html(dots_payload(result))}{caption}</figure>'
     both = f'<div>{drawn}<p style="margin:4px 10px;min-height:1.4em"><b>{html.escape(note)}</b></p></div>{square}'
-    head = f'<p style="margin:2px 0 6px;color:{_INK}">{html.escape(payload["headline"])}</p>'
+    head = f'<p style="margin:2px 0 6px;color:{_INK}">{html.escape(result.headline)}</p>'
     return f'{head}<div style="display:flex;flex-wrap:wrap;gap:16px;line-height:1.5;color:{_INK}">{both}</div>'
 
 # %% ../../nbs/54_views.whatif.ipynb #c45426f2

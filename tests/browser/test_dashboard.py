@@ -285,20 +285,6 @@ def test_an_error_is_shown_and_the_loop_stands_where_it_stood(notebook: Notebook
     expect(error).to_have_count(0)
 
 
-def test_an_error_of_a_cell_is_shown_in_both(notebook: Notebook, board: Locator):
-    error = board.locator(".rld-error")
-    expect(error).to_have_count(0)
-    while notebook.ask("loop.state.current") != "score":  # so that the cell fails at once
-        press(board, "phase")
-        at_rest(notebook, board)
-    notebook.ask("refuse.append(1)")
-    notebook.run_cells(FAIL)
-    assert "no reward today" in notebook.failures()[0]
-    notebook.show(SHOW)
-    expect(error).to_contain_text("no reward today")
-    assert notebook.ask("loop.state.current") == "score"
-
-
 def test_every_control_is_reached_by_keyboard(notebook: Notebook, board: Locator):
     place = notebook.ask("place()[1]")
     reached, page = [], notebook.page

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from rl_notebook.views.charts import asset
+from rl_notebook.views.charts import asset, module
 
 from .hostile import BAD, HARM, HARMLESS
 
@@ -44,7 +44,7 @@ def show(open_page: Callable[..., Page], tmp_path: Path) -> Callable[..., Locato
             f"const {name} = {json.dumps(value)};\n"
             for name, value in {"ROWS": rows, "COLUMNS": columns, "OPTIONS": options}.items()
         ).replace("<", "\\u003c")
-        code = "\n".join([asset("table.js").replace("export ", ""), given, SCRIPT])
+        code = "\n".join([module("table.js").replace("export ", ""), given, SCRIPT])
         page = tmp_path / "table.html"
         style = asset("table.css")
         page.write_text(f"<!doctype html><meta charset=utf-8><style>{style}</style><body><script>{code}</script>")
@@ -204,22 +204,6 @@ def test_new_rows_leave_what_the_reader_has_chosen(show: Callable[..., Locator])
     expect(again.get_by_label("Search rows")).to_have_value("")
 
 
-def test_a_click_opens_a_row(show: Callable[..., Locator]):
-    table = show()
-    table.locator("tbody td").first.click()
-    table.get_by_title("Show c").click()
-    assert table.page.evaluate("heard.opened") == ["a", "c"]
-
-
-def test_numbers_and_bars(show: Callable[..., Locator]):
-    table = show(size=9)
-    assert texts(table, 1) == ["0.5", "–", "1", "-2", "0.5"]
-    assert texts(table, 2) == ["-0.250", "–", "+1.000", "+0.000", "+0.000"]
-    part = "e => [e.className.split('-').at(-1), getComputedStyle(e).getPropertyValue('--part')]"
-    bars = [cell.evaluate(part) for cell in table.locator("td.rltable-bar").all()]
-    assert bars[:2] == [["minus", "0.25"], ["plus", "1"]]
-
-
 def test_cells_that_say_the_same_are_one(show: Callable[..., Locator]):
     columns = [COLUMNS[0] | {"merge": ["group"]}, {"name": "text", "label": "text", "kind": "block"}]
     table = show(columns=columns, size=4)
@@ -262,9 +246,3 @@ def test_of_eight_thousand_rows_one_page_is_drawn(show: Callable[..., Locator]):
         table.get_by_label("Search rows").fill(text)
         expect(table.get_by_role("status")).to_contain_text(f"{found} ")
         assert table.locator("tbody tr").count() == min(found, 3)
-
-
-@pytest.mark.parametrize("width", [1280, 400])
-def test_a_long_text_is_cut_and_the_page_is_not_wider(show: Callable[..., Locator], width: int):
-    table = show(width=width)
-    assert table.page.evaluate("document.scrollingElement.scrollWidth") <= width
