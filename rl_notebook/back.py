@@ -120,13 +120,6 @@ def branch_place(loop: Loop, at: str | None) -> str:
         raise PhaseError("branch", where=where, got="no samples yet", expected="a batch", fix=fix)
     return place
 
-
-def branch_state(loop: Loop, cfg: Config, place: str, regrade: bool) -> StepState:
-    "The current step as a branch begins it, with nothing in it that other settings would have made otherwise."
-    to = "prompts" if place == "start" else "score" if regrade else "advantages"
-    state = reopened(loop.state, to)
-    return replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
-
 # %% ../nbs/36_back.ipynb #f8ea38f6
 AnyLoop = TypeVar("AnyLoop", bound=Loop)
 
@@ -157,7 +150,8 @@ async def branch_off(
     given.setdefault("name", ", ".join(differs) or "branch")
     options = {"eval_rows": loop.eval_rows, "family": loop.weights.family} | loop.given | given
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
-    other.state = branch_state(loop, cfg, place, regrade)
+    state = reopened(loop.state, "prompts" if place == "start" else "score" if regrade else "advantages")
+    other.state = replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
     other.stand_behind(other.state.numbers)
     await loop.weights.fork(other.weights)
     return other

@@ -20,13 +20,10 @@ __all__ = ['Replay', 'replay', 'compare_loops']
 # %% ../nbs/44_travel.ipynb #c54bab8c
 from .core import DataError, Datum, LossOutput, PromptGroup, RecordError
 from .loop import GRPOLoop
-from .phases import Loop
-from .back import rebuild
-from .phases import compared, draw_prompt, encode, group_datums, have_tokens, list_training
-from .back import repeat_backward, sync_as_drawn
-from .phases import other_sources, record_of, grading, side_by_side, sources_of, step_options
-from .back import recorded_settings, way_to
-from .phases import take_settings, trains_on
+from .back import rebuild, recorded_settings, repeat_backward, sync_as_drawn, way_to
+from .phases import Loop, compared, draw_prompt, encode, grading, group_datums, have_tokens, list_training
+from .phases import other_sources, record_of, side_by_side, sources_of, step_options, take_settings
+from .phases import trains_on
 from .records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
 from .rewards import as_reward_fns, gathered
 from .rollouts import Prompt, Rollouts

@@ -418,19 +418,6 @@ def test_a_lost_request_is_an_error_unless_a_breaker_watches():
 # --- cutting a step --------------------------------------------------------------------------------------------------
 
 
-@given(st.integers(1, 200), st.integers(1, 40))
-def test_chunks_and_slices_cover_everything_once(count, parts):
-    chunks = balanced_chunks(count, parts)
-    assert sum(chunks) == count
-    assert len(chunks) == min(parts, count)
-    assert chunks == sorted(chunks, reverse=True)
-    assert chunks[0] - chunks[-1] <= 1
-    slices = minibatch_slices(count, parts)
-    assert [i for part in slices for i in range(count)[part]] == list(range(count))
-    assert len(slices) <= parts
-    assert len({part.stop - part.start for part in slices[:-1]}) <= 1
-
-
 def test_what_cannot_be_cut_is_refused():
     assert minibatch_slices(0, 3) == []
     for call in (lambda: balanced_chunks(0, 2), lambda: balanced_chunks(2, 0), lambda: minibatch_slices(2, 0)):

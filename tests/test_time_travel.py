@@ -405,17 +405,6 @@ def test_an_interrupt_stops_all_loops_that_run_and_the_handler_comes_back():
     run(main())
 
 
-def test_a_stage_works_in_one_event_loop_after_the_other():
-    loop = run(begun())
-    branch = run(loop.branch(kl_beta=0.5))
-
-    async def both():
-        return await asyncio.gather(loop.step(), branch.step())
-
-    first, second = run(both()), run(both())
-    assert [r.step for r in (*first, *second)] == [2, 2, 3, 3]
-
-
 def test_loops_are_compared_by_name_and_step():
     async def main():
         loop = await begun()
@@ -849,32 +838,6 @@ def test_a_rollout_function_is_called_again_if_it_is_there(tmp_path):
         without = await replay(folder, 2, make_loop())
         assert {p.phase for p in without.phases if p.same is None} == {"sample", "score"}
         assert without.first_difference is None
-
-    run(main())
-
-
-def test_samples_that_nobody_could_grade_are_drawn_again_and_left_out(tmp_path):
-    async def main():
-        def some(text):
-            return None if sum(map(ord, text)) % 3 == 0 else float(len(text))
-
-        loop = make_loop(reward=some)
-        folder = recorded(loop, tmp_path)
-        record = await loop.step()
-        assert any(g.dropped for g in record.groups)
-        assert (await replay(folder, 1, make_loop(reward=some))).same
-
-    run(main())
-
-
-def test_a_step_that_trained_nothing_is_replayed_too(tmp_path):
-    async def main():
-        loop = make_loop(reward=lambda text: 1.0)
-        folder = recorded(loop, tmp_path)
-        await loop.run(2, progress=False)
-        result = await replay(folder, 2, make_loop(reward=lambda text: 1.0))
-        assert result.same
-        assert (await replay(folder, 2, make_loop(reward=LENGTH))).first_difference.phase == "score"
 
     run(main())
 
