@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import os
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -485,36 +483,6 @@ def test_the_tinker_sdk_draws_what_the_engine_draws(tinker, tinker_service, runn
         assert sequence.stop_reason == completion.finish_reason
         np.testing.assert_allclose(sequence.logprobs, completion.logprobs, atol=1e-5)
     assert len({s.sequence_id for s in drawn.sequences}) == 2
-
-
-def test_an_older_tinker_sdk_that_speaks_json(running, tmp_path):
-    python = os.environ.get("RL_NOTEBOOK_TINKER_024_PYTHON")
-    if not python:
-        pytest.skip("RL_NOTEBOOK_TINKER_024_PYTHON names no interpreter with an older tinker")
-    script = tmp_path / "old.py"
-    script.write_text(
-        "import sys, numpy as np, torch, tinker\n"
-        "from tinker import types as t\n"
-        "service = tinker.ServiceClient(base_url=sys.argv[1], api_key='tml-x')\n"
-        "client = service.create_lora_training_client('any', rank=2, seed=1)\n"
-        "inputs = {'target_tokens': np.array([6, 7, 8]), 'weights': np.ones(3, dtype=np.float32)}\n"
-        "datum = t.Datum(model_input=t.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs=inputs)\n"
-        "loss = lambda data, lps: (-sum(lp.sum() for lp in lps), {})\n"
-        "out = client.forward_backward_custom([datum], loss).result()\n"
-        "client.optim_step(t.AdamParams()).result()\n"
-        "state = client.save_state('a').result().path\n"
-        "again = service.create_training_client_from_state(state)\n"
-        "sampler = client.save_weights_and_get_sampling_client()\n"
-        "scores = sampler.compute_logprobs(t.ModelInput.from_ints([5, 6, 7, 8])).result()\n"
-        "drawn = sampler.sample(t.ModelInput.from_ints([5]), 2, t.SamplingParams(max_tokens=3, seed=1)).result()\n"
-        "seen = again.forward([datum], 'cross_entropy').result().loss_fn_outputs[0]['logprobs'].data\n"
-        "assert np.allclose(seen, scores[1:], atol=1e-5), (seen, scores)\n"
-        "assert len(drawn.sequences) == 2 and out.metrics['loss:sum'] > 0\n"
-        "print(tinker.__version__, 'ok')\n"
-    )
-    done = subprocess.run([python, str(script), running.url], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("ok\n")
 
 
 def test_a_message_of_the_sdk_is_read_whole(tinker):

@@ -624,25 +624,6 @@ class FullHouse:
         monkeypatch.setitem(its.POSTS, "sessions/{session_id}/finish", finish)
 
 
-@pytest.mark.variant
-def test_checks_leave_no_adapter_behind_where_only_unloading_frees_one(model, monkeypatch, capsys):
-    from rl_notebook.emulator.service import start_emulator
-    from rl_notebook.cli import main
-
-    house = FullHouse(monkeypatch)
-    monkeypatch.setenv("TINKER_API_KEY", KEY)
-    with start_emulator(model=model, key=KEY) as running:
-        asked = ["check", "--backend", "tinker", "--base-url", running.url, "--base-model", model, "--lora-rank", "4"]
-        for _ in range(3):  # two adapters each: the third would be one too many
-            assert main(asked) == 0
-            assert not running.emulator.site.trainers["root"].memory.learners
-            out, err = capsys.readouterr()
-            assert "cross_entropy, importance_sampling" in out
-            assert "reconnected" not in out + err  # a loss that is refused is an answer, and nothing was lost
-    assert house.counts["created"] >= 6
-    assert not house.counts["refused"]
-
-
 def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkeypatch):
     "As SkyRL 0.4, whose models take a state before anything else or not at all."
     from rl_notebook.emulator import trainer as its
@@ -1010,21 +991,6 @@ def test_spans_are_taken_and_a_closed_loss_names_an_open_one(service):
                 sent(datum, "stable_reinforce")
 
     run(test())
-
-
-OLD = os.environ.get("RL_NOTEBOOK_TINKER_024_PYTHON")
-
-
-@pytest.mark.skipif(not OLD, reason="RL_NOTEBOOK_TINKER_024_PYTHON names no Python with tinker 0.24")
-def test_the_sdk_of_the_json_dialect(service, model):
-    async def here():
-        async with await opened(service) as backend:
-            return total(await trained(backend, 2))
-
-    facts, _, got = elsewhere(str(OLD), service.url, model, "2")
-    assert facts.startswith("0.24.")
-    assert facts.endswith("False")
-    assert float(got) == run(here())
 
 
 def test_without_the_package(monkeypatch):

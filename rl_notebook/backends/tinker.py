@@ -245,17 +245,14 @@ class CheckpointCleaner:
 
     def __init__(self, session: Session):
         self.session, self.able = session, True
-        self.swept, self.left = 0, 0
 
     def __call__(self, path: str) -> None:
+        if not self.able:
+            return
         try:
-            if self.able:
-                as_future(self.session.rest_client().delete_checkpoint_from_tinker_path(path)).result(timeout=10)
-                self.swept += 1
-                return
+            as_future(self.session.rest_client().delete_checkpoint_from_tinker_path(path)).result(timeout=10)
         except (*self.session.sdk.errors, ValueError, RuntimeError, OSError, TimeoutError):
             self.able = False
-        self.left += 1
 
 # %% ../../nbs/27_backends.tinker.ipynb #0973c9e5
 class TinkerSampler:

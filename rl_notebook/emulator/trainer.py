@@ -672,18 +672,25 @@ async def add_learner(memory: Memory, learner: Learner) -> None:
 
 # %% ../../nbs/71_emulator.trainer.ipynb #23266e08
 def create_model(call: Call) -> Promise:
-    "A new model to train."
+    "A new model to train; from a state, as Tinker's newer clients ask for it, its adapter's rank is that of the state."
     call.session()
-    model_id = f"{call.body['session_id']}:train:{call.body['model_seq_id']}"
+    model_id, path = f"{call.body['session_id']}:train:{call.body['model_seq_id']}", call.body.get("path")
 
     async def work() -> dict[str, Any]:
-        lora = lora_wanted(call.body)
-        learner = await asyncio.to_thread(open_learner, call, model_id, call.body["base_model"], lora)
+        place = None if path is None else call.trainer.state_folder(path)
+        page = {} if place is None else state_page(place)
+        lora = {**lora_wanted(call.body), **({"rank": page["lora_rank"]} if page else {})}
+        base_model = call.body.get("base_model") or page["base_model"]
+        learner = await asyncio.to_thread(open_learner, call, model_id, base_model, lora)
+        if place is not None:
+            await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
         await add_learner(call.memory, learner)
+        if place is not None:
+            return {"type": "load_weights", "path": path, "model_id": model_id}
         able = {"supports_reinforce": True, "supports_router_replay": False}
         return {"type": "create_model", "model_id": model_id, **able}
 
-    return call.memory.start(f"{model_id}:create", work)
+    return call.memory.start(f"{model_id}:create", work, model_id=model_id)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #b9b5a504
 @in_turn
@@ -730,24 +737,6 @@ async def load_weights(call: Call, learner: Learner) -> dict[str, Any]:
     place = call.trainer.state_folder(call.body["path"], learner.owner)
     await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
     return {"type": "load_weights", "path": call.body["path"], "model_id": learner.model_id}
-
-# %% ../../nbs/71_emulator.trainer.ipynb #bcf87f66
-def create_from_state(call: Call) -> Promise:
-    "A new model from a state, as Tinker's newer clients ask for it; its adapter's rank is that of the state."
-    call.session()
-    model_id = f"{call.body['session_id']}:train:{call.body['model_seq_id']}"
-
-    async def work() -> dict[str, Any]:
-        place = call.trainer.state_folder(call.body["path"])
-        lora = {**lora_wanted(call.body), "rank": state_page(place)["lora_rank"]}
-        base_model = call.body.get("base_model") or state_page(place)["base_model"]
-        learner = await asyncio.to_thread(open_learner, call, model_id, base_model, lora)
-        args = (learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
-        await learner.run(load_state_at, *args)
-        await add_learner(call.memory, learner)
-        return {"type": "load_weights", "path": call.body["path"], "model_id": model_id}
-
-    return call.memory.start(f"{model_id}:create", work, model_id=model_id)
 
 # %% ../../nbs/71_emulator.trainer.ipynb #7990eacd
 def weights_info(call: Call) -> dict[str, Any]:
@@ -934,7 +923,7 @@ POSTS: dict[str, Endpoint] = {
     "forward_backward": forward_backward,
     "optim_step": optim_step,
     "save_weights": save_weights,
-    "load_weights": lambda call: (create_from_state if call.body.get("model_id") is None else load_weights)(call),
+    "load_weights": lambda call: (create_model if call.body.get("model_id") is None else load_weights)(call),
     "save_weights_for_sampler": save_weights_for_sampler,
     "unload_model": unload_model,
     "sessions/{session_id}/finish": finish_session,
