@@ -186,7 +186,7 @@ def test_main_takes_rows_a_filter_and_an_evaluation_as_in_the_guides(recipe, wit
 
     async def evaluation_fn(step, rollout_fn):
         found = await rollout_fn(rows[0])
-        assert isinstance(found, RolloutRun if with_rollouts else RolloutSample)
+        assert isinstance(found, RolloutSample)  # a run of one segment is that segment
         asked.append((step, found.reward))
         return {"reward": found.reward} if step else None
 

@@ -70,7 +70,7 @@ def outer_names(source: str) -> tuple[set[str], set[str]]:  # read, assigned
     for code in codes:
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     done = [(step.opname, step.argval) for code in codes for step in dis.get_instructions(code)]
-    reads = {name for how, name in done if how in ("LOAD_NAME", "LOAD_GLOBAL")}
+    reads = {name for how, name in done if how in ("LOAD_NAME", "LOAD_GLOBAL") and name != "__name__"}
     return reads, {name for how, name in done if how == "STORE_GLOBAL"}
 
 # %% ../../nbs/64_recipes.script.ipynb #cfb67ec9
