@@ -598,8 +598,9 @@ def svg(figure: Figure, title: str = "", width: int = 640, height: int = 260) ->
         rcParams.update(STYLE)
         sheet = Sheet((width / 72, height / 72), 72, layout="constrained")
         _draw_figure(sheet, figure, html.unescape(title))
-        sheet.savefig(drawn, format="svg", metadata={"Date": None})
-    return drawn.getvalue()[drawn.getvalue().index("<svg") :]
+        sheet.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    tenths = lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]).replace("\n", "")
+    return re.sub(r'(?<= d=")[^"]+', tenths, drawn.getvalue()[drawn.getvalue().index("<svg") :])
 
 # %% ../../nbs/51_views.charts.ipynb #a50131fd
 def picture_html(figure: Figure, title: str, width: int = 640, height: int = 260) -> str:
