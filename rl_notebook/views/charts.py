@@ -501,8 +501,8 @@ def _draw_bars(axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, A
     else:
         bottom = sum((np.nan_to_num(_floats(b["y"])) for b in before), np.zeros(len(y)))
         left, right, top = x - width / 2, x + width / 2, bottom + y
-    box = lambda a, b, c, d: Path([(a, c), (b, c), (b, d), (a, d), (a, c)], closed=True)
-    boxes = [box(*ends) for ends in zip(left, right, bottom, top, strict=True)]
+    corners = zip(left, right, bottom, top, strict=True)
+    boxes = (Path([(a, c), (b, c), (b, d), (a, d), (a, c)], closed=True) for a, b, c, d in corners)
     axes.add_patch(PathPatch(Path.make_compound_path(*boxes), color=_paint(t["marker"]["color"]), lw=0, label=name))
     axes.autoscale_view()
 
@@ -599,14 +599,14 @@ def svg(figure: Figure, title: str = "", width: int = 640, height: int = 260) ->
         sheet = Sheet((width / 72, height / 72), 72, layout="constrained")
         _draw_figure(sheet, figure, html.unescape(title))
         sheet.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    tenths = lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0]).replace("\n", "")
+    tenths = lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0])
     return re.sub(r'(?<= d=")[^"]+', tenths, drawn.getvalue()[drawn.getvalue().index("<svg") :])
 
 # %% ../../nbs/51_views.charts.ipynb #a50131fd
 def picture_html(figure: Figure, title: str, width: int = 640, height: int = 260) -> str:
     "A figure as an image element that carries its picture."
-    look = f'width="{width}" height="{height}" style="max-width:100%;height:auto"'
-    return image(svg(figure, title, width, height), html.unescape(label(title)), look)
+    size = f'width="{width}" height="{height}" style="max-width:100%;height:auto"'
+    return image(svg(figure, title, width, height), html.unescape(label(title)), size)
 
 # %% ../../nbs/51_views.charts.ipynb #91c7499d
 @dataclass(frozen=True, eq=False)

@@ -886,8 +886,8 @@ def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[
     given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
     given = [None] * len(datums) if given is None or not len(given) else given
     first = lambda d, own: next((s for s in (own, d.old_logprobs, d.ref_logprobs) if s is not None), None)
-    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True) if d.sampler_logprobs is not None]
-    both = [(d, trainer) for d, trainer in both if trainer is not None]
+    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True)]
+    both = [(d, trainer) for d, trainer in both if trainer is not None and d.sampler_logprobs is not None]
     kept, trainer = tuple(d for d, _ in both), [t for _, t in both]
     try:
         return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
