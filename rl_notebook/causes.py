@@ -262,6 +262,8 @@ def from_series(e: Evidence) -> Iterator[Finding]:
     claimed = {x for x in (e.stamps.trainer_temperature, e.stamps.sampler_temperature) if x is not None}
     if len(claimed) > 1:
         yield Finding("temperature", max(SURE * (gone > LIKELY), PLAUSIBLE), f"drawn and scored at {sorted(claimed)}")
+    elif equal and not above:
+        yield Finding("temperature", PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not")
     else:
         text = f"the sampler's are the trainer's at temperature {t:.2f}: {gone:.0%} of the gap is gone"
         yield Finding("temperature", PLAUSIBLE * gone, text, {"temperature": t})

