@@ -249,10 +249,9 @@ def fitted_temperature(have: np.ndarray, want: np.ndarray, tol: float) -> tuple[
 def from_series(e: Evidence) -> Iterator[Finding]:
     "A temperature, or a cut, from the two series."
     tol, raw = tolerance(e), e.flat(e.raw)
-    off = np.isfinite(e.gap) & (np.abs(e.gap) > tol)
     above = not beyond(np.minimum(e.gap, 0), floor(e))
     equal = explained(e.gap, raw - e.p, tol) >= SURE
-    some = int((off & (e.p < np.log(LIKELY))).sum())
+    some = int(((np.abs(e.gap) > tol) & (e.p < np.log(LIKELY))).sum())
     if above and (equal or LIKELY**some < NO_CHANCE):
         text = "the sampler's raw logprobs are the trainer's, and its others are" if equal else "the sampler's are"
         yield Finding("top-p or top-k", PLAUSIBLE, f"{text} above the trainer's wherever they differ")
@@ -460,8 +459,7 @@ def dtype_or_batching(e: Evidence) -> Iterator[Finding]:
 def scatter(e: Evidence) -> Iterator[Finding]:
     "What a record alone leaves open."
     if differs(e) and "policy" not in e.controls:
-        largest = size(e.gap).largest
-        first = "stale weights" if largest <= TEMPLATE and not e.stamps.untrained else "BOS or template"
+        first = "stale weights" if size(e.gap).largest <= TEMPLATE and not e.stamps.untrained else "BOS or template"
         text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}; the record alone cannot tell"
         for cause in ("stale weights", "BOS or template", "dropout"):
             yield Finding(cause, GUESS if cause == first else GUESS / 2, text)
