@@ -453,11 +453,12 @@ def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None)
     pull = torch.zeros_like(pg) if pull is None else pull
     total, parts = (pg + pull).abs().sum().item(), (pg.abs().sum() + pull.abs().sum()).item()
     positive = (pg + pull).abs()[t.advantage > 0].sum().item()
-    return {
-        "grad/abs_sum": total,
-        "grad/positive_share": positive / total if total else 0.0,
-        "grad/kl_share": pull.abs().sum().item() / parts if parts else 0.0,
-    }
+    shares = {"positive_share": positive / total if total else 0.0}
+    shares["kl_share"] = pull.abs().sum().item() / parts if parts else 0.0
+    out = {"grad/abs_sum": total} | {f"grad/{name}": share for name, share in shares.items()}
+    if o.policy_loss not in SURROGATE_KNOBS and o.knob("eps_clip") is not None:  # what a loss of yours clips has none
+        out["clip_ratio/region_mean"] = ((pg == 0) & (t.advantage != 0)).double().mean().item()
+    return out
 
 # %% ../nbs/05_losses.ipynb #102f2b01
 def _guide_series(
