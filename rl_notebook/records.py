@@ -624,8 +624,7 @@ def metrics_frame(
     table.index.name = "step"
     if "reason" in table:
         table["reason"] = table["reason"].fillna("")
-    numbers = [c for c in table.columns if c != "reason"]
-    return table.astype(dict.fromkeys(numbers, np.float64))
+    return table.astype({c: np.float64 for c in table.columns if c != "reason"}).copy()  # in one block
 
 # %% ../nbs/32_records.ipynb #c27be387
 RUN_FORMAT = "rl_notebook.run/1"
