@@ -10,7 +10,7 @@ EXTRAS := dev,lora,math,structured,wandb,trackio,tensorboard,fireworks,tinker,em
 # make UV=1 installs with uv, if that is on PATH, which is faster.
 PIP := $(if $(UV),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 PIP += --quiet --constraint constraints.txt
-NB ?= $(wildcard nbs/*.ipynb nbs/tutorials/*.ipynb)
+NB ?= $(wildcard nbs/*.ipynb nbs/*/*.ipynb nbs/*/*/*.ipynb)
 WORKERS ?= 4
 AT_ONCE ?= $(WORKERS)
 unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: bytecode is worth keeping
@@ -101,7 +101,7 @@ prep: $(STAMP) ## before a commit: lint and format, clean, export, README
 	$(BIN)/nbdev_export
 	$(BIN)/python tests/pages.py readme
 
-outputs: $(STAMP) ## run notebooks in place and store their outputs (NB="nbs/10_data.ipynb ..." for some)
+outputs: $(STAMP) ## run notebooks in place and store their outputs (NB="nbs/task/00_data.ipynb ..." for some)
 	$(BIN)/jupyter nbconvert --log-level=WARN --to notebook --execute --inplace \
 		--ExecutePreprocessor.store_widget_state=False --ExecutePreprocessor.record_timing=False \
 		--ExecutePreprocessor.timeout=900 $(NB)

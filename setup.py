@@ -28,9 +28,6 @@ setup(
     package_data={settings["lib_path"]: ["py.typed", "assets/**/*"]},
     install_requires=settings["requirements"].split(),
     extras_require=extras,
-    entry_points={
-        "console_scripts": settings["console_scripts"].split(),
-        "nbdev": [f"{settings['lib_path']}={settings['lib_path']}._modidx:d"],
-    },
+    entry_points={"console_scripts": settings["console_scripts"].split()},
     zip_safe=False,
 )

@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import comm
 from synthetic import synthetic_record
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.records import StepRecord
-from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard, words_html
 from rl_notebook.views.payloads import history_row
 

@@ -48,9 +48,9 @@ from torch.nn.attention import SDPBackend
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import AdamParams, Datum, SampleParams
-from rl_notebook.roofs import gemm_rate, peak_memory, read_rate, settle
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import AdamParams, Datum, SampleParams
+from rl_notebook.backends.roofline import gemm_rate, peak_memory, read_rate, settle
 
 ANCHOR = 0.111  # model FLOP utilisation, published, of another trainer: full fine-tune of a 0.6B model on one H100
 VENDOR = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}  # dense bfloat16 FLOP/s

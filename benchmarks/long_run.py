@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rl_notebook.config import Config
-from rl_notebook.records import Run, metrics_row, write_record
+from rl_notebook.config.config import Config
+from rl_notebook.runs.records import Run, metrics_row, write_record
 
 GOAL = {"seconds": 5.0, "MB": 300.0}
 COMMANDS = ("show", "show --last 5", "show --json", "show --step {last}", "view --once --out {page}", "doctor")

@@ -39,9 +39,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import Datum
-from rl_notebook.losses import make_loss_fn
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import Datum
+from rl_notebook.core.losses import make_loss_fn
 
 MB = 1e6
 VOCABULARIES = (50_000, 150_000)
@@ -179,8 +179,8 @@ BASES = {"full": {}, "8 bits": {"load_in_8bit": True}}
 
 def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[str, float]:
     "Megabytes of this process under LoRA, beyond those before the model was loaded."
-    from rl_notebook.core import SampleParams
-    from rl_notebook.toy import load_model
+    from rl_notebook.core.types import SampleParams
+    from rl_notebook.task.toy import load_model
 
     before = held("VmRSS")
     backend = open_local(*load_model(model), lora_rank=8, inline=True, device="cpu", **BASES[kind])

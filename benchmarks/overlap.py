@@ -37,15 +37,15 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 import torch
 
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local import open_local, loss_and_dlogprobs
-from rl_notebook.backends.openai import Secret
-from rl_notebook.backends.tinker import open_tinker
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.config import Config
-from rl_notebook.core import AdamParams, Datum, Logprobs, LossOutput, RolloutSample, SampleParams
-from rl_notebook.records import StepRecord
+from rl_notebook.backends.local.trainer import open_local, loss_and_dlogprobs
+from rl_notebook.backends.services.openai import Secret
+from rl_notebook.backends.services.tinker import open_tinker
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import AdamParams, Datum, Logprobs, LossOutput, RolloutSample, SampleParams
+from rl_notebook.runs.records import StepRecord
 from rl_notebook.recipes import async_rl_loop, rl_loop
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.task.toy import load_model, toy_rows
 
 T = TypeVar("T")
 

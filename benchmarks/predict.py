@@ -21,12 +21,12 @@ from typing import Any
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.roofs import peak_memory, roofs_of
-from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from rl_notebook.preflight import preflight
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.backends.roofline import peak_memory, roofs_of
+from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.insight.preflight import preflight
 
 PHASES = ("sample", "reference", "backward", "optimize", "sync")
 

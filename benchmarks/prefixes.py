@@ -25,10 +25,10 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 import numpy as np
 import torch
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import Datum
-from rl_notebook.losses import make_loss_fn
-from rl_notebook.toy import load_model
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import Datum
+from rl_notebook.core.losses import make_loss_fn
+from rl_notebook.task.toy import load_model
 
 
 @dataclass(frozen=True)

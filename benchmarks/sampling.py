@@ -28,13 +28,13 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import SampleParams
-from rl_notebook.data import Row, load_rows
-from rl_notebook.roofs import ModelSize, gemm_rate, read_rate, threads
-from rl_notebook.rollouts import encode_rows
-from rl_notebook.step import draw
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import SampleParams
+from rl_notebook.task.data import Row, load_rows
+from rl_notebook.backends.roofline import ModelSize, gemm_rate, read_rate, threads
+from rl_notebook.loop.rollouts import encode_rows
+from rl_notebook.loop.step import draw
+from rl_notebook.task.toy import load_model, toy_rows
 
 COMPLETIONS = 8  # of each prompt
 TOKENS = {"tiny": 64, "smollm2": 32}  # of a completion

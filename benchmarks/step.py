@@ -35,13 +35,13 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.records import StepRecord
-from rl_notebook.roofs import ModelSize, gemm_rate, model_size, peak_memory, read_rate, threads
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.backends.roofline import ModelSize, gemm_rate, model_size, peak_memory, read_rate, threads
+from rl_notebook.task.toy import load_model, toy_rows
 
 PARTS = ("sampling", "scoring", "training", "total")
 MEASURES = (*PARTS, "cpu")

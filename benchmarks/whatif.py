@@ -21,11 +21,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_notebook.advantages import with_advantages
-from rl_notebook.core import Logprobs, LossOutput, PromptGroup, RolloutSample
-from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.losses import POLICY_LOSSES
-from rl_notebook.records import StepRecord
+from rl_notebook.core.advantages import with_advantages
+from rl_notebook.core.types import Logprobs, LossOutput, PromptGroup, RolloutSample
+from rl_notebook.core.datums import attach, datums_from_groups
+from rl_notebook.core.losses import POLICY_LOSSES
+from rl_notebook.runs.records import StepRecord
 from rl_notebook.views.whatif import WhatIfPanel
 
 GOAL = 0.1  # seconds

@@ -58,7 +58,7 @@ def plain(text: str) -> str:
 def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     "Docstrings are plain text. The comments beside parameters join them."
     lines[:] = [] if what == "module" else map(plain, lines)  # a module's page begins with its promise
-    if name == "rl_notebook.config.Config":
+    if name == "rl_notebook.config.config.Config":
         lines += ["", "Its settings by group: :doc:`/settings`."]
     if what in ("function", "method") and is_awaited(obj):
         lines[:0] = ["*Awaited.*", ""]

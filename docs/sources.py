@@ -35,9 +35,9 @@ CODE_SPAN = re.compile(r"(?<![`\w{}])`(?:rln\.|loop\.)?([A-Za-z_]\w*)(?:\(\))?`(
 FAULTS = ("Off by one", "Another temperature", "Top-p", "Stale weights", "Another prompt", "Half precision")
 GALLERY: dict[str, list[tuple[str, str, str]]] = {
     "A step explains itself": [
-        ("A step that went well", "40_xray.ipynb", "## A step to look at"),
-        ("Samples two syncs old", "40_xray.ipynb", "The same step with samples that are two"),
-        ("Before the first step", "49_preflight.ipynb", "In a notebook the same is drawn. Here with"),
+        ("A step that went well", "insight/00_xray.ipynb", "## A step to look at"),
+        ("Samples two syncs old", "insight/00_xray.ipynb", "The same step with samples that are two"),
+        ("Before the first step", "insight/04_preflight.ipynb", "In a notebook the same is drawn. Here with"),
     ],
     "Trainer and sampler disagree": [
         (fault, "tutorials/102_reading_logprobs.ipynb", f"### {fault}\n") for fault in FAULTS
@@ -61,7 +61,7 @@ class Site:
 
     def notebooks(self) -> list[Path]:
         "All notebooks, in order."
-        return sorted([*(self.root / "nbs").glob("*.ipynb"), *(self.root / "nbs" / "tutorials").glob("*.ipynb")])
+        return sorted(p for p in (self.root / "nbs").rglob("*.ipynb") if not any(x.startswith(".") for x in p.parts))
 
     def sidebar(self) -> list[tuple[str, dict[str, str]]]:  # (caption, titles by page below nbs/)
         "The sections of `_quarto.yml`, with what their pages are called on the site."
@@ -108,7 +108,7 @@ def exported(path: Path) -> list[str]:
 
 
 def public_names(root: Path) -> dict[str, str]:
-    "Every public name and the module that exports it, for example `{'Config': 'rl_notebook.config'}`."
+    "Every public name and the module that exports it, for example `{'Config': 'rl_notebook.config.config'}`."
     found: dict[str, str] = {}
     for path in sorted((root / "rl_notebook").rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts)

@@ -1,11 +1,9 @@
 """GRPO you can step through. `import rl_notebook as rln` gives the names that a notebook starts with; each of them is
 imported when it is first used, so that the import itself takes milliseconds. All others are imported from their module:
-`from rl_notebook.losses import loss_terms`. The README lists the modules."""
+`from rl_notebook.core.losses import loss_terms`. CONTRIBUTING.md lists the modules."""
 
-import sys as _sys
 from importlib import import_module as _import_module
 from importlib.machinery import PathFinder as _PathFinder
-from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING
 from typing import Any as _Any
 
@@ -20,29 +18,29 @@ if _PathFinder.find_spec("torchao"):
 
 # What is at the front door, and in which module it lives. A type checker reads the imports below instead: keep both equal.
 _HOMES = {
-    "core": "Completion Datum PromptGroup RLNotebookError RolloutSample SampleParams",
-    "config": "Config",
-    "data": "Row load_rows",
-    "rewards": "gsm8k_reward",
-    "chat": "sample_from_completion start_conversation",
-    "toy": "load_model toy_format_reward toy_reward toy_rows",
+    "core.types": "Completion Datum PromptGroup RLNotebookError RolloutSample SampleParams",
+    "config.config": "Config",
+    "task.data": "Row load_rows",
+    "task.rewards": "gsm8k_reward",
+    "task.chat": "sample_from_completion start_conversation",
+    "task.toy": "load_model toy_format_reward toy_reward toy_rows",
     "backends.base": "Backend",
-    "backends.local": "open_local",
-    "backends.open": "open_backend",
-    "advantages": "with_advantages",
-    "datums": "datums_from_groups",
-    "losses": "make_loss_fn register_loss",
-    "rollouts": "RolloutSetup",
-    "step": "sync_weights",
-    "records": "Run RunFolder StepRecord",
-    "loop": "GRPOLoop",
-    "async_loop": "AsyncGRPOLoop",
-    "travel": "compare_loops replay",
-    "trends": "ledger watch_run",
-    "preflight": "preflight",
-    "xray": "measure_noise_floor xray",
-    "doctor": "diagnose",
-    "whatif": "reward_lab what_if",
+    "backends.local.trainer": "open_local",
+    "recipes.open": "open_backend",
+    "core.advantages": "with_advantages",
+    "core.datums": "datums_from_groups",
+    "core.losses": "make_loss_fn register_loss",
+    "loop.rollouts": "RolloutSetup",
+    "loop.step": "sync_weights",
+    "runs.records": "Run RunFolder StepRecord",
+    "loop.loop": "GRPOLoop",
+    "loop.async_loop": "AsyncGRPOLoop",
+    "insight.replay": "compare_loops replay",
+    "insight.trends": "ledger watch_run",
+    "insight.preflight": "preflight",
+    "insight.xray": "measure_noise_floor xray",
+    "insight.doctor.doctor": "diagnose",
+    "insight.whatif": "reward_lab what_if",
     "views.charts": "chart",
     "views.tokens": "inspect_tokens",
     "views.dashboard": "Dashboard",
@@ -52,54 +50,54 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from .advantages import with_advantages as with_advantages
-    from .async_loop import AsyncGRPOLoop as AsyncGRPOLoop
+    from .core.advantages import with_advantages as with_advantages
+    from .loop.async_loop import AsyncGRPOLoop as AsyncGRPOLoop
     from .backends.base import Backend as Backend
-    from .backends.local import open_local as open_local
-    from .backends.open import open_backend as open_backend
-    from .chat import sample_from_completion as sample_from_completion
-    from .chat import start_conversation as start_conversation
-    from .config import Config as Config
-    from .core import Completion as Completion
-    from .core import Datum as Datum
-    from .core import PromptGroup as PromptGroup
-    from .core import RLNotebookError as RLNotebookError
-    from .core import RolloutSample as RolloutSample
-    from .core import SampleParams as SampleParams
-    from .data import Row as Row
-    from .data import load_rows as load_rows
-    from .datums import datums_from_groups as datums_from_groups
-    from .doctor import diagnose as diagnose
-    from .loop import GRPOLoop as GRPOLoop
-    from .losses import make_loss_fn as make_loss_fn
-    from .losses import register_loss as register_loss
-    from .preflight import preflight as preflight
+    from .backends.local.trainer import open_local as open_local
+    from .recipes.open import open_backend as open_backend
+    from .task.chat import sample_from_completion as sample_from_completion
+    from .task.chat import start_conversation as start_conversation
+    from .config.config import Config as Config
+    from .core.types import Completion as Completion
+    from .core.types import Datum as Datum
+    from .core.types import PromptGroup as PromptGroup
+    from .core.types import RLNotebookError as RLNotebookError
+    from .core.types import RolloutSample as RolloutSample
+    from .core.types import SampleParams as SampleParams
+    from .task.data import Row as Row
+    from .task.data import load_rows as load_rows
+    from .core.datums import datums_from_groups as datums_from_groups
+    from .insight.doctor.doctor import diagnose as diagnose
+    from .loop.loop import GRPOLoop as GRPOLoop
+    from .core.losses import make_loss_fn as make_loss_fn
+    from .core.losses import register_loss as register_loss
+    from .insight.preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
-    from .records import Run as Run
-    from .records import RunFolder as RunFolder
-    from .records import StepRecord as StepRecord
-    from .rewards import gsm8k_reward as gsm8k_reward
-    from .rollouts import RolloutSetup as RolloutSetup
-    from .step import sync_weights as sync_weights
-    from .toy import load_model as load_model
-    from .toy import toy_format_reward as toy_format_reward
-    from .toy import toy_reward as toy_reward
-    from .toy import toy_rows as toy_rows
-    from .travel import compare_loops as compare_loops
-    from .travel import replay as replay
-    from .trends import ledger as ledger
-    from .trends import watch_run as watch_run
+    from .runs.records import Run as Run
+    from .runs.records import RunFolder as RunFolder
+    from .runs.records import StepRecord as StepRecord
+    from .task.rewards import gsm8k_reward as gsm8k_reward
+    from .loop.rollouts import RolloutSetup as RolloutSetup
+    from .loop.step import sync_weights as sync_weights
+    from .task.toy import load_model as load_model
+    from .task.toy import toy_format_reward as toy_format_reward
+    from .task.toy import toy_reward as toy_reward
+    from .task.toy import toy_rows as toy_rows
+    from .insight.replay import compare_loops as compare_loops
+    from .insight.replay import replay as replay
+    from .insight.trends import ledger as ledger
+    from .insight.trends import watch_run as watch_run
     from .views.charts import chart as chart
     from .views.dashboard import Dashboard as Dashboard
     from .views.report import compare as compare
     from .views.report import write_report as write_report
     from .views.tokens import inspect_tokens as inspect_tokens
     from .views.whatif import WhatIfPanel as WhatIfPanel
-    from .whatif import reward_lab as reward_lab
-    from .whatif import what_if as what_if
-    from .xray import measure_noise_floor as measure_noise_floor
-    from .xray import xray as xray
+    from .insight.whatif import reward_lab as reward_lab
+    from .insight.whatif import what_if as what_if
+    from .insight.xray import measure_noise_floor as measure_noise_floor
+    from .insight.xray import xray as xray
 
 _NAMES = sorted(name for names in _HOMES.values() for name in names.split())
 
@@ -128,16 +126,6 @@ def __dir__() -> list[str]:
     return [*_NAMES, *(name for name in globals() if name.startswith("__") and name.endswith("__"))]
 
 
-class _FrontDoor(_ModuleType):
-    "The package. Python sets an imported submodule on it; where a name of the front door is the same, that one stays."
-
-    def __setattr__(self, name: str, value: _Any) -> None:
-        if not (isinstance(value, _ModuleType) and name in _NAMES):
-            super().__setattr__(name, value)
-
-
 if not TYPE_CHECKING:  # a checker that saw a module's __getattr__ would take every name for a good one
     __all__ = _NAMES
     __getattr__ = _load
-
-_sys.modules[__name__].__class__ = _FrontDoor

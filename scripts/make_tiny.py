@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import trange
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rl_notebook.toy import SPECIAL_TOKENS, _ask, _draw_terms, build_tokenizer
+from rl_notebook.task.toy import SPECIAL_TOKENS, _ask, _draw_terms, build_tokenizer
 
 STYLES = {"hasty": 0.5, "worked": 0.3, "bare": 0.2}  # share of each style in the corpus
 

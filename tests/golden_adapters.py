@@ -24,14 +24,22 @@ import numpy as np
 import pytest
 import torch
 
-from rl_notebook.advantages import STD_TOLERANCE, group_advantages, is_dead
-from rl_notebook.align import align_logprobs, require_finite
-from rl_notebook.backends.builtin import builtin_inputs, builtin_loss
-from rl_notebook.backends.openai import OpenAISampler
-from rl_notebook.config import Config, DAPOConfig
-from rl_notebook.core import Completion, Datum, PromptGroup, RLNotebookError, RolloutSample, SampleParams, TensorData
-from rl_notebook.datums import build_grpo_datums, datum_from_tokens_weights
-from rl_notebook.losses import (
+from rl_notebook.core.advantages import STD_TOLERANCE, group_advantages, is_dead
+from rl_notebook.core.align import align_logprobs, require_finite
+from rl_notebook.core.builtin import builtin_inputs, builtin_loss
+from rl_notebook.backends.services.openai import OpenAISampler
+from rl_notebook.config.config import Config, DAPOConfig
+from rl_notebook.core.types import (
+    Completion,
+    Datum,
+    PromptGroup,
+    RLNotebookError,
+    RolloutSample,
+    SampleParams,
+    TensorData,
+)
+from rl_notebook.core.datums import build_grpo_datums, datum_from_tokens_weights
+from rl_notebook.core.losses import (
     POLICY_LOSSES,
     TRL_PRESETS,
     LossOptions,
@@ -42,7 +50,7 @@ from rl_notebook.losses import (
     make_offpolicy_grpo_loss_fn,
     tis_weights,
 )
-from rl_notebook.rewards import (
+from rl_notebook.task.rewards import (
     MathVerify,
     final_answer,
     gsm8k_reward,
@@ -51,8 +59,8 @@ from rl_notebook.rewards import (
     tagged_integer,
     tagged_integer_reward,
 )
-from rl_notebook.groups import Gate, Producer
-from rl_notebook.rollouts import groups_per_pass
+from rl_notebook.loop.groups import Gate, Producer
+from rl_notebook.loop.rollouts import groups_per_pass
 
 T = TypeVar("T")
 # tolerances: float64, counts in float32, advantages in float32, a correction computed in float32

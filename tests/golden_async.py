@@ -15,14 +15,16 @@ from typing import Any
 
 from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, unordered_rewards
 
-from rl_notebook import async_loop, phases, rollouts
-from rl_notebook.advantages import is_dead
-from rl_notebook.config import Config
-from rl_notebook.core import RolloutSample
-from rl_notebook.data import Row
-from rl_notebook.groups import Finished, Gate, Producer
-from rl_notebook.phases import Graded
-from rl_notebook.rollouts import Prompt
+from rl_notebook.loop.loop import async_loop
+from rl_notebook.loop.loop import phases
+from rl_notebook.loop.loop import rollouts
+from rl_notebook.core.advantages import is_dead
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import RolloutSample
+from rl_notebook.task.data import Row
+from rl_notebook.loop.groups import Finished, Gate, Producer
+from rl_notebook.loop.phases import Graded
+from rl_notebook.task.data import Prompt
 
 PARTLY_DONE = "a row takes the place of all its samples until it is complete; agrees when those that are done leave"
 NO_ROOM = "a row without room for all of it is refused; agrees when it is counted all the same"

@@ -27,9 +27,10 @@ from golden_adapters import (
     value_only_kl,
 )
 
-from rl_notebook import datums, igpo
-from rl_notebook.backends.openai import OpenAISampler
-from rl_notebook.core import Logprobs, RolloutSample
+from rl_notebook.core.types import datums
+from rl_notebook.loop.loop import igpo
+from rl_notebook.backends.services.openai import OpenAISampler
+from rl_notebook.core.types import Logprobs, RolloutSample
 
 TEXT_IS_NOT_SEARCHED = (
     "turns are those of the loss mask; tags in the text, at their share of the characters, say nothing"

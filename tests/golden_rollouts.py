@@ -15,20 +15,19 @@ from typing import Any
 import numpy as np
 from golden_adapters import AGREED, EXACT, SINGLE, Case, Outcome, adapter, close, floats, refused, simulate, stats_of
 
-from rl_notebook.advantages import is_dead, with_advantages
-from rl_notebook.align import align_logprobs, align_routing
-from rl_notebook.backends.local import open_local
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.core import AlignmentError, Completion, Logprobs, PromptGroup, RewardError, RLNotebookError
-from rl_notebook.core import RolloutRun, RolloutSample, SampleParams
-from rl_notebook.config import Config
-from rl_notebook.data import Cursor, Row, load_rows, restore_cursor
-from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.metrics import step_metrics
-from rl_notebook.records import StepRecord
-from rl_notebook.rollouts import (
-    Prompt,
+from rl_notebook.core.advantages import is_dead, with_advantages
+from rl_notebook.core.align import align_logprobs, align_routing
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.core.types import AlignmentError, Completion, Logprobs, PromptGroup, RewardError, RLNotebookError
+from rl_notebook.core.types import RolloutRun, RolloutSample, SampleParams
+from rl_notebook.config.config import Config
+from rl_notebook.task.data import Cursor, Row, load_rows, restore_cursor
+from rl_notebook.core.datums import attach, datums_from_groups
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.metrics import step_metrics
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.loop.rollouts import (
     RolloutSetup,
     assemble,
     balanced_chunks,
@@ -36,7 +35,8 @@ from rl_notebook.rollouts import (
     draw_rollouts,
     minibatch_slices,
 )
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.task.data import Prompt
+from rl_notebook.task.toy import load_model, toy_rows
 
 ROW_PROMPT = Prompt(Row(key="row", prompt="?"), [1])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from golden_adapters import AGREED, Case, Outcome, adapter, refused
 
-from rl_notebook.align import align_routing
+from rl_notebook.core.align import align_routing
 
 NOT_RECORDED = "nothing recorded is None and the trainer chooses; it refuses to train"
 NOTHING_SAMPLED = "a completion without tokens leaves every input unknown; it calls that missing"

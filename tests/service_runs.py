@@ -13,13 +13,13 @@ from zlib import crc32
 import numpy as np
 
 from rl_notebook.emulator.service import RunningEmulator
-from rl_notebook.backends.fireworks import open_fireworks
-from rl_notebook.backends.tinker import open_tinker
-from rl_notebook.config import Config
-from rl_notebook.core import Datum
-from rl_notebook.data import load_rows
+from rl_notebook.backends.services.fireworks import open_fireworks
+from rl_notebook.backends.services.tinker import open_tinker
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import Datum
+from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.rl_loop import Problem, RunResult, train
-from rl_notebook.records import StepRecord
+from rl_notebook.runs.records import StepRecord
 
 QWEN = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from rl_notebook.advantages import is_dead, with_advantages
-from rl_notebook.core import Logprobs, LossOutput, PromptGroup, RolloutSample
-from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.metrics import step_metrics
-from rl_notebook.records import StepRecord
+from rl_notebook.core.advantages import is_dead, with_advantages
+from rl_notebook.core.types import Logprobs, LossOutput, PromptGroup, RolloutSample
+from rl_notebook.core.datums import attach, datums_from_groups
+from rl_notebook.core.metrics import step_metrics
+from rl_notebook.runs.records import StepRecord
 
 
 def answer(rng: np.random.Generator, terms: list[int], p: float) -> RolloutSample:

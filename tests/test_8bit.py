@@ -10,14 +10,14 @@ import torch
 from test_local_backend import ADAM, gradients, mixing_loss, naive_gradients, random_datums, run
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.local import open_local, unpacked
-from rl_notebook.backends.open import open_backend
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, MissingExtra, RecordError
-from rl_notebook.doctor import diagnose
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.backends.local.trainer import open_local, unpacked
+from rl_notebook.recipes.open import open_backend
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, MissingExtra, RecordError
+from rl_notebook.insight.doctor.doctor import diagnose
+from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import main
-from rl_notebook.toy import toy_reward, toy_rows
+from rl_notebook.task.toy import toy_reward, toy_rows
 
 __all__ = ["one_thread"]
 

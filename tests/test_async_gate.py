@@ -25,14 +25,14 @@ from hypothesis.stateful import (
     rule,
 )
 
-from rl_notebook.async_loop import AsyncGRPOLoop
-from rl_notebook.backends.local import open_local
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.config import Config
-from rl_notebook.core import PhaseError, RewardError, RolloutSample
-from rl_notebook.data import load_rows
-from rl_notebook.groups import Finished, Gate, Producer
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import PhaseError, RewardError, RolloutSample
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.groups import Finished, Gate, Producer
+from rl_notebook.task.toy import load_model, toy_rows
 
 
 class Broken(Exception):

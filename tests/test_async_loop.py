@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
-from rl_notebook.async_loop import AsyncGRPOLoop
-from rl_notebook.backends.local import open_local
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.config import Config
-from rl_notebook.core import PhaseError, RewardError, RolloutRun
-from rl_notebook.data import load_rows
-from rl_notebook.back import restore_checkpoint, save_checkpoint, updates_of
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import POLICY_LOSSES
-from rl_notebook.records import RunFolder
-from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.travel import replay
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import PhaseError, RewardError, RolloutRun
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.back import restore_checkpoint, save_checkpoint, updates_of
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import POLICY_LOSSES
+from rl_notebook.runs.records import RunFolder
+from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.insight.replay import replay
 
 SMALL = {
     "prompt_groups_per_step": 3,

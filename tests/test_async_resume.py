@@ -24,13 +24,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rl_notebook.async_loop import AsyncGRPOLoop
-from rl_notebook.backends.local import open_local
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.data import load_rows
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.async_rl_loop import Config
-from rl_notebook.records import Run
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.runs.records import Run
+from rl_notebook.task.toy import load_model, toy_rows
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rl_notebook.recipes.async_rl_loop", "peft"])
@@ -82,15 +82,15 @@ def make_rollout_fn(setup: Any) -> Any:
 # --- where it is killed -----------------------------------------------------------------------------------------------
 
 PLACES = {  # phase: (module, owner, function)
-    "backward": ("backends.local", "LocalTrainer", "forward_backward_custom"),
-    "optimize": ("backends.local", "LocalTrainer", "optim_step"),
-    "sync": ("backends.local", "LocalTrainer", "save_weights_for_sampler"),
-    "record": ("records", "", "write_record"),
-    "line of metrics": ("records", "", "_append_line"),
-    "checkpoint": ("backends.local", "LocalTrainer", "save_state"),
-    "checkpoint, its end": ("records", "", "_write_described"),
-    "old checkpoints": ("records", "", "_keep_last"),
-    "sampling": ("backends.local", "LocalSampler", "sample"),
+    "backward": ("backends.local.trainer", "LocalTrainer", "forward_backward_custom"),
+    "optimize": ("backends.local.trainer", "LocalTrainer", "optim_step"),
+    "sync": ("backends.local.trainer", "LocalTrainer", "save_weights_for_sampler"),
+    "record": ("runs.records", "", "write_record"),
+    "line of metrics": ("runs.records", "", "_append_line"),
+    "checkpoint": ("backends.local.trainer", "LocalTrainer", "save_state"),
+    "checkpoint, its end": ("runs.records", "", "_write_described"),
+    "old checkpoints": ("runs.records", "", "_keep_last"),
+    "sampling": ("backends.local.trainer", "LocalSampler", "sample"),
 }
 
 

@@ -15,12 +15,12 @@ import torch
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightSync
-from rl_notebook.backends.fireworks import open_fireworks
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.openai import open_openai
-from rl_notebook.backends.tinker import check_contract, open_tinker, toy_datum
-from rl_notebook.core import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
-from rl_notebook.losses import LossOptions, make_loss_fn, natural_denominator
+from rl_notebook.backends.services.fireworks import open_fireworks
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.backends.services.openai import open_openai
+from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_datum
+from rl_notebook.core.types import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
+from rl_notebook.core.losses import LossOptions, make_loss_fn, natural_denominator
 
 __all__ = ["one_thread"]
 

@@ -19,17 +19,17 @@ from typing import Any
 import pytest
 
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
-from rl_notebook.config import Config
-from rl_notebook.core import BackendError, ConfigError, DataError, RecordError, RewardError, RLNotebookError
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.preflight import preflight
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import BackendError, ConfigError, DataError, RecordError, RewardError, RLNotebookError
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.insight.preflight import preflight
 from rl_notebook.recipes.rl_loop import Problem, main
-from rl_notebook.records import RunFolder
-from rl_notebook.rewards import reward_fn
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.runs.records import RunFolder
+from rl_notebook.task.rewards import reward_fn
+from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.charts import chart
 from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
 

@@ -27,20 +27,20 @@ from synthetic import synthetic_record
 from test_loop import make_loop
 
 from rl_notebook.cli import main as command
-from rl_notebook.config import Config
-from rl_notebook.core import (
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import (
     Datum,
     Logprobs,
     PromptGroup,
     RecordError,
     RLNotebookError,
 )
-from rl_notebook.doctor import diagnose
-from rl_notebook.losses import LossOptions
-from rl_notebook.metrics import step_metrics
+from rl_notebook.insight.doctor.doctor import diagnose
+from rl_notebook.core.losses import LossOptions
+from rl_notebook.core.metrics import step_metrics
 from rl_notebook.recipes.rl_loop import loop_for, main
-from rl_notebook.records import Run, StepRecord, write_record
-from rl_notebook.step import evaluate_loss, loss_factory
+from rl_notebook.runs.records import Run, StepRecord, write_record
+from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.views.charts import LiveCharts, chart, charts, svg
 from rl_notebook.views.dashboard import Dashboard
 from rl_notebook.views.dashboard import still_html as dashboard_html
@@ -48,8 +48,8 @@ from rl_notebook.views.payloads import History, history_row, run_payloads, step_
 from rl_notebook.views.report import report_html
 from rl_notebook.views.tokens import inspect_tokens
 from rl_notebook.views.whatif import WhatIfPanel
-from rl_notebook.whatif import attribution, reward_lab, what_if
-from rl_notebook.xray import invariants, sentence, xray
+from rl_notebook.insight.whatif import attribution, reward_lab, what_if
+from rl_notebook.insight.xray import invariants, sentence, xray
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 # --- what may come out ----------------------------------------------------------------------------------------------

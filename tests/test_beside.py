@@ -9,13 +9,13 @@ from test_dashboard import enabled, press, run, until
 from test_loop import make_loop
 from tiny_models import one_thread
 
-from rl_notebook.async_loop import AT_REST, AsyncGRPOLoop
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import PhaseError, RolloutSample
-from rl_notebook.player import PAUSED, refusal, rows_in_flight
-from rl_notebook.records import Run, RunFolder
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.loop.async_loop import AT_REST, AsyncGRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import PhaseError, RolloutSample
+from rl_notebook.views.player import PAUSED, refusal, rows_in_flight
+from rl_notebook.runs.records import Run, RunFolder
+from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import (
     BESIDE_MAIN,
     BESIDE_MORE,

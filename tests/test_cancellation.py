@@ -23,15 +23,15 @@ import torch
 from service_runs import held, policy_trainer
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.async_loop import AsyncGRPOLoop
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.fireworks import open_fireworks
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.openai import open_openai
-from rl_notebook.backends.tinker import open_tinker
-from rl_notebook.config import Config
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.backends.services.fireworks import open_fireworks
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.backends.services.openai import open_openai
+from rl_notebook.backends.services.tinker import open_tinker
+from rl_notebook.config.config import Config
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop
 
 __all__ = ["one_thread"]
 
@@ -405,7 +405,10 @@ def test_what_fails_while_a_cancelled_caller_waits_is_its_cause():
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
-FILES = tuple(f"rl_notebook/{name}.py" for name in ("loop", "phases", "back", "weights", "backends/local"))
+FILES = tuple(
+    f"rl_notebook/{name}.py"
+    for name in ("loop/loop", "loop/phases", "loop/back", "loop/weights", "backends/local/trainer")
+)
 
 
 def interrupted(run: Callable[[], Any], at: int) -> str:
@@ -545,7 +548,7 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         tried = "await rln.preflight(loop.backend, loop.rows, lambda text: 1.0, loop.cfg)"
         assert shown(tried, interrupt=True) == "Interrupted: preflight, sample."
         assert shown("x = 1\nloop.datums()").splitlines()[:-1] == ["cell, line 2: loop.datums()"]
-        graded = "s = rln.RolloutSample([1, 2], [0, -1.0], [0, 1], None)\nfrom rl_notebook.rewards import score\n"
+        graded = "s = rln.RolloutSample([1, 2], [0, -1.0], [0, 1], None)\nfrom rl_notebook.task.rewards import score\n"
         *lines, last = shown(f"{graded}await score([s], loop.rows[0], unread)").splitlines()
         assert lines[0] == 'cell, line 13, in unread: return {}["answer"]'
         assert lines[1:] == ["KeyError: 'answer'", "cell, line 3: await score([s], loop.rows[0], unread)"]

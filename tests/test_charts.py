@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from synthetic import beside, hostile_record, synthetic_record
 
-from rl_notebook.config import Config
-from rl_notebook.core import RecordError
-from rl_notebook.metrics import reward_metrics
-from rl_notebook.records import StepRecord, metrics_frame, metrics_row
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import RecordError
+from rl_notebook.core.metrics import reward_metrics
+from rl_notebook.runs.records import StepRecord, metrics_frame, metrics_row
 from rl_notebook.views.charts import (
     COLORS,
     LOOKS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl_notebook.chat import (
+from rl_notebook.task.chat import (
     check_fits,
     check_tokenizer,
     drawn_logprobs,
@@ -22,8 +22,8 @@ from rl_notebook.chat import (
     template_end,
     turn_ends,
 )
-from rl_notebook.core import AlignmentError, Completion, ConfigError, DataError, SampleParams
-from rl_notebook.data import load_rows, make_row
+from rl_notebook.core.types import AlignmentError, Completion, ConfigError, DataError, SampleParams
+from rl_notebook.task.data import load_rows, make_row
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>

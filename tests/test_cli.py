@@ -21,12 +21,13 @@ import pydantic
 import pytest
 import yaml
 
-from rl_notebook import cli, records
+from rl_notebook import cli
+from rl_notebook.runs import records
 from rl_notebook.cli import main, option_values, parse_train
-from rl_notebook.config import Config
-from rl_notebook.options import leaf_types
-from rl_notebook.records import RunFolder
-from rl_notebook.toy import load_model
+from rl_notebook.config.config import Config
+from rl_notebook.core.options import leaf_types
+from rl_notebook.runs.records import RunFolder
+from rl_notebook.task.toy import load_model
 from rl_notebook.views.report import run_status, write_report
 from synthetic import synthetic_record
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)

@@ -18,8 +18,8 @@ import yaml
 from hypothesis import strategies as st
 
 import rl_notebook as rln
-from rl_notebook import settings as m
-from rl_notebook.config import (
+from rl_notebook.config.config import settings as m
+from rl_notebook.config.config import (
     CISPOConfig,
     Config,
     DAPOConfig,
@@ -38,10 +38,10 @@ from rl_notebook.config import (
     WeightSyncScope,
 )
 from rl_notebook.cli import parse_train
-from rl_notebook.core import ConfigError, SampleParams
-from rl_notebook.losses import POLICY_LOSSES
-from rl_notebook.options import KLEstimator
-from rl_notebook.records import Run, RunFolder, differing
+from rl_notebook.core.types import ConfigError, SampleParams
+from rl_notebook.core.losses import POLICY_LOSSES
+from rl_notebook.core.options import KLEstimator
+from rl_notebook.runs.records import Run, RunFolder, differing
 
 MODEL = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
@@ -535,8 +535,8 @@ def test_every_complaint_is_listed_in_one_error():
 
 
 def test_the_names_of_losses_are_those_of_the_losses():
-    losses = pytest.importorskip("rl_notebook.losses")
-    from rl_notebook.advantages import SCALES
+    losses = pytest.importorskip("rl_notebook.core.losses")
+    from rl_notebook.core.advantages import SCALES
 
     assert set(m.SURROGATE_KNOBS) == set(losses.POLICY_LOSSES)
     assert set(get_args(KLEstimator)) == set(losses.KL_ESTIMATORS)

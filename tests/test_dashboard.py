@@ -13,9 +13,9 @@ from synthetic import hostile_record, synthetic_record
 from test_loop import make_loop
 from tiny_models import one_thread
 
-from rl_notebook.core import PhaseError, PromptGroup
-from rl_notebook.player import ACTIVE_PLAYERS
-from rl_notebook.records import StepRecord, utf8
+from rl_notebook.core.types import PhaseError, PromptGroup
+from rl_notebook.views.player import ACTIVE_PLAYERS
+from rl_notebook.runs.records import StepRecord, utf8
 from rl_notebook.views.dashboard import (
     COLUMNS,
     MAIN,
@@ -336,7 +336,7 @@ def test_a_loop_has_one_dashboard_and_nothing_grows():
 
 def test_a_new_loop_on_the_same_backend_pauses_the_old_one():
     async def main():
-        from rl_notebook.loop import GRPOLoop
+        from rl_notebook.loop.loop import GRPOLoop
 
         old = make_loop(rows=60)
         first = Dashboard(old)

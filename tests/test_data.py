@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import DataError
-from rl_notebook.data import Cursor, Row, find_answer, load_rows, make_row, restore_cursor
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import DataError
+from rl_notebook.task.data import Cursor, Row, find_answer, load_rows, make_row, restore_cursor
+from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import load_problem
 
 SAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k" / "sample.jsonl"

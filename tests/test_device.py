@@ -9,13 +9,13 @@ from pretend import DEVICE, Pretend
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl_notebook import roofs
+from rl_notebook.backends import roofline as roofs
 from rl_notebook.backends import engine as engine_module
 from rl_notebook.backends import local
-from rl_notebook.backends.engine import BURST, Engine, draw_tokens, open_model
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.routing import find_routers
-from rl_notebook.core import AdamParams, Datum, SampleParams
+from rl_notebook.backends.local.engine import BURST, Engine, draw_tokens, open_model
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.backends.local.routing import find_routers
+from rl_notebook.core.types import AdamParams, Datum, SampleParams
 
 __all__ = ["one_thread"]
 

@@ -9,16 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl_notebook.async_loop import AsyncGRPOLoop
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, RecordError
-from rl_notebook.data import Cursor, coming_share, graded_rows, load_rows, restore_cursor
-from rl_notebook.groups import Intake
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, RecordError
+from rl_notebook.task.data import Cursor, coming_share, graded_rows, load_rows, restore_cursor
+from rl_notebook.loop.groups import Intake
+from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import Problem, replay_step, train
-from rl_notebook.records import Run
-from rl_notebook.toy import load_model
+from rl_notebook.runs.records import Run
+from rl_notebook.task.toy import load_model
 
 ROWS = load_rows([{"prompt": f"{i}+{i}=", "kind": i % 3, "id": f"q{i}"} for i in range(6)])
 SMALL = {

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from rl_notebook.config import Config
-from rl_notebook.options import leaf_types
+from rl_notebook.config.config import Config
+from rl_notebook.core.options import leaf_types
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -48,14 +48,14 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
 @pytest.mark.parametrize(
     ("asked", "page"),
     [
-        ("custom reward", "11_rewards.ipynb"),
+        ("custom reward", "task/01_rewards.ipynb"),
         ("kl_beta", "settings.md"),
-        ("lora", "24_backends.local.ipynb"),
+        ("lora", "backends/local/04_trainer.ipynb"),
         ("vllm", "tutorials/402_past_one_machine.ipynb"),
-        ("custom loss", "05_losses.ipynb"),
+        ("custom loss", "core/05_losses.ipynb"),
         ("grpotrainer", "tutorials/403_coming_from_trl.ipynb"),
-        ("memory", "49_preflight.ipynb"),
-        ("vllm", "25_backends.openai.ipynb"),
+        ("memory", "insight/04_preflight.ipynb"),
+        ("vllm", "backends/services/00_openai.ipynb"),
         ("resume", "tutorials/401_scripted_runs.ipynb"),
         ("all settings", "settings.md"),
         ("quickstart", "index.ipynb"),
@@ -78,7 +78,7 @@ def test_the_settings_page_has_every_setting_with_its_meaning(written: Path):
 
 
 def test_a_page_folds_its_imports(written: Path, sources: ModuleType):
-    cells = sources.nbformat.read(written / "37_loop.ipynb", as_version=4).cells
+    cells = sources.nbformat.read(written / "loop/06_loop.ipynb", as_version=4).cells
     first = next(c for c in cells if c.cell_type == "code")
     assert "import asyncio" in first.source
     assert "hide-input" in first.metadata["tags"]
@@ -87,10 +87,10 @@ def test_a_page_folds_its_imports(written: Path, sources: ModuleType):
 @pytest.mark.parametrize(
     ("page", "text", "moved"),
     [
-        ("nbs/index.ipynb", "[a](05_losses.ipynb#x)", "[a](05_losses.ipynb#x)"),
+        ("nbs/index.ipynb", "[a](core/05_losses.ipynb#x)", "[a](core/05_losses.ipynb#x)"),
         ("nbs/tutorials/101_one_step_by_hand.ipynb", "[a](../05_losses.ipynb)", "[a](../05_losses.ipynb)"),
         ("nbs/index.ipynb", "[a](../examples/README.md)", "[a](examples/README.md)"),
-        ("nbs/index.ipynb", '<a href="05_losses.ipynb">', '<a href="05_losses.html">'),
+        ("nbs/index.ipynb", '<a href="core/05_losses.ipynb">', '<a href="05_losses.html">'),
         ("examples/gsm8k/README.md", "[a](../../nbs/17_roofs.ipynb)", "[a](../../17_roofs.ipynb)"),
         ("examples/gsm8k/README.md", "![a](curve.svg)", "![a](curve.svg)"),
         ("CONTRIBUTING.md", "[a](https://x.org/y) [b](#z)", "[a](https://x.org/y) [b](#z)"),
@@ -106,9 +106,9 @@ def test_what_is_no_page_leads_to_the_repository(site: Any):
 
 
 def test_a_name_is_linked_once_and_never_in_code_or_headings(sources: ModuleType):
-    names = {"GRPOLoop": "rl_notebook.loop"}
+    names = {"GRPOLoop": "rl_notebook.loop.loop"}
     text = "# `GRPOLoop`\n\n`rln.GRPOLoop(x)` `GRPOLoop` and `GRPOLoop`, `other`\n```\n`GRPOLoop`\n```"
-    link = "{py:obj}`GRPOLoop <rl_notebook.loop.GRPOLoop>`"
+    link = "{py:obj}`GRPOLoop <rl_notebook.loop.loop.GRPOLoop>`"
     assert sources.linked(text, names) == text.replace("` `GRPOLoop` and", f"` {link} and", 1)
 
 

@@ -17,13 +17,13 @@ import pytest
 import torch
 import transformers
 
-from rl_notebook.advantages import with_advantages
+from rl_notebook.core.advantages import with_advantages
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.engine import CausalModel, open_model
-from rl_notebook.backends.local import open_local
-from rl_notebook.causes import CLEAR, FIXES, draws
-from rl_notebook.config import Config
-from rl_notebook.core import (
+from rl_notebook.backends.local.engine import CausalModel, open_model
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.insight.doctor.causes import CLEAR, FIXES, draws
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import (
     AdamParams,
     AlignmentError,
     BackendError,
@@ -38,17 +38,17 @@ from rl_notebook.core import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.data import load_rows
-from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.doctor import Diagnosis, diagnose, weigh
-from rl_notebook.evidence import LIKELY, Evidence, Redraw, gather
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import LossOptions, make_loss_fn
-from rl_notebook.records import StepRecord
-from rl_notebook.rollouts import assemble, draw_completions, encode_rows
-from rl_notebook.step import sync_weights
-from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.xray import ROUNDING, check_ratio
+from rl_notebook.task.data import load_rows
+from rl_notebook.core.datums import attach, datums_from_groups
+from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose, weigh
+from rl_notebook.insight.doctor.evidence import LIKELY, Evidence, Redraw, gather
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import LossOptions, make_loss_fn
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.loop.rollouts import assemble, draw_completions, encode_rows
+from rl_notebook.loop.step import sync_weights
+from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.insight.xray import ROUNDING, check_ratio
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 SLOW = os.environ.get("SLOW") == "1"

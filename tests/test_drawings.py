@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_notebook.advantages import with_advantages
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import Logprobs, LossOutput, PromptGroup, RolloutSample
-from rl_notebook.data import Row, load_rows
-from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.drawings import STRONGEST, advantages_html, number, rewards_html, tint
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.records import StepRecord
-from rl_notebook.rollouts import Prompt, Rollouts
-from rl_notebook.step import LossReport, Measured, list_datums, list_groups, list_prompts, list_rollouts
-from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.core.advantages import with_advantages
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import Logprobs, LossOutput, PromptGroup, RolloutSample
+from rl_notebook.task.data import Row, load_rows
+from rl_notebook.core.datums import attach, datums_from_groups
+from rl_notebook.show.html import STRONGEST, advantages_html, number, rewards_html, tint
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.task.data import Prompt, Rollouts
+from rl_notebook.loop.step import LossReport, Measured, list_datums, list_groups, list_prompts, list_rollouts
+from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
 LIMIT = 40_000  # bytes
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m</div></table>"

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rl_notebook.emulator.service import RunningEmulator, start_emulator
-from rl_notebook.toy import load_model
+from rl_notebook.task.toy import load_model
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")
 

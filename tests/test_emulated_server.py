@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.emulator.server import Shown, split_choice
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import SampleParams
-from rl_notebook.openai_chat import in_pieces
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import SampleParams
+from rl_notebook.agents.openai_chat import in_pieces
 
 __all__ = ["one_thread"]
 

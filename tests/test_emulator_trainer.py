@@ -30,8 +30,8 @@ from rl_notebook.emulator.messages import (
     served_loss,
 )
 from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder, Models, Serving, Snapshots
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import AdamParams, BackendError, Datum, SampleParams
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import AdamParams, BackendError, Datum, SampleParams
 
 __all__ = ["one_thread"]
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS, byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.engine import (
+from rl_notebook.backends.local.engine import (
     CausalModel,
     Engine,
     Uniforms,
@@ -25,9 +25,9 @@ from rl_notebook.backends.engine import (
     mergeable,
     takes_blocks,
 )
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
-from rl_notebook.core import BackendError, ConfigError, MissingExtra, SampleParams
+from rl_notebook.core.types import BackendError, ConfigError, MissingExtra, SampleParams
 
 __all__ = ["one_thread"]
 
@@ -347,7 +347,7 @@ def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
     engine = endless()
     conversation(engine)
     one = engine.pasts.used // len(engine.pasts.known)
-    monkeypatch.setattr("rl_notebook.backends.engine.PAST_BYTES", 4 * one)
+    monkeypatch.setattr("rl_notebook.backends.local.engine.PAST_BYTES", 4 * one)
     conversation(engine, turns=6)
     assert 0 < engine.pasts.used <= 4 * one
 

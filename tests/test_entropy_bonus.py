@@ -10,20 +10,20 @@ import torch
 from test_local_backend import backend_of, distributions, gradients, random_datums
 from tiny_models import one_thread
 
-from rl_notebook.backends.builtin import builtin_loss
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import AdamParams, ConfigError, LossError
-from rl_notebook.losses import LossOptions, make_loss_fn, reads_entropy
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.core.builtin import builtin_loss
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import AdamParams, ConfigError, LossError
+from rl_notebook.core.losses import LossOptions, make_loss_fn, reads_entropy
+from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import main as train_by
 from rl_notebook.recipes.rl_loop import replay_step
-from rl_notebook.records import Run
-from rl_notebook.step import evaluate_loss
-from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.travel import replay_backward
-from rl_notebook.whatif import what_if
-from rl_notebook.xray import loss_words
+from rl_notebook.runs.records import Run
+from rl_notebook.loop.step import evaluate_loss
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.insight.replay import replay_backward
+from rl_notebook.insight.whatif import what_if
+from rl_notebook.insight.xray import loss_words
 
 __all__ = ["one_thread"]
 

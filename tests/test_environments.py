@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from rl_notebook.chat import split_calls
-from rl_notebook.core import AlignmentError, BackendError, Completion, ConfigError, SampleParams
-from rl_notebook.environments import agent_rollouts, tool_rollouts
-from rl_notebook.data import make_row
-from rl_notebook.rollouts import Prompt, RolloutSetup, draw_rollouts
-from rl_notebook.toy import build_tokenizer
+from rl_notebook.task.chat import split_calls
+from rl_notebook.core.types import AlignmentError, BackendError, Completion, ConfigError, SampleParams
+from rl_notebook.agents.environments import agent_rollouts, tool_rollouts
+from rl_notebook.task.data import make_row
+from rl_notebook.loop.rollouts import RolloutSetup, draw_rollouts
+from rl_notebook.task.data import Prompt
+from rl_notebook.task.toy import build_tokenizer
 
 ROW = {"messages": [{"role": "user", "content": "What is 5+7?"}], "answer": "12", "seed": 7}
 
@@ -106,7 +107,7 @@ def test_an_agent_with_a_client_that_blocks_plays_too():
 
 
 def test_a_rollout_for_which_no_request_comes_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rl_notebook.serve.QUIET", 0.01)
+    monkeypatch.setattr("rl_notebook.agents.serve.QUIET", 0.01)
     said = threading.Event()
     monkeypatch.setattr(warnings, "warn", lambda words: "has got no request for 0.01 s" in words and said.set())
 

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import rl_notebook as rln
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, Datum, RecordError
-from rl_notebook.data import load_rows
-from rl_notebook.metrics import evaluation_names, pass_at_k
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, Datum, RecordError
+from rl_notebook.task.data import load_rows
+from rl_notebook.core.metrics import evaluation_names, pass_at_k
 from rl_notebook.recipes.rl_loop import Problem, train
-from rl_notebook.records import read_best
-from rl_notebook.toy import toy_reward, toy_rows
+from rl_notebook.runs.records import read_best
+from rl_notebook.task.toy import toy_reward, toy_rows
 
 SMALL = {
     "kl_beta": 0.0, "prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 16,

@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from rl_notebook.emulator.testing import emulator_fixture
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import option_values
-from rl_notebook.core import Completion, SampleParams
-from rl_notebook.records import Run
-from rl_notebook.rollouts import RolloutSetup
-from rl_notebook.toy import build_tokenizer, load_model
+from rl_notebook.core.types import Completion, SampleParams
+from rl_notebook.runs.records import Run
+from rl_notebook.loop.rollouts import RolloutSetup
+from rl_notebook.task.toy import build_tokenizer, load_model
 from tiny_models import tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -16,13 +16,13 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
-from rl_notebook.config import Config
-from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, RecordError
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.records import write_best
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, RecordError
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import write_best
+from rl_notebook.task.toy import load_model, toy_rows
 
 __all__ = ["one_thread"]
 

@@ -28,9 +28,9 @@ from fireworks.training.sdk import DeploymentManager, DeploymentSampler, Trainer
 from rl_notebook.backends import fireworks as fw
 from rl_notebook.backends import provision
 from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
-from rl_notebook.backends.fireworks import open_fireworks
-from rl_notebook.backends.openai import Secret
-from rl_notebook.backends.provision import (
+from rl_notebook.backends.services.fireworks import open_fireworks
+from rl_notebook.backends.services.openai import Secret
+from rl_notebook.backends.services.provision import (
     DeployConfig,
     TrainerConfig,
     InfraConfig,
@@ -45,13 +45,13 @@ from rl_notebook.backends.provision import (
     setup_deployment,
     setup_infra,
 )
-from rl_notebook.config import Config, ResumeConfig
-from rl_notebook.core import AdamParams, BackendError, ConfigError, Datum, SampleParams
-from rl_notebook.phases import rollout_setup
+from rl_notebook.config.config import Config, ResumeConfig
+from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, SampleParams
+from rl_notebook.loop.phases import rollout_setup
 from rl_notebook.recipes import rl_loop
-from rl_notebook.retries import Retries
-from rl_notebook.rollouts import RolloutSetup
-from rl_notebook.toy import toy_rows
+from rl_notebook.core.retries import Retries
+from rl_notebook.loop.rollouts import RolloutSetup
+from rl_notebook.task.toy import toy_rows
 
 QWEN = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
@@ -407,7 +407,7 @@ def test_a_trainer_that_is_gone_for_good_is_said_to_be(site):
 ENDINGS = """
 import os, signal, sys, time
 from fireworks.training.sdk import DeploymentManager, TrainerJobManager
-from rl_notebook.backends.provision import *
+from rl_notebook.backends.services.provision import *
 
 runs, QWEN, SHAPE = sys.argv[1], sys.argv[2], sys.argv[3]
 where = {"api_key": os.environ["FIREWORKS_API_KEY"], "base_url": os.environ["FIREWORKS_BASE_URL"]}

@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import json
 import re
 import subprocess
 import sys
@@ -60,22 +59,6 @@ def test_an_unknown_name_is_told_the_nearest(typed, meant):
     assert re.findall(r"Did you mean '(\w+)'", said) == ([meant] if meant else [])
 
 
-@pytest.mark.parametrize("first", ["import rl_notebook.xray", "rln.xray"])
-@pytest.mark.variant(but="rln")
-def test_xray_is_the_function_in_whatever_order(first):
-    "A module and a function share this name: importing the module does not replace the function."
-    lines = [
-        "import sys, rl_notebook as rln",
-        first,
-        "import rl_notebook.xray",
-        "from rl_notebook.xray import xray, invariants",
-        "from rl_notebook import xray as again, toy",
-        "assert rln.xray is xray is again and rln.toy is toy",
-        "print(type(sys.modules['rl_notebook.xray']).__name__, rln.xray.__name__)",
-    ]
-    assert python("\n".join(lines)) == "module xray"
-
-
 def test_a_star_import_brings_the_front_door():
     names: dict[str, object] = {}
     exec("from rl_notebook import *", names)
@@ -87,25 +70,6 @@ def test_type_checkers_are_told_the_same_names():
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     stated = {(n.module, a.name, a.asname) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert stated == {(home, name, name) for home, names in rln._HOMES.items() for name in names.split()}
-
-
-@pytest.mark.variant
-def test_pyright_sees_the_same_names(tmp_path):
-    page, some = tmp_path / "page.py", ["Config", "GRPOLoop", "open_local", "toy_rows", "xray"]
-    page.write_text("import rl_notebook as rln\n" + "\n".join(f"reveal_type(rln.{n})" for n in (*some, "zzz")))
-    checked = subprocess.run(
-        [Path(sys.executable).with_name("pyright"), "--outputjson", "--pythonpath", sys.executable, page],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    said = json.loads(checked.stdout)["generalDiagnostics"]
-    errors = [d["message"] for d in said if d["severity"] == "error"]
-    assert errors == ['"zzz" is not a known attribute of module "rl_notebook"']
-    revealed = [d["message"] for d in said if d["severity"] == "information"]
-    assert [t.partition(" is ")[2].split("(")[0].strip('"') for t in revealed[:2]] == ["type[Config]", "type[GRPOLoop]"]
-    assert not [text for text in revealed[: len(some)] if '"Unknown"' in text]
 
 
 def test_completion_in_a_notebook_shows_these_names_only():

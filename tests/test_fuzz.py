@@ -28,19 +28,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, one_thread  # noqa: F401 (the fixture is used by every test)
 
-from rl_notebook.backends.openai import OpenAISampler, probe
-from rl_notebook.chat import encode_prompt
+from rl_notebook.backends.services.openai import OpenAISampler, probe
+from rl_notebook.task.chat import encode_prompt
 from rl_notebook.cli import parse_train
-from rl_notebook.config import Config
-from rl_notebook.options import leaf_types, sub_configs
-from rl_notebook.settings import NEUTRAL, OTHER_WORDS, RENAMED, SPELLED
-from rl_notebook.core import RLNotebookError, SampleParams
-from rl_notebook.data import load_rows, make_row
+from rl_notebook.config.config import Config
+from rl_notebook.core.options import leaf_types, sub_configs
+from rl_notebook.config.settings import NEUTRAL, OTHER_WORDS, RENAMED, SPELLED
+from rl_notebook.core.types import RLNotebookError, SampleParams
+from rl_notebook.task.data import load_rows, make_row
 from rl_notebook.recipes.rl_loop import Problem, main
-from rl_notebook.records import Run
-from rl_notebook.retries import Retries
-from rl_notebook.rewards import score_blocking
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.runs.records import Run
+from rl_notebook.core.retries import Retries
+from rl_notebook.task.rewards import score_blocking
+from rl_notebook.task.toy import load_model, toy_rows
 
 MANY = 10 if os.environ.get("SLOW") == "1" else 1
 

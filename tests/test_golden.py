@@ -25,11 +25,17 @@ import pytest
 import torch
 from golden_adapters import Case, find_adapter, read_cases
 
-from rl_notebook import advantages, chat, groups, loop, losses, metrics, rollouts
+from rl_notebook.core.types import advantages
+from rl_notebook.task import chat
+from rl_notebook.loop.loop import groups
+from rl_notebook.loop.loop import loop
+from rl_notebook.core.types import losses
+from rl_notebook.core.types import metrics
+from rl_notebook.loop.loop import rollouts
 from rl_notebook.backends import builtin
-from rl_notebook.groups import Gate
+from rl_notebook.loop.groups import Gate
 from rl_notebook.backends import openai
-from rl_notebook.core import RLNotebookError
+from rl_notebook.core.types import RLNotebookError
 
 OWN = Path(__file__).parent / "golden"
 FOLDER = Path(os.environ.get("GOLDEN_DIR") or OWN)
@@ -119,7 +125,7 @@ def breakage(files: str) -> Callable[[Callable[[pytest.MonkeyPatch], None]], Any
 
 
 def replaced(monkeypatch: pytest.MonkeyPatch, name: str, new: Callable[..., Any]) -> None:
-    "Put another function in the place of one of rl_notebook.losses, under every name it has there."
+    "Put another function in the place of one of rl_notebook.core.losses, under every name it has there."
     old = getattr(losses, name)
     monkeypatch.setattr(losses, name, new)
     for key, (fn, knobs) in losses.POLICY_LOSSES.items():

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from test_async_loop import begin
 
-from rl_notebook.async_loop import AsyncGRPOLoop
-from rl_notebook.back import UNDO_TO, restore_checkpoint, save_checkpoint
-from rl_notebook.core import RewardError, RolloutSample
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.records import RunFolder
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.loop.back import UNDO_TO, restore_checkpoint, save_checkpoint
+from rl_notebook.core.types import RewardError, RolloutSample
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import RunFolder
 
 POLICIES = {
     "together": {},

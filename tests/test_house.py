@@ -82,22 +82,23 @@ def drawn(data: dict) -> dict:
     return {"output_type": "display_data", "data": data, "metadata": {}}
 
 
-NAMES = ["00_core", "20_backends.base", "22_backends.local", "30_rollouts", "40_xray", "51_views.charts"]
-NAMES += ["74_emulator.service", "80_cli", "tutorials/101_first"]
+NAMES = ["core/00_types", "backends/00_base", "backends/local/00_trainer", "loop/00_rollouts", "insight/00_xray"]
+NAMES += ["views/00_charts", "emulator/00_service", "00_cli", "tutorials/101_first"]
 
 PAGES = {
-    "00_core": module_page("core"),
-    "20_backends.base": module_page("backends.base", f"from {PACKAGE}.core import add as core_add"),
-    "22_backends.local": module_page("backends.local", f"from {PACKAGE}.backends import base"),
-    "30_rollouts": module_page("rollouts", f"from {PACKAGE}.backends.base import add as base_add"),
-    "40_xray": module_page("xray"),
-    "51_views.charts": module_page("views.charts", f"import {PACKAGE}.xray"),
-    "74_emulator.service": module_page("emulator.service", f"from {PACKAGE}.backends import local"),
-    "80_cli": module_page("cli", f"from {PACKAGE}.views.charts import add as charts_add"),
-    "tutorials/101_first": [new_markdown_cell("# first\n\n> Walks.\n\nSee [core](../00_core.ipynb).")],
-    "index": [new_markdown_cell("# rl_notebook\n\n> A promise.\n\nSee [core](00_core.ipynb).")],
+    "core/00_types": module_page("core.types"),
+    "backends/00_base": module_page("backends.base", f"from {PACKAGE}.core.types import add as core_add"),
+    "backends/local/00_trainer": module_page("backends.local.trainer", f"from {PACKAGE}.backends import base"),
+    "loop/00_rollouts": module_page("loop.rollouts", f"from {PACKAGE}.backends.base import add as base_add"),
+    "insight/00_xray": module_page("insight.xray"),
+    "views/00_charts": module_page("views.charts", f"import {PACKAGE}.insight.xray"),
+    "emulator/00_service": module_page("emulator.service", f"from {PACKAGE}.backends.local import trainer"),
+    "00_cli": module_page("cli", f"from {PACKAGE}.views.charts import add as charts_add"),
+    "tutorials/101_first": [new_markdown_cell("# first\n\n> Walks.\n\nSee [core](../core/00_types.ipynb).")],
+    "index": [new_markdown_cell("# rl_notebook\n\n> A promise.\n\nSee [core](core/00_types.ipynb).")],
 }
-MAP = "".join(f"| [{name}](nbs/{name}.ipynb) | `{name.split('_', 1)[1]}` |\n" for name in NAMES)
+module_of = lambda name: re.sub(r"\d+_", "", name).replace("/", ".")
+MAP = "".join(f"| [{name}](nbs/{name}.ipynb) | `{module_of(name)}` |\n" for name in NAMES)
 
 
 def save(root: Path, name: str, cells: list, **metadata) -> None:
@@ -113,7 +114,7 @@ def save(root: Path, name: str, cells: list, **metadata) -> None:
 def model_project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A project of a few tiny notebooks that keeps every rule."
     root = tmp_path_factory.mktemp("house") / "project"
-    (root / "nbs" / "tutorials").mkdir(parents=True)
+    (root / "nbs").mkdir(parents=True)
     (root / PACKAGE).mkdir()
     (root / "tests").mkdir()
     writes("CONTRIBUTING.md", f"# Contributing\n\n| notebook | module |\n|---|---|\n{MAP}")(root)
@@ -143,7 +144,7 @@ def test_the_model_project_keeps(name: str, model_project: Path):
 Break = Callable[[Path], object]
 
 
-def adds(cell: str, to: str = "00_core", **kwargs) -> Break:
+def adds(cell: str, to: str = "core/00_types", **kwargs) -> Break:
     "Adds a code cell to a notebook."
 
     def add(root: Path) -> None:
@@ -155,7 +156,7 @@ def adds(cell: str, to: str = "00_core", **kwargs) -> Break:
 
 def many(cell: str, times: int) -> Break:
     "Adds a code cell to every module several times."
-    return lambda root: [adds(cell, to)(root) for to in NAMES if to[0].isdigit() for _ in range(times)]
+    return lambda root: [adds(cell, to)(root) for to in NAMES if to != "tutorials/101_first" for _ in range(times)]
 
 
 def replaces(old: str, new: str, file: str) -> Break:
@@ -171,22 +172,30 @@ def replaces(old: str, new: str, file: str) -> Break:
 
 def writes(file: str, text: str) -> Break:
     "Writes a file."
-    return lambda root: (root / file).write_text(text, encoding="utf-8")
+
+    def write(root: Path) -> None:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text(text, encoding="utf-8")
+
+    return write
 
 
 LONG = "#| export\ndef long() -> None:\n    'Long.'\n" + "    print()\n" * 70
 MIDDLING = "#| export\ndef middling() -> None:\n    'Middling.'\n" + "    print()\n" * 20
-CORE = "nbs/00_core.ipynb"
+CORE = "nbs/core/00_types.ipynb"
 
 BREAKS: dict[str, list[Break]] = {
     "a_fresh_export_leaves_no_diff": [
-        replaces("return a + b", "return a - b", f"{PACKAGE}/core.py"),
-        lambda root: [writes(f"{PACKAGE}/stray.py", "x = 1\n")(root), (root / PACKAGE / "xray.py").unlink()],
+        replaces("return a + b", "return a - b", f"{PACKAGE}/core/types.py"),
+        lambda root: [
+            writes(f"{PACKAGE}/stray.py", "x = 1\n")(root),
+            (root / PACKAGE / "insight" / "xray.py").unlink(),
+        ],
     ],
     "a_notebook_is_named_after_its_module": [
-        replaces("default_exp core", "default_exp kernel", CORE),
-        lambda root: (root / CORE).rename(root / "nbs" / "20_core.ipynb"),
-        lambda root: (root / CORE).rename(root / "nbs" / "core.ipynb"),
+        replaces("default_exp core.types", "default_exp core.kernel", CORE),
+        lambda root: (root / CORE).rename(root / "nbs" / "core" / "00_kernel.ipynb"),
+        lambda root: (root / CORE).rename(root / "nbs" / "core" / "types.ipynb"),
         adds("#| export\nx = 1", to="tutorials/101_first"),
     ],
     "numbers_only_go_down": [
@@ -194,7 +203,7 @@ BREAKS: dict[str, list[Break]] = {
         adds(f"#| export\nfrom {PACKAGE}.backends import base"),
         adds(f"#| export\ndef late():\n    import {PACKAGE}.cli"),
         adds(f"#| export\nimport importlib\nm = importlib.import_module('{PACKAGE}.cli')"),
-        adds(f"from {PACKAGE}.emulator.service import add as emulated", to="22_backends.local"),
+        adds(f"from {PACKAGE}.emulator.service import add as emulated", to="backends/local/00_trainer"),
     ],
     "core_is_pure": [
         adds("#| export\nimport torch.nn.functional as F"),
@@ -202,13 +211,10 @@ BREAKS: dict[str, list[Break]] = {
     ],
     "core_and_loop_know_no_service": [
         adds("#| export\nTRAINED = {'fireworks': 1}"),
-        adds("#| export\nclass TinkerConfig:\n    pass", to="30_rollouts"),
-        adds("#| export\ndef sync(cfg):\n    return cfg.hotload", to="30_rollouts"),
+        adds("#| export\nclass TinkerConfig:\n    pass", to="loop/00_rollouts"),
+        adds("#| export\ndef sync(cfg):\n    return cfg.hotload", to="loop/00_rollouts"),
     ],
-    "the_layers_name_every_module_in_order": [
-        replaces(f'    "({PACKAGE}.xray)",\n', "", "pyproject.toml"),
-        replaces(f'    "({PACKAGE}.cli)",\n', f'    "({PACKAGE}.xray)",\n    "({PACKAGE}.cli)",\n', "pyproject.toml"),
-    ],
+    "the_layers_name_every_folder": [replaces(f'    "({PACKAGE}.insight)",\n', "", "pyproject.toml")],
     "a_cell_fits_a_glance": [adds(LONG)],
     "the_median_cell_is_short": [many(MIDDLING, 2)],
     "the_number_of_lines_only_falls": [
@@ -217,7 +223,7 @@ BREAKS: dict[str, list[Break]] = {
         writes("tests/test_new.py", "x = 1\n" * (MAX_TEST_LINES + 1)),
     ],
     "a_notebook_reads_as_a_page": [
-        replaces("# core", "core", CORE),
+        replaces("# core.types", "core.types", CORE),
         replaces("> Adds", "Adds", CORE),
         replaces("What you can change here", "The end", CORE),
         replaces("The numbers.", "The numbers.\\n\\n## One more thing", CORE),
@@ -233,8 +239,8 @@ BREAKS: dict[str, list[Break]] = {
         adds("#| export\nclass Loud:\n    'Says.'\n    def mute(self): return 1"),
     ],
     "few_names_are_public": [
-        writes(f"{PACKAGE}/core.py", "__all__ = [" + "'x', " * (MAX_NAMES + 1) + "]\n"),
-        replaces('"The sum."', "", f"{PACKAGE}/core.py"),
+        writes(f"{PACKAGE}/core/types.py", "__all__ = [" + "'x', " * (MAX_NAMES + 1) + "]\n"),
+        replaces('"The sum."', "", f"{PACKAGE}/core/types.py"),
     ],
     "public_names_have_types": [
         adds("#| export\ndef loose(a) -> int:\n    'One.'\n    return 1"),
@@ -259,19 +265,19 @@ BREAKS: dict[str, list[Break]] = {
     "the_map_lists_every_notebook": [
         lambda root: save(root, "tutorials/201_second", [new_markdown_cell("# second\n\n> Runs.")]),
         lambda root: (root / CORE).unlink(),
-        replaces("`core`", "`kernel`", "CONTRIBUTING.md"),
+        replaces("`core.types`", "`kernel`", "CONTRIBUTING.md"),
     ],
     "links_lead_somewhere": [
-        replaces("../00_core.ipynb", "../00_kernel.ipynb", "nbs/tutorials/101_first.ipynb"),
+        replaces("../core/00_types.ipynb", "../core/00_kernel.ipynb", "nbs/tutorials/101_first.ipynb"),
         writes("CONTRIBUTING.md", "See [rules](RULES.md)."),
     ],
     "no_keys": [
         adds("key = '" + "sk-" + "a1" * 12 + "'"),
         adds("1", outputs=[text_output("fw_" + "a1" * 12)]),
-        replaces("The sum.", "hf_" + "a1" * 12, f"{PACKAGE}/core.py"),
+        replaces("The sum.", "hf_" + "a1" * 12, f"{PACKAGE}/core/types.py"),
     ],
     "no_widget_state": [
-        lambda root: save(root, "00_core", PAGES["00_core"], widgets={"state": {}}),
+        lambda root: save(root, "core/00_types", PAGES["core/00_types"], widgets={"state": {}}),
         adds(
             "1",
             outputs=[drawn({"application/vnd.jupyter.widget-view+json": {"model_id": "1"}})],
@@ -327,10 +333,14 @@ def lint_imports(root: Path) -> subprocess.CompletedProcess[str]:
 def test_the_import_contracts_can_break(project: Path):
     assert lint_imports(project).returncode == 0
     breaks = [
-        ("core", f"from {PACKAGE}.xray import add as other", "A module imports only lower-numbered notebooks"),
-        ("rollouts", f"from {PACKAGE}.backends import local", "Only recipes, the emulator and the command line know"),
-        ("xray", f"from {PACKAGE}.views import charts", "Views are leaves"),
-        ("backends.local", f"from {PACKAGE}.emulator import service", "The emulator is a program of its own"),
+        ("core.types", f"from {PACKAGE}.insight.xray import add as other", "A folder imports only lower folders"),
+        (
+            "loop.rollouts",
+            f"from {PACKAGE}.backends.local import trainer",
+            "Only recipes, the emulator and the command",
+        ),
+        ("insight.xray", f"from {PACKAGE}.views import charts", "Views are leaves"),
+        ("backends.local.trainer", f"from {PACKAGE}.emulator import service", "The emulator is a program of its own"),
     ]
     for module, line, _ in breaks:
         with (project / PACKAGE / f"{module.replace('.', '/')}.py").open("a") as file:
@@ -341,7 +351,7 @@ def test_the_import_contracts_can_break(project: Path):
 
 def test_a_page_shows_what_a_reader_sees(project: Path):
     cells = [
-        new_markdown_cell("# x\n\n> y\n\n[core](00_core.ipynb#nouns) [web](https://x.org) [up](../A.md)"),
+        new_markdown_cell("# x\n\n> y\n\n[core](core/00_types.ipynb#nouns) [web](https://x.org) [up](../A.md)"),
         new_code_cell("#| hide\nsecret = 1", outputs=[text_output("hidden output")]),
         new_code_cell("#| echo: false\nunseen = 2", outputs=[text_output("seen output")]),
         new_code_cell("#| output: false\nseen = 3", outputs=[text_output("unseen output")]),
@@ -350,7 +360,7 @@ def test_a_page_shows_what_a_reader_sees(project: Path):
     ]
     save(project, "index", cells)
     text, pictures = readme(project)
-    assert "[core](nbs/00_core.ipynb#nouns) [web](https://x.org) [up](A.md)" in text
+    assert "[core](nbs/core/00_types.ipynb#nouns) [web](https://x.org) [up](A.md)" in text
     assert [word for word in ("seen = 3", "seen output", "four") if word not in text] == []
     assert [word for word in ("secret", "hidden output", "unseen", "<style>", "#|", "five") if word in text] == []
     [(path, data)] = pictures.items()
@@ -360,12 +370,12 @@ def test_a_page_shows_what_a_reader_sees(project: Path):
 
 
 def test_a_notebook_that_hangs_ends_the_run_with_its_name(project: Path):
-    adds("import time\ntime.sleep(600)", to="40_xray")(project)
+    adds("import time\ntime.sleep(600)", to="insight/00_xray")(project)
     command = [sys.executable, str(ROOT / "tests" / "notebooks.py"), "--n_workers", "2"]
     env = {**os.environ, "RL_NOTEBOOK_PAGE_LIMIT": "4", "PYTHONPATH": str(project)}
     done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 1
-    assert "40_xray.ipynb: not done after 4 s" in done.stderr
+    assert "00_xray.ipynb: not done after 4 s" in done.stderr
     assert "in run_code" in done.stderr  # where each thread stood
 
 

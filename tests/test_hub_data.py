@@ -8,9 +8,9 @@ import pandas as pd
 import pytest
 
 import rl_notebook as rln
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, DataError
-from rl_notebook.data import load_rows
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, DataError
+from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.rl_loop import load_problem
 
 pytest.importorskip("datasets")
@@ -105,7 +105,7 @@ def test_what_is_not_there_is_said(hub):
 def test_without_the_package_the_extra_is_named(hub):
     code = (
         "import sys; sys.modules['datasets'] = None\n"
-        "from rl_notebook.data import load_rows\n"
+        "from rl_notebook.task.data import load_rows\n"
         "try: load_rows('openai/gsm8k')\n"
         "except ImportError as e: print(e)"
     )

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_notebook.async_loop import AsyncGRPOLoop
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config, IGPOConfig
-from rl_notebook.core import (
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config, IGPOConfig
+from rl_notebook.core.types import (
     AlignmentError,
     BackendError,
     DataError,
@@ -26,9 +26,9 @@ from rl_notebook.core import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.data import load_rows
-from rl_notebook.datums import datums_from_groups
-from rl_notebook.igpo import (
+from rl_notebook.task.data import load_rows
+from rl_notebook.core.datums import datums_from_groups
+from rl_notebook.loop.igpo import (
     AnswerScorer,
     AnswerTokens,
     answer_tokens,
@@ -43,13 +43,13 @@ from rl_notebook.igpo import (
     with_information_gain,
     z_normalize,
 )
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import POLICY_LOSSES, make_loss_fn
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import POLICY_LOSSES, make_loss_fn
 from rl_notebook.recipes import igpo_loop
 from rl_notebook.recipes.rl_loop import replay_step
-from rl_notebook.records import Run, RunFolder, StepRecord
-from rl_notebook.rollouts import RolloutSetup, encode_rows, sample_prompt
-from rl_notebook.toy import build_tokenizer, load_model, toy_reward, toy_rows
+from rl_notebook.runs.records import Run, RunFolder, StepRecord
+from rl_notebook.loop.rollouts import RolloutSetup, encode_rows, sample_prompt
+from rl_notebook.task.toy import build_tokenizer, load_model, toy_reward, toy_rows
 
 ANSWER = AnswerTokens((), (7, 9))
 

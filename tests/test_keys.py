@@ -23,7 +23,7 @@ pytest.importorskip("hpack")
 
 from verbose_run import WRONG
 
-from rl_notebook.backends.openai import HEADER_LOGGERS, key_from_env, shows_no_header
+from rl_notebook.backends.services.openai import HEADER_LOGGERS, key_from_env, shows_no_header
 
 KEY = "tml-Zq7/Lw+9=planted&4u"  # with characters that an address has to quote
 HERE = Path(__file__).parent
@@ -131,11 +131,11 @@ PROSE = [
 
 @pytest.mark.parametrize("look", LOOKS, ids=lambda look: look[:12])
 def test_what_looks_like_a_key_is_not_shown(look: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from rl_notebook.backends.openai import server_message
+    from rl_notebook.backends.services.openai import server_message
     from rl_notebook.cli import main
-    from rl_notebook.config import Config, SettingsTable
-    from rl_notebook.core import BackendError, ConfigError
-    from rl_notebook.records import html_table
+    from rl_notebook.config.config import Config, SettingsTable
+    from rl_notebook.core.types import BackendError, ConfigError
+    from rl_notebook.runs.records import html_table
 
     secret = "hunter2hunter2" if "hunter2" in look else look.removeprefix("Bearer ")
     with pytest.raises(ConfigError, match="run_name: got a value that looks like a key") as refused:
@@ -154,7 +154,7 @@ def test_what_looks_like_a_key_is_not_shown(look: str, capsys: pytest.CaptureFix
 
 @pytest.mark.parametrize("text", PROSE)
 def test_ordinary_text_is_left_alone(text: str) -> None:
-    from rl_notebook.core import without_keys
+    from rl_notebook.core.types import without_keys
 
     assert without_keys(text) == text
 

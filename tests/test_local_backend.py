@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-import rl_notebook.backends.local as local_module
-from rl_notebook.backends.engine import plan_batches
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.worker import Worker, _openmp
-from rl_notebook.core import (
+import rl_notebook.backends.local.trainer as local_module
+from rl_notebook.backends.local.engine import plan_batches
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.backends.local.worker import Worker, _openmp
+from rl_notebook.core.types import (
     AdamParams,
     BackendError,
     ConfigError,
@@ -607,7 +607,7 @@ def test_adapters_made_at_once_are_those_made_one_by_one():
 
 TEAMS = """
 import asyncio, os, torch
-from rl_notebook.backends.worker import Worker
+from rl_notebook.backends.local.worker import Worker
 
 threads = lambda: len(os.listdir("/proc/self/task"))
 grew = lambda: (torch.ones(600, 600) @ torch.ones(600, 600), threads())[1]

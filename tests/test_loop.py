@@ -13,14 +13,14 @@ import openai
 import pytest
 import torch
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.phases import PHASES
-from rl_notebook.losses import make_loss_fn
-from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.loop.phases import PHASES
+from rl_notebook.core.losses import make_loss_fn
+from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
 SMALL = {
     "prompt_groups_per_step": 3,

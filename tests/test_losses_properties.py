@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_notebook.backends.builtin import BUILTIN_LOSSES, builtin_inputs, builtin_loss, check_builtin
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, Datum, LossError
-from rl_notebook.losses import (
+from rl_notebook.core.builtin import BUILTIN_LOSSES, builtin_inputs, builtin_loss, check_builtin
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, Datum, LossError
+from rl_notebook.core.losses import (
     AGGREGATIONS,
     POLICY_LOSSES,
     LossOptions,

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from rl_notebook.config import Config
-from rl_notebook.records import Run
-from rl_notebook.toy import load_model
+from rl_notebook.config.config import Config
+from rl_notebook.runs.records import Run
+from rl_notebook.task.toy import load_model
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE), str(HERE.parent)])

@@ -23,15 +23,15 @@ import yaml
 from service_runs import checksum, config, open_service, problem
 
 from rl_notebook.emulator.service import start_emulator
-from rl_notebook.back import export_policy
-from rl_notebook.backends.local import open_local
+from rl_notebook.loop.back import export_policy
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main
-from rl_notebook.config import Config
-from rl_notebook.core import RecordError, RewardError
-from rl_notebook.data import load_rows
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import RecordError, RewardError
+from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.rl_loop import Problem, plan_run, train
-from rl_notebook.records import Run, RunFolder, StepRecord, decode, encode
-from rl_notebook.toy import load_model, toy_rows
+from rl_notebook.runs.records import Run, RunFolder, StepRecord, decode, encode
+from rl_notebook.task.toy import load_model, toy_rows
 
 CFG = Config(
     prompt_groups_per_step=2, completions_per_prompt=3, max_completion_tokens=6, max_seq_len=128, kl_beta=0.0, steps=3
@@ -52,7 +52,7 @@ def tiny(**options: Any) -> Any:
 
 WRITER = """
 import sys, time
-from rl_notebook.records import RunFolder
+from rl_notebook.runs.records import RunFolder
 run = RunFolder.create(sys.argv[1], {"steps": 3})
 run.log_metrics(0, {"reward": 0.5})
 print("writing", flush=True)
@@ -338,7 +338,7 @@ def test_a_tokenizer_of_the_hub_is_taken_from_this_machine_without_a_request(sen
         threading.Thread(target=hub.serve_forever, daemon=True).start()
         env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
         env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "PYTHONPATH": str(Path(__file__).parents[1])}
-        code = "from rl_notebook.toy import tokenizer_of; print(len(tokenizer_of({'base_model': 'some/model'})))"
+        code = "from rl_notebook.task.toy import tokenizer_of; print(len(tokenizer_of({'base_model': 'some/model'})))"
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
         hub.shutdown()
     assert done.stdout.strip() == str(len(load_model("tiny")[1]))

@@ -25,16 +25,16 @@ from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends import openai
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.openai import (
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.backends.services.openai import (
     OpenAISampler,
     WaitNotice,
     open_openai,
     probe,
     request_seed,
 )
-from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, SampleParams
-from rl_notebook.retries import AdaptiveLimit, Retries
+from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, Datum, SampleParams
+from rl_notebook.core.retries import AdaptiveLimit, Retries
 
 __all__ = ["one_thread"]
 
@@ -825,7 +825,7 @@ DEV = "python -m vllm.entrypoints.openai.api_server --model DIR --served-model-n
 
 @pytest.mark.skipif(not VLLM, reason=f"RL_NOTEBOOK_VLLM_URL is not set; start {DEV}, DIR being the tiny model as saved")
 def test_vllm(tmp_path):
-    from rl_notebook.toy import load_model
+    from rl_notebook.task.toy import load_model
 
     async def test():
         policy, tokenizer = load_model("tiny")

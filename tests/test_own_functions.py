@@ -27,18 +27,18 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, LossError, RecordError
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
-from rl_notebook.names import NameFromFile, source_hash
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, LossError, RecordError
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
+from rl_notebook.core.names import NameFromFile, source_hash
 from rl_notebook.recipes.rl_loop import Problem, diagnose_step, load_problem, main, replay_step, train
-from rl_notebook.records import Run, RunFolder, StepRecord, read_checkpoint
-from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.whatif import what_if
+from rl_notebook.runs.records import Run, RunFolder, StepRecord, read_checkpoint
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.insight.whatif import what_if
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
@@ -233,7 +233,7 @@ def test_knobs_are_those_that_were_declared(desk, record):
     with pytest.raises(LossError, match=r"does not read eps_clip: .* If it does, say so: register"):
         what_if(record, {"clipped": {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}})
     source = MODULE.replace("def clipped", "@register_loss(eps_clip=0.3)\ndef clipped")
-    (desk / "my_functions.py").write_text("from rl_notebook.losses import register_loss\n" + source)
+    (desk / "my_functions.py").write_text("from rl_notebook.core.losses import register_loss\n" + source)
     forget("my_functions")
     POLICY_LOSSES.pop("my_functions:clipped")
     both = {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}, {"policy_loss": "ppo", "eps_clip": 0.1}
@@ -312,8 +312,8 @@ def test_a_whole_loss_function_goes_through_problem(record):
 
 
 def test_a_rollout_is_known_by_its_source():
-    from rl_notebook.core import RolloutSample
-    from rl_notebook.rollouts import RolloutFactory
+    from rl_notebook.core.types import RolloutSample
+    from rl_notebook.loop.rollouts import RolloutFactory
 
     def factory(anything: Any) -> Any:
         async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample:
@@ -481,9 +481,9 @@ def _template(trap: Trap) -> None:
 ATTACKS: dict[str, Callable[[Trap], Any]] = {
     "a shell": _rewards("os:system"),
     "a module of the folder": _rewards("evil:f"),
-    "our own module that imports one": _rewards("rl_notebook.records:os", "rl_notebook.rewards:subprocess"),
+    "our own module that imports one": _rewards("rl_notebook.runs.records:os", "rl_notebook.task.rewards:subprocess"),
     "an attribute of an attribute": _rewards(
-        "rl_notebook.records:os.system", "rl_notebook.names:importlib.import_module"
+        "rl_notebook.runs.records:os.system", "rl_notebook.core.names:importlib.import_module"
     ),
     "a function that evaluates": _rewards("builtins:exec", "pickle:loads", "subprocess:getoutput"),
     "with spaces": _rewards(" os:system", "os :system", "os:\tsystem"),
@@ -524,8 +524,8 @@ def _looked_at(path: Path) -> None:
     from rl_notebook.views.report import write_report
     from rl_notebook.views.tokens import inspect_tokens
     from rl_notebook.views.whatif import WhatIfPanel
-    from rl_notebook.whatif import reward_lab
-    from rl_notebook.xray import xray
+    from rl_notebook.insight.whatif import reward_lab
+    from rl_notebook.insight.xray import xray
 
     run = Run.open(path)
     tokenizer = load_model("tiny")[1]

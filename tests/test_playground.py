@@ -11,11 +11,11 @@ import pexpect
 import pytest
 from tiny_models import one_thread
 
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main
-from rl_notebook.core import BackendError, ConfigError, SampleParams
+from rl_notebook.core.types import BackendError, ConfigError, SampleParams
 from rl_notebook.recipes.playground import Playground, open_playground, streamed
-from rl_notebook.toy import load_model
+from rl_notebook.task.toy import load_model
 
 __all__ = ["one_thread"]
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
-import rl_notebook.backends.local as local_module
-from rl_notebook.backends.engine import head_logprobs, open_model, plan_batches
-from rl_notebook.backends.local import Batch, Scoring, open_local
-from rl_notebook.backends.prefixes import plan_trees, prefix_tree
-from rl_notebook.core import Datum
+import rl_notebook.backends.local.trainer as local_module
+from rl_notebook.backends.local.engine import head_logprobs, open_model, plan_batches
+from rl_notebook.backends.local.trainer import Batch, Scoring, open_local
+from rl_notebook.backends.local.prefixes import plan_trees, prefix_tree
+from rl_notebook.core.types import Datum
 
 __all__ = ["one_thread"]
 

@@ -11,12 +11,12 @@ import httpx
 import pytest
 import torch
 
-from rl_notebook.backends.local import open_local, read_folder
+from rl_notebook.backends.local.trainer import open_local, read_folder
 from rl_notebook.cli import main as command
-from rl_notebook.config import Config as CoreConfig
-from rl_notebook.config import DeployConfig, ResumeConfig
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.core import (
+from rl_notebook.config.config import Config as CoreConfig
+from rl_notebook.config.config import DeployConfig, ResumeConfig
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.core.types import (
     BackendError,
     ConfigError,
     DataError,
@@ -26,8 +26,8 @@ from rl_notebook.core import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.data import load_rows
-from rl_notebook.environments import agent_rollouts
+from rl_notebook.task.data import load_rows
+from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.recipes import async_rl_loop, rl_loop
 from rl_notebook.recipes.rl_loop import (
     Config,
@@ -39,8 +39,8 @@ from rl_notebook.recipes.rl_loop import (
     make_problem,
     train,
 )
-from rl_notebook.records import RunFolder, StepRecord
-from rl_notebook.toy import is_heldout, load_model, toy_rows
+from rl_notebook.runs.records import RunFolder, StepRecord
+from rl_notebook.task.toy import is_heldout, load_model, toy_rows
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
@@ -349,7 +349,7 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
     ids=["a run folder", "rows of a script", "in memory"],
 )
 def test_a_stop_is_said_with_what_is_saved(kept, given, tmp_path, monkeypatch):
-    from rl_notebook.loop import GRPOLoop
+    from rl_notebook.loop.loop import GRPOLoop
 
     sample, said = GRPOLoop.sample, []
 

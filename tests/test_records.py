@@ -32,10 +32,10 @@ from hypothesis import strategies as st
 from synthetic import synthetic_record
 from tiny_models import byte_tokenizer, tiny_model
 
-from rl_notebook.backends.local import open_local, read_folder
-from rl_notebook.config import Config
-from rl_notebook.core import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
-from rl_notebook.records import (
+from rl_notebook.backends.local.trainer import open_local, read_folder
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from rl_notebook.runs.records import (
     RunFolder,
     StepRecord,
     decode,
@@ -622,7 +622,7 @@ WRITER = """
 import sys
 sys.path.insert(0, {tests!r})
 from synthetic import synthetic_record
-from rl_notebook.records import RunFolder
+from rl_notebook.runs.records import RunFolder
 run = RunFolder.open({path!r})
 records = [synthetic_record(s, groups=2, completions=4) for s in range(1, 400)]
 print("go", flush=True)

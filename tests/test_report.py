@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from synthetic import hostile_record, synthetic_record
 
-from rl_notebook.advantages import with_advantages
+from rl_notebook.core.advantages import with_advantages
 from rl_notebook.cli import main as command
-from rl_notebook.core import ConfigError, RecordError
-from rl_notebook.records import RunFolder, StepRecord
+from rl_notebook.core.types import ConfigError, RecordError
+from rl_notebook.runs.records import RunFolder, StepRecord
 from rl_notebook.views.payloads import (
     History,
     advantages_payload,
@@ -45,7 +45,7 @@ from rl_notebook.views.report import (
     run_status,
     write_report,
 )
-from rl_notebook.xray import sentence
+from rl_notebook.insight.xray import sentence
 
 CONFIG = {"base_model": "tiny", "dataset": "toy", "policy_loss": "grpo", "kl_beta": 0.001, "note": None}
 

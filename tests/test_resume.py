@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rl_notebook.config import Config
+from rl_notebook.config.config import Config
 from rl_notebook.recipes.rl_loop import replay_step
-from rl_notebook.records import Run, RunFolder
-from rl_notebook.toy import toy_reward
+from rl_notebook.runs.records import Run, RunFolder
+from rl_notebook.task.toy import toy_reward
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rl_notebook.recipes.rl_loop", "rl_notebook.cli", "peft"])
@@ -57,7 +57,7 @@ def body(settings: dict[str, Any], resume: bool, stop_in: str | None = None) -> 
     "What the process does; `stop_in` names a phase in which it sends itself an interrupt, in step 4."
     import torch
 
-    from rl_notebook.loop import GRPOLoop
+    from rl_notebook.loop.loop import GRPOLoop
     from rl_notebook.recipes.rl_loop import main
 
     sys.stdout = sys.stderr = open(f"{settings['log_path']}.out", "a", buffering=1)  # noqa: SIM115 (until it ends)

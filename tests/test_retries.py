@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import rl_notebook
-from rl_notebook.core import RolloutSample
-from rl_notebook.data import Row
-from rl_notebook.retries import AskAgain, Retries, with_retries, with_retries_blocking
-from rl_notebook.rollouts import Prompt, draw_rollouts
+from rl_notebook.core.types import RolloutSample
+from rl_notebook.task.data import Row
+from rl_notebook.core.retries import AskAgain, Retries, with_retries, with_retries_blocking
+from rl_notebook.loop.rollouts import draw_rollouts
+from rl_notebook.task.data import Prompt
 
 KINDS = st.sampled_from(["passing", "final", "answer"])
 
@@ -183,7 +184,7 @@ for attempt in range(3):
         for line in own_retries(ast.parse(path.read_text(encoding="utf-8")))
     }
     waits_for_a_file = {name for name in found if name.startswith("views/report.py:")}
-    assert found == waits_for_a_file, "use rl_notebook.retries"
+    assert found == waits_for_a_file, "use rl_notebook.core.retries"
 
 
 class Busy(http.server.BaseHTTPRequestHandler):

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from test_loop import SMALL, make_loop
 
-from rl_notebook.advantages import with_advantages
-from rl_notebook.config import Config
-from rl_notebook.core import LossError, PromptGroup, RolloutSample
-from rl_notebook.phases import part_weights
-from rl_notebook.travel import replay_advantages
-from rl_notebook.whatif import reward_lab, what_if
-from rl_notebook.preflight import preflight
+from rl_notebook.core.advantages import with_advantages
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import LossError, PromptGroup, RolloutSample
+from rl_notebook.loop.phases import part_weights
+from rl_notebook.insight.replay import replay_advantages
+from rl_notebook.insight.whatif import reward_lab, what_if
+from rl_notebook.insight.preflight import preflight
 
 
 def length(text: str) -> float:

@@ -16,9 +16,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rl_notebook.core import Completion, MissingExtra, RewardError, RolloutSample
-from rl_notebook.data import make_row
-from rl_notebook.rewards import (
+from rl_notebook.core.types import Completion, MissingExtra, RewardError, RolloutSample
+from rl_notebook.task.data import make_row
+from rl_notebook.task.rewards import (
     LIMITS,
     Limits,
     MathVerify,

@@ -12,18 +12,16 @@ from golden_adapters import simulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.chat import sample_from_completion, start_conversation
-from rl_notebook.config import Config
-from rl_notebook.core import AlignmentError, BackendError, Completion, ConfigError, RewardError
-from rl_notebook.core import RolloutRun, RolloutSample, SampleParams
-from rl_notebook.data import Row, load_rows
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.rollouts import (
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.task.chat import sample_from_completion, start_conversation
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import AlignmentError, BackendError, Completion, ConfigError, RewardError
+from rl_notebook.core.types import RolloutRun, RolloutSample, SampleParams
+from rl_notebook.task.data import Row, load_rows
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.loop.rollouts import (
     Breaker,
-    Prompt,
     RolloutSetup,
-    Rollouts,
     as_rollout_fn,
     assemble,
     balanced_chunks,
@@ -35,8 +33,9 @@ from rl_notebook.rollouts import (
     minibatch_slices,
     prompt_seed,
 )
-from rl_notebook.step import evaluate
-from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.data import Prompt, Rollouts
+from rl_notebook.loop.step import evaluate
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 
 PROMPT = Prompt(Row(key="q17", prompt="3+5=", answer="8"), [1, 3, 10, 5], index=3, number=41)
 WHERE = r"group 3 \(row 'q17', number 41\), rollout 2"
@@ -428,8 +427,8 @@ def test_what_cannot_be_cut_is_refused():
 # --- the function of the Fireworks guides, with no line changed but its imports --------------------------------------
 
 ROLLOUT = '''
-from rl_notebook.rollouts import build_deployment_sampler
-from rl_notebook.core import RolloutSample
+from rl_notebook.loop.rollouts import build_deployment_sampler
+from rl_notebook.core.types import RolloutSample
 
 def make_rollout_fn(setup):
     sampler = build_deployment_sampler(setup)

@@ -11,18 +11,18 @@ from test_router_replay import tiny_mixture
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl_notebook import roofs
-from rl_notebook.async_loop import AsyncGRPOLoop
+from rl_notebook.backends import roofline as roofs
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.base import Backend, Meter
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import Datum, SampleParams
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import make_loss_fn
-from rl_notebook.records import metrics_row
-from rl_notebook.roofs import Roofs, Work, model_size, work_between, work_metrics
-from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.preflight import Cost, expected_longest, preflight
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import Datum, SampleParams
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import make_loss_fn
+from rl_notebook.runs.records import metrics_row
+from rl_notebook.backends.roofline import Roofs, Work, model_size, work_between, work_metrics
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.insight.preflight import Cost, expected_longest, preflight
 
 __all__ = ["one_thread"]
 

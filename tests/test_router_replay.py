@@ -16,18 +16,18 @@ from tiny_models import EOS, byte_tokenizer, one_thread
 from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM, PreTrainedModel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from rl_notebook.align import align_routing
+from rl_notebook.core.align import align_routing
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.engine import open_model
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.routing import find_routers, noting, read_notes, replaying, write_notes
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.config import Config
-from rl_notebook.core import AlignmentError, BackendError, Datum, SampleParams
-from rl_notebook.data import load_rows
-from rl_notebook.datums import datum_from_sample
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.records import RunFolder
+from rl_notebook.backends.local.engine import open_model
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.backends.local.routing import find_routers, noting, read_notes, replaying, write_notes
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import AlignmentError, BackendError, Datum, SampleParams
+from rl_notebook.task.data import load_rows
+from rl_notebook.core.datums import datum_from_sample
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import RunFolder
 
 __all__ = ["one_thread"]
 
@@ -412,11 +412,11 @@ def test_a_grpo_step_replays_and_its_record_keeps_the_notes(tmp_path):
 def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums_only():
     "The SDK's own classes: an echo gives one entry per token read, and only the policy's datum carries them."
     sampling = pytest.importorskip("fireworks.training.sdk.sampling")
-    from rl_notebook.backends.fireworks import FireworksSampler, completion_of
-    from rl_notebook.backends.worker import Worker
-    from rl_notebook.backends.openai import OpenAISampler
-    from rl_notebook.backends.provision import sdk_classes
-    from rl_notebook.backends.service import bare_datum
+    from rl_notebook.backends.services.fireworks import FireworksSampler, completion_of
+    from rl_notebook.backends.local.worker import Worker
+    from rl_notebook.backends.services.openai import OpenAISampler
+    from rl_notebook.backends.services.provision import sdk_classes
+    from rl_notebook.backends.services.link import bare_datum
 
     asked = []
     drawn = sampling.SampledCompletion(

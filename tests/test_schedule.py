@@ -12,15 +12,15 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError
+from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import replay_step, train
-from rl_notebook.records import Run
-from rl_notebook.settings import UpdateSettings, lr_factor
-from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.xray import check_gradient
+from rl_notebook.runs.records import Run
+from rl_notebook.config.settings import UpdateSettings, lr_factor
+from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.insight.xray import check_gradient
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
@@ -147,7 +147,7 @@ def test_resumed_and_replayed_it_is_the_same(more, tmp_path, monkeypatch):
 
 def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
     pytest.importorskip("tinker")
-    from rl_notebook.backends.open import open_backend
+    from rl_notebook.recipes.open import open_backend
     from rl_notebook.emulator import trainer
     from rl_notebook.emulator.service import start_emulator
 

@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import train
-from rl_notebook.records import Run, StepRecord
-from rl_notebook.rewards import reward_fn
-from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.runs.records import Run, StepRecord
+from rl_notebook.task.rewards import reward_fn
+from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 PROGRAM = Path(sys.executable).with_name("rl-notebook")
@@ -108,8 +108,8 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 OPEN = f"""
 import rl_notebook as rln
-from rl_notebook.backends.local import open_local
-from rl_notebook.records import RunFolder
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.runs.records import RunFolder
 SMALL = {SMALL}
 """
 RUN = """
@@ -158,7 +158,8 @@ def by_rank(groups):
     opened = """
 cfg = rln.Config(**SMALL, policy_loss="mine")
 backend = open_local(*rln.load_model("tiny"), reference=False)
-reward = [graded, rln.gsm8k_reward, __import__("rl_notebook.rewards").rewards.reward_fn(shape, name="form", weight=0.1)]
+from rl_notebook.task.rewards import reward_fn
+reward = [graded, rln.gsm8k_reward, reward_fn(shape, name="form", weight=0.1)]
 rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "odd": float("nan")} for a in range(3) for b in range(2)]
 loop = rln.GRPOLoop(backend, rows, reward, cfg, dynamic_filter_fn=keep, advantage_fn=by_rank)
 """
@@ -226,7 +227,7 @@ def test_a_config_names_functions_of_files(desk):
 @pytest.mark.parametrize(
     ("reward", "named"),
     [
-        (toy_reward, ("rl_notebook.toy:toy_reward",)),
+        (toy_reward, ("rl_notebook.task.toy:toy_reward",)),
         ([toy_reward, reward_fn(toy_format_reward, weight=0.0)], ()),  # those of the data set
         (["gsm8k"], ("gsm8k",)),
     ],

@@ -17,16 +17,16 @@ import pytest
 import torch
 
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local import open_local
-from rl_notebook.chat import sample_from_completion
-from rl_notebook.config import Config
-from rl_notebook.core import Completion, LossOutput, PromptGroup
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import make_loss_fn
-from rl_notebook.records import StepRecord
-from rl_notebook.step import evaluate_loss
-from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.xray import failed_words, sentence
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import Completion, LossOutput, PromptGroup
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import make_loss_fn
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.loop.step import evaluate_loss
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.insight.xray import failed_words, sentence
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 Records = list[StepRecord]

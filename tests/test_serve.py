@@ -18,12 +18,12 @@ from tiny_models import one_thread, tiny_model  # noqa: F401
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import rl_notebook as rln
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import AlignmentError, BackendError, ConfigError, SampleParams
-from rl_notebook.datums import datum_from_tokens_weights
-from rl_notebook.rollouts import RolloutSetup
-from rl_notebook.serve import serve
-from rl_notebook.toy import build_tokenizer
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import AlignmentError, BackendError, ConfigError, SampleParams
+from rl_notebook.core.datums import datum_from_tokens_weights
+from rl_notebook.loop.rollouts import RolloutSetup
+from rl_notebook.agents.serve import serve
+from rl_notebook.task.toy import build_tokenizer
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 import rl_notebook as rln
-from rl_notebook.core import ConfigError
+from rl_notebook.core.types import ConfigError
 
 pytest.importorskip("fireworks.training.sdk", reason="the SDK of Fireworks is not installed")
 

@@ -25,9 +25,9 @@ pytest.importorskip("starlette")
 from service_runs import COMPLETIONS, GROUPS, Outcome, config, killed_config, measured, open_service
 
 from rl_notebook.emulator.service import FAULTS, RunningEmulator, start_emulator
-from rl_notebook.backends.provision import leftovers
-from rl_notebook.core import BackendError
-from rl_notebook.records import Run
+from rl_notebook.backends.services.provision import leftovers
+from rl_notebook.core.types import BackendError
+from rl_notebook.runs.records import Run
 
 pytestmark = [
     pytest.mark.variant,

@@ -9,18 +9,18 @@ from test_async_loop import begin
 from test_loop import ALL, LENGTH, SMALL, make_loop, same, up_to, weights
 from tiny_models import one_thread
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, LossError, PhaseError
-from rl_notebook.data import load_rows
-from rl_notebook.back import save_checkpoint
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.preflight import preflight
-from rl_notebook.weights import TURNS
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, LossError, PhaseError
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.back import save_checkpoint
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.insight.preflight import preflight
+from rl_notebook.loop.weights import TURNS
 from rl_notebook.recipes.rl_loop import Problem, train
-from rl_notebook.records import Run, RunFolder
-from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.travel import replay
+from rl_notebook.runs.records import Run, RunFolder
+from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.insight.replay import replay
 from rl_notebook.views.dashboard import Dashboard, asked, tick
 from rl_notebook.views.payloads import History, kl_payload
 

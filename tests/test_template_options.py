@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 
 import rl_notebook as rln
-from rl_notebook.chat import start_conversation, with_template
-from rl_notebook.config import Config
-from rl_notebook.core import Completion, ConfigError, SampleParams
-from rl_notebook.data import load_rows
-from rl_notebook.phases import rollout_setup
-from rl_notebook.rewards import gsm8k_reward, score
-from rl_notebook.rollouts import draw_completions, encode_rows
-from rl_notebook.step import score_group
+from rl_notebook.task.chat import start_conversation, with_template
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import Completion, ConfigError, SampleParams
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.phases import rollout_setup
+from rl_notebook.task.rewards import gsm8k_reward, score
+from rl_notebook.loop.rollouts import draw_completions, encode_rows
+from rl_notebook.loop.step import score_group
 
 # as the templates of models that think before they answer have it: told not to, the thought is there, and empty
 THINKER = (

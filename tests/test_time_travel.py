@@ -12,8 +12,8 @@ import pytest
 import torch
 from test_loop import ALL, LENGTH, SMALL, make_loop, same, texts, up_to, weights
 
-from rl_notebook.config import Config
-from rl_notebook.core import (
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import (
     BackendError,
     ConfigError,
     DataError,
@@ -23,13 +23,13 @@ from rl_notebook.core import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.back import save_checkpoint
-from rl_notebook.phases import PHASES, StepState
-from rl_notebook.losses import make_loss_fn
+from rl_notebook.loop.back import save_checkpoint
+from rl_notebook.loop.phases import PHASES, StepState
+from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.recipes.rl_loop import replay_step, train
-from rl_notebook.records import RunFolder, write_record
-from rl_notebook.toy import load_model
-from rl_notebook.travel import compare_loops, replay
+from rl_notebook.runs.records import RunFolder, write_record
+from rl_notebook.task.toy import load_model
+from rl_notebook.insight.replay import compare_loops, replay
 
 
 def run(coroutine):

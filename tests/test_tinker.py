@@ -24,9 +24,9 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from tinker_run import PROMPT, reinforce, total, trained
 from toy_service import TOY, Dropped, Service
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.backends.openai import Finding, Findings, Secret
-from rl_notebook.backends.service import (
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.backends.services.openai import Finding, Findings, Secret
+from rl_notebook.backends.services.link import (
     ENCODINGS,
     Limits,
     Link,
@@ -39,10 +39,10 @@ from rl_notebook.backends.service import (
     state_name,
     version_in,
 )
-from rl_notebook.backends.tinker import Session, TinkerSampler, load_or_remake, open_tinker, tinker_sdk
-from rl_notebook.backends.open import open_backend
-from rl_notebook.config import Config
-from rl_notebook.core import (
+from rl_notebook.backends.services.tinker import Session, TinkerSampler, load_or_remake, open_tinker, tinker_sdk
+from rl_notebook.recipes.open import open_backend
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import (
     AdamParams,
     BackendError,
     ConfigError,
@@ -51,7 +51,7 @@ from rl_notebook.core import (
     MissingExtra,
     SampleParams,
 )
-from rl_notebook.losses import LossOptions, make_loss_fn
+from rl_notebook.core.losses import LossOptions, make_loss_fn
 
 __all__ = ["one_thread"]
 
@@ -460,7 +460,7 @@ def test_replaced_states_are_deleted_and_others_are_not():
 
 @given(st.text(max_size=200), st.integers(0, 10**6), st.booleans(), st.integers(1, 10**6))
 def test_names_of_states_carry_the_version(name, current, published, number):
-    from rl_notebook.backends.local import Versions
+    from rl_notebook.backends.local.trainer import Versions
 
     remote = state_name(label_of(name), Versions(current, current + 1, published), "0f3a", number)
     assert version_in(f"tinker://some-model/weights/{remote}") == (current, published)
@@ -917,8 +917,8 @@ WAYS = [  # settings, and how many requests a pass takes here and there
 @pytest.mark.variant(but="given0")
 def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
     "Steps, undo and records are the same; a step takes fewer calls."
-    from rl_notebook.config import Config
-    from rl_notebook.loop import GRPOLoop
+    from rl_notebook.config.config import Config
+    from rl_notebook.loop.loop import GRPOLoop
 
     sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 6, "seed": 1}
 
@@ -956,9 +956,9 @@ def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
 
 
 def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
-    from rl_notebook.config import Config
-    from rl_notebook.loop import GRPOLoop
-    from rl_notebook.toy import toy_reward, toy_rows
+    from rl_notebook.config.config import Config
+    from rl_notebook.loop.loop import GRPOLoop
+    from rl_notebook.task.toy import toy_reward, toy_rows
 
     cfg = Config(backend="tinker", lora_rank=4, kl_beta=0.0, loss_path="builtin")
 
@@ -1003,7 +1003,7 @@ def test_a_call_that_hangs_or_is_tried_again_says_so(model, monkeypatch):
     "Through the real SDK: an update that takes two seconds, one that the service refuses for a while, and a slow draw."
     from rl_notebook.backends import service as link_module
     from rl_notebook.emulator.service import start_emulator
-    from rl_notebook.backends.openai import Silence
+    from rl_notebook.backends.services.openai import Silence
 
     lines = []
     monkeypatch.setattr(link_module, "Silence", partial(Silence, every_s=0.5))

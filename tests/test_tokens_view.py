@@ -20,14 +20,14 @@ from hypothesis import strategies as st
 from ipykernel.comm.comm import BaseComm
 from synthetic import hostile_record, synthetic_record
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
-from rl_notebook.doctor import Diagnosis, diagnose
-from rl_notebook.drawings import HUES, STRONGEST, shown_text, token_text
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.records import StepRecord
-from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
+from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose
+from rl_notebook.show.html import HUES, STRONGEST, shown_text, token_text
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views import tokens as views
 from rl_notebook.views.charts import module
 from rl_notebook.views.payloads import (

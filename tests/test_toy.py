@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from rl_notebook import toy
-from rl_notebook.core import BackendError, MissingExtra
+from rl_notebook.task import toy
+from rl_notebook.core.types import BackendError, MissingExtra
 
 TOKENIZER = toy.build_tokenizer()
 SPEC = importlib.util.spec_from_file_location("make_tiny", Path(__file__).parents[1] / "scripts" / "make_tiny.py")

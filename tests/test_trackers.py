@@ -13,10 +13,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from rl_notebook import trackers as m
-from rl_notebook.config import Config, WandBConfig
-from rl_notebook.core import ConfigError, MissingExtra, RecordError
-from rl_notebook.trackers import open_trackers
+from rl_notebook.runs import trackers as m
+from rl_notebook.config.config import Config, WandBConfig
+from rl_notebook.core.types import ConfigError, MissingExtra, RecordError
+from rl_notebook.runs.trackers import open_trackers
 
 SECRET = "sk-0123456789abcdef-not-a-real-key"
 CONFIG = Config(learning_rate=5e-5, stop=("\n",), run_name="sums").to_dict() | {
@@ -195,7 +195,7 @@ def test_a_folder_of_that_name_is_not_the_package(tmp_path, monkeypatch):
 TRACKIO = """
 import json, math, sys, threading
 import pandas as pd
-from rl_notebook.trackers import open_trackers
+from rl_notebook.runs.trackers import open_trackers
 from tests_steps import CONFIG, STEPS, TABLE, run
 before = {t.name for t in threading.enumerate()}
 for part in range(2):
@@ -216,7 +216,7 @@ print("RESULT" + json.dumps(found) + "RESULT")
 def test_trackio_local(tmp_path):
     pytest.importorskip("trackio")
     (tmp_path / "tests_steps.py").write_text(
-        "import math\nfrom rl_notebook.trackers import finish_trackers\n"
+        "import math\nfrom rl_notebook.runs.trackers import finish_trackers\n"
         f"CONFIG = {CONFIG!r}\nSTEPS = {STEPS!r}\nTABLE = {TABLE!r}\n".replace("nan", "math.nan")
         + "def run(tracker, steps):\n"
         "    for step, metrics in steps:\n        tracker.log(metrics, step)\n    finish_trackers([tracker])\n"
@@ -245,7 +245,7 @@ def test_trackio_that_cannot_write_says_so(tmp_path):
     pytest.importorskip("trackio")
     (tmp_path / "file").write_text("")
     code = (
-        "from rl_notebook.trackers import open_trackers\n"
+        "from rl_notebook.runs.trackers import open_trackers\n"
         "try: open_trackers(['trackio'], run_name='a', config={}, log_path=None)\n"
         "except Exception as e: print(type(e).__name__, e)\n"
     )
@@ -362,10 +362,10 @@ def test_an_unreadable_run_id_says_what_to_do(tmp_path, content):
 
 def trained_with(report_to, log_path):
     "Two steps on the tiny model, the last of which is evaluated on held-out rows."
-    from rl_notebook.backends.local import open_local
-    from rl_notebook.data import load_rows
+    from rl_notebook.backends.local.trainer import open_local
+    from rl_notebook.task.data import load_rows
     from rl_notebook.recipes.rl_loop import Problem, train
-    from rl_notebook.toy import load_model, toy_rows
+    from rl_notebook.task.toy import load_model, toy_rows
 
     sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 4, "max_seq_len": 96}
     sizes |= {"log_completions": 3, "drop_dead": False, "eval_interval": 2}
@@ -396,7 +396,7 @@ def test_tensorboard_has_the_held_out_scores_the_seconds_and_completions(tmp_pat
 
 def check_completions(told, folder):  # step -> rows
     "The first three completions of both steps, as the run folder has them."
-    from rl_notebook.records import Run
+    from rl_notebook.runs.records import Run
 
     assert [*told] == [1, 2]
     for step, rows in told.items():

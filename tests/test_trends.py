@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from tiny_models import one_thread
 
-from rl_notebook.backends.local import open_local
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main
-from rl_notebook.config import Config
-from rl_notebook.core import DataError, PromptGroup, RolloutSample
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop, verdict_line
-from rl_notebook.records import Run, RunFolder, StepRecord
-from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from rl_notebook.trends import ledger, watch_run
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import DataError, PromptGroup, RolloutSample
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop, verdict_line
+from rl_notebook.runs.records import Run, RunFolder, StepRecord
+from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.insight.trends import ledger, watch_run
 
 __all__ = ["one_thread"]
 

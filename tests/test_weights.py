@@ -17,8 +17,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from rl_notebook.core import AdamParams, BackendError, PhaseError
-from rl_notebook.weights import SamplerHas, Weights
+from rl_notebook.core.types import AdamParams, BackendError, PhaseError
+from rl_notebook.loop.weights import SamplerHas, Weights
 
 
 class Numbers:

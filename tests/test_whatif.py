@@ -10,18 +10,18 @@ import torch
 from synthetic import hostile_record, prompt_group, synthetic_record
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.advantages import group_advantages, with_advantages
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config, TISConfig
-from rl_notebook.core import AdamParams, AlignmentError, BackendError, Datum, Logprobs, LossError, LossOutput
-from rl_notebook.core import RecordError, RewardError
-from rl_notebook.data import load_rows
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
-from rl_notebook.records import StepRecord
-from rl_notebook.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from rl_notebook.xray import sentence
-from rl_notebook.whatif import (
+from rl_notebook.core.advantages import group_advantages, with_advantages
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config, TISConfig
+from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, Datum, Logprobs, LossError, LossOutput
+from rl_notebook.core.types import RecordError, RewardError
+from rl_notebook.task.data import load_rows
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.insight.xray import sentence
+from rl_notebook.insight.whatif import (
     RECORDED,
     REPRODUCED,
     FrozenBatch,

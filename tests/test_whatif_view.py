@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from synthetic import synthetic_record
 
-from rl_notebook.core import LossError
-from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES
-from rl_notebook.records import StepRecord
+from rl_notebook.core.types import LossError
+from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES
+from rl_notebook.runs.records import StepRecord
 from rl_notebook.views.whatif import (
     CHOSEN,
     SIDE,
@@ -16,7 +16,7 @@ from rl_notebook.views.whatif import (
     dots_payload,
     result_html,
 )
-from rl_notebook.whatif import what_if
+from rl_notebook.insight.whatif import what_if
 
 
 @pytest.fixture

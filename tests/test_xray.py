@@ -19,21 +19,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_notebook.advantages import is_dead
+from rl_notebook.core.advantages import is_dead
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import ConfigError, DataError, Datum, PromptGroup, RewardError, RolloutSample
-from rl_notebook.datums import attach
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
-from rl_notebook.metrics import step_metrics
-from rl_notebook.options import SURROGATE_KNOBS
-from rl_notebook.records import StepRecord
-from rl_notebook.step import evaluate_loss, loss_factory
-from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.preflight import dead_share, dead_shares, preflight, round_trip
-from rl_notebook.xray import (
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError, DataError, Datum, PromptGroup, RewardError, RolloutSample
+from rl_notebook.core.datums import attach
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
+from rl_notebook.core.metrics import step_metrics
+from rl_notebook.core.options import SURROGATE_KNOBS
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.loop.step import evaluate_loss, loss_factory
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.insight.preflight import dead_share, dead_shares, preflight, round_trip
+from rl_notebook.insight.xray import (
     TERM_WORDS,
     Check,
     failed_words,

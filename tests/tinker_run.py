@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import torch
 
-from rl_notebook.backends.tinker import open_tinker
-from rl_notebook.core import AdamParams, Datum, SampleParams
+from rl_notebook.backends.services.tinker import open_tinker
+from rl_notebook.core.types import AdamParams, Datum, SampleParams
 
 PROMPT = [72, 101, 108, 108, 111]
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from rl_notebook.backends.service import Sdk
+from rl_notebook.backends.services.link import Sdk
 
 VOCAB = 6
 

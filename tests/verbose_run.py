@@ -16,10 +16,10 @@ import numpy as np
 from service_runs import config, fixed_datums, policy_trainer, problem
 
 from rl_notebook.emulator.service import RunningEmulator, start_emulator
-from rl_notebook.backends.fireworks import open_fireworks
-from rl_notebook.backends.provision import fireworks_sdk
-from rl_notebook.backends.tinker import open_tinker, tinker_sdk
-from rl_notebook.core import Datum, RLNotebookError
+from rl_notebook.backends.services.fireworks import open_fireworks
+from rl_notebook.backends.services.provision import fireworks_sdk
+from rl_notebook.backends.services.tinker import open_tinker, tinker_sdk
+from rl_notebook.core.types import Datum, RLNotebookError
 from rl_notebook.recipes.rl_loop import train
 
 WRONG = "tml-Wr0ng/But+also=Nobodys&Business"  # a key that opens nothing

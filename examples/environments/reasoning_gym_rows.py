@@ -8,7 +8,7 @@ from typing import Any
 import reasoning_gym
 import small
 
-from rl_notebook.rewards import final_answer
+from rl_notebook.task.rewards import final_answer
 
 SUMS = {
     "min_terms": 5,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
 
-from rl_notebook.toy import toy_reward, toy_rows
+from rl_notebook.task.toy import toy_reward, toy_rows
 
 __all__ = ["Asks", "Retry", "Sums"]
 

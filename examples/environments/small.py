@@ -11,7 +11,7 @@ import numpy as np
 
 import rl_notebook as rln
 from rl_notebook.cli import option_values
-from rl_notebook.rewards import final_answer
+from rl_notebook.task.rewards import final_answer
 
 SETTINGS = {
     "base_model": "tiny",

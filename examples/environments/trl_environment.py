@@ -8,7 +8,7 @@ from typing import Any
 import small
 
 import rl_notebook as rln
-from rl_notebook.environments import tool_rollouts
+from rl_notebook.agents.environments import tool_rollouts
 
 
 class Adding:

@@ -14,8 +14,8 @@ from datasets import Dataset
 from openai import AsyncOpenAI
 
 import rl_notebook as rln
-from rl_notebook.environments import agent_rollouts
-from rl_notebook.serve import ServedRollout
+from rl_notebook.agents.environments import agent_rollouts
+from rl_notebook.agents.serve import ServedRollout
 
 
 class Retry(vf.MultiTurnEnv):

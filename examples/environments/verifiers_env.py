@@ -9,8 +9,8 @@ from typing import Any
 import small
 import verifiers.v1 as vf
 
-from rl_notebook.environments import agent_rollouts
-from rl_notebook.serve import ServedRollout
+from rl_notebook.agents.environments import agent_rollouts
+from rl_notebook.agents.serve import ServedRollout
 
 WHERE = {"taskset": {"id": "retry_sums"}, "agent": {"runtime": {"type": "subprocess"}}}  # or the id of an installed one
 env = vf.load_environment(vf.resolve_env_config(WHERE))

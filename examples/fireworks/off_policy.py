@@ -11,9 +11,9 @@ import httpx
 from fireworks.training.sdk import AdamParams, DeploymentManager, DeploymentSampler, TrainerJobManager, WeightSyncer
 from task import load_task, load_tokenizer, score, service, settings, tokenizer_folder
 
-from rl_notebook.backends.provision import DeployConfig, InfraConfig, ResourceCleanup, setup_infra
-from rl_notebook.datums import build_grpo_datums
-from rl_notebook.losses import make_offpolicy_grpo_loss_fn
+from rl_notebook.backends.services.provision import DeployConfig, InfraConfig, ResourceCleanup, setup_infra
+from rl_notebook.core.datums import build_grpo_datums
+from rl_notebook.core.losses import make_offpolicy_grpo_loss_fn
 
 args = settings("GRPO on Fireworks with weights that lag")
 HOTLOAD_INTERVAL = 2  # optimizer steps between weight syncs

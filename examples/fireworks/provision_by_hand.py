@@ -19,7 +19,7 @@ from fireworks.training.sdk import (
 )
 from task import load_task, load_tokenizer, score, service, settings, tokenizer_folder
 
-from rl_notebook.backends.provision import (
+from rl_notebook.backends.services.provision import (
     DeployConfig,
     InfraConfig,
     ResourceCleanup,
@@ -27,7 +27,7 @@ from rl_notebook.backends.provision import (
     datum_from_tokens_weights,
     setup_deployment,
 )
-from rl_notebook.losses import make_grpo_loss_fn
+from rl_notebook.core.losses import make_grpo_loss_fn
 
 args = settings("GRPO on Fireworks without setup_infra")
 PROMPT_GROUPS_PER_STEP = 2

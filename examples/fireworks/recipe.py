@@ -10,7 +10,7 @@ from typing import Any
 
 from task import SAMPLE, service, tokenizer_folder
 
-from rl_notebook.config import (
+from rl_notebook.config.config import (
     DeployConfig,
     HotloadConfig,
     InfraConfig,

@@ -17,9 +17,15 @@ from fireworks.training.sdk import (
 )
 from task import load_task, load_tokenizer, score, service, settings, tokenizer_folder
 
-from rl_notebook.backends.provision import DeployConfig, InfraConfig, ResourceCleanup, WeightSyncScope, setup_infra
-from rl_notebook.datums import build_grpo_datums
-from rl_notebook.losses import make_grpo_loss_fn
+from rl_notebook.backends.services.provision import (
+    DeployConfig,
+    InfraConfig,
+    ResourceCleanup,
+    WeightSyncScope,
+    setup_infra,
+)
+from rl_notebook.core.datums import build_grpo_datums
+from rl_notebook.core.losses import make_grpo_loss_fn
 
 args = settings("GRPO on Fireworks, call by call")
 api_key, base_url = service()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from rl_notebook.rewards import final_answer, numeric_equal, parse_number
+from rl_notebook.task.rewards import final_answer, numeric_equal, parse_number
 
 NUMBER = r"\$?(?<![\d.,])(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?!\d)%?"
 UNIT = r"(?:\s?[A-Za-z]+(?![A-Za-z])){0,2}"

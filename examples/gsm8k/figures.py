@@ -20,8 +20,8 @@ import pandas as pd
 from train import HERE, ask, short
 
 import rl_notebook as rln
-from rl_notebook.rewards import score
-from rl_notebook.rollouts import encode_rows
+from rl_notebook.task.rewards import score
+from rl_notebook.loop.rollouts import encode_rows
 from rl_notebook.views.charts import svg
 from rl_notebook.views.payloads import History, reward_payload
 

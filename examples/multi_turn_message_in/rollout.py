@@ -12,7 +12,7 @@ from typing import Any
 from reward import is_right, reward
 
 import rl_notebook as rln
-from rl_notebook.rollouts import prompt_seed
+from rl_notebook.loop.rollouts import prompt_seed
 
 MAX_TURNS = 3
 FEEDBACK = "Try again."

@@ -11,8 +11,8 @@ from typing import Any
 from rollout import make_rollout_fn
 
 import rl_notebook as rln
-from rl_notebook.backends.service import open_tokenizer
-from rl_notebook.chat import encode_prompt
+from rl_notebook.backends.services.link import open_tokenizer
+from rl_notebook.task.chat import encode_prompt
 from rl_notebook.cli import option_values
 from rl_notebook.recipes.async_rl_loop import Config, main
 

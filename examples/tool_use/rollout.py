@@ -13,8 +13,8 @@ from typing import Any
 from calculator import respond
 
 import rl_notebook as rln
-from rl_notebook.chat import Conversation
-from rl_notebook.rollouts import prompt_seed
+from rl_notebook.task.chat import Conversation
+from rl_notebook.loop.rollouts import prompt_seed
 
 MAX_TURNS = 3  # of the policy: two calls and an answer, or one and a second thought
 CALL = re.compile(r"calc\((.*)\)\s*$")

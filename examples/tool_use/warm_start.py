@@ -15,9 +15,9 @@ from calculator import respond
 from tqdm.auto import tqdm
 
 import rl_notebook as rln
-from rl_notebook.chat import Conversation
-from rl_notebook.core import AdamParams
-from rl_notebook.datums import datum_from_tokens_weights
+from rl_notebook.task.chat import Conversation
+from rl_notebook.core.types import AdamParams
+from rl_notebook.core.datums import datum_from_tokens_weights
 
 BATCH = 32  # traces per step
 CALLS = 0.5  # share of traces that call

@@ -1,1 +1,0 @@
-"""Where a policy lives and what draws from it."""

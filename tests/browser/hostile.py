@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from synthetic import synthetic_record
 
-from rl_notebook.records import StepRecord
+from rl_notebook.runs.records import StepRecord
 
 OPENING, CLOSING = "first words", "last words"
 BAD = (

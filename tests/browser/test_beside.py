@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from rl_notebook.records import Run
+from rl_notebook.runs.records import Run
 from rl_notebook.views.report import write_report
 
 from .lab import SHOTS, Lab, Notebook
@@ -20,13 +20,13 @@ CELLS = [
     """
 import asyncio
 
-from rl_notebook.async_loop import AsyncGRPOLoop
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import RolloutSample
-from rl_notebook.records import RunFolder
-from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.player import rows_in_flight
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import RolloutSample
+from rl_notebook.runs.records import RunFolder
+from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.views.player import rows_in_flight
 from rl_notebook.views.dashboard import Dashboard
 
 pace = [0.2]  # seconds

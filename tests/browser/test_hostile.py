@@ -50,11 +50,11 @@ CELLS = {
     "record": """
 from IPython.display import display
 from browser.hostile import LONG, HostileTokenizer, hostile_record
-from rl_notebook.step import list_groups
+from rl_notebook.loop.step import list_groups
 from rl_notebook.views.charts import charts
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
 from rl_notebook.views.tokens import inspect_tokens, WithFallback
-from rl_notebook.xray import xray
+from rl_notebook.insight.xray import xray
 
 records = [hostile_record(1), hostile_record(2, LONG)]
 records[0]""",
@@ -71,10 +71,10 @@ shown = [drawn["functions"], drawn["advantages"]]
 display(*(WithFallback(c.live(), c.static_html()) for c in shown))""",
     "inspector": "inspect_tokens(records[0], HostileTokenizer())",
     "dashboard": """
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard
 
 dashboard = Dashboard(GRPOLoop(open_local(*load_model("tiny")), toy_rows(4), toy_reward, Config()))

@@ -14,7 +14,7 @@ from playwright.sync_api import BrowserContext, Locator, expect
 from synthetic import synthetic_record
 
 from rl_notebook.views.tokens import inspect_tokens
-from rl_notebook.xray import scored_first
+from rl_notebook.insight.xray import scored_first
 
 from .lab import PANEL, Lab, Notebook, Watch
 
@@ -27,7 +27,7 @@ from synthetic import synthetic_record
 from rl_notebook.views.charts import charts
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
 from rl_notebook.views.tokens import inspect_tokens, WithFallback
-from rl_notebook.xray import xray
+from rl_notebook.insight.xray import xray
 
 records = [synthetic_record(step) for step in range(1, 6)]
 record = records[2]
@@ -42,13 +42,13 @@ display(*drawn.values())""",
 live = drawn["reward"].live()
 WithFallback(live, drawn["reward"].static_html())""",
     "inspector": "inspector = inspect_tokens(record)\ninspector",
-    "diagnosis": "from rl_notebook.doctor import diagnose\nawait diagnose(record)",
+    "diagnosis": "from rl_notebook.insight.doctor.doctor import diagnose\nawait diagnose(record)",
     "what-if": "from rl_notebook.views.whatif import WhatIfPanel\nWhatIfPanel(record)",
     "dashboard": """
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard
 
 dashboard = Dashboard(GRPOLoop(open_local(*load_model("tiny")), toy_rows(4), toy_reward, Config()))

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.core import RolloutSample
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.toy import load_model, toy_reward, toy_rows
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import RolloutSample
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 
 
 def make_rollout_fn(setup):

@@ -1,10 +1,10 @@
 "Planted bug: a reward is computed on prompt and completion."
 
-from rl_notebook.backends.local import open_local
-from rl_notebook.config import Config
-from rl_notebook.loop import GRPOLoop
-from rl_notebook.toy import load_model, toy_reward, toy_rows
-from rl_notebook.preflight import preflight
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.insight.preflight import preflight
 
 
 def form(prompt, completion):

@@ -1,6 +1,6 @@
 """A zoo of faults between sampler and trainer, made by really running things differently.
 
-The doctor (`rl_notebook.doctor`) names the cause of a mismatch. Here it is judged from outside: an inference server and
+The doctor (`insight.doctor`) names the cause of a mismatch. Here it is judged from outside: an inference server and
 a trainer that share no code with the package (`machines`: `generate` and eager modules of Hugging Face) take real steps
 with one thing wrong (`faults`): another temperature, weights that did not arrive, logprobs in base 2, a batch sorted
 and never put back. No recorded series is ever edited; what a bug does to numbers, the code of the bug does.

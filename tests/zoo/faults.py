@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from rl_notebook.core import Completion, Datum, PromptGroup
-from rl_notebook.datums import datums_from_groups
-from rl_notebook.records import StepRecord
+from rl_notebook.core.types import Completion, Datum, PromptGroup
+from rl_notebook.core.datums import datums_from_groups
+from rl_notebook.runs.records import StepRecord
 
 from .machines import cast
 from .steps import Run, World

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_notebook.core import RLNotebookError
-from rl_notebook.doctor import Diagnosis, diagnose
-from rl_notebook.records import StepRecord
+from rl_notebook.core.types import RLNotebookError
+from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose
+from rl_notebook.runs.records import StepRecord
 
 from .faults import CLEAN, NONE, Case, run_case
 from .steps import Run, World, gap, gaps, opened

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_notebook.backends.base import Backend, Capabilities
-from rl_notebook.core import AdamParams, BackendError, Completion, Datum, Logprobs, LossOutput, SampleParams
-from rl_notebook.toy import load_model
+from rl_notebook.core.types import AdamParams, BackendError, Completion, Datum, Logprobs, LossOutput, SampleParams
+from rl_notebook.task.toy import load_model
 
 Weights = dict[str, Tensor]
 Alteration = Callable[[nn.Module], Any]  # changes a model in place

@@ -12,18 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_notebook.advantages import with_advantages
+from rl_notebook.core.advantages import with_advantages
 from rl_notebook.backends.base import Backend
-from rl_notebook.chat import start_conversation
-from rl_notebook.core import AdamParams, Datum, LossOutput, PromptGroup, RolloutSample, SampleParams
-from rl_notebook.data import load_rows
-from rl_notebook.datums import attach, datums_from_groups
-from rl_notebook.losses import LossOptions, make_loss_fn
-from rl_notebook.records import StepRecord
-from rl_notebook.rollouts import Prompt, Rollouts, assemble, draw_completions, encode_rows, minibatch_slices
-from rl_notebook.step import evaluate_loss, merge_outputs
-from rl_notebook.toy import toy_rows
-from rl_notebook.xray import sample_of
+from rl_notebook.task.chat import start_conversation
+from rl_notebook.core.types import AdamParams, Datum, LossOutput, PromptGroup, RolloutSample, SampleParams
+from rl_notebook.task.data import load_rows
+from rl_notebook.core.datums import attach, datums_from_groups
+from rl_notebook.core.losses import LossOptions, make_loss_fn
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.loop.rollouts import assemble, draw_completions, encode_rows, minibatch_slices
+from rl_notebook.task.data import Prompt, Rollouts
+from rl_notebook.loop.step import evaluate_loss, merge_outputs
+from rl_notebook.task.toy import toy_rows
+from rl_notebook.insight.xray import sample_of
 
 from .machines import Server, Sync, Trainer, Weights, assembled, cast, shipped, with_adapter
 from .wire import Front

@@ -18,11 +18,11 @@ import torch
 
 from rl_notebook import Config, GRPOLoop
 from rl_notebook.backends.base import SyncReport
-from rl_notebook.backends.local import open_local
-from rl_notebook.core import AlignmentError, BackendError
-from rl_notebook.toy import load_model, toy_rows
-from rl_notebook.loop import verdict_line
-from rl_notebook.xray import check_version
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.core.types import AlignmentError, BackendError
+from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.loop.loop import verdict_line
+from rl_notebook.insight.xray import check_version
 
 from .faults import put
 from .machines import cast

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import one_thread
 
 from rl_notebook.backends.base import Sampler, Scorer, Trainer, WeightSync
-from rl_notebook.causes import FIXES
+from rl_notebook.insight.doctor.causes import FIXES
 
 from .faults import BUILD, CLEAN, NONE, PARTS, Case, cases
 from .judge import judged

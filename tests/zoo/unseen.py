@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import LogitsProcessorList
 
-from rl_notebook.core import Completion, Datum, PromptGroup
-from rl_notebook.datums import datums_from_groups
-from rl_notebook.losses import LossOptions
+from rl_notebook.core.types import Completion, Datum, PromptGroup
+from rl_notebook.core.datums import datums_from_groups
+from rl_notebook.core.losses import LossOptions
 
 from .faults import (
     CLEAN,

@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from rl_notebook.backends.openai import OpenAISampler
-from rl_notebook.core import BackendError, Completion, SampleParams
+from rl_notebook.backends.services.openai import OpenAISampler
+from rl_notebook.core.types import BackendError, Completion, SampleParams
 
 from .machines import Server
 
