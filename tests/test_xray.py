@@ -391,7 +391,7 @@ def test_a_loss_that_cannot_be_recomputed_is_not_explained(fresh: StepRecord):
         r"Loss is 0\.700, but the record's options give -?[\d.]+, so its cause is not known", sentence(other)
     )
     strange = replace(fresh, options={"temper": 1})
-    assert "its cause is not known, as it cannot be recomputed (options of the record" in sentence(strange)
+    assert "its cause is not known, as it cannot be recomputed (LossOptions: unknown setting" in sentence(strange)
     without = replace(fresh, options={"tis": "token"}, datums=[replace(d, sampler_logprobs=None) for d in fresh.datums])
     assert "its cause is not known" in sentence(without)
     assert "holds no loss" in sentence(replace(fresh, loss=None))

@@ -25,7 +25,8 @@ export function tint(series, v) {
   if (!known(v)) return ["blue", 0];
   if (series.kind === "class") return v === 0 ? ["blue", 0] : [CLASSES[(v - 1) % CLASSES.length], 0.45];
   const off = v - series.center;
-  const hue = series.kind === "logprob" || series.kind === "kl" ? "violet" : off < 0 ? "orange" : "blue";
+  const less = series.kind === "gradient" ? off > 0 : off < 0; // a positive dL/dlogprob makes the token less likely
+  const hue = series.kind === "logprob" || series.kind === "kl" ? "violet" : less ? "orange" : "blue";
   const noise = Math.abs(off) <= (series.floor ?? -1);
   return [hue, noise ? 0 : Math.min(1, height(series, Math.abs(off)) / height(series, series.limit))];
 }

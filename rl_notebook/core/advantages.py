@@ -86,12 +86,8 @@ def group_advantages(
 
 # %% ../../nbs/core/03_advantages.ipynb #eef8570a
 def batch_advantages(
-    rewards: Sequence[Sequence[float] | np.ndarray],  # one sequence per prompt group
-    *,
-    scale: str = "std",  # any of SCALES
-    ddof: int = 1,  # of the standard deviation
-    eps: float = 1e-8,  # added to the standard deviation
-) -> list[np.ndarray]:  # one (K,) array per group
+    rewards: Sequence[Sequence[float] | np.ndarray], *, scale: str = "std", ddof: int = 1, eps: float = 1e-08
+) -> list[np.ndarray]:
     "Advantages of several groups; only `scale='batch'` looks across them, and only for the standard deviation."
     if scale != "batch":
         return [group_advantages(r, scale=scale, ddof=ddof, eps=eps) for r in rewards]
@@ -103,12 +99,7 @@ def batch_advantages(
     return [np.zeros_like(r) if is_dead(r) else (r - r.mean()) / std for r in groups]
 
 # %% ../../nbs/core/03_advantages.ipynb #54498130
-def parts_advantages(
-    group: PromptGroup,
-    weights: Mapping[str, float],  # of the parts, by name; 1 where there is none
-    ddof: int = 1,  # of the standard deviation
-    eps: float = 1e-8,  # added to it
-) -> np.ndarray:  # one per run
+def parts_advantages(group: PromptGroup, weights: Mapping[str, float], ddof: int = 1, eps: float = 1e-08) -> np.ndarray:
     "The parts of the reward, each over its standard deviation in the group, as their weighted sum; raises `LossError`."
     runs = [group.samples[i].rewards for i in group.run_starts]
     total, found = np.zeros(len(runs)), np.zeros(len(runs))
@@ -180,10 +171,7 @@ def soft_overlong_penalty(
 AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]  # graded groups -> the same with advantages
 
 
-def advantages_by(
-    function: AdvantageFn | str,  # or its name, "module:function"
-    groups: Sequence[PromptGroup],  # graded groups
-) -> list[PromptGroup]:
+def advantages_by(function: AdvantageFn | str, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
     "The same groups with the advantages of a function of your own; raises `LossError` where one is missing."
     call = named_function(function, "advantage_fn", LossError) if isinstance(function, str) else function
     name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)

@@ -155,6 +155,7 @@ def inherited(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     "Those of a step's own loss options that still mean something after the changes."
     other_loss = changes.get("policy_loss", own.get("policy_loss")) != own.get("policy_loss")
     left = {*(KNOBS if other_loss else ()), *(_OF_TIS if changes.get("tis") == "off" else ())}
+    left |= {"anchor"} if changes.get("policy_loss") in ("grpo", "reinforce") else set()  # losses without a ratio
     return {k: v for k, v in own.items() if k not in left}
 
 # %% ../../nbs/insight/01_whatif.ipynb #a9c71456

@@ -740,9 +740,9 @@ def check_lengths(record: StepRecord) -> Check:
     if len(tokens) > 1 and tokens[largest] >= MOST * total > 0:
         text = f"group {largest} has {tokens[largest] / total:.0%} of the tokens of the loss"
         return check(True, f"{text}, of {len(tokens)} groups", notable=True)
-    return check(
-        None if math.isnan(corr) else True, "rewards do not follow length, and no group has most of the tokens"
-    )
+    partly = f"rewards follow length in part (correlation {corr:+.2f})"
+    text = partly if abs(corr) >= 0.3 else "rewards do not follow length"
+    return check(None if math.isnan(corr) else True, f"{text}, and no group has most of the tokens")
 
 # %% ../../nbs/insight/00_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:

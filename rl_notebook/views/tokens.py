@@ -116,7 +116,8 @@ def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
     if series["kind"] == "class":
         return [*HUES][int(value - 1) % len(HUES)], 0.45
     off = value - series["center"]
-    hue = "violet" if series["kind"] in ("logprob", "kl") else "orange" if off < 0 else "blue"
+    less = off > 0 if series["kind"] == "gradient" else off < 0  # a positive dL/dlogprob makes the token less likely
+    hue = "violet" if series["kind"] in ("logprob", "kl") else "orange" if less else "blue"
     if series["kind"] != "difference":
         return hue, min(1.0, abs(off) / series["limit"])
     height = lambda v: math.log1p(abs(v) / series["near"])
