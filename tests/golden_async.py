@@ -15,9 +15,9 @@ from typing import Any
 
 from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, unordered_rewards
 
-from rl_notebook.loop.loop import async_loop
-from rl_notebook.loop.loop import phases
-from rl_notebook.loop.loop import rollouts
+from rl_notebook.loop import async_loop
+from rl_notebook.loop import phases
+from rl_notebook.loop import rollouts
 from rl_notebook.core.advantages import is_dead
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RolloutSample

@@ -28,7 +28,7 @@ from golden_adapters import (
 )
 
 from rl_notebook.core.types import datums
-from rl_notebook.loop.loop import igpo
+from rl_notebook.loop import igpo
 from rl_notebook.backends.services.openai import OpenAISampler
 from rl_notebook.core.types import Logprobs, RolloutSample
 

@@ -126,7 +126,7 @@ async def nothing_left():
     "No row is under way in this event loop, and what a sampler has begun for one ends by itself."
     await turns()
     left = asyncio.all_tasks() - {asyncio.current_task()}
-    assert {task.get_coro().__qualname__ for task in left} <= {"run_scheduler"}
+    assert {task.get_coro().__qualname__ for task in left} <= {"LocalSampler.run_scheduler"}
     await asyncio.gather(*left)
 
 

@@ -18,7 +18,7 @@ import yaml
 from hypothesis import strategies as st
 
 import rl_notebook as rln
-from rl_notebook.config.config import settings as m
+from rl_notebook.config import settings as m
 from rl_notebook.config.config import (
     CISPOConfig,
     Config,

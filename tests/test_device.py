@@ -10,8 +10,8 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_notebook.backends import roofline as roofs
-from rl_notebook.backends import engine as engine_module
-from rl_notebook.backends import local
+from rl_notebook.backends.local import engine as engine_module
+from rl_notebook.backends.local import trainer as local
 from rl_notebook.backends.local.engine import BURST, Engine, draw_tokens, open_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.routing import find_routers

@@ -88,10 +88,10 @@ def test_a_page_folds_its_imports(written: Path, sources: ModuleType):
     ("page", "text", "moved"),
     [
         ("nbs/index.ipynb", "[a](core/05_losses.ipynb#x)", "[a](core/05_losses.ipynb#x)"),
-        ("nbs/tutorials/101_one_step_by_hand.ipynb", "[a](../05_losses.ipynb)", "[a](../05_losses.ipynb)"),
+        ("nbs/tutorials/101_one_step_by_hand.ipynb", "[a](../core/05_losses.ipynb)", "[a](../core/05_losses.ipynb)"),
         ("nbs/index.ipynb", "[a](../examples/README.md)", "[a](examples/README.md)"),
-        ("nbs/index.ipynb", '<a href="core/05_losses.ipynb">', '<a href="05_losses.html">'),
-        ("examples/gsm8k/README.md", "[a](../../nbs/17_roofs.ipynb)", "[a](../../17_roofs.ipynb)"),
+        ("nbs/index.ipynb", '<a href="core/05_losses.ipynb">', '<a href="core/05_losses.html">'),
+        ("examples/gsm8k/README.md", "[a](../../nbs/core/05_losses.ipynb)", "[a](../../core/05_losses.ipynb)"),
         ("examples/gsm8k/README.md", "![a](curve.svg)", "![a](curve.svg)"),
         ("CONTRIBUTING.md", "[a](https://x.org/y) [b](#z)", "[a](https://x.org/y) [b](#z)"),
     ],

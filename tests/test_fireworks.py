@@ -25,8 +25,8 @@ pytest.importorskip("starlette")
 
 from fireworks.training.sdk import DeploymentManager, DeploymentSampler, TrainerJobManager
 
-from rl_notebook.backends import fireworks as fw
-from rl_notebook.backends import provision
+from rl_notebook.backends.services import fireworks as fw
+from rl_notebook.backends.services import provision
 from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
 from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.backends.services.openai import Secret

@@ -27,14 +27,14 @@ from golden_adapters import Case, find_adapter, read_cases
 
 from rl_notebook.core.types import advantages
 from rl_notebook.task import chat
-from rl_notebook.loop.loop import groups
-from rl_notebook.loop.loop import loop
+from rl_notebook.loop import groups
+from rl_notebook.loop import loop
 from rl_notebook.core.types import losses
 from rl_notebook.core.types import metrics
-from rl_notebook.loop.loop import rollouts
-from rl_notebook.backends import builtin
+from rl_notebook.loop import rollouts
+from rl_notebook.core import builtin
 from rl_notebook.loop.groups import Gate
-from rl_notebook.backends import openai
+from rl_notebook.backends.services import openai
 from rl_notebook.core.types import RLNotebookError
 
 OWN = Path(__file__).parent / "golden"

@@ -24,7 +24,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends import openai
+from rl_notebook.backends.services import openai
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.openai import (
     OpenAISampler,

@@ -1001,12 +1001,12 @@ def test_without_the_package(monkeypatch):
 
 def test_a_call_that_hangs_or_is_tried_again_says_so(model, monkeypatch):
     "Through the real SDK: an update that takes two seconds, one that the service refuses for a while, and a slow draw."
-    from rl_notebook.backends import service as link_module
+    from rl_notebook.backends.services import link as link_module
     from rl_notebook.emulator.service import start_emulator
-    from rl_notebook.backends.services.openai import Silence
+    from rl_notebook.backends.services.openai import WaitNotice
 
     lines = []
-    monkeypatch.setattr(link_module, "Silence", partial(Silence, every_s=0.5))
+    monkeypatch.setattr(link_module, "WaitNotice", partial(WaitNotice, every_s=0.5))
     faults = "slow:at=1:s=2:path=/optim_step,restart_trainer:at=2:path=/optim_step,slow:at=1:s=2:path=/asample"
 
     async def test(running):

@@ -199,13 +199,8 @@ def natural_denominator(lengths: Tensor | np.ndarray, aggregation: str) -> float
     return max(count, 1.0)
 
 # %% ../../nbs/core/05_losses.ipynb #7c147cf0
-def aggregate(
-    terms: Tensor,  # (T,) loss terms
-    t: ActiveTokens,  # where they belong
-    o: LossOptions,  # aggregation and its constant
-    denominator: float | None = None,  # overrides the natural one
-) -> Tensor:  # scalar
-    "One number from the token terms."
+def aggregate(terms: Tensor, t: ActiveTokens, o: LossOptions, denominator: float | None = None) -> Tensor:
+    "One number from the (T,) token terms; a denominator overrides the natural one."
     if o.aggregation == "sequence_mean":
         total = t.mean_per_sample(terms).sum()
     else:

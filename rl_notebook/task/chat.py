@@ -69,9 +69,12 @@ def turn_ends(tokenizer: Any, *configs: Any) -> frozenset[int]:
     return frozenset(int(i) for i in ends if i is not None)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    "Ids of a text that already holds its special tokens."
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:
+    "Ids of a text; a rendering already holds its special tokens."
+    try:
+        return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+    except TypeError as e:  # half of a surrogate pair is no text
+        raise DataError("text", got=quoted(text), expected="text that can be written as UTF-8") from e
 
 # %% ../../nbs/task/02_chat.ipynb #3ab4bf4c
 def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
@@ -148,7 +151,7 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, options: Mapping[s
     check_tokenizer(tokenizer, chat=False)
     if row.prompt_tokens is not None:
         return list(row.prompt_tokens)
-    return list(tokenizer(row.prompt or "")["input_ids"])
+    return _encode(tokenizer, row.prompt or "", add_special_tokens=True)
 
 # %% ../../nbs/task/02_chat.ipynb #2d826158
 def _check_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], row: Row) -> None:

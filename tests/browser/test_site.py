@@ -21,12 +21,12 @@ COLOURS = "() => (s => [s.backgroundColor, s.color])(getComputedStyle(document.b
 WIDER = "() => document.scrollingElement.scrollWidth - innerWidth"
 SEARCHES = {  # asked: what is found first
     "kl_beta": "settings.html",
-    "GRPOLoop": "api/rl_notebook.loop.html",
-    "custom reward": "11_rewards.html",
-    "write a reward function": "11_rewards.html",
+    "GRPOLoop": "api/rl_notebook.loop.loop.html",
+    "custom reward": "task/01_rewards.html",
+    "write a reward function": "task/01_rewards.html",
     "vllm": "tutorials/402_past_one_machine.html",
-    "lora": "24_backends.local.html",
-    "dead group": "03_advantages.html",
+    "lora": "backends/local/04_trainer.html",
+    "dead group": "core/03_advantages.html",
     "resume": "tutorials/401_scripted_runs.html",
 }
 
@@ -94,7 +94,7 @@ def test_the_sidebar_leads_through_the_pages(read: Callable[..., Page]):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
-@pytest.mark.parametrize("name", ["gallery", "05_losses", "tutorials/101_one_step_by_hand"])
+@pytest.mark.parametrize("name", ["gallery", "core/05_losses", "tutorials/101_one_step_by_hand"])
 def test_pages_fit_their_window(read: Callable[..., Page], name: str, width: int, scheme: str):
     page = read(name, width)
     page.emulate_media(color_scheme=scheme)
@@ -106,5 +106,5 @@ def test_pages_fit_their_window(read: Callable[..., Page], name: str, width: int
 
 
 def test_formulas_are_set_without_another_machine(read: Callable[..., Page]):
-    page = read("05_losses")
+    page = read("core/05_losses")
     expect(page.locator("mjx-container").first).to_be_visible()

@@ -758,13 +758,15 @@ def sent_for_training(
 
 # %% ../../../nbs/backends/services/01_link.ipynb #7dd4f8d7
 def check_reachable(url: str, fix: str) -> None:
-    "Raises `BackendError` when no server responds."
+    "Raises `BackendError` when no server responds, or sends us elsewhere."
     try:
-        with httpx.stream("GET", url, timeout=10):  # whose text is not looked at
-            return
+        with httpx.stream("GET", url, timeout=10) as response:  # whose text is not looked at
+            if not response.is_redirect:
+                return
+            got = f"a redirect to {response.headers['location'].split('?')[0]}"  # the key would go with it
     except httpx.HTTPError as error:
         got = type(error).__name__
-        raise BackendError("the service", where=url, got=got, expected="a response", fix=fix) from error
+    raise BackendError("the service", where=url, got=got, expected="a response", fix=fix)
 
 # %% ../../../nbs/backends/services/01_link.ipynb #6a0a26ed
 def open_tokenizer(

@@ -73,12 +73,8 @@ NOTICE = "DEPRECATED: TrainingClient.load_state"
 def hush_deprecations() -> None:
     "Do not show the SDK's notice about `load_state`: without the call, a client from the state is used."
     warnings.filterwarnings("ignore", message=NOTICE, category=FutureWarning)
-    logging.getLogger("tinker.lib.public_interfaces.training_client").addFilter(not_the_notice)
-
-
-def not_the_notice(record: logging.LogRecord) -> bool:
-    "Whether a line of the SDK's log is anything but that notice."
-    return NOTICE not in str(record.msg)
+    logged = logging.getLogger("tinker.lib.public_interfaces.training_client")
+    logged.addFilter(lambda record: NOTICE not in str(record.msg))
 
 # %% ../../../nbs/backends/services/02_tinker.ipynb #1c51d143
 def tinker_sdk() -> tuple[Any, Sdk]:
