@@ -145,7 +145,6 @@ def for_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
 
 # %% ../../../nbs/backends/local/01_prefixes.ipynb #74d1e44b
 NAME = "rl_notebook_prefix_tree"  # among the attention functions of transformers
-_TREES: dict[int, PrefixTree] = {}  # by id of the configuration: what the model is reading
 _UNKNOWN = ("softcap", "s_aux", "position_bias")  # of some models' attention
 
 
@@ -168,7 +167,7 @@ def tree_attention(
     "Causal attention along the branches of the tree that the model is reading."
     if found := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
         raise ValueError(f"attention with {found[0]}")
-    tree, outputs = _TREES[id(module.config)], []
+    tree, outputs = module.config.prefix_tree, []
     for block in tree.blocks:
         mask = block.mask(sliding_window, query.dtype)
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
@@ -191,8 +190,8 @@ def reading(config: Any, tree: PrefixTree | None) -> Iterator[None]:
         return
     own = config._attn_implementation
     try:
-        config._attn_implementation, _TREES[id(config)] = NAME, tree
+        config._attn_implementation, config.prefix_tree = NAME, tree
         yield
     finally:
         config._attn_implementation = own
-        del _TREES[id(config)]
+        del config.prefix_tree
