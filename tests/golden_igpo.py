@@ -27,7 +27,7 @@ from golden_adapters import (
     value_only_kl,
 )
 
-from rl_notebook.core.types import datums
+from rl_notebook.core import datums
 from rl_notebook.loop import igpo
 from rl_notebook.backends.services.openai import OpenAISampler
 from rl_notebook.core.types import Logprobs, RolloutSample

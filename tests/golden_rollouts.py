@@ -31,10 +31,10 @@ from rl_notebook.loop.rollouts import (
     RolloutSetup,
     assemble,
     balanced_chunks,
-    build_deployment_sampler,
     draw_rollouts,
     minibatch_slices,
 )
+from rl_notebook.recipes.open import build_deployment_sampler
 from rl_notebook.task.data import Prompt
 from rl_notebook.task.toy import load_model, toy_rows
 

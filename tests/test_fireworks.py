@@ -152,7 +152,6 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
             assert serving.hot_load_trainer_job == f"accounts/local/rlorTrainerJobs/{policy}"
             assert site.jobs.get(reference)["forwardOnly"] is True
             assert infra.inference_model == f"accounts/local/deployments/{site.serving}"
-            assert infra.training_shape_id == SHAPE
             assert infra.max_seq_len == 512
             assert set(infra.boot_metrics) == {"train/step", "infra/total_boot_time", "infra/deploy_boot_time"}
             site.look_from_here()

@@ -25,13 +25,14 @@ import pytest
 import torch
 from golden_adapters import Case, find_adapter, read_cases
 
-from rl_notebook.core.types import advantages
+from rl_notebook.core import advantages
 from rl_notebook.task import chat
 from rl_notebook.loop import groups
 from rl_notebook.loop import loop
-from rl_notebook.core.types import losses
-from rl_notebook.core.types import metrics
+from rl_notebook.core import losses
+from rl_notebook.core import metrics
 from rl_notebook.loop import rollouts
+from rl_notebook.recipes import open as open_module
 from rl_notebook.core import builtin
 from rl_notebook.loop.groups import Gate
 from rl_notebook.backends.services import openai
@@ -354,7 +355,7 @@ def samples_are_not_checked(monkeypatch):
 @breakage("rollout_example__517d206d")
 def a_prompt_is_a_token_longer(monkeypatch):
     length = property(lambda c: c.completion.prompt_len + 1)
-    monkeypatch.setattr(rollouts.DeploymentCompletion, "prompt_len", length)
+    monkeypatch.setattr(open_module.DeploymentCompletion, "prompt_len", length)
 
 
 @breakage("completion_to_run__HEAD")

@@ -19,13 +19,13 @@ from rl_notebook.core.types import AlignmentError, BackendError, Completion, Con
 from rl_notebook.core.types import RolloutRun, RolloutSample, SampleParams
 from rl_notebook.task.data import Row, load_rows
 from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.recipes.open import build_deployment_sampler
 from rl_notebook.loop.rollouts import (
     Breaker,
     RolloutSetup,
     as_rollout_fn,
     assemble,
     balanced_chunks,
-    build_deployment_sampler,
     draw_completions,
     draw_rollouts,
     draw_seed,
@@ -427,7 +427,7 @@ def test_what_cannot_be_cut_is_refused():
 # --- the function of the Fireworks guides, with no line changed but its imports --------------------------------------
 
 ROLLOUT = '''
-from rl_notebook.loop.rollouts import build_deployment_sampler
+from rl_notebook.recipes.open import build_deployment_sampler
 from rl_notebook.core.types import RolloutSample
 
 def make_rollout_fn(setup):

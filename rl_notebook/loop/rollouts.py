@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -397,13 +396,6 @@ def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict
         "sample_index": index,
         "seed": draw_seed(seed, prompt.number, index, round),
     }
-
-# %% ../../nbs/loop/01_rollouts.ipynb #b3a3062b
-def __getattr__(name: str) -> Any:
-    "`build_deployment_sampler` of the Fireworks guides, which stands above the backends."
-    if name in ("build_deployment_sampler", "DeploymentSampler", "DeploymentCompletion"):
-        return getattr(import_module(f"{__package__}.backends.open"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 # %% ../../nbs/loop/01_rollouts.ipynb #e93b1ee1
 def with_origin(sample: RolloutSample, drawn: Sequence[Completion]) -> RolloutSample:

@@ -52,7 +52,8 @@ def statement_of(value: Any) -> tuple[str, str]:  # its name there, its text
         raise ValueError(f"closure over {', '.join(held)}, which only the kernel knows")
     parts = vars(inner).values() if inspect.isclass(inner) else [inner]  # a class is found by its methods
     codes = [part.__code__ for part in parts if hasattr(part, "__code__")]
-    for code in [code for code in codes if "<locals>" not in code.co_qualname]:
+    own = f"{inner.__qualname__}." if inspect.isclass(inner) else ""  # not a function of elsewhere that it holds
+    for code in [code for code in codes if "<locals>" not in code.co_qualname and code.co_qualname.startswith(own)]:
         lines = linecache.getlines(code.co_filename)
         for node in ast.parse("".join(lines)).body:
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
@@ -69,9 +70,13 @@ def outer_names(source: str) -> tuple[set[str], set[str]]:  # read, assigned
     codes = [compile(source, "cell", "exec", dont_inherit=True)]
     for code in codes:
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    done = [(step.opname, step.argval) for code in codes for step in dis.get_instructions(code)]
-    reads = {name for how, name in done if how in ("LOAD_NAME", "LOAD_GLOBAL") and name != "__name__"}
-    return reads, {name for how, name in done if how == "STORE_GLOBAL"}
+    reads, writes = set[str](), set[str]()
+    for code in codes:
+        done = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+        kept = {name for how, name in done if how == "STORE_NAME"} | {"__name__", "__annotations__"}
+        reads |= {n for how, n in done if how == "LOAD_GLOBAL" or (how == "LOAD_NAME" and n not in kept)}
+        writes |= {name for how, name in done if how == "STORE_GLOBAL"}
+    return reads, writes
 
 # %% ../../nbs/recipes/04_script.ipynb #cfb67ec9
 def literal(value: Any) -> str:

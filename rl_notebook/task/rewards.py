@@ -119,7 +119,7 @@ _REWRITES = (  # again and again, until nothing changes
     (re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(_MAGNITUDES)})s?\b"), lambda m: f"*{_MAGNITUDES[m[1].lower()]}"),
     (re.compile(r"(?<![\w.])0+(?=\d)"), ""),
     (re.compile(r"^\s*(?:[a-zA-Z']{2,}[\s:,.]+)+(?=[\d.(-])"), ""),  # words before the number
-    (re.compile(r"(?<=[\d)])\s*(?!pi\b)(?:[a-zA-Z]{2,}|[mglhs]\b)[^\d+*=^]*$"), ""),  # and behind it
+    (re.compile(rf"(?<=[\d)])\s*(?!(?:pi|{'|'.join(_MAGNITUDES)})s?\b)(?:[a-zA-Z]{{2,}}|[mglhs]\b)[^\d+*=^]*$"), ""),
 )
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "{": "(", "}": ")"})
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -136,7 +136,7 @@ def parse_number(answer: Any) -> Fraction | None:  # exact; None = not one numbe
         before = text
         for pattern, python in _REWRITES:
             text = pattern.sub(python, text)
-    return _evaluated(text.translate(_SIGNS).strip(" *_`").rstrip(".,"))
+    return _evaluated(text.translate(_SIGNS).strip("\t\n *_`").rstrip(".,"))
 
 
 def _evaluated(text: str) -> Fraction | None:
