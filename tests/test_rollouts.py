@@ -554,7 +554,7 @@ def test_several_requests_of_one_draw_draw_different_tokens():
         sampler = build_deployment_sampler(setup)
         first, second = [await sampler.sample_with_prompt_tokens([1, 3], max_tokens=m) for m in (3, 4)]
         assert (first[0].prompt_len, second[0].text) == (2, "")
-        return sample_from_completion(second[0].completion, reward=1.0)
+        return sample_from_completion(second[0], reward=1.0)
 
     draw(twice, n=3)
     assert [p.max_tokens for p in asked].count(3) == 3
