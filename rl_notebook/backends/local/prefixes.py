@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -167,7 +167,7 @@ def tree_attention(
     "Causal attention along the branches of the tree that the model is reading."
     if found := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
         raise ValueError(f"attention with {found[0]}")
-    tree, outputs = module.config.prefix_tree, []
+    tree, outputs = cast(Any, module.config).prefix_tree, []
     for block in tree.blocks:
         mask = block.mask(sliding_window, query.dtype)
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
