@@ -231,7 +231,7 @@ def show_completions(record: Any, title: str, count: int = 4) -> None:
     print()
 
 # %% ../nbs/00_cli.ipynb #aff51219
-def demo_config(steps: int, log_path: Path) -> Config:
+def demo_config(steps: int, log_path: str | Path) -> Config:
     "The settings of the demonstration."
     return Config(**DEMO, steps=steps, log_path=str(log_path))
 
@@ -240,7 +240,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
     parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
     parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
-    parser.add_argument("--log-path", type=Path, default=None, help="run folder; default: a free runs/demo")
+    parser.add_argument("--log-path", default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
 
     from rl_notebook.recipes.rl_loop import train

@@ -15,6 +15,7 @@ import re
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import InitVar, dataclass, fields, is_dataclass
 from enum import Enum
 from functools import partial
@@ -26,26 +27,12 @@ from pydantic import BeforeValidator, Field, WrapValidator
 
 from ..core.types import COLDEST, OFF, ConfigError, check_own, or_off, quoted, without_keys
 from ..core.names import NAMED, from_file, read_file, trusted_names, write_file
-from ..core.options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, loss_faults
 from ..core.options import AnyText, AnyTexts, Bool, Count, Float, Int, NotNegative, Plain, Positive, Share
-from rl_notebook.core.options import (
-    SomeShare,
-    Text,
-    Texts,
-    Whole,
-    leaf_types,
-    nearest,
-    option_class,
-    several,
-    sub_configs,
-)
-from ..core.options import unknown_settings
+from ..core.options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, SomeShare, Text, Texts, Whole, leaf_types
+from ..core.options import loss_faults, nearest, option_class, several, sub_configs, unknown_settings
 
 # %% auto #0
-__all__ = ['nearest']
-
-# %% ../../nbs/config/00_settings.ipynb #c9ed2bdc
-_all_ = ["nearest"]
+__all__ = []
 
 # %% ../../nbs/config/00_settings.ipynb #f1f9d6f8
 T = TypeVar("T")
@@ -390,7 +377,7 @@ OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each
     },
     "multi_objective_aggregation": {"sum_then_normalize": {}, "normalize_then_sum": {"advantage_scale": "parts"}},
     "mask_truncated_completions": {True: {"overlong": "mask"}, False: {"overlong": "keep"}},
-    "bf16": {True: {"dtype": "bfloat16"}, False: {"dtype": "float32"}},
+    "bf16": {None: {}, True: {"dtype": "bfloat16"}, False: {"dtype": "float32"}},
     "anchor_logp": {"old_policy": {"anchor": "old"}, "rollout": {"anchor": "rollout"}},
 }
 NEUTRAL: dict[str, tuple[Any, str]] = {  # theirs: (the only value accepted, what is so here)
@@ -418,8 +405,10 @@ def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] 
         case "epsilon", _ if trl == "cispo":
             got, expected = f"{quoted(value)} with loss_type 'cispo'", "epsilon_high, TRL's only bound there"
             raise ConfigError("epsilon", where="Config", got=got, expected=expected)
-        case "epsilon_high", int() | float() if trl == "cispo":
-            return {"eps_clip": 1.0, "eps_clip_high": value - 1}
+        case "epsilon_high", _ if trl == "cispo" and value is not None:
+            with suppress(TypeError, ValueError):  # what is no number is refused as eps_clip_high
+                value = float(value) - 1
+            return {"eps_clip": 1.0, "eps_clip_high": value}
         case "scale_rewards", _ if given.get("multi_objective_aggregation") == "normalize_then_sum":
             return {}  # TRL does not look at it there
         case "log_completions", bool():
@@ -562,7 +551,7 @@ def _settle_loss(cls: type, laid: Mapping[str, Any], settings: dict[str, Any], s
         got = f"'off' and {', '.join(on)}"
         raise ConfigError("tis is given twice", where="Config", got=got, fix="Keep one of them.")
     loss = settings.get("policy_loss", stated.get("policy_loss", getattr(cls, "policy_loss", "")))
-    for name in {name.partition(".")[0] for name in laid} & ({*SPELLED} & SURROGATE_KNOBS.keys() - {loss}):
+    for name in {name.partition(".")[0] for name in laid} & ({*SPELLED} & SURROGATE_KNOBS.keys() - {str(loss)}):
         what = f"{name}: it is read with policy_loss={name!r}, not {loss!r}"
         raise ConfigError(what, where="Config", fix="Leave it out or change the loss.")
 

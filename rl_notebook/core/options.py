@@ -159,7 +159,7 @@ def _complaint(cls: type, found: Mapping[str, Any]) -> str:
     "One thing that pydantic found, with what was got, what was expected and the fix."
     parts, value = [part for part in found["loc"] if isinstance(part, str)], found["input"]
     dotted = ".".join(parts[:2])
-    name = dotted if dotted in leaf_types(cls) else parts[0]
+    name = dotted if dotted in leaf_types(cls) else next(iter(parts), "a value without a name")
     expected = _expected(found, leaf_types(cls).get(name))
     fix = nearest(value, re.findall(r"'(\w+)'", expected)) if isinstance(value, str) else _where_it_goes(name, value)
     return str(ConfigError(name, got=quoted(value), expected=expected, fix=fix))
@@ -262,6 +262,7 @@ SURROGATE_KNOBS: dict[str, dict[str, Any]] = {
     "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "ratio_log_cap": 20.0},
 }
 SEQUENCE_RATIO = ("gspo",)  # surrogates whose ratio is one per sequence
+NO_RATIO = ("grpo", "reinforce")  # and those that have none
 KNOBS = sorted({knob for defaults in SURROGATE_KNOBS.values() for knob in defaults})
 
 # %% ../../nbs/core/04_options.ipynb #ae9afb9c
@@ -291,7 +292,7 @@ def _without_companion(o: LossKnobs) -> Iterator[LossError]:
     if o.tis != "off" and loss == "reinforce":
         fix = "Leave it out or change the loss."
         yield LossError("tis", got=o.tis, expected="'off': reinforce is already anchored on the sampler", fix=fix)
-    if o.anchor == "rollout" and loss in ("grpo", "reinforce"):
+    if o.anchor == "rollout" and loss in NO_RATIO:
         fix = "Leave it out or set policy_loss='ppo'."
         yield LossError("anchor", got=o.anchor, expected=f"'old': policy_loss={loss!r} has no ratio", fix=fix)
     if o.icepop_threshold is not None and o.tis != "token":

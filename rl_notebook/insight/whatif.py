@@ -36,6 +36,7 @@ from ..task.data import Row, make_row
 from ..show.html import frame_html
 from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
+from ..core.options import NO_RATIO
 from ..runs.records import StepRecord
 from ..task.rewards import Limits, as_reward_fns, blocking, gathered, graded, score
 from ..loop.step import evaluate_loss, join_updates, loss_factory, on_one_line
@@ -155,7 +156,7 @@ def inherited(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     "Those of a step's own loss options that still mean something after the changes."
     other_loss = changes.get("policy_loss", own.get("policy_loss")) != own.get("policy_loss")
     left = {*(KNOBS if other_loss else ()), *(_OF_TIS if changes.get("tis") == "off" else ())}
-    left |= {"anchor"} if changes.get("policy_loss") in ("grpo", "reinforce") else set()  # losses without a ratio
+    left |= {"anchor"} if changes.get("policy_loss") in NO_RATIO else set()
     return {k: v for k, v in own.items() if k not in left}
 
 # %% ../../nbs/insight/01_whatif.ipynb #a9c71456

@@ -27,7 +27,7 @@ from rl_notebook.core.types import (
     RLNotebookError,
     RolloutSample,
 )
-from ..core.options import SURROGATE_KNOBS
+from ..core.options import NO_RATIO, SURROGATE_KNOBS
 from ..runs.records import StepRecord
 
 if TYPE_CHECKING:
@@ -532,7 +532,7 @@ def reads_sampler(record: StepRecord) -> bool:
 
 def corrects(record: StepRecord) -> bool:
     "Whether the loss takes into account that samples may come from other weights."
-    has_ratio = record.options.get("policy_loss", "grpo") not in ("grpo", "reinforce")
+    has_ratio = record.options.get("policy_loss", "grpo") not in NO_RATIO
     return reads_sampler(record) or (has_ratio and any(d.old_logprobs is not None for d in record.datums))
 
 # %% ../../nbs/insight/00_xray.ipynb #b042b6f7

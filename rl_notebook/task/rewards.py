@@ -105,6 +105,10 @@ def in_ascii(text: str) -> str:
 # %% ../../nbs/task/01_rewards.ipynb #b1b66f09
 _MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _MAGNITUDES["k"] = 1000
+_COUNTS = rf"(?:pi|{'|'.join(_MAGNITUDES)})s?"
+_WORD, _MARK = r"[^\W\d_][^\W\d_']+", r"[^\w\s+*/^=\\<>≤≥≠±√π(){}.:,!|-]"  # in any alphabet; what is no arithmetic
+
+# %% ../../nbs/task/01_rewards.ipynb #3303ad8d
 _REWRITES = (  # again and again, until nothing changes
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*"), r" \1\2 "),
     (re.compile(r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?"), ""),
@@ -118,8 +122,8 @@ _REWRITES = (  # again and again, until nothing changes
     (re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])"), r"(\1+\2/\3)"),  # 3 1/2
     (re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(_MAGNITUDES)})s?\b"), lambda m: f"*{_MAGNITUDES[m[1].lower()]}"),
     (re.compile(r"(?<![\w.])0+(?=\d)"), ""),
-    (re.compile(r"^\s*(?:[a-zA-Z']{2,}[\s:,.]+)+(?=[\d.(-])"), ""),  # words before the number
-    (re.compile(rf"(?<=[\d)])\s*(?!(?:pi|{'|'.join(_MAGNITUDES)})s?\b)(?:[a-zA-Z]{{2,}}|[mglhs]\b)[^\d+*=^]*$"), ""),
+    (re.compile(rf"^\s*(?:{_WORD}[\s:,.]+|{_MARK}\s*)+(?=[\d.(-])"), ""),  # before the number
+    (re.compile(rf"(?<=[\d)])\s*(?!{_COUNTS}\b)(?:[-/(]?{_WORD}|[mglhs]\b|</|{_MARK})[^\d+*=^]*$"), ""),  # behind it
 )
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "{": "(", "}": ")"})
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
@@ -136,7 +140,7 @@ def parse_number(answer: Any) -> Fraction | None:  # exact; None = not one numbe
         before = text
         for pattern, python in _REWRITES:
             text = pattern.sub(python, text)
-    return _evaluated(text.translate(_SIGNS).strip("\t\n *_`").rstrip(".,"))
+    return _evaluated(text.translate(_SIGNS).strip("\t\n *_`").rstrip(".,:"))
 
 
 def _evaluated(text: str) -> Fraction | None:
@@ -324,6 +328,7 @@ import json, logging, signal, sys
 from math_verify import parse, verify
 
 logging.disable(logging.CRITICAL)
+print(flush=True)
 for line in sys.stdin:
     gold, text, patience = json.loads(line)
     signal.setitimer(signal.ITIMER_REAL, patience)  # nothing handles the alarm, so it ends this process
@@ -353,6 +358,9 @@ class MathVerify:
             if self._worker is None or self._worker.poll() is not None:
                 pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
                 self._worker = subprocess.Popen([sys.executable, "-c", _JUDGE], text=True, **pipes)
+                if not self._worker.stdout.readline():
+                    fix = 'See what `python -c "import math_verify"` says.'
+                    raise RewardError("math_verify", got="a process that ended", expected="its first line", fix=fix)
             try:
                 print(json.dumps([gold, text, self.timeout]), file=self._worker.stdin, flush=True)
                 verdict = self._worker.stdout.readline()

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..core.types import BackendError, ConfigError, DataError, RewardError, needs, plain_text
 from ..core.names import new_folder
-from ..config.settings import nearest
+from ..core.options import nearest
 
 if TYPE_CHECKING:  # torch and models are loaded where a model is: a page of a run needs its tokenizer alone
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -24,7 +24,7 @@ from plotly.offline import get_plotlyjs
 from ..core.types import RecordError
 from ..show.html import escape_unseen, image
 from ..runs.records import StepRecord, flat_settings
-from ..config.settings import nearest
+from ..core.options import nearest
 from .payloads import History, downsample, history_row, run_payloads, step_payloads, timeline_payload
 
 if TYPE_CHECKING:
