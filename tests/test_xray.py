@@ -132,7 +132,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str]] = {
     "dro": ({"policy_loss": "dro", "kl_beta": 0.0}, r"plus a pull to the old policy"),
     "sapo": (
         {"policy_loss": "sapo", "kl_beta": 0.0},
-        r"from positive and .* from negative advantages, ratio 1\.$",
+        r"−advantage × a soft gate of the ratio, averaged over tokens\.$",
     ),
     "corrected": (
         {"tis_enabled": True, "kl_beta": 0.0, "policy_loss": "ppo", "aggregation": "sequence_mean"},
@@ -150,7 +150,7 @@ SITUATIONS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dead groups kept, with KL": (
         {"reward": always(0.0), "drop_dead": False, "kl_beta": 0.1},
-        r"Loss is 0\.000 because every advantage is 0, and the policy equals the reference, so KL is 0\.$",
+        r"Loss is 0\.000 because every advantage is 0\.$",
     ),
     "all the same": (
         {"reward": always(1.0)},
@@ -185,7 +185,7 @@ def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(loss: 
         datums = [replace(d, old_logprobs=x, sampler_logprobs=x) for d, x in zip(fresh.datums, series, strict=True)]
         found, _ = make_loss_fn(datums, policy_loss=loss)(datums, [torch.tensor(x) for x in series])
         values.add(round(float(found), 6))
-    assert (len(values) == 2) == (loss in TERM_WORDS)
+    assert (len(values) == 2) == (loss in TERM_WORDS and loss != "sapo")
 
 
 def test_a_registered_loss_is_not_taken_apart():
@@ -202,7 +202,7 @@ def test_a_registered_loss_is_not_taken_apart():
 def test_later_steps_of_a_window_know_that_the_policy_moved():
     first, second = steps(2, weight_sync_interval=2, policy_loss="ppo", aggregation="sequence_mean", kl_beta=0.0)
     text = sentence(second, first)
-    assert "Loss is 0.000 because the ratio is taken against the policy itself, hence 1" in text
+    assert "Loss is 0.000 because the ratio is 1, so the advantages cancel" in text
     said = (
         r"the policy has moved since sampling, by 0\.\d+ nats a token on average, and the loss does not correct for it"
     )
@@ -230,10 +230,10 @@ def test_a_ratio_against_the_sampler_shows_how_far_the_policy_moved():
 
 
 def test_a_step_with_kl_says_how_much_of_the_loss_it_is():
-    first, second = steps(2, policy_loss="ppo", aggregation="sequence_mean", kl_beta=0.05)
-    assert "all of it the KL term (kl_beta 0.05): the rest is 0 because the policy has not moved" in sentence(
-        second, first
-    )
+    first, second = steps(2, policy_loss="ppo", aggregation="token_mean", kl_beta=0.05, advantage_scale="none")
+    found = re.search(r"the KL term is kl_beta 0\.05 at ([\d.e-]+) nats a token", sentence(second, first))
+    assert found
+    assert float(found[1]) == pytest.approx(second.metrics["kl"], rel=0.06)
     assert failed(first) == failed(second, first) == []
 
 
@@ -271,16 +271,10 @@ def constructed(fresh: StepRecord, shift: float = 0.0, batch: str = "own", **opt
     return replace(fresh, groups=fresh.groups[:2], **changed)
 
 
-def value(record: StepRecord, datums: Any = None, **changes: Any) -> float:
-    "The loss of a record under changed options or datums."
-    datums = record.datums if datums is None else datums
-    fn = make_loss_fn(datums, **dict(record.options) | changes)
-    return float(fn(datums, [torch.tensor(lp.values) for lp in record.loss.logprobs])[0])
-
-
-def only(record: StepRecord, sign: int) -> list[Datum]:
-    "Datums with the advantages of one sign."
-    return [replace(d, advantage=d.advantage if d.advantage * sign > 0 else 0.0) for d in record.datums]
+def value(record: StepRecord, **changes: Any) -> float:
+    "The loss of a record under changed options."
+    fn = make_loss_fn(record.datums, **dict(record.options) | changes)
+    return float(fn(record.datums, [torch.tensor(lp.values) for lp in record.loss.logprobs])[0])
 
 
 def deny(record: StepRecord, text: str) -> list[str]:
@@ -305,7 +299,6 @@ def deny(record: StepRecord, text: str) -> list[str]:
     claim(r"\bLoss is (-?[\d.e+-]+\d)", lambda x: close(x, record.loss.loss))
     claim(r"\bLoss is 0\.000", lambda: abs(record.loss.loss) <= 2e-4 * push * max(1, np.abs(p).max()) + 1e-9)
     claim(r"ratio 1\b|ratio is 1\b|hence 1", lambda: to_anchor <= 2e-3)
-    claim(r"against the policy itself", lambda: to_anchor == 0.0)
     claim(r"ratio \d+\.\d+ to", lambda: to_anchor > 1e-3)
     claim(r"not moved since sampling", lambda: to_sampler <= 1e-3)
     claim(r"differ by|(?<!not )moved since", lambda: to_sampler > 1e-3)
@@ -314,13 +307,8 @@ def deny(record: StepRecord, text: str) -> list[str]:
     )
     claim(r"longer completions had the higher", lambda: np.dot(a, n) > 0 and abs(a.sum()) < 1e-6)
     claim(r"longer completions had the lower", lambda: np.dot(a, n) < 0 and abs(a.sum()) < 1e-6)
-    claim(r"were trained sum to (-?[\d.e+-]+\d)", lambda x: close(x, a.sum()) and abs(a.sum()) > 1e-6)
     claim(r"minus the advantages", lambda: close(without_kl, _minus_advantages(a, n, o)))
     claim(r"every advantage is 0", lambda: not a.any())
-    claim(r"all of it the KL term", lambda: abs(without_kl) < 1e-3 * max(np.abs(a * n).sum(), 1e-9) + 1e-9)
-    claim(r"KL term adds (-?[\d.e+-]+\d)", lambda x: close(x, record.loss.loss - without_kl))
-    claim(r"(-?[\d.e+-]+\d) from positive", lambda x: close(x, value(record, only(record, 1), kl_beta=0.0)))
-    claim(r"(-?[\d.e+-]+\d) from negative", lambda x: close(x, value(record, only(record, -1), kl_beta=0.0)))
     claim(r"the gradient is 0\b", lambda: push == 0)
     claim(r"Gradient (?:norm|sum)", lambda: push > 0)
     aware = o.tis != "off" or o.anchor == "rollout" or o.policy_loss == "reinforce"
@@ -376,25 +364,11 @@ def test_the_judge_of_claims_is_awake(fresh: StepRecord):
         "Loss is 0.000 because every advantage is 0",
         "Loss is 7.300: minus the advantages",
         "the gradient is 0 too",
-        "all of it the KL term",
-        "0.123 from positive and 0.1 from negative advantages",
         "policy and sampler differ by 0.2",
     ]
     assert [bool(deny(record, lie)) for lie in lies] == [True] * len(lies)
     moved = constructed(fresh, 0.2, policy_loss="ppo", anchor="rollout", kl_beta=0.0)
     assert len(deny(moved, "the policy has not moved since sampling (ratio 1)")) == 2
-
-
-def test_a_loss_that_cannot_be_recomputed_is_not_explained(fresh: StepRecord):
-    other = replace(fresh, loss=replace(fresh.loss, loss=0.7))
-    assert re.search(
-        r"Loss is 0\.700, but the record's options give -?[\d.]+, so its cause is not known", sentence(other)
-    )
-    strange = replace(fresh, options={"temper": 1})
-    assert "its cause is not known, as it cannot be recomputed (LossOptions: unknown setting" in sentence(strange)
-    without = replace(fresh, options={"tis": "token"}, datums=[replace(d, sampler_logprobs=None) for d in fresh.datums])
-    assert "its cause is not known" in sentence(without)
-    assert "holds no loss" in sentence(replace(fresh, loss=None))
 
 
 def test_a_gradient_that_clipping_removed_is_named(fresh: StepRecord):
@@ -436,8 +410,6 @@ def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
     found = {r.step: failed(r, p, weight_sync_interval=1) for r, p in zip(records, [None, *records], strict=False)}
     dead_or_narrow = {"signal", "variety"}  # true of some of these steps
     assert {n for names in found.values() for n in names} <= dead_or_narrow
-    for r, p in zip(records, [None, *records], strict=False):
-        assert r.reason or "cause is not known" not in sentence(r, p)
 
 
 def first_target(d: Datum) -> int:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,23 +18,12 @@ from ..core.advantages import STD_TOLERANCE, is_dead
 from ..core.align import require_finite
 from ..backends.base import Scorer, SyncReport
 from ..config.config import Config
-from rl_notebook.core.types import (
-    Datum,
-    DatumError,
-    Logprobs,
-    LossError,
-    PromptGroup,
-    RLNotebookError,
-    RolloutSample,
-)
+from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RolloutSample
 from ..core.options import NO_RATIO, SURROGATE_KNOBS
 from ..runs.records import StepRecord
 
-if TYPE_CHECKING:
-    from rl_notebook.core.losses import ActiveTokens, LossOptions
-
 # %% auto #0
-__all__ = ['Check', 'measure_noise_floor', 'loss_parts', 'invariants', 'sentence', 'XRay', 'xray']
+__all__ = ['Check', 'measure_noise_floor', 'invariants', 'sentence', 'XRay', 'xray']
 
 # %% ../../nbs/insight/00_xray.ipynb #62e2da8b
 _MARKS = {True: "✓", False: "✗", None: "–"}
@@ -242,78 +231,6 @@ def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | 
         return None if before is None else False
     return True if previous.step == 1 else None
 
-# %% ../../nbs/insight/00_xray.ipynb #b02cb0e0
-@dataclass(frozen=True, eq=False)
-class LossParts:
-    "A loss, recomputed from a record and taken apart."
-
-    total: float
-    positive: float  # policy terms of tokens with positive advantage, aggregated
-    negative: float  # likewise negative
-    kl: float  # the KL term, times beta, aggregated
-    scale: float  # what the terms would add up to if none cancelled
-    tokens: ActiveTokens  # every position of the loss
-    tis: np.ndarray  # (T,) correction weights; ones when off
-    options: LossOptions
-    updates: int = 1  # of the step; the total is the mean of their losses
-    entropy: float = 0.0  # the entropy bonus, as it enters the loss: times minus the coefficient, aggregated
-
-    @property
-    def policy(self) -> float:
-        "The part that is not KL."
-        return self.positive + self.negative
-
-    @property
-    def ratio(self) -> tuple[float, float]:
-        "Smallest and largest token ratio, against the sampler for `reinforce`; (1, 1) without tokens."
-        t = self.tokens
-        anchor = t.old if t.sampler is None or self.options.policy_loss != "reinforce" else t.sampler
-        r = (t.policy - anchor).double().exp()
-        return (float(r.min()), float(r.max())) if len(r) else (1.0, 1.0)
-
-    @property
-    def steady(self) -> bool:
-        "Whether every ratio is 1."
-        return max(abs(r - 1) for r in self.ratio) <= 1e-3
-
-    @property
-    def plain(self) -> bool:
-        "Whether every correction weight is 1."
-        return bool((np.abs(self.tis - 1) <= 1e-3).all())
-
-    def vanishes(self, x: float) -> bool:
-        "Whether a part is 0 up to rounding."
-        return abs(x) <= max(1e-4 * self.scale, 1e-7)
-
-# %% ../../nbs/insight/00_xray.ipynb #808388c3
-def loss_parts(record: StepRecord) -> LossParts:
-    "The loss of a record, taken apart; raises the error of the losses notebook where that cannot be done."
-    import torch  # only here: a record can be looked at without it
-
-    from rl_notebook.core.losses import LossOptions, SideData, aggregate, loss_terms, tis_weights
-
-    try:
-        o = LossOptions(**record.options)
-    except TypeError as e:
-        raise LossError("options of the record", got=sorted(record.options), expected="those of LossOptions") from e
-    policy = [torch.tensor(lp.values) for lp in record.loss.logprobs] if record.loss else []
-    ends = np.cumsum(record.updates or (len(record.datums),)).tolist()
-    entropies = [
-        torch.tensor(lp.entropy) for lp in (record.loss.logprobs if record.loss else ()) if lp.entropy is not None
-    ]
-    shares = np.zeros(5)
-    for first, end in zip([0, *ends[:-1]], ends, strict=True):
-        side = SideData(record.datums[first:end], o)
-        t = side.with_policy(policy[first:end])
-        terms, kl = loss_terms(t, o)
-        bonus = -o.entropy_coeff * side.with_entropy(entropies[first:end]) if o.entropy_coeff else torch.zeros_like(kl)
-        up, down = (torch.where(mine, terms, torch.zeros_like(terms)) for mine in (t.advantage > 0, t.advantage < 0))
-        shares += [float(aggregate(x, t, o)) / len(ends) for x in (up, down, kl, terms.abs() + kl.abs(), bonus)]
-    t = SideData(record.datums, o).with_policy(policy)
-    positive, negative, beyond, scale, bonus = shares.tolist()
-    total, tis = positive + negative + beyond + bonus, tis_weights(t, o).numpy()
-    return LossParts(total, positive, negative, beyond, scale + abs(bonus), t, tis, o, len(ends), bonus)
-
 # %% ../../nbs/insight/00_xray.ipynb #fda4cfac
 def short(x: float) -> str:
     "A number as it reads well in a sentence."
@@ -383,10 +300,11 @@ def signal_words(record: StepRecord) -> str:
     return words + (f"; {dead} without signal trained all the same, with advantage 0" if dead else "")
 
 # %% ../../nbs/insight/00_xray.ipynb #97f4770d
-TERM_WORDS = {  # losses whose term is not the advantage times a ratio
+TERM_WORDS = {  # losses whose term is not minus the advantage at ratio 1
     "grpo": "−advantage × logprob",
     "cispo": "−clipped ratio × advantage × logprob",
     "dro": "−advantage × logprob plus a pull to the old policy",
+    "sapo": "−advantage × a soft gate of the ratio",
 }
 SUMS = {
     "token_mean": "averaged over tokens",
@@ -396,85 +314,54 @@ SUMS = {
     "sum": "summed over all tokens",
 }
 
-
-def cancelling(parts: LossParts, own_anchor: bool, moved: tuple[bool | None, str]) -> str:
-    "Why the policy's part of a loss is 0, in words that follow 'because'."
-    if len(parts.tis) == 0:
-        return "every target is masked"
-    if not parts.tokens.advantage.any():
-        return "every advantage is 0"
-    if not parts.tis.any():
-        return "the correction leaves out every token"
-    if parts.options.policy_loss in TERM_WORDS or not (parts.steady and parts.plain):
-        return f"positive and negative advantages cancel ({short(parts.positive)} and {short(parts.negative)})"
-    if moved[0] is False:
-        return f"{moved[1]} (ratio 1), so the advantages cancel"
-    return f"the ratio is {'taken against the policy itself, hence 1' if own_anchor else '1'}, so the advantages cancel"
-
-# %% ../../nbs/insight/00_xray.ipynb #68ed8322
-def lengths_words(parts: LossParts) -> str:
-    "Why minus the advantages do not add up to 0 at ratio 1: length, or advantages that have a sum."
-    t = parts.tokens
-    per_sample = t.mean_per_sample(t.advantage.double())
-    if bool((t.advantage.double() - per_sample[t.sample]).abs().max() > 1e-6):
-        return "advantages differ from token to token"
-    total, size = float(per_sample.sum()), float(per_sample.abs().sum())
-    if abs(total) > 1e-6 * max(size, 1.0):
-        return f"the advantages that were trained sum to {short(total)}"
-    return f"longer completions had the {'higher' if parts.policy < 0 else 'lower'} advantages"
-
-# %% ../../nbs/insight/00_xray.ipynb #afeeef51
-def made_of(parts: LossParts) -> str:
-    "What a loss that is not 0 consists of."
-    o, (low, high) = parts.options, parts.ratio
-    corrected = "" if o.tis == "off" else ", times the correction"
-    if o.policy_loss in TERM_WORDS:
-        words = f"{TERM_WORDS[o.policy_loss]}{corrected}, {SUMS[o.aggregation]}"
-    elif parts.steady and parts.plain and o.policy_loss != "sapo" and parts.updates == 1:
-        words = f"minus the advantages, {SUMS[o.aggregation]}, as the ratio is 1: {lengths_words(parts)}"
-    else:
-        shares = f"{short(parts.positive)} from positive and {short(parts.negative)} from negative advantages"
-        words = f"{shares}{corrected}, {'ratio 1' if parts.steady else f'ratio {low:.3f} to {high:.3f}'}"
-    words += "" if parts.vanishes(parts.kl) else f"; the KL term adds {short(parts.kl)}"
-    return words + ("" if parts.vanishes(parts.entropy) else f"; the entropy bonus takes off {short(-parts.entropy)}")
-
-# %% ../../nbs/insight/00_xray.ipynb #c78557dc
+# %% ../../nbs/insight/00_xray.ipynb #4523a3f2
 def custom_loss(options: Mapping[str, Any]) -> str:
     "The name of a loss that is not one of ours, whose terms may be anything; empty = it is ours."
     named = str(options.get("policy_loss", "grpo"))
     return str(options.get("make_loss") or ("" if named in SURROGATE_KNOBS else named))
 
 
+def policy_words(record: StepRecord, rest: float, moved: tuple[bool | None, str]) -> tuple[bool, str]:
+    "Whether the advantages' part of a loss, about `rest`, is 0, and what it is or why."
+    m, o = record.metrics, record.options
+    term, how = TERM_WORDS.get(o.get("policy_loss", "grpo")), SUMS[o.get("aggregation", "token_mean")]
+    low, high = (m.get(f"ratio/{end}", math.nan) for end in ("min", "max"))
+    is_one = lambda *factors: all(abs(factor - 1) <= 1e-3 for factor in factors)  # what is not known is not
+    a, n = (np.array(v) for v in zip(*((np.mean(d.advantage), d.num_loss_tokens) for d in record.datums), strict=True))
+    if not n.any():
+        return True, "every target is masked"
+    if not any(np.any(d.advantage) for d in record.datums):
+        return True, "every advantage is 0"
+    if m.get("tis/weight_mean") == 0:
+        return True, "the correction leaves out every token"
+    if term or not is_one(low, high, m.get("tis/raw_min", 1.0), m.get("tis/raw_max", 1.0)):
+        corrected = "" if o.get("tis", "off") == "off" else " × correction"
+        seen = "" if term or is_one(low, high) or math.isnan(low) else f", ratio {low:.3f} to {high:.3f}"
+        return False, f"{term or '−advantage × ratio'}{corrected}, {how}{seen}"
+    if abs(rest) <= 1e-3 * m.get("grad/abs_sum", 0.0):
+        ratio = f"{moved[1]} (ratio 1)" if moved[0] is False else "the ratio is 1"
+        return True, f"{ratio}, so the advantages cancel"
+    which = "higher" if a @ n > 0 else "lower"
+    lean = f": longer completions had the {which} advantages" if abs(a.sum()) < 1e-6 else ""
+    return False, f"minus the advantages, {how}, as the ratio is 1{lean}"
+
+
 def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
-    "The loss and its cause, without the full stop."
+    "The loss and what it is made of, by the metrics of its step, without the full stop."
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
-    value, custom = record.loss.loss, custom_loss(record.options)
+    value, m, o, custom = record.loss.loss, record.metrics, record.options, custom_loss(record.options)
     if not math.isfinite(value):
         return f"Loss is {value}"
     if custom:
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
-    try:
-        parts = loss_parts(record)
-    except RLNotebookError as e:
-        return f"Loss is {short(value)}; its cause is not known, as it cannot be recomputed ({e})"
-    if abs(parts.total - value) > 1e-3 * parts.scale + 1e-6:
-        return f"Loss is {short(value)}, but the record's options give {short(parts.total)}, so its cause is not known"
-    if not parts.vanishes(parts.policy):
-        return f"Loss is {short(value)}: {made_of(parts)}"
-    o = parts.options
-    own = o.anchor == "old" and o.policy_loss != "reinforce" and all(d.old_logprobs is None for d in record.datums)
-    why = cancelling(parts, own, moved_since_sampling(record, previous))
-    nothing = abs(parts.policy) <= 1e-3 * (abs(parts.positive) + abs(parts.negative)) + 1e-6  # not beside others only
-    rest = f"the rest is 0 because {why}" if nothing else f"{short(parts.policy)} of the advantages is little beside it"
-    if not parts.vanishes(parts.entropy):
-        others = "" if parts.vanishes(parts.kl) else f" and {short(parts.kl)} KL term"
-        return f"Loss is {short(value)}: {short(parts.entropy)} entropy bonus{others}; {rest}"
-    if not parts.vanishes(parts.kl):
-        whole = "all of it" if nothing else "hardly anything but"
-        return f"Loss is {short(value)}, {whole} the KL term (kl_beta {o.kl_beta:g}): {rest}"
-    equal = o.kl_beta > 0 and len(parts.tis) > 0 and parts.scale <= 1e-7
-    return f"Loss is 0.000 because {why}" + (", and the policy equals the reference, so KL is 0" if equal else "")
+    kl, entropy = m.get("kl", 0.0), m.get("entropy/exact", 0.0)
+    pull, bonus = o.get("kl_beta", 0.0) * kl, o.get("entropy_coeff", 0.0) * entropy
+    nothing, words = policy_words(record, value - pull + bonus, moved_since_sampling(record, previous))
+    value, words = (0.0, f" because {words}") if nothing and not (pull or bonus) else (value, f": {words}")
+    words += f"; the KL term is kl_beta {o['kl_beta']:g} at {short(kl)} nats a token" if pull else ""
+    words += f"; the entropy bonus takes off {o['entropy_coeff']:g} at {short(entropy)} nats a token" if bonus else ""
+    return f"Loss is {short(value)}{words}"
 
 # %% ../../nbs/insight/00_xray.ipynb #c614dc39
 SERIES = ("sampler_logprobs", "old_logprobs", "ref_logprobs")
