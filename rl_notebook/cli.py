@@ -323,7 +323,8 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     print(path, flush=True)
     if given.out is None and out.parent != given.run:
         print(f"{given.run} was not started here: its page is written outside of it.", file=sys.stderr, flush=True)
-    say, address = partial(print, file=sys.stderr, flush=True), Path(path).resolve().as_uri()
+    place = "".join(f"#{address.rpartition('#')[2]}" for address in given.show[:1])
+    say, address = partial(print, file=sys.stderr, flush=True), Path(path).resolve().as_uri() + place
     opened = given.open and webbrowser.open(address)
     say(f"{status.text} " + ("Opened in a browser." if opened else f"Open {address} in a browser, or add --open."))
     if goes_on:

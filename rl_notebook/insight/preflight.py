@@ -23,7 +23,7 @@ from ..config.config import Config, completions_at_once
 from ..core.types import ConfigError, Datum, PromptGroup, RewardError, RolloutSample
 from ..task.data import Row
 from ..core.datums import attach, datums_from_groups
-from ..show.html import shapes, styled, table
+from ..show.html import MUTED, Check, checks_html, shapes, styled, table
 from ..loop.phases import as_rows, as_task, check_backend, configured
 from ..loop.phases import encode_for, first_cursor, limits_of, part_weights, sign_of_life
 from ..loop.phases import rollout_setup
@@ -35,8 +35,8 @@ from ..loop.rollouts import bounded, require_some, together
 from ..task.data import Prompt
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
-from .xray import MUTED, TOO_MANY, Check, Gap, Rounding, check_temperature
-from .xray import checks_html, measure_noise_floor, sampler_gap, short, tolerance
+from .xray import TOO_MANY, Gap, Rounding, check_temperature
+from .xray import measure_noise_floor, sampler_gap, short, tolerance
 
 # %% auto #0
 __all__ = ['Preflight', 'preflight']

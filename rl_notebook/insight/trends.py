@@ -212,9 +212,11 @@ def dead_grew(past: Past, t: int) -> Change | None:
     best, now = float(means[:-4].min()), float(means[-1])
     if now < 0.75 or now - best < 0.3 or np.median(share[-5:]) < 0.75:
         return None
-    begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(found) - 1)
     dead = [g for i in found[-5:] for g in past.records[i].groups if len(g.samples) and is_dead(g.rewards)]
     solved = float(np.mean([g.rewards[0] > past.middle(t) for g in dead])) if dead else 0.0
+    if solved > 0.5:
+        return None
+    begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(found) - 1)
     ranking = by_sample(lambda g, i: 1.0 if i == 0 and is_dead(g.rewards) else -math.inf)
     return Change(int(found[begins]), {"before": best, "now": now, "solved": solved}, ranking)
 

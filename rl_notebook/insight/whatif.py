@@ -38,6 +38,7 @@ from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
 from ..core.options import NO_RATIO
 from ..runs.records import StepRecord
+from .xray import expect
 from ..task.rewards import Limits, as_reward_fns, blocking, gathered, graded, score
 from ..loop.step import evaluate_loss, join_updates, loss_factory, on_one_line
 
@@ -117,6 +118,7 @@ def check_logprobs(datums: Sequence[Datum], found: Sequence[Logprobs], where: st
 
 def freeze(record: StepRecord) -> FrozenBatch:
     "See `FrozenBatch.of`."
+    expect(record, StepRecord, "frozen batch")
     where = f"step {record.step}"
     if record.loss is None or not any(d.num_loss_tokens for d in record.datums):
         got = "no loss" if record.loss is None else "no token in the loss"
@@ -271,7 +273,7 @@ def gradient_row(datums: Sequence[Datum], output: LossOutput) -> dict[str, float
     total = float(np.abs(g).sum())
     share = lambda chosen: float(np.abs(g[chosen]).sum()) / total if total else float("nan")
     return {
-        "loss": output.loss,
+        "loss": output.loss if abs(output.loss) > 1e-6 * total else 0.0,  # of rounding alone
         "grad_norm": float(np.sqrt(g @ g)),
         "clipped": output.metrics.get("clip_ratio/region_mean", float("nan")),
         "positive": share(a > 0),

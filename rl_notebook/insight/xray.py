@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import html
+import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,64 +19,13 @@ import numpy as np
 from ..core.advantages import STD_TOLERANCE, is_dead
 from ..core.align import require_finite
 from ..backends.base import Scorer, SyncReport
-from ..config.config import Config
-from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RolloutSample
+from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RecordError, RolloutSample
 from ..core.options import NO_RATIO, SURROGATE_KNOBS
 from ..runs.records import StepRecord
+from ..show.html import Check, checks_html
 
 # %% auto #0
-__all__ = ['Check', 'measure_noise_floor', 'invariants', 'sentence', 'XRay', 'xray']
-
-# %% ../../nbs/insight/00_xray.ipynb #62e2da8b
-_MARKS = {True: "✓", False: "✗", None: "–"}
-
-
-@dataclass(frozen=True, repr=False)
-class Check:
-    "One thing that should hold."
-
-    name: str  # short, the same in every step
-    ok: bool | None  # None = could not be checked; `text` says why
-    text: str  # the outcome as a sentence, without its full stop
-    where: str = ""  # group, sample, target
-    got: Any = None  # the offending value
-    expected: str = ""  # what would have been right
-    fix: str = ""  # how to fix it
-    notable: bool = False  # a fact that the sentence of the step says, though it is no failure
-
-    @property
-    def mark(self) -> str:
-        "✓, ✗ or –."
-        return _MARKS[self.ok]
-
-    @property
-    def details(self) -> str:
-        "Where, got, expected and fix as one line; empty when there is nothing to add."
-        parts = [self.where] if self.where else []
-        parts += [f"got {self.got}"] if self.got is not None else []
-        parts += [f"expected {self.expected}"] if self.expected else []
-        return ". ".join(p for p in ("; ".join(parts), self.fix) if p)
-
-    def __repr__(self) -> str:
-        return f"{self.mark} {self.name}: {self.text}" + (f"\n    {self.details}" if self.details else "")
-
-    def _repr_html_(self) -> str:
-        return checks_html([self])
-
-# %% ../../nbs/insight/00_xray.ipynb #a5b3cb1b
-MUTED, EDGE = "var(--jp-ui-font-color2,#7a8896)", "#d55e00"
-LOOKS = {True: "", False: "font-weight:600", None: f"color:{MUTED}"}
-
-
-def checks_html(checks: Iterable[Check]) -> str:
-    "Checks as an HTML list, escaped; readable on light and dark pages."
-    items = []
-    for c in checks:
-        edge = EDGE if c.ok is False else "transparent"
-        style = f"list-style:none;margin:0;padding:1px 0 1px 8px;border-left:3px solid {edge};{LOOKS[c.ok]}"
-        more = f'<br><span style="color:{MUTED};font-weight:400">{html.escape(c.details)}</span>' if c.details else ""
-        items.append(f'<li style="{style}">{c.mark} <b>{html.escape(c.name)}:</b> {html.escape(c.text)}{more}</li>')
-    return f'<ul style="margin:.3em 0;padding:0;line-height:1.45">{"".join(items)}</ul>'
+__all__ = ['measure_noise_floor', 'invariants', 'sentence', 'XRay', 'expect', 'xray']
 
 # %% ../../nbs/insight/00_xray.ipynb #2eb4c719
 async def measure_noise_floor(
@@ -103,6 +54,11 @@ class Gap:
     largest: float
     where: str  # of the largest
 
+    @property
+    def size(self) -> str:
+        "Both in words."
+        return f"{short(self.mean)} on average, {short(self.largest)} at a token"
+
 
 def gap_between(datums: Sequence[Datum], ours: Sequence[Any], theirs: Sequence[Any]) -> Gap | None:
     "How far two series are apart."
@@ -122,37 +78,25 @@ def gap_between(datums: Sequence[Datum], ours: Sequence[Any], theirs: Sequence[A
     place = worst - int(ends[row]) + len(datum.weights)
     return Gap(float(apart[known].mean()), float(apart[worst]), f"{datum.where}, target {place}")
 
-# %% ../../nbs/insight/00_xray.ipynb #be4dae2e
-def why_no_gap(datums: Sequence[Datum], ours: Sequence[Any], theirs: Sequence[Any], absent: str) -> str:
-    "Why no target has a number in both series; `absent` is said where one of them is None."
-    if datums and not any(d.num_loss_tokens for d in datums):
-        return "every target is masked"
-    both = any(a is not None and b is not None for a, b in zip(ours, theirs, strict=True))
-    return "no target has a finite number on both sides" if both else absent
-
 # %% ../../nbs/insight/00_xray.ipynb #33015272
 def sample_of(record_groups: Sequence[PromptGroup]) -> dict[tuple[int, int], RolloutSample]:
     "Samples by (group, sample), as datums name their place."
     return {(g.index, i): s for g in record_groups for i, s in enumerate(g.samples)}
-
-# %% ../../nbs/insight/00_xray.ipynb #62baedf0
-def comparable_sampler(datum: Datum, sample: RolloutSample | None, policy: Logprobs) -> np.ndarray | None:
-    "The sampler's logprobs (N-1,) on the scale of the policy's; None if it did not report such."
-    if sample is None:
-        return datum.sampler_logprobs
-    if not sample.processed and sample.temperature == policy.temperature:
-        return datum.sampler_logprobs
-    if policy.temperature == 1.0 and not policy.processed and sample.raw_logprobs is not None:
-        return sample.raw_logprobs[1 : len(datum.tokens)]
-    return None
 
 # %% ../../nbs/insight/00_xray.ipynb #90ec7828
 def sampler_side(
     groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]
 ) -> list[np.ndarray | None]:  # (N-1,) per datum
     "What the sampler reported, where it can be compared."
-    samples = sample_of(groups)
-    return [comparable_sampler(d, samples.get((d.group, d.sample)), p) for d, p in zip(datums, policy, strict=True)]
+    samples, found = sample_of(groups), list[np.ndarray | None]()
+    for d, p in zip(datums, policy, strict=True):
+        sample = samples.get((d.group, d.sample))
+        if sample is None or (not sample.processed and sample.temperature == p.temperature):
+            found.append(d.sampler_logprobs)
+        else:
+            raw = sample.raw_logprobs if p.temperature == 1.0 and not p.processed else None
+            found.append(None if raw is None else raw[1 : len(d.tokens)])
+    return found
 
 
 def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]) -> Gap | None:
@@ -252,20 +196,7 @@ def moved_since_sampling(record: StepRecord, previous: StepRecord | None = None)
         return True, f"the policy has {hardly}moved since sampling{far}"
     return None, f"policy and sampler differ by {by}" if gap else ""
 
-# %% ../../nbs/insight/00_xray.ipynb #849c1ba8
-def dead_kinds(groups: Sequence[PromptGroup]) -> list[str]:
-    "The groups without signal, counted by what all their completions earned."
-    kinds: dict[str, int] = {}
-    for g in sorted(groups, key=lambda g: -float(g.rewards[0]) if len(g.samples) else math.inf):
-        if is_dead(g.rewards):
-            value = round(float(g.rewards[0]), 6) if len(g.samples) else math.nan
-            kind = f"with the same reward {value:g}" if len(g.samples) else "without a graded completion"
-            kinds[kind] = kinds.get(kind, 0) + 1
-    if len(kinds) > 3:
-        return [f"{sum(kinds.values())} with the same reward throughout"]
-    return [f"{n} {kind}" for kind, n in kinds.items()]
-
-# %% ../../nbs/insight/00_xray.ipynb #38e76ddb
+# %% ../../nbs/insight/00_xray.ipynb #9dca9c61
 def solved_groups(record: StepRecord) -> list[PromptGroup]:
     "The groups in which every completion earned the most of the step; none where all of the step earned nothing."
     found = [g for g in record.groups if len(g.samples)]
@@ -278,22 +209,20 @@ def solved_groups(record: StepRecord) -> list[PromptGroup]:
 def signal_words(record: StepRecord) -> str:
     "How many groups carry signal, and which of them were not trained, or trained without it."
     groups, trained, solved = record.groups, {d.group for d in record.datums}, solved_groups(record)
-    live = {g.index for g in groups if not is_dead(g.rewards)}
-    carry = "carries" if len(live) == 1 else "carry"
+    live, flat = {g.index for g in groups if not is_dead(g.rewards)}, [g for g in groups if is_dead(g.rewards)]
+    earned = Counter(f"the same reward {g.rewards[0]:g}" if g.samples else "no graded completion" for g in flat)
+    same = ", ".join(f"{n} with {what}" for what, n in earned.most_common(3))
+    counted = f"all {len(groups)}" if len(live) == len(groups) > 1 else f"{len(live)} of {len(groups)}"
+    carry = f"{counted} groups {'carries' if len(live) == 1 else 'carry'} signal"
     if not any(g.samples for g in groups):
         words = "no completion was graded"
     elif 2 * len(solved) > len(groups):
         most = f"{solved[0].rewards[0]:g}, the most in this step: solved, or no completion did better"
         words = f"{len(solved)} of {len(groups)} groups have the same reward {most}"
     elif not live:
-        of = f"all {len(groups)} groups are dead" if len(groups) > 1 else "the one group is dead"
-        words = f"{of} ({', '.join(dead_kinds(groups))}), so no completion was better than its siblings"
-    elif 2 * len(live) < len(groups):
-        words = f"only {len(live)} of {len(groups)} groups {carry} signal ({', '.join(dead_kinds(groups))})"
-    elif len(live) < len(groups):
-        words = f"{len(live)} of {len(groups)} groups {carry} signal"
+        words = f"all {len(groups)} groups are dead ({same}), so no completion was better than its siblings"
     else:
-        words = f"all {len(groups)} groups carry signal" if len(groups) > 1 else "the one group carries signal"
+        words = carry if 2 * len(live) >= len(groups) else f"only {carry} ({same})"
     lost = len(live - trained) if record.trained and record.datums else 0
     dead = len(trained & {g.index for g in groups} - live)
     words += f"; {lost} of them left out by the filter" if lost else ""
@@ -364,9 +293,6 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     return f"Loss is {short(value)}{words}"
 
 # %% ../../nbs/insight/00_xray.ipynb #c614dc39
-SERIES = ("sampler_logprobs", "old_logprobs", "ref_logprobs")
-
-
 def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]]:  # name, place, values
     "Everything numeric in a record that must be finite, in the order in which a step computes it."
     for g in record.groups:
@@ -375,7 +301,7 @@ def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]
         if g.advantages is not None:
             yield "advantages", f"{g.where}, sample", g.advantages
     scored = [(d, d.active, f"{d.where}, target") for d in record.datums]
-    for name in SERIES:
+    for name in ("sampler_logprobs", "old_logprobs", "ref_logprobs"):
         for d, active, place in scored:
             if (series := getattr(d, name)) is not None:
                 yield name, place, np.where(active, series, 0.0)
@@ -415,12 +341,6 @@ def reads_sampler(record: StepRecord) -> bool:
     "Whether the loss reads the sampler's logprobs."
     o = record.options
     return o.get("tis", "off") != "off" or o.get("anchor") == "rollout" or o.get("policy_loss") == "reinforce"
-
-
-def corrects(record: StepRecord) -> bool:
-    "Whether the loss takes into account that samples may come from other weights."
-    has_ratio = record.options.get("policy_loss", "grpo") not in NO_RATIO
-    return reads_sampler(record) or (has_ratio and any(d.old_logprobs is not None for d in record.datums))
 
 # %% ../../nbs/insight/00_xray.ipynb #b042b6f7
 TOO_MANY = 0.25  # share of completions cut or lost, or of tokens clipped, from which a step is in trouble
@@ -627,9 +547,8 @@ def check_lengths(record: StepRecord) -> Check:
     if len(tokens) > 1 and tokens[largest] >= MOST * total > 0:
         text = f"group {largest} has {tokens[largest] / total:.0%} of the tokens of the loss"
         return check(True, f"{text}, of {len(tokens)} groups", notable=True)
-    partly = f"rewards follow length in part (correlation {corr:+.2f})"
-    text = partly if abs(corr) >= 0.3 else "rewards do not follow length"
-    return check(None if math.isnan(corr) else True, f"{text}, and no group has most of the tokens")
+    text = f"correlation of reward and length {corr:+.2f}, and no group has most of the tokens"
+    return check(None if math.isnan(corr) else True, text)
 
 # %% ../../nbs/insight/00_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:
@@ -673,9 +592,7 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
         return apart
     gap, known = sampler_gap(record.groups, record.datums, policy), on_policy(record, previous)
     if gap is None:
-        absent = "the sampler's logprobs are of another distribution (top-p, top-k) or absent"
-        theirs = sampler_side(record.groups, record.datums, policy)
-        return check(None, why_no_gap(record.datums, policy, theirs, absent))
+        return check(None, "the sampler's logprobs are of another distribution (top-p, top-k), absent, or masked")
     allowed = tolerance(policy)
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if allowed.explains(gap):
@@ -687,32 +604,9 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
         return check(None, needed, notable=True)
     fix = "The weights are the same: ask the alignment doctor (rln.diagnose) which cause explains it."
     text = f"the policy is not what the sampler drew from{sampler_words(record, allowed)}: {text}"
-    return check(
-        False, text, gap.where, f"{short(gap.mean)} on average, {short(gap.largest)} at a token", str(allowed), fix
-    )
+    return check(False, text, gap.where, gap.size, str(allowed), fix)
 
-# %% ../../nbs/insight/00_xray.ipynb #5c3f801d
-def ranks(values: np.ndarray) -> np.ndarray:
-    "The ranks of values, less their mean; zeros where they are all the same."
-    same = np.ptp(values) <= 1e-6 * np.abs(values).max(initial=0.0)
-    return np.zeros(len(values)) if same else np.argsort(np.argsort(values)) - (len(values) - 1) / 2
-
-
-def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from it; NaN = not known
-    "Rank correlation of dL/dlogprob with policy less reference in a datum, the higher of both signs of advantage."
-    sides: dict[float, list[float]] = {}
-    loss = record.loss
-    for d, lp, g in zip(record.datums, loss.logprobs, loss.dlogprobs, strict=True) if loss else ():
-        above = lp.values - d.ref_logprobs if d.ref_logprobs is not None else np.zeros(len(d.weights))
-        apart = d.active & (np.abs(above) > 1e-3)
-        if apart.sum() > 2:
-            found = correlation(ranks(np.asarray(g)[apart]), ranks(above[apart]))
-            sides.setdefault(float(np.sign(np.mean(d.advantage))), []).append(found)
-    if len(record.updates) > 1 or not {-1.0, 1.0} <= sides.keys():
-        return math.nan
-    return float(np.max([np.mean(found) for found in sides.values()]))
-
-# %% ../../nbs/insight/00_xray.ipynb #858ed6a9
+# %% ../../nbs/insight/00_xray.ipynb #c81ff8c4
 FAR = 1.0  # nats a token between policy and reference from which they are far apart
 
 
@@ -721,12 +615,11 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> C
     check, policy = partial(Check, "reference"), scored_first(record)
     if record.loss is None:
         return check(None, without_loss(record))
-    theirs = [d.ref_logprobs for d in record.datums]
-    gap = gap_between(record.datums, policy, theirs)
+    gap = gap_between(record.datums, policy, [d.ref_logprobs for d in record.datums])
     if gap is None:
-        return check(None, why_no_gap(record.datums, policy, theirs, "no reference logprobs were attached"))
+        return check(None, "no reference logprobs were attached, or every target is masked")
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    apart, allowed = f"{short(gap.mean)} on average, {short(gap.largest)} at a token", tolerance(policy)
+    apart, allowed = gap.size, tolerance(policy)
     if record.step == 1 and not version_at_start(record):
         if allowed.explains(gap):
             return check(True, f"KL 0 before the first update: {text}")
@@ -738,9 +631,6 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> C
         text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
         fix = "Is the reference the policy itself, or was the policy loaded again as it was at the beginning?"
         return check(False, f"{text}: the reference follows the policy, or the policy was reset", fix=fix)
-    if custom_loss(record.options) and pull_to_reference(record) < -0.9:
-        text = "the custom loss pushes the policy away from the reference: where it is above, dL/dlogprob is lower"
-        return check(False, text, expected="a KL term that is added", fix="loss + beta * kl, not loss - beta * kl.")
     if gap.mean >= FAR:
         kl = record.metrics.get("kl", math.nan)
         text = f"the policy is far from the reference (KL {short(kl)}): {text}"
@@ -764,7 +654,8 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
         return check(False, "the loss needs sampler logprobs", without[0], got, "one per target", fix)
     age = record.metrics.get("staleness/max", 0.0)
     old = f"samples are up to {age:g} sync{'s' * (age != 1)} stale" if age > 0 else words
-    if corrects(record):
+    has_ratio = record.options.get("policy_loss", "grpo") not in NO_RATIO
+    if reads_sampler(record) or (has_ratio and any(d.old_logprobs is not None for d in record.datums)):
         aged = f"{old}, and the loss corrects for it" if age > 0 or moved else "the loss corrects for older weights"
         return check(True, aged, notable=bool(age > 0 or moved))
     if age > 0 or (moved and "hardly" not in words):
@@ -779,38 +670,23 @@ def check_clipping(record: StepRecord) -> Check:
     "Few tokens are clipped."
     share = record.metrics.get("clip_ratio/region_mean", math.nan)
     check, text = partial(Check, "clipping"), f"{share:.1%} of the tokens are clipped"
+    if share >= TOO_MANY:
+        fix = "A smaller learning rate, fewer updates a batch, or a wider eps_clip."
+        return check(False, text, expected=f"less than {TOO_MANY:.0%}", fix=fix)
+    if (moved := record.metrics.get("ppo_kl", 0.0)) >= FAR:
+        text = f"the updates of this step moved the policy by {short(moved)} nats a token"
+        return check(False, text, expected=f"below {FAR:g}", fix="A smaller learning rate.")
     if math.isnan(share):
         return check(None, "the loss does not clip, or does not tell")
-    if share < TOO_MANY:
-        return check(True, text, notable=share > 0)
-    fix = "A smaller learning rate, fewer updates a batch, or a wider eps_clip."
-    return check(False, text, expected=f"less than {TOO_MANY:.0%}", fix=fix)
+    return check(True, text, notable=share > 0)
 
 # %% ../../nbs/insight/00_xray.ipynb #e9e90d60
 LARGE = 1000.0  # norm of the gradient of a mean over tokens; a healthy one is around 1
 SMALL = 1e-8  # norm of an update that does nothing
-COLLAPSE = 100.0  # how many times smaller learning rate and update must be than in the step before to be told
+BOLD = 0.02  # learning rate: AdamW moves a weight by about so much, and few weights are much larger
 
 
-def gradient_scale(record: StepRecord) -> float:
-    "How much larger the gradient of a loss is than that of its mean over tokens, by its aggregation."
-    lengths = [d.num_loss_tokens for d in record.datums]
-    sizes = {"sum": sum(lengths), "sample_mean": sum(lengths) / max(len(lengths), 1)}
-    return max(1.0, sizes.get(record.options.get("aggregation", ""), 1.0)) if record.divided_by == "none" else 1.0
-
-
-def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
-    "How far the learning rate fell since the step before, if the update fell as far; empty = it did not."
-    if previous is None or previous.step != record.step - 1:
-        return ""
-    sizes = lambda r: [r.metrics.get(name, math.nan) for name in ("learning_rate", "update_norm")]
-    before, now = sizes(previous), sizes(record)
-    if not all(a >= COLLAPSE * b > 0 for a, b in zip(before, now, strict=True)):
-        return ""
-    return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
-
-
-def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Check:
+def check_gradient(record: StepRecord) -> Check:
     "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
     (size, measured), m, check = gradient_size(record), record.metrics, partial(Check, "update")
     moved, rate = m.get("update_norm", math.nan), m.get("learning_rate", math.nan)
@@ -832,12 +708,13 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Ch
     if moved < SMALL:
         text = f"the weights hardly moved (by {short(moved)}): the learning rate is {rate:g}"
         return check(False, text, expected=f"an update norm above {SMALL:g}", fix="Raise the learning rate.")
-    if fell := fallen_rate(record, previous):
-        fix = "Is the length of the schedule counted in steps of this run?"
-        return check(False, f"{fell}, and the weights hardly moved (by {short(moved)})", fix=fix)
+    if rate >= BOLD:
+        text = f"the learning rate is {rate:g}: each weight moved by about as much (update norm {short(moved)})"
+        return check(False, text, expected=f"below {BOLD:g}", fix="Undo the step and lower it; 1e-6 to 1e-3 are usual.")
     limit = m.get("grad_norm_clipped", math.inf)
     clipped = limit < size * (1 - 1e-6)
-    if size > LARGE * gradient_scale(record) and "grad_norm" in m and not clipped:
+    summed = record.options.get("aggregation") in ("sum", "sample_mean") and record.divided_by == "none"
+    if size > LARGE and "grad_norm" in m and not (clipped or summed):
         fix = "Set grad_clip_norm, and look at the size of the rewards and of the loss."
         text = f"the gradient is very large ({measured}) and not clipped"
         return check(False, text, expected=f"below {LARGE:g}", fix=fix)
@@ -873,22 +750,11 @@ def invariants(
     weight_sync_interval: int | None = None,  # of the config; None = not known
 ) -> tuple[Check, ...]:
     "What must hold in a step, what matters most first."
-    return (
-        check_finite(record),
-        check_completions(record),
-        check_prompts(record),
-        check_duplicates(record),
-        check_advantages(record),
-        check_mask(record),
-        check_ratio(record, previous),
-        check_reference(record, previous),
-        check_correction(record, previous),
-        check_clipping(record),
-        check_lengths(record),
-        check_signal(record),
-        check_gradient(record, previous),
-        check_version(record, weight_sync_interval),
-    )
+    drawn = (check_finite, check_completions, check_prompts, check_duplicates, check_advantages, check_mask)
+    trained = (check_clipping, check_lengths, check_signal, check_gradient)
+    policies = (check_ratio, check_reference, check_correction)
+    found = [check(record) for check in drawn] + [check(record, previous) for check in policies]
+    return (*found, *(check(record) for check in trained), check_version(record, weight_sync_interval))
 
 # %% ../../nbs/insight/00_xray.ipynb #1ba16cb3
 def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
@@ -906,20 +772,15 @@ def time_words(record: StepRecord) -> str:
     if spent < LONG:
         return ""
     sampled, compared = (record.seconds.get(phase, 0.0) / spent for phase in ("sample", "reference"))
-    reads, multiplies = (
-        speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
-        for rate in ("bytes_per_s", "flops_per_s")
-    )
+    of_roof = lambda rate: speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
+    reads, multiplies = of_roof("bytes_per_s"), of_roof("flops_per_s")
     if sampled >= 0.5 and reads >= max(0.5, multiplies):
         far, most = speed["perf/sampling_floor_ratio"], 2 - min(reads, 1.0)
         text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times its floor, which is reading the weights"
         more = "twice as many completions, drawn at once (max_concurrent)"
         return f"{text}: {more}, take at most {most:.1f} times as long"
-    unused = not o.get("kl_beta") and not custom_loss(o)
-    if compared >= WASTED and unused and len(record.updates) < 2:
-        return (
-            f"{compared:.0%} of the step is the reference, which the loss does not use: kl_metric=False leaves it out"
-        )
+    if compared >= WASTED and not (o.get("kl_beta") or custom_loss(o) or len(record.updates) > 1):
+        return f"{compared:.0%} of the step is the reference, unused by the loss: kl_metric=False leaves it out"
     if (padding := speed.get("perf/padding_ratio", 0.0)) >= WASTED:
         text = f"{padding:.0%} of the tokens that were computed are padding"
         return f"{text}: open the backend with a smaller tokens_per_batch, so that lengths in a batch differ less"
@@ -961,6 +822,16 @@ class XRay:
         return f"<p>{html.escape(self.sentence)}</p>{checks_html(self.checks)}"
 
 
+def expect(value: Any, kind: type, what: str) -> None:
+    "Raises `RecordError` for a loop in place of its record or the other way round, and for what was not awaited."
+    if not isinstance(value, kind):
+        fix = "Pass the loop that made it." if isinstance(value, StepRecord) else ""
+        fix = "Pass one of its records: loop.records[-1]." if hasattr(value, "records") else fix
+        fix = "Await it first." if inspect.isawaitable(value) else fix
+        raise RecordError(what, got=f"a {type(value).__name__}", expected=f"a {kind.__name__}", fix=fix)
+
+
 def xray(record: StepRecord, previous: StepRecord | None = None, *, weight_sync_interval: int | None = None) -> XRay:
-    "A step in plain sentences, and its invariants."
+    "A step in plain sentences, and its invariants; raises `RecordError` for what is no record."
+    expect(record, StepRecord, "x-ray")
     return XRay(sentence(record, previous), invariants(record, previous, weight_sync_interval=weight_sync_interval))

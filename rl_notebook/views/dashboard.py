@@ -43,7 +43,7 @@ from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantage
 from .payloads import completion_row, completions_table, history_row, is_asynchronous
 from .payloads import run_payloads, step_payloads, timeline_payload
 from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens
-from ..insight.xray import failed_words, sentence
+from ..insight.xray import expect, failed_words, sentence
 
 # %% ../../nbs/views/04_dashboard.ipynb #e7160be4
 COUNTED = {
@@ -641,6 +641,7 @@ class Dashboard(Player):
         *,
         rows: int = 8,  # of a page of the table of completions
     ):
+        expect(loop, GRPOLoop, "dashboard")
         for other in [*dashboards_of(loop)]:
             other.close()
         for unrelated in unrelated_players(loop):

@@ -32,7 +32,7 @@ from ..show.html import number, prompt_text, shown_text, token_texts
 from ..insight.doctor.evidence import Evidence, gather, tolerance
 from ..core.options import SEQUENCE_RATIO
 from ..runs.records import StepRecord, metrics_row, utf8
-from ..insight.xray import ROUNDING, scored_first, version_at_start
+from ..insight.xray import ROUNDING, expect, scored_first, version_at_start
 
 # %% auto #0
 __all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']
@@ -666,6 +666,8 @@ def token_rows(
     extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
 ) -> list[TokenRow]:  # ordered by group and sample
     "Every sequence of a step with all its series; raises AlignmentError where one does not fit its tokens."
+    if not isinstance(source, Sequence):
+        expect(source, StepRecord, "tokens to look at")
     record = source if isinstance(source, StepRecord) else StepRecord(0, datums=tuple(source))
     if wrong := [type(d).__name__ for d in record.datums if not isinstance(d, Datum)]:
         raise DatumError("tokens to look at", got=wrong[0], expected="a StepRecord, or a list of Datum")

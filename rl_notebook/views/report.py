@@ -557,6 +557,13 @@ class Comparison:
         return pd.DataFrame(rows, columns=["reward", "over", "rows", "difference", "low", "high"])
 
     @property
+    def notes(self) -> list[str]:
+        "Runs that cannot be compared row by row."
+        first, *others = self.metrics
+        why = "have no row in common: other data, or other positions of it."
+        return [f"{first} and {name} {why}" for name in others if self.shared(name).empty]
+
+    @property
     def charts(self) -> list[Chart]:
         "What can be drawn: the difference, and each metric with a line a run."
         steps = {name: self.shared(name).groupby("step")["difference"] for name in [*self.metrics][1:]}
@@ -567,7 +574,8 @@ class Comparison:
         lines = {name: {k: line(name, i) for i, k in enumerate(("mean", "low", "high"))} for name in between}
         caption = "Mean over the rows that both drew; the band is its 95 % interval. Above 0: more than the first run."
         title = f"Difference of the reward to {next(iter(self.metrics))}, on the same rows"
-        found = [Chart(title, caption, lines_figure, {"lines": lines, "y": "difference", "first": 1}, wide=True)]
+        drawn = {"lines": lines, "y": "difference", "first": 1}
+        found = [Chart(title, caption, lines_figure, drawn, wide=True)] if any(ends.values()) else []
         for metric, title in OVERLAID.items():
             there = {name: History(m[[metric]]) for name, m in self.metrics.items() if metric in m}
             told = {name: {"mean": series(history, metric)} for name, history in there.items()}
@@ -582,7 +590,7 @@ class Comparison:
         return _page(names, "".join([*head, _figures_html(drawn, 0)]), {"figures": figures})
 
     def __repr__(self) -> str:
-        return f"{self.settings.to_string()}\n\n{self.table.round(4).to_string(index=False)}"
+        return "\n".join([f"{self.settings.to_string()}\n\n{self.table.round(4).to_string(index=False)}", *self.notes])
 
     def _repr_html_(self) -> str:
         return "".join([*self.tables_html(), *(chart.static_html() for chart in self.charts)])
@@ -593,7 +601,7 @@ class Comparison:
         rows = [[number(v) if isinstance(v, float) else v for v in row] for row in table.to_numpy().tolist()]
         settings = [[name, *map(str, row)] for name, row in self.settings.T.items()]
         tables = [html_table(["setting", *self.settings.columns], settings)] if settings else []
-        return [*tables, html_table([*self.table.columns], rows)]
+        return [*tables, html_table([*self.table.columns], rows), *(tag("p", html.escape(said)) for said in self.notes)]
 
 # %% ../../nbs/views/07_report.ipynb #fdd8d6bc
 def compare(*sources: Any) -> Comparison:  # run folders, `Run`s, loops or lists of records; two or more
