@@ -254,13 +254,6 @@ def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tens
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #eafaf1fd
 Pairs = dict[int, tuple[Tensor, Tensor]]  # by layer: keys, values
-Stacks = dict[tuple[tuple[int, int], ...], Tensor]  # by (layer, 0 = keys or 1 = values), all of one shape
-
-
-def pairs_of(stacks: Stacks) -> Pairs:
-    "The layers of stacks, as views."
-    each = {place: t for places, stack in stacks.items() for place, t in zip(places, stack, strict=True)}
-    return {layer: (each[layer, 0], each[layer, 1]) for layer, which in each if not which}
 
 
 class SlotCache(Cache):
@@ -271,8 +264,7 @@ class SlotCache(Cache):
     def __init__(self):
         super().__init__(layers=[])
         self.rows = self.slots = self.capacity = self.longest = 0
-        self.stacks: Stacks = {}  # each (layers and sides, slots, heads, capacity, dim)
-        self.buffers: Pairs = {}  # the same by layer
+        self.buffers: Pairs = {}  # each (slots, heads, capacity, dim)
         self.fresh: Pairs = {}  # what the current prefill made
         self.filling = False  # prefill, or decode step
         self.past: Pairs = {}  # what the current prefill goes on from, each (1, heads, T, dim)
@@ -325,21 +317,16 @@ class SlotCache(Cache):
 
     def reserve(self, rows: int, columns: int) -> None:
         "Grow the buffers to at least `rows` slots of `columns` columns, keeping what is in them."
-        if rows <= self.slots and columns <= self.capacity and self.stacks:
+        if rows <= self.slots and columns <= self.capacity and self.buffers:
             return
         slots = max(self.slots, rows)
         capacity = max(self.capacity, -(-columns // self.BLOCK) * self.BLOCK)
-        if not self.stacks:
-            places: dict[Any, list[tuple[int, int]]] = {}
-            for layer, which in itertools.product(self.fresh, (0, 1)):
-                shape = self.fresh[layer][which].shape
-                places.setdefault((shape[1], shape[3]), []).append((layer, which))
-            like = next(iter(self.fresh.values()))[0]
-            self.stacks = {tuple(at): like.new_zeros(len(at), 0, n, 0, dim) for (n, dim), at in places.items()}
-        for at, old in self.stacks.items():
-            self.stacks[at] = old.new_zeros(len(at), slots, old.shape[2], capacity, old.shape[4])
-            self.stacks[at][:, : self.slots, :, : self.capacity] = old
-        self.buffers = pairs_of(self.stacks)
+        empty = {layer: (k[:0, :, :0], v[:0, :, :0]) for layer, (k, v) in self.fresh.items()}
+        for layer, pair in (self.buffers or empty).items():
+            k, v = (t.new_zeros(slots, t.shape[1], capacity, t.shape[3]) for t in pair)
+            for new, old in zip((k, v), pair, strict=True):
+                new[: self.slots, :, : self.capacity] = old
+            self.buffers[layer] = k, v
         self.slots, self.capacity, self.hidden, self.begins = slots, capacity, None, {}
 
     def add_rows(self, source: Tensor, length: int) -> None:
@@ -371,8 +358,8 @@ class SlotCache(Cache):
         "Remove a row; the last one moves into its slot."
         self.rows, self.hidden = self.rows - 1, None
         if row != self.rows:
-            for stack in self.stacks.values():
-                stack[:, row] = stack[:, self.rows]
+            for buffer in itertools.chain(*self.buffers.values()):
+                buffer[row] = buffer[self.rows]
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #d7073268
 PAST_BYTES = 2**28  # keys and values that are kept for later turns
@@ -394,8 +381,8 @@ class Pasts:
     def keep(self, tokens: tuple[int, ...], cache: SlotCache, row: int) -> None:
         "Copy the keys and values of what a row has read."
         self.forget(tokens)
-        read = {at: stack[:, row : row + 1, :, : len(tokens)].clone() for at, stack in cache.stacks.items()}
-        self.known[tokens] = pairs_of(read)
+        own = slice(row, row + 1), slice(None), slice(len(tokens))
+        self.known[tokens] = {layer: (k[own].clone(), v[own].clone()) for layer, (k, v) in cache.buffers.items()}
         self.used += pairs_bytes(self.known[tokens])
         while self.used > PAST_BYTES:
             self.forget(next(iter(self.known)))
@@ -566,15 +553,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #79e8b2d1
-@dataclass(eq=False)
 class RotaryTable:
     "Cosines and sines of every position, made once by the model's own rotary module."
 
-    module: nn.Module  # called as module(x, position_ids)
-    like: Tensor  # a parameter with the dtype and device of the activations
-
-    def __post_init__(self):
-        self.cos = self.sin = self.like.new_empty(0)  # (positions, 1, dim); first half of `sin` negated
+    def __init__(self, module: nn.Module, like: Tensor):  # `like`: with the dtype and device of the activations
+        self.module, self.like = module, like
+        self.cos = self.sin = like.new_empty(0)  # (positions, 1, dim); first half of `sin` negated
 
     def __call__(self, positions: Tensor, highest: int) -> tuple[Tensor, Tensor]:
         "(B, S, 1, dim) cosines and signed sines of `positions` (B, S), the largest of which is `highest`."
@@ -818,6 +802,7 @@ def decode_step(model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: T
     return model.features(tokens[:, None], lengths[:, None], cache, longest, keep=1)[:, -1]
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #e511d2c5
+_STUMBLES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError)  # of a model run otherwise
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #a7f274ff
@@ -857,15 +842,6 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
     return [*results, (torch.cat(later), sent([n + 3 for n in starts], ids.device))]
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #fe59cfba
-def probe_error(causal: CausalModel, sampling: bool) -> float:
-    "Largest difference between the route's logprobs and the model's own, on random tokens; 1 is as much as may be."
-    error = _probed(causal, sampling)
-    if any(causal.windows):
-        with _narrowed(causal):
-            error = max(error, _probed(causal, sampling))
-    return error
-
-
 @contextmanager
 def _narrowed(causal: CausalModel, window: int = 4) -> Iterator[None]:
     "The model with sliding windows that a probe reaches past."
@@ -885,60 +861,64 @@ def _narrowed(causal: CausalModel, window: int = 4) -> Iterator[None]:
         narrow(own)
 
 
-def _probed(causal: CausalModel, sampling: bool) -> float:
-    "The difference, as the model is."
-    rng = np.random.default_rng(0)
-    ids = torch.from_numpy(rng.integers(0, causal.vocab_size, (2, 12))).to(causal.device)
-    asleep = [p for name, p in causal.model.named_parameters() if "lora_B" in name and not p.any()]
+@contextmanager
+def _awake(model: nn.Module) -> Iterator[None]:
+    "A model whose LoRA matrices are not zero."
+    asleep = [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
     with torch.no_grad():
         for p in asleep:
             p.copy_(torch.empty(p.shape).normal_(std=0.1, generator=torch.Generator().manual_seed(0)))
         try:
-            choosing = _choosing(causal.model, ids)
-            with choosing(torch.arange(ids.numel(), device=ids.device)):
-                want = logits_of(causal.model(input_ids=ids, use_cache=False).logits, None).log_softmax(-1)
-                got = logits_of(causal.features(ids), causal.head).log_softmax(-1)
-            errors = [(got - want).abs().max()]
-            for features, at in _stepwise(causal, ids, choosing) if sampling else []:
-                got = causal.logits(features).log_softmax(-1)
-                errors.append((got - want[torch.arange(2, device=at.device), at]).abs().max())
-            with choosing(torch.arange(ids.numel(), device=ids.device).view_as(ids)[:, :6].flatten()):
-                part = logits_of(causal.model(input_ids=ids[:, :6], use_cache=False).logits, None).log_softmax(-1)
+            yield
         finally:
             for p in asleep:
                 p.zero_()
-    most, own = float(want.abs().max()), float((part - want[:, :6]).abs().max())  # own: the same model, fewer tokens
-    table = TOLERANCE.get(causal.dtype, 1e-4)
-    allowed = max(table, table * most / 20, min(4 * own, 10 * table))
-    return float(torch.stack(errors).max().nan_to_num(torch.inf)) / allowed
+
+
+def _probed(causal: CausalModel, sampling: bool, tree: bool) -> float:
+    "The difference, as the model is."
+    ids = torch.from_numpy(np.random.default_rng(0).integers(0, causal.vocab_size, (3, 12)))
+    ids[1:, :5], ids[2, 5:8] = ids[0, :5], ids[1, 5:8]
+    branches = prefix_tree(list(ids.numpy()), causal.device)
+    first, leaf = np.unique(branches.place, return_index=True)[1], torch.from_numpy(branches.place).to(causal.device)
+    ids, place = ids.to(causal.device), torch.arange(ids.numel(), device=causal.device).view_as(ids)
+    logprobs = lambda logits: logits_of(logits, None).log_softmax(-1)
+    with _awake(causal.model):
+        choosing = _choosing(causal.model, ids)
+        with choosing(place.flatten()):
+            want = logprobs(causal.model(input_ids=ids, use_cache=False).logits)
+            errors = [] if tree else [logprobs(logits_of(causal.features(ids), causal.head)) - want]
+        with choosing(place[:, :6].flatten()):
+            part = logprobs(causal.model(input_ids=ids[:, :6], use_cache=False).logits) - want[:, :6]
+        for features, at in _stepwise(causal, ids[:2], choosing) if sampling else []:
+            errors.append(logprobs(causal.logits(features)) - want[torch.arange(2, device=at.device), at])
+        if tree:
+            with choosing(sent(first, ids.device)), reading(causal.decoder.config, branches):
+                features = causal.features(branches.ids, branches.positions)[0]
+            errors.append(logprobs(logits_of(features, causal.head))[leaf] - want)
+    table = TOLERANCE.get(causal.dtype, 1e-4)  # and what the same model is off by that reads fewer tokens
+    allowed = max(table, table * float(want.abs().max()) / 20, min(4 * float(part.abs().max()), 10 * table))
+    return max(float(error.abs().max().nan_to_num(torch.inf)) for error in errors) / allowed
+
+
+def probe_error(causal: CausalModel, sampling: bool = False, tree: bool = False) -> float:
+    "Largest difference between logprobs and the model's own, on random tokens; 1 is as much as may be."
+    error = _probed(causal, sampling, tree)
+    if any(causal.windows):
+        with _narrowed(causal):
+            error = max(error, _probed(causal, sampling, tree))
+    return error
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #b9f3e9e7
 def probe_tree(causal: CausalModel) -> str:
     "Why the model cannot read a prefix tree; empty when its logprobs are those of the sequences one by one."
     if causal.route == "fast":
         return "the fast route has its own attention"
-    if any(causal.windows) and causal.decoder.config.sliding_window != 4:
-        with _narrowed(causal):
-            if reason := probe_tree(causal):
-                return reason
-    ids = torch.from_numpy(np.random.default_rng(0).integers(0, causal.vocab_size, (3, 12)))
-    ids[1, :5], ids[2, :8] = ids[0, :5], ids[1, :8].clone()
-    ids[2, :5] = ids[0, :5]
-    tree = prefix_tree(list(ids.numpy()), causal.device)
-    first, place = np.unique(tree.place, return_index=True)[1], torch.from_numpy(tree.place).to(causal.device)
-    logprobs = lambda features: logits_of(features, causal.head).log_softmax(-1)
     try:
-        with torch.no_grad():
-            choosing = _choosing(causal.model, ids.to(causal.device))
-            with choosing(torch.arange(ids.numel(), device=causal.device)):
-                want = logprobs(causal.features(ids.to(causal.device)))
-            with choosing(torch.from_numpy(first).to(causal.device)), reading(causal.decoder.config, tree):
-                got = logprobs(causal.features(tree.ids, tree.positions))[0][place]
-    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as reason:
+        error = probe_error(causal, tree=True)
+    except _STUMBLES as reason:
         return f"{type(reason).__name__}: {reason}"
-    off, table = float((got - want).abs().max().nan_to_num(torch.inf)), TOLERANCE.get(causal.dtype, 1e-4)
-    allowed = max(table, table * float(want.abs().max()) / 20)
-    return "" if off <= allowed else f"logprobs off by {off / allowed:.2g} times what rounding explains"
+    return "" if error <= 1 else f"logprobs off by {error:.2g} times what rounding explains"
 
 # %% ../../../nbs/backends/local/03_engine.ipynb #174b27b3
 def open_model(
@@ -952,7 +932,7 @@ def open_model(
         try:
             causal = CausalModel(model, route)
             error = probe_error(causal, sampling)
-        except (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError) as reason:
+        except _STUMBLES as reason:
             failures.append(f"{route}: {type(reason).__name__}: {reason}")
             continue
         if error <= 1:
