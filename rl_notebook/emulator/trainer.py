@@ -292,14 +292,14 @@ def run_pass(learner: Learner, batch: Batch) -> PassResult:
     for d in batch.datums:
         check_tokens(d.targets, vocab_size, f"{d.where}, target_tokens")
     if batch.forward_only:
-        series = [s.astype(np.float32) for s in score(state.scoring, batch.datums)[0]]
+        series = [s.values.astype(np.float32) for s in score(state.scoring, batch.datums)]
         return PassResult(tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item())
-    found = state.evaluate(batch.datums, loss_fn)
+    found, _ = state.evaluate(batch.datums, loss_fn)
     state.backpropagate(batch.datums, found.dlogprobs)
     learner.passes += 1
     learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in found.dlogprobs)
     learner.sequences += sum(bool(np.any(s)) for s in found.dlogprobs)
-    return PassResult(tuple(s.astype(np.float32) for s in found.logprobs), found.value)
+    return PassResult(tuple(s.values.astype(np.float32) for s in found.logprobs), found.loss)
 
 # %% ../../nbs/emulator/01_trainer.ipynb #91162d41
 def run_step(learner: Learner, adam: AdamParams, normalization: str | None) -> dict[str, float]:

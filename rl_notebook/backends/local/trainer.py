@@ -33,44 +33,21 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..base import Backend, Capabilities, GradNormalization, LossFn, Meter
-from rl_notebook.backends.local.engine import (
-    CausalModel,
-    Engine,
-    Request,
-    check_request,
-    check_tokens,
-    echo,
-    padded,
-    plan_batches,
-)
-from .engine import mask_ids, open_model, unknown_ids
+from .engine import CausalModel, Engine, Request, bare_model, check_layers, check_request
+from .engine import check_tokens, echo, mask_ids, open_model, padded, plan_batches
+from .engine import unknown_ids
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, find_routers, read_notes, replaying
 from .worker import Worker, worker_threads
 from ..roofline import Work, pass_work, settle
-from rl_notebook.core.types import (
-    AdamParams,
-    BackendError,
-    Completion,
-    ConfigError,
-    Datum,
-    Logprobs,
-    LossError,
-    LossOutput,
-    needs,
-    RecordError,
-    RLNotebookError,
-    SampleParams,
-)
+from ...core.losses import reads_entropy
 from ...core.names import new_folder
+from ...core.types import AdamParams, BackendError, Completion, ConfigError, Datum, Logprobs, LossError
+from ...core.types import LossOutput, RecordError, RLNotebookError, SampleParams, needs
+from ...task.toy import model_and_tokenizer, no_bars
 
 # %% auto #0
 __all__ = ['export_weights', 'open_local']
-
-# %% ../../../nbs/backends/local/04_trainer.ipynb #d55fa39a
-from .engine import bare_model, check_layers
-from ...core.losses import reads_entropy
-from ...task.toy import model_and_tokenizer, no_bars
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #44a62177
 SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
@@ -107,7 +84,25 @@ def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: i
     for d in datums:
         check_tokens(d.tokens, vocab_size, d.where, max_seq_len)
 
-# %% ../../../nbs/backends/local/04_trainer.ipynb #6a163b53
+# %% ../../../nbs/backends/local/04_trainer.ipynb #496e7edb
+@dataclass(eq=False)
+class Versions:
+    "Policy versions: what the last sync published, and what the next one will."
+
+    current: int = 0  # the last published version
+    upcoming: int = 1  # what the next sync returns
+    published: bool = True  # whether the policy's weights are those of `current`
+
+    def publish(self) -> int:
+        "Count a sync; returns the new policy version."
+        self.current, self.upcoming, self.published = self.upcoming, self.upcoming + 1, True
+        return self.current
+
+    def stand_at(self, current: int, published: bool = False) -> None:
+        "The policy has the weights of a version, or moved on from them."
+        self.current, self.upcoming, self.published = current, current + (not published), published
+
+# %% ../../../nbs/backends/local/04_trainer.ipynb #5ba60583
 @dataclass(frozen=True, eq=False)
 class Scoring:
     "How datums become logprobs."
@@ -118,6 +113,8 @@ class Scoring:
     prompt_logprobs: bool = False  # also score positions of weight 0
     max_seq_len: int | None = None  # longest sequence
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
+    source: str = "policy"  # that its logprobs name
+    versions: Versions = field(default_factory=Versions)  # likewise
     routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
 
     @property
@@ -148,6 +145,13 @@ class Scoring:
             if bad := self.causal.unknown.intersection(d.target_tokens[self.scored(d)].tolist()):
                 got, fix = f"{min(bad)}, which the tokenizer does not know", "Mask it, or open with mask_unknown=False."
                 raise BackendError("token id", where=d.where, got=got, expected="known ids where the loss is", fix=fix)
+
+    def stamped(self, logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None) -> list[Logprobs]:
+        "Logprobs, and entropies beside them where there are any, with their provenance."
+        dtype = str(self.causal.dtype).removeprefix("torch.")
+        stamp: Any = {"source": self.source, "policy_version": self.versions.current, "temperature": self.temperature}
+        pairs = zip(logprobs, entropies or [None] * len(logprobs), strict=True)
+        return [Logprobs(array(s), **stamp, dtype=dtype, entropy=None if h is None else array(h)) for s, h in pairs]
 
     def reading(self, batch: Batch) -> AbstractContextManager[None]:
         "The model reads the batch's tree, or takes the experts that its datums name; raises `AlignmentError`."
@@ -191,6 +195,11 @@ class Scoring:
         return self.causal.logprobs(features, targets, self.temperature, filled), found
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #dde4f14d
+def array(series: Tensor) -> np.ndarray:
+    "A series in float64, for what is not torch."
+    return series.detach().double().numpy()
+
+
 def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: Sequence[Any]) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat values of each batch."
     together = [d for batch in batches for d in batch.datums]
@@ -214,8 +223,8 @@ def note_pass(scoring: Scoring, kind: str, batches: list[Batch], backward: bool 
     scoring.meter.note(kind, work)
 
 
-def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> tuple[list[np.ndarray], ...]:
-    "Logprobs, and entropies in nats if they are asked for: one (N-1,) array per datum, in the order given."
+def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> list[Logprobs]:
+    "Logprobs (N-1,) of each datum in the order given, with the entropies in nats if they are asked for."
     scoring.check(datums)
     batches = scoring.batches(datums)
     note_pass(scoring, "scoring", batches)
@@ -223,7 +232,7 @@ def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> t
         found = [scoring.forward(batch, entropy) for batch in batches]
         settle(scoring.causal.device)
     each = zip(*found, strict=True) if entropy else [[logprobs for logprobs, _ in found]]
-    return tuple([s.double().numpy() for s in per_datum(scoring, datums, batches, [*flats])] for flats in each)
+    return scoring.stamped(*[per_datum(scoring, datums, batches, [*flats]) for flats in each])
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #4c6941e2
 def not_finite(
@@ -267,24 +276,6 @@ def loss_and_dlogprobs(
         results.append(dlogprob)
     return loss.item(), dict(metrics), results
 
-# %% ../../../nbs/backends/local/04_trainer.ipynb #496e7edb
-@dataclass(eq=False)
-class Versions:
-    "Policy versions: what the last sync published, and what the next one will."
-
-    current: int = 0  # the last published version
-    upcoming: int = 1  # what the next sync returns
-    published: bool = True  # whether the policy's weights are those of `current`
-
-    def publish(self) -> int:
-        "Count a sync; returns the new policy version."
-        self.current, self.upcoming, self.published = self.upcoming, self.upcoming + 1, True
-        return self.current
-
-    def stand_at(self, current: int, published: bool = False) -> None:
-        "The policy has the weights of a version, or moved on from them."
-        self.current, self.upcoming, self.published = current, current + (not published), published
-
 # %% ../../../nbs/backends/local/04_trainer.ipynb #459e71fa
 def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], prompt_logprobs: bool = False) -> None:
     "Raises `LossError` unless there is one finite series per datum, zero where nothing was scored."
@@ -301,18 +292,6 @@ def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], pr
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #4801ff78
 @dataclass(frozen=True, eq=False)
-class Evaluated:
-    "What a loss said of datums; each series has (N-1,) entries per datum."
-
-    value: float
-    metrics: dict[str, float]
-    logprobs: list[np.ndarray]
-    entropies: list[np.ndarray]  # nats
-    dlogprobs: list[np.ndarray]  # dL/dlogprob
-    dentropies: list[np.ndarray]  # dL/dentropy; [] = the loss reads no entropy
-
-
-@dataclass(frozen=True, eq=False)
 class Graph:
     "A forward pass that is still attached to the weights."
 
@@ -327,7 +306,6 @@ class PolicyState:
     module: nn.Module  # Hugging Face model or PEFT wrapper
     scoring: Scoring
     params: dict[str, nn.Parameter]  # what is trained
-    versions: Versions = field(default_factory=Versions)
     masters: dict[str, Tensor] = field(default_factory=dict)  # float32 copies of low-precision parameters
     optimizer: torch.optim.AdamW | None = None
     loss_tokens: int = 0  # accumulated since the last update
@@ -344,6 +322,11 @@ class PolicyState:
                 self.masters[name] = p.detach().float().clone()
 
     @property
+    def versions(self) -> Versions:
+        "Policy versions."
+        return self.scoring.versions
+
+    @property
     def targets(self) -> list[Tensor]:
         "What the optimizer moves: the master where there is one, else the parameter."
         return [self.masters.get(name, p) for name, p in self.params.items()]
@@ -354,8 +337,8 @@ class PolicyState:
             holder.grad = None
         self.loss_tokens, self.sequences, self.graph = 0, 0, None
 
-    def evaluate(self, datums: Sequence[Datum], loss_fn: LossFn) -> Evaluated:
-        "Forward and loss; no gradient reaches the weights."
+    def evaluate(self, datums: Sequence[Datum], loss_fn: LossFn) -> tuple[LossOutput, list[np.ndarray]]:
+        "Forward and loss, and dL/dentropy (N-1,) where the loss reads entropies; no gradient reaches the weights."
         scoring, graded, self.graph = self.scoring, reads_entropy(loss_fn), None
         scoring.check(datums)
         batches = scoring.batches(datums)
@@ -374,9 +357,9 @@ class PolicyState:
             self.graph = Graph(list(datums), deque(passes))
         saved = sum(sum(len(d.weights) for d in b.datums) - b.tokens for b in batches if b.tree)
         metrics["perf/prefix_tokens_saved"] = float(saved)
-        arrays = lambda tensors: [t.detach().double().numpy() for t in tensors]
-        dentropies = arrays(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num() for h in read)
-        return Evaluated(value, metrics, arrays(logprobs), arrays(entropies), dlogprobs, dentropies)
+        dentropies = [array(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num()) for h in read]
+        stamped = tuple(scoring.stamped(logprobs, entropies))
+        return LossOutput(value, metrics, stamped, tuple(dlogprobs)), dentropies
 
     def backpropagate(
         self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], dentropies: Sequence[np.ndarray] = ()
@@ -661,16 +644,6 @@ def take_snapshot(state: PolicyState, name: str) -> str:
         del state.snapshots[old]
     return name
 
-# %% ../../../nbs/backends/local/04_trainer.ipynb #cb5ea3b2
-def stamped(
-    scoring: Scoring, source: str, version: int | None, logprobs: list[np.ndarray], entropies: Sequence[Any] = ()
-) -> list[Logprobs]:
-    "Logprobs, and entropies beside them where there are any, with their provenance."
-    dtype = str(scoring.causal.dtype).removeprefix("torch.")
-    stamp: dict[str, Any] = {"source": source, "policy_version": version, "temperature": scoring.temperature}
-    pairs = zip(logprobs, entropies or [None] * len(logprobs), strict=True)
-    return [Logprobs(values, **stamp, dtype=dtype, entropy=h) for values, h in pairs]
-
 # %% ../../../nbs/backends/local/04_trainer.ipynb #88e9000e
 class LocalReference:
     "A frozen scorer."
@@ -685,9 +658,9 @@ class LocalReference:
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Reference logprobs, target coordinates (N-1,), NaN where not scored."
-        return stamped(self.scoring, "reference", 0, *await self.run(self._score, list(datums)))
+        return await self.run(self._score, list(datums))
 
-    def _score(self, datums: list[Datum]) -> tuple[list[np.ndarray], ...]:
+    def _score(self, datums: list[Datum]) -> list[Logprobs]:
         with self.switched_off():
             return score(self.scoring, datums)
 
@@ -705,11 +678,11 @@ class LocalTrainer:
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Policy logprobs and the entropies beside them, target coordinates (N-1,), NaN where not scored."
-        return self._stamp(*await self.run(score, self.state.scoring, list(datums), True))
+        return await self.run(score, self.state.scoring, list(datums), True)
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Value, metrics, logprobs and dL/dlogprob; no gradient is accumulated."
-        return self._output(await self.run(self.state.evaluate, list(datums), loss_fn))
+        return (await self.run(self.state.evaluate, list(datums), loss_fn))[0]
 
     async def backward(self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray]) -> None:
         "Accumulate the gradient that belongs to dL/dlogprob (N-1,) of each datum; one of entropies is not in it."
@@ -717,7 +690,7 @@ class LocalTrainer:
 
     async def forward_backward_custom(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Loss and backward in one call."
-        return self._output(await self.run(loss_and_backward, self.state, list(datums), loss_fn))
+        return await self.run(loss_and_backward, self.state, list(datums), loss_fn)
 
     async def optim_step(
         self, adam: AdamParams, *, grad_accumulation_normalization: GradNormalization = "none"
@@ -737,7 +710,7 @@ class LocalTrainer:
 
     async def load_state(self, path: str, *, optimizer: bool = True) -> None:
         "Go back to a saved state; the sampler follows with the next sync."
-        await self.run(load_named, self.state, path, optimizer)
+        await self.run(lambda: restore(self.state, *find_saved(self.state, path), path, optimizer))
 
     async def save_weights_for_sampler(self, name: str) -> str:
         "Clone the trainable weights under a name."
@@ -747,36 +720,21 @@ class LocalTrainer:
         self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], before: str | None = None
     ) -> tuple[list[Logprobs], np.ndarray, np.ndarray]:
         "Logprobs, the norm of each datum's gradient, and its product with that of all; leaves no trace."
-        args = (list(datums), list(dlogprobs), before)
-        logprobs, norms, products = await self.run(sample_gradients, self.state, *args)
-        return self._stamp(logprobs), norms, products
+        return await self.run(sample_gradients, self.state, list(datums), list(dlogprobs), before)
 
     async def linear_change(
         self, datums: Sequence[Datum], before: str
     ) -> tuple[list[Logprobs], list[Logprobs], list[np.ndarray]]:
         "Logprobs at a saved state, those of now, and the change from one to the other to first order."
-        then, now, change = await self.run(linear_change, self.state, list(datums), before)
-        return self._stamp(then), self._stamp(now), change
-
-    def _output(self, found: Evaluated) -> LossOutput:
-        logprobs = self._stamp(found.logprobs, found.entropies)
-        return LossOutput(found.value, found.metrics, tuple(logprobs), tuple(found.dlogprobs))
-
-    def _stamp(self, logprobs: list[np.ndarray], entropies: Sequence[np.ndarray] = ()) -> list[Logprobs]:
-        return stamped(self.state.scoring, "policy", self.versions.current, logprobs, entropies)
+        return await self.run(linear_change, self.state, list(datums), before)
 
 
-def load_named(state: PolicyState, path: str, optimizer: bool) -> None:
-    "Restore what `save_named` saved; raises `RecordError`."
-    restore(state, *find_saved(state, path), path, optimizer)
-
-
-def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> Evaluated:
+def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> LossOutput:
     "Loss, then the backward pass of its derivatives, with norms of the gradient by layer."
-    found = state.evaluate(datums, loss_fn)
-    state.backpropagate(datums, found.dlogprobs, found.dentropies)
+    found, dentropies = state.evaluate(datums, loss_fn)
+    state.backpropagate(datums, found.dlogprobs, dentropies)
     norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
-    return replace(found, metrics=found.metrics | norms)
+    return replace(found, metrics={**found.metrics, **norms})
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #b6b69a15
 @contextmanager
@@ -821,11 +779,11 @@ def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
 
 def sample_gradients(
     state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], before: str | None = None
-) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
+) -> tuple[list[Logprobs], np.ndarray, np.ndarray]:
     "Logprobs, (S,) norms of each datum's gradient, and (S,) products with that of all, at a saved state or now."
     norms, products = np.zeros(len(datums)), np.zeros(len(datums))
     with preserved_gradients(state), swapped_weights(state, saved_weights(state, before) if before else {}):
-        logprobs = score(state.scoring, datums)[0]
+        logprobs = score(state.scoring, datums)
         state.backpropagate(datums, dlogprobs)
         whole = [t.grad for t in state.targets]
         for i in [i for i, dlogprob in enumerate(dlogprobs) if np.any(dlogprob)]:
@@ -874,18 +832,18 @@ def directional(
                 pairs = {f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()}
                 flat, tangent = forward_ad.unpack_dual(torch.func.functional_call(call, pairs, ()))
                 flats.append(torch.zeros_like(flat) if tangent is None else tangent)
-    return [series.double().numpy() for series in per_datum(scoring, datums, batches, flats)]
+    return [array(series) for series in per_datum(scoring, datums, batches, flats)]
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #f3a9051b
 def linear_change(
     state: PolicyState, datums: Sequence[Datum], before: str
-) -> tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]:  # (N-1,) per datum: then, now, first-order change
+) -> tuple[list[Logprobs], list[Logprobs], list[np.ndarray]]:  # (N-1,) per datum: then, now, first-order change
     "Logprobs at a saved state and now, and the derivative at the saved state in the direction of the change."
     then = saved_weights(state, before)
     moved = {name: (p.detach().double() - then[name].double()).to(p.dtype) for name, p in state.params.items()}
     with swapped_weights(state, then):
-        was = score(state.scoring, datums)[0]
-    return was, score(state.scoring, datums)[0], directional(state, datums, then, moved)
+        was = score(state.scoring, datums)
+    return was, score(state.scoring, datums), directional(state, datums, then, moved)
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #d2618769
 @dataclass(eq=False)
@@ -1214,9 +1172,10 @@ def export_weights(
 # %% ../../../nbs/backends/local/04_trainer.ipynb #01e608db
 def reference_of(state: PolicyState, run: Worker, score_as: Callable[[nn.Module], Scoring]) -> LocalReference:
     "What the policy began with: under LoRA its base, else a copy."
+    own: Any = {"source": "reference", "versions": Versions()}
     if hasattr(state.module, "disable_adapter"):  # the base chooses its experts itself
-        return LocalReference(replace(state.scoring, routers=None), run, state.module.disable_adapter)  # type: ignore[arg-type]
-    return LocalReference(score_as(frozen_copy(state.module, state.params)), run)
+        return LocalReference(replace(state.scoring, routers=None, **own), run, state.module.disable_adapter)  # type: ignore[arg-type]
+    return LocalReference(replace(score_as(frozen_copy(state.module, state.params)), **own), run)
 
 # %% ../../../nbs/backends/local/04_trainer.ipynb #7426524a
 def score_at(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
