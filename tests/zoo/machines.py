@@ -56,16 +56,11 @@ class Server:
     tokenizer: Any
     forced: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`, whatever was asked for
     reports: str = "both"  # "both", or only "raw" or "processed" logprobs, under either name
-    writes: Callable[[np.ndarray], np.ndarray] = np.asarray  # how it writes numbers
     reads: Callable[[list[int]], list[int]] = list  # what it makes of a prompt
     prefix: tuple[int, ...] = ()  # ids that it puts before everything that it reads
-    bucket: int = 1  # prompts are padded on the left to a multiple of it, and nothing is told of the padding
     can_echo: bool = True
     altered: Alteration | None = None  # after each load
-    says: Callable[[Completion], Completion] = copy.copy  # on the way to the client
     version: int = 0
-    variations: list[float] = field(default_factory=list)  # of each completion: between its laws and those asked for
-    evidence: float = 0.0  # nats: what the likelihood of all tokens says for their own laws, on average
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         "Serve these weights; what is not among them stays as it is."
@@ -80,14 +75,11 @@ class Server:
 
     def fed(self, tokens: Sequence[int] | np.ndarray) -> list[int]:
         "What the model reads for a sequence."
-        read = [*self.prefix, *map(int, tokens)]
-        return [self.tokenizer.pad_token_id] * (-len(read) % self.bucket) + read
+        return [*self.prefix, *map(int, tokens)]
 
     async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
         "Completions, with raw logprobs and those of the distribution drawn from."
-        return [self.says(c) for c in self._drawn([int(t) for t in prompt_tokens], params)]
-
-    def _drawn(self, prompt: list[int], params: SampleParams) -> list[Completion]:
+        prompt = [int(t) for t in prompt_tokens]
         if not prompt or params.stop:
             raise BackendError("request", got="no tokens" if not prompt else "stop strings", expected="token ids")
         ids = torch.tensor([self.fed(self.reads(prompt))] * params.n)
@@ -103,21 +95,12 @@ class Server:
         laws = [torch.stack(parts, 1).float() for parts in (out.logits, out.scores)]
         series = [_picked(law, drawn) for law in laws]
         ends = [next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row)) for row in drawn]
-        self.compare(laws[1], laws[0] / (params.temperature or 1.0), ends)
         return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
                 for row, r, p, n in zip(drawn.numpy(), *series, ends, strict=True)]  # fmt: skip
 
-    def compare(self, law: Tensor, asked: Tensor, ends: Sequence[int]) -> None:
-        "Note how the laws of draws (B, C, V) differ from those asked for, as far as each row counts."
-        drawn, wanted = law.log_softmax(-1), asked.log_softmax(-1)
-        apart = (drawn.exp() - wanted.exp()).abs().sum(-1) / 2
-        told = (drawn.exp() * (drawn - wanted)).nan_to_num(0.0).sum(-1)
-        self.variations += [float(row[:n].mean()) for row, n in zip(apart, ends, strict=True)]
-        self.evidence += sum(float(row[:n].sum()) for row, n in zip(told, ends, strict=True))
-
     def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
         told = {"both": (raw, processed), "raw": (raw, raw), "processed": (processed, processed)}[self.reports]
-        logprobs, sampling_logprobs = map(self.writes, told)
+        logprobs, sampling_logprobs = told
         text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         reason = "stop" if tokens[-1] in eos else "length"
         return Completion(prompt, tokens, logprobs, sampling_logprobs, text, reason, self.version, params)
@@ -129,7 +112,7 @@ class Server:
         with torch.no_grad():
             logits = self.model(torch.tensor([self.fed(tokens)])).logits[0, -len(tokens) : -1]
         series = _picked(logits[None], torch.tensor([list(map(int, tokens[1:]))]))[0]
-        return Logprobs(self.writes(series), source="sampler", policy_version=self.version)
+        return Logprobs(series, source="sampler", policy_version=self.version)
 
 
 def _picked(logits: Tensor, ids: Tensor) -> np.ndarray:  # (B, C)
@@ -149,9 +132,7 @@ class Trainer:
     altered: Alteration | None = None  # of a copy that scores
     pads_left: bool = False
     tells: tuple[str, ...] = ("attention_mask", "position_ids")  # what the model is told of the padding
-    dropout_seed: int | None = None  # set before each pass
     training: bool = False  # whether the model is left in training mode
-    sorts_back: bool = True  # sequences are scored by length, to pad less; whether results are brought back in order
     version: int = 0
     source: str = "policy"
     snapshots: dict[str, Weights] = field(default_factory=dict)
@@ -173,8 +154,6 @@ class Trainer:
         model, series = self.scorer(), [torch.empty(0)] * len(datums)
         self.entropies = [*series]
         model.train(self.training)
-        if self.dropout_seed is not None:
-            torch.manual_seed(self.dropout_seed)
         order = sorted(range(len(datums)), key=lambda i: len(datums[i].tokens))
         for at in range(0, len(order), self.batch):
             part = order[at : at + self.batch]
@@ -183,9 +162,6 @@ class Trainer:
                 series[i] = found
             for i, found in zip(part, self.of_pass, strict=False):  # a bug with a pass of its own tells none
                 self.entropies[i] = found
-        if not self.sorts_back:
-            table = nn.utils.rnn.pad_sequence([series[i] for i in order], batch_first=True)
-            series = [row[: len(d.weights)] for row, d in zip(table, datums, strict=True)]
         holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
         return [s + hole for s, hole in zip(series, holes, strict=True)]
 
@@ -284,14 +260,12 @@ class Sync:
         return self.server.version
 
 
-def with_adapter(model: Any, rank: int, dropout: float = 0.0) -> Any:
+def with_adapter(model: Any, rank: int) -> Any:
     "The model, of which only a LoRA adapter learns."
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "v_proj", "up_proj", "down_proj"]
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, lora_dropout=dropout, target_modules=targets, task_type="CAUSAL_LM"
-    )
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, task_type="CAUSAL_LM")
     with seeded(0):
         return get_peft_model(model, config)
 

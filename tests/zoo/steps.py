@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,26 +17,22 @@ from rl_notebook.task.chat import start_conversation
 from rl_notebook.core.types import AdamParams, Datum, LossOutput, PromptGroup, RolloutSample, SampleParams
 from rl_notebook.task.data import load_rows
 from rl_notebook.core.datums import attach, datums_from_groups
-from rl_notebook.core.losses import LossOptions, make_loss_fn
+from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.rollouts import assemble, draw_completions, encode_rows, minibatch_slices
 from rl_notebook.task.data import Prompt, Rollouts
 from rl_notebook.loop.step import evaluate_loss, merge_outputs
 from rl_notebook.task.toy import toy_rows
-from rl_notebook.insight.xray import sample_of
 
 from .machines import Server, Sync, Trainer, Weights, assembled, cast, shipped, with_adapter
-from .wire import Front
 
 
 @dataclass(frozen=True)
 class World:
     "What trainer and server have in common, and how large a step is."
 
-    model: str = "tiny"
     dtype: str = "float32"  # of both
     lora_rank: int = 0
-    lora_dropout: float = 0.0
     temperature: float = 1.0  # asked of the server, and divided by in the trainer
     can_echo: bool = True
     prompts: int = 4
@@ -46,11 +41,9 @@ class World:
     learning_rate: float = 5e-5
     warm_up: int = 2  # updates before the step
     seed: int = 0  # of its updates
-    draw: int = 0  # of the step, with the seed
-    http: bool = False  # whether the server is reached through HTTP, by the package's client
 
 
-LEARNS = ("dtype", "lora_rank", "lora_dropout", "learning_rate", "model", "seed")  # what decides a history
+LEARNS = ("dtype", "lora_rank", "learning_rate", "seed")  # what decides a history
 
 
 @functools.cache
@@ -70,30 +63,22 @@ class Run:
 
     def __init__(self, world: World):
         self.world = world
-        model, self.tokenizer = shipped(world.model)
+        model, self.tokenizer = shipped("tiny")
         dtype, pad = getattr(torch, world.dtype), self.tokenizer.pad_token_id
         base = copy.deepcopy(model)
         base.set_attn_implementation("eager")
-        learner = with_adapter(base, world.lora_rank, world.lora_dropout) if world.lora_rank else base
+        learner = with_adapter(base, world.lora_rank) if world.lora_rank else base
         how = {"pad": pad, "temperature": world.temperature, "dtype": dtype}
         self.trainer = Trainer(learner, **how)
         self.reference = Trainer(model, source="reference", **how)
         self.server = Server(cast(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo)
         self.sync = Sync(self.trainer, self.server, model.state_dict())
-        self.front = Front(self.server) if world.http else None
-        self.sampler = self.front.client() if self.front else self.server
         self.updates = 0
 
     @property
     def backend(self) -> Backend:
         "What `diagnose` is given."
-        return assembled(self.trainer, self.reference, self.sampler, self.sync, self.world.lora_rank)
-
-    async def close(self) -> None:
-        "Stop serving."
-        if self.front:
-            await self.sampler.close()
-            self.front.close()
+        return assembled(self.trainer, self.reference, self.server, self.sync, self.world.lora_rank)
 
     async def publish(self) -> None:
         "Sync the server."
@@ -112,7 +97,7 @@ class Run:
     async def draw(self, prompts: Sequence[Prompt], turns: int, params: SampleParams) -> list[Rollouts]:
         "Completions, or conversations of several turns."
         if turns == 1:
-            return [await draw_completions(self.sampler, p, params) for p in prompts]
+            return [await draw_completions(self.server, p, params) for p in prompts]
         return [Rollouts(p, tuple([await self.talk(p, turns, i, params) for i in range(params.n)])) for p in prompts]
 
     async def talk(self, prompt: Prompt, turns: int, index: int, params: SampleParams) -> RolloutSample:
@@ -121,24 +106,22 @@ class Run:
         for turn in range(turns):
             said = said.add_messages({"role": "user", "content": "Check it, step by step."}) if turn else said
             own = replace(params, n=1, seed=(params.seed or 0) + 1000 * prompt.number + 10 * index + turn)
-            said = said.add_completion((await self.sampler.sample(said.tokens, own))[0])
+            said = said.add_completion((await self.server.sample(said.tokens, own))[0])
         return said.to_sample()
 
     async def step(
         self,
         *,
         collate: Callable[[list[PromptGroup]], Sequence[Datum]] = datums_from_groups,
-        asks: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] = list,  # rows, made of those of the toy
         turns: int = 1,
         minibatches: int = 1,  # updates of the step
-        options: LossOptions | None = None,  # of the loss of its updates
         **params: Any,  # of SampleParams
     ) -> StepRecord:
         "Draw, grade, score; the trainer is left, or put back, where its first logprobs are from."
         w, first = self.world, self.updates * self.world.prompts
-        seed = 10_000 * w.seed + 100 * w.draw + self.updates
+        seed = 10_000 * w.seed + self.updates
         asked = SampleParams(n=w.completions, max_tokens=w.max_tokens, temperature=w.temperature, seed=seed)
-        rows = load_rows(asks(toy_rows(w.prompts, seed=seed)))
+        rows = load_rows(toy_rows(w.prompts, seed=seed))
         prompts = encode_rows(rows, self.tokenizer, first_number=first)
         drawn = await self.draw(prompts, turns, replace(asked, **params))
         graded = [assemble(r, [replace(s, reward=float(len(s.text) % 5)) for s in r.samples]) for r in drawn]
@@ -149,18 +132,18 @@ class Run:
             datums = attach(datums, "old_logprobs", await self.trainer.forward(datums))
         parts = [datums[part] for part in minibatch_slices(len(datums), minibatches)]
         if minibatches > 1:
-            loss = await self.updated(parts, options)
+            loss = await self.updated(parts)
         else:
             loss = evaluate_loss(datums, await self.trainer.forward(datums), lambda datums, _: reinforce)
         sizes = tuple(map(len, parts))
         more = {"policy_version": self.server.version, "passes": sizes, "updates": sizes if minibatches > 1 else ()}
         return StepRecord(self.updates + 1, tuple(groups), tuple(datums), loss, **more)
 
-    async def updated(self, parts: Sequence[Sequence[Datum]], options: LossOptions | None) -> LossOutput:
+    async def updated(self, parts: Sequence[Sequence[Datum]]) -> LossOutput:
         "The losses of several updates, after which the weights are put back."
         here, outputs = await self.trainer.save_state("here"), []
         for part in parts:
-            outputs.append(await self.trainer.forward_backward_custom(part, make_loss_fn(part, options)))
+            outputs.append(await self.trainer.forward_backward_custom(part, make_loss_fn(part)))
             await self.trainer.optim_step(AdamParams(learning_rate=self.world.learning_rate))
         await self.trainer.load_state(here)
         return merge_outputs(outputs)
@@ -169,7 +152,7 @@ class Run:
 async def learn(world: World, past: list[Weights], updates: int) -> None:
     "Make the updates that a history lacks, from its beginning if there is none."
     usual = {"temperature": 1.0, "can_echo": True, "prompts": 4, "completions": 4, "max_tokens": 24}
-    run = Run(replace(world, **usual, draw=0, http=False))
+    run = Run(replace(world, **usual))
     if not past:
         past.append(run.trainer.states[await run.trainer.save_state("0")])
     run.updates = len(past) - 1
@@ -194,20 +177,7 @@ async def opened(world: World) -> Run:
 
 
 def gap(record: StepRecord) -> float:
-    "What is to be found in a record: the largest of its `gaps`."
-    return float(gaps(record).max())
-
-
-def gaps(record: StepRecord) -> np.ndarray:
-    """Differences of sampler and trainer at trained tokens, nats.
-
-    Infinite where one has no number, and where nobody drew the token; before any update, of the reference, too."""
+    "The largest difference of sampler and trainer at a trained token, nats."
     assert record.loss is not None
-    samples, found = sample_of(record.groups), [np.zeros(1)]
-    for d, lp in zip(record.datums, record.loss.logprobs, strict=True):
-        drawn = samples[d.group, d.sample].loss_mask[1:]
-        leak = len(drawn) != len(d.weights) or (drawn < d.weights).any()
-        others = [d.sampler_logprobs] + [d.ref_logprobs] * (record.step == 1)
-        differ = [abs(np.asarray(s) - lp.values)[d.active] for s in others]
-        found += [np.where(leak | (v != v), math.inf, v) for v in differ if len(v)]
-    return np.concatenate(found)
+    pairs = zip(record.datums, record.loss.logprobs, strict=True)
+    return max(float(np.abs(d.sampler_logprobs - lp.values)[d.active].max()) for d, lp in pairs)
