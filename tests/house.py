@@ -13,7 +13,6 @@ import json
 import posixpath
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -34,7 +33,6 @@ CLOSING = "What you can change here"
 
 MAX_CELL = 60  # lines of an exported cell
 MAX_CLASS = 120  # lines of one that is a class: it is not cut into a ladder of classes to fit
-MAX_MEDIAN = 14  # lines of the median exported cell of the package
 MAX_HIDDEN = 4  # hidden cells a notebook
 MAX_BYTES = 300_000  # a notebook with its outputs
 MAX_NAMES = 300  # names in all `__all__` of the package together
@@ -364,34 +362,6 @@ def core_is_pure(house: House) -> list[str]:
     return problems
 
 
-VENDOR = re.compile(r"fireworks|tinker|hotload", re.IGNORECASE)
-NAMED_ELSEWHERE = {"core.metrics", "core.builtin"}  # have a table of what other programs call a metric, or a loss
-
-
-def named_in_code(tree: ast.AST) -> Iterator[str]:
-    "Names that code defines or uses, and texts that are one word: what could be the name of a service."
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name | ast.Attribute | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef | ast.arg):
-            yield getattr(node, "id", "") or getattr(node, "attr", "") or getattr(node, "name", "") or node.arg
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            yield node.value
-        elif isinstance(node, ast.keyword) and node.arg:
-            yield node.arg
-
-
-@rule
-def core_and_loop_know_no_service(house: House) -> list[str]:
-    "Core, loop and records have no setting, class or table of a service: those stand in the folder of the backends."
-    return [
-        f"{cell.where} names {name!r}"
-        for _, module, nb in house.modules
-        if module.startswith(("core.", "show.", "loop.", "runs.records")) and module not in NAMED_ELSEWHERE
-        for cell in nb.exported
-        for name in sorted(set(named_in_code(cell.tree)))
-        if VENDOR.search(name)
-    ]
-
-
 @rule
 def the_layers_name_every_folder(house: House) -> list[str]:
     "The layers that lint-imports checks are the folders of the package."
@@ -409,14 +379,6 @@ def a_cell_fits_a_glance(house: House) -> list[str]:
         for cell in nb.exported
         if len(cell.lines) > most(cell)
     ]
-
-
-@rule
-def the_median_cell_is_short(house: House) -> list[str]:
-    "The median exported cell of the package is around ten lines; cells of imports do not count."
-    sizes = [len(cell.lines) for _, _, nb in house.modules for cell in nb.exported if not cell.imports_only]
-    median = statistics.median(sizes) if sizes else 0
-    return [f"the median exported cell has {median:g} lines, at most {MAX_MEDIAN}"] if median > MAX_MEDIAN else []
 
 
 def code_lines(text: str, *comments: str) -> int:

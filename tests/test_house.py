@@ -194,29 +194,20 @@ BREAKS: dict[str, list[Break]] = {
     ],
     "a_notebook_is_named_after_its_module": [
         replaces("default_exp core.types", "default_exp core.kernel", CORE),
-        lambda root: (root / CORE).rename(root / "nbs" / "core" / "00_kernel.ipynb"),
         lambda root: (root / CORE).rename(root / "nbs" / "core" / "types.ipynb"),
         adds("#| export\nx = 1", to="tutorials/101_first"),
     ],
     "numbers_only_go_down": [
         adds(f"#| export\nfrom {PACKAGE}.backends.base import add as base_add"),
-        adds(f"#| export\nfrom {PACKAGE}.backends import base"),
         adds(f"#| export\ndef late():\n    import {PACKAGE}.cli"),
         adds(f"#| export\nimport importlib\nm = importlib.import_module('{PACKAGE}.cli')"),
         adds(f"from {PACKAGE}.emulator.service import add as emulated", to="backends/local/00_trainer"),
     ],
     "core_is_pure": [
         adds("#| export\nimport torch.nn.functional as F"),
-        adds("#| export\ndef show():\n    from IPython.display import HTML"),
-    ],
-    "core_and_loop_know_no_service": [
-        adds("#| export\nTRAINED = {'fireworks': 1}"),
-        adds("#| export\nclass TinkerConfig:\n    pass", to="loop/00_rollouts"),
-        adds("#| export\ndef sync(cfg):\n    return cfg.hotload", to="loop/00_rollouts"),
     ],
     "the_layers_name_every_folder": [replaces(f'    "({PACKAGE}.insight)",\n', "", "pyproject.toml")],
     "a_cell_fits_a_glance": [adds(LONG)],
-    "the_median_cell_is_short": [many(MIDDLING, 2)],
     "the_number_of_lines_only_falls": [
         adds("#| export\n" + "x = 1\n" * MAX_LINES),
         writes(f"{PACKAGE}/new.css", "a {}\n" * MAX_LINES),
@@ -224,9 +215,7 @@ BREAKS: dict[str, list[Break]] = {
     ],
     "a_notebook_reads_as_a_page": [
         replaces("# core.types", "core.types", CORE),
-        replaces("> Adds", "Adds", CORE),
         replaces("What you can change here", "The end", CORE),
-        replaces("The numbers.", "The numbers.\\n\\n## One more thing", CORE),
     ],
     "little_is_hidden": [lambda root: [adds("#| hide\nx = 1")(root) for _ in range(5)]],
     "there_is_enough_prose": [
@@ -236,7 +225,6 @@ BREAKS: dict[str, list[Break]] = {
     "enough_is_shown": [replaces("total = add(1, 2)", "#| hide\\nadd(1, 2)", CORE), many(MIDDLING, 1)],
     "public_names_have_docstrings": [
         adds("#| export\ndef mute(): return 1"),
-        adds("#| export\nclass Loud:\n    'Says.'\n    def mute(self): return 1"),
     ],
     "few_names_are_public": [
         writes(f"{PACKAGE}/core/types.py", "__all__ = [" + "'x', " * (MAX_NAMES + 1) + "]\n"),
@@ -252,13 +240,10 @@ BREAKS: dict[str, list[Break]] = {
     ],
     "no_bad_habits": [
         adds("#| export\nfrom math import *"),
-        adds("#| export\nfrom . import xray"),
-        adds("#| export\nhere = __file__"),
         adds("#| export\n@patch\ndef add(self: int): return 1"),
         adds("#| export\nimport asyncio\ndef go(): asyncio.run(None)"),
     ],
     "readme_is_what_the_index_makes": [
-        replaces("A promise.", "A lie.", "README.md"),
         replaces("A promise.", "A lie.", "nbs/index.ipynb"),
         adds("1", to="index", outputs=[drawn({"image/png": "aGVsbG8="})]),
     ],
@@ -274,7 +259,6 @@ BREAKS: dict[str, list[Break]] = {
     "no_keys": [
         adds("key = '" + "sk-" + "a1" * 12 + "'"),
         adds("1", outputs=[text_output("fw_" + "a1" * 12)]),
-        replaces("The sum.", "hf_" + "a1" * 12, f"{PACKAGE}/core/types.py"),
     ],
     "no_widget_state": [
         lambda root: save(root, "core/00_types", PAGES["core/00_types"], widgets={"state": {}}),
@@ -285,23 +269,19 @@ BREAKS: dict[str, list[Break]] = {
     ],
     "outputs_are_stable": [
         adds("1", outputs=[text_output("<object object at 0x7f0011223344>")]),
-        adds("1", outputs=[{"output_type": "stream", "name": "stderr", "text": "100%| 8/8 [00:01<00:00, 7.62it/s]"}]),
         adds("1", outputs=[{"output_type": "error", "ename": "E", "evalue": "e", "traceback": []}]),
     ],
     "notebooks_are_small": [adds("1", outputs=[text_output("x" * 300_000)])],
     "one_source_of_name_and_version": [
         replaces("__version__ = ", "__version__ = '9' + ", f"{PACKAGE}/__init__.py"),
-        replaces("## ", "## 9.", "CHANGELOG.md"),
         replaces('target-version = "py311"', 'target-version = "py312"', "pyproject.toml"),
         replaces("[build-system]", '[project]\nname = "x"\n[build-system]', "pyproject.toml"),
-        replaces("website:", 'website:\n  title: "other"', "_quarto.yml"),
         replaces("# rl_notebook", "# other", "nbs/index.ipynb"),
         lambda root: (root / "nbs" / "_quarto.yml").unlink(),
     ],
     "every_requirement_is_pinned": [
         replaces("torch==", "torch>=", "constraints.txt"),
         replaces("torch==2.13.0", "torch==1.0.0", "constraints.txt"),
-        replaces("torch==2.13.0\n", "", "constraints.txt"),
         replaces("torch==2.13.0\n", "torch==2.13.0\n--find-links wheels\n", "constraints.txt"),
     ],
 }
