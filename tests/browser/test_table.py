@@ -233,16 +233,3 @@ def test_what_a_model_wrote_is_text_and_what_cannot_be_seen_gets_a_mark(show: Ca
     assert whole.text_content() == "·a↵\n⇥\tb\\u202e\\u001b[31m··"
     assert table.locator("tbody tr").nth(2).locator(".rltable-block").text_content() == "··"
     assert table.locator("tbody tr").nth(1).locator("button").text_content() == " a ⏎ b\\u202e\\u001b[31m  "
-
-
-def test_of_eight_thousand_rows_one_page_is_drawn(show: Callable[..., Locator]):
-    rows = [
-        {"id": str(i), "group": i // 16, "reward": i % 7 / 7, "advantage": i % 5 - 2, "text": f"{i} is a number " * 40}
-        for i in range(8192)
-    ]
-    table = show(rows)
-    sort_by(table, "completion")
-    for text, found in (("is a number", 8192), ("8191 is", 1)):
-        table.get_by_label("Search rows").fill(text)
-        expect(table.get_by_role("status")).to_contain_text(f"{found} ")
-        assert table.locator("tbody tr").count() == min(found, 3)
