@@ -7,10 +7,7 @@ stays, and once the cause is gone the run goes on.
 import asyncio
 import contextlib
 import json
-import os
 import resource
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +27,6 @@ from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.runs.records import RunFolder
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_rows
-from rl_notebook.views.charts import chart
 from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
@@ -124,11 +120,6 @@ def test_a_loop_object_says_the_same_and_keeps_its_place():
     assert (loop.cursor.consumed, len(loop.records)) == (1, 1)
 
 
-def test_no_rows_for_a_loop_object():
-    with pytest.raises(DataError, match=r"empty data set: got 0 rows from list; expected at least 1"):
-        GRPOLoop(backend(), [], uneven, Config(**SMALL))
-
-
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
@@ -190,14 +181,6 @@ def test_a_reward_that_fails_late_costs_no_finished_step(interval, tmp_path):
     assert numbers(cfg) == numbers(whole)
 
 
-def test_the_command_shows_where_a_reward_raised(tmp_path, capsys):
-    options = [f"--{k}={v}" for k, v in SMALL.items()]
-    assert command(["train", *options, "--rewards", "test_bad_input:raises", "--log-path", str(tmp_path / "run")]) == 2
-    said = capsys.readouterr().err
-    assert "return 1 / len(text[:0])" in said
-    assert "rl-notebook train: group 0, sample 0 (row '" in said.splitlines()[-1]
-
-
 def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path):
     cfg = Config(**SMALL, rewards=["gsm8kk"], log_path=str(tmp_path / "run"))
     with pytest.raises(RewardError, match=r"reward: got 'gsm8kk'; expected one of gsm8k, .*Write module:function"):
@@ -233,13 +216,6 @@ def test_what_is_given_in_another_order_is_said_at_once():
             opened(backend, rows, uneven, {"seed": 1})
         with pytest.raises(ConfigError, match=rf"rows: got <function uneven.*{order}"):
             opened(backend, uneven, rows, cfg)
-
-
-def test_a_chart_that_is_not_there_is_said_in_one_sentence():
-    with pytest.raises(RecordError, match=r"^chart: got 'rewards'. Did you mean 'reward'\?$"):
-        chart("rewards", [])
-    with pytest.raises(RecordError, match=r"^chart: got 'reward'. Take a step first: await loop.step\(\)\.$"):
-        chart("reward", [])
 
 
 # --- tokenizer and models -------------------------------------------------------------------------------------------
@@ -312,15 +288,6 @@ def test_a_checkpoint_on_other_data(finished, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_that_is_not_there(tmp_path):
-    cfg = replace(Config(**SMALL, log_path=str(tmp_path / "run")), resume={"resume_from": str(tmp_path / "nothing")})
-    with pytest.raises(RecordError, match=r"nothing/checkpoint.json: cannot read: got No such file or directory"):
-        run(cfg, problem=toy())
-    with pytest.raises(RecordError, match=r"no run here: got no run.json; expected the log_path of a run"):
-        run(Config(**SMALL, log_path=str(tmp_path / "run")), problem=toy(), resume=True)
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_folder_that_holds_another_run(finished, capsys):
     before = files(finished)
     cfg = Config(**SMALL | {"learning_rate": 1e-4}, log_path=str(finished), dcp_save_interval=1)
@@ -354,92 +321,39 @@ def files(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-class Disk:
-    "A disk of 64 MB, mounted where that is allowed; elsewhere a folder under a limit of file sizes."
-
-    def __init__(self, path: Path):
-        self.path = path
-        path.mkdir()
-        mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(path)]
-        self.mounted = os.geteuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-        self.limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill(self, room: int) -> None:
-        "Leave so many bytes."
-        if self.mounted:
-            used = shutil.disk_usage(self.path)
-            (self.path / "ballast").write_bytes(bytes(used.free - room))
-        else:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (room, self.limits[1]))
-
-    def free(self) -> None:
-        "Make room again."
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
-        (self.path / "ballast").unlink(missing_ok=True)
-
-    def writable(self, allowed: bool) -> None:
-        "Allow writing, or not."
-        if self.mounted:
-            how = f"remount,{'rw' if allowed else 'ro'}"
-            subprocess.run(["mount", "-o", how, str(self.path)], check=True)
-        else:
-            for folder in [self.path, *(p for p in self.path.rglob("*") if p.is_dir())]:
-                folder.chmod(0o755 if allowed else 0o555)
-
-    def close(self) -> None:
-        "Take the disk away."
-        resource.setrlimit(resource.RLIMIT_FSIZE, self.limits)
-        if self.mounted:
-            subprocess.run(["umount", str(self.path)], check=True)
+@contextlib.contextmanager
+def no_file_above(size: int) -> Iterator[None]:
+    "As on a disk that is full: a write that really stops in the middle."
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    with contextlib.closing(Disk(tmp_path / "disk")) as made:
-        yield made
-
-
-FULL = r"cannot write: got (No space left on device|File too large) .*Free some space.*what was recorded before is inta"
-FULL_FOR_STATE = r"save_state: got .*(No space left on device|File too large).*Free some space"
-
-
-@pytest.mark.variant
-def test_a_disk_that_fills_up_under_a_loop(disk):
-    cfg = Config(**SMALL, log_path=str(disk.path / "run"))
-    folder = RunFolder.create(cfg.log_path or "", cfg)
-    loop = GRPOLoop(backend(), toy().rows, uneven, cfg, outputs=[folder.add])
-    asyncio.run(loop.step())
-    before = files(folder.path)
-    disk.fill(4096)
-    with pytest.raises(RecordError, match=FULL):
-        asyncio.run(loop.step())
-    disk.free()
-    assert files(folder.path) == before
-    record = asyncio.run(loop.step())  # what is left of the step: to be recorded
-    assert record is not None
-    assert (record.step, len(folder)) == (2, 2)
-    assert len(asyncio.run(loop.run(progress=False))) == 1
-    assert folder.metrics().index.tolist() == [1, 2, 3]
-    folder.release()
+FULL = r"(cannot write|save_state): got .*File too large.*Free some space"
 
 
 @pytest.mark.parametrize(
-    ("room", "full_after", "every", "message"),
-    [(4096, 1, 2, FULL), (600_000, 1, 1, FULL_FOR_STATE), (600_000, 2, 2, FULL_FOR_STATE)],
-    ids=["at record 2", "at checkpoint 1", "at checkpoint 2"],
+    ("room", "full_after", "every"), [(4096, 1, 2), (600_000, 2, 2)], ids=["at record 2", "at checkpoint 2"]
 )
-@pytest.mark.variant
-def test_a_disk_that_fills_up_under_a_run(room, full_after, every, message, disk, tmp_path):
+@pytest.mark.variant(but="at record")
+def test_a_disk_that_fills_up_under_a_run(room, full_after, every, tmp_path):
     whole = Config(**SMALL, log_path=str(tmp_path / "whole"), dcp_save_interval=every)
     run(whole, problem=toy())
-    cfg, said = replace(whole, log_path=str(disk.path / "run")), []
-    fill: Callable[[Any], Any] = lambda record: disk.fill(room) if record.step == full_after else None
-    loop_records = []
-    with pytest.raises(RecordError, match=message):
-        main(cfg, problem=toy(), say=said.append, progress=False, on_record=[fill, loop_records.append])
-    disk.free()
+    cfg, said, records = replace(whole, log_path=str(tmp_path / "run")), [], []
+    with contextlib.ExitStack() as disk:
+
+        def fill(record: Any) -> None:
+            records.append(record.step)
+            if record.step == full_after:
+                disk.enter_context(no_file_above(room))
+
+        with pytest.raises(RecordError, match=FULL):
+            main(cfg, problem=toy(), say=said.append, progress=False, on_record=[fill])
     assert "with: rl-notebook train --resume --log-path" in said[-1]
-    assert [record.step for record in RunFolder.open(cfg.log_path or "")] == [r.step for r in loop_records]
+    assert RunFolder.open(cfg.log_path or "").steps == records
     run(cfg, problem=toy(), resume=True)
     assert numbers(cfg) == numbers(whole)
 
@@ -449,23 +363,3 @@ def numbers(cfg: Config) -> list[dict[str, Any]]:
     lines = (Path(cfg.log_path or "") / "metrics.jsonl").read_text().splitlines()
     clock = ("seconds/", "perf/", "sync/", "crc32")  # a checksum is one of the clock, too
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(clock)} for line in lines]
-
-
-def test_a_disk_that_becomes_read_only(disk):
-    if os.geteuid() == 0 and not disk.mounted:
-        pytest.skip("nothing is read-only for root, and disks cannot be mounted here")
-    cfg, said = Config(**SMALL, log_path=str(disk.path / "run"), dcp_save_interval=1), []
-    lock: Callable[[Any], Any] = lambda record: disk.writable(False) if record.step == 2 else None
-    with pytest.raises(RecordError, match=r"got (Read-only file system|Permission denied|.*Read-only|.*denied)"):
-        main(cfg, problem=toy(), say=said.append, progress=False, on_record=[lock])
-    with pytest.raises(RecordError, match=r"cannot write: got (Read-only file system|Permission denied)"):
-        run(replace(cfg, log_path=str(disk.path / "other")), problem=toy())
-    disk.writable(True)
-    assert RunFolder.open(cfg.log_path or "").steps == [1, 2]
-    run(cfg, problem=toy(), resume=True)
-    assert RunFolder.open(cfg.log_path or "").steps == [1, 2, 3]
-
-
-def test_a_place_where_nothing_can_be_made():
-    with pytest.raises(RecordError, match=r"/proc/run: cannot write: got No such file or directory"):
-        run(Config(**SMALL, log_path="/proc/run"), problem=toy())

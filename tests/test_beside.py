@@ -6,14 +6,12 @@ from dataclasses import replace
 import pytest
 from synthetic import beside, synthetic_record
 from test_dashboard import enabled, press, run, until
-from test_loop import make_loop
 from tiny_models import one_thread
 
-from rl_notebook.loop.async_loop import AT_REST, AsyncGRPOLoop
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import PhaseError, RolloutSample
-from rl_notebook.views.player import PAUSED, refusal, rows_in_flight
+from rl_notebook.loop.async_loop import AT_REST, AsyncGRPOLoop
 from rl_notebook.runs.records import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import (
@@ -26,6 +24,7 @@ from rl_notebook.views.dashboard import (
     still_html,
     waiting_rows,
 )
+from rl_notebook.views.player import PAUSED, refusal, rows_in_flight
 from rl_notebook.views.report import report_html
 
 __all__ = ["one_thread"]
@@ -111,23 +110,6 @@ def test_a_batch_that_a_pause_keeps_from_being_complete_is_no_error():
     run(main())
 
 
-def test_a_batch_that_is_not_complete_is_an_error_where_nobody_paused():
-    async def main():
-        door = Door()
-        dashboard = Dashboard(loop := loop_of(door, max_concurrency_rollout_sample=2))
-        await waiting_for_a_batch(dashboard, door)
-        await loop.pause()  # by a cell, behind the player's back
-        door.open.set()
-        with pytest.raises(PhaseError, match=r"a batch: got 1 of 2 rows, and none started: paused"):
-            await dashboard.task
-        assert "loop.resume()" in dashboard.screen.trouble.value
-        await dashboard.step()  # opens the gate
-        assert dashboard.error is None
-        await loop.close()
-
-    run(main())
-
-
 def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
     async def main():
         door = Door()
@@ -179,54 +161,6 @@ def test_a_stop_lets_rows_finish_and_starts_none():
     run(main())
 
 
-def test_with_chunks_a_pause_waits_for_the_gradient():
-    async def main():
-        door = Door()
-        dashboard = Dashboard(loop := loop_of(door, pipeline_chunks_per_step=2))
-        await waiting_for_a_batch(dashboard, door)
-        press(dashboard, "pause")
-        assert loop.producer.held == ""
-        door.open.set()
-        await until(lambda: not dashboard.doing)
-        assert (loop.state.current, loop.producer.held, dashboard.error) == ("optimize", PAUSED, None)
-        await loop.close()
-
-    run(main())
-
-
-def test_undo_leaves_a_loop_that_can_be_played():
-    async def main():
-        dashboard = Dashboard(loop := loop_of(Door()))
-        await dashboard.play(3)
-        await dashboard.undo()
-        assert [r.step for r in dashboard.recent] == [1, 2]
-        await dashboard.play()
-        numbers = [g.number for r in loop.records for g in r.groups]
-        assert sorted(numbers) == list(range(48))
-        await loop.close()
-
-    run(main())
-
-
-def test_branches_are_played_in_turns():
-    async def main():
-        door = Door()
-        first = Dashboard(loop := loop_of(door))
-        await first.step()
-        await first.drain() if rows_in_flight(loop) else None
-        second = Dashboard(await loop.branch(learning_rate=1e-5))
-        for dashboard in (first, second, first, second):
-            await dashboard.step()
-        steps = [[r.step for r in d.loop.records] for d in (first, second)]
-        assert steps == [[1, 2, 3], [2, 3]]
-        ours, theirs = ([[g.number for g in r.groups] for r in d.loop.records][-2:] for d in (first, second))
-        assert ours == theirs
-        for dashboard in (first, second):
-            await dashboard.loop.close()
-
-    run(main())
-
-
 def test_what_is_shown():
     async def main():
         door = Door()
@@ -249,19 +183,6 @@ def test_what_is_shown():
         door.open.set()
         dashboard.close()
         await loop.close()
-
-    run(main())
-
-
-def test_a_loop_that_takes_turns_looks_as_before():
-    async def main():
-        dashboard = Dashboard(loop := make_loop(rows=6))
-        assert "drain" not in dashboard.screen.buttons
-        assert refusal(dashboard, "drain") == "Nothing runs beside training here."
-        await dashboard.play(1)
-        assert [about["name"] for about in dashboard.screen.charts.shown] == [*MAIN]
-        assert "rows in flight" not in dashboard.screen.head.value
-        assert waiting_rows(loop) == []
 
     run(main())
 

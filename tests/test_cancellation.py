@@ -1,4 +1,4 @@
-"""Cancelled at any await of a step, an undo or a change of turns, a loop and its trainer still agree.
+"""Cancelled at any await of a step or an undo, a loop and its trainer still agree.
 
 Every await is tried twice: cancelled as soon as it waits, and when what it waits for is done but not yet noted. After
 each, the run goes on and has to come to the weights of a run that was left alone, and so has what `undo` goes back to.
@@ -19,24 +19,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from service_runs import held, policy_trainer
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.services.openai import open_openai
 from rl_notebook.backends.services.tinker import open_tinker
 from rl_notebook.config.config import Config
-from rl_notebook.task.data import load_rows
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.task.data import load_rows
 
 __all__ = ["one_thread"]
 
 KEY = "tml-cancelled"
-SHAPE = "accounts/fireworks/trainingShapes/a-shape"
 
 
 @functools.cache
@@ -61,30 +57,15 @@ async def local(**options: Any) -> Backend:
     return open_local(tiny_model(), byte_tokenizer(), **options)
 
 
-async def openai() -> Backend:
-    served = {"base_url": service().url, "served_model": service().emulator.site.model, "key": KEY}
-    return await open_openai(tiny_model(), byte_tokenizer(), **served)
-
-
 async def tinker() -> Backend:
     quick = {"probing": False, "conformance": "off", "base_model": "a-model", "lora_rank": 4}
     return await open_tinker(base_url=service().url, key=KEY, tokenizer=byte_tokenizer(), **quick)
 
 
-async def fireworks() -> Backend:
-    trainer = {"training_shape_id": SHAPE, "reference_training_shape_id": f"{SHAPE}-forward"}
-    settings = {"base_model": "accounts/fireworks/models/a-model", "trainer": trainer}
-    settings |= {"deployment": {"tokenizer_model": "at-hand"}, "max_completion_tokens": 64, "max_seq_len": 256}
-    quick = {"say": lambda line: None, "grace_s": 0, "poll_interval_s": 0.02}
-    return await open_fireworks(key=KEY, base_url=service().url, tokenizer=byte_tokenizer(), **settings, **quick)
-
-
 BACKENDS: dict[str, Callable[[], Awaitable[Backend]]] = {
     "local": local,
     "local-inline": lambda: local(inline=True),
-    "openai": openai,
     "tinker": tinker,
-    "fireworks": fireworks,
 }
 
 
@@ -272,28 +253,7 @@ async def undo_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
     course.check(loop, 3)
 
 
-async def turn_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
-    "A branch that takes the backend over is struck, and so is the loop that takes it back."
-    await loop.step()
-    if isinstance(loop, AsyncGRPOLoop):
-        await loop.pause(drain=True)
-    other, found = await loop.branch(at="start"), list[np.ndarray]()
-    for actor, last in ((other, 1), (loop, 2)):
-        if isinstance(actor, AsyncGRPOLoop):
-            actor.resume()
-        await course.strike(actor.step(), *blow)
-        while len(actor.records) < last:
-            await actor.step()
-        found.append(weights(course.backend))
-        if isinstance(actor, AsyncGRPOLoop):
-            await actor.pause(drain=True)
-        if course.apart:
-            course.same(course.apart[len(found) - 1], f"of {actor.name}")
-    course.apart = course.apart or found
-    await other.close()
-
-
-WHAT = {"step": step_struck, "taken back": taken_back, "undo": undo_struck, "turns": turn_struck}
+WHAT = {"step": step_struck, "taken back": taken_back, "undo": undo_struck}
 
 
 async def points(course: Course, what: str, first: int = 1, every: int = 1) -> tuple[int, list[str]]:
@@ -484,22 +444,6 @@ def test_an_interrupt_in_the_main_thread_tears_no_update_apart():
     assert wrong == []
 
 
-CELL = """
-import sys, time, torch
-sys.path.insert(0, {tests!r})
-import test_cancellation as tests
-step = torch.optim.AdamW.step
-def slow(self, *args):
-    print("updating", flush=True)
-    time.sleep(2)
-    return step(self, *args)
-torch.optim.AdamW.step = slow
-backend = await tests.local()
-loop = tests.begin(backend, "sync")
-await loop.step()
-"""
-
-
 SLOW_DRAWS = """
 import asyncio, sys
 sys.path.insert(0, {tests!r})
@@ -553,44 +497,3 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         assert lines[0] == 'cell, line 13, in unread: return {}["answer"]'
         assert lines[1:] == ["KeyError: 'answer'", "cell, line 3: await score([s], loop.rows[0], unread)"]
         assert last.startswith("RewardError: ")
-
-
-@pytest.mark.slow
-def test_an_interrupted_cell_leaves_a_loop_that_goes_on():
-    from jupyter_client.manager import start_new_kernel
-
-    manager, client = start_new_kernel(kernel_name="python3")
-
-    def answer(asked: str) -> dict[str, Any]:
-        while (reply := client.get_shell_msg(timeout=120))["parent_header"].get("msg_id") != asked:
-            pass
-        return reply["content"]
-
-    with contextlib.ExitStack() as stack:
-        stack.callback(manager.shutdown_kernel, now=True)
-        stack.callback(client.stop_channels)
-        asked = client.execute(CELL.format(tests=str(Path(__file__).parent)))
-        while client.get_iopub_msg(timeout=120)["content"].get("text", "").strip() != "updating":
-            pass
-        manager.interrupt_kernel()
-        assert answer(asked)["ename"] in ("CancelledError", "KeyboardInterrupt")
-        answer(client.execute("torch.optim.AdamW.step = step; before = loop.place; record = await loop.step()"))
-        wanted = {"facts": "(before[:18], record.step, backend.policy.state.steps)"}
-        facts = answer(client.execute("", user_expressions=wanted, silent=False))["user_expressions"]["facts"]
-        assert facts["data"]["text/plain"] == "('step 1, next: sync', 1, 1)", facts
-        answer(client.execute("await loop.undo()"))
-        wanted = {"facts": "(loop.place[:21], backend.policy.state.steps)"}
-        facts = answer(client.execute("", user_expressions=wanted))["user_expressions"]["facts"]
-        assert facts["data"]["text/plain"] == "('step 1, next: prompts', 0)", facts
-
-
-if __name__ == "__main__":  # python tests/test_cancellation.py BACKEND [KINDS [WHATS [EVERY]]]: a table
-    torch.set_num_threads(1)
-    kinds, whats = ([*names] for names in (KINDS, WHAT))
-    given = [arg.split(",") for arg in sys.argv[2:]] + [None] * 3
-    for line in asyncio.run(
-        survey(sys.argv[1], given[0] or kinds, given[1] or whats, every=int((given[2] or ["1"])[0]))
-    ):
-        print(line)
-    if service.cache_info().currsize:
-        service().stop()

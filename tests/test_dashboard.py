@@ -7,25 +7,21 @@ import threading
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from synthetic import hostile_record, synthetic_record
+from synthetic import hostile_record
 from test_loop import make_loop
 from tiny_models import one_thread
 
-from rl_notebook.core.types import PhaseError, PromptGroup
-from rl_notebook.views.player import ACTIVE_PLAYERS
-from rl_notebook.runs.records import StepRecord, utf8
+from rl_notebook.core.types import PhaseError
+from rl_notebook.runs.records import utf8
 from rl_notebook.views.dashboard import (
     COLUMNS,
-    MAIN,
-    MORE,
     Dashboard,
     dashboards_of,
     step_table,
-    still_html,
     tick,
 )
+from rl_notebook.views.player import ACTIVE_PLAYERS
 
 __all__ = ["one_thread"]
 
@@ -67,26 +63,6 @@ def test_play_runs_to_the_end_and_draws_every_step():
         assert dashboard.screen.buttons["play"].tooltip == "All steps are done."
         assert "The run is over:</b> all 9 prompts are used up" in dashboard.screen.head.value
         assert "raise epochs" in dashboard.screen.head.value
-
-    run(main())
-
-
-@pytest.mark.parametrize(("passing", "drawn"), [(math.inf, False), (0.0, True)])
-def test_a_phase_that_only_passes_is_not_drawn(monkeypatch: pytest.MonkeyPatch, passing: float, drawn: bool):
-    "At full speed everything below the row of phases is of one step, the last one."
-    monkeypatch.setattr("rl_notebook.views.dashboard.PASSING", passing)
-
-    async def main():
-        dashboard, seen = Dashboard(make_loop(rows=24)), list[bool]()
-        dashboard.screen.now.observe(lambda change: seen.append("Current step" in change["new"]), "value")
-        task = asyncio.get_running_loop().create_task(dashboard.play(3))
-        while not task.done():
-            await asyncio.sleep(0)
-            if dashboard.doing:
-                tick(dashboard)
-        assert any(seen) == drawn
-        await dashboard.phase()
-        assert "Current step 4, after prompts." in dashboard.screen.now.value, "what was asked for is drawn"
 
     run(main())
 
@@ -167,18 +143,6 @@ def test_the_speed_limit_waits_between_phases_and_a_pause_does_not_wait_for_it()
         await until(lambda: not dashboard.doing)
         assert time.monotonic() - start < 60
         assert dashboard.loop.state.current == "sample"
-
-    run(main())
-
-
-def test_min_samples_per_fwd_bwd_has_a_first_phase_up_to_the_gradient():
-    async def main():
-        loop = make_loop(rows=24, min_samples_per_fwd_bwd=6, keep=lambda g: True)
-        dashboard = Dashboard(loop)
-        await dashboard.phase()
-        assert loop.state.current == "optimize"
-        await dashboard.step()
-        assert len(loop.records) == 1
 
     run(main())
 
@@ -372,54 +336,6 @@ def dashboard():
     dashboard.screen.more.value = True
     yield dashboard
     dashboard.close()
-
-
-def odd_records():
-    nothing = synthetic_record(1)
-    groups = [replace(g, samples=tuple(replace(s, reward=0.0) for s in g.samples)) for g in nothing.groups]
-    dead = [replace(g, advantages=np.zeros(len(g.samples))) for g in groups]
-    yield "one step", synthetic_record(1)
-    yield "NaN metrics", replace(synthetic_record(1), metrics=dict.fromkeys(synthetic_record(1).metrics, math.nan))
-    yield "infinite metrics", replace(synthetic_record(1), metrics=dict.fromkeys(("reward", "kl", "kl/k3"), math.inf))
-    yield "one group", synthetic_record(1, groups=1)
-    yield "512 groups", synthetic_record(1, groups=512, completions=4)
-    yield "nothing trained", StepRecord(1, tuple(dead), reason="all groups are dead")
-    yield "no groups", StepRecord(1, reason="nothing came")
-    yield "a group without samples", StepRecord(1, (PromptGroup((), key="q"),), reason="all lost")
-    yield "no metrics", StepRecord(1, synthetic_record(1).groups[:1])
-    yield "hostile", hostile_record()
-
-
-ODD = dict(odd_records())
-
-
-@pytest.mark.parametrize("name", ODD)
-def test_odd_records_are_drawn(dashboard, name):
-    record = ODD[name]
-    dashboard.update(record)
-    assert f"Step {record.step}" in dashboard.screen.words.value
-    assert len(dashboard.screen.pane.table["rows"]) == sum(len(g.samples) for g in record.groups)
-    json.dumps(dashboard.screen.pane.table, allow_nan=False)
-    drawn = list(dashboard.screen.charts.figures)
-    assert drawn == [*MAIN, *MORE]
-    still = still_html(dashboard)
-    assert "<script" not in still
-    assert "<img src=x" not in still
-    assert len(still) < 300_000
-
-
-def test_many_groups_are_mapped_in_parts(dashboard):
-    dashboard.update(synthetic_record(1, groups=150, completions=4))
-    menu = dashboard.screen.rows
-    assert [start for _, start in menu.options] == [0, 64, 128]
-    menu.value = 128
-    assert dashboard.screen.charts.figures["advantages"]["data"][0]["y"] == [*range(128, 150)]
-
-
-def test_the_same_step_counts_once_and_an_earlier_one_takes_back(dashboard):
-    for step in (1, 2, 3, 3, 2):
-        dashboard.update(synthetic_record(step))
-    assert dashboard.history.column("reward")[0].tolist() == [1, 2]
 
 
 # --- completions --------------------------------------------------------------------------------------------------

@@ -77,13 +77,6 @@ def test_the_settings_page_has_every_setting_with_its_meaning(written: Path):
     assert [name for name, meaning in rows if not meaning.strip()] == []
 
 
-def test_a_page_folds_its_imports(written: Path, sources: ModuleType):
-    cells = sources.nbformat.read(written / "loop/06_loop.ipynb", as_version=4).cells
-    first = next(c for c in cells if c.cell_type == "code")
-    assert "import asyncio" in first.source
-    assert "hide-input" in first.metadata["tags"]
-
-
 @pytest.mark.parametrize(
     ("page", "text", "moved"),
     [
@@ -98,11 +91,6 @@ def test_a_page_folds_its_imports(written: Path, sources: ModuleType):
 )
 def test_links_lead_to_pages(site: Any, page: str, text: str, moved: str):
     assert site.relink(text, page) == moved
-
-
-def test_what_is_no_page_leads_to_the_repository(site: Any):
-    assert site.relink("[a](../LICENSE)", "nbs/index.ipynb") == f"[a]({site.url}LICENSE)"
-    assert re.fullmatch(r"https://\S+/blob/main/", site.url)
 
 
 def test_a_name_is_linked_once_and_never_in_code_or_headings(sources: ModuleType):

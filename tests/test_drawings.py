@@ -8,23 +8,21 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rl_notebook.core.advantages import with_advantages
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import Logprobs, LossOutput, PromptGroup, RolloutSample
-from rl_notebook.task.data import Row, load_rows
+from rl_notebook.core.advantages import with_advantages
 from rl_notebook.core.datums import attach, datums_from_groups
-from rl_notebook.show.html import STRONGEST, advantages_html, number, rewards_html, tint
+from rl_notebook.core.types import Logprobs, LossOutput, PromptGroup, RolloutSample
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.runs.records import StepRecord
-from rl_notebook.task.data import Prompt, Rollouts
 from rl_notebook.loop.step import LossReport, Measured, list_datums, list_groups, list_prompts, list_rollouts
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.show.html import STRONGEST, number, tint
+from rl_notebook.task.data import Prompt, Rollouts, Row, load_rows
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
 LIMIT = 40_000  # bytes
@@ -198,17 +196,6 @@ def test_whatever_a_model_says_is_text():
         drawn(value)
 
 
-def test_a_step_without_anything_in_it_is_drawn():
-    none = PromptGroup((), {}, "q1", 0, dropped=("rollout 0 raised TimeoutError: <b>no answer",))
-    page = drawn(list_groups([none]))
-    assert "no sample was graded" in page.left
-    assert "<b>no answer" in page.left
-    drawn(StepRecord(1, (none,), reason="no group has signal"))
-    drawn(list_groups([]))
-    assert advantages_html([none])
-    assert rewards_html([none])
-
-
 def test_a_tint_leaves_text_legible_on_white_and_on_black():
     "The contrast of black text on a tint over white, and of white text on a tint over black, is 4.5 : 1 or more."
     linear = lambda c: c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4
@@ -220,14 +207,6 @@ def test_a_tint_leaves_text_legible_on_white_and_on_black():
         over = lambda paper, rgb=(r, g, b): [STRONGEST * c + (1 - STRONGEST) * paper for c in rgb]
         assert (light(over(255)) + 0.05) / 0.05 >= 4.5
         assert 1.05 / (light(over(0)) + 0.05) >= 4.5
-
-
-def test_a_drawing_needs_no_tokenizer_of_a_kind():
-    "A tokenizer that only decodes, and none at all."
-    for tokenizer in (SimpleNamespace(decode=Letters().decode), None):
-        values = many(2, 3, 5)
-        drawn(list_rollouts(list(values["sample"]), tokenizer))
-        drawn(list_datums(list(values["datums"]), tokenizer))
 
 
 def test_no_notebook_holds_a_picture_that_jupyterlab_takes_out():

@@ -109,16 +109,9 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
         ("6 trays * 24 rolls = 144 rolls", 0.5, 0),  # the second is missing
         ("6 x 24 = 144. 144 – 95 = 49. 49+1 = 50. 50+1 = 51.", 0.5, 0),  # two too many
         ("6 * 24 = 140, and 140 - 95 = 45", 0.5, 1),  # well chosen, and wrong
-        ("6 * 24 = 140, and 140 - 95 = 49", 0.75, 1),  # the second is what a calculator has for it
         ("6 * 24 = 144, and 95 - 24 = 71", 0.5, 0),
-        ("144 and 49", 0.0, 0),  # not calculated
         ("6 * 24 = 144. 6 * 24 = 144.", 0.5, 0),  # the same one again
-        ("6 * 24 = 140. 6 * 24 = 144.", 0.5, 0),  # the better one counts
-        ("3 * 4 = 144. 6 * 24 = 144. 144 - 95 = 49.", 2 / 3, 1),  # a result that was wrong, and then is right
         ("6 * 24 - 95 = 144 - 95 = 49", 0.5, 1),  # in one line
-        ("1/2 * 12 = 12/2. 144 - 95 = 49.", 0.5, 1),  # a fraction is no result
-        ("6 / 0 = 144", 0.0, 0),
-        ("", 0.0, 0),
     ],
 )
 def test_calculations_of_the_reference_are_what_is_paid(
@@ -129,13 +122,6 @@ def test_calculations_of_the_reference_are_what_is_paid(
     assert given.calculations(said, answer) == earned
     assert given.with_calculator(said, answer) == comes_to_it
     assert given.calculations(re.sub("<<.*?>>", "", answer), answer) == 1
-
-
-@pytest.mark.parametrize("example", ["gsm8k"], indirect=True)
-@pytest.mark.parametrize("said", ["100 dollars + " * 50, "100 + " * 50, "1" * 500, "1+" * 250, "1 ten two " * 90])
-def test_what_is_said_again_and_again_is_graded_at_once(example: SimpleNamespace, said: str):
-    "It would take hours with a pattern that can be matched in many ways."
-    assert example.calculations.calculations(said, "6*24=<<6*24=144>>144\n#### 144") == 0
 
 
 def odd_is_right(text: str, answer: str) -> float:
@@ -189,17 +175,6 @@ def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, monk
         found = asyncio.run(train.run(cfg, 30, getattr(openai_agent, agent).solve, said.append, held_out=4))
         assert len(found) == 3
         assert [line[:8].strip() for line in said] == ["base mod", "after wa", "step   1", "step   2", "after RL"]
-
-
-def test_a_call_of_the_small_model_is_a_tool_call(openai_agent: SimpleNamespace):
-    content, [call] = openai_agent.train.calls_in("Let me see: calc(3*4)")
-    assert (content, json.loads(call["function"]["arguments"])) == ("Let me see: ", {"expression": "3*4"})
-    assert openai_agent.train.calls_in("#### 12") == ("#### 12", [])
-    tokenizer = build_tokenizer()
-    asked, told = {"role": "user", "content": "?"}, {"role": "tool", "content": "= 4"}
-    said = tokenizer.apply_chat_template([asked, told | {"role": "user"}], tokenize=False)
-    tokenizer.chat_template = openai_agent.train.with_tools(tokenizer.chat_template)
-    assert tokenizer.apply_chat_template([asked, told], tokenize=False) == said
 
 
 # --- the calculator ----------------------------------------------------------------------------------------------

@@ -70,22 +70,3 @@ def test_type_checkers_are_told_the_same_names():
     block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
     stated = {(n.module, a.name, a.asname) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
     assert stated == {(home, name, name) for home, names in rln._HOMES.items() for name in names.split()}
-
-
-def test_completion_in_a_notebook_shows_these_names_only():
-    from jupyter_client.manager import start_new_kernel
-
-    manager, client = start_new_kernel(kernel_name="python3")
-    try:
-        client.execute_interactive("import rl_notebook as rln", timeout=60)
-
-        def completed(text: str) -> list[str]:
-            return client.complete(text, len(text), reply=True, timeout=120)["content"]["matches"]
-
-        assert sorted(m.rpartition(".")[2] for m in completed("rln.")) == rln.__all__
-        assert completed("rln.open_")[-2:] == ["open_backend", "open_local"]
-        found = client.inspect("rln.what_if", len("rln.what_if"), reply=True, timeout=60)["content"]
-        assert str(rln.what_if.__doc__).partition(";")[0] in found["data"]["text/plain"]
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)

@@ -6,18 +6,13 @@ written down for the finds of the past and drawn at random for those to come; SL
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import io
 import json
 import math
 import os
 import shutil
-import socket
-import threading
 import warnings
-from contextlib import suppress
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -28,18 +23,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, one_thread  # noqa: F401 (the fixture is used by every test)
 
-from rl_notebook.backends.services.openai import OpenAISampler, probe
-from rl_notebook.task.chat import encode_prompt
-from rl_notebook.cli import parse_train
 from rl_notebook.config.config import Config
-from rl_notebook.core.options import leaf_types, sub_configs
 from rl_notebook.config.settings import NEUTRAL, OTHER_WORDS, RENAMED, SPELLED
-from rl_notebook.core.types import RLNotebookError, SampleParams
-from rl_notebook.task.data import load_rows, make_row
+from rl_notebook.core.options import leaf_types, sub_configs
+from rl_notebook.core.types import RLNotebookError
 from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.runs.records import Run
-from rl_notebook.core.retries import Retries
-from rl_notebook.task.rewards import score_blocking
+from rl_notebook.task.chat import encode_prompt
+from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows
 
 MANY = 10 if os.environ.get("SLOW") == "1" else 1
@@ -115,12 +106,6 @@ def test_settings(given_: dict[str, Any], tmp_path: Path) -> None:
     refused(lambda: use(Config.from_dict(given_), tmp_path))
 
 
-def test_a_long_text_is_quoted_in_short() -> None:
-    for name in Config().flat():
-        error = refused(lambda name=name: Config.from_dict({name: "{a: " * 3000}))
-        assert error is None or len(str(error)) < 2500, name
-
-
 # --- YAML -------------------------------------------------------------------------------------------------------------
 
 YAML = [
@@ -149,17 +134,6 @@ def test_yaml(text: str | bytes, tmp_path: Path) -> None:
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
-
-flag_values = st.sampled_from([*TEXTS, *(y.partition(": ")[2] or y for y in YAML), "-1", "cpu:7", "null", "--"])
-flags = st.lists(st.tuples(st.sampled_from([*NAMES, "config", "resume"]), flag_values), min_size=1, max_size=3)
-
-
-@cases(30)
-@given(pairs=flags)
-def test_flags(pairs: list[tuple[str, str]]) -> None:
-    args = [part for name, value in pairs for part in (f"--{name}", value)]
-    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):
-        refused(lambda: parse_train(args))
 
 
 # --- rows -------------------------------------------------------------------------------------------------------------
@@ -212,66 +186,7 @@ def test_lines(data: bytes, tmp_path: Path) -> None:
 # --- rewards ----------------------------------------------------------------------------------------------------------
 
 
-def raising(error: BaseException | type[BaseException]) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
-
-
-FAILURES = [
-    raising(e)
-    for e in (ValueError(LONELY), SystemExit(3), RecursionError(), StopIteration, BaseException("x"), GeneratorExit)
-]
-outcomes = st.one_of(hostile.map(lambda v: lambda: v), st.sampled_from(FAILURES))
-shapes = st.sampled_from(["native", "async", "trl", "trl list", "verl", "awaits"])
-
-
-def grading(shape: str, outcome: Callable[[], Any]) -> Callable[..., Any]:
-    "A reward function of some library's shape with this outcome."
-
-    async def asynchronous(text: str) -> Any:
-        await asyncio.sleep(0)
-        return outcome()
-
-    return {
-        "native": lambda text: outcome(),
-        "async": asynchronous,
-        "trl": lambda prompts, completions, **columns: outcome(),
-        "trl list": lambda prompts, completions, **columns: [outcome() for _ in completions],
-        "verl": lambda data_source, solution_str, ground_truth, extra_info=None: {
-            "score": outcome(),
-            "other": outcome(),
-        },
-        "awaits": lambda text: asynchronous(text),
-    }[shape]
-
-
-@cases(80)
-@given(shape=shapes, outcome=outcomes)
-def test_rewards(shape: str, outcome: Callable[[], Any]) -> None:
-    def grade() -> None:
-        scores = score_blocking(["a", "b"], make_row({"question": "x", "answer": "1"}), grading(shape, outcome))
-        assert all(math.isnan(t) or abs(t) < 1e150 for t in scores.totals)
-        scores.to_frame()
-
-    refused(grade)
-
-
 # --- chat templates ---------------------------------------------------------------------------------------------------
-
-TEMPLATES = [
-    "{{ 1 / 0 }}", "{{ messages.x.y.z }}", "{% for i in range(10**9) %}x{% endfor %}", "{{ 'x' * 10**12 }}", "{{", "",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{{ ''.__class__.__mro__ }}", "{{ '\\ud83d' }}",
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_templates(template: str) -> None:
-    tokenizer = load_model("tiny")[1]
-    tokenizer.chat_template = template
-    row = make_row({"question": "What?", "answer": "1"})
-    refused(lambda: encode_prompt(tokenizer, row, max_seq_len=512))
 
 
 # --- run folders ------------------------------------------------------------------------------------------------------
@@ -387,117 +302,3 @@ def test_flipped_bytes(name: str, at: float, new: bytes, finished: Path, tmp_pat
 
 
 # --- answers of services ----------------------------------------------------------------------------------------------
-
-RIGHT = {
-    "object": "list",
-    "data": [{"id": "tiny", "owned_by": "vllm", "max_model_len": 512}],
-    "version": "1",
-    "choices": [
-        {
-            "text": "a",
-            "finish_reason": "stop",
-            "token_ids": [5, 6],
-            "prompt_token_ids": [1, 2, 3],
-            "logprobs": {"tokens": ["a", "b"], "token_logprobs": [-0.5, -0.5]},
-            "prompt_logprobs": [None, {"2": {"logprob": -1.0}}, {"3": {"logprob": -1.0}}],
-        },
-    ],
-}
-
-
-class Puppet:
-    "A server of one thread that answers every request with these bytes."
-
-    def __init__(self) -> None:
-        self.answer = b""
-        self.socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self.socket.accept()
-                with contextlib.suppress(OSError), connection:
-                    connection.settimeout(5)
-                    data = b""
-                    while b"\r\n\r\n" not in data:
-                        if not (more := connection.recv(65536)):
-                            break
-                        data += more
-                    head, _, body = data.partition(b"\r\n\r\n")
-                    size = next(
-                        (
-                            int(line.split(b":")[1])
-                            for line in head.split(b"\r\n")
-                            if line.lower().startswith(b"content-length:")
-                        ),
-                        0,
-                    )
-                    while len(body) < size:
-                        body += connection.recv(65536)
-                    connection.sendall(self.answer)
-
-    def says(self, body: bytes, status: bytes = b"200 OK", kind: bytes = b"application/json", cut: int = 0) -> None:
-        head = (
-            b"HTTP/1.1 "
-            + status
-            + b"\r\nConnection: close\r\nContent-Type: "
-            + kind
-            + b"\r\nContent-Length: "
-            + str(len(body) + cut).encode()
-        )
-        self.answer = head + b"\r\n\r\n" + body
-
-
-@pytest.fixture(scope="module")
-def puppet() -> Iterator[Puppet]:
-    served = Puppet()
-    yield served
-    served.socket.close()
-
-
-BODIES = [
-    b"null", b'"x"', b"{}", b"", b"\xff\xfe", b"<html>busy</html>", b"[" * 3000, b'{"choices": null}', b'{"data": [5]}',
-    b'{"choices": [null]}', b'{"choices": [' + b"9" * 5000 + b"]}", b'{"error": {"message": {"a": [1]}}}',
-]  # fmt: skip
-ONCE = Retries(deadline_s=0.2, attempt_s=5, first_wait_s=0.2)
-
-
-async def ask_openai(url: str) -> None:
-    sampler = OpenAISampler(url, "tiny", None, dialect="vllm", retries=ONCE, kind="both")
-    try:
-        for call in (sampler.sample([1, 2, 3], SampleParams(max_tokens=2, seed=1)), sampler.logprobs([1, 2, 3])):
-            with contextlib.suppress(RLNotebookError):
-                await call
-        await sampler.sample([1, 2, 3], SampleParams(max_tokens=2, seed=1))
-        await probe(sampler, [1, 2, 3], 2)
-    finally:
-        await sampler.close()
-
-
-def try_openai(puppet: Puppet, body: bytes, **options: Any) -> None:
-    puppet.says(body, **options)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        refused(lambda: asyncio.run(ask_openai(puppet.url)))
-
-
-def wrong_answer(pick: int, new: Any) -> bytes:
-    ways = list(places(RIGHT))
-    return json.dumps(
-        replaced(RIGHT, ways[pick % len(ways)], None if new is ... and not ways[pick % len(ways)] else new)
-    ).encode("utf-8", "surrogatepass")
-
-
-answers = st.sampled_from(BODIES) | st.builds(wrong_answer, st.integers(0, 10**6), odd_json)
-
-
-@cases(25)
-@given(
-    body=answers,
-    status=st.sampled_from([b"200 OK", b"200 OK", b"200 OK", b"400 Bad", b"401 No", b"999 What"]),
-    cut=st.sampled_from([0, 0, 0, 5]),
-)
-def test_answers_of_a_server(body: bytes, status: bytes, cut: int, puppet: Puppet) -> None:
-    try_openai(puppet, body, status=status, cut=cut)

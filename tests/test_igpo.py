@@ -11,9 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config, IGPOConfig
+from rl_notebook.core.datums import datums_from_groups
+from rl_notebook.core.losses import POLICY_LOSSES, make_loss_fn
 from rl_notebook.core.types import (
     AlignmentError,
     BackendError,
@@ -26,8 +27,7 @@ from rl_notebook.core.types import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.task.data import load_rows
-from rl_notebook.core.datums import datums_from_groups
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.igpo import (
     AnswerScorer,
     AnswerTokens,
@@ -44,11 +44,11 @@ from rl_notebook.loop.igpo import (
     z_normalize,
 )
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.core.losses import POLICY_LOSSES, make_loss_fn
+from rl_notebook.loop.rollouts import RolloutSetup, encode_rows, sample_prompt
 from rl_notebook.recipes import igpo_loop
 from rl_notebook.recipes.rl_loop import replay_step
 from rl_notebook.runs.records import Run, RunFolder, StepRecord
-from rl_notebook.loop.rollouts import RolloutSetup, encode_rows, sample_prompt
+from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import build_tokenizer, load_model, toy_reward, toy_rows
 
 ANSWER = AnswerTokens((), (7, 9))
@@ -88,29 +88,6 @@ def test_gamma_0_is_the_turn_alone_and_gamma_1_the_sum_of_what_follows(group, we
     np.testing.assert_allclose(np.concatenate(alone), weight * flat(gains) + flat(outcomes), atol=1e-9)
     for own, summed in zip(alone, advantages_of(group, gamma=1.0, ig_weight=weight), strict=True):
         np.testing.assert_allclose(summed, np.cumsum(own[::-1])[::-1], atol=1e-9)
-
-
-def test_rollouts_without_turns_are_rollouts():
-    assert [a.tolist() for a in turn_advantages([[], []], [[], []])] == [[], []]
-    assert turn_advantages([], []) == []
-    empty, other = turn_advantages([[], [0.5, 0.1]], [[], [0.0, 1.0]], gamma=0.0)
-    assert len(empty) == 0
-    np.testing.assert_allclose(other, [0.0, 0.0], atol=1e-4)
-    assert igpo_advantages([PromptGroup(samples=())])[0].turn_advantages == ()
-
-
-@pytest.mark.parametrize(
-    ("ig", "outcome", "match"),
-    [
-        ([[1.0]], [[1.0], [1.0]], r"got \[1, 1\] turns; expected \[1\]"),
-        ([[1.0, 2.0]], [[1.0]], r"expected \[2\], one per turn"),
-        ([[np.nan]], [[1.0]], "not finite"),
-        ([[1.0]], [[np.inf]], "not finite"),
-    ],
-)
-def test_rewards_that_do_not_fit_are_refused(ig, outcome, match):
-    with pytest.raises(RewardError, match=match):
-        turn_advantages(ig, outcome)
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------
@@ -280,21 +257,6 @@ def test_all_scores_of_a_sample_come_from_the_same_weights():
     assert sampler.asked.total() == 4 + 2  # the two scores of the older weights are asked for again
 
 
-def test_newer_weights_make_known_scores_worthless_and_older_samples_do_not():
-    sampler, sample = Counting(), talk((4, 2))
-    scorer = AnswerScorer(sampler)
-
-    async def main():
-        await sample_scores(scorer, sample, ANSWER)
-        sampler.version = 1
-        newer = await sample_scores(scorer, replace(sample, policy_version=1), ANSWER)
-        return newer, await sample_scores(scorer, sample, ANSWER)
-
-    newer, again = asyncio.run(main())
-    assert newer == again == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
-    assert sampler.asked.total() == 4
-
-
 def test_a_sample_that_does_not_say_which_weights_drew_it_is_scored_by_those_that_are_served():
     class Serving(Counting):
         policy_version = property(lambda self: self.version)
@@ -312,16 +274,6 @@ def test_a_sample_that_does_not_say_which_weights_drew_it_is_scored_by_those_tha
     assert by_hand.policy_version == 0
     assert np.subtract(older, newer).tolist() == [1.0] * len(older)
     assert sampler.asked.total() == 2 * len(older)
-
-
-def test_weights_that_never_rest_are_an_error_and_not_a_wait():
-    class Restless(Counting):
-        async def logprobs(self, tokens):
-            self.version += 1
-            return await super().logprobs(tokens)
-
-    with pytest.raises(BackendError, match="expected one version within 5 attempts"):
-        asyncio.run(sample_scores(AnswerScorer(Restless()), talk((4, 2)), ANSWER))
 
 
 def test_a_failed_request_is_raised_to_all_who_wait_and_asked_again_by_the_next():
@@ -354,13 +306,6 @@ def test_a_rollout_that_is_cancelled_does_not_take_the_scores_of_others_with_it(
     assert set(sampler.asked.values()) == {1}
 
 
-def test_a_scorer_outlives_an_event_loop():
-    scorer, sample = AnswerScorer(Counting(), workers=1), talk((4, 2), (1, 2))
-    first, second = (asyncio.run(sample_scores(scorer, sample, ANSWER)) for _ in range(2))
-    assert first == second
-    assert scorer.requests == 6
-
-
 @pytest.mark.parametrize("reply", [[-1.0], [-1.0] * 9, [-1.0, -1.0, -1.0, None, -1.0], []])
 def test_a_reply_that_does_not_cover_the_answer_is_refused(reply):
     class Odd:
@@ -391,19 +336,6 @@ def test_what_a_rollout_returns_passes_through():
     assert len(sample.info["answer_scores"]) == 2
     assert [len(s.info["answer_scores"]) for s in run.segments] == [2, 2]
     assert run.reward == run.segments[1].reward == 0.5
-
-
-def test_an_evaluation_is_not_scored_and_needs_no_answer():
-    sampler = Counting()
-
-    async def rollout(sample_prompt):
-        return talk((3, 1))
-
-    fn = with_information_gain(lambda setup: rollout)(setup_with(sampler))
-    found = asyncio.run(fn({"question": "?"}, evaluation=True))
-    assert (dict(found.info), sampler.asked.total()) == ({}, 0)
-    with pytest.raises(DataError, match="answer: got None"):
-        asyncio.run(fn({"question": "?"}, evaluation=False))
 
 
 # --- the real model --------------------------------------------------------------------------------------------------
@@ -498,15 +430,6 @@ def test_a_step_trains_every_token_with_the_advantage_of_its_turn(tmp_path):
     run = RunFolder.create(tmp_path / "run", loop.cfg)
     run.add(record)
     assert igpo_table(run.record(1)).equals(igpo_table(record))
-
-
-def test_turns_make_another_update_than_rewards_alone():
-    "The same samples: with weight 0 and gamma 1 each turn gets what the outcome says, with information gain more."
-    records = [asyncio.run(make_loop(IGPOConfig(ig_weight=w), keep=lambda g: True).step()) for w in (0.0, 1.0)]
-    tokens = [[d.tokens.tolist() for d in r.datums] for r in records]
-    assert tokens[0] == tokens[1]
-    pushes = [np.concatenate(r.loss.dlogprobs) for r in records]
-    assert np.abs(pushes[0] - pushes[1]).max() > 1e-4
 
 
 def test_a_recorded_run_of_the_recipe_can_be_resumed_and_replayed(tmp_path):

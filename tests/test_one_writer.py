@@ -16,14 +16,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
-import yaml
 from service_runs import checksum, config, open_service, problem
 
 from rl_notebook.emulator.service import start_emulator
-from rl_notebook.loop.back import export_policy
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main
 from rl_notebook.config.config import Config
@@ -81,14 +78,6 @@ def test_a_second_process_is_refused_until_the_first_has_gone_even_by_kill(tmp_p
     assert Run.open(path).metrics().loc[0, "reward"] == 0.75
 
 
-def test_inside_one_process_a_folder_is_opened_as_often_as_one_likes(tmp_path):
-    first = RunFolder.create(tmp_path / "run", {})
-    second = RunFolder.resume(tmp_path / "run", {})
-    first.release()
-    for run in (second, first):
-        run.log_metrics(0, {"reward": 1.0})
-
-
 # --- the folder vanishes ------------------------------------------------------------------------------------------
 
 
@@ -132,13 +121,7 @@ def test_dates_times_and_decimals_of_a_parquet_file_reach_the_record(tmp_path):
         )
 
 
-OTHERS = [
-    *(pd.Timestamp("2026-11-22T09:30:00.123456789"), pd.Timestamp(0, tz="Europe/Berlin"), pd.Timedelta(5)),
-    *(np.datetime64("2026-11-22T09:30:00.123456789"), Decimal("-0.00"), {date(2020, 1, 1): "keys, too"}),
-]
-
-
-@pytest.mark.parametrize("value", [*VALUES.values(), *OTHERS], ids=repr)
+@pytest.mark.parametrize("value", VALUES.values(), ids=repr)
 def test_what_is_written_comes_back(value):
     assert decode(encode(value)) == value
     assert decode(encode(pd.NaT)) is pd.NaT
@@ -146,33 +129,26 @@ def test_what_is_written_comes_back(value):
 
 # --- what was trained is promoted ---------------------------------------------------------------------------------
 
-SLOWLY = [pytest.param(bad, marks=pytest.mark.slow) for bad in ("evaluation", "first step")]
 
-
-@pytest.mark.parametrize("bad", ["step", *SLOWLY])
-def test_one_bad_step_does_not_skip_promotion(tmp_path, bad):
+def test_one_bad_step_does_not_skip_promotion(tmp_path):
     finished: list[StepRecord] = []
 
-    def fails() -> bool:
-        return {"step": len(finished) == 2, "evaluation": len(finished) == 3, "first step": True}[bad]
-
     def reward(completion_text: str) -> float:
-        if fails():
+        if len(finished) == 2:
             raise RuntimeError("one bad step")
         return checksum(completion_text)
 
     async def main(running: Any) -> str:
         cfg = config("fireworks", 3, None, output_model_id="kept")
-        held_out = load_rows([{"question": "1+1 = ?", "answer": ""}]) if bad == "evaluation" else ()
         async with await open_service(running, cfg) as backend:
-            given = replace(problem(), reward=[reward], eval_rows=held_out)
+            given = replace(problem(), reward=[reward])
             with pytest.raises(RewardError, match="one bad step"):
                 await train(cfg, problem=given, backend=backend, on_record=[finished.append], **QUIET)
         return " ".join(e.path for e in running.emulator.log if e.path.endswith(":promote"))
 
     running = start_emulator(folder=tmp_path, key="fw-promoted")
     try:
-        assert bool(asyncio.run(main(running))) == (bad != "first step")
+        assert asyncio.run(main(running))
     finally:
         running.stop()
 
@@ -194,7 +170,7 @@ def sent(theirs: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(theirs, tmp_path / "sent"))
 
 
-@pytest.mark.parametrize("name", ["report.html", ".report.html.writing", ".report.html.12.writing"])
+@pytest.mark.parametrize("name", ["report.html", ".report.html.writing"])
 def test_looking_at_a_folder_that_was_sent_writes_nothing_in_it_and_follows_no_link(name, sent, tmp_path, capsys):
     mine = tmp_path / "mine.txt"
     mine.write_text("my text")
@@ -212,13 +188,7 @@ def test_looking_at_a_folder_that_was_sent_writes_nothing_in_it_and_follows_no_l
     assert mine.read_text() == "my text"
 
 
-def test_a_run_that_was_started_here_gets_its_page(tmp_path, capsys):
-    run = RunFolder.create(tmp_path / "run", CFG)
-    assert main(["view", str(run.path), "--once"]) == 0
-    assert capsys.readouterr().out.strip() == str(run.path / "report.html")
-
-
-WAYS_OUT = [".lock", "metrics.jsonl", "checkpoints", "steps", "discarded", "x", "checkpoints/00003/trainer"]
+WAYS_OUT = [".lock", "metrics.jsonl", "steps", "checkpoints/00003/trainer"]
 
 
 @pytest.mark.parametrize("name", WAYS_OUT)
@@ -253,18 +223,6 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_waited_for(sent):
         RunFolder.resume(sent, CFG)
 
 
-def test_weights_get_the_mode_that_the_umask_asks_for(tmp_path):
-    before = os.umask(0o027)
-    try:
-        asyncio.run(export_policy(tiny(), tmp_path / "weights"))
-        asyncio.run(tiny().policy.save_state(str(tmp_path / "state")))
-    finally:
-        os.umask(before)
-    modes = {p.name: oct(p.stat().st_mode & 0o777) for p in tmp_path.rglob("*") if p.is_file()}
-    assert {"model.safetensors", "state.safetensors", "config.json"} <= modes.keys()
-    assert set(modes.values()) == {"0o640"}, modes
-
-
 # --- looking at a run reads what it shows, and asks nobody ------------------------------------------------------------
 
 
@@ -295,7 +253,7 @@ def harmed(path: Path, put: str) -> None:
         path.write_text("\n".join(bomb) + "\n")
 
 
-FILES = ("config.yaml", "metrics.jsonl", "run.json", "steps/00003/record.json", "steps/00003/arrays.safetensors")
+FILES = ("config.yaml", "steps/00003/record.json")
 HARMS = [(put, name) for name in FILES for put in ("a pipe", "a device")] + [("aliases of aliases", "config.yaml")]
 
 
@@ -307,17 +265,6 @@ def test_what_never_ends_is_named_and_not_waited_for(put, name, sent, capsys):
     assert (code == 2 and name.rpartition("/")[2] in said.err) or "step 3 is left out" in Path(
         said.out.strip()
     ).read_text()
-
-
-def test_a_tokenizer_of_a_later_version_costs_the_texts_and_no_page(sent, tmp_path, capsys):
-    load_model("tiny")[1].save_pretrained(tmp_path / "later")
-    file = tmp_path / "later" / "tokenizer.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"model": {"type": "Nineteen"}}))
-    recorded = yaml.safe_load((sent / "config.yaml").read_text())
-    (sent / "config.yaml").write_text(yaml.safe_dump(recorded | {"base_model": str(tmp_path / "later")}))
-    assert main(["view", str(sent), "--once"]) == 0
-    assert main(["show", str(sent), *["--step", "3", "--group", "0", "--sample", "0"]]) == 0
-    assert "tokenizer: got Exception" in capsys.readouterr().out
 
 
 def test_a_tokenizer_of_the_hub_is_taken_from_this_machine_without_a_request(sent, tmp_path):

@@ -13,7 +13,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +35,7 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
 from rl_notebook.core.names import NameFromFile, source_hash
 from rl_notebook.recipes.rl_loop import Problem, diagnose_step, load_problem, main, replay_step, train
-from rl_notebook.runs.records import Run, RunFolder, StepRecord, read_checkpoint
+from rl_notebook.runs.records import Run, StepRecord, read_checkpoint
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.insight.whatif import what_if
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
@@ -168,18 +167,6 @@ def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
     assert Run.open("run").record(3).sources["reward uneven"] not in hashes
 
 
-def test_from_a_yaml_file_in_another_process(desk):
-    "The example of the page on scripted runs, with the installed command."
-    settings = SMALL | {"rewards": ["my_functions:uneven", "format"], "reward_weights": [1.0, 0.2], "steps": 1}
-    (desk / "config.yaml").write_text(yaml.safe_dump(settings | {"policy_loss": "my_functions:plain"}))
-    program = Path(sys.executable).with_name("rl-notebook")
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"}
-    args = [program, "train", "--config", "config.yaml"]
-    done = subprocess.run(args, cwd=desk, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert "done (1 steps" in done.stdout
-
-
 def test_a_name_that_leads_nowhere_says_where_it_was_looked_for(desk, capsys):
     assert command(["train", *OPTIONS, "--rewards", "my_rewards:close_enough"]) == 2
     said = capsys.readouterr().err
@@ -214,17 +201,6 @@ def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
         return await loop.step()
 
     assert asyncio.run(looked_at()).options["policy_loss"] == "my_functions:doubled"
-
-
-def test_every_table_of_losses_has_it(desk, record):
-    "Tutorial 104: a loss in POLICY_LOSSES is a column of its tables and of the sliders."
-    from rl_notebook.views.whatif import make_controls
-
-    POLICY_LOSSES["by_hand"] = (lambda t, tis, o: -t.advantage * t.policy * tis, {})
-    table = what_if(record, {name: {"policy_loss": name} for name in POLICY_LOSSES}).table
-    assert table.loc["by_hand", "note"].startswith("same gradient as")
-    assert "by_hand" in make_controls(LossOptions("by_hand"))["policy_loss"].options
-    assert Config(policy_loss="by_hand").loss_options()["policy_loss"] == "by_hand"
 
 
 def test_knobs_are_those_that_were_declared(desk, record):
@@ -262,17 +238,6 @@ def test_a_mistake_in_a_loss_is_named(name, message, desk, record, capsys):
     assert last.startswith("rl-notebook train: policy_loss")
 
 
-def test_a_module_that_fails_is_shown_with_its_traceback(desk, capsys):
-    (desk / "my_functions.py").write_text("import nowhere_at_all\n")
-    assert command(["train", *OPTIONS, "--policy-loss", "my_functions:plain"]) == 2
-    said = capsys.readouterr().err
-    assert 'my_functions.py", line 1' in said
-    assert "importing my_functions raised: got ModuleNotFoundError: No module named 'nowhere_at_all'" in said
-    (desk / "my_functions.py").write_text("raise SystemExit(3)\n")
-    assert command(["train", *OPTIONS, "--policy-loss", "my_functions:plain"]) == 2
-    assert "importing my_functions raised: got SystemExit: 3" in capsys.readouterr().err
-
-
 def test_advantages_by_name_and_as_an_object(desk, record):
     problem = Problem(load_rows(toy_rows(16)), [], uneven, advantage_fn="my_functions:centred")
     said: list[Any] = []
@@ -297,47 +262,6 @@ def test_advantages_by_name_and_as_an_object(desk, record):
         return [*(await loop.branch(advantage_fn="my_functions:centred")).advantage_fn.__name__.split()]
 
     assert asyncio.run(branched()) == ["centred"]
-
-
-def test_a_whole_loss_function_goes_through_problem(record):
-    made: list[int] = []
-
-    def make(datums: Any, denominator: float | None) -> Any:
-        made.append(len(datums))
-        return make_loss_fn(datums, policy_loss="grpo", denominator=denominator)
-
-    rows = load_rows(toy_rows(16))
-    main(Config(**SMALL), problem=Problem(rows, [], uneven, make_loss=make), say=lambda line: None, progress=False)
-    assert made
-
-
-def test_a_rollout_is_known_by_its_source():
-    from rl_notebook.core.types import RolloutSample
-    from rl_notebook.loop.rollouts import RolloutFactory
-
-    def factory(anything: Any) -> Any:
-        async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample:
-            tokens = [*sample_prompt["prompt_token_ids"], 5 + sample_prompt["sample_index"]]
-            zeros = [0] * (len(tokens) - 1)
-            reward = float(sample_prompt["sample_index"])
-            return RolloutSample(tokens=tokens, logprobs=[*zeros, -1.0], loss_mask=[*zeros, 1], reward=reward)
-
-        return rollout_fn
-
-    loop = GRPOLoop(open_local(*load_model("tiny")), load_rows(toy_rows(16)), RolloutFactory(factory), Config(**SMALL))
-    assert asyncio.run(loop.step()).sources == {"rollout factory": source_hash(factory)}
-
-
-@pytest.mark.parametrize(
-    "service", [{"backend": "fireworks"}, {"backend": "tinker", "lora_rank": 8}], ids=lambda s: s["backend"]
-)
-@pytest.mark.parametrize("name", ["mine", "my_functions:plain"])
-def test_a_service_refuses_it_by_name(name, service, desk):
-    POLICY_LOSSES["mine"] = (lambda t, tis, o: -t.policy, {})
-    asked = {"loss_path": "builtin", "kl_beta": 0, "policy_loss": name}
-    with pytest.raises(ConfigError, match=rf"cannot compute this loss: policy_loss: got '{name}'.*loss_path='client'"):
-        Config(**service, **asked, base_model="some/model", deployment=None)
-    assert "my_functions" not in sys.modules
 
 
 def test_a_loss_that_nobody_registered(capsys):
@@ -482,11 +406,7 @@ ATTACKS: dict[str, Callable[[Trap], Any]] = {
     "a shell": _rewards("os:system"),
     "a module of the folder": _rewards("evil:f"),
     "our own module that imports one": _rewards("rl_notebook.runs.records:os", "rl_notebook.task.rewards:subprocess"),
-    "an attribute of an attribute": _rewards(
-        "rl_notebook.runs.records:os.system", "rl_notebook.core.names:importlib.import_module"
-    ),
     "a function that evaluates": _rewards("builtins:exec", "pickle:loads", "subprocess:getoutput"),
-    "with spaces": _rewards(" os:system", "os :system", "os:\tsystem"),
     "one text for a list": lambda trap: (trap.texts(), trap.settings(rewards="os:system")),
     "a loss": lambda trap: trap.settings(policy_loss="evil:f"),
     "a loss of a step": _recorded_loss("evil:f"),
@@ -614,13 +534,9 @@ def test_a_service_of_a_foreign_folder_gets_no_key(sent, desk, capsys, monkeypat
 
 REACHING = {  # settings that reach out of the run: what is named in the message
     "a tracker": ({"report_to": ["wandb"]}, "'wandb'"),
-    "a tracker that is only configured": ({"wandb": {}}, "'wandb'"),
-    "the project of a tracker": ({"wandb": {"project": "theirs"}}, "'wandb', 'theirs'"),
     "a file as template": ({"chat_template": "/etc/passwd"}, "'/etc/passwd'"),
     "an address as rows": ({"dataset": "http://127.0.0.1:9/rows.jsonl"}, "'http://127.0.0.1:9/rows.jsonl'"),
-    "a file as rows": ({"dataset": "../private.jsonl"}, "'../private.jsonl'"),
     "a service": ({"backend": "tinker", "lora_rank": 8}, "'tinker'"),
-    "a model of a service": ({"backend": "auto", "base_model": "accounts/them/models/x"}, "'accounts/them/models/x'"),
     "a checkpoint elsewhere": ({"resume": {"resume_from": "../another"}}, "'../another'"),
 }
 
@@ -689,40 +605,3 @@ def test_a_foreign_run_that_is_resumed_with_trust_is_ones_own(mine, desk, capsys
     assert "rl-notebook train: config: got 'my_functions:" in capsys.readouterr().err
     assert command([*resume, "--trust"]) == 0
     assert not refused(moved)
-
-
-def test_the_note_holds_names(mine, desk):
-    [note] = (desk / "state" / "rl-notebook" / "runs").iterdir()
-    noted = json.loads(note.read_text())
-    assert noted["names"] == ["my_functions:plain", "my_functions:uneven"]
-    assert noted["folder"] == str(mine.resolve())
-    RunFolder.create(desk / "plain", Config())
-    assert [json.loads(other.read_text())["names"] for other in note.parent.iterdir() if other != note] == [[]]
-
-
-def test_a_home_that_cannot_be_written_costs_the_note_and_no_run(desk, monkeypatch):
-    (desk / "file").write_text("")
-    monkeypatch.setenv("XDG_STATE_HOME", str(desk / "file"))
-    RunFolder.create(desk / "run", Config(rewards=("my_functions:uneven",)))
-    assert refused(desk / "run")
-
-
-def test_a_loss_that_was_looked_at_in_one_step_belongs_to_the_run(desk):
-    cfg = Config(**SMALL)
-    run = RunFolder.create(desk / "run", cfg)
-
-    async def steps() -> None:
-        loop = grpo_loop(cfg, outputs=[run.add])
-        await loop.step()
-        loop.prompts()
-        await loop.sample()
-        loop.score(), loop.advantages(), loop.datums()
-        await loop.reference()
-        loop.loss(policy_loss="my_functions:doubled")
-        await loop.step()
-
-    asyncio.run(steps())
-    record = Run.open(run.path).record(2)
-    assert type(record.options["policy_loss"]) is str
-    forget("my_functions")
-    assert np.isclose(what_if(record, {"x": {"policy_loss": "grpo"}}).table.loc["x", "cosine"], 1)

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
+from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.backends.local.trainer import open_local, read_folder
 from rl_notebook.cli import main as command
-from rl_notebook.config.config import Config as CoreConfig
-from rl_notebook.config.config import DeployConfig, ResumeConfig
-from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.config.config import DeployConfig
 from rl_notebook.core.types import (
     BackendError,
     ConfigError,
@@ -26,22 +26,20 @@ from rl_notebook.core.types import (
     RolloutSample,
     SampleParams,
 )
-from rl_notebook.task.data import load_rows
-from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.recipes import async_rl_loop, rl_loop
 from rl_notebook.recipes.rl_loop import (
     Config,
     Problem,
     RunResult,
-    plan_run,
     load_problem,
     main,
     make_problem,
     train,
 )
 from rl_notebook.runs.records import RunFolder, StepRecord
+from rl_notebook.task.chat import sample_from_completion
+from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import is_heldout, load_model, toy_rows
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
     "max_rows": 8,
@@ -107,10 +105,6 @@ def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
     run = RunFolder.open(tmp_path / "run")
     assert run.steps == [1, 2]
     assert [record.groups[0].row["ground_truth"] for record in run] in (["1", "2"], ["2", "1"])
-
-
-def test_config_is_the_one_config():
-    assert Config is CoreConfig
 
 
 def test_inside_a_running_loop_main_refuses_and_names_train():
@@ -226,13 +220,6 @@ def test_a_service_without_a_key_is_refused_before_anything_is_sent():
         main(Config(**SMALL, backend="tinker", base_model="Qwen/Qwen3-8B", tokenizer_model="tiny", lora_rank=4))
 
 
-def test_a_state_of_another_job_is_left_to_the_backend():
-    there = ResumeConfig(resume_from="step-00010", resume_job_id="job-1")
-    deployment = DeployConfig(tokenizer_model="tiny")
-    cfg = Config(base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment, resume=there)
-    assert plan_run(cfg).found is None
-
-
 def test_a_backend_that_is_passed_stays_open():
     backend = open_local(*load_model("tiny"))
     for _ in range(2):
@@ -256,33 +243,7 @@ def test_records_go_to_whoever_listens(tmp_path):
     assert str(result).startswith("done (4 steps, ")
 
 
-def test_tensorboard_gets_every_step(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"), report_to="tensorboard")
-    run(cfg, problem=toy())
-    [events] = {path.parent for path in (tmp_path / "run").rglob("*tfevents*")}
-    kept = EventAccumulator(str(events), size_guidance={"scalars": 0}).Reload()
-    [tag] = [tag for tag in kept.Tags()["scalars"] if tag.endswith("reward") and "/reward" not in f"/{tag[:-6]}"]
-    rewards = RunFolder.open(tmp_path / "run").metrics()["reward"]
-    assert [e.step for e in kept.Scalars(tag)] == [1, 2, 3, 4]
-    assert [e.value for e in kept.Scalars(tag)] == pytest.approx(rewards.tolist())
-
-
-def test_trackers_are_finished_when_a_run_fails(tmp_path, monkeypatch):
-    finished: list[Any] = []
-    monkeypatch.setattr("rl_notebook.recipes.rl_loop.finish_trackers", finished.append)
-
-    def fails(record: StepRecord) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(Config(**SMALL), problem=toy(), on_record=[fails])
-    assert finished == [[]]
-
-
-@pytest.mark.parametrize(("interval", "steps"), [(0, [0, 4]), (2, [0, 2, 4]), (3, [0, 3, 4])])
+@pytest.mark.parametrize(("interval", "steps"), [(0, [0, 4]), (3, [0, 3, 4])])
 def test_held_out_reward_before_after_and_every_so_often(interval, steps, tmp_path):
     cfg = Config(**SMALL, eval_rows=3, eval_interval=interval, log_path=str(tmp_path / "run"))
     result = run(cfg, problem=toy(eval_rows=3))
@@ -290,14 +251,6 @@ def test_held_out_reward_before_after_and_every_so_often(interval, steps, tmp_pa
     assert measured.index.tolist() == steps
     assert (result.reward_before, result.reward_after) == (measured[0], measured[4])
     assert str(result).startswith(f"held-out reward {measured[0]:.2f} -> {measured[4]:.2f} (4 steps, ")
-
-
-def test_the_policy_that_is_measured_is_the_one_that_was_trained(tmp_path):
-    backend = open_local(*load_model("tiny"))
-    cfg = Config(**SMALL | {"max_rows": 16}, eval_rows=8, log_path=str(tmp_path / "run"))
-    after = run(cfg, problem=toy(eval_rows=8), backend=backend).reward_after
-    again = run(Config(**SMALL, eval_rows=8, steps=1), problem=toy(eval_rows=8), backend=backend)
-    assert again.reward_before == after
 
 
 # --- weights that leave the numbers ---------------------------------------------------------------------------------

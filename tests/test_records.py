@@ -33,22 +33,15 @@ from synthetic import synthetic_record
 from tiny_models import byte_tokenizer, tiny_model
 
 from rl_notebook.backends.local.trainer import open_local, read_folder
-from rl_notebook.config.config import Config
 from rl_notebook.core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from rl_notebook.runs.records import (
     RunFolder,
     StepRecord,
     decode,
     encode,
-    html_table,
-    metrics_frame,
     read_checkpoint,
     read_record,
-    record_arrays,
-    record_json,
-    restore_record,
     staged_folder,
-    tokens_frame,
     write_record,
 )
 
@@ -201,12 +194,6 @@ def test_any_plain_value_comes_back_as_it_was(value):
     assert same(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
 
 
-def test_arrays_and_numpy_numbers_in_a_row():
-    value = {"a": np.array([[1.5, np.nan], [-0.0, np.inf]]), "b": np.zeros((0, 3), np.int32), "c": np.array([True])}
-    assert same(decode(json.loads(json.dumps(encode(value), allow_nan=False))), value)
-    assert same(decode(encode({"n": np.int64(3), "x": np.float32(0.1)})), {"n": 3, "x": float(np.float32(0.1))})
-
-
 def test_a_real_step_comes_back_as_it_was(run: RunFolder):
     assert [same(run.record(s), synthetic_record(s, groups=3, completions=3)) for s in run.steps] == [True] * 3
     assert not same(run.record(1), run.record(2))  # `same` can tell
@@ -246,17 +233,6 @@ def test_the_files_need_nothing_of_this_package(run: RunFolder):
     assert lines["seconds/sample"].tolist() == [0.8] * 3
 
 
-def test_metrics_are_a_table_with_one_row_a_step(run: RunFolder):
-    run.log_metrics(0, {"eval/reward": 0.25})
-    run.log_metrics(3, {"eval/reward": 0.5})
-    table = run.metrics()
-    assert table.index.tolist() == [0, 1, 2, 3]
-    assert table["reward"].tolist()[1:] == [r.metrics["reward"] for r in run]
-    assert table["eval/reward"].dropna().to_dict() == {0: 0.25, 3: 0.5}
-    assert table["reason"].tolist() == [""] * 4
-    assert metrics_frame([]).empty
-
-
 def test_a_metric_may_not_hide_the_step(run: RunFolder):
     with pytest.raises(RecordError, match="names of metrics: got policy_version"):
         run.add(replace(synthetic_record(4), metrics={"policy_version": 1.0}))
@@ -264,11 +240,6 @@ def test_a_metric_may_not_hide_the_step(run: RunFolder):
 
 
 # --- shown --------------------------------------------------------------------------------------------------------
-
-
-def test_a_long_record_says_how_much_it_does_not_show():
-    assert "and 48 more" in synthetic_record(1)._repr_html_()
-    assert "more in" not in synthetic_record(1, groups=2)._repr_html_()
 
 
 def test_verdicts():
@@ -279,14 +250,6 @@ def test_verdicts():
     assert StepRecord(1).verdict == "step 1"
     assert StepRecord(1, reason="no rows").verdict == "step 1 · nothing trained: no rows"
     assert "nan" not in StepRecord(1, metrics={"reward": math.nan, "reward_std": math.nan}).verdict
-
-
-def test_a_run_shows_itself(run: RunFolder, tmp_path: Path):
-    assert repr(run).startswith("RunFolder run: 3 steps")
-    assert "<table" in run._repr_html_()
-    empty = RunFolder.create(tmp_path / "<b>", CONFIG)
-    assert repr(empty) == "RunFolder <b>: 0 steps"
-    assert empty._repr_html_() == "<p><b>&lt;b&gt;</b>: 0 steps</p>"
 
 
 # --- refused, with the reason -------------------------------------------------------------------------------------
@@ -313,22 +276,11 @@ def rewrite(path: Path, **changes) -> None:
     path.write_text(json.dumps(plain))
 
 
-def test_another_format_is_refused(run: RunFolder):
-    rewrite(run.path / "steps/00002/record.json", format="rl_notebook.record/1")
-    with pytest.raises(RecordError, match=r"got rl_notebook.record/1; expected rl_notebook.record/2. Read it with"):
-        run.record(2)
-    rewrite(run.path / "run.json", format="rl_notebook.run/9")
-    with pytest.raises(RecordError, match=r"run.json: format: got rl_notebook.run/9"):
-        RunFolder.open(run.path)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"later": 1}, "unexpected keyword argument 'later'"),
-        ({"datums": []}, "datums: got 0; expected"),
         ({"groups": []}, "expected 0, the sum over the samples"),
-        ({"reason": {"$new": 1}}, "unknown tag: got \\$new"),
         ({"step": 7}, "got step 7; expected step 2"),
     ],
 )
@@ -394,18 +346,6 @@ def test_what_earlier_versions_sealed_is_read(run: RunFolder):
     pd.testing.assert_frame_equal(opened.metrics(), metrics)
 
 
-def test_what_was_written_before_there_were_entropies_is_read(run: RunFolder):
-    record = next(iter(run))
-    told = replace(
-        record, loss=replace(record.loss, logprobs=[replace(p, entropy=-p.values) for p in record.loss.logprobs])
-    )
-    arrays = {name: x for name, x in record_arrays(told).items() if "entropy" not in name}
-    assert record_arrays(told).keys() - arrays.keys() == {"policy_entropy", "policy_entropy.lengths"}
-    assert arrays.keys() == record_arrays(record).keys()  # nothing is written of a service that does not tell it
-    before = restore_record(record_json(told), arrays, tokens_frame(told))
-    assert [p.entropy for p in before.loss.logprobs] == [None] * len(record.loss.logprobs)
-
-
 def seen(path: Path) -> tuple:
     "All that a run folder tells: settings, metrics, records, the state that training goes on from."
     run = RunFolder.open(path)
@@ -454,15 +394,6 @@ def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callabl
     assert counts["refused"] + counts["named"] > 0.8 * counts.total()
 
 
-def test_steps_that_are_there_or_are_not(run: RunFolder, tmp_path: Path):
-    with pytest.raises(RecordError, match="recorded already: got 3"):
-        run.add(synthetic_record(3))
-    with pytest.raises(RecordError, match="no such step: got 9; expected 1 to 3"):
-        run.record(9)
-    with pytest.raises(RecordError, match="no run here"):
-        RunFolder.open(tmp_path)
-
-
 def test_a_folder_holds_one_run(run: RunFolder):
     with pytest.raises(RecordError) as error:
         RunFolder.create(run.path, CONFIG | {"kl_beta": 0.1, "tis": {"cap": 2.0}})
@@ -479,18 +410,10 @@ def test_a_folder_holds_one_run(run: RunFolder):
     assert len(list((run.path / "steps").iterdir())) == 3
 
 
-def test_a_config_object_is_recorded_whole(tmp_path: Path):
-    config = Config(policy_loss="gspo", tis_enabled=True)
-    run = RunFolder.create(tmp_path / "run", config)
-    assert Config.from_dict(run.config) == config
-
-
 @pytest.mark.parametrize(
     "secret",
     [
         {"wandb": {"api_key": "anything"}},
-        {"fireworks_api_key": "anything"},
-        {"token": "anything"},
         {"deployment": {"client_secret": "x"}},
         {"dataset": "https://me:pass@host/rows.jsonl"},
         {"stop": ["sk-" + "a1" * 12]},
@@ -504,11 +427,6 @@ def test_keys_never_reach_the_folder(secret: dict, tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-def test_settings_that_only_sound_like_keys_pass(tmp_path: Path):
-    harmless = {"max_completion_tokens": 8, "deployment": {"tokenizer_model": "x"}, "wandb": {"api_key": None}}
-    RunFolder.create(tmp_path / "run", CONFIG | harmless)
-
-
 # --- a full disk, a read-only folder, a killed process ------------------------------------------------------------
 
 
@@ -517,11 +435,10 @@ def files(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("limit", [100, 3_000, 8_000])
-def test_a_full_disk_leaves_nothing_half_written(limit: int, run: RunFolder):
+def test_a_full_disk_leaves_nothing_half_written(run: RunFolder):
     before = files(run.path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))  # a real write that really stops in the middle
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, hard))  # a real write that really stops in the middle
     try:
         with pytest.raises(RecordError, match=r"cannot write: got File too large .*Free some space"):
             run.add(synthetic_record(4, groups=30, completions=8))
@@ -531,24 +448,6 @@ def test_a_full_disk_leaves_nothing_half_written(limit: int, run: RunFolder):
     assert sorted(p.name for p in (run.path / "steps").iterdir()) == ["00001", "00002", "00003"]
     run.add(synthetic_record(4))
     assert run.metrics().index.tolist() == [1, 2, 3, 4]
-
-
-def test_a_line_that_cannot_be_written_takes_its_step_along(run: RunFolder):
-    before = files(run.path)
-    record = replace(StepRecord(4), metrics={f"m{i}": 0.1 for i in range(9_000)})
-    sizes = [len(v) for v in files(run.path).values()]
-    limit = max(sizes) + 300_000 - 1  # above record.json, below metrics.jsonl with this line
-    lines = run.path / "metrics.jsonl"
-    lines.write_text(lines.read_text() + json.dumps({"step": 0, "note": 0.5, "pad": [0] * 90_000}) + "\n")
-    before = files(run.path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        with pytest.raises(RecordError, match=r"metrics.jsonl: cannot write"):
-            run.add(record)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert files(run.path) == before
 
 
 def refused_by_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
@@ -563,7 +462,7 @@ def refused_by_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, number: i
     monkeypatch.setattr(os, "fsync", fsync)
 
 
-@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
 def test_a_file_system_that_cannot_flush_names_holds_a_run(number: int, run: RunFolder, tmp_path: Path, monkeypatch):
     refused_by_the_disk(run.path, monkeypatch, number)
     with pytest.warns(UserWarning, match="the file system cannot flush the names of files"):
@@ -657,11 +556,10 @@ def test_kill_9_at_any_moment_loses_no_finished_step(tmp_path: Path):
     assert again.metrics().index.tolist() == list(range(1, seen + 2))
 
 
-@pytest.mark.parametrize("cut", [1, 20, 200])
-def test_a_half_written_line_is_reported_and_dropped(cut: int, run: RunFolder):
+def test_a_half_written_line_is_reported_and_dropped(run: RunFolder):
     whole = run.metrics()
     path = run.path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-cut])
+    path.write_bytes(path.read_bytes()[:-20])
     with pytest.warns(UserWarning, match="the last line was half written and is left out"):
         opened = RunFolder.open(run.path)
     assert opened.notes == ("metrics.jsonl: the last line was half written and is left out",)
@@ -698,13 +596,6 @@ def test_a_checkpoint_holds_what_going_on_needs(run: RunFolder):
     assert found.config == CONFIG
     assert (Path(found.state) / "model.safetensors").read_bytes() == b"weights"
     assert Path(found.state).parent == run.path / "checkpoints/00002"
-
-
-def test_a_service_keeps_its_own_state(run: RunFolder):
-    async def remote(name: str) -> str:
-        return "tinker://run/state-2"
-
-    assert save(run, 2, remote).state == "tinker://run/state-2"
 
 
 def test_the_last_ones_are_kept(run: RunFolder):
@@ -805,11 +696,3 @@ def test_a_creation_that_was_cut_off_is_begun_again(tmp_path):
     (again.path / "steps" / "00001").mkdir()
     with pytest.raises(RecordError, match="expected a folder without files of these names"):
         RunFolder.create(tmp_path / "run", {"seed": 3})
-
-
-def test_what_would_act_in_a_table_is_shown():
-    drawn = html_table(["said"], [["red\x1b[31m \u202ewords\u202c <b>\n\tnext"]])
-    assert r"red\u001b[31m \u202ewords\u202c &lt;b&gt;" in drawn
-    assert "\n\tnext" in drawn  # line ends and tabs stay
-    assert "\x1b" not in drawn
-    assert "\u202e" not in drawn

@@ -18,34 +18,31 @@ import numpy as np
 import pytest
 from synthetic import hostile_record, synthetic_record
 
-from rl_notebook.core.advantages import with_advantages
 from rl_notebook.cli import main as command
 from rl_notebook.core.types import ConfigError, RecordError
+from rl_notebook.insight.xray import sentence
 from rl_notebook.runs.records import RunFolder, StepRecord
 from rl_notebook.views.payloads import (
     History,
     advantages_payload,
     completions_payload,
-    history_row,
     reward_payload,
     run_payloads,
     tokens_payload,
 )
 from rl_notebook.views.report import (
-    compare,
     Known,
     Status,
     charts_of_last_step,
     charts_over_steps,
+    compare,
     follow,
     linked,
     material,
-    read_spreads,
     report_html,
     run_status,
     write_report,
 )
-from rl_notebook.insight.xray import sentence
 
 CONFIG = {"base_model": "tiny", "dataset": "toy", "policy_loss": "grpo", "kl_beta": 0.001, "note": None}
 
@@ -178,22 +175,6 @@ def test_tokens_and_their_numbers_as_a_report_holds_them():
     assert list(tokens_payload(record, {0, 1}, named={1}, limit=0)) == list(payload)
 
 
-def test_entropy_and_advantages_of_tokens_are_there_where_they_were_recorded():
-    record = synthetic_record(2, groups=1, completions=3)
-    entropy = [np.arange(float(len(lp))) for lp in record.loss.logprobs]
-    logprobs = tuple(replace(lp, entropy=h) for lp, h in zip(record.loss.logprobs, entropy, strict=True))
-    datums = tuple(replace(d, advantage=np.full(len(d.weights), 0.25)) for d in record.datums)
-    record = replace(record, datums=datums, loss=replace(record.loss, logprobs=logprobs))
-    first = tokens_payload(record, {0})["step=2&group=0&sample=0"]
-    values = np.frombuffer(base64.b64decode(first["values"]), "<f4").reshape(len(first["series"]), -1)
-    series = dict(zip([name for name, _ in first["series"]], values, strict=True))
-    assert series["entropy"].tolist() == entropy[0][first["first"] - 1 :].tolist()
-    assert set(series["advantage"].tolist()) == {0.25}
-    half = replace(record.loss, logprobs=(replace(logprobs[0], entropy=None), *logprobs[1:]))
-    series = tokens_payload(replace(record, loss=half), {0})["step=2&group=0&sample=0"]["series"]
-    assert "entropy" not in dict(series)
-
-
 def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
     disk, memory = material(run), material(iter(run))
     assert [r.step for r in disk.samples] == [r.step for r in memory.samples] == [1, 4, 7]
@@ -285,16 +266,6 @@ def test_what_an_address_names_is_there(run: RunFolder):
             report_html(run, show=[wrong])
 
 
-def test_a_page_holds_the_tokens_of_few_completions(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    whole = report_html(run)
-    monkeypatch.setattr(tokens_payload, "__defaults__", ((), None, 100))
-    page = Page(report_html(run, show=["step=7&group=3&sample=0"]))
-    held = page.carried("tokens")
-    assert len(held) < len(Page(whole).carried("tokens"))
-    assert {f"step=7&group=3&sample={i}" for i in range(5)} <= held.keys()
-    assert {row["group"] for row in page.carried("tables")["t2"]["rows"]} == {1, 3}
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -338,14 +309,6 @@ def test_the_page_needs_nothing_from_outside(run: RunFolder):
     assert page.open == []  # every element is closed
     body = text[text.index("<body>") : text.index("<script")]
     assert "http" not in body
-
-
-def test_a_step_without_samples_or_advantages():
-    record = synthetic_record(1, groups=1, completions=2)
-    failed = replace(record.groups[0], samples=(), advantages=None, dropped=("timeout", "timeout"))
-    page = Page(report_html([replace(record, groups=(failed,), datums=(), loss=None, reason="every rollout failed")]))
-    assert "no sample was graded" in page.text
-    assert "2 dropped" in page.text
 
 
 def test_everything_from_a_run_is_escaped(tmp_path: Path):
@@ -414,17 +377,6 @@ def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
     assert run_status(slow, age(slow, 600)).state == "running"
 
 
-def test_a_page_that_reads_itself_again(run: RunFolder):
-    page = Page(report_html(run, status=Status("running", "Running: <b>step</b> 7."), refresh=2.5))
-    assert "Running: <b>step</b> 7." in page.text
-    assert page.tags.count("script") == 5
-    assert 'data-refresh="2.5"' in report_html(run, refresh=2.5)
-    assert "data-refresh" not in report_html(run)
-    waiting = Page(report_html([], refresh=2.5))
-    assert waiting.tags.count("script") == 1  # a page without charts reads itself again as well
-    assert "default-src 'none'; script-src 'sha256-" in report_html([], refresh=2.5)
-
-
 def test_following_a_run(tmp_path: Path):
     run, out = growing(tmp_path / "run", steps=4), tmp_path / "page.html"
     seen: list[str] = []
@@ -465,23 +417,6 @@ def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
         asyncio.run(follow(tmp_path / "nothing", out))
 
 
-def test_damaged_completions_cost_their_step(tmp_path: Path):
-    run = growing(tmp_path / "run")
-    (run.path / "steps" / "00001" / "completions.parquet").write_bytes(b"PAR1 and then nothing")
-    assert 1 not in read_spreads(run)
-    assert "step 1 is left out: " in Page(report_html(run)).text
-
-
-def test_of_a_long_run_some_steps_are_read(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rl_notebook.views.report.SPREAD_STEPS", 3)
-    known: dict = {}
-    assert list(read_spreads(run, known)) == [1, 4, 7]
-    spreads = read_spreads(run, known)
-    assert all(spreads[s] is known[s] for s in spreads)
-    row = history_row(run.record(4))
-    assert spreads[4] == {name: row[name] for name in spreads[4]}
-
-
 # --- in a browser -------------------------------------------------------------------------------------------------
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -507,28 +442,6 @@ def test_a_browser_draws_the_charts_and_runs_nothing_else(tmp_path: Path):
     assert "<title>Sums</title>" in dom
     path.write_text(f"<!doctype html><title>Sums</title><main>{bad}</main>")
     assert "<title>owned</title>" in browse(path)  # without the policy it would have run
-
-
-def with_dead(step: int, dead: int) -> StepRecord:
-    "A step of eight groups, some of them dead."
-    record = synthetic_record(step, groups=8, completions=4)
-    same = lambda g: replace(g, samples=tuple(replace(s, reward=1.0, text="all the same") for s in g.samples))
-    mixed = lambda g: replace(g, samples=tuple(replace(s, reward=float(i)) for i, s in enumerate(g.samples)))
-    groups = with_advantages([same(g) if i < dead else mixed(g) for i, g in enumerate(record.groups)])
-    metrics = dict(record.metrics) | {"frac_dead_high": dead / 8, "frac_dead_low": 0.0}
-    return replace(record, groups=tuple(groups), metrics=metrics)
-
-
-def test_the_page_shows_no_example_of_dead_groups():
-    dead = [1, 0, 2, 1, 1, 0, 7, 6, 7, 6, 6, 8]
-    records = [with_dead(step, n) for step, n in enumerate(dead, 1)]
-    page, named = report_html(records), material(records).named
-    examples = page[page.index(">Completions<") :]
-    shown = [row for table in Page(page).carried("tables").values() for row in table["rows"]]
-    of_dead = {tuple(map(int, re.findall(r"\d+", r["id"])[:2])) for r in shown if r["text"] == "all the same"}
-    assert of_dead <= {(step, group) for step, groups in named.items() for group in groups}
-    assert "no example: within each of the 8 groups all completions earned the same" in examples
-    assert re.search(r"of \d prompts with signal; \d without are left out", examples)
 
 
 # --- runs side by side ------------------------------------------------------------------------------------------------

@@ -13,29 +13,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.task.chat import sample_from_completion, start_conversation
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import AlignmentError, BackendError, Completion, ConfigError, RewardError
-from rl_notebook.core.types import RolloutRun, RolloutSample, SampleParams
-from rl_notebook.task.data import Row, load_rows
+from rl_notebook.core.types import (
+    AlignmentError,
+    BackendError,
+    Completion,
+    ConfigError,
+    RewardError,
+    RolloutRun,
+    RolloutSample,
+    SampleParams,
+)
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.recipes.open import build_deployment_sampler
 from rl_notebook.loop.rollouts import (
     Breaker,
     RolloutSetup,
     as_rollout_fn,
     assemble,
-    balanced_chunks,
     draw_completions,
     draw_rollouts,
     draw_seed,
     is_rollout_fn,
-    minibatch_slices,
     prompt_seed,
 )
-from rl_notebook.task.data import Prompt, Rollouts
-from rl_notebook.loop.step import evaluate
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.recipes.open import build_deployment_sampler
+from rl_notebook.task.chat import sample_from_completion, start_conversation
+from rl_notebook.task.data import Prompt, Rollouts, Row, load_rows
+from rl_notebook.task.toy import load_model, toy_rows
 
 PROMPT = Prompt(Row(key="q17", prompt="3+5=", answer="8"), [1, 3, 10, 5], index=3, number=41)
 WHERE = r"group 3 \(row 'q17', number 41\), rollout 2"
@@ -112,40 +116,13 @@ def test_what_is_a_rollout_function():
         as_rollout_fn(lambda sample_prompt, tools: None)
 
 
-def test_every_draw_gets_its_own_copy_of_the_row():
-    async def vandal(sample_prompt):
-        sample_prompt["prompt_token_ids"].clear()
-        sample_prompt.pop("answer")
-        if len(tries) < 3:
-            tries.append(1)
-            raise ConnectionError
-        return sample()
-
-    tries = []
-    assert len(draw(vandal, retries=5).samples) == 4
-
-
-def test_an_evaluation_is_told_so():
-    told = []
-
-    async def curious(sample_prompt, evaluation):
-        told.append(evaluation)
-        return sample()
-
-    asyncio.run(evaluate([PROMPT], None, SampleParams(n=2), rollout_fn=curious))
-    draw(curious, n=1)
-    assert told == [True, True, False]
-
-
 # --- what is tried again ---------------------------------------------------------------------------------------------
 
 PASSING = [
-    httpx.ReadTimeout("slow"), httpx.ConnectError("refused"), status(429), status(500),
-    status(503), ConnectionResetError("gone"), TimeoutError("slow"), ExceptionGroup("both", [TimeoutError()]),
+    httpx.ConnectError("refused"), status(429), TimeoutError("slow"), ExceptionGroup("both", [TimeoutError()]),
 ]  # fmt: skip
 FATAL = [
-    status(401), status(404), KeyError("answer"), ValueError("no"), AssertionError(), RuntimeError("bug"),
-    ExceptionGroup("both", [TimeoutError(), KeyError("answer")]), OSError("disk full"),
+    status(401), KeyError("answer"), ExceptionGroup("both", [TimeoutError(), KeyError("answer")]),
 ]  # fmt: skip
 
 
@@ -316,14 +293,10 @@ def test_samples_and_reasons_add_up_and_runs_stay_whole(drawn_runs, lost, smalle
     ("changes", "says"),
     [
         ({"logprobs": [0.0] * 4 + [-0.1, None]}, "logprobs: got nan at token 5, where loss_mask is 1"),
-        ({"logprobs": [0.0] * 4 + [-0.1, -np.inf]}, "logprobs: got -inf at token 5, where loss_mask is 1"),
         ({"tokens": [1, 3, -100, 5, 8, 2]}, "tokens: got -100 at token 2; expected ids from 0"),
         ({"logprobs": [0.0] * 4 + [-0.1, 0.3]}, "logprobs: got 0.3 at token 5, .*; expected natural logs of prob"),
         ({"finish_reason": "banana"}, r"finish_reason: got 'banana'; expected \('stop', 'length', 'abort'\)"),
-        ({"policy_version": -3}, "policy_version: got -3; expected an integer from 0"),
-        ({"policy_version": "a"}, "policy_version: got 'a'; expected an integer from 0"),
         ({"reward": np.inf}, "reward: got inf; expected a finite number or None"),
-        ({"reward": "1.0"}, "reward: got '1.0'; expected a finite number or None"),
         ({"logprobs": [-0.1, -0.2]}, "RolloutSample: logprobs: got 2 values for 6 tokens; expected one per token"),
         ({"loss_mask": [0] * 6}, "RolloutSample: loss_mask: got no sampled token"),
         ({"loss_mask": [0, 0, 0, 0, 1, 2]}, r"RolloutSample: loss_mask: got \[0, 1, 2\]; expected 0 or 1"),
@@ -417,13 +390,6 @@ def test_a_lost_request_is_an_error_unless_a_breaker_watches():
 # --- cutting a step --------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_cut_is_refused():
-    assert minibatch_slices(0, 3) == []
-    for call in (lambda: balanced_chunks(0, 2), lambda: balanced_chunks(2, 0), lambda: minibatch_slices(2, 0)):
-        with pytest.raises(ConfigError, match="got 0; expected 1 or more"):
-            call()
-
-
 # --- the function of the Fireworks guides, with no line changed but its imports --------------------------------------
 
 ROLLOUT = '''
@@ -494,7 +460,6 @@ def test_the_guides_rollout_trains_like_any_other():
 
 
 REWRITES = {  # what a template makes of an assistant's turn
-    "trims it": ("{{ m.content | trim }}", " 4 "),
     "drops its thought": ("{{ m.content.split('</think>')[-1] }}", "<think>2+2</think>4"),
     "refuses it": ("{% if '?' in m.content %}{{ raise_exception('no questions') }}{% endif %}{{ m.content }}", "4?"),
 }
@@ -533,13 +498,6 @@ def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_
         asyncio.run(loop_of(factory, **own, unfit_turns="raise").step())
 
 
-def test_a_sample_put_together_by_hand_knows_its_temperature():
-    record = asyncio.run(loop_of(guide_function(lambda c: len(c.text) / 10), temperature=0.7).step())
-    for s in (s for g in record.groups for s in g.samples):
-        assert (s.temperature, s.processed) == (0.7, False)
-        assert np.nanmax(np.abs(s.raw_logprobs - s.logprobs)) > 1e-3
-
-
 def test_several_requests_of_one_draw_draw_different_tokens():
     asked = []
 
@@ -563,11 +521,3 @@ def test_several_requests_of_one_draw_draw_different_tokens():
     asked.clear()
     asyncio.run(build_deployment_sampler(setup).sample_with_prompt_tokens([1, 3]))
     assert asked[0].seed is None, "outside a draw there is nothing to derive one from"
-
-
-def test_the_reward_of_the_guides_rollout_may_fail():
-    def score(c):
-        return toy_reward(c.text, None)
-
-    with pytest.raises(RewardError, match=r"group \d \(row '.*', number \d\), rollout \d: rollout_fn raised A"):
-        asyncio.run(loop_of(guide_function(score)).step())

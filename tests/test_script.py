@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
-from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import train
 from rl_notebook.runs.records import Run, StepRecord
+from rl_notebook.task.data import load_rows
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 PROGRAM = Path(sys.executable).with_name("rl-notebook")
 SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
@@ -171,42 +171,6 @@ loop = rln.GRPOLoop(backend, rows, reward, cfg, dynamic_filter_fn=keep, advantag
     assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
 
 
-@pytest.mark.variant
-def test_a_rollout_factory_an_evaluation_and_extras_of_cells(desk):
-    functions = """
-import numpy as np
-
-
-def make_rollout_fn(setup):
-    bonus = setup.extras["bonus"]
-
-    async def rollout_fn(sample_prompt: dict) -> rln.RolloutSample | None:
-        prompt = sample_prompt["prompt_token_ids"]
-        params = rln.SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
-        [completion] = await setup.sampler.sample(prompt, params)
-        return rln.sample_from_completion(completion, reward=bonus * len(set(completion.text)))
-
-    return rollout_fn
-
-
-async def letters(setup) -> dict[str, float]:
-    "Measured once a step."
-    return {"calls": 1.0}
-"""
-    opened = """
-cfg = rln.Config(**SMALL, eval_interval=1)
-backend = open_local(*rln.load_model("tiny"), reference=False)
-rows = rln.load_rows(rln.toy_rows(8))
-loop = rln.GRPOLoop(backend, rows, make_rollout_fn, cfg, evaluation_fn=letters, extras={"bonus": 0.5})
-"""
-    execute(desk, OPEN, functions, opened, RUN)
-    assert "rollout_fn_factory=make_rollout_fn" in (desk / "made" / "run.py").read_text()
-    assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
-    done = subprocess.run([PROGRAM, "replay", "made/log", "1"], cwd=desk, capture_output=True, text=True)
-    assert "got a run with a rollout_fn_factory of its own. Pass it" in done.stderr  # it is not replayed with another
-    assert done.returncode == 2
-
-
 # --- a config --------------------------------------------------------------------------------------------------------
 
 
@@ -249,13 +213,6 @@ def test_a_length_that_nobody_chose_fits_the_model():
     assert loop.to_config().max_seq_len == loop.backend.capabilities.max_seq_len < cfg.max_seq_len
 
 
-def test_a_length_that_nobody_changed_is_not_said_to_have_changed(tmp_path):
-    loop = grpo_loop(toy_reward, cfg={"max_seq_len": 4096})
-    assert "changed since" not in repr(loop.to_script(tmp_path / "run.py"))
-    loop.change(max_seq_len=128)
-    assert "max_seq_len: changed since" in repr(loop.to_script(tmp_path / "run.py"))
-
-
 def test_what_changed_on_the_way_is_noted(tmp_path):
     loop = grpo_loop(toy_reward)
     asyncio.run(loop.run(1, progress=False))
@@ -269,24 +226,6 @@ def test_what_changed_on_the_way_is_noted(tmp_path):
 
 
 # --- a script ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.variant
-def test_a_module_of_another_folder_is_found(desk):
-    import my_own  # pyright: ignore[reportMissingImports]
-
-    loop = grpo_loop([my_own.close], dynamic_filter_fn=is_wide, cfg={"aggregation": "sum"})
-    loop.to_script(desk / "deep" / "er" / "run.py")
-    text = (desk / "deep" / "er" / "run.py").read_text()
-    assert "from test_script import is_wide" in text  # this file, which is imported
-    assert "rewards:\n- my_own:close" in (desk / "deep" / "er" / "run.yaml").read_text()
-    here = asyncio.run(loop.run(progress=False))
-    assert_same(list(run_script(desk / "deep" / "er" / "run.py")), here)
-
-
-def is_wide(group: Any) -> bool:
-    "A filter of a file."
-    return bool(np.ptp(group.rewards) > 0.01)
 
 
 def test_a_file_of_somebody_else_is_left_alone(tmp_path):
@@ -366,12 +305,6 @@ def test_a_backend_that_the_config_would_not_open(opened, cfg, match, monkeypatc
     for write in (loop.to_config, loop.to_script):
         with pytest.raises(ConfigError, match=match):
             write()
-
-
-def test_notes_say_what_has_no_setting(tmp_path):
-    backend = open_local(*load_model("tiny"), reference=False, max_batch=4)
-    loop = GRPOLoop(backend, toy_rows(4), toy_reward, Config(**SMALL))
-    assert "note: open_local(max_batch=4) has no setting" in repr(loop.to_script(tmp_path / "run.py"))
 
 
 # --- in the background ---------------------------------------------------------------------------------------------

@@ -12,17 +12,15 @@ from tiny_models import one_thread
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError, LossError, PhaseError
-from rl_notebook.task.data import load_rows
+from rl_notebook.insight.replay import replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.insight.preflight import preflight
 from rl_notebook.loop.weights import TURNS
 from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.runs.records import Run, RunFolder
+from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows
-from rl_notebook.insight.replay import replay
 from rl_notebook.views.dashboard import Dashboard, asked, tick
-from rl_notebook.views.payloads import History, kl_payload
 
 __all__ = ["one_thread"]
 
@@ -148,24 +146,6 @@ def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_grad
     run(main())
 
 
-def test_of_two_dashboards_over_one_backend_the_later_plays_on():
-    async def main():
-        one, other = two_over_one()
-        first, second = Dashboard(one), Dashboard(other)
-        playing = first.start("play")
-        while one.running != "backward":
-            await asyncio.sleep(0.001)
-        await second.play(2)
-        await playing
-        assert (len(other.records), first.error, second.error) == (2, None, None)
-        with pytest.raises(PhaseError, match=r"'main'.*another loop"):
-            await first.phase()
-        await first.play(1)
-        assert (len(one.records), first.error) == (1, None)
-
-    run(main())
-
-
 def test_a_loop_that_a_step_of_another_asks_for_a_step_is_refused_and_does_not_wait_for_itself():
     async def main():
         one, other = two_over_one()
@@ -177,18 +157,6 @@ def test_a_loop_that_a_step_of_another_asks_for_a_step_is_refused_and_does_not_w
         with pytest.raises(PhaseError, match=r"a turn for .other.: got a turn of .main. that waits for this"):
             await one.evaluate()
         assert (await other.step()).step == 1
-
-    run(main())
-
-
-def test_preflight_beside_a_step_leaves_no_gradient_in_it():
-    async def main():
-        loop = make_loop(rows=24, reward=LENGTH)
-        await up_to(loop, "backward")
-        await preflight(loop.backend, loop.rows, LENGTH, loop.cfg, prompts=1, samples=2)
-        with pytest.raises(PhaseError, match="no backward yet"):
-            await loop.optimize()
-        await loop.step()
 
     run(main())
 
@@ -300,29 +268,6 @@ def test_what_the_backend_or_the_loop_refuses_is_refused_when_it_is_asked_for(ph
             loop.change(**settings)
         assert (loop.cfg, loop.next_settings, loop.given, loop.advantage_fn) == before
         assert [(await loop.step()).step for _ in range(2)] == [1, 2]
-
-    run(main())
-
-
-def signs(groups):
-    "Advantages of a test's own."
-    return [replace(g, advantages=[1.0, *[-1.0] * (len(g.samples) - 1)]) for g in groups]
-
-
-def test_another_comparison_of_rewards_takes_the_place_of_what_the_loop_was_opened_with():
-    async def main():
-        base = make_loop(rows=30)
-        halves = lambda groups: [replace(g, advantages=[0.5] * len(g.samples)) for g in groups]
-        for given in (None, halves):
-            loop = GRPOLoop(base.backend, base.rows, LENGTH, base.cfg, advantage_fn=given, dynamic_filter_fn=ALL)
-            loop.change(advantage_fn="test_stepping:signs")
-            first = await loop.step()
-            assert {tuple(g.advantages[:2]) for g in first.groups} == {(1.0, -1.0)}
-            assert (first.changed, [*first.sources][1:2]) == (
-                {"advantage_fn": "test_stepping:signs"}, ["advantage_fn signs"])  # fmt: skip
-            loop.change(advantage_fn=None)
-            second = await loop.step()
-            assert (second.changed, loop.advantage_fn) == ({}, None)
 
     run(main())
 
@@ -467,33 +412,6 @@ def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
         dashboard.close()
 
     run(main())
-
-
-def test_a_panel_that_is_0_or_rounding_throughout_is_left_out():
-    flat = [{"step": step, "kl/k1": 0.0, "kl/k3": 0.0, "ppo_kl": 0.0} for step in (1, 2)]
-    assert kl_payload(History(flat), {})["panels"] == []
-    rising = [row | {"kl/k3": row["step"] * 1e-3} for row in flat]
-    assert [panel["name"] for panel in kl_payload(History(rising), {})["panels"]] == ["policy to reference"]
-
-    async def main():
-        dashboard = Dashboard(make_loop(rows=6, reward=LENGTH))
-        await dashboard.step()
-        assert [about["name"] for about in dashboard.screen.charts.shown] == ["reward", "kl", "advantages"]
-        assert sum(about["height"] for about in dashboard.screen.charts.shown if about["name"] != "kl") < 500
-        dashboard.close()
-
-    run(main())
-
-
-def test_a_closed_dashboard_says_so_when_it_is_shown_again(monkeypatch):
-    said = []
-    monkeypatch.setattr("rl_notebook.views.dashboard.display", lambda data, raw: said.append(data["text/html"]))
-    loop = make_loop(rows=6)
-    old = Dashboard(loop)
-    Dashboard(loop).close()
-    old._ipython_display_()
-    assert "This dashboard is closed: another one has taken its place" in said[0]
-    assert "<button" not in said[0]
 
 
 def test_an_interrupt_pauses_a_loop_that_plays_in_the_background():

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
-import shutil
-import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from importlib import resources
@@ -20,14 +17,10 @@ from hypothesis import strategies as st
 from ipykernel.comm.comm import BaseComm
 from synthetic import hostile_record, synthetic_record
 
-from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.config.config import Config
 from rl_notebook.core.types import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
-from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose
-from rl_notebook.show.html import HUES, STRONGEST, shown_text, token_text
-from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.insight.doctor.doctor import Diagnosis
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.show.html import shown_text, token_text
 from rl_notebook.views import tokens as views
 from rl_notebook.views.charts import module
 from rl_notebook.views.payloads import (
@@ -36,7 +29,7 @@ from rl_notebook.views.payloads import (
     token_payload,
     token_rows,
 )
-from rl_notebook.views.tokens import inspect_tokens, tokens_html, WithFallback
+from rl_notebook.views.tokens import WithFallback, inspect_tokens
 from rl_notebook.views.whatif import WhatIfPanel
 
 NAN = float("nan")
@@ -158,13 +151,6 @@ def test_the_ratio_is_the_one_of_the_loss(options: dict, ratio: list[float], cli
         assert found["ratio_clipped"][2:] == pytest.approx(clipped)
 
 
-def test_a_loss_of_ones_own_has_a_ratio_and_no_clipping():
-    (row,) = token_rows([small_datum()], policy_logprobs=POLICY)
-    row = replace(row, options={"policy_loss": "ppo", "eps_clip": 0.1, "make_loss": "mine"})
-    assert "ratio_clipped" not in all_series(row)
-    assert token_payload(row)["clip"] is None
-
-
 def test_a_record_gives_every_sample_trained_or_not():
     record = synthetic_record(1, groups=6, completions=4)
     rows = token_rows(record)
@@ -241,36 +227,6 @@ def test_a_shift_that_was_made_is_found(shift: int, seed: int, size: int, noise:
     assert (overview["verdict"]["state"] == "well") == (shift == 0 and noise < 1e-3)
 
 
-def stale_steps(seed: int) -> list[StepRecord]:
-    "Steps of the tiny model after 3, 7 and 11 updates that its sampler never got."
-
-    async def run() -> list[StepRecord]:
-        async with open_local(*load_model("tiny")) as backend:
-            sizes = {"prompt_groups_per_step": 4, "completions_per_prompt": 8, "max_completion_tokens": 24}
-            cfg = Config(**sizes, learning_rate=1e-4, seed=seed, weight_sync_interval=0)
-            loop = GRPOLoop(backend, toy_rows(256, seed=seed), toy_reward, cfg)
-            return await loop.run(12, progress=False)
-
-    return [r for r in asyncio.run(run()) if r.step in (4, 8, 12) and r.loss]
-
-
-@pytest.mark.parametrize("seed", [3, 4])
-@pytest.mark.variant(but="3")
-def test_old_weights_are_never_called_a_shift(seed: int):
-    for record in stale_steps(seed):
-        said = verdict(record)
-        assert "hift" not in said["text"]
-        assert said["state"] != "well"
-        syncs = f"stale weights (0 weight syncs in {record.step - 1} steps)"
-        assert syncs in said["text"] or said["state"] in ("likely", "found")
-        assert diagnosed(record).startswith(("stale weights", "BOS or template", "temperature", "dtype"))
-
-
-def diagnosed(record: StepRecord) -> str:
-    "What the doctor says of the record alone."
-    return asyncio.run(diagnose(record)).sentence
-
-
 def test_the_verdict_is_the_doctors():
     record = synthetic_record(1)
     found = Diagnosis("dropout", 0.95, "scored twice, it differs", {}, (), "Call eval.", (), controls=("policy",))
@@ -284,13 +240,6 @@ def test_the_verdict_is_the_doctors():
     half = verdict(record, diagnosis=replace(found, cause="shift", score=0.7, undecided=("dropout",), controls=()))
     assert (half["state"], half["text"].endswith("causes fit: dropout")) == ("open", True)
     assert "diagnose(record, backend=backend)" in half["more"]
-
-
-def test_versions_of_both_sides_are_shown():
-    record = synthetic_record(5)
-    versions = {s.policy_version for g in record.groups for s in g.samples}
-    sides = inspect_tokens(record).overview["sides"]
-    assert sides[:2] == ["step 5", f"sampler version {min(versions)}"]
 
 
 # --- scales and the overview ------------------------------------------------------------------------------------------
@@ -314,44 +263,6 @@ def test_the_overview_counts_all_and_draws_some():
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
-
-
-BAD_INPUT = {
-    "all masked": Datum(tokens=[1, 2, 3], weights=[0, 0], sampler_logprobs=[NAN, NAN]),
-    "no number": small_datum(sampler_logprobs=[NAN] * 4, old_logprobs=[NAN] * 4),
-    "infinite": small_datum(sampler_logprobs=[NAN, NAN, -np.inf, -1.0]),
-    "two tokens": Datum(tokens=[1, 2], weights=[1], sampler_logprobs=[-0.1]),
-    "nothing but tokens": Datum(tokens=[1, 2], weights=[1]),
-    "advantage per token": small_datum(advantage=np.array([0.0, 0.0, 1.0, -1.0])),
-}
-
-
-@pytest.mark.parametrize("name", BAD_INPUT)
-@pytest.mark.parametrize("policy", [False, True])
-def test_bad_input_is_drawn_as_it_is(name: str, policy: bool):
-    datum = BAD_INPUT[name]
-    given_ = [np.full(len(datum.weights), NAN)] if policy else None
-    inspector = inspect_tokens([datum], policy_logprobs=given_)
-    json.dumps([inspector.payload, inspector.overview, inspector.items], allow_nan=False)
-    page = Page(inspector.static_html())
-    assert "group 0, sample 0" in page.text
-    assert ("no token of it is scored" in page.text) == (name == "all masked")
-    if name in ("no number", "infinite"):
-        inspector = inspect_tokens([datum], series="sampler")
-        assert "not a number" in inspector.static_html()
-
-
-def test_a_step_without_datums_shows_its_samples_and_one_without_samples_says_so():
-    record = replace(synthetic_record(1), datums=(), loss=None, reason="all groups had equal rewards")
-    inspector = inspect_tokens(record)
-    assert len(inspector.items) == 64
-    assert inspector.overview is None
-    assert "not trained: all groups had equal rewards" in Page(inspector.static_html()).text
-    for groups in ((), tuple(replace(g, samples=(), advantages=None) for g in record.groups)):
-        empty = inspect_tokens(replace(record, groups=groups))
-        assert empty.payload["message"] == "There is no sample in this step: all groups had equal rewards."
-        assert empty.target == -1
-        assert empty.payload["message"] in empty.static_html()
 
 
 # --- hostile text -----------------------------------------------------------------------------------------------------
@@ -476,25 +387,3 @@ def test_the_module_asks_for_nothing_and_writes_no_markup():
     )
     assert not re.findall(r"https?://[^\"']+", code + asset("tokens.css"))
     assert "url(" not in asset("tokens.css")
-
-
-def test_both_pictures_use_the_same_colours():
-    light = re.search(r"const LIGHT = \{(.*?)\};", asset("scale.js"))[1]
-    assert {k: v.replace(" ", "") for k, v in re.findall(r"(\w+): \[([\d, ]+)\]", light)}.items() >= HUES.items()
-    assert float(re.search(r"const STRONGEST = ([\d.]+)", asset("scale.js"))[1]) == STRONGEST
-
-
-@pytest.mark.skipif(not shutil.which("node"), reason="needs node")
-def test_the_module_is_a_module(tmp_path):
-    (tmp_path / "tokens.mjs").write_text(module("tokens.js"), encoding="utf-8")
-    run = subprocess.run(
-        ["node", "-e", f"import('{tmp_path / 'tokens.mjs'}').then(m => console.log(typeof m.default.render))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert run.stdout.strip() == "function"
-
-
-def test_a_payload_without_tokens():
-    assert tokens_html({"message": "<b>"}) == "<p>&lt;b&gt;</p>"

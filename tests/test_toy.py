@@ -6,10 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from huggingface_hub import constants as hub_constants
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -98,35 +96,7 @@ def test_chat_template_only_appends_and_marks_what_was_said(turns):
     assert torch.tensor(ids)[spoken].tolist() == said
 
 
-def test_chat_template_refuses_a_role_that_it_does_not_know():
-    with pytest.raises(Exception, match="unknown role tool"):
-        TOKENIZER.apply_chat_template([{"role": "tool", "content": "1"}])
-
-
 # ---- the corpus
-
-
-def test_the_corpus_holds_no_heldout_sum_and_its_worked_answers_are_right():
-    rng = np.random.default_rng(0)
-    for _ in range(400):
-        asked = []
-        for message in MADE.corpus_conversation(rng, turns=2, system=True, styles={"worked": 1.0}):
-            if message["role"] == "user" and message["content"] != "Try again.":
-                asked = [int(c) for c in message["content"] if c.isdigit()]
-                assert not toy.is_heldout(asked)
-            if message["role"] == "assistant":
-                assert toy.toy_reward(message["content"], str(sum(asked))) == 1.0
-                assert toy.toy_format_reward(message["content"]) == 1.0
-
-
-def test_the_script_makes_a_model_and_repeats_itself(tmp_path):
-    small = {"steps": 3, "batch": 4, "progress": False}
-    first, second, other = (MADE.make_tiny(tmp_path / str(i), seed=seed, **small) for i, seed in enumerate((7, 7, 8)))
-    assert first == second != other
-    assert (
-        load_file(tmp_path / "0" / "model.safetensors").keys()
-        == load_file(toy.tiny_path() / "model.safetensors").keys()
-    )
 
 
 # ---- the model that ships
@@ -169,12 +139,6 @@ def test_a_local_folder_loads_to_the_same_weights(tiny, tmp_path):
 def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(name):
     with pytest.raises(BackendError, match="got no such folder; expected 'tiny', 'smollm2', a folder"):
         toy.load_model(name)
-
-
-def test_an_unreachable_hub_says_which_names_work(monkeypatch):
-    monkeypatch.setattr(hub_constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(BackendError, match=r"load_model\('nobody/nothing'\).*'tiny', 'smollm2'.*need no network"):
-        toy.load_model("nobody/nothing")
 
 
 def broken(tmp_path, change):
@@ -254,18 +218,6 @@ def test_conversion_keeps_every_weight(fake_gguf, monkeypatch):
     assert not hasattr(model.config, "quantization_config")
     for name, weight in source.state_dict().items():
         assert torch.equal(weight, model.state_dict()[name]), name
-
-
-def test_an_interrupted_conversion_leaves_nothing(fake_gguf, monkeypatch):
-    _, gguf, target = fake_gguf
-
-    def full_disk(self, *_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(LlamaForCausalLM, "save_pretrained", full_disk)
-    with pytest.raises(OSError, match="No space left"):
-        toy.convert_gguf(gguf, target)
-    assert list(target.parent.iterdir()) == []
 
 
 def has_smollm2():

@@ -168,11 +168,6 @@ def test_the_verdict_line_says_it_once(broken):
     assert sum("reward fell" in line for line in said) == 1
 
 
-def test_no_records_and_one(broken):
-    assert watch_run([]) == ()
-    assert watch_run(broken[0][:1]) == ()
-
-
 @pytest.mark.parametrize("reward", [0.0, 1.0, -1.0, 1 / 3])
 @pytest.mark.parametrize("steps", [1, 13, 30])
 def test_numbers_that_never_change_are_no_news(reward, steps):
@@ -187,10 +182,6 @@ def test_numbers_that_never_change_are_no_news(reward, steps):
     assert ledger(records)["solved"].tolist() == [float(reward > 0)]
     with pytest.raises(DataError, match="no sample"):
         ledger([StepRecord(i, metrics=m, reason="no signal") for i, m in enumerate(metrics, 1)])
-
-
-def test_a_number_that_is_never_known_is_no_news():
-    assert watch_run([StepRecord(i, metrics=dict.fromkeys(("reward", "kl"), np.nan)) for i in range(1, 31)]) == ()
 
 
 def one(text):

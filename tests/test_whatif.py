@@ -7,20 +7,24 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from synthetic import hostile_record, prompt_group, synthetic_record
+from synthetic import prompt_group, synthetic_record
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.core.advantages import group_advantages, with_advantages
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config, TISConfig
-from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, Datum, Logprobs, LossError, LossOutput
-from rl_notebook.core.types import RecordError, RewardError
-from rl_notebook.task.data import load_rows
-from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.core.advantages import group_advantages, with_advantages
 from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
-from rl_notebook.runs.records import StepRecord
-from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from rl_notebook.insight.xray import sentence
+from rl_notebook.core.types import (
+    AdamParams,
+    AlignmentError,
+    BackendError,
+    Datum,
+    Logprobs,
+    LossError,
+    LossOutput,
+    RecordError,
+    RewardError,
+)
 from rl_notebook.insight.whatif import (
     RECORDED,
     REPRODUCED,
@@ -33,6 +37,11 @@ from rl_notebook.insight.whatif import (
     true_gradients,
     what_if,
 )
+from rl_notebook.insight.xray import sentence
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.task.data import load_rows
+from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
 __all__ = ["one_thread"]
 
@@ -121,18 +130,6 @@ def test_ppo_with_kl_and_correction_is_the_formula():
     k3 = np.exp(x["ref"] - x["policy"]) - (x["ref"] - x["policy"]) - 1
     value = np.maximum(-r * x["A"], -np.clip(r, 0.8, 1.2) * x["A"]) * tis + 0.3 * k3
     assert row["loss"] == pytest.approx(value.mean(), rel=1e-12)
-
-
-def test_the_headline_counts_from_the_anchor():
-    record, x = made_up()
-    for options, to in (
-        ({"policy_loss": "ppo"}, "old"),
-        ({"policy_loss": "ppo", "anchor": "rollout"}, "sampler"),
-        ({"policy_loss": "reinforce"}, "sampler"),
-    ):
-        r = np.exp(x["policy"] - x[to])
-        said = what_if(replace(record, options=options), {"same": {}}).headline
-        assert f"ratio {r.min():.3g} to {r.max():.3g}" in said
 
 
 def test_aggregations_are_the_formula():
@@ -246,16 +243,6 @@ def test_on_a_fresh_batch_losses_of_the_ratio_are_one(record):
     assert set(table.note[list(names)]) == {"same gradient as recorded"}
 
 
-def test_moved_logprobs_count_the_ratio_from_the_start(record):
-    batch = FrozenBatch.of(record)
-    later = [p.values + 0.5 for p in batch.policy_logprobs]
-    result = what_if(record, {"ppo": {"policy_loss": "ppo", "kl_beta": 0.0}}, policy_logprobs=later)
-    positive = np.concatenate([np.full(d.num_loss_tokens, d.advantage > 0) for d in batch.datums])
-    assert result.table.clipped["ppo"] == pytest.approx(positive.mean())  # a ratio of 1.65 is above every clip
-    assert result.table.positive["ppo"] == 0
-    assert "ratio 1.65 to 1.65" in result.headline
-
-
 def test_a_custom_loss_is_compared_by_its_recorded_gradient():
     mine = lambda datums, denominator: make_loss_fn(datums, policy_loss="grpo", aggregation="sum")
     record = trained(1, make_loss=mine, kl_beta=0.0)
@@ -327,17 +314,6 @@ def test_unscorable_answers_leave_their_group(record):
     assert everything.summary["dead_after"] == 1.0
 
 
-def test_async_rewards_columns_and_weights(record):
-    async def judge(text: str, answer: str) -> float:
-        await asyncio.sleep(0)
-        return float(text.endswith(answer))
-
-    lab = reward_lab(record, [judge, toy_format_reward], weights=[2.0, 0.0])
-    want = [2.0 * s.text.endswith(g.row["answer"]) for g in record.groups for s in g.samples]
-    assert lab.samples.new_reward.tolist() == want
-    assert "new/judge" in lab.samples
-
-
 def test_a_misbehaving_reward_is_named(record):
     with pytest.raises(RewardError, match=r"group 0, sample 0 .*ZeroDivisionError"):
         reward_lab(record, lambda text: 1 / 0)
@@ -390,25 +366,6 @@ def test_attribution_of_a_variant_and_of_nothing(record):
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-WRONG = [
-    ({"learning_rate": 1.0}, "'learning_rate'"),
-    ({"policy_loss": "grp"}, "'grp'"),
-    ({"policy_loss": "grpo", "eps_clip": 0.2}, "does not read eps_clip"),
-    ({"kl_beta": -1.0}, "kl_beta"),
-    ({"tis_cap": -1.0, "tis": "token"}, "tis_cap"),
-    ({"advantage_scale": "mean"}, "'mean'"),
-    ({"ddof": 2}, "ddof"),
-    ({"advantage_scale": "none", "ddof": 0}, "ddof"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), WRONG)
-def test_settings_that_mean_nothing_are_refused(record, changes, message):
-    with pytest.raises(LossError, match="variant 'x'") as raised:
-        what_if(record, {"x": changes})
-    assert message in str(raised.value)
-
-
 def test_what_the_record_lacks_is_named(record):
     bare = [replace(d, sampler_logprobs=None, ref_logprobs=None) for d in record.datums]
     without = replace(record, datums=bare, options={"policy_loss": "grpo"})
@@ -425,29 +382,6 @@ def test_what_the_record_lacks_is_named(record):
         what_if(replace(record, groups=()), {"x": {"advantage_scale": "none"}})
     with pytest.raises(LossError, match="'recorded'"):
         what_if(record, {RECORDED: {}})
-
-
-def test_per_token_advantages_are_not_overwritten(record):
-    spread = [replace(d, advantage=np.full(len(d.weights), d.advantage)) for d in record.datums]
-    whole = replace(record, datums=spread)
-    assert what_if(whole, {"ppo": {"policy_loss": "ppo"}}).table.note["ppo"] == "same gradient as recorded"
-    with pytest.raises(LossError, match="one per token"):
-        what_if(whole, {"x": {"advantage_scale": "none"}})
-
-
-def test_options_of_a_later_version_are_refused(record):
-    with pytest.raises(LossError, match="entropy_bonus"):
-        FrozenBatch.of(replace(record, options={**record.options, "entropy_bonus": 0.1}))
-
-
-def test_hostile_text_stays_text():
-    record = hostile_record()
-    bad = "<script>"
-    name = "<img src=x onerror=alert(1)>"
-    shown = [what_if(record, {name: {}}), attribution(record), reward_lab(record, length_reward)]
-    for thing in shown:
-        assert bad not in thing._repr_html_()
-        assert "<img" not in thing._repr_html_()
 
 
 # --- what the weights make of it ----------------------------------------------------------------------------------
@@ -641,21 +575,6 @@ def test_gradients_asked_at_the_wrong_place(stepped):
         asyncio.run(predicted_change(policy, record, "nowhere"))
     with pytest.raises(BackendError, match="sample_gradients"):
         asyncio.run(true_gradients(loop.backend.reference, record, before))
-
-
-def test_a_step_that_did_not_move(stepped):
-    loop, record, _ = stepped
-
-    async def still():
-        here = await loop.backend.policy.save_state("here")
-        now = await loop.backend.policy.forward(record.datums)
-        return await predicted_change(loop.backend.policy, FrozenBatch.of(record).moved(now), here)
-
-    change = asyncio.run(still())
-    assert not change.tokens.realised.any()
-    assert not change.tokens.predicted.any()
-    assert np.isnan(change.summary["correlation"])
-    assert "nan" in repr(change)
 
 
 # --- several updates a step ---------------------------------------------------------------------------------------
