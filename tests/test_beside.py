@@ -16,7 +16,6 @@ from rl_notebook.runs.records import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import (
     BESIDE_MAIN,
-    BESIDE_MORE,
     MAIN,
     MORE,
     Dashboard,
@@ -32,9 +31,7 @@ __all__ = ["one_thread"]
 TITLES = (
     "Rollouts beside training",
     "Staleness of trained groups",
-    "Groups by staleness",
     "Who waits",
-    "Rows in the pipeline",
 )
 
 
@@ -177,8 +174,8 @@ def test_what_is_shown():
         dashboard.screen.more.value = True
         await asyncio.sleep(0)
         drawn = [about["name"] for about in dashboard.screen.charts.shown]
-        assert drawn == [*MAIN, *BESIDE_MAIN, *MORE, *BESIDE_MORE]
-        for title in (TITLES[0], TITLES[1], TITLES[3]):
+        assert drawn == [*MAIN, *BESIDE_MAIN, *MORE]
+        for title in TITLES:
             assert f'alt="{title}"' in still_html(dashboard)
         door.open.set()
         dashboard.close()

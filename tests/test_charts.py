@@ -50,7 +50,6 @@ from rl_notebook.views.payloads import (
     reward_payload,
     run_payloads,
     series,
-    staleness_payload,
     step_payloads,
     timeline_payload,
 )
@@ -127,13 +126,10 @@ def test_what_is_no_number_is_no_point():
 def test_counts_add_up_to_the_samples():
     record = synthetic_record(20)
     marks = dead_marks(record.groups)
-    for what in ("reward", "advantage"):
-        counted = counts_payload(record, what)
-        for kind, mark in (("live", ""), ("high", "high"), ("low", "low")):
-            assert sum(counted[kind]) == sum(
-                len(g.samples) for g, m in zip(record.groups, marks, strict=True) if m == mark
-            )
-        assert len(counted["x"]) == len(counted["live"]) <= 21
+    counted = counts_payload(record)
+    for kind, mark in (("live", ""), ("high", "high"), ("low", "low")):
+        assert sum(counted[kind]) == sum(len(g.samples) for g, m in zip(record.groups, marks, strict=True) if m == mark)
+    assert len(counted["x"]) == len(counted["live"]) <= 20
     few = counts_payload(record)  # rewards are 0, 0.2, 1 and 1.2, so each has its own bar
     values, counts = np.unique(np.concatenate([g.rewards for g in record.groups]).round(9), return_counts=True)
     bars = {x: sum(few[k][i] for k in ("live", "high", "low")) for i, x in enumerate(few["x"])}
@@ -234,18 +230,9 @@ def test_a_timeline_is_thinned_evenly_and_says_so(rows: list[tuple[float, float]
     assert said == ("rows" if found["every"] == 1 else f"rows, 1 of {found['every']}")
 
 
-def test_shares_by_age_add_up_however_many_steps_a_bar_stands_for():
-    records = [beside(synthetic_record(step, groups=4, completions=4), age=step % 7) for step in range(1, 31)]
-    history = History(map(history_row, records))
-    for limit in (None, 7):
-        ages = staleness_payload(history, {}, limit and 7)["ages"]
-        assert list(ages) == ["0", "1", "2", "3", "4 and more"]
-        np.testing.assert_allclose(np.sum([s["y"] for s in ages.values()], axis=0), 1.0)
-
-
 def test_a_run_whose_trainer_and_sampler_take_turns_looks_as_before():
     plain = synthetic_record(20)
-    assert {"timeline", "staleness", "ages", "waits", "pipeline"}.isdisjoint(drawn(plain))
+    assert {"timeline", "staleness", "waits"}.isdisjoint(drawn(plain))
     phases = replace(plain, timeline=[("sample", 0.0, 0.5), ("backward", 0.5, 0.9)])
     alone = timeline_payload([phases])
     assert alone["rows"] == []

@@ -283,7 +283,6 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
         "Time by phase",
         "Advantages by group",
         "Rewards, counted",
-        "Advantages, counted",
     ]
     assert (
         list(page.figures) == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(len(titles))]

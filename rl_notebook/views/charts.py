@@ -248,7 +248,7 @@ def token_share_figure(payload: Mapping[str, Any]) -> Figure:
 
 
 def counts_figure(payload: Mapping[str, Any]) -> Figure:
-    "Rewards or advantages of a step, counted by kind of group."
+    "Rewards of a step, counted by kind of group."
     kinds = {"live": "with signal", "high": "all high", "low": "all low"}
     colors = {"live": COLORS["violet"], "high": tint("blue", 0.55), "low": tint("orange", 0.6)}
     bars = [
@@ -256,7 +256,7 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
         | {"width": 0.9 * payload["width"], "hovertemplate": "%{y}", "showlegend": any(payload[k])}
         for k, name in kinds.items()
     ]
-    x = {**_AXIS, "title": {"text": f"{payload['what']}, step {payload['step']}"}, "showgrid": False, "zeroline": False}
+    x = {**_AXIS, "title": {"text": f"reward, step {payload['step']}"}, "showgrid": False, "zeroline": False}
     return figure_of(bars, "samples", xaxis=x, **_STACKED)
 
 # %% ../../nbs/views/02_charts.ipynb #18f43013
@@ -322,25 +322,13 @@ def staleness_figure(payload: Mapping[str, Any]) -> Figure:
     whole = {"tickformat": "d", "dtick": max(1, math.ceil(highest / 5))}
     return figure_of(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], **whole))
 
-
-def ages_figure(payload: Mapping[str, Any]) -> Figure:
-    "Share of the trained groups by staleness."
-    return _shares(payload["ages"], {name: _age(name) for name in payload["ages"]}, "share of groups")
-
 # %% ../../nbs/views/02_charts.ipynb #e1319354
 def waits_figure(payload: Mapping[str, Any]) -> Figure:
     "Share of the time in which the trainer, and the sampler, had nothing to do."
     who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
     percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
-    data = [_line(payload["waits"][key], name, color, **percent) for key, (name, color) in who.items()]
+    data = [_line(payload[key], name, color, **percent) for key, (name, color) in who.items()]
     return figure_of(data, "share of the time", yaxis=_y("share of the time", **_BELOW_ONE))
-
-
-def pipeline_figure(payload: Mapping[str, Any]) -> Figure:
-    "Rows in flight, ready, and for which there was room."
-    data = [_line(payload["in_flight"], "in flight", "blue"), _line(payload["ready"], "ready", "green")]
-    room = [_line(payload["room"], "room for more", "grey", 1)] if payload["room"]["x"] else []
-    return figure_of([*data, *room], "rows")
 
 # %% ../../nbs/views/02_charts.ipynb #4801b950
 PHASE_COLORS = {
@@ -664,13 +652,10 @@ CAPTIONS = {
     "time": "How long each phase took. Sampling is waiting for a batch where rollouts run beside training.",
     "advantages": "A cell is a completion, a row a prompt. Grey rows carry no signal: ▲ all high, ▼ all low.",
     "rewards counted": "How many samples earned what, by kind of group.",
-    "advantages counted": "How many samples have what, by kind of group.",
     "timeline": "Rows below each other were in flight together; dotted: a weight sync. Rows that no step had taken by "
     "the end are in no record, so the right edge looks emptier than it was.",
     "staleness": "Versions of the weights between the start of a group's rollouts and the update that it goes into.",
-    "ages": "Many stale groups make updates off-policy; a smaller bound makes them fresher, the trainer wait longer.",
     "waits": "A trainer that waits wants faster sampling or a larger bound; an idle sampler was paused, or is at it.",
-    "pipeline": "When a batch was complete. Room that stays means that the data have ended, or the sampler is full.",
 }
 
 
@@ -694,12 +679,9 @@ LOOKS = {
     "time": Look("Time by phase", CAPTIONS["time"], time_figure),
     "advantages": Look("Advantages by group", CAPTIONS["advantages"], advantage_map),
     "rewards counted": Look("Rewards, counted", CAPTIONS["rewards counted"], counts_figure),
-    "advantages counted": Look("Advantages, counted", CAPTIONS["advantages counted"], counts_figure),
     "timeline": Look("Rollouts beside training", CAPTIONS["timeline"], timeline_figure, wide=True),
     "staleness": Look("Staleness of trained groups", CAPTIONS["staleness"], staleness_figure),
-    "ages": Look("Groups by staleness", CAPTIONS["ages"], ages_figure),
     "waits": Look("Who waits", CAPTIONS["waits"], waits_figure),
-    "pipeline": Look("Rows in the pipeline", CAPTIONS["pipeline"], pipeline_figure),
 }
 
 # %% ../../nbs/views/02_charts.ipynb #d85acc15

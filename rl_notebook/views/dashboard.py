@@ -259,12 +259,11 @@ def refresh_buttons(buttons: Mapping[str, ipywidgets.Button], player: Player) ->
 
 # %% ../../nbs/views/04_dashboard.ipynb #05112e07
 MAIN = ("reward", "kl", "advantages")
-MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread", "advantages counted")
+MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread")
 MORE += ("length", "time")
 BESIDE_MAIN = ("timeline", "staleness", "waits")  # of rollouts beside training, after the second of the others
-BESIDE_MORE = ("ages", "pipeline")
 WIDE = ("timeline",)  # over the whole width
-OF_A_STEP = ("advantages", "rewards counted", "advantages counted")  # the others are over steps
+OF_A_STEP = ("advantages", "rewards counted")  # the others are over steps
 POINTS = 400  # of a line, in a chart half as wide as the page
 
 
@@ -272,7 +271,7 @@ def chart_names(history: History, more: bool = False) -> tuple[str, ...]:
     "The charts of a run."
     beside = is_asynchronous(history)
     main = (*MAIN, *BESIDE_MAIN) if beside else MAIN
-    return (*main, *MORE, *(BESIDE_MORE if beside else ())) if more else main
+    return (*main, *MORE) if more else main
 
 # %% ../../nbs/views/04_dashboard.ipynb #fb091e2d
 def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was opened

@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -133,29 +134,15 @@ def spread_row(
     shares = {f"advantages/tokens_{sign}": float(tokens[which].sum() / total) for sign, which in signs.items()}
     return five_numbers(means, "groups/reward") | five_numbers(a, "advantages") | shares
 
-
-def ages_row(record: StepRecord) -> dict[str, float]:
-    "Trained groups by staleness: versions of the weights since their rollouts were started, as `ages/1`."
-    trained, version = {d.group for d in record.datums}, record.step - 1
-    started = [g.submitted for g in record.groups if g.index in trained and g.submitted is not None]
-    return {f"ages/{age}": float(n) for age, n in sorted(Counter(version - v for v in started).items())}
-
 # %% ../../nbs/views/01_payloads.ipynb #2f3b2976
 def history_row(record: StepRecord) -> dict[str, Any]:
-    "What a record adds to a history: its metrics, its quartiles, and how stale its groups were."
+    "What a record adds to a history: its metrics and its quartiles."
     groups = [g for g in record.groups if g.samples and g.advantages is not None]
     lengths = [np.array([s.completion_len for s in g.samples]) for g in groups]
-    spread = spread_row(
-        [g.rewards for g in groups], [g.advantages for g in groups if g.advantages is not None], lengths
-    )
-    return metrics_row(record) | spread | ages_row(record)
+    advantages = [g.advantages for g in groups if g.advantages is not None]
+    return metrics_row(record) | spread_row([g.rewards for g in groups], advantages, lengths)
 
 # %% ../../nbs/views/01_payloads.ipynb #5bc4988a
-def _five(metrics: History, name: str, limit: int | None) -> dict[str, Series]:
-    "Five numbers over the steps."
-    return {stat: series(metrics, f"{name}/{stat}", limit) for stat in FIVE}
-
-
 def reward_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Mean reward, its std inside groups, quartiles between them, each reward function, and held-out reward."
     names = [c.split("/", 1)[1].removesuffix("/mean") for c in metrics if re.fullmatch(r"rewards/.*/mean", c)]
@@ -165,7 +152,7 @@ def reward_payload(metrics: History, limit: int | None = None) -> dict[str, Any]
     return {
         "reward": series(metrics, "reward", limit),
         "inside": {end: _series(both, y, limit) for end, y in ends.items()},
-        "groups": _five(metrics, "groups/reward", limit),
+        "groups": {stat: series(metrics, f"groups/reward/{stat}", limit) for stat in FIVE},
         "held_out": series(metrics, "eval/reward", limit),
         "functions": {name: series(metrics, f"rewards/{name}/mean", limit) for name in names},
     }
@@ -213,28 +200,21 @@ def bar_means(metrics: History, name: str, limit: int | None = BARS) -> Series:
     return _series(x[starts], np.add.reduceat(y, starts) / np.diff(np.append(starts, len(y))), None)
 
 
-def length_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
-    "Completion lengths in tokens, and the share that was cut at the limit."
-    names = {stat: f"completions/{stat}_length" for stat in ("mean", "min", "max")}
-    lengths = {stat: series(metrics, name, limit) for stat, name in names.items()}
-    return {**lengths, "clipped": series(metrics, "completions/clipped_ratio", limit)}
+PLAIN = {  # charts that draw metrics as they are: lines, or bars that are shares of a step
+    "length": {key: f"completions/{key}_length" for key in ("mean", "max")} | {"clipped": "completions/clipped_ratio"},
+    "advantage spread": {stat: f"advantages/{stat}" for stat in FIVE},
+    "waits": {"trainer": "perf/wait_time_ratio", "sampler": "perf/sampler_idle_ratio"},
+    "staleness": {stat: f"async/version_offset_{stat}" for stat in ("mean", "min", "max")},
+    "dead": {"high": "frac_dead_high", "low": "frac_dead_low"},
+    "token share": {sign: f"advantages/tokens_{sign}" for sign in ("plus", "minus", "zero")},
+}
 
 
-def dead_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
-    "Shares of groups without signal: all completions earned much, and all little."
-    names = {"high": "frac_dead_high", "low": "frac_dead_low"}
-    return {which: bar_means(metrics, name, limit and BARS) for which, name in names.items()}
-
-# %% ../../nbs/views/01_payloads.ipynb #72d92742
-def advantage_spread_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
-    "Ends, quartiles and median of the advantages of each step."
-    return _five(metrics, "advantages", limit)
-
-
-def token_share_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
-    "Share of sampled tokens with positive, negative and zero advantage."
-    signs = ("plus", "minus", "zero")
-    return {sign: bar_means(metrics, f"advantages/tokens_{sign}", limit and BARS) for sign in signs}
+def plain_payload(metrics: History, name: str, limit: int | None = None) -> dict[str, Any]:
+    "What one of these charts draws."
+    if name in ("dead", "token share"):
+        return {key: bar_means(metrics, metric, limit and BARS) for key, metric in PLAIN[name].items()}
+    return {key: series(metrics, metric, limit) for key, metric in PLAIN[name].items()}
 
 # %% ../../nbs/views/01_payloads.ipynb #66a35544
 TIMED = ("sample", "reference", "backward", "optimize", "sync")  # phases that compute; "" = all others
@@ -253,46 +233,9 @@ def time_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     return {phase: bar_means(rows, phase, limit and BARS) for phase, spent in found.items() if spent}
 
 # %% ../../nbs/views/01_payloads.ipynb #846355f8
-OLDEST = 4  # versions; groups of this staleness and more are counted together
-
-
 def is_asynchronous(metrics: History) -> bool:
     "Whether these are metrics of rollouts beside training."
     return "async/version_offset_max" in metrics
-
-
-def _age_shares(metrics: History, limit: int | None) -> dict[str, Series]:
-    "Shares of the trained groups by staleness, as bars; each the mean over equally many steps, at the first of them."
-    ages = sorted(int(name.removeprefix("ages/")) for name in metrics if re.fullmatch(r"ages/\d+", name))
-    if not ages:
-        return {}
-    found = {age: metrics.column(f"ages/{age}") for age in ages}
-    x = np.unique(np.concatenate([steps for steps, _ in found.values()]))
-    counts = np.zeros((min(ages[-1], OLDEST) + 1, len(x)))
-    for age, (steps, n) in found.items():
-        counts[min(age, OLDEST), np.searchsorted(x, steps)] += n
-    width = 1 if limit is None else -(-len(x) // limit)
-    starts = np.arange(0, len(x), width)
-    sums = np.add.reduceat(counts / counts.sum(axis=0), starts, axis=1)
-    shares = sums / np.diff(np.append(starts, len(x)))
-    names = [f"{age}" if age < OLDEST else f"{age} and more" for age in range(len(counts))]
-    return {name: _series(x[starts], y, None) for name, y in zip(names, shares, strict=True)}
-
-
-def staleness_payload(metrics: History, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
-    "Staleness of the trained groups in versions: mean and ends, the bound that was set, shares of the groups."
-    lines = {stat: series(metrics, f"async/version_offset_{stat}", limit) for stat in ("mean", "min", "max")}
-    bound = settings.get("max_head_offpolicy_versions")
-    return {**lines, "bound": bound, "ages": _age_shares(metrics, limit and BARS)}
-
-# %% ../../nbs/views/01_payloads.ipynb #feff8449
-def pipeline_payload(metrics: History, settings: Mapping[str, Any], limit: int | None = None) -> dict[str, Any]:
-    "Rows in flight, ready, and for which there was room; and the shares of the time that trainer and sampler waited."
-    rows = {"in_flight": series(metrics, "async/in_flight", limit), "ready": series(metrics, "async/ready", limit)}
-    samples, (x, free) = settings.get("completions_per_prompt"), metrics.column("async/staleness_capacity_at_step")
-    rows["room"] = _series(x, np.maximum(free, 0) // samples, limit) if samples else {"x": [], "y": []}
-    waits = {"trainer": "perf/wait_time_ratio", "sampler": "perf/sampler_idle_ratio"}
-    return {**rows, "waits": {who: series(metrics, name, limit) for who, name in waits.items()}}
 
 # %% ../../nbs/views/01_payloads.ipynb #2b17babb
 TIMELINE_STEPS, TIMELINE_ROWS, TIMELINE_LANES = 6, 300, 32  # that are shown, at most
@@ -380,19 +323,17 @@ def run_payloads(
     names: Collection[str] | None = None,  # of charts; None = all
 ) -> dict[str, dict[str, Any]]:
     "What is drawn over the steps, by chart."
+    beside, bound = ("waits", "staleness"), {"bound": settings.get("max_head_offpolicy_versions")}
     made: dict[str, Callable[[], dict[str, Any]]] = {
         "reward": lambda: reward_payload(metrics, limit),
         "functions": lambda: reward_payload(metrics, limit),
-        "length": lambda: length_payload(metrics, limit),
-        "dead": lambda: dead_payload(metrics, limit),
         "kl": lambda: kl_payload(metrics, settings, noise_floor, limit),
-        "advantage spread": lambda: advantage_spread_payload(metrics, limit),
-        "token share": lambda: token_share_payload(metrics, limit),
+        **{name: partial(plain_payload, metrics, name, limit) for name in PLAIN if name not in beside},
         "time": lambda: time_payload(metrics, limit),
     }
     if is_asynchronous(metrics):
-        made |= dict.fromkeys(("staleness", "ages"), lambda: staleness_payload(metrics, settings, limit))
-        made |= dict.fromkeys(("waits", "pipeline"), lambda: pipeline_payload(metrics, settings, limit))
+        made["staleness"] = lambda: plain_payload(metrics, "staleness", limit) | bound
+        made["waits"] = lambda: plain_payload(metrics, "waits", limit)
     return {name: make() for name, make in made.items() if names is None or name in names}
 
 # %% ../../nbs/views/01_payloads.ipynb #3f7b6539
@@ -427,38 +368,28 @@ def advantages_payload(record: StepRecord, start: int = 0, rows: int | None = No
     }
 
 # %% ../../nbs/views/01_payloads.ipynb #84738bac
-def counts_payload(record: StepRecord, what: str = "reward", bins: int = 20) -> dict[str, Any]:
-    "Rewards or advantages of a step, counted: middles and width of the bars, and counts by kind of group."
-    none = np.zeros(0)
-    of = (lambda g: g.rewards) if what == "reward" else (lambda g: none if g.advantages is None else g.advantages)
-    marked = list(zip(record.groups, dead_marks(record.groups), strict=True))
-    kinds = {"live": "", "high": "high", "low": "low"}
-    values = {k: np.concatenate([*(of(g) for g, m in marked if m == mark), none]) for k, mark in kinds.items()}
-    values = {k: v[np.isfinite(v)].round(9) for k, v in values.items()}
-    x, width = _bars(np.unique(np.concatenate([*values.values()])), bins)
-    edges = np.append(x - width / 2, x[-1:] + width / 2)[1:-1]
-    counts = {k: np.bincount(np.searchsorted(edges, v, "right"), minlength=len(x)).tolist() for k, v in values.items()}
-    return {"step": record.step, "what": what, "x": x.tolist(), "width": width, **counts}
-
-
-def _bars(found: np.ndarray, bins: int) -> tuple[np.ndarray, float]:
-    "Middles and common width of bars for these values, which are sorted and different."
-    if len(found) < 2:
-        return found, 1.0
-    gap, span = float(np.diff(found).min()), float(found[-1] - found[0])
-    if span / gap <= bins:  # an even grid may hold every value
-        grid = found[0] + gap * np.arange(round(span / gap) + 1)
-        if np.abs(grid[:, None] - found).min(axis=0).max() < gap / 4:
-            return grid.round(9), gap
-    return found[0] + span * (np.arange(bins) + 0.5) / bins, span / bins
+def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
+    "Rewards of a step, counted: middles and width of the bars, and counts by kind of group."
+    values, none = dict[str, np.ndarray](), np.zeros(0)
+    for kind, mark in (("live", ""), ("high", "high"), ("low", "low")):
+        marked = zip(record.groups, dead_marks(record.groups), strict=True)
+        found = np.concatenate([none, *(g.rewards for g, m in marked if m == mark)])
+        values[kind] = found[np.isfinite(found)].round(9)
+    x = np.unique(np.concatenate([*values.values()]))
+    width = float(np.diff(x).min()) if 1 < len(x) <= bins else 1.0
+    if len(x) > bins:
+        width = float(np.ptp(x)) / bins
+        x = x[0] + width * (np.arange(bins) + 0.5)
+    nearest = lambda v: np.abs(x[:, None] - v).argmin(axis=0) if len(v) else np.zeros(0, int)
+    counts = {k: np.bincount(nearest(v), minlength=len(x)).tolist() for k, v in values.items()}
+    return {"step": record.step, "x": x.tolist(), "width": width, **counts}
 
 # %% ../../nbs/views/01_payloads.ipynb #d35489fb
 def step_payloads(record: StepRecord, start: int = 0) -> dict[str, dict[str, Any]]:
     "What is drawn of one step, by chart."
     return {
         "advantages": advantages_payload(record, start, ROWS),
-        "rewards counted": counts_payload(record, "reward"),
-        "advantages counted": counts_payload(record, "advantage"),
+        "rewards counted": counts_payload(record),
     }
 
 # %% ../../nbs/views/01_payloads.ipynb #96a32bb2

@@ -28,7 +28,7 @@ from ..runs.records import Run, StepRecord, flat_settings, metrics_frame, metric
 from ..insight.trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
 from .charts import plotly_script, tint
-from .payloads import SHOWN_TEXT, TIMELINE_STEPS, History, address, ages_row, completions_payload
+from .payloads import SHOWN_TEXT, TIMELINE_STEPS, History, address, completions_payload
 from .payloads import header_payload, history_row, is_asynchronous, run_payloads, series, spread_row
 from .payloads import step_payloads, timeline_payload, tokens_payload
 from ..insight.xray import invariants, sentence
@@ -153,8 +153,7 @@ def material(source: Run | Iterable[StepRecord], known: Known | None = None, sho
     trends = watch_run(known.watched[step] for step in steps[-WATCHED:])
     named = _named(trends, show, steps)
     read |= {step: source.record(step) for step in named.keys() & set(steps) - read.keys()}
-    for found in (read_spreads(source, known.spreads), {step: ages_row(read[step]) for step in steps[-LAST:]}):
-        metrics = metrics.join(pd.DataFrame.from_dict(found, orient="index"))
+    metrics = metrics.join(pd.DataFrame.from_dict(read_spreads(source, known.spreads), orient="index"))
     name, settings = source.path.resolve().name, flat_settings(source.config)
     return Material(name, settings, metrics, notes=tuple(notes), trends=trends, **_told(read, steps, named))
 
