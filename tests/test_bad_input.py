@@ -19,7 +19,7 @@ from rl_notebook.backends.base import Backend
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import BackendError, ConfigError, DataError, RecordError, RewardError, RLNotebookError
+from rl_notebook.core.types import BackendError, RecordError, RewardError
 from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.insight.preflight import preflight
@@ -27,6 +27,7 @@ from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.runs.records import RunFolder
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_rows
+from errors import failed
 from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
@@ -74,35 +75,39 @@ def backend(**of_tokenizer: Any) -> Backend:
 
 # --- data -----------------------------------------------------------------------------------------------------------
 
-DATA = {
-    "empty data set": ([], r"empty data set: got 0 rows from .*data.jsonl; expected at least 1"),
+DATA: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {  # rows, and the parts of the error
+    "empty data set": ([], {"what": "empty data set", "got": "0 rows from", "expected": "at least 1"}),
     "row without prompt": (
         [QUESTION, {"answer": "2"}],
-        r"data.jsonl, line 2: no prompt: got columns answer; expected something in messages, prompt, question",
+        {"what": "no prompt", "where": "data.jsonl, line 2", "got": "columns answer", "expected": "question"},
     ),
     "row without answer": (
         [QUESTION, {"question": "What is 2+2?"}],
-        r"data.jsonl, line 2: no answer: got columns question; expected something in answer, ground_truth",
+        {"what": "no answer", "where": "data.jsonl, line 2", "got": "columns question", "expected": "ground_truth"},
     ),
     "prompt too long": (
         [QUESTION, {"question": "x" * 100, "answer": "2", "key": "q17"}],
-        r"row 'q17': prompt too long: got 104 tokens; expected at most 56 \(max_seq_len 64 less 8 for the completion\)"
-        r". Drop the row, or raise max_seq_len",
+        {
+            "what": "prompt too long",
+            "where": "row 'q17'",
+            "got": "104 tokens",
+            "expected": "at most 56",
+            "fix": "max_seq",
+        },
     ),
     "only rows to evaluate": (
         [QUESTION, {"question": "What is 2+2?", "answer": "4"}],
-        r"eval_rows: got 2; expected fewer than the 2 rows",
+        {"what": "eval_rows", "got": "2", "expected": "fewer than the 2 rows"},
     ),
 }
 
 
 @pytest.mark.parametrize("case", DATA)
 def test_data(case, tmp_path, capsys):
-    rows, message = DATA[case]
+    rows, parts = DATA[case]
     settings = SMALL | {"dataset": data_set(tmp_path, *rows), "log_path": str(tmp_path / "run")}
     settings["eval_rows"] = 2 if case == "only rows to evaluate" else 0
-    with pytest.raises((DataError, ConfigError), match=message):
-        run(Config(**settings))
+    failed(lambda: run(Config(**settings)), **parts)
     assert not (tmp_path / "run").exists()  # so the same command works once the data are right
     Config(**settings).to_yaml(tmp_path / "config.yaml")
     assert command(["train", "--config", str(tmp_path / "config.yaml")]) == 2
@@ -115,8 +120,7 @@ def test_a_loop_object_says_the_same_and_keeps_its_place():
     rows = load_rows([QUESTION, {"question": "x" * 100, "answer": "2", "key": "q17"}])
     loop = GRPOLoop(backend(), rows, uneven, Config(**SMALL | {"prompt_groups_per_step": 1}, shuffle=False))
     asyncio.run(loop.step())
-    with pytest.raises(DataError, match=r"row 'q17': prompt too long"):
-        loop.prompts()
+    failed(loop.prompts, "prompt too long", where="row 'q17'")
     assert (loop.cursor.consumed, len(loop.records)) == (1, 1)
 
 
@@ -128,31 +132,23 @@ def raises(text: str) -> float:
     return 1 / len(text[:0])
 
 
-REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
-    "raises": (
-        raises,
-        r"group 0, sample 0 \(row '3'\): reward function 'raises' raised: got ZeroDivisionError: division by zero for "
-        r"completion '.+'; expected a finite number, or None for unscorable",
-    ),
-    "nan": (
-        lambda text: float("nan"),
-        r"group 0, sample 0 \(row '3'\): reward function '<lambda>': got nan for completion '.+'; expected a finite",
-    ),
-    "string": (lambda text: "good", r"reward function '<lambda>': got 'good' for completion '.+'; expected a finite"),
+FIRST = "group 0, sample 0 (row '3')"
+REWARDS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
+    "raises": (raises, {"what": "'raises' raised", "where": FIRST, "got": "ZeroDivisionError: division by zero"}),
+    "nan": (lambda text: float("nan"), {"where": FIRST, "got": "nan for completion", "expected": "a finite number"}),
+    "string": (lambda text: "good", {"where": FIRST, "got": "'good' for completion", "expected": "a finite number"}),
     "wrong number of values": (
         lambda prompts, completions, **columns: [1.0],
-        r"group 0 \(row '3'\): reward function '<lambda>': got 1 values for 4 completions, the first '.+'; "
-        r"expected a list of 4, one per completion",
+        {"where": "group 0 (row '3')", "got": "1 values for 4 completions", "expected": "a list of 4"},
     ),
 }
 
 
 @pytest.mark.parametrize("case", REWARDS)
 def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
-    reward, message = REWARDS[case]
+    reward, parts = REWARDS[case]
     loop = GRPOLoop(backend(), toy().rows, reward, Config(**SMALL))
-    with pytest.raises(RewardError, match=message):
-        asyncio.run(loop.step())
+    failed(loop.step, **parts, kind=RewardError)
     drawn = loop.state.values["sample"]  # the answers are still there
     loop.score(uneven)
     record = asyncio.run(loop.step())
@@ -183,8 +179,7 @@ def test_a_reward_that_fails_late_costs_no_finished_step(interval, tmp_path):
 
 def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path):
     cfg = Config(**SMALL, rewards=["gsm8kk"], log_path=str(tmp_path / "run"))
-    with pytest.raises(RewardError, match=r"reward: got 'gsm8kk'; expected one of gsm8k, .*Write module:function"):
-        run(cfg)
+    failed(lambda: run(cfg), "reward", got="'gsm8kk'", expected="one of gsm8k, ", fix="module:function")
     assert not (tmp_path / "run").exists()
 
 
@@ -194,28 +189,24 @@ def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path
 def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing():
     for given in ("tiny", load_model("tiny")):
         assert open_local(given, reference=False).capabilities.name == "local"
-    with pytest.raises(ConfigError, match=r"tokenizer: got none; expected that of the model.*open_local\('tiny'\)"):
-        open_local(load_model("tiny")[0])
+    alone = lambda: open_local(load_model("tiny")[0])
+    failed(alone, "tokenizer", got="none", expected="that of the model", fix="open_local('tiny')")
 
 
 @pytest.mark.parametrize(("name", "near"), [("tinny", "tiny"), ("smolm2", "smollm2")])
 def test_a_misspelt_model_is_named_before_the_hub_is_asked(name, near, monkeypatch):
     for reader in ("AutoTokenizer", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"transformers.{reader}", None)  # nothing is loaded, and nobody is asked
-    with pytest.raises(BackendError, match=f"no model here. Did you mean '{near}'"):
-        open_local(name)
+    failed(lambda: open_local(name), fix=f"Did you mean '{near}'", kind=BackendError)
 
 
 def test_what_is_given_in_another_order_is_said_at_once():
     backend, rows, cfg = open_local("tiny"), load_rows(toy_rows(6)), Config(**SMALL)
     order = "They come in this order: backend, rows, reward, cfg"
-    for opened in (GRPOLoop, lambda *given: asyncio.run(preflight(*given))):
-        with pytest.raises(ConfigError, match=rf"backend: got \[.*expected a Backend. {order}"):
-            opened(rows, backend, uneven, cfg)
-        with pytest.raises(ConfigError, match=rf"cfg: got {{'seed': 1}}; expected a Config. {order}"):
-            opened(backend, rows, uneven, {"seed": 1})
-        with pytest.raises(ConfigError, match=rf"rows: got <function uneven.*{order}"):
-            opened(backend, uneven, rows, cfg)
+    for opened in (GRPOLoop, preflight):
+        failed(lambda opened=opened: opened(rows, backend, uneven, cfg), "backend", got="[", fix=order)
+        failed(lambda opened=opened: opened(backend, rows, uneven, {"seed": 1}), "cfg", got="{'seed': 1}", fix=order)
+        failed(lambda opened=opened: opened(backend, uneven, rows, cfg), "rows", got="<function uneven", fix=order)
 
 
 # --- tokenizer and models -------------------------------------------------------------------------------------------
@@ -223,30 +214,30 @@ def test_what_is_given_in_another_order_is_said_at_once():
 
 def test_a_tokenizer_without_chat_template(tmp_path):
     bare = backend(chat_template=None)
-    with pytest.raises(DataError, match=r"chat_template: got none; expected a template for messages.*instruct model"):
-        run(Config(**SMALL, log_path=str(tmp_path / "run")), backend=bare)
+    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    failed(lambda: run(cfg, backend=bare), "chat_template", got="none", expected="a template", fix="instruct model")
     assert not (tmp_path / "run").exists()
     plain = Problem(load_rows([{"prompt": "1+1=", "answer": "2"}] * 1), [], uneven)
     assert run(Config(**SMALL), backend=bare, problem=plain)[-1].startswith("done (1 steps")  # as the message says
 
 
 def test_a_tokenizer_without_eos(tmp_path):
-    with pytest.raises(DataError, match=r"eos_token: got none; expected the token that ends a completion.*Set it"):
-        run(Config(**SMALL, log_path=str(tmp_path / "run")), backend=backend(eos_token=None))
+    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    failed(lambda: run(cfg, backend=backend(eos_token=None)), "eos_token", got="none", expected="ends", fix="Set it")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model():
-    with pytest.raises(BackendError, match=r"tokenizer: got 264 tokens; expected at most the model's 258.*own token"):
-        open_local(tiny_model(), load_model("tiny")[1])
+    mixed = lambda: open_local(tiny_model(), load_model("tiny")[1])
+    failed(mixed, "tokenizer", got="264 tokens", expected="at most the model's 258")
 
 
 @pytest.mark.parametrize("vocab", [258, 300])
 def test_a_reference_with_another_vocabulary(vocab, tmp_path):
     other = open_local(tiny_model(vocab=vocab, context=512), byte_tokenizer())
     mixed = replace(backend(), reference=other.reference)
-    with pytest.raises(RLNotebookError, match=rf"reference.*vocabulary: got {vocab} tokens; expected 264"):
-        GRPOLoop(mixed, toy().rows, uneven, Config(**SMALL, kl_beta=0.1))
+    opened = lambda: GRPOLoop(mixed, toy().rows, uneven, Config(**SMALL, kl_beta=0.1))
+    failed(opened, "reference vocabulary", got=f"{vocab} tokens", expected="264")
 
 
 # --- checkpoints and run folders ------------------------------------------------------------------------------------
@@ -263,40 +254,36 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_of_another_model_by_its_settings(finished, tmp_path):
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"), lora_rank=4)
     named = replace(cfg, resume={"resume_from": str(finished / "checkpoints" / "00003")})
-    with pytest.raises(RecordError, match=r"another run's checkpoint: got lora_rank=4; expected lora_rank=0. Resume"):
-        run(named)
+    parts = {"what": "another run's checkpoint", "got": "lora_rank=4", "expected": "lora_rank=0", "fix": "Resume"}
+    failed(lambda: run(named), **parts)
     assert not (tmp_path / "run").exists()
     before = files(finished)
-    with pytest.raises(RecordError, match=r"another run's checkpoint: got lora_rank=4"):
-        run(replace(cfg, log_path=str(finished)), resume=True)
+    failed(lambda: run(replace(cfg, log_path=str(finished)), resume=True), **parts)
     assert files(finished) == before
 
 
 def test_a_checkpoint_of_another_model_by_its_weights(finished):
     before = files(finished)
     stranger = open_local(tiny_model(vocab=264, context=512), load_model("tiny")[1])
-    with pytest.raises(RecordError, match=r"162 more\): got float32 .*expected .*Open the backend with"):
-        run(Config(**SMALL, log_path=str(finished)), problem=toy(), backend=stranger, resume=True)
+    cfg = Config(**SMALL, log_path=str(finished))
+    resumed = lambda: run(cfg, problem=toy(), backend=stranger, resume=True)
+    failed(resumed, got="float32", fix="Open the backend with", kind=RecordError)
     assert files(finished) == before
 
 
 def test_a_checkpoint_on_other_data(finished, tmp_path):
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
     cfg = replace(cfg, resume={"resume_from": str(finished / "checkpoints" / "00003")})
-    with pytest.raises(DataError, match=r"resume: rows of the data: got 5; expected 6, as recorded"):
-        run(cfg, problem=Problem(toy().rows[:5], [], uneven))
+    other = Problem(toy().rows[:5], [], uneven)
+    failed(lambda: run(cfg, problem=other), "rows of the data", got="5", expected="6, as recorded")
     assert not (tmp_path / "run").exists()
 
 
 def test_a_folder_that_holds_another_run(finished, capsys):
     before = files(finished)
     cfg = Config(**SMALL | {"learning_rate": 1e-4}, log_path=str(finished), dcp_save_interval=1)
-    with pytest.raises(
-        RecordError,
-        match=r"the run folder holds another run: got 3 steps of a run with other settings: learning_rate "
-        r"\(recorded 0.001, now 0.0001\); expected none. Choose another log_path, or resume the run that is there",
-    ):
-        run(cfg)
+    settings = "3 steps of a run with other settings: learning_rate (recorded 0.001, now 0.0001)"
+    failed(lambda: run(cfg), "the run folder holds another run", got=settings, fix="resume the run that is there")
     assert command(["train", f"--log-path={finished}", "--dcp-save-interval=1"]) == 2
     assert "the run folder holds another run" in capsys.readouterr().err
     assert files(finished) == before
@@ -305,11 +292,10 @@ def test_a_folder_that_holds_another_run(finished, capsys):
 def test_a_folder_that_holds_something_else(tmp_path):
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "notes.txt").write_text("mine")
-    with pytest.raises(RecordError, match=r"run folder: got steps; expected a folder without files of these names"):
-        run(Config(**SMALL, log_path=str(tmp_path)), problem=toy())
+    folder = lambda path: run(Config(**SMALL, log_path=str(path)), problem=toy())
+    failed(lambda: folder(tmp_path), "run folder", got="steps", expected="a folder without files of these names")
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(RecordError, match=r"file: cannot write: got Not a directory .*choose another log_path"):
-        run(Config(**SMALL, log_path=str(tmp_path / "file")), problem=toy())
+    failed(lambda: folder(tmp_path / "file"), "cannot write", got="Not a directory", fix="choose another log_path")
     assert (tmp_path / "file").read_text() == "in the way"
 
 

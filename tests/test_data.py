@@ -12,24 +12,18 @@ from unittest.mock import patch
 import numpy as np
 import pandas as pd
 import pytest
+from errors import failed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import DataError
 from rl_notebook.task.data import Cursor, Row, find_answer, load_rows, make_row, restore_cursor
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import load_problem
 
 SAMPLE = Path(__file__).parents[1] / "examples" / "gsm8k" / "sample.jsonl"
 CHAT = [{"role": "user", "content": "48/2+48?"}]
-
-
-def message(call, exc=DataError) -> str:
-    with pytest.raises(exc) as e:
-        call()
-    return str(e.value)
 
 
 # --- every source gives the same rows
@@ -48,7 +42,7 @@ def test_jsonl_parquet_frame_list_and_hf_dataset_agree(tmp_path):
     assert load_rows(datasets.Dataset.from_list(records)) == expected
     assert load_rows(datasets.Dataset.from_list(records).to_iterable_dataset()) == expected
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(records))
-    assert "splits: got ['train']; expected one data set. Pick a split." in message(lambda: load_rows(splits))
+    failed(lambda: load_rows(splits), "splits", got="['train']", expected="one data set", fix="Pick a split")
 
 
 @pytest.mark.parametrize("name", ["answer", "ground_truth", "label", "solution"])
@@ -62,8 +56,8 @@ def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
         ({}, "'question': 'its name', 'answer': 'its name'"),
         ({"question": "problem"}, "'answer': 'its name'"),
     ):
-        said = message(lambda columns=columns: load_rows(records, columns=columns, require_answer=True))
-        assert f"columns={{{named}}} of load_rows, which is dataset_columns in a config" in said
+        call = lambda columns=columns: load_rows(records, columns=columns, require_answer=True)
+        failed(call, fix=f"columns={{{named}}} of load_rows, which is dataset_columns in a config")
     (row,) = load_rows(records, columns={"question": "problem", "answer": "result"}, require_answer=True)
     assert (row.messages[0]["content"], row.answer) == ("1+1?", "2")
 
@@ -90,7 +84,7 @@ def test_empty_cells_count_as_absent():
     rows = load_rows(frame.convert_dtypes())
     assert (rows[0].prompt, rows[1].messages[0]["content"]) == ("a=", "b?")
     assert [r.answer for r in rows] == [1, "x"]
-    assert "no prompt" in message(lambda: load_rows([{"prompt": "  "}]))
+    failed(lambda: load_rows([{"prompt": "  "}]), "no prompt")
     for cell in (pd.Series([1, 2]), np.array(5)):  # no truth value, or no length
         assert load_rows([{"prompt": "a", "answer": cell}])[0].answer is cell
 
@@ -99,39 +93,38 @@ def test_empty_cells_count_as_absent():
 
 
 @pytest.mark.parametrize(
-    ("content", "shown"),
+    ("content", "line", "what", "got"),
     [
-        (b'{"question": "a"}\n{"question": \n', "d.jsonl, line 2: malformed line: got b'{\"question\": \\n'"),
-        (b'{"question": "a"}\n[1]\n', "d.jsonl, line 2: record: got [1]; expected a mapping"),
-        (b'{"question": "a"}\n\n{"id": "q9"}\n', "d.jsonl, line 3: no prompt: got columns id; expected something in"),
-        (b'{"prompt": 5}\n', "d.jsonl, line 1: prompt: got 5; expected a text or a list of messages"),
-        (b'{"question": "\xed\xa0\x80"}\n', "d.jsonl, line 1: malformed line: got"),  # half a character
-        (b"", "empty data set: got 0 rows from"),
+        (b'{"question": "a"}\n{"question": \n', 2, "malformed line", "b'{\"question\": \\n'"),
+        (b'{"question": "a"}\n[1]\n', 2, "record", "[1]"),
+        (b'{"question": "a"}\n\n{"id": "q9"}\n', 3, "no prompt", "columns id"),
+        (b'{"prompt": 5}\n', 1, "prompt", "5"),
+        (b'{"question": "\xed\xa0\x80"}\n', 1, "malformed line", "b'"),  # half a character
+        (b"", 0, "empty data set", "0 rows from"),
     ],
 )
-def test_malformed_files(tmp_path, content, shown):
+def test_malformed_files(tmp_path, content, line, what, got):
     (tmp_path / "d.jsonl").write_bytes(content)
-    assert shown in message(lambda: load_rows(tmp_path / "d.jsonl"))
+    failed(lambda: load_rows(tmp_path / "d.jsonl"), what, where=f"d.jsonl, line {line}" * bool(line), got=got)
 
 
 def test_missing_answer_is_an_error_only_when_asked():
     records = [{"question": "a", "answer": "1"}, {"question": "b", "answer": None}]
     assert load_rows(records)[1].answer is None
-    text = message(lambda: load_rows(records, require_answer=True))
-    assert "record 1: no answer: got columns question, answer; expected something in answer, ground_truth" in text
-    assert "use a reward that needs no answer" in text
+    asked = lambda: load_rows(records, require_answer=True)
+    failed(asked, "no answer", where="record 1", got="columns question, answer", fix="a reward that needs no answer")
 
 
 def test_other_refusals(tmp_path):
-    assert "got 0; expected 1 or more" in message(lambda: load_rows([{"prompt": "a"}], max_rows=0))
-    assert "expected a path, URL, DataFrame" in message(lambda: load_rows(3))
-    assert "split: got [{'prompt': 'a'}]; expected a data set of" in message(
-        lambda: load_rows([{"prompt": "a"}], split="test")
+    failed(lambda: load_rows([{"prompt": "a"}], max_rows=0), "max_rows", got="0", expected="1 or more")
+    failed(lambda: load_rows(3), expected="a path, URL, DataFrame")
+    failed(
+        lambda: load_rows([{"prompt": "a"}], split="test"), "split", got="[{'prompt': 'a'}]", expected="a data set of"
     )
     (tmp_path / "d.parquet").write_bytes(b"PAR1 not really PAR1")
-    assert "unreadable file" in message(lambda: load_rows(tmp_path / "d.parquet"))
+    failed(lambda: load_rows(tmp_path / "d.parquet"), "unreadable file")
     with patch("builtins.open", side_effect=PermissionError(13, "denied")):  # root may read all
-        assert "unreadable file: got [Errno 13] denied" in message(lambda: load_rows(tmp_path / "d.parquet"))
+        failed(lambda: load_rows(tmp_path / "d.parquet"), "unreadable file", got="[Errno 13] denied")
 
 
 # --- files of every kind
@@ -162,25 +155,21 @@ def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):
     def judge(text, answer, level): ...
 
     (tmp_path / "d.jsonl").write_text('{"id": "q1", "text": "1+1?"}')
-    missing = ["no prompt, no answer, no level: got columns id, text; expected something in messages, prompt, question"]
-    missing += [", and something in answer, ground_truth", ", and a column level. Name it: columns={'question': 'its"]
-    backend = open_local("tiny")
+    backend, lacks = open_local("tiny"), "no prompt, no answer, no level"
     for call in (
         lambda: load_problem(Config(dataset=str(tmp_path / "d.jsonl"), rewards=[f"{__name__}:needs"])),
         lambda: GRPOLoop(backend, str(tmp_path / "d.jsonl"), judge),
     ):
-        said = message(call)
-        assert all(text in said for text in missing), said
+        failed(call, lacks, got="columns id, text", expected="a column level", fix="columns={'question': 'its")
     rows = load_rows([{"question": "1+1?"}])
-    said = message(lambda: GRPOLoop(backend, rows, judge))
-    assert "row '0': no answer, no level: got columns question; expected something in answer" in said
-    said = message(lambda: load_rows([{"q": "a"}], columns={"question": "problem"}, require=["answer"]))
-    assert "column 'problem' (for 'question'), no answer: got columns q; expected to be there, and something in" in said
+    failed(lambda: GRPOLoop(backend, rows, judge), "no answer, no level", where="row '0'", got="columns question")
+    named = lambda: load_rows([{"q": "a"}], columns={"question": "problem"}, require=["answer"])
+    failed(named, "column 'problem' (for 'question'), no answer", got="columns q", expected="to be there")
     assert GRPOLoop(backend, rows, lambda text: 1.0).rows == rows  # a reward that reads none needs none
     trl, other = (lambda completions, answer, **kw: [None]), load_rows([{"question": "a", "answer": None}])
     assert GRPOLoop(backend, other, trl).rows == other  # of a task that it leaves to another
-    assert "row '0': no answer: got columns question" in message(lambda: GRPOLoop(backend, rows, trl))
-    assert "row '0': no answer" in message(lambda: GRPOLoop(backend, other, ["gsm8k", trl]))
+    failed(lambda: GRPOLoop(backend, rows, trl), "no answer", where="row '0'", got="columns question")
+    failed(lambda: GRPOLoop(backend, other, ["gsm8k", trl]), "no answer", where="row '0'")
 
 
 def needs(text, answer, level): ...
@@ -221,14 +210,13 @@ def test_an_address_is_read_and_what_fails_shows_no_secret(server):
     assert len(load_rows(f"{server}/long.jsonl", max_rows=1)) == 1
     assert tracemalloc.get_traced_memory()[1] < 8 << 20  # of the 16 MiB that it has
     tracemalloc.stop()
-    text = message(lambda: load_rows(f"{server}/missing.jsonl?token=secret"))
-    assert "/missing.jsonl: download: got status 404 Not Found; expected a file. Check URL and network." in text
-    assert "secret" not in text
-    text = message(lambda: load_rows(f"{server}/short.jsonl?token=secret"))
-    assert "/short.jsonl: download: got RemoteProtocolError" in text
-    assert "secret" not in text
-    text = message(lambda: load_rows("http://127.0.0.1:9/x.jsonl"))
-    assert "got ConnectError" in text
+    for address, got in (
+        (f"{server}/missing.jsonl?token=secret", "status 404 Not Found"),
+        (f"{server}/short.jsonl?token=secret", "RemoteProtocolError"),
+        ("http://127.0.0.1:9/x.jsonl", "ConnectError"),
+    ):
+        error = failed(lambda address=address: load_rows(address), "download", got=got, fix="Check URL and network")
+        assert "secret" not in str(error)
 
 
 # --- the cursor

@@ -12,6 +12,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from errors import failed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,12 +38,6 @@ from rl_notebook.task.rewards import (
 
 CHAT = make_row({"id": "q17", "question": "48/2+48?", "answer": "72", "level": "easy"})
 TEXT = make_row({"id": "q18", "prompt": "48/2+48 =", "answer": "72"})
-
-
-def message(call) -> str:
-    with pytest.raises(RewardError) as e:
-        call()
-    return str(e.value)
 
 
 def values(function, texts=("72", "7"), row=CHAT, **options) -> list[float]:
@@ -293,7 +288,7 @@ def test_none_is_unscorable_and_not_zero():
     scores = score_blocking(samples, CHAT, [judge, watch], weights=[1.0, 0.0])
     assert [s.reward for s in graded(samples, scores)] == [1.0, None]
     assert graded(samples, scores)[1].rewards == {"j": None, "w": 1.0}
-    assert "scores: got 2; expected 1, one per sample" in message(lambda: graded(samples[:1], scores))
+    failed(lambda: graded(samples[:1], scores), "scores", got="2", expected="1, one per sample")
 
 
 # --- misbehaviour: each message names function, group, sample, row, and what was got
@@ -312,32 +307,25 @@ def test_a_value_that_is_no_reward(bad, got):
     def mine(text):
         return bad if text == "7" else 1.0
 
-    text = message(lambda: values(mine, group=3))
-    where = "group 3, sample 1 (row 'q17'): reward function 'mine'"
-    assert f"{where}: got {got} for completion '7'; expected a finite number, at most 1e+30 in size, or None" in text
-    batch = message(lambda: values(lambda completions: [0, bad], group=3))
-    assert f"sample 1 (row 'q17'): reward function '<lambda>': got {got} for completion '7'" in batch
+    where, number = "group 3, sample 1 (row 'q17')", "a finite number, at most 1e+30 in size, or None"
+    failed(lambda: values(mine, group=3), "'mine'", where=where, got=f"{got} for completion '7'", expected=number)
+    failed(lambda: values(lambda completions: [0, bad], group=3), where=where, got=f"{got} for completion '7'")
 
 
 def test_a_function_that_raises_is_never_zero():
     def mine(text):
         return float(text)
 
-    text = message(lambda: values(mine, texts=["72", "x" * 200], group=3))
-    assert "group 3, sample 1 (row 'q17'): reward function 'mine' raised: got ValueError: could not convert" in text
-    assert f"for completion '{'x' * 80}'; expected" in text
-    assert "x" * 81 + "'; expected" not in text
+    where, said = "group 3, sample 1 (row 'q17')", "ValueError: could not convert"
+    error = failed(lambda: values(mine, texts=["72", "x" * 200], group=3), "'mine' raised", where=where, got=said)
+    assert f"for completion '{'x' * 80}'; expected" in str(error)  # and no more of it
+    assert isinstance(error.__cause__, ValueError)
 
     async def later(completion, answer):
         await asyncio.sleep(0)
         raise KeyError("tests")
 
-    assert "sample 0 (row 'q17'): reward function 'later' raised: got KeyError: 'tests'" in message(
-        lambda: values(later)
-    )
-    with pytest.raises(RewardError) as e:
-        values(mine, texts=["x"])
-    assert isinstance(e.value.__cause__, ValueError)
+    failed(lambda: values(later), "'later' raised", where="sample 0 (row 'q17')", got="KeyError: 'tests'")
 
 
 @pytest.mark.parametrize(
@@ -348,42 +336,41 @@ def test_a_batch_of_the_wrong_shape(result, got):
     def mine(completions):
         return result
 
-    text = message(lambda: values(mine, group=0))
-    assert f"group 0 (row 'q17'): reward function 'mine': got {got} for 2 completions, the first '72'" in text
-    assert text.endswith("expected a list of 2, one per completion")
+    wrong = lambda: values(mine, group=0)
+    got = f"{got} for 2 completions, the first '72'"
+    failed(wrong, "'mine'", where="group 0 (row 'q17')", got=got, expected="a list of 2, one per completion")
 
 
 def test_a_row_without_answer_is_an_error_only_for_rewards_that_need_one():
     bare = make_row({"id": "q19", "question": "?"})
-    text = message(lambda: values(gsm8k_reward, row=bare))
-    assert (
-        "sample 0 (row 'q19'): reward function 'gsm8k_reward' (native style): got no value for its parameter answer"
-        in text
-    )
-    assert "Does the row have an answer?" in text
-    assert "parameter ground_truth" in message(lambda: values(lambda solution_str, ground_truth: 1, row=bare))
-    assert "parameter solution" in message(lambda: values(lambda completions, solution: [1, 1], row=bare))
-    assert "parameter answer" in message(
-        lambda: values(gsm8k_reward, row=make_row({"id": "q20", "prompt": "?", "answer": None}))
-    )
+    for needs, name in (
+        (gsm8k_reward, "answer"),
+        (lambda solution_str, ground_truth: 1, "ground_truth"),
+        (lambda completions, solution: [1, 1], "solution"),
+    ):
+        failed(
+            lambda needs=needs: values(needs, row=bare),
+            where="sample 0 (row 'q19')" if needs is gsm8k_reward else "row 'q19'",
+            got=f"no value for its parameter {name}",
+            fix="Does the row have an answer?" if needs is gsm8k_reward else "",
+        )
     assert values(lambda text: 1.0, row=bare) == [1, 1]
 
 
 def test_other_refusals():
-    assert "reward functions: got no reward function" in message(lambda: score_blocking(["a"], CHAT, []))
-    assert "got '<lambda>' twice; expected different ones" in message(
-        lambda: score_blocking(["a"], CHAT, [lambda a: 1, lambda b: 1])
-    )
-    assert "weights: got 2; expected 1" in message(lambda: score_blocking(["a"], CHAT, "gsm8k", [1, 2]))
-    assert "weight: got nan; expected a finite" in message(lambda: score_blocking(["a"], CHAT, "gsm8k", [math.nan]))
-    assert "completions: got none; expected at least 1" in message(lambda: score_blocking([], CHAT, "gsm8k"))
-    assert "got no value for its parameter (it has none)" in message(lambda: values(lambda: 1.0))
+    asked = lambda functions, *weights: lambda: score_blocking(["a"], CHAT, functions, *weights)
+    failed(asked([]), "reward functions", got="no reward function")
+    failed(asked([lambda a: 1, lambda b: 1]), got="'<lambda>' twice", expected="different ones")
+    failed(asked("gsm8k", [1, 2]), "weights", got="2", expected="1")
+    failed(asked("gsm8k", [math.nan]), "weight", got="nan", expected="a finite")
+    failed(lambda: score_blocking([], CHAT, "gsm8k"), "completions", got="none", expected="at least 1")
+    failed(lambda: values(lambda: 1.0), got="no value for its parameter (it has none)")
 
     def half(completions, log_extra):
         log_extra("note", ["only one"])
         return [1, 1]
 
-    assert "log_extra('note'): got 1; expected 2 values" in message(lambda: values(half))
+    failed(lambda: values(half), "log_extra('note')", got="1", expected="2 values")
     assert values(lambda text: asyncio.sleep(0, 0.5)) == [0.5, 0.5]  # a plain function may return an awaitable
 
 
@@ -396,8 +383,8 @@ def test_a_failure_leaves_no_coroutine_behind():
         return 1.0
 
     start = time.perf_counter()
-    assert "got ValueError: first" in message(lambda: values(fails, texts=["0", "1", "2"]))
-    assert "got ZeroDivisionError" in message(lambda: values(lambda text: 1 / int(text), texts=["0", "1", "2"]))
+    failed(lambda: values(fails, texts=["0", "1", "2"]), got="ValueError: first")
+    failed(lambda: values(lambda text: 1 / int(text), texts=["0", "1", "2"]), got="ZeroDivisionError")
     assert time.perf_counter() - start < 50
 
 
