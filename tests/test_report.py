@@ -359,7 +359,7 @@ def age(run: RunFolder, seconds: float) -> float:
 
 def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
     run = growing(tmp_path / "a", steps=3, epochs=1)
-    assert run_status(run, age(run, 5)) == Status("running", "Running: step 2 of at most 3.")
+    assert run_status(run, age(run, 20)) == Status("running", "Running: step 2 of at most 3.")
     assert run_status(run, age(run, 150)) == Status(
         "quiet", "Quiet since step 2 of at most 3, for 2 minutes: paused, stopped or slow."
     )

@@ -381,6 +381,12 @@ def test_a_solved_task_gets_no_red_cross():
         assert [named(xray(record), name).ok for name in ("signal", "variety")] == marks
 
 
+def over_the_batch(r: StepRecord) -> StepRecord:
+    found = [replace(g, advantages=g.rewards - 0.4) for g in r.groups]
+    own = {(g.index, i): a for g in found for i, a in enumerate(g.advantages)}
+    return replace(r, groups=found, datums=[replace(d, advantage=own[d.group, d.sample]) for d in r.datums])
+
+
 def neighbours(r: StepRecord) -> StepRecord:
     turned = [*r.datums[5:], *r.datums[:5]]
     return replace(r, datums=[replace(d, advantage=e.advantage) for d, e in zip(r.datums, turned, strict=True)])
@@ -392,7 +398,7 @@ FAULTS: dict[str, tuple[Callable[[StepRecord], StepRecord], str]] = {
         "on-policy",
     ),
     "wrong reference": (datums(lambda d: replace(d, ref_logprobs=d.ref_logprobs - 0.3)), "reference"),
-    "advantages over the batch": (groups(lambda g: replace(g, advantages=g.rewards - 0.4)), "advantages"),
+    "advantages over the batch": (over_the_batch, "advantages"),
     "advantages of the neighbour": (neighbours, "advantages"),
     "prompt in the loss": (datums(lambda d: replace(d, weights=np.ones(len(d.weights)))), "mask"),
     "a sampled token left out": (hole, "mask"),
