@@ -22,10 +22,14 @@ def failed(
     kind: type[RLNotebookError] = RLNotebookError,
 ) -> RLNotebookError:
     "The error that `call`, or what it returns to be awaited, raises; each part of it has these words."
-    with pytest.raises(kind) as caught:
+
+    def called() -> None:
         result = call()
         if asyncio.iscoroutine(result):
             asyncio.run(result)
+
+    with pytest.raises(kind) as caught:
+        called()
     error = caught.value
     wanted = {"what": what, "where": where, "expected": expected, "fix": fix}
     missing = {name: words for name, words in wanted.items() if words not in (getattr(error, name) or "")}
