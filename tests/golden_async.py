@@ -1,7 +1,7 @@
 """Recorded runs of the cookbook's asynchronous loops, replayed with our gate and our producer on a clock of their own.
 
-What the other program does otherwise is done by hand here, one thing at a time (see `by_hand`); what a case needs of
-it is what is stated as chosen. Metrics of a step are those of `gate_metrics`, and what is lost is counted by `teaches`.
+Each is played our way. Where that is not what was recorded, it is played the other program's way (`theirs`): a case
+then agrees up to the choices of `OTHER_WAY`.
 """
 
 from __future__ import annotations
@@ -26,35 +26,24 @@ from rl_notebook.loop.groups import Finished, Gate, Producer
 from rl_notebook.loop.phases import Graded
 from rl_notebook.task.data import Prompt
 
-PARTLY_DONE = "a row takes the place of all its samples until it is complete; agrees when those that are done leave"
 NO_ROOM = "a row without room for all of it is refused; agrees when it is counted all the same"
-LOOKS_LATER = "rows come back and are started while we train; agrees when they come back only while it waits"
-DRAWS_COUNTED = "in_flight counts rows under way, not their draws"
-ROWS_COUNTED = "sample_fails counts the draws that were lost, not the rows"
-DONE_IS_DONE = "rows that wait for their step are pending; agrees when they count as done once they are back"
-AT_ONCE = "rows that teach nothing are settled with the next step; agrees when they are settled at once"
-BELONGS = "rows that teach nothing go with the step under way; agrees when those that come late go with the next"
-FIRST_COME = "a batch waits for a slow row that may not grow older; agrees when nobody does, and it is trained too late"
-WHOLE_ROW = "a lost draw is drawn again, and no other; agrees when the whole row is, once too few are left"
-LIVE_ONLY = "rewards of a step are those of all rows in its record; agrees with the rows that it trains on"
-ALONE = "a sample that lost its siblings has advantage 0, it makes NaN; agrees with min_group_size=2"
+PARTLY_DONE = "a row takes the place of all its samples until it is complete; agrees when those that are done leave"
+OTHER_WAY = (
+    "agrees in the other way: samples that are done leave their place, rows come back only while it waits, a batch "
+    "waits for no slow row, a whole row is drawn again, rows that teach nothing are settled at once and go with the "
+    "next step, draws and not rows are in flight, rewards are those of the rows that train"
+)
 INTERVAL = "weights are synced after every step, another interval is refused; agrees when the gate is opened by hand"
 GROUP_OF_ONE = "groups of one are refused at once; it drops every row"
 MANY_CHUNKS = "more chunks than groups are refused; agrees with as many chunks as groups"
 
 
-def by_hand(
-    play: Callable[[frozenset[str]], tuple[Any, set[str]]], ways: Sequence[str], wanted: Any
-) -> tuple[str, ...]:
-    "The recorded thing happens when we do it the other program's way, where it had occasion to; what that cannot miss."
-    seen, occasions = play(frozenset(ways))
-    assert seen == wanted
-    needed = occasions & {*ways}
-    assert play(frozenset(needed))[0] == wanted, "something differs that has no reason to"
-    for way in ways:
-        if way in needed and play(frozenset(needed - {way}))[0] == wanted:
-            needed -= {way}
-    return tuple(way for way in ways if way in needed)
+def either_way(play: Callable[[bool], Any], wanted: Any) -> tuple[str, ...]:
+    "Nothing where the recorded thing happens in our way; the difference where it happens only in the other one."
+    if play(False) == wanted:
+        return ()
+    assert play(True) == wanted
+    return (OTHER_WAY,)
 
 
 # -- the gate ----------------------------------------------------------------------------------------------------
@@ -70,13 +59,11 @@ def gate_arithmetic(case: Case) -> Outcome:
     recorded = (e["staleness_capacity"], e["concurrency_capacity"], e["admission_capacity"] // k)
     assert gate.staleness_capacity == e["staleness_capacity"]
 
-    def seen(ways: frozenset[str]) -> tuple[Any, set[str]]:
-        done = gate.running - x["in_flight"] if ways else 0
-        room = None if gate.max_concurrency is None else gate.max_concurrency + done
-        mended = replace(gate, max_concurrency=room)
-        return (mended.staleness_capacity, mended.concurrency_capacity, mended.rows), {PARTLY_DONE} if done else set()
-
-    return Outcome(by_hand(seen, [PARTLY_DONE], recorded))
+    if (gate.concurrency_capacity, gate.rows) == recorded[1:]:
+        return AGREED
+    room = replace(gate, max_concurrency=gate.max_concurrency + gate.running - x["in_flight"])
+    assert (room.staleness_capacity, room.concurrency_capacity, room.rows) == recorded
+    return Outcome((PARTLY_DONE,))
 
 
 def states_of(producer: Producer[str], offset: int) -> dict[str, Any]:
@@ -153,15 +140,16 @@ def gate_controller(case: Case) -> Outcome:
 class Run:
     "Rows of a recorded case, drawn by our functions, with a gate, a producer, and what of a loop is asked by them."
 
-    def __init__(self, case: Case, ways: frozenset[str], gate: Gate):
-        self.x, self.c, self.ways, self.gate = case.inputs, case.config, ways, gate
+    waits = True  # whether the other program lets rows come back only while it waits for them
+
+    def __init__(self, case: Case, theirs: bool, gate: Gate):
+        self.x, self.c, self.theirs, self.gate = case.inputs, case.config, theirs, gate
         self.events: list[Any] = []
         self.calls: Counter[tuple[int, int]] = Counter()  # of the rollout function, by row and sample
         self.out: Counter[int] = Counter()  # draws that are not done, by row
         self.taken = self.lost = 0
         self.reasons: dict[int, str] = {}  # of rows that are back
         self.looking = asyncio.Event()
-        self.occasions: set[str] = set()  # ways of the other program that made a difference to something
         self.counts: Counter[str] = Counter()
         self.cfg = SimpleNamespace(drop_dead=True, prompt_groups_per_step=gate.groups_per_step, advantage_scale="batch")
         clock = asyncio.get_running_loop().time
@@ -183,11 +171,9 @@ class Run:
     def take(self) -> int | None:
         "The next row, if there is one, and as far as draws are counted, if there is room."
         k, most = self.c["completions_per_prompt"], self.c.get("max_concurrent_rollouts")
-        full = PARTLY_DONE in self.ways and most is not None and self.out.total() + k > most
+        full = self.theirs and most is not None and self.out.total() + k > most
         if full or self.taken == len(self.x["kind"]):
             return None
-        if most is not None and self.gate.running + k > most:
-            self.occasions.add(PARTLY_DONE)
         self.out[self.taken] = k
         self.taken += 1
         return self.taken - 1
@@ -199,15 +185,13 @@ class Run:
         self.calls[at] += 1
         self.events.append(["start", *at])
         await asyncio.sleep(self.x["latency"][row_index][rollout_index] + 0.5 * (self.calls[at] - 1))
-        while LOOKS_LATER in self.ways and not self.looking.is_set():
-            self.occasions.add(LOOKS_LATER)
+        while self.theirs and self.waits and not self.looking.is_set():
             await self.looking.wait()
         self.out[row_index] -= 1
-        if PARTLY_DONE in self.ways and self.out[row_index]:
+        if self.theirs and self.out[row_index]:
             self.producer.fill()
         kind = self.x["kind"][row_index][rollout_index]
         self.lost += kind == "drop"
-        self.occasions |= {ROWS_COUNTED} if kind == "drop" else set()
         reward = 1.0 if kind == "uniform" else float(sum(at) % 2)
         return None if kind == "drop" else RolloutSample([1, 2], [float("nan"), -0.1], [0, 1], reward=reward)
 
@@ -215,15 +199,13 @@ class Run:
         "All draws of a row, those that are lost again."
         prompt = Prompt(Row(str(number), prompt="?"), [1], index=number, number=number)
         k, again = self.c["completions_per_prompt"], self.c.get("max_incomplete_group_retries", 0)
-        fewest = max(self.c["min_group_size"], 2 if ALONE in self.ways else 1)
-        rounds, inside = (1 + again, 0) if WHOLE_ROW in self.ways else (1, again)
+        fewest = max(self.c["min_group_size"], 2 if self.theirs else 1)
+        rounds, inside = (1 + again, 0) if self.theirs else (1, again)
         for _ in range(rounds):
             drawn = await rollouts.draw_rollouts(self.rollout, prompt, k, group_retries=inside)
             group = rollouts.assemble(drawn, drawn.samples, fewest)
-            self.occasions |= {ALONE} if len(drawn.samples) == 1 else set()
             if group.samples:
                 break
-            self.occasions |= {WHOLE_ROW} if again else set()
         return Graded(drawn, group)
 
     def useful(self, answered: Graded) -> bool:
@@ -232,22 +214,18 @@ class Run:
         self.counts["sample_fails"] += len(answered.group.dropped)
         self.counts["filter_drops"] += bool(answered.group.samples) and not found
         self.reasons[number] = "accepted" if found else "filter" if answered.group.samples else "none"
-        self.occasions |= set() if found else {AT_ONCE, BELONGS, LIVE_ONLY}
         return found
 
     async def next_rows(self, count: int, places: int) -> list[Finished[Graded]]:
         "Rows to train on, as soon as there are so many."
         p = self.producer
-        if FIRST_COME not in self.ways:
+        if not self.theirs:
             return await p.batch(count, places=places)
         p.fill()
         while len(p.ready) < count and p.in_flight:
             p.changed.clear()
             await p.changed.wait()
         taken, p.ready = p.ready[:count], p.ready[count:]
-        newest = max((row.version for row in taken), default=0)
-        older = any(row.version < newest for row in (*taken, *p.ready, *p.in_flight.values()))
-        self.occasions |= {FIRST_COME} if older else set()
         return taken
 
     # what is shown of it
@@ -265,11 +243,8 @@ class Run:
         "Those of a step."
         self.live = live
         found = async_loop.gate_metrics(self)
-        self.occasions |= {DRAWS_COUNTED} if self.out.total() != len(self.producer.in_flight) else set()
-        if DRAWS_COUNTED in self.ways:
-            found["async/in_flight"] = self.out.total()
-        if ROWS_COUNTED in self.ways:
-            found["async/sample_fails"] = self.rejected("none")
+        if self.theirs:
+            found |= {"async/in_flight": self.out.total(), "async/sample_fails": self.rejected("none")}
         return found
 
 
@@ -328,14 +303,13 @@ def whole_loop(case: Case) -> Outcome:
     if case.raises:
         config_refuses(settings(c), *(name for name in settings(c) if name != "recipe"))
         return AGREED
-    ways = [FIRST_COME, LOOKS_LATER, DRAWS_COUNTED, ROWS_COUNTED, DONE_IS_DONE, LIVE_ONLY, ALONE]
     wanted = {**e, "train_and_sync": [rounded(unordered_rewards(event)) for event in e["train_and_sync"]]}
     names = {name for event in e["train_and_sync"] if event[0] == "train_step" for name in event[3]}
 
-    def play(ways: frozenset[str]) -> Any:
-        return simulate(played_loop(case, ways, names))
+    def play(theirs: bool) -> Any:
+        return simulate(played_loop(case, theirs, names))
 
-    return Outcome((*checked_settings(case), *by_hand(play, ways, wanted)))
+    return Outcome((*checked_settings(case), *either_way(play, wanted)))
 
 
 def rounded(event: Sequence[Any]) -> list[Any]:
@@ -344,12 +318,12 @@ def rounded(event: Sequence[Any]) -> list[Any]:
     return [{k: short(v) for k, v in part.items()} if isinstance(part, dict) else part for part in event]
 
 
-async def played_loop(case: Case, ways: frozenset[str], names: set[str]) -> tuple[dict[str, Any], set[str]]:
+async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, Any]:
     "The recorded loop with our parts."
     c = case.config
     k, n, events, step, in_records = c["completions_per_prompt"], c["prompt_groups_per_step"], [], c["global_step"], 0
     gate = Gate(n, k, c["max_head_offpolicy_versions"], c["max_concurrent"])
-    run = Run(case, ways, gate)
+    run = Run(case, theirs, gate)
 
     async def next_batch() -> list[Finished[Graded]]:
         run.looking.set()
@@ -366,12 +340,11 @@ async def played_loop(case: Case, ways: frozenset[str], names: set[str]) -> tupl
             run.looking.clear()
         others = run.producer.take_rejected()
         in_records += len(live) + len(others)
-        run.occasions |= {DONE_IS_DONE} if run.producer.ready or c["synchronous_training"] else set()
         stats = run.metrics(live) | {
-            "all_raw_rewards": sorted(rewards_of(live if LIVE_ONLY in ways else [*live, *others])),
+            "all_raw_rewards": sorted(rewards_of(live if theirs else [*live, *others])),
             "valid_prompt_groups": len(live),
             "total_sampled": gate.accepted + run.rejected() * k,
-            "resolved_rows": c["resolved_rows_offset"] + (back if DONE_IS_DONE in ways else in_records),
+            "resolved_rows": c["resolved_rows_offset"] + (back if theirs else in_records),
         }
         await asyncio.sleep(c["train_duration"])
         shown = {name: stats[name] for name in names}
@@ -382,10 +355,10 @@ async def played_loop(case: Case, ways: frozenset[str], names: set[str]) -> tupl
             events.append(["weight_sync", step])
             gate.publish(gate.version + 1)
         run.producer.fill()
-    outcome = {
+    return {
         "global_step": step,
         "final_stats": {
-            "sample_fails": run.rejected("none") if ROWS_COUNTED in ways else run.counts["sample_fails"],
+            "sample_fails": run.rejected("none") if theirs else run.counts["sample_fails"],
             "filter_drops": run.counts["filter_drops"],
             "stale_drops": 0,
             "total_accepted": gate.accepted // k,
@@ -393,7 +366,6 @@ async def played_loop(case: Case, ways: frozenset[str], names: set[str]) -> tupl
         },
         "train_and_sync": events,
     }
-    return outcome, run.occasions
 
 
 @adapter("async_coordinator__HEAD")
@@ -407,11 +379,10 @@ def coordinator(case: Case) -> Outcome:
     shown = [event for event in e["events"] if event[0] in ("chunk", "publish")]
     assert shown == e["train_and_publish"]
 
-    def play(ways: frozenset[str]) -> Any:
-        return simulate(played_coordinator(case, ways))
+    def play(theirs: bool) -> Any:
+        return simulate(played_coordinator(case, theirs))
 
-    ways = [FIRST_COME, PARTLY_DONE, WHOLE_ROW, ALONE, AT_ONCE, BELONGS, ROWS_COUNTED]
-    return Outcome((*checked_settings(case), *by_hand(play, ways, wanted)))
+    return Outcome((*checked_settings(case), *either_way(play, wanted)))
 
 
 def unordered_completed(event: Sequence[Any]) -> list[Any]:
@@ -425,13 +396,14 @@ def unordered_completed(event: Sequence[Any]) -> list[Any]:
 class Coordinated(Run):
     "A run whose rows are settled in the order of the data."
 
+    waits = False
     settled = 0
     batch: Sequence[Finished[Graded]] = ()  # rows of the step under way
     unrecorded: Sequence[Finished[Graded]] = ()  # rows that teach nothing, taken and kept for a later step
 
     def useful(self, answered: Graded) -> bool:
         found = super().useful(answered)
-        if not found and AT_ONCE in self.ways:
+        if not found and self.theirs:
             self.settle()
         return found
 
@@ -439,7 +411,7 @@ class Coordinated(Run):
         "Note the rows that need not be drawn again, as far as all rows before them need not."
         p = self.producer
         kept = [*p.ready, *self.batch]
-        if AT_ONCE not in self.ways:
+        if not self.theirs:
             kept += [*p.rejected, *self.unrecorded]
         pending = {*p.in_flight, *(row.number for row in kept)}
         while self.settled < self.taken and self.settled not in pending:
@@ -449,7 +421,7 @@ class Coordinated(Run):
     def take_others(self, partial: bool) -> list[Finished[Graded]]:
         "Rows that teach nothing, and go with the step under way."
         others = [*self.unrecorded, *self.producer.take_rejected()]
-        last = float("inf") if partial or BELONGS not in self.ways else max(row.ended for row in self.batch)
+        last = float("inf") if partial or not self.theirs else max(row.ended for row in self.batch)
         self.unrecorded = [row for row in others if row.ended > last]
         return [row for row in others if row.ended <= last]
 
@@ -457,9 +429,8 @@ class Coordinated(Run):
         "What the gate says."
         gate, most = self.gate, self.c["max_concurrent_rollouts"]
         room = gate.concurrency_capacity
-        if PARTLY_DONE in self.ways and most is not None:
+        if self.theirs and most is not None:
             room = most - self.out.total()
-            self.occasions |= {PARTLY_DONE} if self.out.total() != gate.running else set()
         room, stale = None if room is None else max(0, room), max(0, gate.staleness_capacity)
         return {
             "published_version": gate.version,
@@ -471,20 +442,20 @@ class Coordinated(Run):
             "rows_submitted": self.taken,
             "rows_accepted": gate.accepted // gate.completions_per_prompt - offset // gate.completions_per_prompt,
             "rows_rejected": self.rejected(),
-            "sample_fails": self.rejected("none") if ROWS_COUNTED in self.ways else self.counts["sample_fails"],
+            "sample_fails": self.rejected("none") if self.theirs else self.counts["sample_fails"],
             "filter_drops": self.counts["filter_drops"],
             "trajectory_drops": self.lost,
             "incomplete_group_retries": self.retries,
         }
 
 
-async def played_coordinator(case: Case, ways: frozenset[str]) -> tuple[tuple[list[Any], int], set[str]]:
+async def played_coordinator(case: Case, theirs: bool) -> tuple[list[Any], int]:
     "The recorded coordinator with our parts."
     c = case.config
     n, k, version = c["prompt_groups_per_step"], c["completions_per_prompt"], c["global_step"]
-    offset, room = version * n * k, None if PARTLY_DONE in ways else c["max_concurrent_rollouts"]
+    offset, room = version * n * k, None if theirs else c["max_concurrent_rollouts"]
     gate = Gate(n, k, c["max_head_off_policy_versions"], room, version=version, accepted=offset)
-    run, chunks = Coordinated(case, ways, gate), rollouts.balanced_chunks(n, c["training_chunks_per_step"])
+    run, chunks = Coordinated(case, theirs, gate), rollouts.balanced_chunks(n, c["training_chunks_per_step"])
     while True:
         run.batch = []
         for i, target in enumerate(chunks):
@@ -512,4 +483,4 @@ async def played_coordinator(case: Case, ways: frozenset[str]) -> tuple[tuple[li
         run.producer.fill()
     run.unrecorded = run.take_others(True) and []
     run.settle()
-    return (run.events, gate.version), run.occasions
+    return run.events, gate.version

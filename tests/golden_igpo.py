@@ -21,9 +21,10 @@ from golden_adapters import (
     close,
     floats,
     loss_batch,
+    misfits,
+    refusal,
     refused,
     run,
-    settle,
     value_only_kl,
 )
 
@@ -37,18 +38,15 @@ TEXT_IS_NOT_SEARCHED = (
 )
 NOTHING_SAID = "a sample in which the policy says nothing is refused"
 NO_PROMPT = "a sample that begins without a prompt is refused, its first token has no logprob"
-TOUCHING = "turns that touch are one turn of a loss mask; agrees turn by turn"
-UNEQUAL = "turns and advantages that are not as many are refused, not ignored; agrees turn by turn"
-OVERLAPPING = "a token belongs to one turn; agrees where the later turn takes it"
-OUTSIDE = "turns that leave the completion are refused, not cut; agrees after cutting them"
-MISSING_OUTCOMES = "outcomes that are missing are refused, not read as 0; agrees with zeros in their place"
+MISSING_OUTCOMES = "outcomes that are missing are refused, not read as 0"
 TEXT_AGAIN = "the prefix is sent as the ids that it consists of, not decoded and tokenised again"
 INCOMPLETE = "a reply that does not cover the answer is refused, not averaged, and never scored 0"
-TOO_MANY = "a reply for more tokens than were sent is refused; agrees after cutting it"
+TOO_MANY = "a reply for more tokens than were sent is refused"
+NO_MASK = "turns that overlap, touch or leave the completion are no loss mask"
 ONE_TOKEN = "an answer without a prefix has a token without logprob and is refused"
 WEIGHT_LATER = "its weight only switches gains on and off here; ours multiplies them once they are normalised"
 LAST_UNSCORED = "a last turn that nobody scored is refused; agrees with skip_last, which needs no score of it"
-SHORT_ADVANTAGES = "advantages of another length are refused, not padded with 0; agrees after padding them"
+SHORT_ADVANTAGES = "advantages of another length are refused, not padded with 0"
 
 
 # -- rewards and advantages --------------------------------------------------------------------------------------
@@ -64,18 +62,16 @@ def z_normalize(case: Case) -> Outcome:
 @adapter("igpo_turn_advantages")
 def turn_advantages(case: Case) -> Outcome:
     "Both kinds of reward normalised over the turns of the group, added, discounted."
-    x, differs = case.inputs, ()
+    x = case.inputs
     ig, outcome = x["ig_rewards"], x["outcome_rewards"]
     if [len(r) for r in ig] != [len(r) for r in outcome]:
         refused(lambda: igpo.turn_advantages(ig, outcome, **case.config), "outcome rewards")
-        rows = [*outcome, *([] for _ in ig[len(outcome) :])]
-        outcome = [[*r, *[0.0] * (len(g) - len(r))][: len(g)] for g, r in zip(ig, rows, strict=True)]
-        differs = (MISSING_OUTCOMES,)
+        return Outcome((MISSING_OUTCOMES,))
     ours, theirs = igpo.turn_advantages(ig, outcome, **case.config), case.expected["advantages"]
     assert len(ours) == len(theirs)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         close(a, floats(b), f"advantages of rollout {i}")
-    return Outcome(differs)
+    return AGREED
 
 
 # -- turns and tokens ---------------------------------------------------------------------------------------------
@@ -105,49 +101,28 @@ def detected_turns(case: Case) -> Outcome:
     return AGREED
 
 
-def turn_by_turn(num_targets: int, turns: Sequence[tuple[int, int, float]]) -> np.ndarray:  # (N-1,)
-    "Advantages of turns that no single mask can hold, one sample a turn; what comes later wins."
-    out = np.zeros(num_targets)
-    for start, end, value in turns:
-        sample = masked(num_targets + 1, [(start, end)])
-        out = np.where(sample.loss_mask[1:] == 1, datums.per_target(sample, np.array([value])), out)
-    return out
-
-
-def expanded(turns: Sequence[tuple[int, int]], values: Sequence[float], num_targets: int, first: int) -> Any:
-    "(advantages per target, differences) of turns (first token, one past the last); the completion is from `first`."
-    whole = [(a, b) for a, b in turns if a < b]
-    differs = []
-    if not turns or not whole:
-        refused(lambda: masked(num_targets + 1, turns), "loss_mask")
-        return np.zeros(num_targets), [NOTHING_SAID]
-    cut = [(max(a, first), min(b, num_targets + 1)) for a, b in whole]
-    if any(a == 0 for a, _ in whole) and first == 0:
-        refused(lambda: masked(num_targets + 1, whole), "loss_mask")
-        differs.append(NO_PROMPT)
-    elif cut != whole:
-        differs.append(OUTSIDE)
-    cut = [(max(a, 1), b) for a, b in cut]
-    if len(values) != len(turns):
-        differs.append(UNEQUAL)
-    if any(b[0] < a[1] for a, b in pairwise(cut)):
-        differs.append(OVERLAPPING)
-    elif any(b[0] == a[1] for a, b in pairwise(cut)):
-        assert len(masked(num_targets + 1, cut).turns) < len(cut)
-        differs.append(TOUCHING)
-    if differs:
-        return turn_by_turn(num_targets, [(a, b, v) for (a, b), v in zip(cut, values, strict=False) if a < b]), differs
-    return datums.per_target(masked(num_targets + 1, cut), np.array(values)), differs
+def expanded(
+    recorded: Sequence[float], turns: Sequence[tuple[int, int]], values: Sequence[float], first: int
+) -> Outcome:
+    "Advantages of turns (first token, one past the last) at the targets that score their tokens."
+    n, whole = len(recorded), [(a, b) for a, b in turns if a < b]
+    if not whole:
+        refused(lambda: masked(n + 1, turns), "loss_mask")
+        return Outcome((NOTHING_SAID,))
+    edges = [e for turn in whole for e in turn]
+    apart = all(a < b for a, b in pairwise(edges)) and max(first, 1) <= edges[0] and edges[-1] <= n + 1
+    if not apart or len(values) != len(turns):
+        return Outcome((NO_MASK,))
+    close(datums.per_target(masked(n + 1, whole), np.array(values)), floats(recorded), "advantages")
+    return AGREED
 
 
 @adapter("igpo_expand_boundaries")
 def expanded_boundaries(case: Case) -> Outcome:
     "An advantage on every token of its turn, at the target that scores the token."
     x = case.inputs
-    turns, n = [tuple(t) for t in x["turn_boundaries"]], x["total_logprobs"]
-    ours, differs = expanded(turns, x["turn_adv"], n, x["prompt_len"])
-    close(ours, floats(case.expected["per_token"]), "advantages")
-    return Outcome(tuple(differs))
+    turns = [tuple(t) for t in x["turn_boundaries"]]
+    return expanded(case.expected["per_token"], turns, x["turn_adv"], x["prompt_len"])
 
 
 @adapter("igpo_expand_spans")
@@ -155,9 +130,7 @@ def expanded_spans(case: Case) -> Outcome:
     "The same from (first token, length, turn from 1)."
     x = case.inputs
     known = {t: (start, start + length) for start, length, t in x["spans"]}
-    ours, differs = expanded([known[t] for t in sorted(known)], x["turn_adv"], x["model_input_len"], 0)
-    close(ours, floats(case.expected["per_token"]), "advantages")
-    return Outcome(tuple(differs))
+    return expanded(case.expected["per_token"], [known[t] for t in sorted(known)], x["turn_adv"], 0)
 
 
 # -- scores -------------------------------------------------------------------------------------------------------
@@ -234,19 +207,18 @@ def score_prefix(case: Case) -> Outcome:
     "The score of an answer after a prefix, by a server."
     x, e = case.inputs, case.expected
     prefix, answer, values = x["prefix_tokens"], x["answer_tokens"], logprobs_in(x["response"])
-    ids, differs = [*prefix, *answer], [TEXT_AGAIN]
+    ids = [*prefix, *answer]
     assert e["request"]["json"]["prompt"] == " ".join(map(str, ids)), "its tokenizer joins ids"
     if len(values) > len(ids):
         refused(lambda: served(values, prefix, answer), "logprobs", "echo")
-        values = values[: len(ids)]
-        differs.append(TOO_MANY)
+        return Outcome((TOO_MANY,))
     if len(values) < len(ids) or np.isnan(values[-len(answer) :]).any():
         refused(lambda: served(values, prefix, answer), "logprobs", "echo")
         return Outcome((INCOMPLETE,))
     scored, sent = served(values, prefix, answer)
     assert sent == ids
     close(scored.score, e["score"], "score")
-    return Outcome(tuple(differs))
+    return Outcome((TEXT_AGAIN,))
 
 
 @adapter("igpo_turn_scorer")
@@ -285,17 +257,14 @@ def igpo_loss(case: Case) -> Outcome:
     options |= {"tis": "token", "tis_cap": np.inf}
     given = {"old_logprobs": x["old_logprobs"] or [], "advantages": [0.0] * len(x["tokens"])}
     b = loss_batch(replace(case, inputs={**x, **given}), options)
-    recorded = [floats(a) for a in x["per_token_advantages"]]
-    padded = [np.pad(a[:n], (0, n - len(a[:n]))) for n, a in b.each(recorded)]
-    b, differs = settle(replace(b, advantages=padded))
-    if b is None:
-        return Outcome(tuple(differs))
-    if [len(a) for a in recorded] != [len(a) for a in padded]:
-        refused(lambda: run(replace(b, advantages=recorded)), "advantage")
-        differs.append(SHORT_ADVANTAGES)
-    assert not case.raises, "the other program refuses this, we do not"
+    b = replace(b, advantages=[floats(a) for a in x["per_token_advantages"]])
+    if (outcome := refusal(case, b)) is not None:
+        return outcome
+    if misfits(b, b.advantages):
+        refused(lambda: run(b), "advantage")
+        return Outcome((SHORT_ADVANTAGES,))
     if b.options["kl_beta"]:
         value_only_kl(b)
-        return Outcome((*differs, KL_VALUE_ONLY))
+        return Outcome((KL_VALUE_ONLY,))
     agree(run(b), b)
-    return Outcome(tuple(differs))
+    return AGREED

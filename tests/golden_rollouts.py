@@ -7,7 +7,7 @@ results back: each rollout returns, or is lost, at the moment at which the recor
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -212,15 +212,12 @@ def rollout_example(case: Case) -> Outcome:
 
 # -- groups ------------------------------------------------------------------------------------------------------
 
-FIRST_MASKED = "a mask on the first token, which nothing scores, is refused; agrees without it"
-NOTHING_LEFT = "a sample of which only the first token is masked has nothing to train on and is refused"
+FIRST_MASKED = "a mask on the first token, which nothing scores, is refused"
 INFINITE = "an infinite reward is an error that names the sample; there the group is dropped in silence"
 ALONE = "a group of one is refused, or has advantage 0; there a function that centres nothing may train it"
 NO_RESULTS = "a prompt of which nothing came back is a group without samples, counted; there it is an error"
 ONE_REWARD = "a run is given its reward once, so that its segments cannot differ; there they can, and are refused"
 ONE_PER_TOKEN = "routing of one entry a token is refused, since the last token is never read; there it is passed on"
-SHIFTED = "routing of one entry a token is moved behind the prompt there, as if it began with the completion"
-KEPT_SHORT = "routing of the completion alone is put in its place here; there it is passed on as it is"
 UNKNOWN_ROW = "a result belongs to a call, so that one for a row that was never started cannot come"
 
 
@@ -248,40 +245,27 @@ def result_of(run: Sequence[Mapping[str, Any]]) -> Callable[[], Any]:
 @adapter("rollout_to_prompt_group__*")
 def prompt_group(case: Case) -> Outcome:
     "Results of the draws of one prompt, as a group with advantages and its datums."
-    runs, c, differs = runs_of(case), case.config, []
+    runs, c = runs_of(case), case.config
     if case.raises:
         return group_refused(case, runs)
-    group = case.expected["prompt_group"]
-    routed = [s for run in runs for s in run if s.get("routing_matrices") is not None]
-    if any(len(s["routing_matrices"]) == len(s["tokens"]) for s in routed):
-        refused(lambda: draws([result_of(run) for run in runs]), "routing")
-        differs.append(ONE_PER_TOKEN)
-        runs = [[{**s, "routing_matrices": s["routing_matrices"][:-1]} for s in run] for run in runs]
-    if any(not np.isfinite(float(run[0]["reward"])) for run in runs):
-        assert group is None
-        refused(lambda: draws([result_of(run) for run in numbers(runs)]), "reward")
-        return Outcome((INFINITE,))
-    if any(s["loss_mask"][0] for run in runs for s in run):
-        refused(lambda: draws([result_of(run) for run in runs]), "loss_mask")
-        if any(not any(s["loss_mask"][1:]) for run in runs for s in run):
-            return Outcome((NOTHING_LEFT,))
-        differs.append(FIRST_MASKED)
-        runs = [[{**s, "loss_mask": [0, *s["loss_mask"][1:]]} for s in run] for run in runs]
+    group, segments = case.expected["prompt_group"], [s for run in runs for s in run]
+    for because, about, broken in (
+        (ONE_PER_TOKEN, "routing", any(len(s.get("routing_matrices") or []) == len(s["tokens"]) for s in segments)),
+        (INFINITE, "reward", not all(np.isfinite(float(run[0]["reward"])) for run in runs)),
+        (FIRST_MASKED, "loss_mask", any(s["loss_mask"][0] for s in segments)),
+    ):
+        if broken:
+            refused(lambda: draws([result_of(run) for run in numbers(runs)]), about)
+            return Outcome((because,))
     ours = draws([result_of(run) for run in runs])
     if len(runs) == 1:
         refused(lambda: with_advantages([ours]), "group size")
         if group is None:
             assert is_dead(ours.rewards)
             return AGREED
-        differs.append(ALONE)
-        ours = replace(ours, advantages=ours.rewards)
-    elif c.get("advantage_fn") == "identity":
-        ours = replace(ours, advantages=ours.rewards)  # advantages of one's own are put on by hand
-    else:
-        ours = with_advantages([ours])[0]
-    same_group(ours, group, FIRST_MASKED in differs)
-    differs += same_routing(ours, group, runs, c.get("router_replay_completion_only", False))
-    return Outcome(tuple(differs))
+    given = len(runs) == 1 or c.get("advantage_fn") == "identity"  # advantages of one's own are put on by hand
+    same_group(replace(ours, advantages=ours.rewards) if given else with_advantages([ours])[0], group)
+    return Outcome((ALONE,)) if len(runs) == 1 else AGREED
 
 
 def numbers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, Any]]]:
@@ -328,7 +312,7 @@ def message_of(call: Callable[[], Any]) -> str:
     raise AssertionError("it was accepted")
 
 
-def same_group(ours: PromptGroup, recorded: Mapping[str, Any], first_masked: bool = False) -> None:
+def same_group(ours: PromptGroup, recorded: Mapping[str, Any]) -> None:
     "Everything that a group and its datums have in common."
     datums = datums_from_groups([ours])
     assert [d.input_tokens.tolist() for d in datums] == [d["model_input_tokens"] for d in recorded["data"]]
@@ -344,40 +328,15 @@ def same_group(ours: PromptGroup, recorded: Mapping[str, Any], first_masked: boo
         close(d.sampler_logprobs[d.active], floats(theirs)[d.active], "sampler logprobs", EXACT)
         assert np.isnan(d.sampler_logprobs[~d.active]).all()
         assert sample.prompt_len >= 1
-    if not first_masked:
-        assert [s.prompt_len for s in ours.samples] == recorded["prompt_lens"]
-        assert [s.completion_len for s in ours.samples] == recorded["completion_lens"]
+    assert [s.prompt_len for s in ours.samples] == recorded["prompt_lens"]
+    assert [s.completion_len for s in ours.samples] == recorded["completion_lens"]
     assert [s.truncated for s in ours.samples] == recorded["truncated"]
     for s, raw in zip(ours.samples, recorded.get("raw_inf_logprobs") or [[]] * len(ours.samples), strict=True):
         if raw:
             close(s.raw_logprobs[1:][s.loss_mask[1:] == 1], floats(raw)[s.loss_mask[1:] == 1], "raw logprobs", EXACT)
     trained = [sum(ours.samples[i].completion_len for i in range(*span)) for span in spans(ours)]
-    if not first_masked and recorded.get("run_metadata"):
+    if recorded.get("run_metadata"):
         assert trained == [m["trainable_tokens"] for m in recorded["run_metadata"]]
-
-
-def same_routing(
-    ours: PromptGroup, recorded: Mapping[str, Any], runs: Sequence[Sequence[Mapping[str, Any]]], completion_only: bool
-) -> list[str]:
-    "The experts that the trainer replays."
-    differs = Counter[str]()
-    segments = [s for run in runs for s in run]
-    for sample, d, plain in zip(ours.samples, recorded["data"], segments, strict=True):
-        theirs = d.get("routing_matrices")
-        if not plain.get("routing_matrices"):
-            assert not theirs
-            continue
-        found = list(align_routing(sample.routing, sample.prompt_len, len(sample.tokens) - 1, completion_only))
-        if found != theirs and theirs == [*[""] * (sample.prompt_len - 1), *plain["routing_matrices"]][: len(found)]:
-            differs[SHIFTED] += 1
-        elif len(theirs) == len(found):
-            assert found == theirs
-        elif len(theirs) == len(found) + 1:
-            assert found == [t if f else "" for f, t in zip(found, theirs[:-1], strict=True)]
-        else:
-            assert found == [*[""] * (len(found) - len(theirs)), *theirs]
-            differs[KEPT_SHORT] += 1
-    return list(differs)
 
 
 @adapter("combine_prompt_groups")
