@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel, Field
-from test_emulated_chat import ADD, ANSWER, CALL, caller
 from tiny_models import one_thread, tiny_model  # noqa: F401
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import rl_notebook as rln
 from rl_notebook.backends.local.trainer import open_local
@@ -28,6 +28,51 @@ from rl_notebook.task.toy import build_tokenizer
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")
 
 ASKED = [{"role": "user", "content": "1+2+3+4+5 = ?"}]
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+CALL, ANSWER = '{"name": "add", "arguments": {"a": 2}}', "The sum is 4."
+
+
+def caller() -> tuple[Any, Any]:
+    "A model of one rule: a question makes it call a tool, what a tool said makes it answer. Each text is one token."
+    texts = [
+        "<end>",
+        "<|user|>",
+        "<|assistant|>",
+        "<|system|>",
+        "<tool_call>",
+        CALL,
+        "</tool_call>",
+        ANSWER,
+        "x",
+        "<?>",
+    ]
+    raw = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token="<?>"))
+    raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"<[^>]*>"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<end>", unk_token="<?>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}"
+        "{% if '<tool_response>' not in messages[-1]['content'] %}{{ '<|assistant|>' }}{% else %}{{ '</tool_call>' }}"
+        "{% endif %}"
+    )
+    follows = {2: 4, 4: 5, 5: 6, 6: 7, 7: 0}  # assistant, call, its text, its end, the answer, the end
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
+    ids = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(texts), tie_word_embeddings=False, **sizes, **heads, **ids))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+        model.model.norm.weight.fill_(1.0)
+        for layer in model.model.layers:
+            layer.input_layernorm.weight.fill_(1.0)
+            layer.post_attention_layernorm.weight.fill_(1.0)
+        model.model.embed_tokens.weight.copy_(torch.eye(len(texts), 16))
+        for token, after in follows.items():
+            model.lm_head.weight[after, token] = 20.0
+    return model, tokenizer
 
 
 @dataclass

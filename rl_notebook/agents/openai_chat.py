@@ -130,21 +130,19 @@ def message_of(text: str, tools: Sequence[Any], read_calls: Calls = split_calls)
     return {"role": "assistant", "content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})
 
 
-def token_record(tokenizer: Any, token: int, logprob: float, spelled: bool = False) -> dict[str, Any]:
-    "A token and its logprob; spelled = by its id."
+def token_record(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
+    "A token and its logprob."
     text = str(tokenizer.decode([token]))
-    return {"token": f"token_id:{token}" if spelled else text, "logprob": logprob, "bytes": [*text.encode()]}
+    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
 
 
-def choice_of(
-    index: int, message: Any, completion: Completion, tokenizer: Any, logprobs: Any = None, spelled: bool = False
-) -> dict[str, Any]:
+def choice_of(index: int, message: Any, completion: Completion, tokenizer: Any, logprobs: Any = None) -> dict[str, Any]:
     "One choice of a reply, with these logprobs (C,) of its tokens, if any."
     ended = "tool_calls" if message.get("tool_calls") else completion.finish_reason
     choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": ended, "logprobs": None}
     if logprobs is not None:
         pairs = zip(completion.tokens.tolist(), logprobs.tolist(), strict=True)
-        records = [token_record(tokenizer, *pair, spelled) | {"top_logprobs": []} for pair in pairs]
+        records = [token_record(tokenizer, *pair) | {"top_logprobs": []} for pair in pairs]
         choice["logprobs"] = {"content": records, "refusal": None}
     return choice
 
@@ -180,11 +178,9 @@ def deltas_of(choice: Mapping[str, Any], completion: Completion, tokenizer: Any)
         piece: dict[str, Any] = {"delta": {"content": part} if part or not calls else {}}
         if records is not None:
             piece["logprobs"] = {"content": records[start:end]}
-        if "token_ids" in choice:
-            piece["token_ids"] = choice["token_ids"][start:end]
         pieces.append(piece)
     pieces += [{"delta": {"tool_calls": [call | {"index": i}]}} for i, call in enumerate(calls)]
-    pieces.append({"delta": {}} | {k: choice[k] for k in ("finish_reason", "raw_output") if k in choice})
+    pieces.append({"delta": {}, "finish_reason": choice["finish_reason"]})
     return [{"index": choice["index"], "finish_reason": None, "logprobs": None} | piece for piece in pieces]
 
 
@@ -195,7 +191,6 @@ def event_lines(reply: Mapping[str, Any], pieces: Sequence[Any], usage: bool, wi
     for i, piece in enumerate(pieces):
         last = with_last and i == len(pieces) - 1
         yield f"data: {json.dumps(head | {'choices': [piece]} | (tail if last else {}))}\n\n"
-        head.pop("prompt_token_ids", None)  # said once
     if usage:
         yield f"data: {json.dumps(head | tail | {'choices': []})}\n\n"
     yield "data: [DONE]\n\n"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -357,23 +357,9 @@ async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/emulator/02_server.ipynb #69c16776
-@dataclass(frozen=True)
-class Drawn:
-    "What was asked for, and what was drawn."
-
-    wanted: Wanted
-    serving: Serving
-    completions: list[Any]  # None where nothing was to be drawn
-    parts: list[Shown]  # of them
-    scores: np.ndarray | None  # (P-1,) of the prompt, if they are asked for
-    whole: dict[str, Any]  # everything of a reply but its choices
-
-
-async def draw_asked(
-    server: EmulatedServer, request: Request, body: Mapping[str, Any], style: Style, grammar: str = ""
-) -> Drawn:
-    "Wait while paused, then read, draw and score."
-    started = time.monotonic()
+async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
+    "POST /v1/completions, as vLLM serves it, or /inference/v1/completions, as Fireworks does: wait while paused, draw."
+    body, started, tokenizer = await json_of(request), time.monotonic(), server.models.tokenizer
     adapter = adapter_of(server, str(body.get("model", "")), style)
     while not server.resumed.is_set():
         await while_connected(request, server.resumed.wait())
@@ -382,9 +368,7 @@ async def draw_asked(
     if server.dead:
         raise Refusal(500, f"EngineCore encountered an issue: {server.dead}")
     serving = server.serving(adapter)
-    longest = serving.backend.capabilities.max_seq_len or 2**20
-    wanted = read_wanted(body, style, server.models.tokenizer, longest)
-    wanted = replace(wanted, params=replace(wanted.params, grammar=grammar))
+    wanted = read_wanted(body, style, tokenizer, serving.backend.capabilities.max_seq_len or 2**20)
     waited, server.running = time.monotonic() - started, server.running + 1
     try:
         drawn, scores = await while_connected(request, draw_wanted(serving, wanted))
@@ -394,18 +378,14 @@ async def draw_asked(
     whole = reply_of([], model, len(wanted.prompt), new, "text_completion")
     if body.get("perf_metrics_in_response"):
         whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
-    parts = [shown(wanted, c, scores, server.models.tokenizer) for c in drawn]
-    return Drawn(wanted, serving, drawn, parts, scores, whole)
-
-
-async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
-    "POST /v1/completions, as vLLM serves it, or /inference/v1/completions, as Fireworks does."
-    body = await json_of(request)
-    d = await draw_asked(server, request, body, style)
-    tokenizer, processed = server.models.tokenizer, server.processed and style == "vllm"
-    choices = [choice_of(d.wanted, p, i, d.scores, style, tokenizer, processed) for i, p in enumerate(d.parts)]
-    pieces = (p for choice, part in zip(choices, d.parts, strict=True) for p in split_choice(choice, part, tokenizer))
-    return respond(d.whole, choices, pieces, style, body)
+    parts, processed = [shown(wanted, c, scores, tokenizer) for c in drawn], server.processed and style == "vllm"
+    choices = [choice_of(wanted, p, i, scores, style, tokenizer, processed) for i, p in enumerate(parts)]
+    if not body.get("stream"):
+        return JSONResponse({**whole, "choices": choices})
+    pieces = [p for choice, part in zip(choices, parts, strict=True) for p in split_choice(choice, part, tokenizer)]
+    usage = style == "vllm" and bool((body.get("stream_options") or {}).get("include_usage"))
+    lines = event_lines(whole, pieces, usage, with_last=style == "fireworks")
+    return StreamingResponse(lines, media_type="text/event-stream")
 
 # %% ../../nbs/emulator/02_server.ipynb #b62a0b16
 async def draw_wanted(serving: Serving, wanted: Wanted) -> tuple[list[Completion | None], np.ndarray | None]:
@@ -438,15 +418,6 @@ def measured(server: EmulatedServer, wanted: Wanted, queued: float, total: float
         "server-processing-time": total,
     }
     return {name: f"{value:.6f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
-
-# %% ../../nbs/emulator/02_server.ipynb #d13d9fb9
-def respond(whole: Mapping, choices: Sequence, pieces: Iterable, style: Style, body: Mapping) -> Response:
-    "The choices at once, or as the pieces of a stream, with usage and measurements in the last one, or after it."
-    if not body.get("stream"):
-        return JSONResponse({**whole, "choices": choices})
-    usage = style == "vllm" and bool((body.get("stream_options") or {}).get("include_usage"))
-    lines = event_lines(whole, [*pieces], usage, with_last=style == "fireworks")
-    return StreamingResponse(lines, media_type="text/event-stream")
 
 # %% ../../nbs/emulator/02_server.ipynb #c37c43db
 async def hot_load(server: EmulatedServer, request: Request) -> Response:

@@ -26,7 +26,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
-from .chat import chat_completions
 from .messages import ON_ERROR, Table, error_reply, json_of, routes_of
 from .server import EmulatedServer, completions, hot_load, run_load
 from .trainer import Call, EmulatedTrainer, Models, Snapshots, finish_session, timestamp
@@ -782,12 +781,6 @@ async def complete(site: Site, request: Request) -> Response:
     return await completions(server_of(site, str((await json_of(request)).get("model", ""))), request, "fireworks")
 
 # %% ../../nbs/emulator/04_service.ipynb #fdcd2557
-async def chat(site: Site, request: Request) -> Response:
-    "Likewise for messages; below /inference as Fireworks does it, else as vLLM."
-    server = server_of(site, str((await json_of(request)).get("model", "")))
-    return await chat_completions(server, request, "fireworks" if request.url.path.startswith("/inference") else "vllm")
-
-
 async def load(site: Site, request: Request) -> Response:
     "Load a snapshot into a deployment, or say which one it serves."
     name = request.headers.get("fireworks-deployment", "")
@@ -809,8 +802,6 @@ async def load(site: Site, request: Request) -> Response:
 _HOT_LOAD = "/hot_load/v1/models/hot_load"
 SAMPLERS: Table = [
     ("POST", "/inference/v1/completions", complete),
-    ("POST", "/inference/v1/chat/completions", chat),
-    ("POST", "/v1/chat/completions", chat),
     ("GET", _HOT_LOAD, load),
     ("POST", _HOT_LOAD, load),
 ]
