@@ -25,12 +25,12 @@ from rl_notebook.runs.records import RunFolder, StepRecord
 from rl_notebook.views.payloads import (
     History,
     advantages_payload,
-    completions_payload,
     reward_payload,
     run_payloads,
-    tokens_payload,
 )
 from rl_notebook.views.report import (
+    completions_html,
+    tokens_payload,
     Known,
     Status,
     charts_of_last_step,
@@ -109,19 +109,10 @@ def test_completions_are_those_of_the_first_groups_with_signal():
     record = synthetic_record(2, groups=3, completions=4)
     same = lambda g: replace(g, samples=tuple(replace(s, reward=1.0) for s in g.samples))
     record = replace(record, groups=(same(record.groups[0]), *record.groups[1:]))
-    payload = completions_payload(record, limit=0)
+    said, table = completions_html(record, "t0", limit=0)
     group = record.groups[1]
-    assert {k: v for k, v in payload.items() if k != "table"} == {
-        "step": 2,
-        "verdict": record.verdict,
-        "groups": 1,
-        "named": [],
-        "live": 2,
-        "dead": 1,
-        "dropped": 0,
-        "ungraded": 0,
-    }
-    assert payload["table"]["rows"] == [
+    assert "the first 1 of 2 prompts with signal; 1 without are left out" in said
+    assert table["rows"] == [
         {
             "id": f"step=2&group=1&sample={i}",
             "group": 1,
@@ -135,10 +126,10 @@ def test_completions_are_those_of_the_first_groups_with_signal():
         }
         for i, (s, a) in enumerate(zip(group.samples, group.advantages.tolist(), strict=True))
     ]
-    assert len(completions_payload(record)["table"]["rows"]) == 8
-    with_the_dead = completions_payload(record, limit=0, named={0, 1})
-    assert (with_the_dead["groups"], with_the_dead["named"]) == (0, [0, 1])
-    assert [row["group"] for row in with_the_dead["table"]["rows"]] == [0] * 4 + [1] * 4
+    assert len(completions_html(record, "t0")[1]["rows"]) == 8
+    said, table = completions_html(record, "t0", {0, 1}, 0)
+    assert "group 0 and 1, as it is named" in said
+    assert [row["group"] for row in table["rows"]] == [0] * 4 + [1] * 4
 
 
 class Letters:

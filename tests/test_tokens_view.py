@@ -25,11 +25,10 @@ from rl_notebook.views import tokens as views
 from rl_notebook.views.charts import module
 from rl_notebook.views.payloads import (
     all_series,
-    overview_payload,
     token_payload,
     token_rows,
 )
-from rl_notebook.views.tokens import WithFallback, inspect_tokens
+from rl_notebook.views.tokens import inspect_tokens, overview_payload, WithFallback
 from rl_notebook.views.whatif import WhatIfPanel
 
 NAN = float("nan")

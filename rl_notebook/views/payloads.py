@@ -5,14 +5,11 @@
 # %% ../../nbs/views/01_payloads.ipynb #15beb46c
 from __future__ import annotations
 
-import base64
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -28,12 +25,10 @@ from rl_notebook.core.types import (
     RolloutSample,
     frozen_array,
 )
-from ..insight.doctor.doctor import SETTLED, Diagnosis, weigh
-from ..show.html import number, prompt_text, shown_text, token_texts
-from ..insight.doctor.evidence import Evidence, gather, tolerance
+from ..show.html import prompt_text, shown_text, token_texts
 from ..core.options import SEQUENCE_RATIO
 from ..runs.records import StepRecord, metrics_row, utf8
-from ..insight.xray import ROUNDING, expect, scored_first, version_at_start
+from ..insight.xray import ROUNDING, expect
 
 # %% auto #0
 __all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']
@@ -429,57 +424,6 @@ def completions_table(record: StepRecord, columns: Sequence[Mapping[str, Any]]) 
     found = [(address(record.step, g.index, i), completion_row(g, i)) for g, i in places]
     return {"columns": [*columns], "rows": [{"id": at} | {n: clean(row[n]) for n in names} for at, row in found]}
 
-# %% ../../nbs/views/01_payloads.ipynb #0bf1d64a
-SHOWN_TEXT = 200_000  # characters of a step's completions in a report, about; the first group is always there
-READ_COLUMNS = (
-    {"name": "prompt", "label": "prompt", "kind": "block", "width": "27%", "merge": ["group"]},
-    {"name": "sample", "label": "no.", "kind": "number", "width": "46px", "opens": True},
-    {"name": "text", "label": "completion", "kind": "block"},
-    {"name": "reward", "label": "reward", "kind": "number", "width": "86px"},
-    {"name": "advantage", "label": "advantage", "kind": "bar", "width": "104px", "format": "+.3f"},
-    {"name": "length", "label": "tokens", "kind": "number", "width": "72px"},
-    {"name": "finish_reason", "label": "end", "kind": "text", "width": "68px"},
-)
-
-
-def completions_payload(record: StepRecord, limit: int = SHOWN_TEXT, named: Collection[int] = ()) -> dict[str, Any]:
-    "The completions of the first groups with signal as a table, and how many groups there are."
-    live = [g for g in record.groups if not (g.samples and is_dead(g.rewards))]
-    size = lambda g: sum(200 + len(prompt_text(g.row)) + len(s.text) for s in g.samples)
-    fits = [total <= limit for total in accumulate(map(size, live))]
-    first = {g.index for g in live[: max(sum(fits), 0 if named else 1)]}
-    shown = [g for g in record.groups if g.index in first or g.index in named]
-    return {
-        "step": record.step,
-        "verdict": record.verdict,
-        "groups": len(first),
-        "named": [g.index for g in shown if g.index not in first],
-        "live": len(live),
-        "dead": len(record.groups) - len(live),
-        "dropped": sum(len(g.dropped) for g in live),
-        "ungraded": sum(not g.samples for g in live),
-        "table": completions_table(replace(record, groups=tuple(shown)), READ_COLUMNS),
-    }
-
-# %% ../../nbs/views/01_payloads.ipynb #91f5f229
-def header_payload(metrics: pd.DataFrame, settings: Mapping[str, Any], name: str = "run") -> dict[str, Any]:
-    "Name, facts and numbers at the top of a report; numbers are (label, first, last, step of first, step of last)."
-    names = {"model": "base_model", "data": "dataset", "loss": "policy_loss", "learning rate": "learning_rate"}
-    facts = {label: settings[key] for label, key in names.items() if settings.get(key) is not None}
-    tiles = {
-        "held-out reward": "eval/reward",
-        "reward in training": "reward",
-        "KL to the reference": "kl",
-        "tokens per completion": "completions/mean_length",
-    }
-    history = History(metrics[[column for column in tiles.values() if column in metrics]])
-    found = {label: series(history, column) for label, column in tiles.items()}
-    numbers = [(label, s["y"][0], s["y"][-1], s["x"][0], s["x"][-1]) for label, s in found.items() if s["x"]]
-    column = lambda key: metrics[key].tolist() if key in metrics else []
-    idle = dict(Counter(reason for reason in column("reason") if reason))
-    recorded = sum(not math.isnan(v) for v in column("policy_version"))
-    return {"name": name, "facts": facts, "numbers": numbers, "steps": recorded, "idle": idle}
-
 # %% ../../nbs/views/01_payloads.ipynb #d8d9e673
 @dataclass(frozen=True, eq=False)
 class TokenRow:
@@ -631,21 +575,21 @@ def _options(row: TokenRow) -> Any:  # LossOptions | None
 
 def _ratios(row: TokenRow) -> dict[str, np.ndarray]:
     "The policy's ratio to its anchor as the loss took it, before and after clipping."
-    import torch
-
-    from rl_notebook.core.losses import ActiveTokens, LossOptions, log_ratio, sequence_ratio
+    from rl_notebook.core.losses import LossOptions
 
     o = _options(row) or LossOptions()
     anchor = "sampler" if o.anchor == "rollout" or o.policy_loss == "reinforce" else "old"
     if not {"policy", anchor} <= row.series.keys():
         return {}
-    p, a = (torch.from_numpy(np.array(row.series[name])[row.scored]) for name in ("policy", anchor))
-    zero, whole = torch.zeros(len(p), dtype=torch.long), torch.tensor([len(p)])
-    t = ActiveTokens(policy=p, old=a, sampler=None, ref=None, advantage=torch.zeros_like(p), sample=zero, lengths=whole)
-    by_sequence = o.policy_loss in SEQUENCE_RATIO
-    ratio = lambda: log_ratio(t, o.knob("ratio_log_cap")).exp()
+    gap = (row.series["policy"] - row.series[anchor])[row.scored].astype(np.float64)
+    if o.policy_loss in SEQUENCE_RATIO:
+        cap = o.knob("seq_ratio_log_cap")
+        gap[:] = min(gap.mean(), 10.0 if cap is None else cap) if len(gap) else 0.0
+    else:
+        reach = 20.0 if (cap := o.knob("ratio_log_cap")) is None else cap
+        gap = np.clip(gap, -reach, reach)
     raw = np.full(len(row.scored), np.nan)
-    raw[row.scored] = (sequence_ratio(t, o.knob("seq_ratio_log_cap")) if by_sequence else ratio()).numpy()
+    raw[row.scored] = np.exp(gap)
     if o.knob("eps_clip") is None:
         return {"ratio": raw}
     low, high = o.clip_range
@@ -709,7 +653,7 @@ def _label(name: str) -> tuple[str, str]:
     return (f"{a} − {b}", "difference") if pair else (shown_text(name).replace("·", " "), "gradient")
 
 
-def _plain(values: np.ndarray) -> list[float | None]:
+def plain(values: np.ndarray) -> list[float | None]:
     "Seven digits of each value; None where it is not finite."
     return [float(f"{v:.7g}") if math.isfinite(v) else None for v in values.tolist()]
 
@@ -728,7 +672,7 @@ def series_payload(name: str, values: np.ndarray, scored: np.ndarray, floor: flo
         "name": name,
         "label": label,
         "kind": kind,
-        "values": _plain(values),
+        "values": plain(values),
         "center": center,
         "limit": FAR if kind == "difference" else fits,
         **({"near": NEAR, "floor": floor} if kind == "difference" else {}),
@@ -737,7 +681,7 @@ def series_payload(name: str, values: np.ndarray, scored: np.ndarray, floor: flo
     }
 
 # %% ../../nbs/views/01_payloads.ipynb #0afc65e5
-def _roles(row: TokenRow) -> str:  # N letters
+def roles_of(row: TokenRow) -> str:  # N letters
     "p, m or s for each token."
     own = np.concatenate([[False], row.scored])
     return "".join("s" if own[i] else "p" if i < row.prompt_len else "m" for i in range(len(row.tokens)))
@@ -760,7 +704,7 @@ def _facts(row: TokenRow, roles: str) -> list[str]:
 def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) -> dict[str, Any]:
     "One sample as plain values: tokens, roles, and every series with its scale; below `floor`, nats, is rounding."
     texts, special = token_texts(row.tokens, tokenizer)
-    roles, trainer, options = _roles(row), trainer_of(row), _options(row)
+    roles, trainer, options = roles_of(row), trainer_of(row), _options(row)
     series = [series_payload(name, np.asarray(v), row.scored, floor) for name, v in all_series(row).items()]
     # those derived from them say it again
     holes = [s for s in series if s["bad"] and s["kind"] in ("logprob", "gradient")]
@@ -781,237 +725,3 @@ def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) ->
         "pair": [trainer, "sampler"] if trainer and "sampler" in row.series else None,
         "notes": [*row.notes, *(f"{s['label']}: {len(s['bad'])} not a number" for s in holes)],
     }
-
-# %% ../../nbs/views/01_payloads.ipynb #3768285d
-RECORDED = ("sampler", "policy", "old", "ref", "entropy", "advantage", "dlogprob")  # series, as far as there are
-
-
-def recorded_tokens(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
-    "The sampled tokens of a sample, and their recorded series as float32, one after the other, in base64."
-    first = max(row.prompt_len, 1)
-    names = [name for name in RECORDED if name in row.series]
-    values = np.array([row.series[name][first - 1 :] for name in names], "<f4")
-    texts = {"texts": token_texts(row.tokens[first:], tokenizer)[0]} if tokenizer is not None else {}
-    return {
-        "first": first,
-        "ids": row.tokens[first:].tolist(),
-        **texts,
-        "roles": _roles(row)[first:],
-        "series": [[name, LABELS.get(name, (name,))[0]] for name in names],
-        "values": base64.b64encode(values.tobytes()).decode(),
-    }
-
-# %% ../../nbs/views/01_payloads.ipynb #087f8314
-SHOWN_TOKENS = 12_000  # of a step in a report, of which the numbers are there, too: about 0.6 MB
-
-
-def tokens_payload(
-    record: StepRecord,
-    groups: Collection[int],  # that are shown
-    named: Collection[int] = (),  # of these, those that are there in any case
-    tokenizer: Any = None,
-    limit: int = SHOWN_TOKENS,
-) -> dict[str, dict[str, Any]]:
-    "Tokens and numbers of the completions of a step by their address, as many as fit."
-    rows = {address(record.step, r.group, r.sample): r for r in token_rows(record) if r.group in groups}
-    sizes = [0 if r.group in named else len(r.tokens) - r.prompt_len for r in rows.values()]
-    fits = [total <= limit for total in accumulate(sizes)]
-    kept = [at for (at, row), fit in zip(rows.items(), fits, strict=True) if fit or row.group in named]
-    return {at: recorded_tokens(rows[at], tokenizer) for at in kept}
-
-# %% ../../nbs/views/01_payloads.ipynb #f0816e26
-def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
-    "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
-    record = source if isinstance(source, StepRecord) else None
-    datums = list(source.datums if isinstance(source, StepRecord) else source)
-    given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
-    given = [None] * len(datums) if given is None or not len(given) else given
-    first = lambda d, own: next((s for s in (own, d.old_logprobs, d.ref_logprobs) if s is not None), None)
-    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True)]
-    both = [(d, trainer) for d, trainer in both if trainer is not None and d.sampler_logprobs is not None]
-    kept, trainer = tuple(d for d, _ in both), [t for _, t in both]
-    try:
-        return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
-    except (AlignmentError, DatumError):  # every token is masked, or not a number: the samples say it themselves
-        return None
-
-# %% ../../nbs/views/01_payloads.ipynb #bfe48695
-HALF = 2 * ROUNDING["bfloat16"].mean  # nats that the rounding of bfloat16 explains at a token, as `tolerance` counts
-MOVED = ("shift", "rows permuted", "wrong group")  # move numbers about: all of the gap must go
-
-
-def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
-    "The doctor's finding, as far as it is one; `well`, `found`, `likely` or `open`."
-    if d.ok:
-        return "well", ""
-    if d.certainty == "sure" and (d.cause not in MOVED or d.score >= SETTLED):
-        return "found", f"{d.cause}: {d.text}"
-    if d.certainty == "likely" and d.cause not in MOVED:
-        return "likely", f"probably {d.cause}: {d.text}" + (f"; or {' or '.join(d.undecided)}" if d.undecided else "")
-    causes = [c for c in (d.cause, *d.undecided) if c not in MOVED]
-    causes = [f"{c} ({syncs})" if syncs and c == "stale weights" else c for c in causes]
-    return "open", f"several causes fit: {'; '.join(causes)}" if causes else "no known cause fits"
-
-
-def verdict_payload(e: Evidence, d: Diagnosis, syncs: str = "") -> dict[str, str]:
-    "What the numbers of all tokens say, in a line, and what to do about it."
-    (state, cause), gap, floor = _cause_words(d, syncs), np.abs(e.gap), tolerance(e)
-    close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"
-    ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
-    most = float(np.nanmax(gap, initial=0.0))
-    largest = f"largest gap {most:.2g} nats"
-    cause = f"small, within the {HALF:.2g} nats of bfloat16; {cause}" if state == "open" and most <= HALF else cause
-    text = f"All well: {close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
-    more = "" if state == "well" else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
-    return {"state": state, "text": text, "more": more}
-
-# %% ../../nbs/views/01_payloads.ipynb #30df4651
-def syncs_words(source: StepRecord | Sequence[Datum]) -> str:
-    "Weight syncs before a step, and the steps that there were; nothing where they are not known."
-    if not isinstance(source, StepRecord) or (synced := version_at_start(source)) is None:
-        return ""
-    before = source.step - 1
-    several = lambda count, what: f"{count} {what}{'' if count == 1 else 's'}"
-    return f"{several(synced, 'weight sync')} in {several(before, 'step')}" if before else "in the first step"
-
-
-def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str]:
-    "Versions of the weights on both sides, in words; nothing where there is no record."
-    if not isinstance(source, StepRecord):
-        return []
-    versions = {"sampler version": e.stamps.sampler_version, "trainer version": e.stamps.trainer_version}
-    out = [f"step {source.step}", *(f"{name} {v}" for name, v in versions.items() if v is not None)]
-    return [*out, *filter(None, [syncs_words(source)])] if source.step > 1 else out
-
-# %% ../../nbs/views/01_payloads.ipynb #9149f176
-ALONG = 0.9  # correlation from which points lie along a line
-
-
-def keep_extremes(size: np.ndarray, limit: int) -> np.ndarray:  # sorted indices, at most `limit`
-    "The largest fifth of what may be kept, and an even choice of the rest."
-    if len(size) <= limit:
-        return np.arange(len(size))
-    order = np.argsort(-size, kind="stable")
-    top, rest = order[: limit // 5], np.sort(order[limit // 5 :])
-    even = np.linspace(0, len(rest) - 1, limit - len(top)).round().astype(int)
-    return np.sort(np.concatenate([top, rest[even]]))
-
-
-def gap_quantiles(gap: np.ndarray) -> dict[str, float | None]:
-    "p50, p90, p99 and max of |difference|."
-    gap = np.abs(gap[np.isfinite(gap)])
-    cuts = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    return dict(zip(cuts, np.quantile(gap, [*cuts.values()]).tolist() if len(gap) else [None] * len(cuts), strict=True))
-
-
-def fitted_line(x: np.ndarray, y: np.ndarray) -> list[float] | None:  # factor and offset: y = factor * x + offset
-    "The line from which points are least far; None where they do not lie along one."
-    if len(x) < 3:
-        return None
-    (xx, xy), (_, yy) = np.cov(x, y)
-    if not xy > ALONG * math.sqrt(xx * yy):
-        return None
-    factor = float((yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy))
-    return [factor, float(y.mean() - factor * x.mean())]
-
-
-def fit_words(line: Sequence[float] | None) -> str:
-    "A fitted line as an equation."
-    if line is None:
-        return "no line fits"
-    factor, offset = line
-    beside = f" {'−' if offset < 0 else '+'} {abs(offset):.2f}" if abs(offset) >= 0.005 else ""
-    return f"trainer ≈ {factor:.2f} × sampler{beside}"
-
-
-def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, list]:
-    "Mean |difference| by place in the completion; of long completions over equally many places."
-    bins = min(most, max(4, len(at) // 8))  # so that few tokens do not make a zigzag
-    width = max(1, -(-(int(at.max(initial=0)) + 1) // bins))
-    count = np.bincount(at // width)
-    mean = lambda values: (np.bincount(at // width, values)[count > 0] / count[count > 0]).tolist()
-    return {"x": mean(at), "y": mean(gap)}
-
-# %% ../../nbs/views/01_payloads.ipynb #2f0209c3
-def shift_payload(e: Evidence, reach: int = 2) -> dict[str, list]:
-    "Mean |trainer[i] - sampler[i + shift]| over all rows for every shift, over the pairs that exist."
-    shifts, means, counts = [*range(-reach, reach + 1)], list[float | None](), list[int]()
-    for by in shifts:
-        i = np.arange(max(0, -by), len(e.row) - max(0, by))
-        i = i[(e.row[i] == e.row[i + by]) & (e.target[i] + by == e.target[i + by])]
-        gap = np.abs(e.p[i] - e.s[i + by])
-        gap = gap[np.isfinite(gap)]
-        means.append(float(gap.mean()) if len(gap) else None)
-        counts.append(len(gap))
-    return {"shifts": shifts, "means": means, "counts": counts}
-
-# %% ../../nbs/views/01_payloads.ipynb #d0e68bc2
-def _points(e: Evidence, rows: Sequence[TokenRow], limit: int) -> dict[str, list]:
-    "The tokens that are drawn: both logprobs, the sample, the target, and the place in the completion."
-    items = {(r.group, r.sample, r.tokens.tobytes()): i for i, r in enumerate(rows)}
-    item = np.array([items[d.group, d.sample, d.tokens.tobytes()] for d in e.datums])[e.row]
-    finite = np.flatnonzero(np.isfinite(e.gap))
-    k = finite[keep_extremes(np.abs(e.gap[finite]), limit)]
-    places = {"item": item[k], "target": e.target[k], "at": _place(e)[k]}
-    return {"x": _plain(e.s[k]), "y": _plain(e.p[k])} | {name: v.tolist() for name, v in places.items()}
-
-
-def _place(e: Evidence) -> np.ndarray:  # (K,)
-    "How many compared tokens of the same row are before each."
-    return np.arange(len(e.row)) - np.searchsorted(e.row, e.row)
-
-# %% ../../nbs/views/01_payloads.ipynb #e36a85bd
-def overview_payload(
-    source: StepRecord | Sequence[Datum],  # that the rows are of
-    rows: Sequence[TokenRow],
-    *,
-    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
-    diagnosis: Diagnosis | None = None,  # None = what the doctor says of the record alone
-    limit: int = 5000,  # points
-) -> dict[str, Any] | None:
-    "Verdict, and trainer against sampler over all tokens; None when no sample has both."
-    if (e := evidence_of(source, policy_logprobs)) is None:
-        return None
-    finite = np.isfinite(e.gap)
-    gap, group = np.abs(e.gap), np.array([d.group for d in e.datums])[e.row]
-    parts = [(f"all {len(e.datums)} samples", None, gap)]
-    parts += [(f"group {g}", int(g), gap[group == g]) for g in np.unique(group)]
-    scopes = [{"name": n, "group": g, "tokens": len(of), "quantiles": gap_quantiles(of)} for n, g, of in parts]
-    points, verdict = _points(e, rows, limit), verdict_payload(e, diagnosis or weigh(e), syncs_words(source))
-    far = np.abs(np.subtract(points["y"], points["x"]))
-    return {
-        "verdict": verdict,
-        "item": points["item"][int(far.argmax())] if len(far) and verdict["state"] != "well" else 0,
-        "sides": sides_payload(source, e),
-        "floor": tolerance(e),
-        "half": HALF,
-        "points": points,
-        "line": (line := fitted_line(e.s[finite], e.p[finite])),
-        "fit": fit_words(line),
-        "places": gap_by_place(_place(e)[finite], gap[finite]),
-        "shift": shift_payload(e),
-        "tokens": len(gap),
-        "undefined": int((~finite).sum()),
-        "scopes": scopes,
-    }
-
-# %% ../../nbs/views/01_payloads.ipynb #04f6c42a
-FORMS = {"reward": ".3g", "advantage": "+.2f"}
-
-
-def menu_payload(rows: Sequence[TokenRow]) -> list[dict[str, Any]]:
-    "One entry per sample for a menu."
-    out = []
-    for r in rows:
-        trainer, parts = trainer_of(r), [f"group {r.group}, sample {r.sample}"]
-        earned = ((name, r.facts.get(name)) for name in ("reward", "advantage"))
-        parts += [f"{name} {number(value, FORMS[name])}" for name, value in earned if isinstance(value, float)]
-        parts += [f"{int(r.scored.sum())} scored"]
-        if trainer and "sampler" in r.series:
-            gap = np.abs(r.series[trainer] - r.series["sampler"])[r.scored]
-            known = gap[np.isfinite(gap)]
-            parts += [f"max |{trainer} − sampler| {known.max():.2g}"] if len(known) else []
-            parts += [f"{len(gap) - len(known)} not a number"] if len(known) < len(gap) else []
-        parts += ["not trained"] if any(n.startswith("not trained") for n in r.notes) else []
-        out.append({"group": r.group, "sample": r.sample, "label": " · ".join(parts)})
-    return out

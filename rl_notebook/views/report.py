@@ -15,22 +15,26 @@ import os
 import re
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
+from ..core.advantages import is_dead
 from ..core.types import ConfigError, RecordError, RLNotebookError, check_own
-from ..show.html import html_table, number, rewards_html
+from ..show.html import html_table, number, prompt_text, rewards_html, token_texts
 from ..runs.records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, replace_text
 from ..insight.trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
 from .charts import plotly_script, tint
-from .payloads import SHOWN_TEXT, TIMELINE_STEPS, History, address, completions_payload
-from .payloads import header_payload, history_row, is_asynchronous, run_payloads, series, spread_row
-from .payloads import step_payloads, timeline_payload, tokens_payload
+from .payloads import LABELS, TIMELINE_STEPS, History, TokenRow, address, completions_table
+from .payloads import history_row, is_asynchronous, roles_of, run_payloads, series, spread_row
+from .payloads import step_payloads, timeline_payload, token_rows
 from ..insight.xray import invariants, sentence
 
 # %% auto #0
@@ -201,39 +205,105 @@ def tag(name: str, *inside: str, **attributes: Any) -> str:
     return f"<{name}{text}>{''.join(inside)}</{name}>"
 
 # %% ../../nbs/views/07_report.ipynb #7fb658b6
-def _tile(label: str, first: float, last: float, start: int, end: int) -> str:
+FACTS = {"model": "base_model", "data": "dataset", "loss": "policy_loss", "learning rate": "learning_rate"}
+TILES = {
+    "held-out reward": "eval/reward", "reward in training": "reward", "KL to the reference": "kl",
+    "tokens per completion": "completions/mean_length",
+}  # fmt: skip
+
+
+def _tile(label: str, s: Mapping[str, list]) -> str:
     "One number of the header, before and after."
-    form = ".2f" if "reward" in label else ".3g"
-    values = [first] if start == end else [first, last]
-    steps = [start] if start == end else [start, end]
-    shown = tag("b", " → ".join(number(v, form) for v in values))
-    when = tag("small", "step " + " → ".join(map(str, steps)))
+    form, ends = ".2f" if "reward" in label else ".3g", sorted({0, len(s["x"]) - 1})
+    shown = tag("b", " → ".join(number(s["y"][i], form) for i in ends))
+    when = tag("small", "step " + " → ".join(str(s["x"][i]) for i in ends))
     return tag("div", tag("span", html.escape(label)), shown, when, kind="card tile")
 
 
-def header_html(payload: Mapping[str, Any]) -> str:
+def header_html(m: Material) -> str:
     "Title, facts and numbers."
-    facts = {**payload["facts"], "steps": payload["steps"]}
+    facts = {label: m.settings[key] for label, key in FACTS.items() if m.settings.get(key) is not None}
+    facts["steps"] = len(m.metrics["policy_version"].dropna()) if "policy_version" in m.metrics else 0
     spans = [tag("span", html.escape(k), " ", tag("b", html.escape(str(v)))) for k, v in facts.items()]
-    tiles = [_tile(*numbers) for numbers in payload["numbers"]]
-    title = tag("h1", html.escape(payload["name"]))
-    return tag("header", title, tag("p", *spans, kind="facts"), tag("div", *tiles, kind="tiles"))
+    history = History(m.metrics[[column for column in TILES.values() if column in m.metrics]])
+    tiles = [_tile(label, series(history, column)) for label, column in TILES.items() if column in history]
+    none = "" if facts["steps"] else tag("p", "No step has been recorded yet.", kind="soft")
+    head = tag("h1", html.escape(m.name)) + tag("p", *spans, kind="facts") + tag("div", *tiles, kind="tiles")
+    return tag("header", head) + none
 
 # %% ../../nbs/views/07_report.ipynb #9889b009
-def completions_html(payload: Mapping[str, Any], place: str) -> str:
-    "What is said about the completions of one step, and the place of their table."
-    dead, parts = payload["dead"], [payload["verdict"]]
-    if dead and not payload["live"]:
+SHOWN_TEXT = 200_000  # characters of a step's completions in a report, about; the first group is always there
+READ_COLUMNS = (
+    {"name": "prompt", "label": "prompt", "kind": "block", "width": "27%", "merge": ["group"]},
+    {"name": "sample", "label": "no.", "kind": "number", "width": "46px", "opens": True},
+    {"name": "text", "label": "completion", "kind": "block"},
+    {"name": "reward", "label": "reward", "kind": "number", "width": "86px"},
+    {"name": "advantage", "label": "advantage", "kind": "bar", "width": "104px", "format": "+.3f"},
+    {"name": "length", "label": "tokens", "kind": "number", "width": "72px"},
+    {"name": "finish_reason", "label": "end", "kind": "text", "width": "68px"},
+)
+
+
+def completions_html(
+    record: StepRecord, place: str, named: Collection[int] = (), limit: int = SHOWN_TEXT
+) -> tuple[str, dict[str, Any]]:
+    "What is said about the completions of the first groups with signal, and of those named, and their table."
+    live = [g for g in record.groups if not (g.samples and is_dead(g.rewards))]
+    size = lambda g: sum(200 + len(prompt_text(g.row)) + len(s.text) for s in g.samples)
+    fits = [total <= limit for total in accumulate(map(size, live))]
+    first = {g.index for g in live[: max(sum(fits), 0 if named else 1)]}
+    shown = [g for g in record.groups if g.index in first or g.index in named]
+    dead, more = len(record.groups) - len(live), [str(g.index) for g in shown if g.index not in first]
+    ungraded, dropped, parts = sum(not g.samples for g in live), sum(len(g.dropped) for g in live), [record.verdict]
+    if dead and not live:
         parts.append(f"no example: within each of the {dead} groups all completions earned the same")
-    elif payload["groups"]:
-        parts.append(f"the first {payload['groups']} of {payload['live']} prompts")
-        parts[-1] += f" with signal; {dead} without are left out" if dead else ""
-    parts += ["group " + " and ".join(map(str, payload["named"])) + ", as it is named"] if payload["named"] else []
-    parts += [f"{payload['ungraded']} of which no sample was graded"] if payload["ungraded"] else []
-    parts += [f"{payload['dropped']} dropped"] if payload["dropped"] else []
-    table = tag("div", tag("noscript", "This table needs JavaScript."), id=place, kind="card")
-    title, said = tag("h3", f"Step {payload['step']}"), tag("p", html.escape(" · ".join(parts)), kind="soft line")
-    return title + said + (table if payload["table"]["rows"] else "")
+    elif first:
+        left = f" with signal; {dead} without are left out" if dead else ""
+        parts.append(f"the first {len(first)} of {len(live)} prompts{left}")
+    parts += [f"group {' and '.join(more)}, as it is named"] if more else []
+    parts += [f"{ungraded} of which no sample was graded"] if ungraded else []
+    parts += [f"{dropped} dropped"] if dropped else []
+    table = completions_table(replace(record, groups=tuple(shown)), READ_COLUMNS)
+    drawn = tag("div", tag("noscript", "This table needs JavaScript."), id=place, kind="card") if table["rows"] else ""
+    said = tag("h3", f"Step {record.step}") + tag("p", html.escape(" · ".join(parts)), kind="soft line")
+    return said + drawn, table
+
+# %% ../../nbs/views/07_report.ipynb #795dce1c
+RECORDED = ("sampler", "policy", "old", "ref", "entropy", "advantage", "dlogprob")  # series, as far as there are
+
+
+def recorded_tokens(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
+    "The sampled tokens of a sample, and their recorded series as float32, one after the other, in base64."
+    first = max(row.prompt_len, 1)
+    names = [name for name in RECORDED if name in row.series]
+    values = np.array([row.series[name][first - 1 :] for name in names], "<f4")
+    texts = {"texts": token_texts(row.tokens[first:], tokenizer)[0]} if tokenizer is not None else {}
+    return {
+        "first": first,
+        "ids": row.tokens[first:].tolist(),
+        **texts,
+        "roles": roles_of(row)[first:],
+        "series": [[name, LABELS.get(name, (name,))[0]] for name in names],
+        "values": base64.b64encode(values.tobytes()).decode(),
+    }
+
+# %% ../../nbs/views/07_report.ipynb #50de584d
+SHOWN_TOKENS = 12_000  # of a step in a report, of which the numbers are there, too: about 0.6 MB
+
+
+def tokens_payload(
+    record: StepRecord,
+    groups: Collection[int],  # that are shown
+    named: Collection[int] = (),  # of these, those that are there in any case
+    tokenizer: Any = None,
+    limit: int = SHOWN_TOKENS,
+) -> dict[str, dict[str, Any]]:
+    "Tokens and numbers of the completions of a step by their address, as many as fit."
+    rows = {address(record.step, r.group, r.sample): r for r in token_rows(record) if r.group in groups}
+    sizes = [0 if r.group in named else len(r.tokens) - r.prompt_len for r in rows.values()]
+    fits = [total <= limit for total in accumulate(sizes)]
+    kept = [at for (at, row), fit in zip(rows.items(), fits, strict=True) if fit or row.group in named]
+    return {at: recorded_tokens(rows[at], tokenizer) for at in kept}
 
 # %% ../../nbs/views/07_report.ipynb #b466efd4
 def linked(text: str, step: int | None = None) -> str:
@@ -315,11 +385,9 @@ def _told_html(title: str, told: Iterable[tuple[int, str]]) -> str:
 
 def _top_html(m: Material, status: Status | None) -> str:
     "Head of the page: name and numbers, whether the run goes on, what is damaged."
-    header = header_payload(m.metrics, m.settings, m.name)
     notes = [tag("p", html.escape(f"Note: {note}"), kind="soft") for note in m.notes]
     where = tag("p", html.escape(status.text), kind=f"status {status.state}") if status else ""
-    none = "" if header["steps"] else tag("p", "No step has been recorded yet.", kind="soft")
-    return header_html(header) + where + "".join(notes) + none
+    return header_html(m) + where + "".join(notes)
 
 
 Tables = dict[str, Mapping[str, Any]]  # by place
@@ -330,11 +398,11 @@ def _completions_html(m: Material) -> tuple[str, Tables, dict[str, Any]]:  # wit
     parts, tables, tokens, only = list[str](), Tables(), dict[str, Any](), {record.step for record in m.more}
     for i, record in enumerate(sorted([*m.samples, *m.more], key=lambda record: record.step)):
         named = m.named.get(record.step, ())
-        said = completions_payload(record, 0 if record.step in only else SHOWN_TEXT, named)
-        parts.append(completions_html(said, f"t{i}"))
-        if rows := said["table"]["rows"]:
-            tables[f"t{i}"] = said["table"]
-            tokens |= tokens_payload(record, {row["group"] for row in rows}, named, m.tokenizer)
+        said, table = completions_html(record, f"t{i}", named, 0 if record.step in only else SHOWN_TEXT)
+        parts.append(said)
+        if table["rows"]:
+            tables[f"t{i}"] = table
+            tokens |= tokens_payload(record, {row["group"] for row in table["rows"]}, named, m.tokenizer)
     note = "The first prompts whose completions did not all earn the same. ↵ marks a line end, · a space at an end."
     note += " The number of a completion shows its tokens."
     top = tag("h2", "Completions") + tag("p", note, kind="soft")
@@ -344,7 +412,8 @@ def _completions_html(m: Material) -> tuple[str, Tables, dict[str, Any]]:  # wit
 def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     "The body of the page, and what it carries: figures and tables by place, tokens by address."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
-    idle = header_payload(m.metrics, m.settings)["idle"]
+    reasons: Any = m.metrics.get("reason", ())
+    idle = Counter(reason for reason in reasons if reason)
     parts = [_top_html(m, status)]
     parts.append(_told_html("What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends)))
     items = [tag("li", html.escape(f"{n} × {reason}")) for reason, n in idle.items()]

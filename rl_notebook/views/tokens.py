@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -17,21 +18,14 @@ import numpy as np
 import traitlets
 from IPython.display import HTML, display, update_display
 
-from ..core.types import Datum, DatumError
-from ..insight.doctor.doctor import Diagnosis
+from ..core.types import AlignmentError, Datum, DatumError
+from ..insight.doctor.doctor import SETTLED, Diagnosis, weigh
+from ..insight.doctor.evidence import Evidence, gather, tolerance
+from ..insight.xray import ROUNDING, scored_first, version_at_start
 from ..show.html import HUES, SOFT, folded, number, styled, table, tint, token_strip
 from ..runs.records import StepRecord
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
-from rl_notebook.views.payloads import (
-    NOISE,
-    TokenRow,
-    all_series,
-    keep_extremes,
-    menu_payload,
-    overview_payload,
-    token_payload,
-    token_rows,
-)
+from .payloads import NOISE, TokenRow, plain, all_series, token_payload, token_rows, trainer_of
 
 # %% auto #0
 __all__ = ['TokenInspector', 'inspect_tokens']
@@ -107,6 +101,203 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
         comm: Any = getattr(inner, "comm", None)
         if hasattr(comm, "_reply_subshell_for"):  # ipykernel's choice of a thread; None is the main one
             comm._reply_subshell_for = lambda data, subshell: None
+
+# %% ../../nbs/views/03_tokens.ipynb #5bac2726
+def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
+    "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
+    record = source if isinstance(source, StepRecord) else None
+    datums = list(source.datums if isinstance(source, StepRecord) else source)
+    given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
+    given = [None] * len(datums) if given is None or not len(given) else given
+    first = lambda d, own: next((s for s in (own, d.old_logprobs, d.ref_logprobs) if s is not None), None)
+    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True)]
+    both = [(d, trainer) for d, trainer in both if trainer is not None and d.sampler_logprobs is not None]
+    kept, trainer = tuple(d for d, _ in both), [t for _, t in both]
+    try:
+        return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
+    except (AlignmentError, DatumError):  # every token is masked, or not a number: the samples say it themselves
+        return None
+
+# %% ../../nbs/views/03_tokens.ipynb #a2b4a9fb
+HALF = 2 * ROUNDING["bfloat16"].mean  # nats that the rounding of bfloat16 explains at a token, as `tolerance` counts
+MOVED = ("shift", "rows permuted", "wrong group")  # move numbers about: all of the gap must go
+
+
+def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
+    "The doctor's finding, as far as it is one; `well`, `found`, `likely` or `open`."
+    if d.ok:
+        return "well", ""
+    if d.certainty == "sure" and (d.cause not in MOVED or d.score >= SETTLED):
+        return "found", f"{d.cause}: {d.text}"
+    if d.certainty == "likely" and d.cause not in MOVED:
+        return "likely", f"probably {d.cause}: {d.text}" + (f"; or {' or '.join(d.undecided)}" if d.undecided else "")
+    causes = [c for c in (d.cause, *d.undecided) if c not in MOVED]
+    causes = [f"{c} ({syncs})" if syncs and c == "stale weights" else c for c in causes]
+    return "open", f"several causes fit: {'; '.join(causes)}" if causes else "no known cause fits"
+
+
+def verdict_payload(e: Evidence, d: Diagnosis, syncs: str = "") -> dict[str, str]:
+    "What the numbers of all tokens say, in a line, and what to do about it."
+    (state, cause), gap, floor = _cause_words(d, syncs), np.abs(e.gap), tolerance(e)
+    close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"
+    ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
+    most = float(np.nanmax(gap, initial=0.0))
+    largest = f"largest gap {most:.2g} nats"
+    cause = f"small, within the {HALF:.2g} nats of bfloat16; {cause}" if state == "open" and most <= HALF else cause
+    text = f"All well: {close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
+    more = "" if state == "well" else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
+    return {"state": state, "text": text, "more": more}
+
+# %% ../../nbs/views/03_tokens.ipynb #9d08a7c2
+def syncs_words(source: StepRecord | Sequence[Datum]) -> str:
+    "Weight syncs before a step, and the steps that there were; nothing where they are not known."
+    if not isinstance(source, StepRecord) or (synced := version_at_start(source)) is None:
+        return ""
+    before = source.step - 1
+    several = lambda count, what: f"{count} {what}{'' if count == 1 else 's'}"
+    return f"{several(synced, 'weight sync')} in {several(before, 'step')}" if before else "in the first step"
+
+
+def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str]:
+    "Versions of the weights on both sides, in words; nothing where there is no record."
+    if not isinstance(source, StepRecord):
+        return []
+    versions = {"sampler version": e.stamps.sampler_version, "trainer version": e.stamps.trainer_version}
+    out = [f"step {source.step}", *(f"{name} {v}" for name, v in versions.items() if v is not None)]
+    return [*out, *filter(None, [syncs_words(source)])] if source.step > 1 else out
+
+# %% ../../nbs/views/03_tokens.ipynb #3cff9a4b
+ALONG = 0.9  # correlation from which points lie along a line
+
+
+def keep_extremes(size: np.ndarray, limit: int) -> np.ndarray:  # sorted indices, at most `limit`
+    "The largest fifth of what may be kept, and an even choice of the rest."
+    if len(size) <= limit:
+        return np.arange(len(size))
+    order = np.argsort(-size, kind="stable")
+    top, rest = order[: limit // 5], np.sort(order[limit // 5 :])
+    even = np.linspace(0, len(rest) - 1, limit - len(top)).round().astype(int)
+    return np.sort(np.concatenate([top, rest[even]]))
+
+
+def gap_quantiles(gap: np.ndarray) -> dict[str, float | None]:
+    "p50, p90, p99 and max of |difference|."
+    gap = np.abs(gap[np.isfinite(gap)])
+    cuts = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
+    return dict(zip(cuts, np.quantile(gap, [*cuts.values()]).tolist() if len(gap) else [None] * len(cuts), strict=True))
+
+
+def fitted_line(x: np.ndarray, y: np.ndarray) -> list[float] | None:  # factor and offset: y = factor * x + offset
+    "The line from which points are least far; None where they do not lie along one."
+    if len(x) < 3:
+        return None
+    (xx, xy), (_, yy) = np.cov(x, y)
+    if not xy > ALONG * math.sqrt(xx * yy):
+        return None
+    factor = float((yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy))
+    return [factor, float(y.mean() - factor * x.mean())]
+
+
+def fit_words(line: Sequence[float] | None) -> str:
+    "A fitted line as an equation."
+    if line is None:
+        return "no line fits"
+    factor, offset = line
+    beside = f" {'−' if offset < 0 else '+'} {abs(offset):.2f}" if abs(offset) >= 0.005 else ""
+    return f"trainer ≈ {factor:.2f} × sampler{beside}"
+
+
+def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, list]:
+    "Mean |difference| by place in the completion; of long completions over equally many places."
+    bins = min(most, max(4, len(at) // 8))  # so that few tokens do not make a zigzag
+    width = max(1, -(-(int(at.max(initial=0)) + 1) // bins))
+    count = np.bincount(at // width)
+    mean = lambda values: (np.bincount(at // width, values)[count > 0] / count[count > 0]).tolist()
+    return {"x": mean(at), "y": mean(gap)}
+
+# %% ../../nbs/views/03_tokens.ipynb #966c24a5
+def shift_payload(e: Evidence, reach: int = 2) -> dict[str, list]:
+    "Mean |trainer[i] - sampler[i + shift]| over all rows for every shift, over the pairs that exist."
+    shifts, means, counts = [*range(-reach, reach + 1)], list[float | None](), list[int]()
+    for by in shifts:
+        i = np.arange(max(0, -by), len(e.row) - max(0, by))
+        i = i[(e.row[i] == e.row[i + by]) & (e.target[i] + by == e.target[i + by])]
+        gap = np.abs(e.p[i] - e.s[i + by])
+        gap = gap[np.isfinite(gap)]
+        means.append(float(gap.mean()) if len(gap) else None)
+        counts.append(len(gap))
+    return {"shifts": shifts, "means": means, "counts": counts}
+
+# %% ../../nbs/views/03_tokens.ipynb #4aefcdef
+def _points(e: Evidence, rows: Sequence[TokenRow], limit: int) -> dict[str, list]:
+    "The tokens that are drawn: both logprobs, the sample, the target, and the place in the completion."
+    items = {(r.group, r.sample, r.tokens.tobytes()): i for i, r in enumerate(rows)}
+    item = np.array([items[d.group, d.sample, d.tokens.tobytes()] for d in e.datums])[e.row]
+    finite = np.flatnonzero(np.isfinite(e.gap))
+    k = finite[keep_extremes(np.abs(e.gap[finite]), limit)]
+    places = {"item": item[k], "target": e.target[k], "at": _place(e)[k]}
+    return {"x": plain(e.s[k]), "y": plain(e.p[k])} | {name: v.tolist() for name, v in places.items()}
+
+
+def _place(e: Evidence) -> np.ndarray:  # (K,)
+    "How many compared tokens of the same row are before each."
+    return np.arange(len(e.row)) - np.searchsorted(e.row, e.row)
+
+# %% ../../nbs/views/03_tokens.ipynb #63c8de4d
+def overview_payload(
+    source: StepRecord | Sequence[Datum],  # that the rows are of
+    rows: Sequence[TokenRow],
+    *,
+    policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
+    diagnosis: Diagnosis | None = None,  # None = what the doctor says of the record alone
+    limit: int = 5000,  # points
+) -> dict[str, Any] | None:
+    "Verdict, and trainer against sampler over all tokens; None when no sample has both."
+    if (e := evidence_of(source, policy_logprobs)) is None:
+        return None
+    finite = np.isfinite(e.gap)
+    gap, group = np.abs(e.gap), np.array([d.group for d in e.datums])[e.row]
+    parts = [(f"all {len(e.datums)} samples", None, gap)]
+    parts += [(f"group {g}", int(g), gap[group == g]) for g in np.unique(group)]
+    scopes = [{"name": n, "group": g, "tokens": len(of), "quantiles": gap_quantiles(of)} for n, g, of in parts]
+    points, verdict = _points(e, rows, limit), verdict_payload(e, diagnosis or weigh(e), syncs_words(source))
+    far = np.abs(np.subtract(points["y"], points["x"]))
+    return {
+        "verdict": verdict,
+        "item": points["item"][int(far.argmax())] if len(far) and verdict["state"] != "well" else 0,
+        "sides": sides_payload(source, e),
+        "floor": tolerance(e),
+        "half": HALF,
+        "points": points,
+        "line": (line := fitted_line(e.s[finite], e.p[finite])),
+        "fit": fit_words(line),
+        "places": gap_by_place(_place(e)[finite], gap[finite]),
+        "shift": shift_payload(e),
+        "tokens": len(gap),
+        "undefined": int((~finite).sum()),
+        "scopes": scopes,
+    }
+
+# %% ../../nbs/views/03_tokens.ipynb #89573c09
+FORMS = {"reward": ".3g", "advantage": "+.2f"}
+
+
+def menu_payload(rows: Sequence[TokenRow]) -> list[dict[str, Any]]:
+    "One entry per sample for a menu."
+    out = []
+    for r in rows:
+        trainer, parts = trainer_of(r), [f"group {r.group}, sample {r.sample}"]
+        earned = ((name, r.facts.get(name)) for name in ("reward", "advantage"))
+        parts += [f"{name} {number(value, FORMS[name])}" for name, value in earned if isinstance(value, float)]
+        parts += [f"{int(r.scored.sum())} scored"]
+        if trainer and "sampler" in r.series:
+            gap = np.abs(r.series[trainer] - r.series["sampler"])[r.scored]
+            known = gap[np.isfinite(gap)]
+            parts += [f"max |{trainer} − sampler| {known.max():.2g}"] if len(known) else []
+            parts += [f"{len(gap) - len(known)} not a number"] if len(known) < len(gap) else []
+        parts += ["not trained"] if any(n.startswith("not trained") for n in r.notes) else []
+        out.append({"group": r.group, "sample": r.sample, "label": " · ".join(parts)})
+    return out
 
 # %% ../../nbs/views/03_tokens.ipynb #dbfa51d3
 def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:

@@ -23,8 +23,8 @@ from ..show.html import shapes, table
 from ..core.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..runs.records import StepRecord
 from .charts import COLORS
-from .payloads import overview_payload, token_rows
-from .tokens import TokenInspector, WithFallback, deliver_to_main
+from .payloads import token_rows
+from .tokens import TokenInspector, WithFallback, deliver_to_main, overview_payload
 from ..insight.whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
 
 # %% ../../nbs/views/05_whatif.ipynb #46a8e870
