@@ -275,8 +275,10 @@ def new_task(folder: Path) -> list[Path]:  # the files
 def run_new(args: Sequence[str]) -> int:  # exit code
     "Write a task folder and say what to do in it."
     parser = argparse.ArgumentParser(prog="rl-notebook new", description="A task folder that runs at once.")
-    parser.add_argument("folder", type=Path, help="a new folder, such as my_task")
-    folder = parser.parse_args(args).folder
+    parser.add_argument("folder", help="a new folder, such as my_task")
+    if not (named := parser.parse_args(args).folder.strip()):
+        raise ConfigError("new", got="no name", expected="a new folder, such as my_task")
+    folder = Path(named)
     print(f"{folder}: {', '.join(file.name for file in new_task(folder))}\n")
     print(f"cd {shlex.quote(str(folder))}")
     print("python -m pytest                          # the task does what it should")

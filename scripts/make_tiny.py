@@ -11,7 +11,7 @@ import torch
 from tqdm.auto import trange
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from rl_notebook.task.toy import SPECIAL_TOKENS, _ask, _draw_terms, build_tokenizer
+from rl_notebook.task.toy import _ask, _draw_terms, build_tokenizer
 
 STYLES = {"hasty": 0.5, "worked": 0.3, "bare": 0.2}  # share of each style in the corpus
 
@@ -60,7 +60,7 @@ def spoken_mask(
     ids: torch.Tensor,  # (B, N) conversations
 ) -> torch.Tensor:  # (B, N) bool
     "Where the assistant speaks."
-    opened, closed = (ids == SPECIAL_TOKENS.index(token) for token in ("<|assistant|>", "<|end|>"))
+    opened, closed = (ids == token for token in build_tokenizer().convert_tokens_to_ids(["<|assistant|>", "<|end|>"]))
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for i in range(1, ids.shape[1]):
         mask[:, i] = (mask[:, i - 1] & ~closed[:, i - 1]) | opened[:, i - 1]
@@ -99,9 +99,9 @@ def build_tiny(
         head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=False,
-        bos_token_id=SPECIAL_TOKENS.index("<|bos|>"),
-        eos_token_id=SPECIAL_TOKENS.index("<|end|>"),
-        pad_token_id=SPECIAL_TOKENS.index("<|pad|>"),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
     return Qwen3ForCausalLM(config)

@@ -238,11 +238,7 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
 
 
 def test_a_reference_may_be_kept(site):
-    kept = TrainerConfig(
-        training_shape_id=SHAPES.training_shape_id,
-        reference_training_shape_id=SHAPES.ref_training_shape_id,
-        cleanup_reference_on_close=False,
-    )
+    kept = dataclasses.replace(SHAPES, cleanup_reference_on_close=False)
     with cleanup_of(site) as cleanup:
         infra = site.setup(cleanup, infra_cfg=kept, deploy_cfg=None, needs_inference=False, needs_reference=True)
         infra.close()
@@ -950,7 +946,6 @@ def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path
 def test_settings_that_cannot_work_are_refused_first(site):
     for match, more in {
         r"deployment\.tokenizer_model: got None": {"deployment": {"deployment_id": "x"}},
-        r"Set infra\.ref_training_shape_id": {"trainer": None, "infra": {"training_shape_id": SHAPE}, "kl_beta": 0.1},
         "leftover: got 'burn'": {"leftover": "burn"},
     }.items():
         with pytest.raises(ConfigError, match=match):

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -169,10 +169,7 @@ def test_three_spellings_are_one_config(modules: tuple[ModuleType, ModuleType]):
     recipe, _ = modules
     args = vars(recipe.options())
     newest, older, oldest = (recipe.config(argparse.Namespace(**args | {"spelling": s})) for s in recipe.SPELLINGS)
-    assert older == oldest
-    shapes = newest.trainer.training_shape_id, newest.trainer.reference_training_shape_id
-    assert shapes == (older.infra.training_shape_id, older.infra.ref_training_shape_id)
-    assert replace(newest, trainer=None) == replace(older, infra=None)  # all else
+    assert newest == older == oldest
 
 
 def test_without_a_key_a_script_says_what_to_do(modules: tuple[ModuleType, ModuleType]):

@@ -130,7 +130,7 @@ def test_a_local_folder_loads_to_the_same_weights(tiny, tmp_path):
     model, tokenizer = toy.load_model(str(tmp_path / "mine"), dtype="bfloat16")
     assert model.dtype == torch.bfloat16
     assert not model.training
-    assert tokenizer.chat_template == toy.CHAT_TEMPLATE
+    assert tokenizer.chat_template == TOKENIZER.chat_template
     ours, theirs = (m.get_input_embeddings().weight for m in (tiny[0], model))
     assert torch.equal(ours.bfloat16(), theirs)
 

@@ -84,24 +84,14 @@ class TrainerConfig:
     replica_count: Int | None = None  # trainer replicas
     purpose: Text | None = None  # label of the job
     skip_validations: Bool = False  # of the control plane
+    managed_by: Text | None = None  # label of the job
 
 # %% ../../nbs/config/01_config.ipynb #a4475bbd
-@option_class
-class InfraConfig:
-    "Fireworks trainers, in the earlier spelling."
-
-    training_shape_id: Text | None = None  # None = a validated shape is chosen
-    ref_training_shape_id: Text | None = None  # of the reference trainer
-    region: Text | None = None  # where the trainers run
-    custom_image_tag: Text | None = None  # trainer image
-    accelerator_type: Text | None = None  # without a shape
-    accelerator_count: Int | None = None  # without a shape
-    skip_validations: Bool = False  # of the control plane
-    node_count: Int | None = None  # without a shape
-    extra_args: Texts | None = None  # for the trainer's command line
-    trainer_timeout_s: Positive = 3600  # seconds until the trainers must be ready
-    purpose: Text | None = None  # label of the job
-    managed_by: Text | None = None  # label of the job
+def InfraConfig(
+    *, ref_training_shape_id: str | None = None, trainer_timeout_s: float = 3600, **settings: Any
+) -> TrainerConfig:
+    "A `TrainerConfig` in the earlier spelling."
+    return TrainerConfig(reference_training_shape_id=ref_training_shape_id, timeout_s=trainer_timeout_s, **settings)
 
 # %% ../../nbs/config/01_config.ipynb #d0a0b7d6
 class WeightSyncScope(Enum):
@@ -147,7 +137,6 @@ class ServiceConfigs:
     weight_sync: Opened[WeightSyncConfig | None] = None  # Fireworks
     deployment: Opened[DeployConfig | None] = None  # Fireworks
     trainer: Opened[TrainerConfig | None] = None  # Fireworks
-    infra: Opened[InfraConfig | None] = None  # Fireworks, the earlier spelling of `trainer`
 
 # %% ../../nbs/config/01_config.ipynb #a95865d9
 def builtin_rules(c: Any) -> Iterator[str]:
@@ -191,7 +180,7 @@ def builtin_rules(c: Any) -> Iterator[str]:
 BACKENDS = ("local", "openai", "tinker", "fireworks")
 TRAINED_HERE = ("local", "openai")
 ONLY_FOR: dict[str, tuple[str, ...]] = {  # setting -> the backends that look at it
-    **dict.fromkeys(("infra", "trainer", "deployment", "weight_sync", "output_model_id"), ("fireworks",)),
+    **dict.fromkeys(("trainer", "deployment", "weight_sync", "output_model_id"), ("fireworks",)),
     "base_url": ("openai", "tinker", "fireworks"),
     "served_model": ("openai",),
     "tokenizer_model": ("tinker",),
@@ -283,8 +272,6 @@ def resumes_there(c: Any) -> bool:
 
 def _fireworks_rules(c: Any) -> Iterator[str]:
     yield from _temperature_rules(c)
-    if c.infra is not None and c.trainer is not None:
-        yield "infra: trainer says the same in the later spelling. Keep one of the two"
     if c.output_model_id is not None and not re.fullmatch(r"[a-z0-9-]{1,63}", c.output_model_id):
         yield f"output_model_id: got {quoted(c.output_model_id)}; expected 1 to 63 of a-z, 0-9 and '-'"
 

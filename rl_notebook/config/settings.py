@@ -274,14 +274,21 @@ class SubConfigs:
     concurrency: ConcurrencyConfig | None = None  # completions in flight; None = adaptive, at most `max_concurrent`
 
 # %% ../../nbs/config/00_settings.ipynb #cc2e0881
-TISConfig = partial(dict, cap=5.0, level="token", anchor="old", floor=0.0)
-ISConfig = partial(dict, clip_high=2.0, clip_low=0.0)  # its earliest form
-DAPOConfig = partial(dict, eps_clip=0.2, eps_clip_high=0.28, ratio_log_cap=20.0)
-GSPOConfig = partial(dict, clip_ratio_low=0.2, clip_ratio_high=0.2, seq_ratio_log_cap=10.0)
-CISPOConfig = partial(dict, eps_low=0.2, eps_high=0.28, ratio_log_cap=20.0)
-DROConfig = partial(dict, beta=0.05)
-SAPOConfig = partial(dict, temperature_pos=1.0, temperature_neg=1.05)
-HotloadConfig = dict  # the earlier `WeightSyncConfig`
+def keywords(*values: Any, **named: Any) -> dict[str, Any]:
+    "Settings by their names, for sub-configs of other recipes; raises `ConfigError` for a value without one."
+    if values:
+        raise ConfigError("sub-config", got=quoted(values[0]), expected="names before values, as TISConfig(cap=2.0)")
+    return named
+
+
+TISConfig = partial(keywords, cap=5.0, level="token", anchor="old", floor=0.0)
+ISConfig = partial(keywords, clip_high=2.0, clip_low=0.0)  # its earliest form
+DAPOConfig = partial(keywords, eps_clip=0.2, eps_clip_high=0.28, ratio_log_cap=20.0)
+GSPOConfig = partial(keywords, clip_ratio_low=0.2, clip_ratio_high=0.2, seq_ratio_log_cap=10.0)
+CISPOConfig = partial(keywords, eps_low=0.2, eps_high=0.28, ratio_log_cap=20.0)
+DROConfig = partial(keywords, beta=0.05)
+SAPOConfig = partial(keywords, temperature_pos=1.0, temperature_neg=1.05)
+HotloadConfig = keywords  # the earlier `WeightSyncConfig`
 SPELLED = ("tis", "dapo", "gspo", "cispo", "dro", "sapo", "hotload")
 
 # %% ../../nbs/config/00_settings.ipynb #1e16abfd
@@ -297,6 +304,7 @@ if TYPE_CHECKING:
         dro: InitVar[Mapping[str, Any] | None] = None
         sapo: InitVar[Mapping[str, Any] | None] = None
         hotload: InitVar[Mapping[str, Any] | None] = None
+        infra: InitVar[Any] = None
 else:
 
     class OtherSpellings:
@@ -352,6 +360,8 @@ OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL
     "steps": "total_training_steps max_steps",
     "lora_rank": "lora_r",
     "resume.resume_from": "init_from_checkpoint",
+    "trainer.reference_training_shape_id": "trainer.ref_training_shape_id",
+    "trainer.timeout_s": "trainer.trainer_timeout_s",
     "weight_sync_interval": "hot_load_interval hotload.hot_load_interval weight_sync.weight_sync_interval",
     "weight_sync.dcp_timeout": "hotload.dcp_timeout",
     "weight_sync.first_checkpoint_type": "hotload.first_checkpoint_type",
@@ -376,7 +386,7 @@ OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each
         "batch": {"advantage_scale": "batch"},
     },
     "multi_objective_aggregation": {"sum_then_normalize": {}, "normalize_then_sum": {"advantage_scale": "parts"}},
-    "mask_truncated_completions": {True: {"overlong": "mask"}, False: {"overlong": "keep"}},
+    "mask_truncated_completions": {True: {"overlong": "mask"}, False: {"overlong": "keep"}, None: {}},
     "bf16": {None: {}, True: {"dtype": "bfloat16"}, False: {"dtype": "float32"}},
     "anchor_logp": {"old_policy": {"anchor": "old"}, "rollout": {"anchor": "rollout"}},
 }
@@ -455,6 +465,7 @@ def flat(given: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
     for name, value in given.items():
         if not isinstance(name, str):
             raise ConfigError("setting", where="Config", got=quoted(name), expected="a name, which is text")
+        name = re.sub(r"^infra(?=\.|$)", "trainer", name)  # in an earlier spelling
         if isinstance(value, Enum):
             value = value.value
         elif hasattr(value, "tolist"):  # numpy's, torch's
@@ -464,7 +475,10 @@ def flat(given: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
         if name not in prefixes or value is None:
             leaves |= {} if name in prefixes else {name: value}
         elif isinstance(value, Mapping):
-            leaves |= {f"{name}.{k}": v for k, v in value.items()} or {name: {}}
+            below = {f"{name}.{k}": v for k, v in value.items()} or {name: {}}
+            if twice := [k for k, v in below.items() if leaves.get(k, v) != v]:
+                raise ConfigError(f"{twice[0]} is given twice", where="Config", fix="Keep one of them.")
+            leaves |= below
         elif name == "tis" and isinstance(value, str | bool):  # a sub-config of the cookbook's, and a word here
             leaves[name] = value
         else:
@@ -507,6 +521,13 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
         raise unknown_settings("Config", found)
 
 # %% ../../nbs/config/00_settings.ipynb #33f36147
+def _agree(a: Any, b: Any) -> bool:
+    "Whether two values are the same, as numbers if they are some: 5, 5.0 and '5'."
+    with suppress(TypeError, ValueError):
+        return float(a) == float(b)
+    return a == b
+
+
 def canonical(
     cls: type, given: Mapping[str, Any], beside: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
@@ -523,7 +544,7 @@ def canonical(
         ours = our_names(name, value, context)
         for target, v in ours.items():
             v = or_off(target, v)
-            if target in settings and settings[target] != v:
+            if target in settings and not _agree(settings[target], v):
                 got = f"{came_from[target]}={quoted(settings[target])} and {name}={quoted(v)}"
                 raise ConfigError(f"{target} is given twice", where="Config", got=got, fix="Keep one of them.")
             settings[target] = v
@@ -891,6 +912,14 @@ def of_earlier_run(data: Mapping[str, Any]) -> dict[str, Any]:
 OWN_YAML = "# Settings for rl_notebook. Config.to_yaml replaces this file, as long as this line is in it."
 
 
+def _line_of(text: str, complaint: str) -> int | None:
+    "The line of a YAML text with the setting that a complaint begins with."
+    found = re.match(r"(?:unknown setting ')?([\w.]+)", complaint)
+    name = found[1].rpartition(".")[2] if found else ""
+    named = (number for number, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*{name}\s*:", line))
+    return next(named, None) if name else None
+
+
 class Stored:
     "A config class that can be read from and written to plain values and YAML."
 
@@ -925,7 +954,14 @@ class Stored:
         folder, data = Path(os.path.realpath(path)).parent, read_yaml(path)
         of_run = (folder / "run.json").exists()
         trusted = trusted_names(folder) if of_run and not trust else None
-        return cls.from_dict(from_file(of_earlier_run(data) if of_run else data, str(folder), trusted), overrides)
+        data = from_file(of_earlier_run(data) if of_run else data, str(folder), trusted)
+        try:
+            return cls.from_dict(data, overrides)
+        except ConfigError as error:
+            line = None if overrides else _line_of(read_file(Path(path)).decode(), error.what)
+            if line is None:
+                raise
+            raise ConfigError(str(error), where=f"{path}, line {line}") from None
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
         "All settings as YAML text, written to `path` if one is given; a file that something else wrote is left alone."

@@ -5,7 +5,7 @@
 # %% ../../nbs/core/05_losses.ipynb #029c03ee
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
@@ -456,42 +456,23 @@ def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None)
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #102f2b01
-def _guide_series(
-    name: str, series: Sequence[Sequence[float]], policy: Sequence[Tensor], active: Sequence[Tensor]
-) -> Tensor:
-    "A logprob series handed over as lists, checked against the policy's lengths and selected at active positions."
-    got, expected = [len(s) for s in series], [len(p) for p in policy]
-    if got != expected:
-        fix = "One value per target."
-        raise AlignmentError(name, got=f"lengths {got}"[:200], expected=f"{expected}"[:200], fix=fix)
-    flat = [torch.as_tensor(np.asarray(s, dtype=np.float64))[a.cpu()] for s, a in zip(series, active, strict=True)]
-    return torch.cat(flat).to(policy[0])
+def _guide_samples(
+    data: Sequence[Any], policy: Sequence[Tensor], advantages: np.ndarray, **series: Sequence[Sequence[float]]
+) -> Iterator[tuple[Any, ...]]:
+    "Of each sample its advantage and, at the targets of weight 1, the policy's logprobs and each of the series."
+    rows = {"weights": [d.loss_fn_inputs["weights"].data for d in data], **series}
+    for name, found in rows.items():
+        got, expected = [len(row) for row in found], [len(p) for p in policy]
+        if got != expected or len(got) != len(advantages):
+            fix = f"One value per target, and one series for each of the {len(advantages)} rewards."
+            raise AlignmentError(name, got=f"lengths {got}"[:200], expected=f"{expected}"[:200], fix=fix)
+    for i, (p, a) in enumerate(zip(policy, advantages, strict=True)):
+        weights, *values = (torch.as_tensor(np.asarray(found[i], dtype=np.float64)).to(p) for found in rows.values())
+        if not bool(((weights == 0) | (weights == 1)).all()):
+            raise LossError("weights", where=f"sample {i}", got="a number between", expected="0 or 1")
+        yield float(a), p[weights == 1], *(row[weights == 1] for row in values)
 
-# %% ../../nbs/core/05_losses.ipynb #44f36171
-def _guide_tokens(
-    data: Sequence[Any],
-    policy: Sequence[Tensor],
-    series: Mapping[str, Sequence[Sequence[float]]],
-    advantages: np.ndarray,
-) -> ActiveTokens:
-    "The flat view of a call in the guides' style: weights from the datums, the rest from the closure."
-    if not len(data) == len(policy) == len(advantages):
-        got = f"{len(data)} datums, {len(policy)} logprob series"
-        raise LossError("datums", got=got, expected=f"{len(advantages)}, one per reward")
-    weights = [torch.as_tensor(np.asarray(d.loss_fn_inputs["weights"].data, dtype=np.float64)) for d in data]
-    if [len(w) for w in weights] != [len(p) for p in policy]:
-        raise AlignmentError("weights", got=[len(w) for w in weights], expected=str([len(p) for p in policy]))
-    if any(bool(((w != 0) & (w != 1)).any()) for w in weights):
-        raise LossError("weights", got="a number between", expected="0 or 1")
-    active = [(w > 0.5).to(p.device) for w, p in zip(weights, policy, strict=True)]
-    p = torch.cat([lp[a] for lp, a in zip(policy, active, strict=True)])
-    lengths = torch.tensor([int(a.sum()) for a in active], device=p.device)
-    sample = torch.repeat_interleave(torch.arange(len(data), device=p.device), lengths)
-    found = {name: _guide_series(name, s, policy, active) for name, s in series.items()}
-    a = torch.as_tensor(advantages).to(p)[sample]
-    return ActiveTokens(p, p.detach(), found.get("behavior_logprobs"), found["ref_logprobs"], a, sample, lengths)
-
-# %% ../../nbs/core/05_losses.ipynb #3f92de48
+# %% ../../nbs/core/05_losses.ipynb #e2bb7b88
 def make_grpo_loss_fn(
     rewards: Sequence[float],  # (K,) of one prompt group
     ref_logprobs: Sequence[Sequence[float]],  # K series in target coordinates
@@ -502,11 +483,10 @@ def make_grpo_loss_fn(
     advantages = group_advantages(rewards, eps=eps)
 
     def loss_fn(data: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        t = _guide_tokens(data, policy_logprobs, {"ref_logprobs": ref_logprobs}, advantages)
-        assert t.ref is not None
-        loss = (-t.advantage * t.policy + kl_beta * (t.policy - t.ref)).sum() / len(data)
-        mean_kl = (t.policy - t.ref).sum().item() / len(data)
-        return loss, {"grpo_loss": loss.item(), "mean_kl": mean_kl}
+        samples = list(_guide_samples(data, policy_logprobs, advantages, ref_logprobs=ref_logprobs))
+        kl = torch.stack([(p - f).sum() for _, p, f in samples]).mean()
+        loss = torch.stack([-a * p.sum() for a, p, _ in samples]).mean() + kl_beta * kl
+        return loss, {"grpo_loss": loss.item(), "mean_kl": kl.item()}
 
     return loss_fn
 
@@ -525,13 +505,11 @@ def make_offpolicy_grpo_loss_fn(
     series = {"ref_logprobs": ref_logprobs, "behavior_logprobs": behavior_logprobs}
 
     def loss_fn(data: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        t = _guide_tokens(data, policy_logprobs, series, advantages)
-        assert t.ref is not None
-        assert t.sampler is not None
-        rho = torch.clamp(torch.exp(t.mean_per_sample(t.policy - t.sampler)), max=clip_rho)
+        samples = list(_guide_samples(data, policy_logprobs, advantages, **series))
+        mean_log_ratios = [(p - b).sum() / max(len(p), 1) for _, p, _, b in samples]
+        rho = torch.clamp(torch.exp(torch.stack(mean_log_ratios)), max=clip_rho)
         rho = rho.detach() if detach_rho else rho
-        terms = rho[t.sample] * (-t.advantage * t.policy + kl_beta * (t.policy - t.ref))
-        loss = terms.sum() / len(data)
+        loss = (rho * torch.stack([(-a * p + kl_beta * (p - f)).sum() for a, p, f, _ in samples])).mean()
         return loss, {"grpo_loss": loss.item(), "rho/mean": rho.mean().item(), "rho/max": rho.max().item()}
 
     return loss_fn

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import json
 import math
 import os
 import re
@@ -18,7 +19,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, Strict, ValidationError
 from pydantic.dataclasses import dataclass as pydantic_dataclass
-from pydantic_core import to_jsonable_python
 
 from .types import ConfigError, LossError, RLNotebookError, quoted
 from .names import NAMED
@@ -66,6 +66,13 @@ def _text(value: Any) -> str:
     return value
 
 
+def _plain(value: Any) -> Any:
+    try:
+        return json.loads(json.dumps(value))
+    except TypeError as e:  # a date, a set
+        raise ValueError(str(e)) from None
+
+
 def several(value: Any) -> Any:
     "One text as a list of it."
     return [value] if isinstance(value, str) else value
@@ -75,7 +82,7 @@ AnyText = Annotated[str, PlainValidator(_any_text)]  # may be blank
 Text = Annotated[str, PlainValidator(_text)]
 AnyTexts = Annotated[tuple[AnyText, ...], BeforeValidator(several)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(several)]
-Plain = Annotated[Mapping[str, Any], AfterValidator(to_jsonable_python)]  # what YAML and JSON hold
+Plain = Annotated[Mapping[str, Any], AfterValidator(_plain)]  # what YAML and JSON hold
 
 # %% ../../nbs/core/04_options.ipynb #4d70f45a
 @functools.cache
@@ -104,7 +111,8 @@ def marked(cls: type, *marks: str) -> tuple[str, ...]:
 def nearest(name: str, known: Sequence[str]) -> str:
     "A question that names the nearest known spelling, or nothing."
     by_key = {k.casefold(): k for k in reversed(known)}
-    close = difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
+    close = [k for k in by_key if sorted(k) == sorted(str(name).casefold())]  # letters in another order
+    close += difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
     close += [k for k in known if name in k.split("_")]
     return f"Did you mean {by_key.get(close[0], close[0])!r}?" if close else ""
 

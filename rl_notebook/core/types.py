@@ -168,7 +168,8 @@ def needs(extra: str, what: str) -> Iterator[None]:
     try:
         yield
     except ImportError as reason:
-        raise MissingExtra(what, got=f"no {reason.name}", fix=f"pip install 'rl-notebook[{extra}]'") from reason
+        got = f"no {reason.name}" if reason.name else str(reason)
+        raise MissingExtra(what, got=got, fix=f"pip install 'rl-notebook[{extra}]'") from reason
 
 # %% ../../nbs/core/00_types.ipynb #6b3f3b74
 def check_own(path: str | os.PathLike[str], mark: str, what: str) -> None:

@@ -159,7 +159,7 @@ async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findi
     found = await check_fireworks(
         cfg.base_model,
         deploy.tokenizer_model or "",
-        training_shape_id=(cfg.trainer or cfg.infra or TrainerConfig()).training_shape_id,
+        training_shape_id=(cfg.trainer or TrainerConfig()).training_shape_id,
         lora_rank=cfg.lora_rank,
         output_model_id=cfg.output_model_id,
         base_url=cfg.base_url,

@@ -339,7 +339,7 @@ for line in sys.stdin:
 """
 
 
-_NOT_NUMBERS = re.compile(rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(_MAGNITUDES)})s?\b)[a-zA-Z]{{2,}}")
+_NOT_NUMBERS = re.compile(rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(_MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+")
 
 
 class MathVerify:
@@ -661,9 +661,11 @@ def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = 
     "A checked reward."
     if value is None:
         return math.nan
-    number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
-    if isinstance(number, int | float) and abs(number) <= LARGEST:
-        return float(number)
+    number = value
+    with suppress(Exception):  # of a foreign value
+        number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
+        if isinstance(number, int | float) and abs(number) <= LARGEST:
+            return float(number)
     got = f"{quoted(number)} for completion {text[:80]!r}"
     expected = f"a finite number, at most {LARGEST:g} in size, or None for unscorable"
     raise RewardError(f"reward function {fn.name!r}", where=where, got=got, expected=expected)

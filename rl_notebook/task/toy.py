@@ -17,7 +17,6 @@ from zlib import crc32
 
 import numpy as np
 from safetensors import SafetensorError
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
@@ -99,43 +98,14 @@ def toy_format_reward(
     return float(_SHAPE.fullmatch(completion_text.strip()) is not None)
 
 # %% ../../nbs/task/03_toy.ipynb #f3d5197f
-SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
+def tiny_path() -> Path:
+    "The folder of the tiny model inside the installed package."
+    return Path(str(resources.files("rl_notebook") / "assets" / "tiny"))
 
-# %% ../../nbs/task/03_toy.ipynb #3cf17c16
-CHAT_TEMPLATE = """\
-{{- bos_token -}}
-{%- for message in messages -%}
-{%- if message['role'] not in ['system', 'user', 'assistant'] -%}
-{{- raise_exception('unknown role ' + message['role'] + ': this template knows system, user and assistant') -}}
-{%- endif -%}
-{{- '<|' + message['role'] + '|>' -}}
-{%- if message['role'] == 'assistant' -%}
-{%- generation -%}{{- message['content'] + '<|end|>' -}}{%- endgeneration -%}
-{%- else -%}
-{{- message['content'] + '<|end|>' -}}
-{%- endif -%}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}
-"""
-
-# %% ../../nbs/task/03_toy.ipynb #a0e5abe3
+# %% ../../nbs/task/03_toy.ipynb #e296830b
 def build_tokenizer() -> PreTrainedTokenizerFast:
     "The tiny model's tokenizer: a byte-level BPE of 264 tokens with a chat template and two merges, which make `####`."
-    known = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), "##", "####"]
-    bpe = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(known)}, merges=[("#", "#"), ("##", "##")]))
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token="<|pad|>",
-        bos_token="<|bos|>",
-        eos_token="<|end|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=512,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    return PreTrainedTokenizerFast.from_pretrained(tiny_path())
 
 # %% ../../nbs/task/03_toy.ipynb #7f291af3
 @contextmanager
@@ -153,11 +123,6 @@ def no_bars(quiet: bool = True) -> Iterator[None]:
 # %% ../../nbs/task/03_toy.ipynb #52c39d22
 _MODELS = ("tiny", "smollm2")  # names that need no network
 _DTYPES = ("float32", "bfloat16", "float16")
-
-
-def tiny_path() -> Path:
-    "The folder of the tiny model inside the installed package."
-    return Path(str(resources.files("rl_notebook") / "assets" / "tiny"))
 
 # %% ../../nbs/task/03_toy.ipynb #6ee2e45c
 def _smollm2_gguf() -> Path:

@@ -476,15 +476,11 @@ class FireworksBackend(Backend):
 def check_config(cfg: Config) -> None:
     "Raises `ConfigError` for what cannot work, before anything is asked for."
     check_tokenizer(cfg.deployment)
-    shapeless = cfg.infra is not None and cfg.infra.ref_training_shape_id is None and cfg.lora_rank == 0
-    if shapeless and (cfg.kl_beta > 0 or cfg.kl_metric):
-        fix = "Set infra.ref_training_shape_id, or kl_beta=0; with trainer= the service chooses a shape by itself."
-        raise ConfigError("kl_beta", got=cfg.kl_beta, expected="0 without a reference trainer", fix=fix)
 
 # %% ../../../nbs/backends/services/04_fireworks.ipynb #893c788e
 def check_plan(cfg: Config, rlor_mgr: Any, attached: bool) -> None:
     "Raises `ConfigError` for what the service's own responses show to be impossible, before anything is asked for."
-    shaped = cfg.trainer or cfg.infra or TrainerConfig()
+    shaped = cfg.trainer or TrainerConfig()
     if resumes_there(cfg) and cfg.resume is not None and not cfg.resume.resume_job_id and not attached:
         got, fix = f"{cfg.resume.resume_from!r}, a bare name", "Set trainer.job_id, or resume.resume_job_id."
         expected = "a folder, or a job that has saved it: this one is new"
@@ -519,7 +515,7 @@ def infra_wishes(cfg: Config, found: Mapping[str, Resource]) -> dict[str, Any]: 
     deploy = cfg.deployment or DeployConfig()
     if (serving := found.get("deployment")) is not None and deploy.deployment_id in (None, serving.id):
         deploy = replace(deploy, deployment_id=serving.id)
-    shaped = cfg.trainer or cfg.infra or TrainerConfig()
+    shaped = cfg.trainer or TrainerConfig()
     return {
         "base_model": cfg.base_model,
         "infra_cfg": shaped,

@@ -631,7 +631,7 @@ def serves(deploy_mgr: Any, deployment: Any) -> bool:  # of a DeploymentInfo
 
 # %% ../../../nbs/backends/services/03_provision.ipynb #6e323c41
 def trainer_request(
-    infra: InfraConfig | TrainerConfig,
+    infra: TrainerConfig,
     *,
     job_id: str,
     base_model: str,
@@ -657,14 +657,14 @@ def trainer_request(
         max_context_length=max_seq_len,
         learning_rate=learning_rate,
         gradient_accumulation_steps=None if grad_accum == 1 else grad_accum,
-        trainer_replica_count=getattr(infra, "replica_count", None),
+        trainer_replica_count=infra.replica_count,
         display_name=display_name,
         hot_load_deployment_id=hot_load_deployment_id,
         extra_args=[a for a in args if a != "--forward-only"] or None,
         training_shape_ref=newest,
         forward_only=forward_only or "--forward-only" in args,
         auto_select_training_shape=newest is None and not (infra.accelerator_type or infra.accelerator_count),
-        managed_by=getattr(infra, "managed_by", None),
+        managed_by=infra.managed_by,
         requested_job_id=job_id,
         **{name: getattr(infra, name) for name in alike},
     )
@@ -706,7 +706,7 @@ class InfraRequest:
     rlor_mgr: Any  # the SDK's TrainerJobManager
     deploy_mgr: Any = None  # the SDK's DeploymentManager
     base_model: str  # "accounts/.../models/..."
-    infra_cfg: InfraConfig | TrainerConfig
+    infra_cfg: TrainerConfig
     deploy_cfg: DeployConfig | None = None
     lora_rank: int = 0  # 0 = all parameters
     max_seq_len: int | None = None  # tokens; None = the shape's
@@ -742,10 +742,10 @@ class InfraPlan:
 
 # %% ../../../nbs/backends/services/03_provision.ipynb #beb0f0f1
 def plan_trainer(
-    rlor_mgr: Any, infra: InfraConfig | TrainerConfig, role: str, shape: str | None, job_id: str | None, **request: Any
+    rlor_mgr: Any, infra: TrainerConfig, role: str, shape: str | None, job_id: str | None, **request: Any
 ) -> TrainerPlan:
     "Decide about one trainer; raises `BackendError` for a job or shape that is not there."
-    timeout_s = infra.trainer_timeout_s if isinstance(infra, InfraConfig) else infra.timeout_s
+    timeout_s = infra.timeout_s
     if job_id is not None:
         with as_backend_errors(f"{role} trainer {job_id}"):
             job = rlor_mgr.try_get(job_id)
@@ -763,7 +763,7 @@ def plan_trainer(
     length = request.pop("max_seq_len", None) or getattr(profile, "max_supported_context_length", None)
     fresh = new_id(request.get("display_name") or role)
     asked = trainer_request(infra, job_id=fresh, shape=shape, profile=profile, max_seq_len=length, **request)
-    owned = role != "reference" or getattr(infra, "cleanup_reference_on_close", True)
+    owned = role != "reference" or infra.cleanup_reference_on_close
     return TrainerPlan(rlor_mgr, role, fresh, asked, owned=owned, profile=profile, timeout_s=timeout_s)
 
 # %% ../../../nbs/backends/services/03_provision.ipynb #471d572e
@@ -813,10 +813,8 @@ def plan_infra(
         raise ConfigError("deploy_mgr", got="None", expected="a DeploymentManager", fix=fix)
     if r.needs_inference:
         check_tokenizer(deploy)
-    earlier = isinstance(infra, InfraConfig)
-    ref_shape = infra.ref_training_shape_id if earlier else infra.reference_training_shape_id
-    policy_job_id = r.policy_job_id or getattr(infra, "job_id", None)
-    reference_job_id = r.reference_job_id or getattr(infra, "reference_job_id", None)
+    ref_shape = infra.reference_training_shape_id
+    policy_job_id, reference_job_id = r.policy_job_id or infra.job_id, r.reference_job_id or infra.reference_job_id
     per_deployment = r.needs_inference and deploy.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
     if per_deployment and deploy.deployment_id is None:
         deploy = replace(deploy, deployment_id=new_id(r.base_model.rsplit("/", 1)[-1]))
@@ -863,7 +861,7 @@ def undone_on_error(rlor_mgr: Any, deploy_mgr: Any, cleanup: ResourceCleanup | N
 def create_trainer_job(
     rlor_mgr: Any,  # the SDK's TrainerJobManager
     *,
-    infra: InfraConfig | TrainerConfig,
+    infra: TrainerConfig,
     profile: Any = None,  # TrainingShapeProfile, if it was resolved already
     job_id: str | None = None,  # reuse this one, resumed if it has stopped
     on_status: OnStatus | None = None,
@@ -887,7 +885,7 @@ def setup_deployment(
     deploy_mgr: Any,  # the SDK's DeploymentManager
     deploy_cfg: DeployConfig,
     base_model: str,
-    infra: InfraConfig | TrainerConfig | None = None,  # its region, unless the deployment names one
+    infra: TrainerConfig | None = None,  # its region, unless the deployment names one
     *,
     hot_load_trainer_job: str | None = None,
     on_status: OnStatus | None = None,
