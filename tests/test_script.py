@@ -21,6 +21,7 @@ import pytest
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
 from rl_notebook.loop.loop import GRPOLoop
@@ -30,7 +31,6 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
-PROGRAM = Path(sys.executable).with_name("rl-notebook")
 SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
 SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "steps": 2}
 
@@ -184,7 +184,7 @@ def test_a_config_names_functions_of_files(desk):
     assert (cfg.advantage_fn, cfg.max_rows) == ("my_own:against_the_worst", 8)
     cfg.to_yaml(desk / "run.yaml")
     here = asyncio.run(loop.run(progress=False))
-    process(PROGRAM, "train", "--config", "run.yaml", "--log-path", "log", cwd=desk)
+    assert command(["train", "--config", "run.yaml", "--log-path", "log"]) == 0
     assert_same(list(Run.open(desk / "log")), here)
 
 
