@@ -47,6 +47,7 @@ mathjax_path = "mathjax/tex-chtml.js"
 html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_search_scorer = str(_root / "docs" / "search.js")
+html_show_search_summary = False  # excerpts would be fetched, which a page of the disk may not: promises stand below
 
 
 def plain(text: str) -> str:
@@ -92,8 +93,16 @@ class SettingRole(SphinxRole):
         return [node], []
 
 
+def promised(app: Sphinx, page: str, *_: Any) -> None:
+    "The search page knows what each page promises."
+    if page == "search":
+        app.add_js_file("promises.js")
+
+
 def setup(app: Sphinx) -> None:
     "Sphinx calls this."
+    app.connect("config-inited", lambda app, config: config.html_static_path.append(f"{app.srcdir}/promises"))
+    app.connect("html-page-context", promised)
     app.add_object_type("setting", "to-setting", objname="setting")
     app.add_role("setting", SettingRole())
     app.connect("autodoc-process-docstring", told)

@@ -1,4 +1,5 @@
 // The order of what the site's search finds: pages with the words in their title, guides before reference, settings first.
+// And what stands below each: the page's promise, or what the setting means (PROMISES, from docs/sources.py).
 var Scorer = {
   objNameMatch: 22,
   objPartialMatch: 6,
@@ -9,7 +10,7 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
   guides: ["Start", "Your own task"],
-  aside: /^(api\/|CHANGELOG|CONTRIBUTING|AGENTS|7\d_emulator)/,
+  aside: /^(api\/|CHANGELOG|CONTRIBUTING|AGENTS|emulator\/)/,
   captions: null, // of the sidebar, by page
 
   section(page) {
@@ -26,12 +27,32 @@ var Scorer = {
   },
 
   score([page, title, , description, score, , kind]) {
-    if (kind === "object") return score + (description.startsWith("setting,") ? 10 : 0);
-    const asked = new URLSearchParams(location.search).get("q") ?? "";
-    const words = splitQuery(asked.toLowerCase()).filter((word) => !stopwords.has(word));
+    const asked = (new URLSearchParams(location.search).get("q") ?? "").trim().toLowerCase();
+    const words = splitQuery(asked).filter((word) => !stopwords.has(word));
+    if (kind === "object") {
+      const parts = title.toLowerCase().split(/[._]/);
+      const begins = asked.split(/[\s._]+/).some((word) => parts.some((part) => part.startsWith(word)));
+      if (title.toLowerCase() === asked.replace(/\s+/g, "_")) score += 15; // "learning rate"; before a sub-config's own
+      return score + (description.startsWith("setting,") ? 10 : 0) - (begins ? 0 : 30); // "verl" is not in "overlong"
+    }
     const there = words.filter((word) => title.toLowerCase().includes(word.replace(/s$/, "")));
     score += words.length ? (10 * there.length) / words.length : 0;
     if (this.guides.includes(this.section(page))) score += 4;
     return this.aside.test(page) ? score - 12 : score;
   },
 };
+
+document.addEventListener("DOMContentLoaded", () => {
+  const found = document.getElementById("search-results");
+  const explain = () => {
+    for (const item of found.querySelectorAll("li:not(.explained)")) {
+      item.classList.add("explained");
+      const [page, anchor] = item.querySelector("a").getAttribute("href").replace(".html", "").split("#");
+      const promise = PROMISES[`${page}#${anchor}`] ?? (page.startsWith("api/") && anchor ? null : PROMISES[page]);
+      if (promise) item.append(Object.assign(document.createElement("p"), { className: "context", textContent: promise }));
+    }
+  };
+  if (!found) return;
+  new MutationObserver(explain).observe(found, { childList: true, subtree: true });
+  explain();
+});

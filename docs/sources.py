@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import json
 import posixpath
 import re
 import shutil
@@ -211,7 +212,7 @@ def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]
 
 def write_gallery(site: Site, target: Path) -> None:
     "The gallery: steps that explain themselves, and what each fault looks like."
-    promise = "What a step says of itself, and what each disagreement looks like. Each leads to the page that made it."
+    promise = "Pictures of real runs: steps that x-ray explains, and six faults between trainer and sampler."
     cells = [nbformat.v4.new_markdown_cell(f"# Gallery\n\n> {promise}")]
     for title, wanted in GALLERY.items():
         cells.append(nbformat.v4.new_markdown_cell(f"## {title}"))
@@ -237,6 +238,29 @@ def write_api(site: Site, target: Path, names: dict[str, str]) -> None:
         listed = ["```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"]
         lines = ["---", "orphan: true", "---", f"# {module}: names and signatures", "", f"> {promise}", "", *listed]
         (folder / f"{module}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def write_promises(target: Path) -> None:
+    "For the search: what each page promises, and what each setting means."
+    promises: dict[str, str] = {}
+    for path in [*target.rglob("*.ipynb"), *target.rglob("*.md")]:
+        text, page = path.read_text(encoding="utf-8"), path.relative_to(target).with_suffix("").as_posix()
+        if path.suffix == ".ipynb":
+            text = nbformat.reads(text, as_version=4).cells[0].source
+        first = next((part for part in text.split("\n\n") if not part.startswith(("#", "---", "<!--", "```"))), "")
+        promises[page] = plain_text(first)
+        rows = re.findall(r"^\| \{setting\}`(\S+)` \| .+ \| (.+) \|$", text, re.MULTILINE)
+        promises |= {f"{page}#{name}": plain_text(meaning) for name, meaning in rows}
+    folder = target / "promises"
+    folder.mkdir()
+    (folder / "promises.js").write_text(f"const PROMISES = {json.dumps(promises)};\n", encoding="utf-8")
+
+
+def plain_text(markdown: str) -> str:
+    "A paragraph of Markdown without its signs, in one line."
+    text = re.sub(r"\{py:obj\}`(\S+) <[^>]+>`", r"\1", markdown)
+    text = re.sub(r"\[([^]]+)\]\([^)]*\)|[*`\\]|^> ?", r"\1", text, flags=re.MULTILINE)
+    return " ".join(text.split())
 
 
 def write_settings(target: Path) -> None:
@@ -273,6 +297,7 @@ def write_site(root: Path, target: Path) -> None:
     write_gallery(site, target)
     write_api(site, target, names)
     write_settings(target)
+    write_promises(target)
 
 
 def main(argv: list[str]) -> Any:
