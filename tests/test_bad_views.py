@@ -47,9 +47,6 @@ from rl_notebook.views.report import report_html
 from rl_notebook.views.tokens import inspect_tokens
 from rl_notebook.views.whatif import WhatIfPanel
 
-# --- what may come out ----------------------------------------------------------------------------------------------
-
-
 # --- records --------------------------------------------------------------------------------------------------------
 
 BAD = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>\x1b[31m\u202e'

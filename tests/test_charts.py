@@ -239,9 +239,6 @@ def test_a_run_whose_trainer_and_sampler_take_turns_looks_as_before():
     assert len(timeline_figure(alone)["layout"]["yaxis"]["tickvals"]) == 1  # of the trainer
 
 
-# --- odd runs ---------------------------------------------------------------------------------------------------------
-
-
 # --- live -------------------------------------------------------------------------------------------------------------
 
 

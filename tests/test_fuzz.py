@@ -1,7 +1,7 @@
 """Whatever comes in from outside, what comes out is a value or one of our errors with its parts.
 
-Each edge (settings, YAML, flags, rows, rewards, templates, run folders, answers of services) gets hostile input,
-written down for the finds of the past and drawn at random for those to come; SLOW=1 draws ten times as many.
+Each edge (settings, YAML, rows, run folders) gets hostile input, written down for the finds of the past and drawn at
+random for those to come; SLOW=1 draws ten times as many.
 """
 
 from __future__ import annotations
@@ -133,9 +133,6 @@ def test_yaml(text: str | bytes, tmp_path: Path) -> None:
     refused(lambda: use(Config.from_yaml(path), tmp_path))
 
 
-# --- the command ------------------------------------------------------------------------------------------------------
-
-
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 COLUMNS = ["messages", "prompt", "question", "prompt_tokens", "answer", "ground_truth", "key", "reward_model", "x"]
@@ -181,12 +178,6 @@ def test_lines(data: bytes, tmp_path: Path) -> None:
     for name in ("rows.jsonl", "rows.parquet"):
         (tmp_path / name).write_bytes(data)
         refused(lambda name=name: rows_and_prompts(str(tmp_path / name)))
-
-
-# --- rewards ----------------------------------------------------------------------------------------------------------
-
-
-# --- chat templates ---------------------------------------------------------------------------------------------------
 
 
 # --- run folders ------------------------------------------------------------------------------------------------------
@@ -299,6 +290,3 @@ def changed_bytes(at: float, new: bytes) -> Callable[[bytes], bytes]:
 )
 def test_flipped_bytes(name: str, at: float, new: bytes, finished: Path, tmp_path: Path) -> None:
     try_run(finished, tmp_path, name, changed_bytes(at, new))
-
-
-# --- answers of services ----------------------------------------------------------------------------------------------

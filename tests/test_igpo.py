@@ -500,6 +500,3 @@ def test_the_table_counts_turns_along_a_run_and_puts_the_outcome_on_its_last():
     assert table["ig"].tolist() == [1, 2, -1, 0]
     assert table["advantage"].isna().all()
     assert igpo_table(StepRecord(step=1)).empty
-
-
-# --- the view --------------------------------------------------------------------------------------------------------

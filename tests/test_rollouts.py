@@ -387,9 +387,6 @@ def test_a_lost_request_is_an_error_unless_a_breaker_watches():
         simulate(draw_completions(Shaky(KeyError("bug")), PROMPT, params, retries=3, breaker=breaker))
 
 
-# --- cutting a step --------------------------------------------------------------------------------------------------
-
-
 # --- the function of the Fireworks guides, with no line changed but its imports --------------------------------------
 
 ROLLOUT = '''

@@ -96,9 +96,6 @@ def test_chat_template_only_appends_and_marks_what_was_said(turns):
     assert torch.tensor(ids)[spoken].tolist() == said
 
 
-# ---- the corpus
-
-
 # ---- the model that ships
 
 

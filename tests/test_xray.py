@@ -450,9 +450,6 @@ def test_another_temperature_fails_though_the_raw_logprobs_agree(fresh: StepReco
     assert sentence(record).startswith("✗ on-policy: drawn at 1.5, scored at 1")
 
 
-# --- bad input ------------------------------------------------------------------------------------------------------
-
-
 # --- noise floor ----------------------------------------------------------------------------------------------------
 
 
