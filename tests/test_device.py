@@ -12,7 +12,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from rl_notebook.backends import roofline as roofs
 from rl_notebook.backends.local import engine as engine_module
 from rl_notebook.backends.local import trainer as local
-from rl_notebook.backends.local.engine import BURST, Engine, draw_tokens, open_model
+from rl_notebook.backends.local.engine import BURST, Engine, draw_tokens
+from rl_notebook.backends.local.model import open_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.routing import find_routers
 from rl_notebook.core.types import AdamParams, Datum, SampleParams

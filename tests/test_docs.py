@@ -50,7 +50,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
     [
         ("custom reward", "task/01_rewards.ipynb"),
         ("kl_beta", "settings.md"),
-        ("lora", "backends/local/04_trainer.ipynb"),
+        ("lora", "backends/local/08_trainer.ipynb"),
         ("vllm", "tutorials/402_past_one_machine.ipynb"),
         ("custom loss", "core/05_losses.ipynb"),
         ("grpotrainer", "tutorials/403_coming_from_trl.ipynb"),

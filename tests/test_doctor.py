@@ -16,7 +16,7 @@ import transformers
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local.engine import CausalModel, open_model
+from rl_notebook.backends.local.model import CausalModel, open_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.advantages import with_advantages

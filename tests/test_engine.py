@@ -12,19 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS, byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.local.engine import (
-    CausalModel,
-    Engine,
-    Uniforms,
-    bare_model,
-    echo,
-    head_logprobs,
-    open_model,
-    pick_logprobs,
-    probe_error,
-    mergeable,
-    takes_blocks,
-)
+from rl_notebook.backends.local.engine import Engine, Uniforms, echo
+from rl_notebook.backends.local.fast import mergeable, takes_blocks
+from rl_notebook.backends.local.model import CausalModel, bare_model, head_logprobs, open_model
+from rl_notebook.backends.local.model import pick_logprobs, probe_error
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
 from rl_notebook.core.types import BackendError, ConfigError, MissingExtra, SampleParams

@@ -15,7 +15,8 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 import rl_notebook.backends.local.trainer as local_module
-from rl_notebook.backends.local.engine import head_logprobs, open_model, plan_batches
+from rl_notebook.backends.local.engine import plan_batches
+from rl_notebook.backends.local.model import head_logprobs, open_model
 from rl_notebook.backends.local.trainer import Batch, Scoring, open_local
 from rl_notebook.backends.local.prefixes import plan_trees, prefix_tree
 from rl_notebook.core.types import Datum

@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_notebook.core.align import align_routing
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local.engine import open_model
+from rl_notebook.backends.local.model import open_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.routing import find_routers, noting, read_notes, replaying, write_notes
 from rl_notebook.task.chat import sample_from_completion
