@@ -10,7 +10,8 @@ import torch
 from test_local_backend import ADAM, gradients, mixing_loss, naive_gradients, random_datums, run
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.local.trainer import open_local, unpacked
+from rl_notebook.backends.local.loading import unpacked
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.recipes.open import open_backend
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError, MissingExtra, RecordError

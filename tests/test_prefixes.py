@@ -17,7 +17,8 @@ from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralFo
 import rl_notebook.backends.local.trainer as local_module
 from rl_notebook.backends.local.engine import plan_batches
 from rl_notebook.backends.local.model import head_logprobs, open_model
-from rl_notebook.backends.local.trainer import Batch, Scoring, open_local
+from rl_notebook.backends.local.scoring import Batch, Scoring
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.prefixes import plan_trees, prefix_tree
 from rl_notebook.core.types import Datum
 

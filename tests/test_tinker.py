@@ -460,7 +460,7 @@ def test_replaced_states_are_deleted_and_others_are_not():
 
 @given(st.text(max_size=200), st.integers(0, 10**6), st.booleans(), st.integers(1, 10**6))
 def test_names_of_states_carry_the_version(name, current, published, number):
-    from rl_notebook.backends.local.trainer import Versions
+    from rl_notebook.backends.local.scoring import Versions
 
     remote = state_name(label_of(name), Versions(current, current + 1, published), "0f3a", number)
     assert version_in(f"tinker://some-model/weights/{remote}") == (current, published)

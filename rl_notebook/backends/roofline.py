@@ -118,16 +118,6 @@ class Roofs:
         return f"{self.flops / 1e9:.3g} GFLOP/s, {self.bytes / 1e9:.3g} GB/s"
 
 # %% ../../nbs/backends/00_roofline.ipynb #c3227c8a
-def best_of(run: Callable[[], Any], seconds: float) -> float:
-    "The shortest time of one call, tried for that many seconds."
-    end, best = time.perf_counter() + seconds, math.inf
-    while time.perf_counter() < end or best == math.inf:
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
-    return best
-
-
 @contextmanager
 def threads(count: int | None) -> Iterator[None]:
     "Torch on so many threads; None leaves it alone."
@@ -137,15 +127,6 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def best_on_any_threads(run: Callable[[], Any], seconds: float, most: int | None = None) -> float:
-    "`best_of` on one thread and on `most` (None = as torch is set): small products suffer from more threads."
-    times, counts = [], {1, most or torch.get_num_threads()}
-    for count in counts:
-        with threads(count):
-            times.append(best_of(run, seconds / len(counts)))
-    return min(times)
 
 # %% ../../nbs/backends/00_roofline.ipynb #98cce2e3
 CALLS = 20  # that are timed together on a GPU, where a single one is over before the wait for it has begun
@@ -158,16 +139,19 @@ def settle(device: torch.device | str) -> None:
 
 
 def rate(run: Callable[[], Any], amount: float, device: str, seconds: float, most: int | None) -> float:
-    "The best that was reached of an `amount` a call, per second."
-    if device == "cpu":
-        return amount / best_on_any_threads(run, seconds, most)
-
-    def several() -> None:
-        for _ in range(CALLS):
-            run()
-        settle(device)
-
-    return CALLS * amount / best_of(several, seconds)
+    "The best that was reached of an `amount` a call, per second, on one thread and on `most` (None = as torch is set)."
+    best, calls = math.inf, 1 if device == "cpu" else CALLS
+    counts = {1, most or torch.get_num_threads()} if device == "cpu" else {None}
+    for count in counts:
+        with threads(count):
+            end = time.perf_counter() + seconds / len(counts)
+            while best == math.inf or time.perf_counter() < end:
+                start = time.perf_counter()
+                for _ in range(calls):
+                    run()
+                settle(device)
+                best = min(best, time.perf_counter() - start)
+    return calls * amount / best
 
 
 def gemm_rate(size: ModelSize, rows: int, seconds: float = 0.1, most: int | None = None) -> float:

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 from ..backends.base import Backend
 from ..backends.local.engine import Request, check_request, check_tokens
+from ..backends.local.scoring import score
 from ..backends.local.trainer import LocalSampler, LocalTrainer, PolicyState, capture, open_local, read_folder
-from ..backends.local.trainer import restore, score, update, write_folder
+from ..backends.local.trainer import restore, update, write_folder
 from ..core.types import AdamParams, BackendError, Completion, RLNotebookError
 from ..task.toy import load_model
 

@@ -343,20 +343,13 @@ class FastLayer:
         self.down = linears_fn([mlp.down_proj], copies)
 
     def __call__(
-        self,
-        x: Tensor,  # (B * S, D)
-        shape: Sequence[int],  # (B, S)
-        cos: Tensor,
-        sin: Tensor,
-        cache: SlotCache | None,
-        layer: int,
-        window: int | None = None,
-    ) -> Tensor:  # (B * S, D)
-        "All sequences as one list of tokens, apart only in attention."
+        self, x: Tensor, shape: Sequence[int], cos: Tensor, sin: Tensor, cache: SlotCache | None, *at: Any
+    ) -> Tensor:
+        "(B * S, D) to the same, all sequences of `shape` (B, S) as one list of tokens; `at`: layer and window."
         heads = self.qkv(x).view(*shape, -1, self.head_dim)
         qk, v = heads.split_with_sizes((sum(self.heads), self.heads[1]), 2)
         q, k = rotate(self.head_norm(qk), cos, sin).split_with_sizes(self.heads, 2)
-        x = self.o(attend(q, k, v, self.scale, cache, layer, window).flatten(0, 1), x)
+        x = self.o(attend(q, k, v, self.scale, cache, *at).flatten(0, 1), x)
         gate, up = self.gate_up(x).chunk(2, -1)
         return self.down(self.act(gate) * up, x)
 

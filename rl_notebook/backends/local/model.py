@@ -68,9 +68,8 @@ class _HeadLogprobs(torch.autograd.Function):
         ctx.temperature, ctx.chunk = temperature, chunk
         ctx.frozen = not ctx.needs_input_grad[1]
         values, dlogprobs = [], []
-        for h, t, e in zip(
-            hidden.split(chunk), targets.split(chunk), parted(entropy, len(targets), chunk), strict=True
-        ):
+        parts = hidden.split(chunk), targets.split(chunk), parted(entropy, len(targets), chunk)
+        for h, t, e in zip(*parts, strict=True):
             logits = logits_of(F.linear(h, weight), None)
             values.append(pick_logprobs(logits, t, temperature, e))
             if ctx.frozen:
@@ -100,14 +99,9 @@ class _HeadLogprobs(torch.autograd.Function):
 
 # %% ../../../nbs/backends/local/04_model.ipynb #f9ef3eb9
 def head_logprobs(
-    features: Tensor,  # (M, D) hidden states, or (M, V) logits when there is no head
-    targets: Tensor,  # (M,) ids
-    head: nn.Module | None,  # output embedding
-    temperature: float = 1.0,  # divides the logits
-    chunk_elements: int = CHUNK_ELEMENTS,  # logits that may exist at once
-    entropy: Tensor | None = None,  # (M,) to be filled with the entropy of each row, without gradient
+    features: Tensor, targets: Tensor, head: Any, temperature: float = 1.0, chunk_elements=CHUNK_ELEMENTS, entropy=None
 ) -> Tensor:
-    "(M,) log-probabilities of `targets`, differentiable, with memory that does not grow with M times V."
+    "(M,) logprobs of `targets`, differentiable, from features (M, D), or logits without a head; fills `entropy` (M,)."
     if head is None or len(targets) == 0:
         return pick_logprobs(logits_of(features, head), targets, temperature, entropy)
     chunk = max(1, chunk_elements // int(getattr(head, "out_features", 2**16)))
@@ -156,13 +150,11 @@ def check_layers(model: Any) -> None:
     others = sorted({kind for kind in kinds if kind not in STATELESS})
     if others or getattr(model, "_is_stateful", False):
         count = f"{sum(kind in others for kind in kinds)} of {len(kinds)} layers of the kind {', '.join(others)}"
-        raise BackendError(
-            "the model cannot be sampled from here",
-            where=type(model).__name__,
-            got=count if others else "layers that fold the past into a state",
-            expected="full or sliding-window attention in every layer, whose past is keys and values",
-            fix="Train it on a service (backend='tinker' or 'fireworks'), or choose a model of attention layers only.",
-        )
+        what, where = "the model cannot be sampled from here", type(model).__name__
+        got = count if others else "layers that fold the past into a state"
+        expected = "full or sliding-window attention in every layer, whose past is keys and values"
+        fix = "Train it on a service (backend='tinker' or 'fireworks'), or choose a model of attention layers only."
+        raise BackendError(what, where=where, got=got, expected=expected, fix=fix)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #6e26977e
 class CausalModel:
@@ -187,18 +179,13 @@ class CausalModel:
         self.unknown = frozenset[int]()  # ids that have no share in its logprobs
 
     def features(
-        self,
-        ids: Tensor,  # (B, S)
-        positions: Tensor | None = None,  # (B, S), None = 0, 1, 2, ...
-        cache: SlotCache | None = None,  # keys and values to continue
-        highest: int | None = None,  # largest position, if known
-        keep: int = 0,  # last positions that are needed, 0 = all; only the full route saves by it
-    ) -> Tensor:  # (B, S, D), or (B, keep or S, V) on the full route
-        "What the head turns into logits."
+        self, ids: Tensor, positions: Tensor | None = None, cache: SlotCache | None = None, highest=0, keep=0
+    ) -> Tensor:
+        "(B, S, D) of ids (B, S) for the head, or (B, `keep` or S, V) on the full route; `highest` of the positions."
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if self.fast is not None:
-            return self.fast(ids, positions, cache, ids.shape[1] if highest is None else highest, self.windows)
+            return self.fast(ids, positions, cache, highest or ids.shape[1], self.windows)
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, self.cache_name: cache}
         inputs |= {"use_cache": cache is not None, "attention_mask": self.masks(cache)}
         if self.route == "full":
@@ -224,10 +211,6 @@ class CausalModel:
         "(M,) logprobs of `targets` (M,) from features (M, D); fills `entropy` (M,), if it is given."
         return head_logprobs(features, targets, self.head, temperature, entropy=entropy)
 
-    def entropy(self, features: Tensor, temperature: float = 1.0) -> Tensor:
-        "(M,) entropies from features (M, D), nats, differentiable."
-        return head_entropy(features, self.head, temperature)
-
 # %% ../../../nbs/backends/local/04_model.ipynb #37af906f
 class KnownHead:
     "A head whose logits are minus infinity for unknown ids; without one, the features are the logits."
@@ -238,12 +221,6 @@ class KnownHead:
     def __call__(self, features: Tensor) -> Tensor:
         logits = features if self.head is None else self.head(features)
         return logits.masked_fill(self.unknown, -torch.inf)
-
-
-def unknown_ids(tokenizer: Any, vocab_size: int) -> list[int]:
-    "Ids of a model that its tokenizer has no token for; none where it does not say which it has."
-    known = {*tokenizer.get_vocab().values()} if hasattr(tokenizer, "get_vocab") else range(vocab_size)
-    return [i for i in range(vocab_size) if i not in known]
 
 
 def mask_ids(causal: CausalModel, ids: Sequence[int]) -> CausalModel:
@@ -422,10 +399,6 @@ def open_model(
             causal.no_tree = probe_tree(causal)
             return causal
         failures.append(f"{route}: logprobs off by {error:.2g} times what rounding explains")
-    raise BackendError(
-        "the model cannot be run",
-        where=type(bare_model(model)).__name__,
-        got="; ".join(failures),
-        expected="logprobs equal to the model's own",
-        fix="Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'.",
-    )
+    where, got, expected = type(bare_model(model)).__name__, "; ".join(failures), "logprobs equal to the model's own"
+    fix = "Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'."
+    raise BackendError("the model cannot be run", where=where, got=got, expected=expected, fix=fix)

@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import os
 import re
-import threading
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,275 +19,34 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
-from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..base import Backend, Capabilities, GradNormalization, LossFn, Meter
-from .engine import Engine, Request, check_request, check_tokens, echo, plan_batches
-from .model import CausalModel, bare_model, check_layers, mask_ids, open_model, padded
-from .model import unknown_ids
-from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
-from .routing import Routers, find_routers, read_notes, replaying
+from ..base import Backend, Capabilities, GradNormalization, LossFn
+from .engine import Engine, Request, check_request, check_tokens, echo
+from .loading import check_bits, checkpoint_layers, frozen_copy, in_dtype, told_unknown
+from .loading import twin_of, unpacked, with_lora, write_weights
+from .model import mask_ids, open_model
+from .prefixes import sent
+from .routing import find_routers
+from .scoring import Batch, Scoring, Versions, array, check_dlogprobs, loss_and_dlogprobs
+from .scoring import note_pass, per_datum, score
 from .worker import Worker, worker_threads
-from ..roofline import Work, pass_work, settle
+from ..roofline import settle
 from ...core.losses import reads_entropy
 from ...core.names import new_folder
-from ...core.types import AdamParams, BackendError, Completion, ConfigError, Datum, Logprobs, LossError
-from ...core.types import LossOutput, RecordError, RLNotebookError, SampleParams, needs
+from ...core.types import AdamParams, BackendError, Completion, ConfigError, Datum, Logprobs, LossOutput
+from ...core.types import RecordError, RLNotebookError, SampleParams
 from ...task.toy import model_and_tokenizer, no_bars
 
 # %% auto #0
 __all__ = ['export_weights', 'open_local']
 
-# %% ../../../nbs/backends/local/08_trainer.ipynb #44a62177
-SPLIT_GAIN = {"cpu": 512, "cuda": 8192}  # padded tokens worth one more pass through the model
-TREE_GAIN = {"cpu": 64, "cuda": 1024}  # tokens worth reading a batch as a prefix tree
-
-
-@dataclass(frozen=True, eq=False)
-class Batch:
-    "Datums that go through the model in one pass."
-
-    rows: list[int]  # where they stand among all
-    datums: list[Datum]
-    tokens: int  # that the pass computes, padding included
-    weight: int  # of the token budget
-    tree: PrefixTree | None = None  # what the model reads, common prefixes once; None = row by row
-
-    @classmethod
-    def of(cls, datums: Sequence[Datum], plan: tuple[list[int], int, int], device: Any = None) -> Batch:
-        "A batch of a plan: rows, tokens and weight; with a device, as a prefix tree there."
-        several = [datums[i] for i in plan[0]]
-        tree = None if device is None else prefix_tree([d.input_tokens for d in several], device)
-        return cls(plan[0], several, *plan[1:], tree)
-
-    @property
-    def real_tokens(self) -> int:
-        "Those that it computes without padding."
-        return self.tokens if self.tree else sum(len(d.weights) for d in self.datums)
-
-
-def check_datums(datums: Sequence[Datum], vocab_size: int | None, max_seq_len: int | None) -> None:
-    "Raises `BackendError` for datums that a model cannot read."
-    if not datums:
-        raise BackendError("datums", got="none", expected="at least one")
-    for d in datums:
-        check_tokens(d.tokens, vocab_size, d.where, max_seq_len)
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #496e7edb
-@dataclass(eq=False)
-class Versions:
-    "Policy versions: what the last sync published, and what the next one will."
-
-    current: int = 0  # the last published version
-    upcoming: int = 1  # what the next sync returns
-    published: bool = True  # whether the policy's weights are those of `current`
-
-    def publish(self) -> int:
-        "Count a sync; returns the new policy version."
-        self.current, self.upcoming, self.published = self.upcoming, self.upcoming + 1, True
-        return self.current
-
-    def stand_at(self, current: int, published: bool = False) -> None:
-        "The policy has the weights of a version, or moved on from them."
-        self.current, self.upcoming, self.published = current, current + (not published), published
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #5ba60583
-@dataclass(frozen=True, eq=False)
-class Scoring:
-    "How datums become logprobs."
-
-    causal: CausalModel
-    temperature: float = 1.0  # divides the logits
-    tokens_per_batch: int = 16384  # padded tokens of one batch
-    prompt_logprobs: bool = False  # also score positions of weight 0
-    max_seq_len: int | None = None  # longest sequence
-    meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
-    source: str = "policy"  # that its logprobs name
-    versions: Versions = field(default_factory=Versions)  # likewise
-    routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
-
-    @property
-    def no_tree(self) -> str:
-        "Why common prefixes are computed for each datum; empty when they are computed once."
-        return "router replay" if self.routers is not None else self.causal.no_tree
-
-    def batches(self, datums: Sequence[Datum]) -> list[Batch]:
-        "Batches within the token budget: prefix trees where they gain enough, else rows of similar length."
-        lengths, device = [len(d.weights) for d in datums], self.causal.device
-        plain = plan_batches(lengths, self.tokens_per_batch, SPLIT_GAIN.get(device.type, 8192))
-        sizes = [len(rows) * lengths[rows[0]] for rows in plain]
-        if not self.no_tree:
-            trees = plan_trees([d.input_tokens for d in datums], self.tokens_per_batch)
-            saved = sum(sizes) - sum(tokens for _, tokens, _ in trees)
-            if saved >= max(TREE_GAIN.get(device.type, 1024), sum(sizes) // 10):
-                return [Batch.of(datums, tree, device) for tree in trees]
-        return [Batch.of(datums, (rows, size, size)) for rows, size in zip(plain, sizes, strict=True)]
-
-    def scored(self, d: Datum) -> np.ndarray:
-        "(N-1,) bool: the positions that are scored."
-        return d.active | self.prompt_logprobs
-
-    def check(self, datums: Sequence[Datum]) -> None:
-        "Raises `BackendError` for datums that the model cannot read, and for a scored id without a share."
-        check_datums(datums, self.causal.vocab_size, self.max_seq_len)
-        for d in datums if self.causal.unknown else ():
-            if bad := self.causal.unknown.intersection(d.target_tokens[self.scored(d)].tolist()):
-                got, fix = f"{min(bad)}, which the tokenizer does not know", "Mask it, or open with mask_unknown=False."
-                raise BackendError("token id", where=d.where, got=got, expected="known ids where the loss is", fix=fix)
-
-    def stamped(self, logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None) -> list[Logprobs]:
-        "Logprobs, and entropies beside them where there are any, with their provenance."
-        dtype = str(self.causal.dtype).removeprefix("torch.")
-        stamp: Any = {"source": self.source, "policy_version": self.versions.current, "temperature": self.temperature}
-        pairs = zip(logprobs, entropies or [None] * len(logprobs), strict=True)
-        return [Logprobs(array(s), **stamp, dtype=dtype, entropy=None if h is None else array(h)) for s, h in pairs]
-
-    def reading(self, batch: Batch) -> AbstractContextManager[None]:
-        "The model reads the batch's tree, or takes the experts that its datums name; raises `AlignmentError`."
-        datums = batch.datums
-        if self.routers is None or not any(d.routing and any(d.routing) for d in datums):
-            return reading(self.causal.decoder.config, batch.tree)
-        longest = max(len(d.weights) for d in datums)
-        chosen = read_notes(self.routers, [d.routing for d in datums], longest, [d.where for d in datums])
-        return replaying(self.routers, sent(chosen, self.causal.device).flatten(0, 1))
-
-    def forward(self, batch: Batch, entropy: bool = False, graded: bool = False) -> tuple[Tensor, Tensor | None]:
-        "(M,) logprobs of all scored positions, datum after datum, and entropies, `graded` with a gradient."
-        causal, datums, tree = self.causal, batch.datums, batch.tree
-        scored = [self.scored(d) for d in datums]
-        targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
-        width = max(len(s) for s in scored)
-        place = np.arange(len(datums) * width).reshape(-1, width) if tree is None else tree.place
-        where = np.concatenate([at[: len(s)][s] for at, s in zip(place, scored, strict=True)])
-        with self.reading(batch):
-            if tree is None:
-                features = causal.features(padded([d.input_tokens for d in datums], causal.device)).flatten(0, 1)
-            else:
-                features = causal.features(tree.ids, tree.positions)[0]
-        self.meter.datums_scored += len(datums)
-        if tree is None:
-            return self.head(features[sent(where, causal.device)], sent(targets, causal.device), entropy, graded)
-        once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
-        places, ids, back = (sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back))
-        found = self.head(F.embedding(places, features), ids, entropy, graded)
-        logprobs, entropies = (None if x is None else F.embedding(back, x[:, None])[:, 0] for x in found)
-        return logprobs, entropies  # type: ignore[return-value]
-
-    def head(self, features: Tensor, targets: Tensor, entropy: bool, graded: bool) -> tuple[Tensor, Tensor | None]:
-        "Logprobs of targets and, if asked for, the entropies beside them."
-        found = filled = None
-        if graded:
-            found = self.causal.entropy(features, self.temperature)
-        elif entropy:
-            dtype = torch.promote_types(features.dtype, torch.float32)
-            found = filled = features.new_empty(len(targets), dtype=dtype)
-        return self.causal.logprobs(features, targets, self.temperature, filled), found
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #dde4f14d
-def array(series: Tensor) -> np.ndarray:
-    "A series in float64, for what is not torch."
-    return series.detach().double().numpy()
-
-
-def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: Sequence[Any]) -> list[Tensor]:
-    "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat values of each batch."
-    together = [d for batch in batches for d in batch.datums]
-    scored = torch.from_numpy(np.concatenate([scoring.scored(d) for d in together]))
-    values = torch.cat([flat.detach() for flat in flats]).cpu()
-    whole = values.new_full(scored.shape, torch.nan)
-    whole[scored] = values
-    rows = [i for batch in batches for i in batch.rows]
-    series = dict(zip(rows, whole.split([len(d.weights) for d in together]), strict=True))
-    return [series[i] for i in range(len(datums))]
-
-
-def note_pass(scoring: Scoring, kind: str, batches: list[Batch], backward: bool = False) -> None:
-    "Add a pass over batches to the meter; a pass backward adds its FLOPs to those of the one forward."
-    size, tokens = scoring.causal.size, sum(b.tokens for b in batches)
-    scored = sum(int(scoring.scored(d).sum()) for b in batches for d in b.datums)
-    if backward:
-        work = Work(flops=size.flops(tokens, scored, backward=True) if size else 0.0)
-    else:
-        work = pass_work(size, tokens, scored, tokens - sum(b.real_tokens for b in batches), len(batches))
-    scoring.meter.note(kind, work)
-
-
-def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> list[Logprobs]:
-    "Logprobs (N-1,) of each datum in the order given, with the entropies in nats if they are asked for."
-    scoring.check(datums)
-    batches = scoring.batches(datums)
-    note_pass(scoring, "scoring", batches)
-    with torch.no_grad(), scoring.meter.timed("scoring"):
-        found = [scoring.forward(batch, entropy) for batch in batches]
-        settle(scoring.causal.device)
-    each = zip(*found, strict=True) if entropy else [[logprobs for logprobs, _ in found]]
-    return scoring.stamped(*[per_datum(scoring, datums, batches, [*flats]) for flats in each])
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #4c6941e2
-def not_finite(
-    datums: Sequence[Datum], series: Sequence[Tensor], prompt_logprobs: bool, what: str, got: Any
-) -> LossError:
-    "The error for a loss or derivative that is not finite, with its likely cause."
-    for d, s in zip(datums, series, strict=True):
-        if not s.detach()[torch.from_numpy(d.active | prompt_logprobs)].isfinite().all():
-            fix = "The weights have diverged: lower the learning rate, or load an earlier state."
-            return LossError("policy logprobs", where=d.where, got="NaN or infinity", expected="finite values", fix=fix)
-    fix = "Unscored positions are NaN: index with weights > 0, or open the backend with prompt_logprobs=True."
-    return LossError(what, got=got, expected="a finite value", fix=fix)
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #f94c545d
-def loss_and_dlogprobs(
-    datums: Sequence[Datum],
-    series: list[Tensor],  # (N-1,) leaves
-    loss_fn: LossFn,
-    prompt_logprobs: bool = False,  # positions of weight 0 are scored too
-    entropies: Sequence[Tensor] = (),  # (N-1,) leaves for a loss that reads them; their derivative is left in `.grad`
-) -> tuple[float, dict[str, float], list[np.ndarray]]:  # value, metrics, dL/dlogprob (N-1,) per datum
-    "Call the loss and differentiate it with respect to the logprobs; raises `LossError`."
-    loss, metrics = loss_fn(datums, series, *([entropies] if entropies else []))
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise LossError("loss", got=type(loss).__name__, expected="a tensor with one element, and a dict of metrics")
-    if not loss.isfinite().all():
-        raise not_finite(datums, series, prompt_logprobs, "loss", loss.item())
-    leaves = [*series, *entropies]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
-    dlogprobs = found[: len(series)]
-    for h, dentropy in zip(entropies, found[len(series) :], strict=True):
-        h.grad = dentropy
-    results = []
-    for d, dlogprob in zip(datums, dlogprobs, strict=True):
-        if dlogprob is None:
-            fix = "Every datum must enter the loss: a sum over no position counts, a constant does not."
-            raise LossError("gradient", where=d.where, got="none", expected="one (zero will do)", fix=fix)
-        dlogprob = np.where(d.active | prompt_logprobs, dlogprob.double().numpy(), 0.0)
-        if not np.isfinite(dlogprob).all():
-            raise not_finite(datums, series, prompt_logprobs, f"dL/dlogprob of {d.where}", "NaN or infinity")
-        results.append(dlogprob)
-    return loss.item(), dict(metrics), results
-
 # %% ../../../nbs/backends/local/08_trainer.ipynb #459e71fa
-def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], prompt_logprobs: bool = False) -> None:
-    "Raises `LossError` unless there is one finite series per datum, zero where nothing was scored."
-    if len(dlogprobs) != len(datums):
-        raise LossError("dlogprobs", got=f"{len(dlogprobs)} series", expected=f"{len(datums)}, one per datum")
-    for d, dlogprob in zip(datums, dlogprobs, strict=True):
-        if np.shape(dlogprob) != d.weights.shape:
-            raise LossError("dlogprobs", where=d.where, got=np.shape(dlogprob), expected=str(d.weights.shape))
-        if not np.isfinite(dlogprob).all():
-            raise LossError("dlogprobs", where=d.where, got="NaN or infinity", expected="finite values")
-        if np.any(np.asarray(dlogprob)[~(d.active | prompt_logprobs)]):
-            got, fix = "a derivative at an unscored position", "Set it to 0, or open with prompt_logprobs=True."
-            raise LossError("dlogprobs", where=d.where, got=got, expected="0", fix=fix)
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #4801ff78
 @dataclass(frozen=True, eq=False)
 class Graph:
     "A forward pass that is still attached to the weights."
@@ -378,7 +134,10 @@ class PolicyState:
                     with torch.enable_grad():
                         flat, h = scoring.forward(batch, graded=len(dentropies) > 0)
                 ends = [flat, h] if h is not None and len(dentropies) else [flat]
-                along = [scored_flat(scoring, batch, s, flat) for s in (dlogprobs, dentropies)[: len(ends)]]
+                along, own = [], [*zip(batch.rows, batch.datums, strict=True)]
+                for series in (dlogprobs, dentropies)[: len(ends)]:
+                    scored = [np.asarray(series[i])[scoring.scored(d)] for i, d in own]
+                    along.append(sent(torch.from_numpy(np.concatenate(scored)).to(flat.dtype), flat.device))
                 with scoring.reading(batch):
                     torch.autograd.backward(ends, along)
                 scoring.meter.datums_trained += len(batch.rows)
@@ -390,13 +149,6 @@ class PolicyState:
             settle(scoring.causal.device)
         self.loss_tokens += sum(d.num_loss_tokens for d in datums)
         self.sequences += len(datums)
-
-
-def scored_flat(scoring: Scoring, batch: Batch, series: Sequence[np.ndarray], like: Tensor) -> Tensor:
-    "(M,) what belongs to the scored positions of a batch, datum after datum."
-    both = zip(batch.rows, batch.datums, strict=True)
-    values = np.concatenate([np.asarray(series[i])[scoring.scored(d)] for i, d in both])
-    return sent(torch.from_numpy(values).to(like.dtype), like.device)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #7df7b978
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -456,19 +208,14 @@ def _layer_norms(kind: str, names: Iterable[str], tensors: Iterable[Tensor | Non
     return {f"{kind}/{layer}": norm for layer, norm in zip(layers, norms, strict=True)}
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #51eaae02
-def _take_back(state: PolicyState, before: list[Tensor], adam: AdamParams) -> None:
-    "Put weights that are not finite back to what they were; raises `BackendError`."
-    bad = [name for name, t in zip(state.params, state.targets, strict=True) if not t.isfinite().all()]
-    if not bad:
-        return
-    for t, old in zip(state.targets, before, strict=True):
-        t.copy_(old)
-    state.optimizer = None
-    state.drop_gradients()
-    got = f"NaN or infinity in {bad[0]}" + (f" and {len(bad) - 1} more tensors" if bad[1:] else "")
-    fix = f"Lower the learning rate ({adam.learning_rate:g}), raise adam_eps ({adam.eps:g}), or load an earlier state."
-    where = f"optim_step, update {state.steps + 1}"
-    raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
+def _not_finite(tensors: Mapping[str, Tensor]) -> str:
+    "Which tensors hold NaN or infinity; empty when none does."
+    numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
+    if np.isfinite(float(get_total_norm(numbers.values()))):
+        return ""
+    bad = [name for name, t in numbers.items() if not t.isfinite().all()]
+    more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
+    return f"NaN or infinity in {bad[0]}{more}" if bad else ""
 
 
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
@@ -486,8 +233,14 @@ def update(state: PolicyState, adam: AdamParams, normalization: GradNormalizatio
             grad.div_(count) if count != 1 else None
             grad.mul_(clipped / norm) if clipped < norm else None
         optimizer.step()
-        if not np.isfinite(float(get_total_norm(targets))):
-            _take_back(state, before, adam)
+        if got := _not_finite(dict(zip(state.params, targets, strict=True))):
+            for t, old in zip(targets, before, strict=True):
+                t.copy_(old)
+            state.optimizer = None
+            state.drop_gradients()
+            fix = f"Lower the learning rate ({adam.learning_rate:g}), raise adam_eps ({adam.eps:g}), or load a state."
+            where = f"optim_step, update {state.steps + 1}"
+            raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
         for name, master in state.masters.items():
             state.params[name].copy_(master)
         moved = [old.sub_(t) for old, t in zip(before, targets, strict=True)]
@@ -505,11 +258,7 @@ FORMAT = 1  # of a saved state
 
 def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], where: str) -> None:
     "Raise the error `kind` that names the first tensor with NaN or infinity."
-    numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
-    if np.isfinite(float(get_total_norm(numbers.values()))):
-        return
-    if bad := [name for name, t in numbers.items() if not t.isfinite().all()]:
-        got = f"NaN or infinity in {bad[0]}" + (f" and {len(bad) - 1} more tensors" if bad[1:] else "")
+    if got := _not_finite(tensors):
         fix = "Load an earlier state; what was saved or synced before stays as it is."
         raise kind("not finite", where=where, got=got, expected="finite values", fix=fix)
 
@@ -573,9 +322,8 @@ def restore(
     state.versions.stand_at(meta["version"], meta["published"])
     for name, target in zip(state.params, state.targets, strict=True):
         if f"adam/step/{name}" in tensors:
-            found = {key: tensors[f"adam/{key}/{name}"].clone() for key in ("step", "exp_avg", "exp_avg_sq")}
-            moments = {key: value.to(target.device) for key, value in found.items()}
-            adamw(state, AdamParams()).state[target] = moments
+            found = {key: tensors[f"adam/{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
+            adamw(state, AdamParams()).state[target] = {k: t.to(target.device, copy=True) for k, t in found.items()}
     torch.set_rng_state(tensors["rng/cpu"].cpu())
     if "rng/cuda" in tensors and state.scoring.causal.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng/cuda"].cpu(), state.scoring.causal.device)
@@ -875,12 +623,9 @@ class LocalSampler:
         return self.engine.policy_version
 
     async def sample(
-        self,
-        prompt_tokens: Sequence[int] | np.ndarray,
-        params: SampleParams,
-        on_token: Callable[[list[int]], Any] | None = None,  # gets the tokens so far, in the worker's thread
+        self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams, on_token: Callable | None = None
     ) -> list[Completion]:
-        "`params.n` completions of one prompt, from the weights of the last sync."
+        "`params.n` completions, from the weights of the last sync; `on_token` gets the tokens so far, in the worker."
         request = check_request(self.engine, prompt_tokens, params)
         request.on_token = on_token
         return await self.post(request)
@@ -994,164 +739,12 @@ class LocalSync:
         self.sampler.engine.policy_version = self.state.versions.publish()
         return self.sampler.engine.policy_version
 
-# %% ../../../nbs/backends/local/08_trainer.ipynb #be0478a2
-_SEEDING = threading.Lock()  # torch has one generator for all threads
-
-
-def twin_of(module: nn.Module, of: Callable[[Tensor], Tensor]) -> Any:
-    "A copy of a module, each parameter and buffer `of` the module's own; nothing of it learns."
-    tensors = (*module.parameters(), *module.buffers())
-
-    def own(t: Tensor) -> Tensor:
-        made = of(t)
-        return nn.Parameter(made, requires_grad=False) if isinstance(t, nn.Parameter) and made is not t else made
-
-    return copy.deepcopy(module, {id(t): own(t) for t in tensors})
-
-
-def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
-    "A copy that does not learn, with its own `learning` tensors; it shares the others."
-    own = {id(t) for t in learning.values()}
-    return twin_of(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
-
-
-def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
-    "A model over the same weights with a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
-    check_layers(model)  # peft says of a state space model only that its layers do not fit
-    with needs("lora", "LoRA"):
-        from peft import LoraConfig, get_peft_model
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")  # type: ignore[arg-type]
-    with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
-        torch.manual_seed(seed)
-        made: Any = get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type]
-    return in_8bit(made) if packed else made
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #1e29b841
-class _Int8Product(torch.autograd.Function):
-    "x W^T for a matrix in 8 bits, which is unpacked in each direction and kept in none."
-
-    @staticmethod
-    def forward(ctx, x, unpack):  # the matrix comes as what makes it: no tensor that autograd would keep
-        ctx.unpack = unpack
-        return F.linear(x, unpack())
-
-    @staticmethod
-    def backward(ctx, *grads):
-        return grads[0] @ ctx.unpack(), None
-
-    @staticmethod
-    def jvp(ctx, *tangents):  # as `linear_change` asks for it
-        return F.linear(tangents[0], ctx.unpack())
-
-
-class Int8Linear(nn.Linear):
-    "A frozen linear layer whose matrix is a torchao tensor of 8 bits."
-
-    def forward(self, input: Tensor) -> Tensor:
-        "(..., D) to (..., outputs)."
-        out: Any = _Int8Product.apply(input, self.weight.dequantize)
-        return out if self.bias is None else out + self.bias
-
-
-def unpacked(t: Tensor) -> Tensor:
-    "A tensor as it is, one of 8 bits as the numbers that it stands for."
-    return t.dequantize() if hasattr(t, "qdata") else t
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #777e9d04
-def check_bits(lora_rank: int, dtype: str, device: str) -> None:
-    "Raises `ConfigError` where a base cannot be kept in 8 bits."
-    if not lora_rank:
-        got, fix = "lora_rank=0, which trains the weights themselves", "Set lora_rank, or leave load_in_8bit out."
-        raise ConfigError("load_in_8bit", where="open_local", got=got, expected="an adapter over its base", fix=fix)
-    if dtype not in ("float32", "bfloat16") or device not in ("cpu", "cuda"):
-        got, expected = f"dtype {dtype} on {device}", "dtype float32 or bfloat16, device cpu or cuda"
-        raise ConfigError("load_in_8bit", where="open_local", got=got, expected=expected, fix="Leave load_in_8bit out.")
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #69f264ab
-def in_8bit(module: nn.Module) -> nn.Module:
-    "The matrices under a model's LoRA adapters, rounded to 8 bits; raises `MissingExtra` or `ConfigError`."
-    model = bare_model(module)
-    layers: list[Any] = [m for m in model.modules() if type(getattr(m, "base_layer", None)) is nn.Linear]
-    known = {id(m.base_layer.weight) for m in layers}
-    known |= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    known |= {id(p) for name, p in model.named_parameters() if ".lora_" in name or p.ndim < 2}
-    known.add(id(getattr(model.get_output_embeddings(), "weight", None)))
-    if others := [name for name, p in model.named_parameters() if id(p) not in known]:
-        got = f"{type(model).__name__}, where {others[0].replace('.base_layer', '')} is in no nn.Linear"
-        expected, fix = "matrices in linear layers only", "Leave it out."
-        raise ConfigError("load_in_8bit", where="open_local", got=got, expected=expected, fix=fix)
-    with needs("quantized", "load_in_8bit"):
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    for layer in layers:
-        base = layer.base_layer
-        quantize_(base, Int8WeightOnlyConfig())  # a new tensor: the model that was handed in keeps its own
-        layer.base_layer = Int8Linear(base.in_features, base.out_features, base.bias is not None, device="meta")
-        layer.base_layer.weight, layer.base_layer.bias = base.weight, base.bias
-    return module
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #ec824bd3
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def in_dtype(model: Any, name: str, device: str | torch.device) -> nn.Module:
-    "The model in the precision of that name, with experts that can be computed in it; raises `ConfigError`."
-    if name not in _DTYPES:
-        raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(_DTYPES))
-    if name == "float64" and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
-        model.set_experts_implementation("eager")
-    return model.to(device=device, dtype=_DTYPES[name]).eval()
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #cb3a1f54
-def told_unknown(tokenizer: Any, vocab_size: int, mask: bool = True) -> list[int]:
-    "Ids to mask, since the tokenizer does not know them, which is said; raises `BackendError` where it knows more."
-    size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
-    if size > vocab_size:
-        fix = "Use the model's own tokenizer, or resize the model's embeddings."
-        raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
-    unknown = unknown_ids(tokenizer, vocab_size) if mask else []
-    if unknown:
-        which = ", ".join(map(str, unknown[:3])) + (", ..." if len(unknown) > 3 else "")
-        many = f"{len(unknown)} ids of the model have no token in the tokenizer ({which})"
-        warnings.warn(f"{many}: none is drawn or has a share in logprobs; mask_unknown=False keeps them", stacklevel=3)
-    return unknown
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #90b246c2
-def checkpoint_layers(module: nn.Module) -> None:
-    "Keep only the inputs of a model's layers for backward; raises `ConfigError` for a model without such layers."
-    layers: list[Any] = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        got, fix = "no layer that can be computed again", "Leave it out, and lower tokens_per_batch."
-        raise ConfigError("gradient_checkpointing", where="open_local", got=got, fix=fix)
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-
 # %% ../../../nbs/backends/local/08_trainer.ipynb #cde8407e
-def write_weights(module: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
-    "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with new_folder(folder, replace=True, flush=False) as draft, no_bars():
-        if not hasattr(module, "peft_config"):
-            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
-            return
-        from peft import get_peft_model_state_dict
-
-        name: Any = module.active_adapter
-        adapter = get_peft_model_state_dict(module, dict(weights), name, save_embedding_layers=False)
-        module.peft_config[name].save_pretrained(draft)  # type: ignore[index, union-attr]
-        save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #e0503959
 _EXPORTS = ("hf", "adapter", "merged")  # kinds of folders; the last two are of a policy with LoRA
 
 
-def export_weights(
-    state: PolicyState,
-    tokenizer: Any,  # goes along where it can be saved
-    folder: Path,  # to fill
-    to: str | None = None,  # "hf", "adapter", "merged"; None = what is trained: the adapter, or the whole model
-) -> None:
-    "Write the policy as it stands now; raises `ConfigError`, `BackendError` or `RecordError`."
+def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | None = None) -> None:
+    "Write the policy as it stands now, `to` one of the kinds; raises `ConfigError`, `BackendError` or `RecordError`."
     adapter, model = hasattr(state.module, "peft_config"), state.scoring.causal.model
     if to not in (None, *_EXPORTS) or (to in _EXPORTS[1:] and not adapter):
         expected = "hf, adapter or merged" if adapter else "'hf': the policy has no adapter"

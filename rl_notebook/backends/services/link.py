@@ -25,7 +25,8 @@ import numpy as np
 import torch
 
 from ..base import GradNormalization, LossFn, Meter
-from ..local.trainer import Versions, check_datums, check_dlogprobs, divisor, loss_and_dlogprobs
+from ..local.scoring import Versions, check_datums, check_dlogprobs, loss_and_dlogprobs
+from ..local.trainer import divisor
 from ..local.worker import Worker
 from .openai import ODD, WaitNotice, one_line
 from rl_notebook.core.types import (

@@ -34,7 +34,8 @@ from torch import nn
 from ...core.align import completion_from_target, target_from_echo
 from ..base import Backend, Capabilities, Endpoint, Meter, SyncReport, refuse_unknown
 from ..local.engine import check_tokens
-from ..local.trainer import LocalTrainer, open_local, write_weights
+from ..local.loading import write_weights
+from ..local.trainer import LocalTrainer, open_local
 from ...config.settings import address_trouble
 from ...core.types import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
 from ...core.types import plain_text, quoted, without_keys
