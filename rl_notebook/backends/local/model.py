@@ -27,7 +27,7 @@ from ...core.types import BackendError, ConfigError
 __all__ = []
 
 # %% ../../../nbs/backends/local/04_model.ipynb #69b81249
-CHUNK_ELEMENTS = 2**24  # logits that may exist at once: 64 MB in float32
+CHUNK = 2**24  # logits that may exist at once: 64 MB in float32
 
 
 def logits_of(features: Tensor, head: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -41,7 +41,7 @@ SLICE_ELEMENTS = {"cpu": 2**18}  # probabilities that exist at once: they stay i
 
 def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
     "Write the entropy of each row of logprobs (M, V) to (M,), in nats."
-    rows = max(1, SLICE_ELEMENTS.get(logprobs.device.type, CHUNK_ELEMENTS) // logprobs.shape[-1])
+    rows = max(1, SLICE_ELEMENTS.get(logprobs.device.type, CHUNK) // logprobs.shape[-1])
     with torch.no_grad():
         for h, part in zip(entropy.split(rows), logprobs.detach().split(rows), strict=True):
             h.copy_(part.exp().mul_(part.clamp(min=-1e4)).sum(-1).neg_())  # 0 * -inf is not a number
@@ -99,18 +99,18 @@ class _HeadLogprobs(torch.autograd.Function):
 
 # %% ../../../nbs/backends/local/04_model.ipynb #f9ef3eb9
 def head_logprobs(
-    features: Tensor, targets: Tensor, head: Any, temperature: float = 1.0, chunk_elements=CHUNK_ELEMENTS, entropy=None
+    features: Tensor, targets: Tensor, head: Any, temperature: float = 1.0, chunk: int = CHUNK, entropy: Any = None
 ) -> Tensor:
     "(M,) logprobs of `targets`, differentiable, from features (M, D), or logits without a head; fills `entropy` (M,)."
     if head is None or len(targets) == 0:
         return pick_logprobs(logits_of(features, head), targets, temperature, entropy)
-    chunk = max(1, chunk_elements // int(getattr(head, "out_features", 2**16)))
+    rows = max(1, chunk // int(getattr(head, "out_features", 2**16)))
     plain = type(head) is nn.Linear and head.bias is None
     if torch.is_grad_enabled() and plain:
-        return _HeadLogprobs.apply(features, head.weight, targets, temperature, chunk, entropy)  # type: ignore[return-value]
+        return _HeadLogprobs.apply(features, head.weight, targets, temperature, rows, entropy)  # type: ignore[return-value]
     one = lambda e: lambda f, t: pick_logprobs(logits_of(f, head), t, temperature, e)
     run = partial(checkpoint, use_reentrant=False) if torch.is_grad_enabled() else lambda fn, *args: fn(*args)
-    parts = zip(parted(entropy, len(targets), chunk), features.split(chunk), targets.split(chunk), strict=True)
+    parts = zip(parted(entropy, len(targets), rows), features.split(rows), targets.split(rows), strict=True)
     return torch.cat([run(one(e), *part) for e, *part in parts])
 
 # %% ../../../nbs/backends/local/04_model.ipynb #3ea64d52
@@ -120,12 +120,10 @@ def entropy_rows(features: Tensor, head: Callable[[Tensor], Tensor] | None, temp
     return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # 0 * -inf is not a number
 
 
-def head_entropy(
-    features: Tensor, head: nn.Module | None, temperature: float = 1.0, chunk_elements: int = CHUNK_ELEMENTS
-) -> Tensor:
+def head_entropy(features: Tensor, head: nn.Module | None, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
     "(M,) entropies in nats of features (M, D), differentiable, with memory that does not grow with M times V."
-    chunk = max(1, chunk_elements // int(getattr(head, "out_features", features.shape[-1])))
-    parts = [checkpoint(entropy_rows, f, head, temperature, use_reentrant=False) for f in features.split(chunk)]
+    rows = max(1, chunk // int(getattr(head, "out_features", features.shape[-1])))
+    parts = [checkpoint(entropy_rows, f, head, temperature, use_reentrant=False) for f in features.split(rows)]
     return torch.cat(parts)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #ff630619
@@ -179,7 +177,7 @@ class CausalModel:
         self.unknown = frozenset[int]()  # ids that have no share in its logprobs
 
     def features(
-        self, ids: Tensor, positions: Tensor | None = None, cache: SlotCache | None = None, highest=0, keep=0
+        self, ids: Tensor, positions: Tensor | None = None, cache: Any = None, highest: int = 0, keep: int = 0
     ) -> Tensor:
         "(B, S, D) of ids (B, S) for the head, or (B, `keep` or S, V) on the full route; `highest` of the positions."
         if positions is None:

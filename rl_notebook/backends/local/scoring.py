@@ -80,6 +80,11 @@ class Versions:
         self.current, self.upcoming, self.published = current, current + (not published), published
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #925cef10
+def array(series: Tensor) -> np.ndarray:
+    "A series in float64, for what is not torch."
+    return series.detach().double().numpy()
+
+
 @dataclass(frozen=True, eq=False)
 class Scoring:
     "How datums become logprobs."
@@ -172,11 +177,6 @@ class Scoring:
         return self.causal.logprobs(features, targets, self.temperature, filled), found
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #2a757cf9
-def array(series: Tensor) -> np.ndarray:
-    "A series in float64, for what is not torch."
-    return series.detach().double().numpy()
-
-
 def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: Sequence[Any]) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat values of each batch."
     together = [d for batch in batches for d in batch.datums]

@@ -73,14 +73,10 @@ class PolicyState:
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
 
     def __post_init__(self):
+        self.versions = self.scoring.versions
         for name, p in self.params.items():
             if p.dtype in (torch.bfloat16, torch.float16):
                 self.masters[name] = p.detach().float().clone()
-
-    @property
-    def versions(self) -> Versions:
-        "Policy versions."
-        return self.scoring.versions
 
     @property
     def targets(self) -> list[Tensor]:
@@ -296,9 +292,8 @@ def check_state(
             want |= moments if moments.keys() & tensors.keys() else {}
     show = lambda t: "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
     names = want.keys() | (tensors.keys() - {"rng/cuda"} if optimizer else set())
-    found = {name: (show(tensors.get(name)), show(want.get(name))) for name in sorted(names)}
-    if bad := [name for name, (got, expected) in found.items() if got != expected]:
-        got, expected = found[bad[0]]
+    if bad := [name for name in sorted(names) if show(tensors.get(name)) != show(want.get(name))]:
+        got, expected = show(tensors.get(bad[0])), show(want.get(bad[0]))
         more = f" (and {len(bad) - 1} more)" if bad[1:] else ""
         raise RecordError(f"saved tensor {bad[0]}{more}", where=where, got=got, expected=expected, fix=fix)
 
@@ -740,13 +735,10 @@ class LocalSync:
         return self.sampler.engine.policy_version
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #cde8407e
-_EXPORTS = ("hf", "adapter", "merged")  # kinds of folders; the last two are of a policy with LoRA
-
-
 def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | None = None) -> None:
     "Write the policy as it stands now, `to` one of the kinds; raises `ConfigError`, `BackendError` or `RecordError`."
     adapter, model = hasattr(state.module, "peft_config"), state.scoring.causal.model
-    if to not in (None, *_EXPORTS) or (to in _EXPORTS[1:] and not adapter):
+    if to not in (None, "hf") and not (adapter and to in ("adapter", "merged")):
         expected = "hf, adapter or merged" if adapter else "'hf': the policy has no adapter"
         fix = "llama.cpp's convert_hf_to_gguf.py converts what 'hf' writes." if to == "gguf" else None
         raise ConfigError("export", got=repr(to), expected=expected, fix=fix)
