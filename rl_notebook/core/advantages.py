@@ -52,12 +52,8 @@ def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
             "rewards of a group", got=r.tolist(), expected="finite numbers", fix="Drop unscorable samples first."
         )
     if len(r) == 1:
-        raise RewardError(
-            "rewards of a group",
-            got="1 sample",
-            expected="at least 2, to compare with each other",
-            fix="Set completions_per_prompt >= 2.",
-        )
+        expected, fix = "at least 2, to compare with each other", "Set completions_per_prompt >= 2."
+        raise RewardError("rewards of a group", got="1 sample", expected=expected, fix=fix)
     return r
 
 # %% ../../nbs/core/03_advantages.ipynb #bbe4ec4f

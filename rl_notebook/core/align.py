@@ -27,13 +27,9 @@ def _check_len(series: Series, expected: int, meaning: str, where: str | None, f
 def _check_prompt_len(prompt_len: int, num_tokens: int, where: str | None) -> None:
     "A prompt holds at least the token that the first sampled one is conditioned on, and not more than everything."
     if not 1 <= prompt_len <= num_tokens:
-        raise AlignmentError(
-            "prompt_len",
-            where=where,
-            got=prompt_len,
-            expected=f"1 to {num_tokens} (the sequence has {num_tokens} tokens)",
-            fix="An empty prompt leaves the first sampled token without a logprob; start prompts with bos.",
-        )
+        expected = f"1 to {num_tokens} (the sequence has {num_tokens} tokens)"
+        fix = "An empty prompt leaves the first sampled token without a logprob; start prompts with bos."
+        raise AlignmentError("prompt_len", where=where, got=prompt_len, expected=expected, fix=fix)
 
 # %% ../../nbs/core/02_align.ipynb #2ccf8e0e
 def target_from_token(
@@ -94,13 +90,8 @@ def target_from_echo(
     _check_len(series, num_tokens, "echo logprobs", where, "Was echo=True set?")
     values = frozen_array(series, np.float64)
     if not np.isnan(values[0]):
-        raise AlignmentError(
-            "echo logprobs",
-            where=where,
-            got=f"{values[0]:g} for token 0",
-            expected="None, since nothing comes before it",
-            fix="The series may already be shifted by one.",
-        )
+        expected, fix = "None, since nothing comes before it", "The series may already be shifted by one."
+        raise AlignmentError("echo logprobs", where=where, got=f"{values[0]:g} for token 0", expected=expected, fix=fix)
     return values[1:]
 
 # %% ../../nbs/core/02_align.ipynb #5ee8c7d1
@@ -126,12 +117,9 @@ def align_logprobs(
         claims = claims | {"target", "completion"}
     if found not in claims:
         sizes = {"token": num_tokens, "target": num_tokens - 1, "completion": num_tokens - prompt_len}
-        raise AlignmentError(
-            "sampler logprobs",
-            where=where,
-            got=f"{len(series)} values for {num_tokens} tokens, {prompt_len} of them prompt (echoed={echoed})",
-            expected=" or ".join(f"{sizes[c]} ({c})" for c in ("token", "target", "completion") if c in claims),
-        )
+        got = f"{len(series)} values for {num_tokens} tokens, {prompt_len} of them prompt (echoed={echoed})"
+        expected = " or ".join(f"{sizes[c]} ({c})" for c in ("token", "target", "completion") if c in claims)
+        raise AlignmentError("sampler logprobs", where=where, got=got, expected=expected)
     if found == "token":
         return target_from_echo(series, num_tokens, where=where)
     if found == "completion":
@@ -150,12 +138,8 @@ def require_finite(
     _check_len(series, len(weights), name, where, "Series and weights are both in target coordinates.")
     bad = np.flatnonzero(~np.isfinite(series) & (np.asarray(weights) > 0.5))
     if len(bad):
-        raise AlignmentError(
-            name,
-            where=where,
-            got=f"{series[bad[0]]} at target {bad[0]} (token {bad[0] + 1}), {len(bad)} such positions",
-            expected="a finite number wherever weights are 1",
-        )
+        got = f"{series[bad[0]]} at target {bad[0]} (token {bad[0] + 1}), {len(bad)} such positions"
+        raise AlignmentError(name, where=where, got=got, expected="a finite number wherever weights are 1")
     return series
 
 # %% ../../nbs/core/02_align.ipynb #299ece0f

@@ -35,12 +35,8 @@ def datum_from_tokens_weights(
     cut = 0 if max_length is None else max(0, len(tokens) - max_length)
     keep = len(tokens) - cut
     if keep < 2:
-        raise DatumError(
-            "tokens",
-            got=keep,
-            expected="at least 2",
-            fix="One token has no target; raise max_length or drop the sample.",
-        )
+        fix = "One token has no target; raise max_length or drop the sample."
+        raise DatumError("tokens", got=keep, expected="at least 2", fix=fix)
     return Datum(tokens=tokens[:keep], weights=weights[1:keep], truncated_tokens=cut, **fields)
 
 # %% ../../nbs/core/06_datums.ipynb #1739bd2e
@@ -149,13 +145,8 @@ def attach(
         raise AlignmentError(name, got=f"{len(series)} series for {len(datums)} datums", expected="one per datum")
     wrong = [d.where for d, s in zip(datums, series, strict=True) if s.coordinate != "target"]
     if wrong:
-        raise AlignmentError(
-            name,
-            where=wrong[0],
-            got="another coordinate",
-            expected="target",
-            fix="Convert it with rl_notebook.core.align.",
-        )
+        fix = "Convert it with rl_notebook.core.align."
+        raise AlignmentError(name, where=wrong[0], got="another coordinate", expected="target", fix=fix)
     return [replace(d, **{name: s.values}) for d, s in zip(datums, series, strict=True)]
 
 # %% ../../nbs/core/06_datums.ipynb #80986610

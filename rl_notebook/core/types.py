@@ -307,12 +307,8 @@ class Completion:
         for name in ("logprobs", "sampling_logprobs"):
             series = getattr(self, name)
             if series is not None and len(series) != len(self.tokens):
-                raise AlignmentError(
-                    name,
-                    where="Completion",
-                    got=f"{len(series)} values for {len(self.tokens)} tokens",
-                    expected="one per sampled token",
-                )
+                got = f"{len(series)} values for {len(self.tokens)} tokens"
+                raise AlignmentError(name, where="Completion", got=got, expected="one per sampled token")
 
     @property
     def full_tokens(self) -> list[int]:
@@ -379,34 +375,19 @@ def _check_sample(sample: RolloutSample) -> None:
     for name in ("logprobs", "loss_mask", "raw_logprobs"):
         series = getattr(sample, name)
         if series is not None and len(series) != n:
-            raise AlignmentError(
-                name,
-                where="RolloutSample",
-                got=f"{len(series)} values for {n} tokens",
-                expected="one per token",
-                fix="All series are in token coordinates.",
-            )
+            got, fix = f"{len(series)} values for {n} tokens", "All series are in token coordinates."
+            raise AlignmentError(name, where="RolloutSample", got=got, expected="one per token", fix=fix)
     _check_routing(sample.routing, n - 1, "RolloutSample")
     if not np.isin(sample.loss_mask, (0, 1)).all():
         raise AlignmentError(
             "loss_mask", where="RolloutSample", got=sorted(set(sample.loss_mask.tolist()))[:5], expected="0 or 1"
         )
     if not sample.loss_mask.any():
-        raise AlignmentError(
-            "loss_mask",
-            where="RolloutSample",
-            got="no sampled token",
-            expected="at least one",
-            fix="Return None from the rollout to drop it.",
-        )
+        got, fix = "no sampled token", "Return None from the rollout to drop it."
+        raise AlignmentError("loss_mask", where="RolloutSample", got=got, expected="at least one", fix=fix)
     if sample.loss_mask[0]:
-        raise AlignmentError(
-            "loss_mask",
-            where="RolloutSample",
-            got="1 at token 0",
-            expected="a prompt before it",
-            fix="The first token of a sequence has no logprob; start prompts with bos.",
-        )
+        expected, fix = "a prompt before it", "The first token of a sequence has no logprob; start prompts with bos."
+        raise AlignmentError("loss_mask", where="RolloutSample", got="1 at token 0", expected=expected, fix=fix)
 
 
 def _check_routing(routing: Sequence[str] | None, inputs: int, where: str) -> None:

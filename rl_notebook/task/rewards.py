@@ -5,24 +5,20 @@
 # %% ../../nbs/task/01_rewards.ipynb #096ede86
 from __future__ import annotations
 
-import ast
 import asyncio
 import contextvars
 import functools
 import inspect
 import json
 import math
-import operator
 import re
 import subprocess
 import sys
 import threading
-import unicodedata
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -33,11 +29,12 @@ from ..core.advantages import soft_overlong_penalty
 from ..core.types import Completion, RewardError, RolloutSample, frozen_array, needs, plain_text, quoted
 from .data import ANSWER_COLUMNS, Row
 from ..core.names import NAMED, named_function
+from ..core.numbers import MAGNITUDES, evaluated, numeric_equal, parse_number  # noqa: F401 (handed on)
 
 # %% auto #0
-__all__ = ['format_reward', 'gsm8k_format_reward', 'REWARDS', 'final_answer', 'numeric_equal', 'gsm8k_reward',
-           'tagged_integer_reward', 'make_format_reward', 'make_pattern_reward', 'make_soft_overlong',
-           'make_length_reward', 'countdown_reward', 'MathVerify', 'RewardFn', 'reward_fn', 'score', 'score_blocking']
+__all__ = ['format_reward', 'gsm8k_format_reward', 'REWARDS', 'final_answer', 'gsm8k_reward', 'tagged_integer_reward',
+           'make_format_reward', 'make_pattern_reward', 'make_soft_overlong', 'make_length_reward', 'countdown_reward',
+           'MathVerify', 'RewardFn', 'reward_fn', 'score', 'score_blocking']
 
 # %% ../../nbs/task/01_rewards.ipynb #b8e5d71b
 def spoken(text: str) -> str:
@@ -86,109 +83,6 @@ def truths_of(answer: Any) -> list[Any]:  # those that count as right
         return [] if isinstance(answer, Mapping | bool) else [answer]
     first = "####".join(answer.split("####", 2)[:2])
     return list(dict.fromkeys(final_answer(text) or answer for text in (first, answer)))
-
-# %% ../../nbs/task/01_rewards.ipynb #5defea7a
-_DASHES = str.maketrans(dict.fromkeys("‐‑‒–—―−﹣－", "-") | {"⁄": "/", "∕": "/"})
-_POWERS = re.compile("[⁺⁻⁰¹²³⁴-⁹]+")
-_GAPS = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f'’]|\{,\}|,)(?=\d{3}(?!\d))")
-_GROUPED = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:(?:[\u00a0\u2009\u202f'’]|\{,\}|,)\d{3})+(?![\d,]*\d)")
-
-
-def in_ascii(text: str) -> str:
-    "A text whose numbers are written with ASCII digits, `-`, `/` and `^{…}`, and without separators of thousands."
-    text = _POWERS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
-    read = lambda c: str(unicodedata.decimal(c)) if c.isdecimal() else unicodedata.normalize("NFKC", c)
-    known = {c: c if c < "\x80" or c in "\u00a0\u2009\u202f" else read(c) for c in set(text)}
-    text = "".join(f" {known[c]} " if "⁄" in known[c] else known[c] for c in text)
-    return _GROUPED.sub(lambda m: _GAPS.sub("", m[0]), text.translate(_DASHES))
-
-# %% ../../nbs/task/01_rewards.ipynb #b1b66f09
-_MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_MAGNITUDES["k"] = 1000
-_COUNTS = rf"(?:pi|{'|'.join(_MAGNITUDES)})s?"
-_WORD, _MARK = r"[^\W\d_][^\W\d_']+", r"[^\w\s+*/^=\\<>≤≥≠±√π(){}.:,!|-]"  # in any alphabet; what is no arithmetic
-
-# %% ../../nbs/task/01_rewards.ipynb #3303ad8d
-_REWRITES = (  # again and again, until nothing changes
-    (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*"), r" \1\2 "),
-    (re.compile(r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?"), ""),
-    (re.compile(r"\b(?:minus|negative)\s+(?=[\d.])"), "-"),
-    (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=\d)\s*x\s*(?=\d)"), "*"),
-    (re.compile(r"\\div(?![a-zA-Z])"), "/"),
-    (re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"), r"(\1+\2/\3)"),
-    (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
-    (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"((\1)**(1/2))"),
-    (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
-    (re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])"), r"(\1+\2/\3)"),  # 3 1/2
-    (re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(_MAGNITUDES)})s?\b"), lambda m: f"*{_MAGNITUDES[m[1].lower()]}"),
-    (re.compile(r"(?<![\w.])0+(?=\d)"), ""),
-    (re.compile(rf"^\s*(?:{_WORD}[\s:,.]+|{_MARK}\s*)+(?=[\d.(-])"), ""),  # before the number
-    (re.compile(rf"(?<=[\d)])\s*(?!{_COUNTS}\b)(?:[-/(]?{_WORD}|[mglhs]\b|</|{_MARK})[^\d+*=^]*$"), ""),  # behind it
-)
-_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "{": "(", "}": ")"})
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
-
-
-def parse_number(answer: Any) -> Fraction | None:  # exact; None = not one number
-    "The one number that a final answer is, or comes to as arithmetic, apart from words and decoration."
-    before, text = "", in_ascii(str(answer)[:201])
-    if len(text) > 200:
-        return None  # not a number, whatever it is
-    if text.count("=") == 1:
-        text = text.partition("=")[2]
-    while text != before:
-        before = text
-        for pattern, python in _REWRITES:
-            text = pattern.sub(python, text)
-    return _evaluated(text.translate(_SIGNS).strip("\t\n *_`").rstrip(".,:"))
-
-
-def _evaluated(text: str) -> Fraction | None:
-    "The value of an expression in Python, over numbers alone; None for anything else, or for nothing exact."
-
-    def value(node: ast.AST) -> Fraction:
-        match node:
-            case ast.Constant(value=int() | float() as n) if abs(n) < math.inf:
-                return Fraction(ast.get_source_segment(text, node) or "")
-            case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
-                return value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
-            case ast.BinOp(op=ast.Pow()):
-                return _power(value(node.left), value(node.right))
-            case ast.BinOp() if type(node.op) in _OPERATORS:
-                return _OPERATORS[type(node.op)](value(node.left), value(node.right))
-        raise ValueError(type(node).__name__)
-
-    try:
-        return value(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, ArithmeticError, RecursionError, MemoryError):
-        return None
-
-
-def _power(a: Fraction, b: Fraction) -> Fraction:
-    "A whole power that stays small, or an exact square root; else `ValueError`."
-    if b == Fraction(1, 2) and a >= 0:
-        root = Fraction(math.isqrt(a.numerator), math.isqrt(a.denominator))
-        if root * root == a:
-            return root
-    bits = max(a.numerator.bit_length(), a.denominator.bit_length())
-    if b.denominator != 1 or abs(b) * bits > 4096:
-        raise ValueError("power")
-    return a ** int(b)
-
-# %% ../../nbs/task/01_rewards.ipynb #3d46fcc6
-def numeric_equal(
-    a: Any,  # a number, or text with one
-    b: Any,  # the other
-    tolerance: float | None = None,  # absolute; None = none for whole numbers and fractions, 1e-6 for decimals
-) -> bool | None:  # None = at least one is not a number
-    "Whether two answers are the same number."
-    x, y = parse_number(a), parse_number(b)
-    if x is None or y is None:
-        return None
-    if tolerance is not None:
-        return abs(x - y) < Fraction(tolerance)
-    rounded = any(re.search(r"\.\d|\d[eE][-+]?\d", str(text)) for text in (a, b))
-    return abs(x - y) <= (Fraction(1, 10**6) * min(1, max(abs(x), abs(y))) if rounded else 0)
 
 # %% ../../nbs/task/01_rewards.ipynb #3c671437
 def gsm8k_reward(
@@ -289,7 +183,7 @@ def countdown_reward(
     said = (final_answer(text) or "").partition("=")[0].strip()[:201]
     used, allowed = Counter(map(int, re.findall(r"\d+", said))), Counter(int(n) for n in nums)
     arithmetic = len(said) <= 200 and re.fullmatch(r"[\d+\-*/()\s]+", said, re.ASCII) and "**" not in said
-    return float(bool(arithmetic) and used <= allowed and _evaluated(said) == target)
+    return float(bool(arithmetic) and used <= allowed and evaluated(said) == target)
 
 # %% ../../nbs/task/01_rewards.ipynb #b3de72ce
 T = TypeVar("T")
@@ -339,7 +233,7 @@ for line in sys.stdin:
 """
 
 
-_NOT_NUMBERS = re.compile(rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(_MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+")
+_NOT_NUMBERS = re.compile(rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+")
 
 
 class MathVerify:

@@ -151,13 +151,9 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 # %% ../../nbs/task/03_toy.ipynb #6dee1dee
 def _model_error(name: str, got: str) -> BackendError:
     "The error of a name that leads to no model."
-    return BackendError(
-        "model",
-        where=f"load_model({name!r})",
-        got=got,
-        expected=f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id",
-        fix="The first two and a folder need no network; a hub id needs one, or a copy in the Hugging Face cache.",
-    )
+    expected = f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id"
+    fix = "The first two and a folder need no network; a hub id needs one, or a copy in the Hugging Face cache."
+    return BackendError("model", where=f"load_model({name!r})", got=got, expected=expected, fix=fix)
 
 
 def model_source(name: str) -> str:
