@@ -4,7 +4,7 @@ import { path, plane, surface } from "./plot.js";
 import { colour, form, known, ticks } from "./scale.js";
 
 const DEEPEST = -8; // decades; the axis of the gap begins there
-const HINT = "A point is a token; click one to go there. Dark: the sample shown below.";
+const HINT = "A point is a token; click one to go there. Highlighted: the sample shown below.";
 const decades = (v) => (v > 0 ? Math.max(Math.log10(v), DEEPEST) : DEEPEST);
 
 export function overview(state, stops) {
