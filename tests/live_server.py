@@ -1,10 +1,9 @@
 "Servers for tests: real HTTP on a free port of this machine, and a wire that cuts connections."
 
-import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 import uvicorn
@@ -65,37 +64,3 @@ def app_of(server: EmulatedServer) -> Starlette:
             Route("/v1/accounts", accounts),
         ],
     )
-
-
-@contextlib.asynccontextmanager
-async def cutting(url: str, cuts: list[str]) -> AsyncIterator[str]:
-    "A relay to `url`; each new connection takes one of `cuts`: 'before' any byte, 'after' the request arrived, or ''."
-    host, port = url.removeprefix("http://").split(":")
-
-    async def pump(reader, writer):
-        with contextlib.suppress(ConnectionError, asyncio.CancelledError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        writer.close()
-
-    async def relay(reader, writer):
-        cut = cuts.pop(0) if cuts else ""
-        if cut == "before":
-            writer.transport.abort()
-            return
-        there, back = await asyncio.open_connection(host, int(port))
-        if cut == "after":
-            back.write(await reader.read(65536))
-            await back.drain()
-            await there.read(1)
-            back.close()
-            writer.transport.abort()
-            return
-        await asyncio.gather(pump(reader, back), pump(there, writer))
-
-    server = await asyncio.start_server(relay, "127.0.0.1", 0)
-    try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    finally:
-        server.close()

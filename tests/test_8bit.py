@@ -22,6 +22,7 @@ from rl_notebook.task.toy import toy_reward, toy_rows
 
 __all__ = ["one_thread"]
 
+
 WHY = "torchao is not installed: pip install 'rl-notebook[quantized]'"
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason=WHY)
 SETTINGS = {

@@ -24,6 +24,7 @@ from rl_notebook.core.losses import LossOptions, make_loss_fn, natural_denominat
 
 __all__ = ["one_thread"]
 
+
 KEY = "tml-contract"
 
 
@@ -534,57 +535,5 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
             assert max(float((weights[n] - weights_[n]).abs().max()) for n in weights) <= 1e-5, name
             assert len(calls) == 10  # a forward and a backward pass each
             assert calls_ == ["forward_backward"] * 5
-
-    opened(test)
-
-
-@pytest.mark.variant(but="tinker")
-def test_a_builtin_loss_outlives_its_client_and_is_dropped_with_it(opened, entry):
-    "Between pass and step the client is lost, or the gradient discarded, or another state loaded."
-
-    async def test(backend):
-        policy, options = backend.policy, LossOptions("ppo")
-        if not backend.capabilities.builtin_losses:
-            return
-        policy.link.say = lambda line: None
-        datums, start = await anchored(backend), await policy.save_state("start")
-
-        async def step(upset=None):
-            await policy.load_state(start)
-            await policy.forward_backward_builtin(datums, options)
-            if upset:
-                await upset()
-            await policy.optim_step(ADAM)
-            return await entry.weights(backend)
-
-        async def lose():
-            policy.link.drop()
-
-        async def begin_again():
-            await policy.discard_gradients()
-            await policy.forward_backward_builtin(datums, options)
-
-        async def load():
-            await policy.load_state(start)
-            await policy.forward_backward_builtin(datums, options)
-
-        async def save():
-            assert await policy.save_state("between")
-            policy.link.drop()
-
-        weights = await step()
-        for upset in (lose, begin_again, load, save):
-            before, again = policy.reconnects, await step(upset)
-            assert policy.reconnects == before + 1
-            assert max(float((weights[n] - again[n]).abs().max()) for n in weights) <= 1e-5, upset.__name__
-        await policy.forward_backward_builtin(datums, options)
-        await policy.discard_gradients()
-        with pytest.raises(BackendError, match="no accumulated gradient"):
-            await policy.optim_step(ADAM)
-        await policy.forward_backward_builtin(datums, options)
-        with pytest.raises(BackendError, match="got 'num_loss_tokens', which the service cannot do; expected none"):
-            await policy.optim_step(ADAM, grad_accumulation_normalization="num_loss_tokens")
-        with pytest.raises(LossError, match="a service cannot compute this loss: policy_loss: got 'sapo'"):
-            await policy.forward_backward_builtin(datums, LossOptions("sapo"))
 
     opened(test)

@@ -8,11 +8,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from tiny_models import one_thread
 
-
 __all__ = ["one_thread"]
+
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -105,68 +104,6 @@ def test_both_sides_do_the_same_work(step, setting, steps):
         assert min(s.sampling, s.scoring, s.training) > 0
 
 
-UNEQUAL = [
-    ({"lengths": (6, 6, 6, 6, 6, 5)}, r"\[5, 6\] tokens"),
-    ({"prompts": ((1,), (2,))}, "prompts differ"),
-    ({"passes": 3}, "3 passes"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), UNEQUAL)
-def test_unequal_work_is_noticed(step, setting, steps, change, message):
-    ours, theirs = steps
-    with pytest.raises(AssertionError, match=message):
-        step.check_same_work(setting, [ours[0], replace(ours[1], **change)], theirs)
-
-
-def test_a_step_that_changes_nothing_is_noticed(step, setting, steps):
-    ours, theirs = steps
-    with pytest.raises(AssertionError, match="TRL"):
-        step.check_same_work(setting, ours, [theirs[0], replace(theirs[1], weights=theirs[0].weights)])
-
-
-def test_floors_count_products(step):
-    work = step.Work(body=1000, head=100, prompt_tokens=30, completion_tokens=20, decode_steps=5)
-    forward = 2 * (1000 * 50 + 100 * 20)
-    assert work.flops() == {"sampling": forward, "scoring": forward, "training": 3 * forward}
-    floors = step.Floors({"sampling": 1.0, "scoring": 1.0, "training": 3.0}, weights=2.5, rates={})
-    assert floors.seconds == {"sampling": 2.5, "scoring": 1.0, "training": 3.0, "total": 6.5}
-
-
-# --- overlap.py --------------------------------------------------------------------------------------------------
-
-overlap = script("overlap")
-SHORT = overlap.Setting(steps=6, groups=2, completions=2)
-
-
-@pytest.mark.parametrize(("latency", "training"), [(1.0, 2.0), (1.0, 1.0), (3.0, 1.0)])
-def test_with_a_version_of_room_the_longer_of_the_two_is_all_that_counts(latency, training):
-    setting = replace(SHORT, latency=latency, training=training)
-    strict, ahead = (overlap.scheduled(replace(setting, versions=o)) for o in (0, 1))
-    assert (ahead.sampling, ahead.training) == pytest.approx((6 * latency, 6 * training))
-    assert strict.both.wall == pytest.approx(6 * (latency + training))
-    assert ahead.both.wall == pytest.approx(6 * max(latency, training) + min(latency, training))  # the first, the last
-    assert (strict.both.age, ahead.both.age) == (0, 1)
-    assert ahead.both.trainer_idle == pytest.approx(1 - 6 * training / ahead.both.wall)
-    assert ahead.both.sampler_idle == pytest.approx(1 - 6 * latency / ahead.both.wall)
-
-
-@pytest.mark.variant
-def test_overlap_writes_its_figures(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(overlap.schedules, "__defaults__", ((0.5,), (0, 1), (2,)))
-    file = tmp_path / "new" / "overlap.json"
-    asked = ["--part", "virtual", "--part", "local", "--steps", "4", "--real-steps", "2", "--repeats", "1"]
-    monkeypatch.setattr(sys, "argv", ["overlap.py", *asked, "--json", str(file)])
-    overlap.main()
-    written = json.loads(file.read_text())
-    kinds = {"sampling", "training", "synchronous", "asynchronous"}
-    assert written["wall_over_max"] == pytest.approx(1 + 0.5 / 4)  # the shorter part shows once, at the ends
-    assert [len(part["runs"]) for part in written["virtual"].values()] == [2, 2, 4]
-    assert {kind for real in written["real"].values() for kind in real["runs"]} == kinds
-    assert all(run["wall"] > 0 for real in written["real"].values() for runs in real["runs"].values() for run in runs)
-    assert "local, rollouts wait elsewhere" in capsys.readouterr().out
-
-
 # --- prefixes.py -------------------------------------------------------------------------------------------------
 
 
@@ -207,20 +144,6 @@ def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
     assert {case["steps_at_once"] for case in found["drawing"]} == {1, 8}
     assert found["training"]["mfu"] is None
     assert "its figures mean nothing" in capsys.readouterr().out
-
-
-def test_the_gpu_script_refuses_a_machine_without_one(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="2"):
-        script("gpu").main([])
-    assert "torch sees no GPU" in capsys.readouterr().err
-
-
-def test_the_gpu_script_ends_with_1_where_devices_disagree(monkeypatch):
-    gpu = script("gpu")
-    monkeypatch.setattr(gpu, "measure", lambda *given: {"agreed": False})
-    with pytest.raises(SystemExit, match="1"):
-        gpu.main(["--device", "cpu"])
 
 
 def test_the_gpu_script_and_trl_do_the_same_work():

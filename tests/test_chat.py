@@ -175,29 +175,6 @@ def test_tokenizers_that_cannot_be_used():
     check_tokenizer(TOKENIZER)
 
 
-def test_a_template_that_refuses_or_stumbles():
-    strict = build("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}")
-    row = make_row({"id": "q1", "messages": [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]})
-    text = message(lambda: encode_prompt(strict, row))
-    assert text == "row 'q1': chat template: got no system role for roles system, user; expected a rendering"
-    adds = build("{% for m in messages %}{{ m.role + 1 }}{% endfor %}")
-    assert "row 'q17': chat template: got can only concatenate str" in message(lambda: encode_prompt(adds, ROW))
-
-
-def test_prompts_that_cannot_be_right():
-    assert "row '0': prompt: got no tokens" in message(
-        lambda: encode_prompt(build("{{ '' }}"), make_row({"question": "a"}))
-    )
-    size = len(TOKENIZER)
-    text = message(lambda: encode_prompt(TOKENIZER, make_row({"prompt_tokens": [5, size]})))
-    assert f"got token {size}; expected ids below {size}, the vocabulary" in text
-    adds_eos = build(post="$A <|im_end|>")
-    assert "got eos (<|im_end|>) at its end; expected none" in message(lambda: encode_prompt(adds_eos, PLAIN))
-    with_bos = build(post="<s> $A", bos_token="<s>")
-    twice = make_row({"prompt": "<s>24+48 ="})
-    assert "got two bos (<s>); expected one. The tokenizer adds one" in message(lambda: encode_prompt(with_bos, twice))
-
-
 def test_a_prompt_that_is_too_long_names_row_and_lengths():
     n = len(encode_prompt(TOKENIZER, ROW))
     assert len(encode_prompt(TOKENIZER, ROW, max_seq_len=n + 8, room=8)) == n
@@ -254,27 +231,6 @@ def test_conversations_keep_every_token_that_was_sampled(turns):
     assert not np.isnan(s.logprobs[s.loss_mask == 1]).any()
     assert (s.text, s.reward, s.info["turns"], s.finish_reason) == ("72", 1.0, len(turns) + 1, "stop")
     assert s.info["messages"][:-1] == messages
-
-
-def test_tokens_cut_another_way_are_kept_and_counted():
-    c = start_conversation(TOKENIZER, ROW)
-    pieces = [*"hello", "<|im_end|>"]
-    c = c.add_completion(speak(c, *pieces)).add_messages({"role": "user", "content": "72?"})
-    assert encode("hello") != [t for p in pieces[:-1] for t in encode(p)]
-    assert c.noncanonical_turns == 1
-    assert c.messages[0]["content"] == "hello"
-    assert encode(c.text) != c.tokens
-    assert TOKENIZER.decode(c.tokens) == c.text
-
-
-def test_half_a_character_at_the_cut():
-    snowman = encode("☃")
-    assert len(snowman) > 1
-    c = start_conversation(TOKENIZER, ROW)
-    c = c.add_completion(Completion(c.tokens, snowman[:1], [-1.0], finish_reason="length"))
-    c = c.add_messages({"role": "user", "content": "go on"})
-    assert c.spans[1].tokens == (snowman[0],)
-    assert c.spans[2].text.startswith("<|im_end|>")
 
 
 @pytest.mark.parametrize(
@@ -364,13 +320,6 @@ def test_turns_of_several_versions_and_temperatures():
     assert "temperature: got [0.5, 1.0]; expected one for all turns" in text
 
 
-def test_branches_share_their_beginning():
-    c = start_conversation(TOKENIZER, ROW)
-    a, b = c.add_completion(speak(c, "1<|im_end|>")), c.add_completion(speak(c, "2<|im_end|>"))
-    assert (c.turns, a.turns, b.turns) == (0, 1, 1)
-    assert a.spans[0] is b.spans[0]
-
-
 def test_tools_are_passed_to_a_template_that_reads_them():
     with_tools = build("{% if tools %}{{ tools | length }} tools\n{% endif %}" + CHATML)
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -378,44 +327,6 @@ def test_tools_are_passed_to_a_template_that_reads_them():
     c = c.add_completion(speak(c, "add(24, 48)<|im_end|>")).add_messages({"role": "tool", "content": "72"})
     assert c.text.startswith("1 tools\n")
     assert c.text.endswith("<|im_start|>tool\n72<|im_end|>\n<|im_start|>assistant\n")
-
-
-class Counting:
-    "A tokenizer that notes every text it cuts."
-
-    def __init__(self, tokenizer):
-        self.tokenizer, self.cut = tokenizer, []
-
-    def __getattr__(self, name):
-        return getattr(self.tokenizer, name)
-
-    def __len__(self):
-        return len(self.tokenizer)
-
-    def __call__(self, text, **options):
-        self.cut.append(text)
-        return self.tokenizer(text, **options)
-
-
-def test_only_what_was_appended_is_tokenized():
-    after = "{% if m.role == 'assistant' %}(checked)\n{% endif %}"
-    noting = Counting(build(CHATML.replace("<|im_end|>\n", "<|im_end|>\n" + after)))
-    c = start_conversation(noting, ROW)
-    noting.cut.clear()
-    c1 = c.add_completion(speak(c, *"hello", "<|im_end|>"))
-    assert noting.cut == []
-    c2 = c1.add_messages({"role": "tool", "content": "72"}, {"role": "system", "content": "be brief"})
-    added = (
-        "\n(checked)\n<|im_start|>tool\n72<|im_end|>\n<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert noting.cut == [added]
-    assert c2.tokens == [*c1.tokens, *encode(added)]
-    noting.cut.clear()
-    c3 = c2.add_completion(speak(c2, *"72", "<|im_end|>")).add_messages({"role": "user", "content": "why"})
-    assert noting.cut == [c3.spans[-1].text]
-    assert c3.tokens[: len(c2.tokens)] == c2.tokens
-    sample = c3.to_sample()
-    assert TOKENIZER.decode(sample.tokens[sample.loss_mask == 1]) == "hello<|im_end|>72<|im_end|>"
 
 
 def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():

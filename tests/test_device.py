@@ -10,15 +10,15 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_notebook.backends import roofline as roofs
-from rl_notebook.backends.local import engine as engine_module
 from rl_notebook.backends.local import trainer as local
-from rl_notebook.backends.local.engine import BURST, Engine, draw_tokens
+from rl_notebook.backends.local.engine import BURST, Engine
 from rl_notebook.backends.local.model import open_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.routing import find_routers
 from rl_notebook.core.types import AdamParams, Datum, SampleParams
 
 __all__ = ["one_thread"]
+
 
 MIXED = (
     ([72, 105], {"n": 5, "max_tokens": 40}),
@@ -48,30 +48,6 @@ def all_drawn(model, **how):
 
 
 # --- the books themselves ----------------------------------------------------------------------------------------
-
-
-def test_what_a_gpu_would_refuse_or_wait_for_is_noticed():
-    x = torch.ones(3, device=DEVICE)
-    with Pretend() as books:
-        x + x
-        x[0] * 2.0 + torch.tensor(1.0)  # a number of the host is fine
-    assert books.waits + books.strays.total() == 0
-    with Pretend() as books:
-        assert x.sum().item() == 0
-        assert (bool((x > 0).all()), x.tolist(), float(x.cpu().sum())) == (True, [0.0] * 3, 0.0)
-        assert books.reads.total() == 4
-        torch.tensor([1.0], device=DEVICE)
-        torch.ones(2).to(DEVICE)
-        x.copy_(torch.ones(3))
-        assert (books.uploads.total(), books.sent.total()) == (3, 0)
-        torch.ones(2).to(DEVICE, non_blocking=True)
-        assert (books.uploads.total(), books.sent.total()) == (3, 1)
-        x[torch.tensor([0, 1])]  # works on a GPU, but waits
-        assert books.strays.total() == 1
-        torch.zeros(3).add_(1)
-        assert books.strays.total() == 1
-    with Pretend(), torch.inference_mode():
-        assert x.double().tolist() == [0.0] * 3
 
 
 # --- the decode loop ---------------------------------------------------------------------------------------------
@@ -119,18 +95,6 @@ def test_steps_at_once_note_the_experts_of_what_is_kept():
         assert a.tokens.tolist() == b.tokens.tolist()
         assert a.routing == b.routing
         assert len(a.routing) == a.prompt_len + len(a.tokens) - 1
-
-
-def test_a_cpu_looks_after_each_step():
-    assert Engine(open_model(tiny_model())).burst == 1
-
-
-def test_probabilities_may_be_added_up_in_float64(monkeypatch):
-    logprobs = torch.randn(50, 3000, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    uniforms = torch.rand(50, generator=torch.Generator().manual_seed(1))
-    plain = draw_tokens(logprobs, uniforms)
-    monkeypatch.setitem(engine_module.SUMS, "cpu", torch.float64)
-    assert (draw_tokens(logprobs, uniforms) == plain).float().mean() > 0.9  # float32 rounds some borders elsewhere
 
 
 # --- the whole backend -------------------------------------------------------------------------------------------

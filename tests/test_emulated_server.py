@@ -2,17 +2,14 @@
 
 import asyncio
 import json
-import threading
 import time
 
 import httpx
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import app_of, emulated, serve
-from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.emulator.server import Shown, split_choice
@@ -21,6 +18,7 @@ from rl_notebook.core.types import SampleParams
 from rl_notebook.agents.openai_chat import in_pieces
 
 __all__ = ["one_thread"]
+
 
 PROMPT = [72, 101, 108, 108, 111]
 KEY = "fw-not-a-real-key"
@@ -138,72 +136,9 @@ def manager(fresh):
     return fresh[0], deployment.DeploymentManager(api_key=KEY, base_url=str(fresh[1].base_url)), fresh[1]
 
 
-def store(server, name, factor, kind="base", previous=None):
-    weights = {n: p.detach() * factor for n, p in model().named_parameters()}
-    server.snapshots.save(name, weights, {"checkpoint_type": kind, "previous": previous, "lora_rank": 0})
-
-
-def score(client):
-    lists = ask(client, path="/inference/v1/completions", echo=True, logprobs=1, max_tokens=1)["choices"][0]["logprobs"]
-    return np.array(lists["token_logprobs"][1:5])
-
-
-def expected(factor):
-    scaled = model()
-    with torch.no_grad():
-        for p in scaled.parameters():
-            p.mul_(factor)
-        ids = torch.tensor([PROMPT])
-        return scaled(input_ids=ids).logits.double().log_softmax(-1)[0, :-1].gather(-1, ids[0, 1:, None])[:, 0].numpy()
-
-
 def hotload(manager, name, **options):
     manager.hotload("d", "base", name, **options)
     return manager.wait_for_hotload("d", "base", name, timeout_seconds=60, poll_interval=0.02)
-
-
-def test_the_sdk_loads_a_base_and_then_a_delta(manager):
-    server, sdk, client = manager
-    store(server, "step-1", 1.1)
-    store(server, "step-2", 0.9, "delta", "step-1")
-    assert np.abs(score(client) - expected(1.0)).max() < 1e-5
-    server.hotload_delay_s = 0.2
-    started = time.monotonic()
-    assert hotload(sdk, "step-1")
-    assert time.monotonic() - started > 0.15
-    assert np.abs(score(client) - expected(1.1)).max() < 1e-5
-    follows = {"previous_snapshot_identity": "step-1", "compression_format": "arc_v2", "checksum_format": "alder32"}
-    assert hotload(sdk, "step-2", incremental_snapshot_metadata=follows)
-    assert np.abs(score(client) - expected(0.9)).max() < 1e-5
-    assert sdk.hotload_check_status("d", "base")["replicas"][0]["current_snapshot_identity"] == "step-2"
-
-
-def test_a_load_that_fails_says_so_and_the_old_weights_serve_on(manager):
-    server, sdk, client = manager
-    store(server, "step-1", 1.1)
-    server.hotload_error = True
-    assert not hotload(sdk, "step-1")
-    assert "stage=error" in sdk.last_hotload_error_message
-    assert np.abs(score(client) - expected(1.0)).max() < 1e-5
-    assert hotload(sdk, "step-1")  # one fault, one failure
-    state = server.snapshots.load("step-1")[0]
-    state.pop("lm_head.weight")
-    server.snapshots.save("broken", state, {"checkpoint_type": "base", "previous": None, "lora_rank": 0})
-    assert not hotload(sdk, "broken")
-    assert np.abs(score(client) - expected(1.1)).max() < 1e-5
-
-
-def test_a_load_overtakes_one_that_stalls(manager):
-    server, sdk, client = manager
-    for name, factor in (("step-1", 1.1), ("step-2", 0.9)):
-        store(server, name, factor)
-    server.hotload_delay_s = 30
-    sdk.hotload("d", "base", "step-1")
-    assert not sdk.hotload_check_status("d", "base")["replicas"][0]["readiness"]
-    assert np.abs(score(client) - expected(1.0)).max() < 1e-5  # it goes on serving
-    server.hotload_delay_s = 0
-    assert hotload(sdk, "step-2")
-    assert np.abs(score(client) - expected(0.9)).max() < 1e-5
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
@@ -283,18 +218,11 @@ def test_pieces_of_text_are_the_text(text):
 REFUSED = [
     ({"model": "qwen"}, 404, "The model `qwen` does not exist"),
     ({"prompt": []}, 400, "prompt"),
-    ({"prompt": ["a", 1]}, 400, "prompt"),
-    ({"prompt": [1, True]}, 400, "prompt"),
     ({"prompt": [9999]}, 400, "9999"),
     ({"prompt": [1] * 97}, 400, "maximum context length is 96 tokens"),
-    ({"prompt": [1] * 96}, 400, "room"),
     ({"temperature": -1}, 400, "temperature"),
-    ({"top_p": 0}, 400, "top_p"),
-    ({"n": "many"}, 400, "many"),
-    ({"max_tokens": -1}, 400, "max_tokens"),
     ({"max_tokens": "many"}, 400, "max_tokens"),
     ({"max_tokens": 0}, 400, "0 only with echo"),
-    ({"repetition_penalty": 0}, 400, "repetition_penalty"),
     ({"ignore_eos": True}, 400, "does not do this"),
 ]
 
@@ -312,134 +240,11 @@ def test_refusals_have_the_shape_of_openai(site, body, status, said):
 # --- steering -----------------------------------------------------------------------------------------------------
 
 
-def in_background(fn):
-    "Run `fn` in a thread; its result in a list."
-    result = []
-    thread = threading.Thread(target=lambda: result.append(fn()), daemon=True)
-    thread.start()
-    return thread, result
-
-
 def until(condition, seconds=60.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
-
-
-def folder_of(tmp_path, factor, name="moved"):
-    moved = model()
-    with torch.no_grad():
-        for p in moved.parameters():
-            p.mul_(factor)
-    moved.save_pretrained(tmp_path / name)
-    return str(tmp_path / name)
-
-
-def reload_body(folder):
-    return {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-
-
-@pytest.mark.parametrize("mode", ["wait", "keep"])
-def test_pausing(fresh, tmp_path, mode):
-    server, client = fresh
-    url, folder = str(client.base_url), folder_of(tmp_path, 1.2)
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 90, "seed": 1, "return_token_ids": True, "n": 8}
-    alone = client.post("/v1/completions", json=body).json()["choices"]
-    asked, answer = in_background(lambda: httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"])
-    until(lambda: server.running)
-    assert client.post("/pause", params={"mode": mode}).json() == {"status": "paused"}
-    assert client.get("/is_paused").json() == {"is_paused": True}
-    if mode != "keep":
-        assert server.running == 0
-        until(lambda: answer)
-    late, later = in_background(lambda: ask(httpx.Client(base_url=url, timeout=60), max_tokens=2))
-    assert client.post("/collective_rpc", json=reload_body(folder)).json() == {"results": [None]}
-    assert client.post("/reset_prefix_cache").json() == {"success": True}
-    time.sleep(0.05)
-    assert not later  # it waits at the door
-    assert bool(answer) == (mode != "keep")
-    client.post("/resume")
-    for thread in (asked, late):
-        thread.join(60)
-        assert not thread.is_alive()
-    tokens = [c["token_ids"] for c in answer[0]]
-    if mode == "wait":
-        assert tokens == [c["token_ids"] for c in alone]
-    assert all(c["finish_reason"] in ("stop", "length") for c in answer[0])
-    assert np.abs(score(client) - expected(1.2)).max() < 1e-5
-    assert client.post("/pause", params={"mode": "silly"}).status_code == 400
-
-
-def test_a_frozen_request_goes_on_with_new_weights(fresh, tmp_path):
-    server, client = fresh
-    url, folder = str(client.base_url), folder_of(tmp_path, 0.5)
-    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 90, "seed": 1, "return_token_ids": True, "n": 8}
-    alone = [c["token_ids"] for c in client.post("/v1/completions", json=body).json()["choices"]]
-    for _ in range(5):  # a quick machine may finish before the pause
-        asked, answer = in_background(
-            lambda: httpx.post(url + "/v1/completions", json=body, timeout=60).json()["choices"]
-        )
-        until(lambda: server.running)
-        client.post("/pause", params={"mode": "keep"})
-        frozen = not answer
-        client.post("/collective_rpc", json=reload_body(folder))
-        client.post("/resume")
-        asked.join(60)
-        tokens = [c["token_ids"] for c in answer[0]]
-        if frozen and tokens != alone:
-            break
-        client.post("/collective_rpc", json=reload_body(folder_of(tmp_path, 1.0, "first")))
-    assert tokens != alone
-
-
-def test_a_reload_that_fails_leaves_an_engine_without_weights(fresh, tmp_path):
-    client = fresh[1]
-    folder = folder_of(tmp_path, 1.1)
-    assert client.post("/collective_rpc", json=reload_body(str(tmp_path / "nowhere"))).status_code == 500
-    assert client.post("/collective_rpc", json=reload_body(folder)).status_code == 200
-    assert np.abs(score(client) - expected(1.1)).max() < 1e-5
-    weights = load_file(f"{folder}/model.safetensors")
-    weights.pop("lm_head.weight")
-    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
-    assert "lm_head.weight" in client.post("/collective_rpc", json=reload_body(folder)).text
-    assert client.get("/health").status_code == 200
-    for _ in range(2):
-        answer = client.post("/v1/completions", json={"model": "tiny", "prompt": PROMPT})
-        assert answer.status_code == 500
-        assert "EngineCore encountered an issue" in answer.json()["error"]["message"]
-    assert client.get("/health").status_code == 503
-    assert client.post("/collective_rpc", json={"method": "nope"}).status_code == 500
-
-
-def test_adapters_are_models_of_their_own(fresh, tmp_path):
-    pytest.importorskip("peft")
-    client = fresh[1]
-    backend = open_local(model(), byte_tokenizer(), lora_rank=4, inline=True)
-    with torch.no_grad():
-        for name, p in backend.policy.state.params.items():
-            p.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
-    backend.policy.state.module.save_pretrained(tmp_path / "adapter")
-    load = {"lora_name": "policy", "lora_path": str(tmp_path / "adapter")}
-    assert client.post("/v1/completions", json={"model": "policy", "prompt": PROMPT}).status_code == 404
-    assert "Success" in client.post("/v1/load_lora_adapter", json=load).text
-    assert client.post("/v1/load_lora_adapter", json=load).status_code == 400
-    assert client.post("/v1/load_lora_adapter", json=load | {"load_inplace": True}).status_code == 200
-    assert [m["id"] for m in client.get("/v1/models").json()["data"]] == ["tiny", "policy"]
-
-    def adapted():
-        lists = ask(client, model="policy", echo=True, logprobs=1, max_tokens=1)["choices"][0]["logprobs"]
-        return np.array(lists["token_logprobs"][1:5])
-
-    asyncio.run(backend.sync(asyncio.run(backend.policy.save_weights_for_sampler("a"))))
-    want = asyncio.run(backend.sampler.logprobs(PROMPT)).values
-    assert np.abs(adapted() - want).max() < 1e-4
-    assert np.abs(score(client) - want).max() > 1e-2
-    client.post("/collective_rpc", json=reload_body(folder_of(tmp_path, 1.2)))
-    assert np.abs(adapted() - want).max() > 1e-2  # it stands on the base that is served
-    missing = load | {"lora_name": "other", "lora_path": str(tmp_path / "nowhere")}
-    assert client.post("/v1/load_lora_adapter", json=missing).status_code == 404
-    assert client.post("/v1/load_lora_adapter", json={"lora_name": "x"}).status_code == 400
 
 
 def test_a_client_that_hangs_up_is_no_longer_served(site):

@@ -1,29 +1,27 @@
 "The entropy bonus: its gradient is that of plain autograd, however it is batched; refused where it cannot be."
 
 import asyncio
-import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from test_local_backend import backend_of, distributions, gradients, random_datums
-from tiny_models import one_thread
 
 from rl_notebook.core.builtin import builtin_loss
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import AdamParams, ConfigError, LossError
-from rl_notebook.core.losses import LossOptions, make_loss_fn, reads_entropy
+from rl_notebook.core.types import ConfigError, LossError
+from rl_notebook.core.losses import LossOptions, make_loss_fn
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import main as train_by
 from rl_notebook.recipes.rl_loop import replay_step
 from rl_notebook.runs.records import Run
-from rl_notebook.loop.step import evaluate_loss
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.insight.replay import replay_backward
 from rl_notebook.insight.whatif import what_if
 from rl_notebook.insight.xray import loss_words
+from tiny_models import one_thread
 
 __all__ = ["one_thread"]
 
@@ -98,34 +96,6 @@ def test_calls_of_a_step_add_up():
         found.append(gradients(backend))
     for name, g in found[0].items():
         assert torch.allclose(g, found[1][name], rtol=1e-6, atol=1e-12)
-
-
-def test_looking_at_a_loss_leaves_nothing_behind():
-    datums, backend = random_datums(4, 3), backend_of(dtype="float64", reference=False)
-    looked = run(backend.policy.loss(datums, make_loss_fn(datums, entropy_coeff=0.2)))
-    run(backend.policy.backward(datums, looked.dlogprobs))
-    without = backend_of(dtype="float64", reference=False)
-    run(without.policy.forward_backward_custom(datums, make_loss_fn(datums)))
-    for name, g in gradients(without).items():  # its derivatives with respect to logprobs are those without the bonus
-        assert torch.allclose(g, gradients(backend)[name], rtol=1e-6, atol=1e-12)
-
-
-def test_the_bonus_keeps_a_policy_undecided():
-    def entropies(coeff):
-        backend, seen = backend_of(reference=False), []
-        datums = [replace(d, advantage=1.0) for d in random_datums(2, 4)]
-        for _ in range(6):
-            out = run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, entropy_coeff=coeff)))
-            seen.append(
-                np.concatenate([lp.entropy[d.active] for lp, d in zip(out.logprobs, datums, strict=True)]).mean()
-            )
-            run(backend.policy.optim_step(AdamParams(learning_rate=1e-2)))
-        return seen
-
-    without, bonus = entropies(0.0), entropies(3.0)
-    assert without[0] == pytest.approx(bonus[0])
-    assert without[-1] < without[0] - 0.1
-    assert bonus[-1] > without[-1] + 0.1
 
 
 SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 96}
@@ -217,15 +187,3 @@ def test_what_cannot_compute_it_is_refused_by_name():
     elsewhere = replace(backend, capabilities=replace(backend.capabilities, entropy=False))
     with pytest.raises(ConfigError, match=r"entropy_coeff: got 0\.01; expected 0"):
         GRPOLoop(elsewhere, toy_rows(4), toy_reward, Config(**SMALL, kl_beta=0.0, entropy_coeff=0.01))
-    datums = random_datums(1, 2)
-    loss_fn = make_loss_fn(datums, entropy_coeff=0.1)
-    assert reads_entropy(loss_fn)
-    logprobs = [torch.zeros(len(d.weights)) for d in datums]
-    with pytest.raises(LossError, match="entropy_coeff: got no entropy of the policy"):
-        loss_fn(datums, logprobs)
-    with pytest.raises(LossError, match="got NaN or infinity"):
-        loss_fn(datums, logprobs, [lp * math.nan for lp in logprobs])
-    scored = run(backend.policy.forward(datums))
-    unknown = [replace(lp, entropy=None) for lp in scored]
-    with pytest.raises(LossError, match="no entropy of the policy"):
-        evaluate_loss(datums, unknown, lambda ds, _: make_loss_fn(ds, entropy_coeff=0.1))

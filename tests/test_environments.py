@@ -147,14 +147,9 @@ def test_two_calls_in_a_turn_under_a_template_that_alternates():
 
 WRITTEN = {  # what a policy writes
     "openings": "<tool_call>" * 20_000,
-    "openings with a brace": "<tool_call>{" * 20_000,
-    "openings with white space": ("<tool_call>" + " " * 20) * 20_000,
-    "strings": '<tool_call>{"a":"' * 20_000,
     "closings": "<tool_call>{" + "</tool_call>" * 20_000,
     "nested": '<tool_call>{"name": "double", "arguments": ' + '{"a":' * 100_000 + "}" * 100_001 + "</tool_call>",
     "a list": '<tool_call>{"name": "double", "arguments": [1]}</tool_call>',
-    "a number": '<tool_call>{"name": 1}</tool_call>',
-    "digits": '<tool_call>{"name": "double", "arguments": {"number": ' + "1" * 5000 + "}}</tool_call>",
 }
 
 

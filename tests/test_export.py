@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -25,6 +24,7 @@ from rl_notebook.runs.records import write_best
 from rl_notebook.task.toy import load_model, toy_rows
 
 __all__ = ["one_thread"]
+
 
 IDS = list(range(20, 60))
 
@@ -229,23 +229,6 @@ def test_a_card_names_the_model_that_was_trained_and_its_template(tmp_path):
     assert "'content': 'Be short.'" in card
     assert "'####': pass these, too" in card
     assert AutoTokenizer.from_pretrained(folder).chat_template == template.read_text()
-
-
-TEXTS = ["You are careful. " * 20, "/no_think\nAnswer in km/h."]
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_text_setting_is_no_path_and_the_weights_come_out(text, tmp_path, capsys):
-    cfg = Config(system_prompt=text, stop=(text,), run_name="~x", policy_loss="ppo", dataset="toy")
-
-    async def export() -> Path:
-        async with open_local(*load_model("tiny")) as backend:
-            return await GRPOLoop(backend, toy_rows(4), lambda text: 0.0, cfg).export(tmp_path / "out")
-
-    folder = run(export())
-    assert (logits(AutoModelForCausalLM.from_pretrained(folder)) - logits(load_model("tiny")[0])).abs().max() == 0
-    (settings,) = re.findall(r"````yaml\n(.*?)````", card_of(folder), re.DOTALL)
-    assert yaml.safe_load(settings)["system_prompt"] == text
 
 
 def test_the_best_checkpoint_can_be_taken(tmp_path, capsys):

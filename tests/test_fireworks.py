@@ -13,12 +13,10 @@ import time
 import traceback
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 
 import httpx
 import numpy as np
 import pytest
-from offline import heartbeats
 
 pytest.importorskip("fireworks.training.sdk")
 pytest.importorskip("starlette")
@@ -41,7 +39,6 @@ from rl_notebook.backends.services.provision import (
     clean_leftovers,
     create_trainer_job,
     leftovers,
-    plan_infra,
     setup_deployment,
     setup_infra,
 )
@@ -195,21 +192,6 @@ def test_another_shape_is_not_served_silently(site):
         site.setup(infra_cfg=other)
 
 
-def test_a_reference_without_a_shape_is_chosen_by_the_service(site):
-    wishes = {"infra_cfg": InfraConfig(training_shape_id=SHAPE), "needs_reference": True}
-    plan = plan_infra(**site.managers, base_model=QWEN, **wishes)
-    assert plan.reference.request.auto_select_training_shape
-    assert plan.reference.request.forward_only
-    assert plan.reference.request.max_context_length == plan.policy.profile.max_supported_context_length
-    with cleanup_of(site) as cleanup:
-        infra = site.setup(cleanup, **wishes)
-        before = logprobs(infra.reference)
-        train(infra.policy)
-        assert logprobs(infra.reference) == before
-        assert site.asked().count("POST rlorTrainerJobs") == 2
-        infra.close()
-
-
 def test_a_trainer_that_fails_leaves_nothing_running(site):
     with site.such_that(startup_delay_s=0.2, faults="job_fails:at=2"):
         with pytest.raises(BackendError, match=r"reference trainer grpo-reference-\w+: trainer: got FAILED: "):
@@ -235,16 +217,6 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
     assert site.state(first.policy_job_id) == "CANCELLED"
     with pytest.raises(BackendError, match="'no-such-job', which is not there"):
         site.setup(policy_job_id="no-such-job")
-
-
-def test_a_reference_may_be_kept(site):
-    kept = dataclasses.replace(SHAPES, cleanup_reference_on_close=False)
-    with cleanup_of(site) as cleanup:
-        infra = site.setup(cleanup, infra_cfg=kept, deploy_cfg=None, needs_inference=False, needs_reference=True)
-        infra.close()
-    assert site.state(infra.policy_job_id) == "CANCELLED"
-    assert site.state(infra.reference_job_id) == "RUNNING"
-    site.jobs._post(f"/v1/accounts/local/rlorTrainerJobs/{infra.reference_job_id}:cancel")
 
 
 def test_what_is_missing_is_said_before_anything_is_asked_for(site):
@@ -281,16 +253,6 @@ def restart(site, job_id: str) -> None:
     trainer_of(emulated, emulated.resources.find(f"accounts/local/rlorTrainerJobs/{job_id}")).lose_memory()
 
 
-def test_a_frozen_trainer_is_reached_again_by_itself(site):
-    with cleanup_of(site) as cleanup:
-        infra = site.setup(cleanup, needs_reference=True, needs_inference=False)
-        before = logprobs(infra.reference)
-        restart(site, infra.reference_job_id)
-        assert logprobs(infra.reference) == before
-        assert infra.reference.reconnects == 1
-        infra.close()
-
-
 def test_what_a_trainer_had_learned_is_not_silently_lost(site):
     with cleanup_of(site) as cleanup:
         policy = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False).policy
@@ -309,92 +271,6 @@ def test_what_a_trainer_had_learned_is_not_silently_lost(site):
             policy.optim_step(ADAM)
         assert policy.reconnects == 2
         policy.close()
-
-
-def test_a_shared_reference_does_not_lose_what_its_policy_had_learned(site):
-    with cleanup_of(site) as cleanup:
-        lora = {"infra_cfg": InfraConfig(training_shape_id=SHAPE), "lora_rank": 4, "needs_reference": True}
-        infra = site.setup(cleanup, needs_inference=False, **lora)
-        policy, reference = infra.policy, infra.reference
-        before = logprobs(reference)
-        train(policy)
-        restart(site, policy.job_id)
-        with pytest.raises(BackendError, match=r"2 training calls since the last saved state went with"):
-            logprobs(reference)
-        assert (policy.unsaved, policy.reconnects) == (2, 0)
-        policy.reconnect()
-        train(policy)
-        assert logprobs(reference) == before  # over the policy's new connection; nothing of the policy is at stake
-        assert (policy.unsaved, policy.reconnects, reference.reconnects) == (2, 1, 1)
-        policy.save_state("learned")
-        learned = logprobs(policy)
-        restart(site, policy.job_id)
-        assert logprobs(reference) == before
-        assert logprobs(policy) == learned  # loaded again by the reference's reconnect
-        infra.close()
-
-
-def test_a_loss_that_fails_is_raised_as_it_is_and_costs_no_client(site):
-    "RuntimeError, OSError and the like mean a lost service only where the service raised them."
-    with cleanup_of(site) as cleanup:
-        policy = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False).policy
-        mine, before = policy.inner, logprobs(policy)
-        for error in (RuntimeError("mine"), OSError("disk full"), KeyError("reward"), BackendError("a check")):
-
-            def fails(datums, policy_logprobs, error=error):
-                raise error
-
-            with pytest.raises(type(error)) as caught:
-                policy.forward_backward_custom(DATUMS, fails)
-            assert caught.value is error
-        assert (policy.unsaved, policy.reconnects) == (0, 0)
-        assert policy.inner is mine
-        assert logprobs(policy) == before
-        policy.close()
-
-
-def test_a_call_that_breaks_once_loses_nothing_that_is_still_there(site):
-    "The trainer keeps its memory: the error says what may be lost, and the next call goes on."
-    with cleanup_of(site) as cleanup:
-        policy = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False).policy
-        train(policy)
-        learned = logprobs(policy)
-        with pytest.raises(BackendError, match=r"Fireworks refused: .* no state 'no-such-state'"):
-            policy.load_state("no-such-state")
-        with (
-            site.such_that("slow:1.0:times=2:s=1.5:path=/retrieve_future"),
-            pytest.raises(BackendError, match=r"TimeoutError.* 2 training calls since the last saved state went with"),
-        ):
-            policy.save_state("slow", timeout=0.2)
-        assert logprobs(policy) == learned
-        assert (policy.unsaved, policy.reconnects) == (2, 0)
-        policy.close()
-
-
-def test_a_busy_control_plane_is_given_the_time_it_asks_for(site):
-    job = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
-    cleanup = cleanup_of(site)
-    cleanup.trainer(job.job_id)
-    began = time.monotonic()
-    with site.such_that("429:1.0:times=1:path=rlorTrainerJobs:retry_after=1.2"):
-        assert cleanup.close() == []
-    assert time.monotonic() - began >= 1.2
-    assert site.state(job.job_id) == "CANCELLED"
-
-
-def test_a_trainer_that_is_gone_for_good_is_said_to_be(site):
-    with cleanup_of(site) as cleanup:
-        lora = {"infra_cfg": InfraConfig(training_shape_id=SHAPE), "lora_rank": 4, "needs_reference": True}
-        infra = site.setup(cleanup, needs_inference=False, **lora)
-        site.jobs.reconnect_and_wait = partial(site.jobs.reconnect_and_wait, max_wait_for_resumable_s=0)  # not 120
-        site.jobs.delete(infra.policy.job_id)
-        for attempt in (infra.policy.reconnect, lambda: logprobs(infra.reference), lambda: logprobs(infra.policy)):
-            with pytest.raises(
-                BackendError, match=rf"trainer {infra.policy.job_id}: Fireworks: got .*stuck in JOB_STATE_DELETED"
-            ):
-                attempt()
-        assert (infra.policy.reconnects, infra.reference.reconnects) == (0, 0)
-        infra.close()
 
 
 # --- endings ------------------------------------------------------------------------------------------------------
@@ -572,21 +448,6 @@ def test_a_rollout_can_make_its_own_requests(site):
         _ = nowhere.inference_base_url
 
 
-def test_no_heartbeat_outlives_its_backend(site):
-    before, beating = set(map(id, heartbeats())), []
-
-    async def test(backend):
-        await learn(backend, toy(backend))
-        beating.extend(task for task in heartbeats() if id(task) not in before)
-
-    run(site, test)
-    assert beating
-    deadline = time.monotonic() + 60
-    while not all(task.done() for task in beating) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert all(task.done() for task in beating)
-
-
 @pytest.mark.parametrize(
     ("limit", "kind", "most"),
     [
@@ -704,31 +565,6 @@ def test_a_refused_delta_is_followed_by_full_weights_if_they_are_still_there(sit
             await backend.sync(stale)
 
     run(site, test)
-
-
-def test_an_adapter_that_fails_to_load_is_sent_once_more(site):
-    async def test(backend):
-        datum = toy(backend)
-        await learn(backend, datum)
-        with site.such_that("hotload_error:times=1"), pytest.warns(UserWarning, match="Sending full weights again"):
-            assert await synced(backend, "a") == ("base", 1)
-        assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
-
-    run(site, test, lora_rank=4, trainer={"training_shape_id": SHAPE})
-
-
-def test_an_address_where_nobody_is_is_told_at_once():
-    started = time.monotonic()
-    with pytest.raises(BackendError, match="got ConnectError; expected a response"):
-        asyncio.run(
-            open_fireworks(
-                base_model=QWEN,
-                deployment={"tokenizer_model": "tiny"},
-                key="fw-none-here",
-                base_url="http://127.0.0.1:1",
-            )
-        )
-    assert time.monotonic() - started < 60
 
 
 def test_both_logprobs_are_kept_with_and_without_echo(site):

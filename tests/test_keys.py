@@ -96,25 +96,6 @@ def test_a_planted_key_is_found_where_it_is_packed_or_part_of_something(tmp_path
     assert str(tmp_path / "harmless") not in leaks(tmp_path)
 
 
-def test_a_repr_that_shows_the_key_is_found(capsys: pytest.CaptureFixture[str]) -> None:
-    from verbose_run import show, show_error
-
-    class Careless:
-        def __init__(self, key: str):
-            self.key = key
-
-    show("careless", Careless(KEY))
-    assert shown(capsys.readouterr().out.encode())
-    try:
-        try:
-            raise ValueError(f"headers: {{'X-Api-Key': {KEY!r}}}")
-        except ValueError as reason:
-            raise RuntimeError("all is well") from reason
-    except RuntimeError as error:
-        show_error("an error", error)
-    assert shown(capsys.readouterr().out.encode())
-
-
 # --- what looks like a key is masked wherever text is shown -----------------------------------------------------------
 
 DRAWN = "a1B2c3D4e5" * 4

@@ -4,11 +4,7 @@ import asyncio
 import copy
 import errno
 import json
-import os
-import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -21,7 +17,6 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 import rl_notebook.backends.local.trainer as local_module
 from rl_notebook.backends.local.engine import plan_batches
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.local.worker import Worker, _openmp
 from rl_notebook.core.types import (
     AdamParams,
     BackendError,
@@ -34,6 +29,7 @@ from rl_notebook.core.types import (
 )
 
 __all__ = ["one_thread"]
+
 
 ADAM = AdamParams(learning_rate=1e-2)
 
@@ -244,11 +240,8 @@ def captured(backend) -> dict[str, torch.Tensor]:
     return local_module.capture(backend.policy.state)[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}])
-@pytest.mark.parametrize("bad", [{"learning_rate": 1e38}, {"eps": 0.0}])
-@pytest.mark.variant(but="bad1-options0")
-def test_an_update_that_leaves_the_numbers_is_taken_back(options, bad):
-    backend, datums = backend_of(reference=False, **options), random_datums(1, 4)
+def test_an_update_that_leaves_the_numbers_is_taken_back():
+    backend, datums = backend_of(reference=False), random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     run(backend.policy.optim_step(ADAM))
     path, before = run(backend.policy.save_state("good")), captured(backend)
@@ -257,7 +250,7 @@ def test_an_update_that_leaves_the_numbers_is_taken_back(options, bad):
     for zero in (first.grad, *(backend.policy.state.optimizer.state[first][key] for key in ("exp_avg", "exp_avg_sq"))):
         zero.view(-1)[0] = 0
     with pytest.raises(BackendError, match=r"update 2: update refused: got NaN or infinity in \w+\..*weight"):
-        run(backend.policy.optim_step(AdamParams(**({"learning_rate": 1e-3} | bad))))
+        run(backend.policy.optim_step(AdamParams(learning_rate=1e-3, eps=0.0)))
     assert all(torch.equal(t, before[name]) for name, t in captured(backend).items() if name[:5] in ("weigh", "maste"))
     run(backend.policy.load_state(path))
     assert all(torch.equal(t, before[name]) for name, t in captured(backend).items())
@@ -407,19 +400,6 @@ def test_a_sync_waits_for_what_is_being_drawn(inline):
     run(test())
 
 
-def test_inline_computes_on_the_calling_thread():
-    seen = []
-
-    def loss(ds, lps):
-        seen.append(threading.current_thread())
-        return mixing_loss(ds, lps)
-
-    for inline in (True, False):
-        run(backend_of(inline=inline).policy.forward_backward_custom(random_datums(1, 2), loss))
-    assert seen[0] is threading.main_thread()
-    assert seen[1] is not threading.main_thread()
-
-
 def test_cancelled_and_abandoned_requests_do_no_harm():
     backend = backend_of(inline=False)
     params = SampleParams(n=3, max_tokens=20, seed=0)
@@ -533,9 +513,7 @@ def shorter(t):
 
 SPOILED = {  # how a tensor of a saved state is spoiled, and what the message says of it
     "short moment": ("adam/exp_avg/model.norm.weight", shorter, r"got float32 \[31\]; expected float32 \[32\]"),
-    "one moment missing": ("adam/exp_avg/model.norm.weight", lambda t: None, "got nothing; expected float32"),
     "head of one value": ("weights/lm_head.weight", lambda t: t[:1, :1], r"got float32 \[1, 1\]; expected"),
-    "half the digits": ("weights/lm_head.weight", torch.Tensor.half, r"got float16 \[258, 32\]; expected float32"),
     "unknown": ("adam/max_exp_avg_sq/lm_head.weight", lambda t: torch.ones(3), r"got float32 \[3\]; expected nothing"),
 }
 
@@ -548,8 +526,8 @@ def test_a_saved_tensor_of_the_wrong_shape_is_refused_before_it_is_used(how, tmp
     run(backend.policy.optim_step(ADAM))
     path = run(backend.policy.save_state(str(tmp_path / "s")))
     tensors = load_file(tmp_path / "s" / "state.safetensors")
-    spoiled = spoil(tensors.pop(name, torch.zeros(1)))
-    save_file(tensors | ({} if spoiled is None else {name: spoiled.contiguous()}), tmp_path / "s" / "state.safetensors")
+    spoiled = spoil(tensors.pop(name, torch.zeros(1))).contiguous()
+    save_file(tensors | {name: spoiled}, tmp_path / "s" / "state.safetensors")
     before = captured(backend)
     with pytest.raises(RecordError, match=f"saved tensor {name}.*{message}"):
         run(backend.policy.load_state(path))
@@ -589,78 +567,20 @@ def test_what_cannot_be_opened():
         open_local(tiny_model().requires_grad_(False), byte_tokenizer())
 
 
-def test_adapters_made_at_once_are_those_made_one_by_one():
-    pytest.importorskip("peft")
-    models = [tiny_model() for _ in range(8)]  # made here: they draw from the same generator
-    make = lambda seed: open_local(models.pop(), byte_tokenizer(), lora_rank=2, seed=seed).policy.state.params
-    alone = [make(seed) for seed in range(4)]
-    switch = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(4) as pool:
-            crowd = list(pool.map(make, range(4)))
-    finally:
-        sys.setswitchinterval(switch)
-    for one, other in zip(alone, crowd, strict=True):
-        assert all(torch.equal(p, other[name]) for name, p in one.items())
-
-
-TEAMS = """
-import asyncio, os, torch
-from rl_notebook.backends.local.worker import Worker
-
-threads = lambda: len(os.listdir("/proc/self/task"))
-grew = lambda: (torch.ones(600, 600) @ torch.ones(600, 600), threads())[1]
-
-async def main():
-    worker, alone = Worker(), threads()
-    with_team = grew()
-    inside = await worker(grew)
-    print(alone, with_team, inside, threads())
-    worker.close()
-    single = Worker(threads=1)
-    print(await single(torch.get_num_threads), torch.get_num_threads(), await single(grew) - threads())
-    single.close()
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="OpenMP teams are given back under libgomp only")
-def test_a_thread_that_hands_work_over_gives_its_openmp_team_back():
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    said = subprocess.run([sys.executable, "-c", TEAMS], env=environment, check=True, capture_output=True, text=True)
-    alone, with_team, inside, after, *single = map(int, said.stdout.split())
-    assert with_team == alone + 1  # this thread's team
-    assert inside == alone + 2  # the worker and its team, and no longer this thread's
-    assert after == alone + 1  # the worker
-    assert single == [1, 2, 0]  # no team, and this thread keeps its own number
-
-
 @pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": 2, "inline": True}])
 def test_threads_that_would_be_ignored_are_refused(asked):
     with pytest.raises(ConfigError, match="open_local: threads: got"):
         backend_of(**asked)
 
 
-def test_products_take_no_more_threads_than_the_worker_has():
-    "MKL has a number of its own once somebody called torch.set_num_threads, as accelerate does."
-    most, before = _openmp("MKL_Get_Max_Threads"), torch.get_num_threads()
-    if most is None:
-        pytest.skip("torch without MKL")
-    torch.set_num_threads(2)
-    try:
-        worker = Worker(threads=1)
-        inside = asyncio.run(worker(most))
-        worker.close()
-        assert (inside, most()) == (1, 2)
-    finally:
-        torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("how", [{}, {"lora_rank": 2}, {"inline": True}])
-@pytest.mark.parametrize("draws", [{}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}], ids=["raw", "processed"])
-@pytest.mark.parametrize("family", ["qwen3", "tied", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "how", "draws"),
+    [
+        ("qwen3", {}, {"temperature": 0.7, "top_p": 0.9, "top_k": 40}),
+        ("tied", {"lora_rank": 2}, {}),
+        ("gpt2", {"inline": True}, {}),
+    ],
+)
 def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
     "Never drawn, and the logprobs of sampler, echo, policy and reference are of the law without them."
     tokenizer = byte_tokenizer()

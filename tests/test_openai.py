@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import email.utils
 import logging
 import os
 import re
@@ -18,9 +17,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from live_server import app_of, cutting, emulated, serve
+from live_server import app_of, emulated, serve
 from starlette.applications import Starlette
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
@@ -37,6 +36,7 @@ from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, Dat
 from rl_notebook.core.retries import AdaptiveLimit, Retries
 
 __all__ = ["one_thread"]
+
 
 PROMPT = [72, 101, 108, 108, 111]
 QUICK = Retries(deadline_s=100, attempt_s=30, first_wait_s=0.01)
@@ -131,7 +131,6 @@ def test_stops(site, local, stop):
 
 COOL = {"temperature": SampleParams(n=4, max_tokens=8, seed=2, temperature=0.6)}
 COOL["top_p"] = replace(COOL["temperature"], temperature=1.0, top_p=0.7)
-COOL["top_k"] = replace(COOL["temperature"], top_k=5)
 COOL["min_p"] = replace(COOL["temperature"], temperature=1.0, min_p=0.1, repetition_penalty=1.3)
 COOL["greedy"] = replace(COOL["temperature"], temperature=0.0)
 
@@ -162,20 +161,6 @@ def test_raw_and_sampling_logprobs_are_kept_apart(site, processed_site, local, k
     asyncio.run(test((processed_site if kind == "processed" else site)[1]))
 
 
-def test_the_same_seed_gives_the_same_tokens_in_a_crowd(site):
-    async def test():
-        async with sampler_at(site[1]) as sampler:
-            alone = await sampler.sample(PROMPT, SampleParams(n=3, max_tokens=8, seed=4))
-            crowd = await asyncio.gather(
-                *(sampler.sample(PROMPT, SampleParams(n=1 + s, max_tokens=8, seed=s)) for s in range(8))
-            )
-            assert ids(crowd[4])[:3] == ids(alone)
-            free = [ids(await sampler.sample(PROMPT, SampleParams(max_tokens=8))) for _ in range(4)]
-            assert len({str(x) for x in free}) > 1
-
-    asyncio.run(test())
-
-
 # --- servers that misbehave ---------------------------------------------------------------------------------------
 
 
@@ -200,8 +185,6 @@ class Moody:
     async def act(self, mood, scope, receive, send):
         kind, _, value = mood.partition(":")
         if kind.isdigit():
-            if value == "in two seconds":  # a date is of whole seconds, so that one of them at least is left
-                value = email.utils.formatdate(time.time() + 2, usegmt=True)
             headers = {"retry-after": value} if value else {}
             return await JSONResponse({"error": {"message": "moody"}}, int(kind), headers)(scope, receive, send)
         if kind == "slow":
@@ -261,24 +244,8 @@ def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name):
         asyncio.run(test(url))
 
 
-@pytest.mark.parametrize("cut", ["before", "after"])
-def test_connections_that_break_are_made_anew(site, local, cut):
-    params = SampleParams(n=3, max_tokens=9, seed=3)
-
-    async def test():
-        async with cutting(site[1], [cut, "", cut]) as url, sampler_at(url) as sampler:
-            with pytest.warns(UserWarning, match="asking again"):
-                got = await sampler.sample(PROMPT, params)
-            assert ids(got) == ids(await drawn_locally(local, params))
-            assert sampler.wire.lost
-            assert sum(sampler.wire.counts.values()) - sampler.wire.counts["attempts"] == 2
-
-    asyncio.run(test())
-
-
-@pytest.mark.parametrize("form", ["seconds", "date"])
-def test_retry_after_is_obeyed(site, form):
-    app = Moody(site[0], ["429:1" if form == "seconds" else "429:in two seconds"])
+def test_retry_after_is_obeyed(site):
+    app = Moody(site[0], ["429:1"])
 
     async def test(url):
         async with sampler_at(url) as sampler:
@@ -380,22 +347,6 @@ def test_scores_that_do_not_fit_are_refused(name):
 # --- the limit ----------------------------------------------------------------------------------------------------
 
 
-def test_the_window_is_kept_and_shrinks_when_the_server_refuses(site):
-    app = Moody(site[0], ["", "", "429", "429", "", "503"])
-    limit = AdaptiveLimit(start=4, most=6)
-
-    async def test(url):
-        async with sampler_at(url, limit=limit) as sampler:
-            await sampler.sample(PROMPT, SampleParams(n=40, max_tokens=2, seed=0))
-
-    with serve(app) as url:
-        asyncio.run(test(url))
-    assert app.most <= 6
-    assert limit.cuts >= 1
-    assert (limit.in_flight, len(limit.waiting)) == (0, 0)
-    assert limit.window <= 6
-
-
 FATES = st.tuples(st.sampled_from(["ok", "busy", "cancel", "fewer", "more"]), st.integers(1, 4))
 
 
@@ -490,7 +441,7 @@ async def gap_to_policy(backend):
     return float(max(gaps)), {c.policy_version for c in drawn}
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_rank": 4}, {"mode": "keep"}], ids=str)
+@pytest.mark.parametrize("options", [{"lora_rank": 4}, {"mode": "keep"}], ids=str)
 def test_weights_reach_the_server(tmp_path, options):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
@@ -560,14 +511,6 @@ def test_a_folder_that_the_server_cannot_see_leaves_the_old_weights(tmp_path):
         async with opened(url, tmp_path) as backend:
             await backend.sync(await step(backend, 1))
             snapshot = await step(backend, 2)
-            backend.sync.server_folder = "/nowhere"
-            with pytest.raises(BackendError, match="no weights in '/nowhere/weights-00002'"):
-                await backend.sync(snapshot)
-
-    async def mended(url):
-        async with opened(url, tmp_path) as backend:
-            await backend.sync(await step(backend, 1))
-            snapshot = await step(backend, 2)
             moved = tmp_path / "weights" / "weights-00002"
             real = backend.policy.run
 
@@ -587,9 +530,7 @@ def test_a_folder_that_the_server_cannot_see_leaves_the_old_weights(tmp_path):
             assert (await gap_to_policy(backend))[0] < 1e-4
 
     with serve(app_of(server)) as url:
-        asyncio.run(mended(url))
         asyncio.run(test(url))
-    assert server.bare  # as with vLLM: nothing good was left to load, so the next request would kill it
 
 
 def test_a_server_that_keeps_its_old_head_is_caught(tmp_path):
@@ -610,12 +551,11 @@ def test_a_server_that_keeps_its_old_head_is_caught(tmp_path):
     assert head.shape == (258, 32)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path, lora_rank):
+def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
     servers = [emulated(model(), byte_tokenizer(), tmp_path / name) for name in ("first", "second")]
 
     async def test(urls):
-        async with opened(urls[0], tmp_path, lora_rank=lora_rank) as backend:
+        async with opened(urls[0], tmp_path) as backend:
             await backend.sync(await step(backend, 1))
             want = await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
             backend.sampler.wire.root = urls[1]  # another process at the address, with the first weights
@@ -662,24 +602,6 @@ def test_servers_without_weight_sync(site, tmp_path):
                 await backend.sync(await step(backend, 1))
 
     asyncio.run(test())
-
-
-def test_what_a_server_cannot_do_is_seen(site):
-    async def answer(request):
-        body = await request.json()
-        tokens = np.random.default_rng().integers(5, 200, body["max_tokens"]).tolist()
-        choice = {"text": "x", "token_ids": tokens, "finish_reason": "length"}
-        return JSONResponse({"choices": [choice | {"logprobs": {"token_logprobs": [-1.0] * len(tokens)}}]})
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            report = await probe(sampler, PROMPT)
-            assert (report.seed, report.prompt_logprobs, report.kind) == (False, False, "unknown")
-            lacks = [row.name for row in report.findings.failed]
-            assert lacks == ["prompt logprobs", "drawn logprobs", "seed", "takes new weights"]
-
-    with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
-        asyncio.run(test(url))
 
 
 KIN = {  # owner of its models, where it says its version and what, the field for a length, what it refuses
@@ -787,24 +709,19 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site,
 
 
 TORTS = {
-    "redirect": (
-        307,
-        {"location": "https://elsewhere.test/v1/?key=1"},
-        b"",
-        r"status 307: a redirect to https://elsewhere.test/v1/\.",
-    ),
-    "escapes": (400, {}, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\x1b\]0;owned\\x07 \\x1b\[31mno"),
+    "html": (200, b"<html><body>Welcome</body></html>", "got a page of HTML"),
+    "escapes": (400, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\x1b\]0;owned\\x07 \\x1b\[31mno"),
 }
 
 
 @pytest.mark.parametrize("name", TORTS)
 def test_what_no_server_should_send_is_named_at_once(name):
-    status, headers, body, match = TORTS[name]
+    status, body, match = TORTS[name]
     asked = []
 
     async def answer(request):
         asked.append(request.url.path)
-        return Response(body, status, headers, media_type="application/json")
+        return Response(body, status, media_type="text/html" if status == 200 else "application/json")
 
     async def test(url):
         async with sampler_at(url) as sampler:
@@ -893,18 +810,6 @@ async def said(lines, pattern):
             await asyncio.sleep(0.01)
 
 
-class Steered:
-    "A server whose steering calls can be answered by a page of HTML, as a proxy does."
-
-    def __init__(self, server, pages=()):
-        self.inner, self.pages = app_of(server), set(pages)
-
-    async def __call__(self, scope, receive, send):
-        if scope["type"] == "http" and scope["path"] in self.pages:
-            return await HTMLResponse("<html><body>Welcome</body></html>")(scope, receive, send)
-        await self.inner(scope, receive, send)
-
-
 def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherwise(tmp_path):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
@@ -919,27 +824,6 @@ def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherw
                     assert (await gap_to_policy(backend))[0] < 1e-4
 
     with serve(app_of(server)) as url:
-        asyncio.run(test(url))
-
-
-def test_a_page_of_html_is_no_success(tmp_path):
-    server = emulated(model(), byte_tokenizer(), tmp_path)
-    app = Steered(server)
-
-    async def test(url):
-        async with opened(url, tmp_path) as backend:
-            app.pages = {"/resume"}
-            with pytest.raises(BackendError, match=r"/resume.*got a page of HTML; expected JSON.*base_url"):
-                await backend.sync(await step(backend, 1))
-            app.pages = set()
-            with pytest.warns(UserWarning, match="was left paused|lost its weights"):  # it has those of before again
-                assert (await gap_to_policy(backend))[1] == {0}
-            assert await backend.sync(await step(backend, 2)) == 1
-            app.pages = {"/v1/completions"}
-            with pytest.raises(BackendError, match="got a page of HTML"):
-                await backend.sampler.sample(PROMPT, SampleParams(max_tokens=2))
-
-    with serve(app) as url:
         asyncio.run(test(url))
 
 

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
-import rl_notebook.backends.local.trainer as local_module
 from rl_notebook.backends.local.engine import plan_batches
-from rl_notebook.backends.local.model import head_logprobs, open_model
+from rl_notebook.backends.local.model import open_model
 from rl_notebook.backends.local.scoring import Batch, Scoring
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.prefixes import plan_trees, prefix_tree
 from rl_notebook.core.types import Datum
 
 __all__ = ["one_thread"]
+
 
 tokens = st.lists(st.integers(2, 4), min_size=1, max_size=12)  # few values: many common prefixes
 
@@ -178,15 +178,6 @@ def test_trees_under_lora(datums, budget, prompt_logprobs):
     compare("qwen3", datums, budget, prompt_logprobs, rank=2)
 
 
-@settings(max_examples=10)
-@given(batches_of_datums(), st.integers(1, 5))
-def test_trees_with_a_head_in_chunks(datums, rows):
-    with pytest.MonkeyPatch.context() as patch:
-        chunked = lambda c, f, targets, t=1.0, e=None: head_logprobs(f, targets, c.head, t, rows * 258, e)
-        patch.setattr(local_module.CausalModel, "logprobs", chunked)
-        compare("qwen3", datums, 10_000, True)
-
-
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_in_float32_they_differ_by_rounding(family, rank):
@@ -251,18 +242,6 @@ def test_what_gains_nothing_runs_as_before():
     assert a.metrics["perf/prefix_tokens_saved"] == 0
     assert all(np.array_equal(x.values, y.values) for x, y in zip(a.logprobs, b.logprobs, strict=True))
     assert torch.equal(gradient(once), gradient(each))
-
-
-def test_twice_the_same_is_the_same_to_the_bit():
-    backend = open_local(tiny_model(), byte_tokenizer(), inline=True, device="cpu")
-    found = []
-    for _ in range(2):
-        output = asyncio.run(backend.policy.forward_backward_custom(a_group(), weighted(False)))
-        found.append(
-            (output.loss, [lp.values.tobytes() for lp in output.logprobs], gradient(backend).numpy().tobytes())
-        )
-        asyncio.run(backend.policy.discard_gradients())
-    assert found[0] == found[1]
 
 
 def test_a_datum_alone_and_one_without_a_scored_position(trees):

@@ -1,26 +1,16 @@
 "One policy for everything that goes over a network: what it does, and that nothing else does it again."
 
-import ast
 import asyncio
-import http.server
 import math
 import random
-import threading
 import time
-from pathlib import Path
 
-import httpx
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import rl_notebook
-from rl_notebook.core.types import RolloutSample
-from rl_notebook.task.data import Row
 from rl_notebook.core.retries import AskAgain, Retries, with_retries, with_retries_blocking
-from rl_notebook.loop.rollouts import draw_rollouts
-from rl_notebook.task.data import Prompt
 
 KINDS = st.sampled_from(["passing", "final", "answer"])
 
@@ -134,96 +124,4 @@ def test_the_jitter_follows_from_the_seed_alone():
     assert pauses(seed=1, around=0) != pauses(seed=2, around=0)
 
 
-def test_threads_do_not_share_a_call():
-    outcomes = []
-    together = threading.Barrier(8)
-
-    def work():
-        together.wait()
-        outcomes.append(both(["passing", "passing", "answer"], Retries(4))[1][:2])
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert outcomes == [("an answer", 3)] * 8
-
-
 # --- there is no other --------------------------------------------------------------------------------------------
-
-
-def own_retries(tree: ast.Module) -> list[int]:
-    "Lines of loops that catch a failure and sleep."
-    lines = []
-    for loop in ast.walk(tree):
-        if not isinstance(loop, ast.For | ast.AsyncFor | ast.While):
-            continue
-        inside = list(ast.walk(loop))
-        catches = any(isinstance(node, ast.ExceptHandler) for node in inside)
-        called = [node.func for node in inside if isinstance(node, ast.Call)]
-        names = {getattr(f, "attr", getattr(f, "id", "")) for f in called}
-        if catches and names & {"sleep", "sleeps"}:
-            lines.append(loop.lineno)
-    return lines
-
-
-def test_no_module_has_retries_of_its_own():
-    looping = """
-for attempt in range(3):
-    try:
-        ask()
-    except OSError:
-        time.sleep(2**attempt)
-"""
-    assert own_retries(ast.parse(looping)) == [2]
-    package = Path(rl_notebook.__file__).parent
-    found = {
-        f"{path.relative_to(package)}:{line}"
-        for path in sorted(package.rglob("*.py"))
-        for line in own_retries(ast.parse(path.read_text(encoding="utf-8")))
-    }
-    waits_for_a_file = {name for name in found if name.startswith("views/report.py:")}
-    assert found == waits_for_a_file, "use rl_notebook.core.retries"
-
-
-class Busy(http.server.BaseHTTPRequestHandler):
-    "Answers every third request."
-
-    asked = 0
-
-    def do_GET(self):
-        type(self).asked += 1
-        self.send_response(200 if self.asked % 3 == 0 else 503)
-        self.send_header("Content-Length", "2")
-        self.end_headers()
-        self.wfile.write(b"42")
-
-    def log_message(self, *_):
-        pass
-
-
-def test_a_busy_server_of_a_rollout_is_asked_again():
-    "Over real HTTP, as a rollout function of one's own sees it."
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Busy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    pauses = []
-
-    async def note(seconds):
-        pauses.append(seconds)
-
-    async def calls_a_tool(sample_prompt):
-        async with httpx.AsyncClient() as client:
-            text = (await client.get(f"http://127.0.0.1:{server.server_port}")).raise_for_status().text
-        return RolloutSample([1, 2, 3], [0.0, -0.1, -0.1], [0, 1, 1], float(text))
-
-    prompt = Prompt(Row(messages=({"role": "user", "content": "6 * 7"},), key="q"), np.array([1, 2]))
-    try:
-        drawn = asyncio.run(draw_rollouts(calls_a_tool, prompt, 1, retries=2, sleep=note))
-        lost = asyncio.run(draw_rollouts(calls_a_tool, prompt, 1, retries=1, sleep=note))
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert [s.reward for s in drawn.samples] == [42.0]
-    assert "503" in lost.dropped[0]
-    assert len(pauses) == 3

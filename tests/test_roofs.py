@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from test_router_replay import tiny_mixture
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
@@ -22,7 +21,7 @@ from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.runs.records import metrics_row
 from rl_notebook.backends.roofline import Roofs, Work, model_size, work_between, work_metrics
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
-from rl_notebook.insight.preflight import Cost, expected_longest, preflight
+from rl_notebook.insight.preflight import preflight
 
 __all__ = ["one_thread"]
 
@@ -87,14 +86,6 @@ def test_training_counts_what_pytorch_counts(options: dict[str, Any], prompt: in
     )  # a frozen first layer passes no gradient on
 
 
-def test_a_batch_over_the_budget_is_computed_twice_and_needed_once():
-    datums = datums_of([20] * 8)
-    whole, split = backend_of(), backend_of(tokens_per_batch=60)
-    for backend in (whole, split):
-        asyncio.run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, policy_loss="ppo")))
-    assert whole.meter.work["training"].flops == split.meter.work["training"].flops
-
-
 def test_sampling_counts_prefill_and_decode_steps():
     backend, params = backend_of(reference=False), SampleParams(n=3, max_tokens=8, seed=1)
     with FlopCounterMode(display=False) as counter:
@@ -111,23 +102,10 @@ async def draw(backend: Backend, prompts: list[list[int]], params: SampleParams)
     return await asyncio.gather(*(backend.sampler.sample(p, params) for p in prompts))
 
 
-def test_prompts_of_different_length_are_padded():
-    backend, params = backend_of(reference=False), SampleParams(n=1, max_tokens=1, seed=1)
-    asyncio.run(draw(backend, [[5] * 4, [6] * 10], params))
-    assert backend.meter.work["sampling"].padding == 6
-
-
 def test_a_model_with_experts_has_no_size():
     assert model_size(tiny_mixture()) is None
     assert model_size(tiny_model("gpt2")) is None
     assert work_metrics({"sampling": Work(1.0, 100)}) == {"perf/sampling_tokens": 100.0, "perf/padding_ratio": 0.0}
-
-
-def test_half_precision_is_half_as_many_bytes():
-    full, half = (model_size(tiny_model().to(dtype)) for dtype in (torch.float32, torch.bfloat16))
-    assert full is not None
-    assert half is not None
-    assert full.nbytes == 2 * half.nbytes == 4 * (full.body + full.head)
 
 
 SIZE = model_size(tiny_model())
@@ -183,28 +161,6 @@ def test_work_is_counted_by_phase_and_not_for_what_runs_between():
 # --- before the first step -------------------------------------------------------------------------------------------
 
 
-def done(rows: int, passes: int, usual: float, overhead: float) -> Work:
-    "Decode steps on a machine that needs `usual` times what the roofs say, and `overhead` seconds a pass."
-    flops, read = passes * SIZE.flops(rows, rows), float(passes * SIZE.nbytes)
-    return Work(usual * (flops / MACHINE.flops + read / MACHINE.bytes) + passes * overhead, flops=flops, bytes=read)
-
-
-@pytest.mark.parametrize("usual", [1.0, 1.3, 1.6])
-@pytest.mark.parametrize("overhead", [0.0, 1e-5, 1e-3])
-@pytest.mark.parametrize(("before", "after"), [((64, 20), (32, 24)), ((8, 16), (32, 32)), ((32, 24), (32, 24))])
-def test_a_step_is_foretold_from_other_batches(usual, overhead, before, after):
-    measured, planned = (done(rows, passes, usual, overhead) for rows, passes in (before, after))
-    said = roofs.expected_seconds(measured, planned, MACHINE, roofs.USUAL["sample"])
-    assert said == pytest.approx(planned.seconds, rel=0.25)
-
-
-@pytest.mark.parametrize("size", [1, 3, 32])
-def test_the_longest_of_a_batch(size: int):
-    lengths = np.array([3, 9, 4, 17, 8, 17])
-    drawn = np.random.default_rng(0).choice(lengths, (20_000, size)).max(axis=1).mean()
-    assert expected_longest(lengths, size) == pytest.approx(drawn, rel=0.02)
-
-
 def test_preflight_foretells_all_phases_and_memory():
     cfg = Config(**SMALL)
 
@@ -218,13 +174,6 @@ def test_preflight_foretells_all_phases_and_memory():
     assert cost.step_memory == pytest.approx(cost.memory["process"][0] + 20 * size.learned / 1e9)
     assert "before update and sync" not in repr(cost)
     assert f"about {cost.step_memory:.2g} GB in a step" in repr(cost)
-
-
-def test_where_nothing_is_computed_nothing_is_foretold():
-    cost = Cost({"sample": 1.0}, 8, 16, {})
-    assert cost.step_seconds == {"sample": 2.0}
-    assert "before update and sync" in repr(cost)
-    assert " GB" not in repr(cost)
 
 
 def test_a_phase_that_was_undone_leaves_no_work_behind():

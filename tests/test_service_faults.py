@@ -331,23 +331,3 @@ def test_a_killed_run_attaches_to_what_it_left_and_goes_on(service, uninterrupte
     assert set(job_states(service, folder).values()) == {"CANCELLED"}
     assert most_replicas(service, folder) == 0
     assert leftovers(folder) == []
-
-
-@pytest.mark.slow
-def test_a_killed_run_is_cleaned_and_begins_with_fresh_trainers(service, uninterrupted, tmp_path: Path) -> None:
-    half_a_run(service, folder := tmp_path / "cleaned")
-    left = job_states(service, folder)
-    outcome, jobs, requests = asyncio.run(go_on(service, folder, "clean"))
-    assert {name: jobs[name] for name in left} == dict.fromkeys(left, "CANCELLED")
-    assert sorted(state for name, state in jobs.items() if name not in left) == ["RUNNING", "RUNNING"]
-    cleaned = [
-        line for line in requests if line.endswith((":cancel", f"PATCH /v1/accounts/local/deployments/{folder.name}"))
-    ]
-    assert [line.rsplit("/", 1)[1] for line in cleaned[:3]] == [
-        folder.name,
-        *(f"{name}:cancel" for name in reversed(left)),
-    ]
-    check_resumed(outcome, uninterrupted, folder)
-    assert set(job_states(service, folder).values()) == {"CANCELLED"}
-    assert most_replicas(service, folder) == 0
-    assert leftovers(folder) == []
