@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, partialmethod
 from typing import Any
 
 import numpy as np
@@ -154,11 +154,6 @@ async def chunked_parts(loop: AsyncGRPOLoop) -> AsyncIterator[Parts]:
         loop.state.values.clear()
         raise
 
-
-async def chunked_half(loop: AsyncGRPOLoop) -> None:
-    "The phases from `prompts` to `backward`, one backward pass for each chunk of the batch."
-    await overlapped_half(loop, chunked_parts)
-
 # %% ../../nbs/loop/07_async_loop.ipynb #5fdbe16e
 def gate_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
     "Staleness of a batch, and how full the pipeline was when it was trained."
@@ -238,7 +233,7 @@ class AsyncGRPOLoop(GRPOLoop):
     sample = takes_turn(collect_phase)
     score = between_turns(graded_phase)
     sync = takes_turn(open_gate)
-    overlapped_half = chunked_half
+    overlapped_half = partialmethod(overlapped_half, chunked_parts)
     rest_of_step = takes_turn(rest_of_beside)
     undo = takes_turn(undo_beside)
     branch = takes_turn(branch_beside)

@@ -318,14 +318,8 @@ def way_to(loop: Loop, step: int, run: Run) -> Way:
     if step != begun:
         run.record(step)  # says which there are
     found = run.latest_checkpoint(at_most=step)
-    known = (
-        beginning.state.number
-        if (beginning := loop.weights.beginning)
-        else loop.state.number
-        if not loop.state.updated
-        else None
-    )
-    if found is None and known != begun + 1:
+    beginning = loop.weights.beginning.state if loop.weights.beginning else loop.state
+    if found is None and (beginning.updated or beginning.number != begun + 1):
         expected = f"a checkpoint at or before step {step}, or a loop that has not left step {begun + 1}"
         fix = "Open a fresh backend and a fresh loop; or save checkpoints (dcp_save_interval)."
         got = f"checkpoints after {spans(run.checkpoints) or 'no step'}, and a loop in step {loop.state.number}"
@@ -392,9 +386,8 @@ class Arrival:
 
     def __repr__(self) -> str:
         again = f" and {self.step - self.base} steps made again" if self.step > self.base else ""
-        return (
-            f"after step {self.step}, from step {self.base}{again}; logprobs within {self.gap:.3g} nats of the records"
-        )
+        near = f"logprobs within {self.gap:.3g} nats of the records"
+        return f"after step {self.step}, from step {self.base}{again}; {near}"
 
 # %% ../../nbs/loop/05_back.ipynb #3880edbd
 async def seek_step(loop: Loop, step: int, run: Run) -> Arrival:

@@ -263,11 +263,26 @@ def own_advantages(given: AdvantageFn | str | None) -> AdvantageFn | None:
 
 
 def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
-    "Refuse a custom loss where the service computes its own, and one that cannot be found."
+    "Refuse a loss that cannot be found or called, and a custom one where the service computes its own."
     policy_loss_fn(LossOptions(**cfg.loss_options()))
-    if make_loss is not None and cfg.loss_path == "builtin":
-        fix = "Leave one of the two out."
-        raise ConfigError("make_loss", got="a loss of yours", expected="none with loss_path='builtin'", fix=fix)
+    check_takes("policy_loss", POLICY_LOSSES[cfg.policy_loss][0], ("t", "tis", "o"))
+    if make_loss is not None:
+        check_takes("make_loss", make_loss, ("datums", "denominator"))
+        if cfg.loss_path == "builtin":
+            fix = "Leave one of the two out."
+            raise ConfigError("make_loss", got="a loss of yours", expected="none with loss_path='builtin'", fix=fix)
+
+
+def check_takes(role: str, function: Any, names: Sequence[str]) -> None:
+    "Refuse a function that cannot be called with these arguments, in this order."
+    try:
+        inspect.signature(function).bind(*names)
+    except TypeError as error:
+        called = f"{role} {getattr(function, '__name__', type(function).__name__)!r}"
+        fix = f"Write it as def {role}({', '.join(names)})."
+        raise LossError(called, got=str(error), expected=f"a function of {', '.join(names)}", fix=fix) from None
+    except ValueError:  # made in C: its signature is not known
+        pass
 
 # %% ../../nbs/loop/04_phases.ipynb #09356d34
 class LoopState:
@@ -581,23 +596,17 @@ def timed(loop: Loop, phase: str) -> Iterator[None]:
         state.work = work_together(state.work, work_between(before, dict(loop.backend.meter.work)))
 
 # %% ../../nbs/loop/04_phases.ipynb #09a93b38
-def encode(
-    loop: Loop,
-    rows: Sequence[Row],
-    first_number: int,  # position of the first row in the run
-    first_index: int = 0,  # and in the step
-    max_completion_tokens: int | None = None,  # room to leave for the completion; None = that of training
-) -> list[Prompt]:
-    "Rows as prompts, with the loop's tokenizer and lengths."
+def encode(loop: Loop, rows: Sequence[Row], first_number: int, **room: Any) -> list[Prompt]:
+    "Rows as prompts, with the loop's tokenizer and lengths; `first_number` is the first row's place in the run."
     c = loop.cfg
-    room = {"max_seq_len": c.max_seq_len, "max_completion_tokens": max_completion_tokens or c.max_completion_tokens}
-    prompts = encode_for(rows, loop.backend, c, first_number=first_number, **room)
-    return [replace(p, index=first_index + p.index) for p in prompts]
+    room = {"max_seq_len": c.max_seq_len, "max_completion_tokens": c.max_completion_tokens} | room
+    return encode_for(rows, loop.backend, c, first_number=first_number, **room)
 
 
 def encode_numbers(loop: Loop, numbers: Iterable[int]) -> list[Prompt]:
     "Rows of the run as the prompts of a step."
-    return [prompt for i, number in enumerate(numbers) for prompt in encode(loop, loop.intake.row(number), number, i)]
+    encoded = [prompt for number in numbers for prompt in encode(loop, loop.intake.row(number), number)]
+    return [replace(prompt, index=i) for i, prompt in enumerate(encoded)]
 
 # %% ../../nbs/loop/04_phases.ipynb #d86c85f8
 def prompts_phase(loop: Loop) -> Listing[Prompt]:
@@ -1250,27 +1259,20 @@ async def greedy_parts(loop: Loop) -> AsyncIterator[Parts]:
         raise
 
 # %% ../../nbs/loop/04_phases.ipynb #d822c467
-def merged_report(reports: Sequence[LossReport], aggregation: str) -> LossReport:
-    "Several passes that divided by nothing as one that did."
-    datums = tuple(d for r in reports for d in r.datums)
-    tokens = np.array([d.num_loss_tokens for d in datums])
-    merged = merge_outputs([r.output for r in reports])
-    return LossReport(scale_output(merged, 1 / natural_denominator(tokens, aggregation)), datums, reports[0].tokenizer)
-
-
 def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[LossReport]) -> None:
-    "The phases up to `backward` from what passes over parts of the batch have left."
+    "The phases up to `backward` from passes over parts of the batch, which divided by nothing."
     require_some([a.group for a in answered])
-    loop.state.values.clear()
+    state, aggregation, tokenizer = loop.state, loop.cfg.aggregation, loop.backend.tokenizer
+    state.values.clear()
     groups = take_in(loop, answered)
-    datums = loop.state.put(
-        "datums", list_training([d for r in reports for d in r.datums], groups, loop.backend.tokenizer)
-    )
+    datums = state.put("datums", list_training([d for r in reports for d in r.datums], groups, tokenizer))
     if have_tokens(datums):
-        loop.state.put("reference", datums)
-        loop.state.put("backward", merged_report(reports, loop.cfg.aggregation))
-        loop.state.normalization = NORMALIZATION[loop.cfg.aggregation]
-        loop.state.passes = tuple(len(r.datums) for r in reports)
+        state.put("reference", datums)
+        divisor = natural_denominator(np.array([d.num_loss_tokens for d in datums]), aggregation)
+        output = scale_output(merge_outputs([r.output for r in reports]), 1 / divisor)
+        state.put("backward", LossReport(output, tuple(datums), tokenizer))
+        state.normalization = NORMALIZATION[aggregation]
+        state.passes = tuple(len(r.datums) for r in reports)
 
 
 async def overlapped_half(

@@ -38,8 +38,7 @@ from ..loop.loop import GRPOLoop
 from ..loop.phases import EvaluationFn, as_rows, encode_for, no_bar, other_sources, own_advantages
 from ..loop.back import restore_checkpoint, save_checkpoint
 from ..loop.loop import verdict_line
-from ..loop.phases import sources_of
-from ..core.losses import LossOptions, policy_loss_fn
+from ..loop.phases import check_loss, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
 from ..runs.records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
 from ..runs.records import BEST, read_best, write_best
@@ -133,7 +132,7 @@ def check_functions(cfg: Config, problem: Problem | None = None) -> None:
     "Raise for a function that may not be imported, or cannot be found; to be asked before a model is loaded."
     named = cfg.to_dict() if problem is None else {k: v for k, v in cfg.to_dict().items() if k != "rewards"}
     check_trusted(named, "config")
-    policy_loss_fn(LossOptions(**cfg.loss_options()))
+    check_loss(cfg, None if problem is None else problem.make_loss)
     own_advantages(cfg.advantage_fn)
 
 
@@ -298,6 +297,7 @@ async def train(
     if problem is not None and given:
         raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
     problem = problem or make(cfg, **parts)
+    check_loss(cfg, problem.make_loss)
     if cfg.keep_best is not None and problem.evaluation_fn is None:  # what one measures, its first call says
         refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
     if problem.reward == ["gsm8k"] and not cfg.rewards:
