@@ -21,7 +21,8 @@ import jinja2
 import numpy as np
 
 from ..core.align import align_routing
-from ..core.types import AlignmentError, Completion, ConfigError, DataError, RolloutSample, plain_text, quoted
+from ..core.types import OFF, AlignmentError, Completion, ConfigError, DataError, RolloutSample
+from ..core.types import plain_text, quoted
 from .data import Row, read_messages
 from ..core.names import check_trusted
 
@@ -200,8 +201,7 @@ def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndar
         return completion.sampling_logprobs
     if completion.params.draws_from_raw:
         return completion.logprobs
-    named = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    got = f"none, at {', '.join(f'{name} {getattr(completion.params, name)}' for name in named)}"
+    got = f"none, at {', '.join(f'{name} {getattr(completion.params, name)}' for name in ('temperature', *OFF))}"
     fix = "Use a sampler that reports them, or draw at temperature 1 with nothing cut off or penalised."
     raise AlignmentError("sampling logprobs", where=where, got=got, expected="one per sampled token", fix=fix)
 
