@@ -300,7 +300,6 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
 
 # %% ../../nbs/views/02_charts.ipynb #36435bf9
 AGES = ("#bcd7f2", "#86b6e8", "#4d8fd6", "#2565ad", "#17447a")  # fresh to stale, in versions
-_BELOW_ONE = {"range": [0, 1.02], "tickformat": ".0%"}
 
 
 def _age(age: int | str) -> tuple[str, str]:  # name and colour
@@ -328,7 +327,7 @@ def waits_figure(payload: Mapping[str, Any]) -> Figure:
     who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
     percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
     data = [_line(payload[key], name, color, **percent) for key, (name, color) in who.items()]
-    return figure_of(data, "share of the time", yaxis=_y("share of the time", **_BELOW_ONE))
+    return figure_of(data, "share of the time", yaxis=_y("share of the time", range=[0, 1.02], tickformat=".0%"))
 
 # %% ../../nbs/views/02_charts.ipynb #4801b950
 PHASE_COLORS = {

@@ -250,13 +250,6 @@ def make_buttons(press: Callable[[str], Any], beside: bool = True) -> dict[str, 
         button.on_click(lambda _, action=action: press(action))
     return buttons
 
-# %% ../../nbs/views/04_dashboard.ipynb #0cc4f78c
-def refresh_buttons(buttons: Mapping[str, ipywidgets.Button], player: Player) -> None:
-    "Enable what makes sense; say why the rest does not."
-    for action, button in buttons.items():
-        why = refusal(player, action)
-        button.disabled, button.tooltip = bool(why), why or ACTIONS[action]
-
 # %% ../../nbs/views/04_dashboard.ipynb #05112e07
 MAIN = ("reward", "kl", "advantages")
 MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread")
@@ -488,7 +481,9 @@ def refresh_head(dashboard: Dashboard) -> None:
     d, loop = dashboard, dashboard.loop
     phase = loop.running or d.at
     d.watch.look(loop, phase)
-    refresh_buttons(d.screen.buttons, d)
+    for action, button in d.screen.buttons.items():
+        why = refusal(d, action)
+        button.disabled, button.tooltip = bool(why), why or ACTIONS[action]
     d.screen.settings.look(loop, refusal(d, "change"))
     progress = progress_html(progress_of(loop, d.watch), standing(d)) + ended_html(d)
     d.screen.head.value = strip_html(loop, phase) + progress
