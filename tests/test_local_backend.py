@@ -481,10 +481,6 @@ def test_a_state_of_another_model_names_what_differs(tmp_path):
     path = run(backend_of(reference=False).policy.save_state(str(tmp_path / "s")))
     with pytest.raises(RecordError, match="model of the saved state: got Qwen3ForCausalLM; expected LlamaForCausalLM"):
         run(backend_of("llama", reference=False).policy.load_state(path))
-    with pytest.raises(
-        RecordError, match=r"weights/lm_head.weight.*got float32 \[258, 32\]; expected float32 \[300, 32\]"
-    ):
-        run(backend_of(model={"vocab": 300}, reference=False).policy.load_state(path))
     with pytest.raises(RecordError, match=r"saved tensor weights/.*got nothing.* settings that it was saved with"):
         run(backend_of(lora_rank=2, reference=False).policy.load_state(path))
     meta = json.loads((tmp_path / "s" / "state.json").read_text())
