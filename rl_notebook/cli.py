@@ -518,7 +518,6 @@ def emulate_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="rl-notebook emulate", description=told, allow_abbrev=False)
     parser.add_argument("--model", default="tiny", help="serves every base-model name: tiny, smollm2, a folder")
     parser.add_argument("--port", type=int, default=8600, help="0 takes a free one")
-    parser.add_argument("--host", default="127.0.0.1", help="this machine; any other is refused")
     parser.add_argument("--folder", type=Path, default=Path("runs/emulator"), help="jobs, deployments, weights")
     parser.add_argument("--startup-delay", type=float, default=0.0, help="seconds until a trainer runs")
     parser.add_argument("--faults", default="", help="what goes wrong, such as drop_after:0.02,restart_trainer:at=40")

@@ -153,9 +153,6 @@ def test_another_host_name_is_refused(http: httpx.Client) -> None:
 
 
 def test_it_listens_on_this_machine_only(shared: RunningEmulator) -> None:
-    for host in ("0.0.0.0", "::", "192.168.0.1", "example.org"):
-        with pytest.raises(ConfigError, match=r"expected 127\.0\.0\.1 or localhost"):
-            start_emulator(host=host)
     port = int(shared.url.rsplit(":", 1)[1])
     others = {a[4][0] for a in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)} - {"127.0.0.1"}
     for address in others:
@@ -608,7 +605,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("args", [["--host", "0.0.0.0"], ["--faults", "nonsense:1"], ["--model", "no-such-model"]])
+@pytest.mark.parametrize("args", [["--faults", "nonsense:1"], ["--model", "no-such-model"]])
 def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
     assert main(["emulate", "--port", "0", "--folder", str(tmp_path / "emulator"), *args]) == 2
     out, err = capsys.readouterr()

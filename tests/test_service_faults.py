@@ -40,14 +40,14 @@ EVERYWHERE = (
     "drop_before:0.01:times=3",
     "drop_after:0.01:times=3",
     "429:0.01:times=3:retry_after=0.2",
-    "503:0.01:times=2:burst=2",
+    "503:0.01:times=2",
     "slow:0.03:s=0.1",
 )
 TRAINING = (
     "drop_after:0.1:times=1:path=/optim_step",
     "drop_after:0.1:times=1:path=/forward_backward",
     "drop_before:0.1:times=1:path=/optim_step",
-    "503:0.1:times=1:path=/forward:burst=2",
+    "503:0.1:times=1:path=/forward",
     "restart_trainer:chance=0.1:times=1:path=/optim_step",
 )
 DEPLOYING = (

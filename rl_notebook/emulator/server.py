@@ -521,13 +521,10 @@ async def load_lora_adapter(server: EmulatedServer, request: Request) -> Respons
 
 # %% ../../nbs/emulator/02_server.ipynb #9d68e223
 async def list_models(server: EmulatedServer, request: Request) -> Response:
-    "The names that completions can ask for, or one of them."
+    "The names that completions can ask for."
     longest = server.serving().backend.capabilities.max_seq_len
     entry = {"object": "model", "owned_by": "rl-notebook", "max_model_len": longest}
     data = [{"id": name, **entry} for name in (server.base_model, *server.adapters)]
-    if name := request.path_params.get("name"):
-        data = [model for model in data if model["id"] == name]
-        return JSONResponse(*data or [{"error": {"message": f"no model {name!r}"}}], status_code=200 if data else 404)
     return JSONResponse({"object": "list", "data": data})
 
 # %% ../../nbs/emulator/02_server.ipynb #77f5bd06
@@ -535,7 +532,6 @@ ENDPOINTS: Table = [
     ("GET", "/health", lambda server, request: Response(status_code=503 if server.dead else 200)),
     ("GET", "/version", lambda server, request: JSONResponse({"version": "rl-notebook emulator"})),
     ("GET", "/v1/models", list_models),
-    ("GET", "/v1/models/{name:path}", list_models),
     ("POST", "/v1/completions", completions),
     ("POST", "/pause", pause),
     ("POST", "/resume", resume),

@@ -46,14 +46,9 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # %% ../../nbs/emulator/04_service.ipynb #55e4e1b4
-FAULTS = {  # kind -> settings of its own
-    **dict.fromkeys(("drop_before", "drop_after", "truncate_sse", "job_fails", "hotload_error"), ()),
-    "restart_trainer": (),
-    "429": ("retry_after",),
-    "503": ("burst",),
-    "slow": ("s",),
-    "hotload_stalls": ("s",),
-}
+_PLAIN = ("drop_before", "drop_after", "503", "truncate_sse", "job_fails", "hotload_error", "restart_trainer")
+FAULTS: dict[str, tuple[str, ...]] = dict.fromkeys(_PLAIN, ())  # kind -> settings of its own
+FAULTS |= {"429": ("retry_after",), "slow": ("s",), "hotload_stalls": ("s",)}
 
 # %% ../../nbs/emulator/04_service.ipynb #39fb5b26
 @dataclass(frozen=True)
@@ -67,7 +62,6 @@ class Fault:
     path: str = ""  # only where the address contains this
     s: float = 1.0  # seconds
     retry_after: float = 1.0  # seconds
-    burst: float = 1  # requests
 
     def __post_init__(self):
         if self.kind not in FAULTS:
@@ -111,7 +105,6 @@ class Faults:
         self.log: deque[tuple[str, str]] = deque(maxlen=100_000)  # (kind, where), in order
         self._seen: Counter[int] = Counter()
         self._struck: Counter[int] = Counter()
-        self.burst = 0  # requests that are still to be refused with 503
 
     def inject(self, kind: str, where: str, aside: bool = False) -> Fault | None:
         "The fault to inject at this occasion, if any; what happens aside only gets a fault with a path."
@@ -309,15 +302,9 @@ def injected_refusal(faults: Faults, scope: Scope) -> Response | None:
     where = f"{scope['method']} {scope['path']}"
     if hit := faults.inject("429", where):
         return error_reply(scope["path"], 429, "rate limited", {"Retry-After": f"{hit.retry_after:g}"})
-    if faults.burst:  # a service that is unavailable stays so for a moment, for any client
-        faults.burst -= 1
-        faults.counts["503"] += 1
-        faults.log.append(("503", where))
-    elif hit := faults.inject("503", where):
-        faults.burst = int(hit.burst) - 1
-    else:
-        return None
-    return error_reply(scope["path"], 503, "temporarily unavailable")
+    if faults.inject("503", where):
+        return error_reply(scope["path"], 503, "temporarily unavailable")
+    return None
 
 # %% ../../nbs/emulator/04_service.ipynb #cf4818b7
 def cut_stream(body: bytes) -> bytes:
@@ -395,15 +382,11 @@ class Site:
 OWN_MODELS = f"accounts/{ACCOUNT}/models/"
 
 # %% ../../nbs/emulator/04_service.ipynb #fc05200d
-def page_of(request: Request, key: str, rows: Sequence[Mapping[str, Any]], size: int = 50) -> Response:
-    "One page of rows under a key, and where the next one begins; `size` is for a request that does not say."
-    query = request.query_params
-    if query.get("filter"):
-        raise HTTPException(400, f"the emulator filters no {key}; got filter={query['filter']!r}")
-    start = int(query.get("pageToken") or 0)
-    end = start + min(int(query.get("pageSize") or size), 200)
-    token = str(end) if end < len(rows) else ""
-    return JSONResponse({key: list(rows[start:end]), "nextPageToken": token, "totalSize": len(rows)})
+def list_of(request: Request, key: str, rows: Sequence[Mapping[str, Any]]) -> Response:
+    "Rows under a key, as the only page of a list."
+    if asked := request.query_params.get("filter"):
+        raise HTTPException(400, f"the emulator filters no {key}; got filter={asked!r}")
+    return JSONResponse({key: list(rows), "nextPageToken": "", "totalSize": len(rows)})
 
 # %% ../../nbs/emulator/04_service.ipynb #31528905
 def find_resource(site: Site, request: Request, collection: str) -> Resource:
@@ -416,9 +399,9 @@ def find_resource(site: Site, request: Request, collection: str) -> Resource:
 
 # %% ../../nbs/emulator/04_service.ipynb #23f3ffe7
 async def list_resources(site: Site, request: Request, collection: str) -> Response:
-    "A page of a collection."
+    "What there is of a collection."
     now = time.time()
-    return page_of(request, collection, [r.shown(now) for r in site.resources.all(collection)])
+    return list_of(request, collection, [r.shown(now) for r in site.resources.all(collection)])
 
 # %% ../../nbs/emulator/04_service.ipynb #c8c60261
 def shape_version(shape: str, context_length: int, version: str = "v1") -> dict[str, Any]:
@@ -621,10 +604,8 @@ def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
 
 # %% ../../nbs/emulator/04_service.ipynb #a65186a9
 async def list_checkpoints(site: Site, request: Request) -> Response:
-    "A page of what a job saved."
-    return page_of(
-        request, "checkpoints", checkpoint_rows(site, find_resource(site, request, "rlorTrainerJobs")), size=200
-    )
+    "What a job saved."
+    return list_of(request, "checkpoints", checkpoint_rows(site, find_resource(site, request, "rlorTrainerJobs")))
 
 # %% ../../nbs/emulator/04_service.ipynb #3b61fd06
 def promotable_row(site: Site, job: Resource, checkpoint: str) -> dict[str, Any]:
@@ -951,11 +932,8 @@ async def status(emulator: Emulator, request: Request) -> Response:
     return JSONResponse({"model": model, "faults": faults, "requests": dict(asked)})
 
 # %% ../../nbs/emulator/04_service.ipynb #918a4a2a
-def _free_socket(host: str, port: int) -> socket.socket:
-    "A socket bound to a port of this machine; port 0 takes a free one."
-    if host not in LOCAL:
-        fix = "It has one key and no encryption; leave it on this machine."
-        raise ConfigError("host", where="emulator", got=repr(host), expected=" or ".join(LOCAL), fix=fix)
+def _free_socket(port: int) -> socket.socket:
+    "A socket bound to a port of this machine, which it never leaves: it has one key and no encryption. 0 = a free one."
     bound = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -970,9 +948,9 @@ def _free_socket(host: str, port: int) -> socket.socket:
 class RunningEmulator:
     "An emulator that listens; `stop()` it, or use it in a `with`."
 
-    def __init__(self, emulator: Emulator, host: str = "127.0.0.1", port: int = 0):
+    def __init__(self, emulator: Emulator, port: int = 0):
         self.emulator = emulator
-        self._socket = _free_socket(host, port)
+        self._socket = _free_socket(port)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         config = uvicorn.Config(
             emulator.app, http="h11", loop="asyncio", lifespan="on", log_level="critical",
@@ -1033,11 +1011,10 @@ class RunningEmulator:
 def start_emulator(
     model: str | tuple[Any, Any] = "tiny",
     *,
-    host: str = "127.0.0.1",  # this machine; any other is refused
     port: int = 0,  # 0 = a free one
     **settings: Any,  # of `Emulator`: folder, key, startup_delay_s, faults, seed
 ) -> RunningEmulator:
     "Start an emulator in a thread of this process."
     emulator = Emulator(model, **settings)
     emulator.site.models.original()  # read now, so that a wrong name fails here
-    return RunningEmulator(emulator, host, port)
+    return RunningEmulator(emulator, port)

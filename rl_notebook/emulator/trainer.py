@@ -451,9 +451,6 @@ async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping
     return SampleResult(completions, series)
 
 # %% ../../nbs/emulator/01_trainer.ipynb #99b10418
-KEPT_RESULTS = 256  # finished results that can be fetched again
-
-
 @dataclass(eq=False)
 class Memory:
     "What a restart takes away."
@@ -477,13 +474,8 @@ class Memory:
         return self.keep(known)
 
     def keep(self, promise: Promise) -> Promise:
-        "Remember a promise; the results of old ones are forgotten."
-        self.promises.setdefault(promise.request_id, promise)
-        if len(self.promises) > 2 * KEPT_RESULTS:
-            finished = [key for key, p in self.promises.items() if p.done.is_set()]
-            for key in finished[:-KEPT_RESULTS]:
-                self.promises.pop(key).result = {"error": "this result was forgotten", "category": "server"}
-        return promise
+        "Remember a promise, whose result can be fetched again."
+        return self.promises.setdefault(promise.request_id, promise)
 
     async def release(self) -> None:
         "Stop what runs, wake the waiting requests, release the models."

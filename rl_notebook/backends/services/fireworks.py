@@ -33,7 +33,6 @@ from rl_notebook.backends.services.openai import (
     Finding,
     Findings,
     OpenAISampler,
-    Refused,
     Secret,
     one_line,
     request_seed,
@@ -115,7 +114,6 @@ def completion_of(
     )
 
 # %% ../../../nbs/backends/services/04_fireworks.ipynb #c4a09f7c
-UNCACHED = "prompt_cache_max_len"  # of a request; 0 = score every token anew
 RESTARTS = 3  # of a deployment during one request, after which it is given up
 _T = TypeVar("_T")
 
@@ -154,17 +152,7 @@ class FireworksSampler:
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that are served."
         self.run.check()
-        return await self._from_served(lambda: self._scored(tokens))
-
-    async def _scored(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
-        try:
-            return await self.scorer.logprobs(tokens)
-        except Refused as reason:
-            if UNCACHED not in self.scorer.dialect.prefill or UNCACHED not in str(reason):
-                raise
-            prefill = {k: v for k, v in self.scorer.dialect.prefill.items() if k != UNCACHED}
-            self.scorer.dialect = replace(self.scorer.dialect, prefill=prefill)
-        return await self.scorer.logprobs(tokens)
+        return await self._from_served(lambda: self.scorer.logprobs(tokens))
 
     async def _from_served(self, ask: Callable[[], Awaitable[_T]]) -> _T:
         "A completion that came from the weights of the last sync; asked again where the deployment had lost them."
@@ -221,7 +209,7 @@ def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, cfg:
         controller = sdk.AdaptiveConcurrencyController(**window)
     where = {"inference_url": url, "model": model, "api_key": secret.reveal()}
     drawer = sdk.DeploymentSampler(**where, tokenizer=tokenizer, concurrency_controller=controller)
-    uncached = replace(dialect, prefill={**dialect.prefill, UNCACHED: 0})
+    uncached = replace(dialect, prefill={**dialect.prefill, "prompt_cache_max_len": 0})  # every token is scored anew
     scorer = OpenAISampler(url, model, tokenizer, secret, dialect=uncached, max_seq_len=infra.max_seq_len)
     return drawer, scorer
 

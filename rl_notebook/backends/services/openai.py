@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 import pandas as pd
+from pydantic import SecretStr
 from torch import nn
 
 from ...core.align import completion_from_target, target_from_echo
@@ -47,33 +48,24 @@ from ...core.retries import is_passing, retry_after, with_retries
 __all__ = ['Secret', 'open_openai']
 
 # %% ../../../nbs/backends/services/00_openai.ipynb #7030fff7
-class Secret:
+class Secret(SecretStr):
     "A string that does not show itself; `reveal()` gives it."
-
-    __slots__ = ("_value",)
 
     def __init__(self, value: str):
         if (bad := re.search(r"[^!-~]", value)) is not None:
             got = f"{len(value)} characters, number {bad.start() + 1} of which is none"
             fix = "Was it copied with a line break, a space or a letter with an accent?"
             raise BackendError("a key", got=got, expected="visible ASCII, which a header can carry", fix=fix)
-        self._value = value
+        super().__init__(value)
 
     def reveal(self) -> str:
         "The string itself, for the one line that sends it."
-        return self._value
+        return self.get_secret_value()
 
     def __repr__(self) -> str:
         return "***"
 
-    def __bool__(self) -> bool:
-        return bool(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Secret) and other._value == self._value
-
-    def __hash__(self) -> int:
-        return hash(self._value)
+    __str__ = __repr__
 
     def __reduce__(self) -> Any:
         raise BackendError("a key", got="an attempt to store it", fix="Read it from the environment where it is used.")
@@ -713,11 +705,6 @@ class Findings(tuple[Finding, ...]):
         "The rows that say no."
         return tuple(row for row in self if row.ok is False)
 
-    def table(self) -> pd.DataFrame:
-        "One row per finding."
-        columns = {"name": "", "mark": "", "got": "", "expected": "", "meaning": ""}
-        return pd.DataFrame([{c: getattr(row, c) for c in columns} for row in self], columns=list(columns))
-
     def __repr__(self) -> str:
         wide = max((len(row.name) for row in self), default=0)
         means = lambda row: f" ({row.meaning.rstrip('.')})" if row.ok is False and row.meaning else ""
@@ -725,7 +712,9 @@ class Findings(tuple[Finding, ...]):
         return "\n".join([self.title, *lines])
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.title)}</p>{self.table().to_html(index=False, border=0)}"
+        columns = ("name", "mark", "got", "expected", "meaning")
+        table = pd.DataFrame([[getattr(row, c) for c in columns] for row in self], columns=list(columns))
+        return f"<p>{html.escape(self.title)}</p>{table.to_html(index=False, border=0)}"
 
 # %% ../../../nbs/backends/services/00_openai.ipynb #a65f644c
 def nats(gap: float) -> str:

@@ -35,7 +35,6 @@ from rl_notebook.backends.services.link import (
     ServiceTrainer,
     Tries,
     SdkAdapter,
-    bare_datum,
     check_reachable,
     fireworks_sdk,
     fresh_client,
@@ -48,7 +47,6 @@ from rl_notebook.backends.services.link import (
     sdk_classes,
     sdk_datum,
     status_of,
-    with_side,
 )
 from rl_notebook.core.types import (
     AdamParams,
@@ -426,23 +424,6 @@ def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
     weights[: 0 if trained is None else -trained] = 0
     return Datum(np.array(tokens), weights)
 
-# %% ../../../nbs/backends/services/02_tinker.ipynb #9b808033
-LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo")
-
-
-def probe_losses(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
-    "Which of the dialect's losses a forward pass takes."
-    link, datum, known = trainer.link, toy_datum(tokens), []
-    ones = np.ones(len(datum.weights))
-    for name in LOSSES:
-        side = {"weights": ones} if name == "cross_entropy" else {"logprobs": 0 * ones, "advantages": ones}
-        data = [with_side(link.sdk, bare_datum(link.sdk, datum), side)]
-        with contextlib.suppress(BackendError):
-            link.call(lambda client, data=data, name=name: result_of(link, client.forward(data, name)))
-            known.append(name)
-    meaning = "Only cross_entropy is needed: other losses are computed here and sent as its weights."
-    return Finding("losses", "cross_entropy" in known, ", ".join(known) or "none", "cross_entropy", meaning)
-
 # %% ../../../nbs/backends/services/02_tinker.ipynb #5f078af3
 def within(name: str, gap: float, least: float, otherwise: str, how: str = "") -> Finding:
     "Whether logprobs that should be one differ by less than `least` nats; `otherwise` is what it means for a run."
@@ -461,19 +442,6 @@ def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Findin
     gap = float(np.abs(asked - masked).max())
     meaning = "prompt_logprobs=True is possible." if gap < 1e-3 else "Only positions of the loss are scored."
     return Finding("policy scores weight 0", gap < 1e-3, nats(gap), "the same logprobs", meaning)
-
-# %% ../../../nbs/backends/services/02_tinker.ipynb #6648a220
-async def probe_prefill(sampler: TinkerSampler, tokens: list[int]) -> Finding:
-    "Prompt logprobs and their offset."
-    sdk, name, expected = sampler.link.sdk, "prompt logprobs", "a logprob per token"
-    try:
-        values = await ask(sampler, sampler.link, lambda c: c.compute_logprobs(sdk.ModelInput.from_ints(tokens)))
-    except BackendError as error:
-        return Finding(name, False, str(error), expected, "sampler.logprobs() raises.")
-    count = 0 if values is None else len(values)
-    layout = {0: "none", len(tokens): "one per token, the first undefined", len(tokens) - 1: "none for the first"}
-    got, ok = layout.get(count, f"{count} values for {len(tokens)} tokens"), count in (len(tokens), len(tokens) - 1)
-    return Finding(name, ok, got, expected, "Without them sampler.logprobs() raises.")
 
 # %% ../../../nbs/backends/services/02_tinker.ipynb #a4c4e060
 async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1.0) -> Finding:
@@ -515,9 +483,7 @@ def known_length(session: Session, base_model: str) -> int | None:
 async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Session, tokens: list[int]) -> Findings:
     "What a service can do."
     longest = sampler.limits.max_seq_len
-    rows = [await trainer.run(probe_losses, trainer, tokens)]
-    rows.append(await trainer.run(probe_prompt_positions, trainer, tokens))
-    rows += [await probe_prefill(sampler, tokens), await probe_seed(sampler, tokens)]
+    rows = [await trainer.run(probe_prompt_positions, trainer, tokens), await probe_seed(sampler, tokens)]
     rows.append(await probe_temperature(sampler, tokens))
     rows.append(Finding("max_seq_len", longest is not None or None, f"{longest or 'not said'}"))
     return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
@@ -634,10 +600,12 @@ async def check_contract(policy: Any, sampler: Sampler, tokens: list[int], sync:
     await policy.load_state(start)
     otherwise, moved = "Undo, resume and reconnect would go on from other weights.", (await scored())[0].values
     rows.append(within("states", float(np.abs(moved - toy.logprobs).max()), 0.02, otherwise))
-    with contextlib.suppress(BackendError):
+    name, otherwise = "policy and sampler", "Policy and sampler are not the same model, or one of them is shifted."
+    try:
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
-        otherwise = "Policy and sampler are not the same model, or one of them is shifted."
-        rows.append(within("policy and sampler", gap, 0.2, otherwise, " on average"))
+        rows.append(within(name, gap, 0.2, otherwise, " on average"))
+    except BackendError as error:
+        rows.append(Finding(name, None, str(error), "a logprob per token", "sampler.logprobs() raises."))
     if sync is not None:
         rows.append(await probe_seed(sampler, tokens))
         for name in ("first sync", "second sync"):  # of which the second brings something new
