@@ -33,6 +33,7 @@ _HOMES = {
     "loop.rollouts": "RolloutSetup",
     "loop.step": "sync_weights",
     "runs.records": "Run RunFolder StepRecord",
+    "runs.watch": "watch",
     "loop.loop": "GRPOLoop",
     "loop.async_loop": "AsyncGRPOLoop",
     "insight.replay": "compare_loops replay",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from .runs.records import Run as Run
     from .runs.records import RunFolder as RunFolder
     from .runs.records import StepRecord as StepRecord
+    from .runs.watch import watch as watch
     from .task.rewards import gsm8k_reward as gsm8k_reward
     from .loop.rollouts import RolloutSetup as RolloutSetup
     from .loop.step import sync_weights as sync_weights

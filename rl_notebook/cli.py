@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from .config.config import Config
 from .core.options import leaf_types, sub_configs
 from .config.settings import RENAMED, yaml_value
-from .core.types import ConfigError, LossError, RecordError, RewardError, RLNotebookError
+from .core.types import AlignmentError, ConfigError, LossError, RecordError, RewardError, RLNotebookError
 from .core.types import plain_text, quoted, without_keys
 
 # %% auto #0
@@ -642,13 +642,17 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
 
     record, before = run.record(step), run.record(step - 1) if step - 1 in run.steps else None
     said, table = xray(record, before), record.completions_table()
-    found = asyncio.run(diagnose(record)) if record.loss is not None else None
+    found, unseen = None, ""
+    try:
+        found = asyncio.run(diagnose(record)) if record.loss is not None else None
+    except AlignmentError as missing:
+        unseen = f"doctor: {missing}"
     checks = [{"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks]
     data = {"step": step, "verdict": record.verdict, "sentence": said.sentence, "checks": checks}
     data |= {"doctor": None if found is None else {"cause": found.cause, "score": found.score, "text": found.sentence}}
     data |= {"metrics": {name: value if math.isfinite(value) else None for name, value in record.metrics.items()}}
     data |= {"options": dict(record.options), "completions": _rows(table)}
-    lines = [repr(record), repr(said), "" if found is None else f"doctor: {found.sentence}"]
+    lines = [repr(record), repr(said), unseen if found is None else f"doctor: {found.sentence}"]
     return data, "\n".join([*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)])
 
 # %% ../nbs/00_cli.ipynb #e7e83de4

@@ -47,7 +47,7 @@ RULED_OUT = {  # words that a reader of this field would not search for, and wha
     "who pushed": "gradient attribution",
     "nothing to mend": "no mismatch found",
     "the same say": "equal weight per sequence",
-    "logps|log_probs": "logprobs",
+    "(?<!per_token_)logps|log_probs": "logprobs",
 }
 
 NETWORK = {

@@ -343,6 +343,9 @@ def gather(
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)
     ours = values_of(trainer, datums, "trainer logprobs")
     told = [d.sampler_logprobs for d in datums] if sampler is None else sampler
+    if record and sampler is None and all(series is None for series in told):
+        fix = "TRL has them with use_vllm or a rollout_func; other trainers record them where that is switched on."
+        raise AlignmentError("sampler logprobs", where=f"step {record.step}", got="none in this run", fix=fix)
     declared = record is not None and sampler is None and any(s.processed for g in record.groups for s in g.samples)
     if declared and record is not None:  # what the settings say is no fault: the raw ones are compared
         told = raw_instead(record, datums, trainer)

@@ -1,0 +1,246 @@
+"TRL's own trainer, recorded: what stands in the run folder is what TRL used, and training is the same."
+
+import hashlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+import rl_notebook as rln
+from rl_notebook.core.losses import make_loss_fn
+from rl_notebook.core.types import ConfigError, RecordError
+from rl_notebook.runs import watch as module
+from rl_notebook.task.toy import tiny_path, toy_rows
+
+transformers.utils.logging.disable_progress_bar()
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning:torch"
+)
+
+
+def said(completion: Any) -> str:
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+def right(completions: list, answer: list, **_: Any) -> list[float]:
+    return [float(said(c).strip().endswith(str(a))) for c, a in zip(completions, answer, strict=True)]
+
+
+def short(completions: list, **_: Any) -> list[float | None]:
+    "Says nothing of what is very short."
+    return [None if len(said(c)) < 6 else -len(said(c)) / 100 for c in completions]
+
+
+def trainer(
+    folder: Path, cls: type = GRPOTrainer, rewards: Any = (right, short), peft: Any = None, **settings: Any
+) -> Any:
+    rows = [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in toy_rows(64)]
+    data, more = Dataset.from_list(rows), {k: settings.pop(k) for k in ("rollout_func",) if k in settings}
+    more |= {"eval_dataset": data.select(range(8))} if "eval_steps" in settings else {}
+    plain: dict[str, Any] = {
+        "output_dir": str(folder / "trl"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 8,
+        "num_generations": 4, "max_completion_length": 24, "max_steps": 3, "learning_rate": 2e-3, "top_k": 0,
+        "beta": 0.0, "seed": 1, "save_strategy": "no", "report_to": "none", "logging_steps": 1, "disable_tqdm": True,
+    }  # fmt: skip
+    args = GRPOConfig(**{**plain, **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return cls(str(tiny_path()), list(rewards), args, train_dataset=data, peft_config=peft, **more)
+
+
+def recorded(folder: Path, **settings: Any) -> tuple[Any, list[rln.StepRecord]]:
+    "A trainer that has run, and the records of its steps."
+    t = trainer(folder, **settings)
+    watched = rln.watch(t, folder / "run")
+    t.train()
+    assert not watched.ended
+    return t, watched.records
+
+
+def weights(t: Any) -> str:
+    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in t.model.parameters())).hexdigest()
+
+
+def test_training_is_the_same_to_the_last_bit(tmp_path: Path):
+    plain = trainer(tmp_path, max_steps=10, gradient_accumulation_steps=2)
+    plain.train()
+    assert weights(recorded(tmp_path, max_steps=10, gradient_accumulation_steps=2)[0]) == weights(plain)
+
+
+KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+UNSAID = {"bnpo": "tokens of each micro-batch", "luspo": "loss_type='luspo'", "vespo": "loss_type='vespo'"}
+
+
+@pytest.mark.variant(every=7)
+@pytest.mark.parametrize(
+    ("kind", "beta", "accumulated", "iterations"), list(itertools.product(KINDS, (0.0, 0.04), (1, 2), (1, 2)))
+)
+def test_the_loss_is_known_here_or_what_is_not_is_named(tmp_path: Path, kind, beta, accumulated, iterations):
+    "The recorded options give TRL's loss and the gradient that its backward pass brought to each logprob."
+    high = {"epsilon_high": 5.0} if kind == "cispo" else {}
+    more = {"loss_type": kind, "beta": beta, "gradient_accumulation_steps": accumulated, "num_iterations": iterations}
+    t, records = recorded(tmp_path, **more, **high)
+    logged = [row["loss"] for row in t.state.log_history if "loss" in row]
+    for record, loss in zip(records, logged, strict=True):
+        assert record.loss is not None
+        assert record.loss.loss == pytest.approx(float(loss), abs=1e-4)
+        if kind in ("luspo", "vespo") or (kind == "bnpo" and accumulated > 1):
+            assert UNSAID[kind] in record.options["make_loss"]
+            continue
+        leaves = [torch.tensor(lp.values, requires_grad=True) for lp in record.loss.logprobs]
+        ours, _ = make_loss_fn(record.datums, **record.options)(record.datums, leaves)
+        ours.backward()
+        assert ours.item() == pytest.approx(record.loss.loss, abs=1e-6)
+        for leaf, gradient in zip(leaves, record.loss.dlogprobs, strict=True):
+            np.testing.assert_allclose(np.nan_to_num(leaf.grad), gradient, atol=1e-6)
+
+
+def test_numbers_are_those_that_trl_logs(tmp_path: Path):
+    t, records = recorded(tmp_path, beta=0.04, gradient_accumulation_steps=2)
+    logs = [row for row in t.state.log_history if "reward" in row]
+    same = ["rewards/right/mean", "rewards/short/mean", "reward", "completions/mean_length", "grad_norm"]
+    for record, log in zip(records, logs, strict=True):
+        for name in same:
+            told = math.nan if log[name] is None else float(log[name])
+            assert record.metrics[name] == pytest.approx(told, rel=1e-3, nan_ok=True), name
+        for g in record.groups:
+            centred = (g.rewards - g.rewards.mean()) / (g.rewards.std(ddof=1) + 1e-4)
+            np.testing.assert_allclose(g.advantages, centred, atol=1e-5)
+
+
+def test_rows_keep_their_place_through_shuffle_and_split(tmp_path: Path):
+    "A fresh pass of the model, without padding, over the recorded tokens gives the recorded logprobs."
+    t = trainer(tmp_path, gradient_accumulation_steps=2, steps_per_generation=4, beta=0.04, learning_rate=0.0)
+    watched = rln.watch(t, tmp_path / "run")
+    t.train()
+    model = t.model.eval()
+    for record in watched.records:
+        assert len(record.passes) == 2
+        for d, lp in zip(record.datums, record.loss.logprobs, strict=True):
+            sample = record.groups[d.group].samples[d.sample]
+            assert d.tokens.tolist() == sample.tokens.tolist()
+            with torch.no_grad():
+                logits = model(torch.tensor(d.tokens)[None]).logits[0, :-1].float()
+            fresh = logits.log_softmax(-1)[range(len(d.tokens) - 1), d.tokens[1:].tolist()].numpy()
+            for series in (lp.values, d.old_logprobs, d.ref_logprobs):
+                np.testing.assert_allclose(series[d.active], fresh[d.active], atol=2e-5)
+
+
+def test_what_a_function_does_not_say_and_what_is_cut_off(tmp_path: Path):
+    never = lambda completions, **_: [None] * len(completions)
+    never.__name__ = "never"
+    _, records = recorded(tmp_path, rewards=(short, never), max_completion_length=8, mask_truncated_completions=True)
+    samples = [s for r in records for g in r.groups for s in g.samples]
+    assert {s.rewards["never"] for s in samples} == {None}
+    assert any(s.reward is None for s in samples)
+    assert all((s.reward is None) == (s.rewards["short"] is None) for s in samples)
+    cut = [(d, r.groups[d.group].samples[d.sample]) for r in records for d in r.datums]
+    assert {s.finish_reason for _, s in cut} == {"stop", "length"}
+    for d, s in cut:
+        assert d.num_loss_tokens == (0 if s.truncated else s.completion_len)
+
+
+def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path):
+    "Tokens of the environment between two turns are not the policy's."
+
+    def rollout(prompts: list, t: Any) -> dict:
+        ids = t._tokenizer.apply_chat_template(prompts, add_generation_prompt=True)["input_ids"]
+        answer = t._tokenizer.encode("#### 12", add_special_tokens=False)
+        count, turn = len(answer), [*answer, *answer, *answer, t._tokenizer.eos_token_id]
+        mask, logprobs = [1] * count + [0] * count + [1] * (count + 1), [-0.5, None, *[-1.5] * (3 * count - 1)]
+        return {
+            "prompt_ids": ids,
+            "completion_ids": [turn] * len(ids),
+            "logprobs": [logprobs] * len(ids),
+            "env_mask": [mask] * len(ids),
+        }
+
+    _, records = recorded(tmp_path, rollout_func=rollout, max_steps=1, rewards=(lambda completions, **_: [*range(8)],))
+    (sample, *_), datum = records[0].groups[0].samples, records[0].datums[0]
+    assert len(sample.turns) == 2
+    written = sample.logprobs[sample.loss_mask == 1]
+    assert (written[0], {*written[2:]}) == (-0.5, {-1.5})
+    assert math.isnan(written[1])
+    assert datum.num_loss_tokens == sample.completion_len
+    np.testing.assert_array_equal(datum.sampler_logprobs[datum.active], written)
+
+
+def test_evaluation_is_not_training(tmp_path: Path):
+    _, records = recorded(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
+    assert [r.step for r in records] == [1, 2, 3]
+    assert all(len(r.datums) == 8 for r in records)
+
+
+class Own(GRPOTrainer):
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        return 2 * super()._compute_loss(model, inputs)
+
+
+def test_a_loss_of_ones_own_an_adapter_and_half_precision(tmp_path: Path):
+    from peft import LoraConfig
+
+    adapter = LoraConfig(r=4, target_modules="all-linear")
+    _, records = recorded(tmp_path, cls=Own, peft=adapter, bf16=True, beta=0.04, max_steps=2)
+    for record in records:
+        assert "a _compute_loss of your own" in record.options["make_loss"]
+        assert {lp.dtype for lp in record.loss.logprobs} == {"bfloat16"}
+        assert all(
+            np.isfinite(lp.values[d.active]).all() for d, lp in zip(record.datums, record.loss.logprobs, strict=True)
+        )
+        assert all(np.isfinite(d.ref_logprobs[d.active]).all() for d in record.datums)
+
+
+def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    plain = trainer(tmp_path)
+    plain.train()
+    real = module.Update.record
+
+    def fails(step: Any, options: Any) -> Any:
+        if step.number == 2:
+            raise ZeroDivisionError("of ours")
+        return real(step, options)
+
+    monkeypatch.setattr(module.Update, "record", fails)
+    t = trainer(tmp_path)
+    watched = rln.watch(t, tmp_path / "run")
+    with pytest.warns(UserWarning, match="nothing more is recorded, training goes on. ZeroDivisionError: of ours"):
+        t.train()
+    assert weights(t) == weights(plain)
+    assert rln.Run.open(tmp_path / "run").steps == [1]
+    assert "of ours" in repr(watched)
+
+
+def test_the_command_line_reads_it(tmp_path: Path):
+    _, records = recorded(tmp_path)
+    command, run = str(Path(sys.executable).parent / "rl-notebook"), str(tmp_path / "run")
+    asked = {"show": 0, "show --step 2": 0, "view --once": 0, "doctor": 2}
+    done = {}
+    for words, code in asked.items():
+        name, *more = words.split()
+        done[words] = subprocess.run([command, name, run, *more], capture_output=True, text=True, check=False)
+        assert done[words].returncode == code, done[words].stderr
+    assert f"{records[2].metrics['reward']:.4g}" in done["show"].stdout
+    assert "doctor: step 2: sampler logprobs: got none in this run" in done["show --step 2"].stdout
+    assert "TRL has them with use_vllm or a rollout_func" in done["doctor"].stderr
+    assert rln.Run.open(run).config["trainer"].startswith("trl 1.")
+
+
+def test_what_cannot_be_watched_is_refused_before_it_trains(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"got list; expected a trl\.GRPOTrainer"):
+        rln.watch([], tmp_path / "run")
+    t = trainer(tmp_path)
+    rln.watch(t, tmp_path / "run")
+    with pytest.raises(RecordError, match="the run folder holds another run"):
+        rln.watch(t, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "run.json").read_text())
