@@ -264,7 +264,10 @@ def trl_settings(trainer: Any) -> dict[str, Any]:
     theirs, base = trainer.args.to_dict(), {f.name for f in fields(TrainingArguments)}
     known = {n: v for n, v in theirs.items() if (n in _KEPT or n not in base) and v is not None}
     name = getattr(trainer.model.config, "_name_or_path", "")
-    return {"trainer": f"trl {version('trl')}", "base_model": name} | {n: v for n, v in known.items() if _is_plain(v)}
+    planned = {"steps": trainer.args.max_steps} if trainer.args.max_steps > 0 else {}
+    return {"trainer": f"trl {version('trl')}", "base_model": name, **planned} | {
+        n: v for n, v in known.items() if _is_plain(v)
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -280,7 +283,7 @@ class Taps:
         self.generation: Generation | None = None  # the last one
         self.groups = 0  # drawn so far
         self.passes: list[dict[str, Any]] = []  # micro-batches of the step so far
-        self.inside: dict[str, Any] = {}  # of the pass under way
+        self.inside: dict[str, Any] = {}  # of the current pass
         self.seconds: dict[str, float] = {}
         self.update: dict[str, float] = {}
         self.wrap("_generate", self.generated, "sample")
