@@ -428,7 +428,7 @@ def run_export(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/00_cli.ipynb #10d791e9
-class Voice:
+class StreamPrinter:
     "Answers in a terminal: the name of a model before what it says, signs that act written out."
 
     def __init__(self) -> None:
@@ -460,7 +460,7 @@ def answer(line: str, playground: Playground, runner: asyncio.Runner, logprobs: 
     elif line.startswith("/"):
         print("/tokens: the last answers by token; /new: a new conversation; /quit or Ctrl-D: the end")
     elif line:
-        runner.run(playground.ask(line, Voice()))
+        runner.run(playground.ask(line, StreamPrinter()))
         answers = playground.exchanges[-1].answers.items()
         cut = [who for who, completion in answers if completion.finish_reason == "length"]
         print(f"  (cut off at {playground.params.max_tokens} tokens: {', '.join(cut)})" if cut else "")

@@ -210,7 +210,7 @@ class Run:
 
     def useful(self, answered: Graded) -> bool:
         "Whether a row is trained on, as a loop decides it."
-        found, number = phases.teaches(self, answered), answered.group.number
+        found, number = phases.has_signal(self, answered), answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
         self.counts["filter_drops"] += bool(answered.group.samples) and not found
         self.reasons[number] = "accepted" if found else "filter" if answered.group.samples else "none"

@@ -523,7 +523,7 @@ def refuse_unknown(cls: type, given: Iterable[str]) -> None:
 # %% ../../nbs/config/00_settings.ipynb #33f36147
 def _agree(a: Any, b: Any) -> bool:
     "Whether two values are the same, as numbers if they are some: 5, 5.0 and '5'."
-    with suppress(TypeError, ValueError):
+    with suppress(TypeError, ValueError, OverflowError):
         return float(a) == float(b)
     return a == b
 
@@ -897,7 +897,7 @@ def was_chosen(cfg: Any, name: str) -> bool:
     return name in getattr(cfg, "_chosen", ())
 
 # %% ../../nbs/config/00_settings.ipynb #72a92afe
-def of_earlier_run(data: Mapping[str, Any]) -> dict[str, Any]:
+def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
     "The settings in a run folder under today's names, with what they meant when they were written."
     if "tis_enabled" not in data:
         return dict(data)
@@ -954,7 +954,7 @@ class Stored:
         folder, data = Path(os.path.realpath(path)).parent, read_yaml(path)
         of_run = (folder / "run.json").exists()
         trusted = trusted_names(folder) if of_run and not trust else None
-        data = from_file(of_earlier_run(data) if of_run else data, str(folder), trusted)
+        data = from_file(migrate(data) if of_run else data, str(folder), trusted)
         try:
             return cls.from_dict(data, overrides)
         except ConfigError as error:

@@ -28,7 +28,7 @@ from ..loop.phases import as_rows, as_task, check_backend, configured
 from ..loop.phases import encode_for, first_cursor, limits_of, part_weights, sign_of_life
 from ..loop.phases import rollout_setup
 from ..core.losses import LossOptions
-from ..task.rewards import gathered, score, truths_of
+from ..task.rewards import gathered, score, reference_answers
 from ..backends.roofline import KEPT, USUAL, ModelSize, Roofs, Work
 from ..backends.roofline import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
 from ..loop.rollouts import bounded, require_some, together
@@ -154,7 +154,7 @@ def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[
     return checks
 
 # %% ../../nbs/insight/04_preflight.ipynb #a95ef258
-async def paid_alike(
+async def reward_hacks(
     reward_fns: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup], tokenizer: Any
 ) -> dict[str, list[str]]:
     "What a function pays as much for as for the best completions that were drawn, or more when said twice."
@@ -353,7 +353,7 @@ FORMS = ("<answer>{}</answer>", "<think>\n</think>\n<answer>{}</answer>", "\\box
 
 async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[Check]:
     "Whether a stop string cuts off what a reward looks for."
-    said, found = str(next(iter(truths_of(row.answer)), "")), dict[str, Check]()
+    said, found = str(next(iter(reference_answers(row.answer)), "")), dict[str, Check]()
     for whole in (form.format(said) for form in FORMS) if stops and reward_fns is not None else ():
         at, stop = min(((whole.find(s), s) for s in stops if s in whole), default=(len(whole), ""))
         try:
@@ -383,7 +383,7 @@ async def first_completions(
         how = {"weights": task.weights, "limits": limits_of(cfg)}
         groups = await gathered([score_group(r, task.reward_fns, **how) for r in drawn])
     require_some(groups)
-    alike = await paid_alike(task.reward_fns, asked, groups, backend.tokenizer)
+    alike = await reward_hacks(task.reward_fns, asked, groups, backend.tokenizer)
     how = {"ddof": cfg.ddof, "weights": part_weights(task)}
     cut = await check_stops(cfg.stop, asked[0].row, task.reward_fns)
     return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), alike, cut

@@ -20,7 +20,7 @@ __all__ = ['Replay', 'replay', 'compare_loops']
 # %% ../../nbs/insight/03_replay.ipynb #c54bab8c
 from ..core.types import DataError, Datum, LossOutput, PromptGroup, RecordError
 from ..loop.loop import GRPOLoop
-from ..loop.back import rebuild, recorded_settings, repeat_backward, sync_as_drawn, way_to
+from ..loop.back import rebuild, recorded_settings, repeat_backward, sync_as_drawn, plan_replay
 from rl_notebook.loop.phases import (
     Loop,
     compared,
@@ -166,7 +166,8 @@ def encoded_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[in
     prompts, reasons = list[Prompt](), dict[int, str]()
     for g in record.groups:
         try:
-            prompts += [encode(loop, [row], g.number, g.index)[0] for row in loop.intake.row(g.number)]
+            found = [p for row in loop.intake.row(g.number) for p in encode(loop, [row], g.number)]
+            prompts += [replace(p, index=g.index) for p in found]
         except DataError as error:
             reasons[g.number] = str(error)
     return prompts, reasons
@@ -276,12 +277,12 @@ def replay_datums(loop: Loop, record: StepRecord) -> PhaseComparison:
 async def stand_before(loop: GRPOLoop, record: StepRecord, run: Run) -> tuple[list[PhaseComparison], str, str]:
     "Go to the place before a step: the weights compared, why that was not possible, where they came from."
     try:
-        way = way_to(loop, record.step - 1, run)
+        way = plan_replay(loop, record.step - 1, run)
         gap = await rebuild(loop, way, run)
         await sync_as_drawn(loop, record)
     except RecordError as error:
         cursor = replace(loop.cursor, consumed=record.consumed)
-        loop.stand_at(record.step - 1, cursor, {"pending": [*record.pending, *(g.number for g in record.groups)]})
+        loop.set_position(record.step - 1, cursor, {"pending": [*record.pending, *(g.number for g in record.groups)]})
         return [], f"the weights before the step are not known: {error}", ""
     base = f"checkpoint after step {way.base}" if way.found else "the beginning"
     if not way.records:
@@ -338,7 +339,7 @@ async def replay_sample(
     return drawn, compare("sample", sample_pieces(drawn, record.groups))
 
 # %% ../../nbs/insight/03_replay.ipynb #906be119
-def lay_out(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> None:
+def load_record(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> None:
     "Make the values of a record those of the current step, up to the reference."
     loop.take_as_recorded(record)
     state, datums = loop.state, list_training(record.datums, record.groups, loop.backend.tokenizer)
@@ -467,7 +468,7 @@ async def replay(
         drawn, sampled = await replay_sample(loop, record, prompts, blocked)
         phases += [sampled, await replay_score(loop, record, prompts, drawn)]
         phases += [replay_advantages(loop, record), replay_datums(loop, record)]
-        lay_out(loop, record, prompts)
+        load_record(loop, record, prompts)
         phases += [await replay_reference(loop, record), await replay_backward(loop, record, blocked)]
         phases += await replay_update(loop, record)
     return Replay(step, tuple(phases), base, tuple(other_sources(record, sources_of(loop, record.options))))

@@ -19,8 +19,17 @@ from ..task.data import Cursor
 from .back import branch_off, undo_step
 from .groups import Finished, Gate, Producer, kept
 from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
-from .phases import Graded, Parts, StepState, answer_row, encode_numbers, enter, score_phase, sync_phase
-from .phases import overlapped_half, teaches, timed
+from rl_notebook.loop.phases import (
+    Graded,
+    Parts,
+    StepState,
+    rollout_and_score,
+    encode_numbers,
+    enter,
+    score_phase,
+    sync_phase,
+)
+from .phases import overlapped_half, has_signal, timed
 from ..runs.records import TIMERS, StepRecord
 from .rollouts import balanced_chunks, require_some
 from ..task.data import Prompt, Rollouts
@@ -215,7 +224,7 @@ def refuse_in_flight(loop: AsyncGRPOLoop, what: str) -> None:
 async def branch_beside(loop: AsyncGRPOLoop, **options: Any) -> AsyncGRPOLoop:
     "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be in flight."
     refuse_in_flight(loop, "branch")
-    other, (cursor, extra) = await branch_off(loop, **options), loop.place_to_resume()
+    other, (cursor, extra) = await branch_off(loop, **options), loop.resume_state()
     if options.get("at") == "start":
         other.state = StepState(loop.state.number, loop.state.cursor)
     batch = other.state.numbers if "sample" in other.state.values else []
@@ -244,7 +253,7 @@ class AsyncGRPOLoop(GRPOLoop):
         bounds = (c.max_head_offpolicy_versions, c.max_concurrency_rollout_sample, c.steps)
         gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, *bounds)
         take = lambda: self.intake.take() if self.weights.shared.loaded is self.weights else None
-        run, useful = partial(answer_row, self), partial(teaches, self)
+        run, useful = partial(rollout_and_score, self), partial(has_signal, self)
         rows = Producer(gate, take, run, useful, self.intake.give_back)
         self.producer: Producer[Graded] = rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -298,7 +307,7 @@ class AsyncGRPOLoop(GRPOLoop):
         "Raise PhaseError while rollouts are drawn from this loop's weights."
         refuse_in_flight(self, "another loop's turn")
 
-    def more_of_record(self) -> dict[str, Any]:
+    def extra_record_fields(self) -> dict[str, Any]:
         "Staleness, waits, and when the rows of the batch were drawn."
         rows = [(f"row {r.number}", r.began - self.opened, r.ended - self.opened) for r in self.batch.rows]
         return {"metrics": {**self.batch.gate, **wait_metrics(self)}, "timeline": tuple(rows)}
@@ -312,14 +321,14 @@ class AsyncGRPOLoop(GRPOLoop):
         self.producer.recall(newer_than=version)
         self.producer.gate.stand(version, self.batch.useful + len(self.producer.ready))
 
-    def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
+    def set_position(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
         "Take the place after a finished step."
-        super().stand_at(step, cursor, extra)
+        super().set_position(step, cursor, extra)
         self.producer.gate.stand(step)
 
     def take_as_recorded(self, record: StepRecord) -> None:
         "Have taken the rows that a recorded step had taken; those that were in flight will be drawn."
-        self.stand_at(record.step - 1, replace(self.cursor, consumed=record.consumed), {"pending": record.pending})
+        self.set_position(record.step - 1, replace(self.cursor, consumed=record.consumed), {"pending": record.pending})
         self.producer.gate.stand(record.step - 1, len({d.group for d in record.datums}))
 
     async def close(self) -> None:

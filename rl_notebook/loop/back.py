@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 # %% auto #0
-__all__ = ['save_checkpoint', 'restore_checkpoint', 'export_policy', 'Arrival']
+__all__ = ['save_checkpoint', 'restore_checkpoint', 'export_policy', 'SeekResult']
 
 # %% ../../nbs/loop/05_back.ipynb #f677604c
 from ..backends.base import Backend
@@ -152,7 +152,7 @@ async def branch_off(
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
     state = reopened(loop.state, "prompts" if place == "start" else "score" if regrade else "advantages")
     other.state = replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
-    other.stand_behind(other.state.numbers)
+    other.rewind_data(other.state.numbers)
     await loop.weights.fork(other.weights)
     return other
 
@@ -169,7 +169,7 @@ async def save_checkpoint(
     if step - max([0, *run.checkpoints]) < every:
         return None
     save, version = loop.backend.policy.save_state, loop.policy_version
-    cursor, extra = loop.place_to_resume()
+    cursor, extra = loop.resume_state()
     async with loop.weights.turn():
         saving = run.save_checkpoint(step, save, cursor.state(), policy_version=version, extra=extra)
         await loop.weights.settled(saving)
@@ -186,7 +186,7 @@ async def restore_checkpoint(
 
     async def load() -> None:
         await loop.weights.load(found.state)
-        loop.stand_at(last, cursor, found.extra)
+        loop.set_position(last, cursor, found.extra)
         if loop.cfg.weight_sync_interval:
             await loop.weights.sync()
 
@@ -291,7 +291,7 @@ async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float
     cursor = replace(loop.state.cursor, consumed=record.consumed)
     seen = {cursor.index(g.number): known for g, known in zip(record.groups, record.visits, strict=False)}
     extra = {"pending": record.pending, "bonus": bonus_after(loop.cfg, record)}
-    loop.stand_at(record.step, replace(cursor, seen={**cursor.seen, **seen}), extra)
+    loop.set_position(record.step, replace(cursor, seen={**cursor.seen, **seen}), extra)
     loop.records.append(record)
     return gap
 
@@ -312,7 +312,7 @@ class Way:
     records: tuple[StepRecord, ...]  # whose updates come next
 
 
-def way_to(loop: Loop, step: int, run: Run) -> Way:
+def plan_replay(loop: Loop, step: int, run: Run) -> Way:
     "The shortest way to a step; raises RecordError where there is none."
     begun = (run.steps[0] if run.steps else loop.state.number) - 1
     if step != begun:
@@ -343,7 +343,7 @@ def names_code(name: str, value: Any) -> bool:
 
 async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logprobs, nats
     "Go a way: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is part of the way."
-    await loop.weights.settled(to_the_base(loop, way))
+    await loop.weights.settled(restore_base(loop, way))
     gaps = []
     for record in way.records:
         settings = recorded_settings(run, record)
@@ -353,7 +353,7 @@ async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logpro
     return max(gaps, default=0.0)
 
 
-async def to_the_base(loop: Loop, way: Way) -> None:
+async def restore_base(loop: Loop, way: Way) -> None:
     "Where a way begins."
     weights = loop.weights
     await weights.discard()
@@ -366,7 +366,7 @@ async def to_the_base(loop: Loop, way: Way) -> None:
         await weights.restore(weights.beginning, f"beginning-{weights.loop_id}")
         loop.state = replace(weights.beginning.state)
     if way.found is None:
-        loop.stand_at(way.base, loop.state.cursor, {"pending": loop.state.pending})
+        loop.set_position(way.base, loop.state.cursor, {"pending": loop.state.pending})
     weights.forget_undo()
     loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= way.base]
     loop.records.clear()
@@ -377,7 +377,7 @@ GAP = 1e-3  # nats; more than another machine or batch shape makes of the same w
 
 # %% ../../nbs/loop/05_back.ipynb #ae3126e6
 @dataclass(frozen=True)
-class Arrival:
+class SeekResult:
     "Where `seek` came out."
 
     step: int  # finished
@@ -390,7 +390,7 @@ class Arrival:
         return f"after step {self.step}, from step {self.base}{again}; {near}"
 
 # %% ../../nbs/loop/05_back.ipynb #3880edbd
-async def seek_step(loop: Loop, step: int, run: Run) -> Arrival:
+async def seek_step(loop: Loop, step: int, run: Run) -> SeekResult:
     """Go to where a recorded run was after a step: weights, optimizer, cursor, sampler; warns if these are others.
 
     The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
@@ -398,7 +398,7 @@ async def seek_step(loop: Loop, step: int, run: Run) -> Arrival:
     if loop.weights.in_window:
         raise PhaseError("seek", got="a running window", fix="Let the window end, or stop the loop.")
     run.check(loop.cfg)
-    way = way_to(loop, step, run)
+    way = plan_replay(loop, step, run)
     if way.records and loop.cfg.weight_sync_interval != 1:
         expected = f"a step with a checkpoint ({spans(run.checkpoints) or 'there is none'})"
         raise RecordError(
@@ -409,4 +409,4 @@ async def seek_step(loop: Loop, step: int, run: Run) -> Arrival:
         warnings.warn(
             f"not the weights of {run.path}: logprobs differ from its records by {gap:.3g} nats", stacklevel=2
         )
-    return Arrival(step, way.base, gap)
+    return SeekResult(step, way.base, gap)

@@ -149,7 +149,7 @@ class Producer(Generic[T]):
                 self.idle += now - self.idle_since
             task = event_loop.create_task(one_row(self, number))
             self.in_flight[number] = InFlight(number, self.gate.version, now, task)
-            task.add_done_callback(partial(land, self, number))
+            task.add_done_callback(partial(on_row_done, self, number))
             started += 1
         return started
 
@@ -231,7 +231,7 @@ async def one_row(producer: Producer[T], number: int) -> T:
     return await producer.run(number)
 
 
-def land(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
+def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
     "A task has ended: settle its row, and start the next."
     p, failed = producer, None if task.cancelled() else task.exception()  # asking for it marks it as seen
     flight = p.in_flight.get(number)

@@ -29,10 +29,10 @@ from ..core.names import named_function, on_interrupt
 from ..runs.records import StepRecord, spans
 from .rollouts import require_some
 from .weights import join_turn
-from .phases import Graded, Loop, advantages_phase, answer_row, backward_phase, change
+from .phases import Graded, Loop, advantages_phase, rollout_and_score, backward_phase, change
 from .phases import datums_phase, evaluate_rows, finish_phase, loss_phase, no_bar, optimize_phase
 from .phases import overlapped_half, prompts_phase, reference_phase, refill_step, room_of, sample_phase
-from .phases import score_phase, sync_phase, take_in, teaches, timed, now_running
+from .phases import score_phase, sync_phase, add_groups, has_signal, timed, now_running
 from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
 
 # %% ../../nbs/loop/06_loop.ipynb #987b8f94
@@ -115,7 +115,7 @@ def window_source(loop: Loop, steps: int) -> Producer[Graded]:
     c = loop.cfg
     windows = {"steps_per_sync": steps, "refills": False}
     gate = Gate(c.prompt_groups_per_step, c.completions_per_prompt, max_concurrency=room_of(c), **windows)
-    run, useful = functools.partial(answer_row, loop), functools.partial(teaches, loop)
+    run, useful = functools.partial(rollout_and_score, loop), functools.partial(has_signal, loop)
     return Producer(gate, loop.intake.take, run, useful, loop.intake.give_back)
 
 # %% ../../nbs/loop/06_loop.ipynb #43711c17
@@ -135,12 +135,12 @@ async def next_rows(loop: Loop, source: Producer[Graded]) -> list[Graded]:
 async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord, None]:
     "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
     first, trained, groups = loop.state, False, list[PromptGroup]()
-    loop.stand_behind()
+    loop.rewind_data()
     with loop.weights.window(), in_flight(loop, window_source(loop, steps)) as source:
         async with source:
             while batch := await next_rows(loop, source):
                 loop.state.ahead = loop.state is not first
-                take_in(loop, batch)
+                add_groups(loop, batch)
                 if (record := await loop.rest_of_step()) is None:
                     return
                 trained, upcoming = trained or record.trained, loop.state

@@ -489,7 +489,7 @@ class Loop(LoopState):
     def rest(self) -> None:
         "Stepping has stopped, for now."
 
-    def stand_behind(self, taken: Iterable[int] = ()) -> None:
+    def rewind_data(self, taken: Iterable[int] = ()) -> None:
         "Let the data stand where they stood before the step, or behind rows of it; what is in flight is given up."
         if self.producer is not None:
             self.producer.recall()
@@ -497,27 +497,27 @@ class Loop(LoopState):
 
     def reclaim(self, before: StepState) -> None:
         "The data stand where the step stands that was gone back to; `before` is the state that was left."
-        self.stand_behind(self.state.numbers)
+        self.rewind_data(self.state.numbers)
 
     def take_as_recorded(self, record: StepRecord) -> None:
         "Have taken the rows that a recorded step had taken."
         self.intake.stand(replace(self.cursor, consumed=record.consumed), record.pending)
 
-    def more_of_record(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
+    def extra_record_fields(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
         "What this kind of loop adds to the record of a step."
         return {}
 
-    def place_to_resume(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
+    def resume_state(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
         "What of a loop, beside the trainer's state, a checkpoint keeps: the rows that were taken and are in no record."
         step = {number for number in self.state.numbers if number < self.cursor.consumed}  # not those given back
         more = {} if self.state.bonus is None else {"bonus": [*self.state.bonus]}
         return self.cursor, {"pending": sorted({*self.pending, *step})} | more
 
-    def stand_at(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
+    def set_position(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
         "Take the place after a finished step."
         self.state = StepState(step + 1, cursor, tuple(extra.get("pending", ())))
         self.state.bonus = tuple(extra["bonus"]) if extra.get("bonus") else None
-        self.stand_behind()
+        self.rewind_data()
 
     @property
     def planned_steps(self) -> int | None:
@@ -619,7 +619,7 @@ def prompts_phase(loop: Loop) -> Listing[Prompt]:
         raise PhaseError("prompts", got=got, fix=fix)
     with timed(loop, "prompts"):
         prompts = encode_numbers(loop, numbers)
-    loop.stand_behind(numbers)
+    loop.rewind_data(numbers)
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
 # %% ../../nbs/loop/04_phases.ipynb #b009b492
@@ -1042,7 +1042,7 @@ def record_of(loop: Loop) -> StepRecord:
     extra |= {} if (bonus := bonus_now(loop)) is None else {"entropy/coeff": bonus[0]}
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
     after, found = cursor_after(loop), state.synced.metrics if state.synced else {}
-    more, speed = loop.more_of_record(), work_metrics(state.work, known_roofs(loop.backend.size))
+    more, speed = loop.extra_record_fields(), work_metrics(state.work, known_roofs(loop.backend.size))
     speed |= memory_metrics() if speed else {}
     return StepRecord(
         step=state.number,
@@ -1104,17 +1104,17 @@ async def answer(loop: Loop, prompt: Prompt) -> Graded:
     return Graded(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
 
 
-async def answer_row(loop: Loop, number: int) -> Graded:
+async def rollout_and_score(loop: Loop, number: int) -> Graded:
     "Draw and grade a row."
     [prompt] = encode_numbers(loop, [number])
     return await answer(loop, prompt)
 
 
-def teaches(loop: Loop, answered: Graded) -> bool:
+def has_signal(loop: Loop, answered: Graded) -> bool:
     "Whether a row becomes training sequences; warns where hardly any does."
     useful = trains_on(loop, compared_alone(loop, answered.group))
     loop.counts["barren"] = 0 if useful else loop.counts["barren"] + 1
-    if loop.counts["barren"] == BARREN * loop.cfg.prompt_groups_per_step:
+    if loop.counts["barren"] == NO_SIGNAL_ROWS * loop.cfg.prompt_groups_per_step:
         where, rewards = answered.group.where, answered.group.rewards.tolist()
         text = f"{loop.counts['barren']} rows in a row taught nothing, and further ones are drawn; the last: {where}"
         warnings.warn(f"{text}, rewards {rewards}", stacklevel=2)
@@ -1126,10 +1126,10 @@ def compared_alone(loop: Loop, group: PromptGroup) -> PromptGroup:
     return compared(loop, [group])[0] if group.samples and loop.cfg.advantage_scale != "batch" else group
 
 
-BARREN = 10  # batches' worth of rows without signal, after which there is a warning
+NO_SIGNAL_ROWS = 10  # batches' worth of rows without signal, after which there is a warning
 
 # %% ../../nbs/loop/04_phases.ipynb #ecc0a273
-def take_in(loop: Loop, answered: Sequence[Graded]) -> Listing[PromptGroup]:
+def add_groups(loop: Loop, answered: Sequence[Graded]) -> Listing[PromptGroup]:
     "Add graded prompts to the step, and compare all its groups."
     values = loop.state.values
     start = len(values.get("prompts", ()))
@@ -1153,13 +1153,13 @@ async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
     upcoming = iter(loop.intake.upcoming(attempts * short))
     gate = Gate(short, loop.cfg.completions_per_prompt, max_concurrency=room_of(loop.cfg))
     live = lambda answered: loop.keep(compared_alone(loop, answered.group))
-    async with Producer(gate, lambda: next(upcoming, None), partial(answer_row, loop), live) as producer:
+    async with Producer(gate, lambda: next(upcoming, None), partial(rollout_and_score, loop), live) as producer:
         with timed(loop, "refill"):
             rows = [*await producer.batch(short), *producer.take_rejected()]
     in_order = sorted(rows, key=lambda row: row.number)
     for _ in rows:
         loop.intake.take()
-    take_in(loop, [row.value for row in in_order])
+    add_groups(loop, [row.value for row in in_order])
     return len(rows)
 
 # %% ../../nbs/loop/04_phases.ipynb #dd743c59
@@ -1245,17 +1245,17 @@ def in_order(rows: Iterable[Finished[Graded]]) -> list[Graded]:
 
 
 @asynccontextmanager
-async def greedy_parts(loop: Loop) -> AsyncIterator[Parts]:
+async def as_they_arrive(loop: Loop) -> AsyncIterator[Parts]:
     "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step begins anew."
     c, prompts = loop.cfg, {p.number: p for p in prompts_phase(loop)}
     limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
-    run, useful = (lambda number: answer(loop, prompts[number])), partial(teaches, loop)
+    run, useful = (lambda number: answer(loop, prompts[number])), partial(has_signal, loop)
     try:
         async with round_of(loop, prompts, run, useful) as producer:
             yield Parts(producer, itertools.repeat(limits), in_order, {p.number: p.index for p in prompts.values()})
     except BaseException:
         loop.state.values.clear()
-        loop.stand_behind()
+        loop.rewind_data()
         raise
 
 # %% ../../nbs/loop/04_phases.ipynb #d822c467
@@ -1264,7 +1264,7 @@ def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[Loss
     require_some([a.group for a in answered])
     state, aggregation, tokenizer = loop.state, loop.cfg.aggregation, loop.backend.tokenizer
     state.values.clear()
-    groups = take_in(loop, answered)
+    groups = add_groups(loop, answered)
     datums = state.put("datums", list_training([d for r in reports for d in r.datums], groups, tokenizer))
     if have_tokens(datums):
         state.put("reference", datums)
@@ -1276,7 +1276,7 @@ def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[Loss
 
 
 async def overlapped_half(
-    loop: Loop, parts_of: Callable[[Any], AbstractAsyncContextManager[Parts]] = greedy_parts
+    loop: Loop, parts_of: Callable[[Any], AbstractAsyncContextManager[Parts]] = as_they_arrive
 ) -> None:
     "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
     reports = list[LossReport]()

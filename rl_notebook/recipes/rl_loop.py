@@ -201,7 +201,7 @@ async def begin_run(loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any], tr
     if found is not None:
         say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
     elif step := step_there(cfg):
-        loop.stand_at(step, loop.state.cursor, {})
+        loop.set_position(step, loop.state.cursor, {})
         say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
     if plan.changed:
         say(f"as it was changed in the run:\n{loop.change(**plan.changed)}")

@@ -39,7 +39,7 @@ from rl_notebook.config.settings import (
     SettingsTable,
     compared,
     keys_in,
-    of_earlier_run,
+    migrate,
     yaml_value,
     yaml_text,
 )
@@ -542,7 +542,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         config = yaml_value(text.decode())
         if not isinstance(config, dict):
             raise ValueError(f"{type(config).__name__} where settings by name should be")
-        return of_earlier_run(config)
+        return migrate(config)
     except ValueError as e:
         raise RecordError("not readable", where=str(path), got=str(e), expected="YAML as it was written") from e
 
@@ -789,7 +789,7 @@ class RunFolder(Run):
         note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
         return cls.open(path)._written_by()
 
-    def _written_by(self, held: _Held | None = None) -> Self:
+    def _written_by(self, held: _FolderLock | None = None) -> Self:
         "This, held; raises RecordError where the folder is gone, or another process writes."
         if not (self.path / "run.json").exists():
             got = "no run.json: it was deleted or moved while the run went on"
@@ -854,7 +854,7 @@ class RunFolder(Run):
         return checkpoint
 
 # %% ../../nbs/runs/00_records.ipynb #766fcfe4
-class _Held:
+class _FolderLock:
     "A run folder that this process may write to; raises RecordError where another one does."
 
     def __init__(self, path: Path):
@@ -877,16 +877,16 @@ class _Held:
             return False
 
 
-_HELD: weakref.WeakValueDictionary[Path, _Held] = weakref.WeakValueDictionary()  # by this process
+_HELD: weakref.WeakValueDictionary[Path, _FolderLock] = weakref.WeakValueDictionary()  # by this process
 
 
-def hold_folder(path: Path, trust: bool = False) -> _Held:  # as long as it is kept
+def hold_folder(path: Path, trust: bool = False) -> _FolderLock:  # as long as it is kept
     "Keep other processes from writing to a run folder; raises RecordError where one does, or where it leads elsewhere."
     held = _HELD.get(path.resolve())
     if held is None or not held.there:
         if not trust and names_noted(path) is None:
             _refuse_ways_out(path.resolve())
-        held = _HELD[path.resolve()] = _Held(path)
+        held = _HELD[path.resolve()] = _FolderLock(path)
     return held
 
 
@@ -978,7 +978,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
         found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
-        found["config"] = from_file(of_earlier_run(found["config"]), str(folder), ())
+        found["config"] = from_file(migrate(found["config"]), str(folder), ())
         return Checkpoint(path=folder, **found)
     except _MISFITS as e:
         got, expected = f"{type(e).__name__} ({e})", f"what {_CHECKPOINT_FORMAT} holds"

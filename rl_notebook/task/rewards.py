@@ -37,7 +37,7 @@ __all__ = ['format_reward', 'gsm8k_format_reward', 'REWARDS', 'final_answer', 'g
            'MathVerify', 'RewardFn', 'reward_fn', 'score', 'score_blocking']
 
 # %% ../../nbs/task/01_rewards.ipynb #b8e5d71b
-def spoken(text: str) -> str:
+def strip_reasoning(text: str) -> str:
     "A completion without its reasoning block; empty while that block is still open."
     return text.rpartition("</think>")[2].partition("<think>")[0]
 
@@ -64,7 +64,7 @@ _OPEN, _CLOSE = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answe
 
 def final_answer(text: str) -> str | None:  # None = no marker
     "What a completion (or a data set's worked solution) gives as its answer."
-    text = spoken(text)
+    text = strip_reasoning(text)
     if (start := _OPEN.search(text)) and (end := _CLOSE.search(text, start.end())):
         content = text[start.end() : end.start()].strip()
         boxed = last_boxed(content)
@@ -75,10 +75,10 @@ def final_answer(text: str) -> str | None:  # None = no marker
     return rest.strip().split("\n")[0].strip() if marker else None
 
 # %% ../../nbs/task/01_rewards.ipynb #764c426f
-def truths_of(answer: Any) -> list[Any]:  # those that count as right
+def reference_answers(answer: Any) -> list[Any]:  # those that count as right
     "What a row's column gives as its answer: as `final_answer` reads it up to the second `####`, and in full."
     if isinstance(answer, list | tuple | set | np.ndarray):
-        return [truth for one in answer for truth in truths_of(one)]
+        return [truth for one in answer for truth in reference_answers(one)]
     if not isinstance(answer, str):
         return [] if isinstance(answer, Mapping | bool) else [answer]
     first = "####".join(answer.split("####", 2)[:2])
@@ -90,7 +90,7 @@ def gsm8k_reward(
     answer: Any,  # of the row: "… #### 72", "<answer>72</answer>", "72" or 72
 ) -> float | None:  # 1 right, 0 wrong or no answer, None where the row's own answer is not a number
     "Whether the final answer is the right number."
-    truths = [t for t in truths_of(answer) if numeric_equal(t, t)]
+    truths = [t for t in reference_answers(answer) if numeric_equal(t, t)]
     if not truths:
         return None
     given = final_answer(text)
@@ -271,7 +271,7 @@ class MathVerify:
         "1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided."
         if (given := final_answer(text)) is None:
             return 0.0
-        verdicts = [await self._same(given, truth) for truth in truths_of(answer)]
+        verdicts = [await self._same(given, truth) for truth in reference_answers(answer)]
         return None if not verdicts or set(verdicts) == {None} else float(True in verdicts)
 
     async def _same(self, given: str, truth: Any) -> bool | None:

@@ -32,7 +32,7 @@ __all__ = []
 _SEEDING = threading.Lock()  # torch has one generator for all threads
 
 
-def twin_of(module: nn.Module, of: Callable[[Tensor], Tensor]) -> Any:
+def clone_frozen(module: nn.Module, of: Callable[[Tensor], Tensor]) -> Any:
     "A copy of a module, each parameter and buffer `of` the module's own; nothing of it learns."
     tensors = (*module.parameters(), *module.buffers())
 
@@ -46,7 +46,7 @@ def twin_of(module: nn.Module, of: Callable[[Tensor], Tensor]) -> Any:
 def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
     "A copy that does not learn, with its own `learning` tensors; it shares the others."
     own = {id(t) for t in learning.values()}
-    return twin_of(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
+    return clone_frozen(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
 
 
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
@@ -58,7 +58,7 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
-        made: Any = get_peft_model(twin_of(model, Tensor.detach), config)  # type: ignore[arg-type]
+        made: Any = get_peft_model(clone_frozen(model, Tensor.detach), config)  # type: ignore[arg-type]
     return in_8bit(made) if packed else made
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #b72ad7a7

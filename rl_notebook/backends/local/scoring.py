@@ -75,7 +75,7 @@ class Versions:
         self.current, self.upcoming, self.published = self.upcoming, self.upcoming + 1, True
         return self.current
 
-    def stand_at(self, current: int, published: bool = False) -> None:
+    def set_current(self, current: int, published: bool = False) -> None:
         "The policy has the weights of a version, or moved on from them."
         self.current, self.upcoming, self.published = current, current + (not published), published
 

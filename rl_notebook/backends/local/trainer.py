@@ -29,7 +29,7 @@ from torch.nn.utils import get_total_norm
 from ..base import Backend, Capabilities, GradNormalization, LossFn
 from .engine import Engine, Request, check_request, check_tokens, echo
 from .loading import check_bits, checkpoint_layers, frozen_copy, in_dtype, told_unknown
-from .loading import twin_of, unpacked, with_lora, write_weights
+from .loading import clone_frozen, unpacked, with_lora, write_weights
 from .model import mask_ids, open_model
 from .prefixes import sent
 from .routing import find_routers
@@ -311,10 +311,10 @@ def restore(
         for name, master in state.masters.items():
             master.copy_(tensors[f"masters/{name}"] if optimizer else state.params[name])
     if not optimizer:
-        state.versions.stand_at(state.versions.current)
+        state.versions.set_current(state.versions.current)
         return
     state.steps = meta["steps"]
-    state.versions.stand_at(meta["version"], meta["published"])
+    state.versions.set_current(meta["version"], meta["published"])
     for name, target in zip(state.params, state.targets, strict=True):
         if f"adam/step/{name}" in tensors:
             found = {key: tensors[f"adam/{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
@@ -440,7 +440,7 @@ class LocalTrainer:
     ) -> dict[str, float]:
         "One AdamW update; returns gradient norms, the size of the update and what was accumulated."
         metrics = await self.run(update, self.state, adam, grad_accumulation_normalization)
-        self.versions.stand_at(self.versions.current)
+        self.versions.set_current(self.versions.current)
         return metrics
 
     async def discard_gradients(self) -> None:
@@ -745,7 +745,7 @@ def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | N
     _check_finite(state.params, BackendError, "export")
     with _on_disk("export", folder):
         if adapter and to in ("hf", "merged"):
-            whole = twin_of(state.module, lambda t: unpacked(t.detach()).to("cpu", copy=True)).merge_and_unload()
+            whole = clone_frozen(state.module, lambda t: unpacked(t.detach()).to("cpu", copy=True)).merge_and_unload()
             with no_bars():
                 whole.save_pretrained(folder)
         else:

@@ -636,7 +636,7 @@ def take_step(remote: ServiceTrainer, adam: AdamParams, normalization: GradNorma
         raise
     remote.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
     remote.pending.clear()
-    remote.versions.stand_at(remote.versions.current)
+    remote.versions.set_current(remote.versions.current)
     known = (adam.learning_rate, *update.counts)
     if len(remote.journal.updates) % remote.journal_steps == 0:
         try:
@@ -701,7 +701,7 @@ def load_remotely(remote: ServiceTrainer, path: str, optimizer: bool) -> None:
         raise
     remote.pending.clear()
     found = version_in(path) if optimizer else None
-    versions.stand_at(*(found or (versions.current, False)))
+    versions.set_current(*(found or (versions.current, False)))
 
 # %% ../../../nbs/backends/services/01_link.ipynb #77eacf10
 def snapshot_remotely(remote: ServiceTrainer, name: str) -> str:

@@ -240,7 +240,7 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     return replace(e, controls={**e.controls, **series}, stamps=stamps)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #3be9939c
-async def hear(e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24) -> Evidence:
+async def draw_likely(e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24) -> Evidence:
     "What the sampler says of likely tokens when it draws them again: for servers that score no given tokens."
     likely = np.isin(e.row, list(rows)) & (e.s > np.log(0.2))
     order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
@@ -263,7 +263,7 @@ async def echo(e: Evidence, backend: Backend, rows: Sequence[int], name: str = "
     except BackendError as refusal:
         e = replace(e, refused={**e.refused, "echo": str(refusal)})
         try:
-            return await hear(e, backend, rows, name)
+            return await draw_likely(e, backend, rows, name)
         except BackendError:
             return e
     stamps = replace(e.stamps, sampler_dtype=found[0].dtype)
