@@ -217,7 +217,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         expected, fix = f"{can.load_in_8bit}, as the backend was opened", "Set it in both places, or in neither."
         yield "load_in_8bit", cfg.load_in_8bit, expected, fix
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
-        yield "kl_beta", cfg.kl_beta, "0 without a reference", "Open the backend with reference=True, or set kl_beta=0."
+        yield "kl_beta", cfg.kl_beta, "0 without a reference", "Set kl_beta=0, or open a backend that has a reference."
     if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale == "batch":
         expected = "'std', 'none' or 'loo' with min_samples_per_fwd_bwd"
         yield "advantage_scale", "batch", expected, "The batch is not known yet."
