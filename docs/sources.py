@@ -205,6 +205,7 @@ def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]
         raise SystemExit(f"docs/sources.py: {page}: {text}")
     drawn = (c for c in cells[found[0] :] if any("text/html" in o.get("data", {}) for o in c.get("outputs", [])))
     text = re.sub(r"^#+ .*\n+", "", site.relink(cells[found[0]].source, f"nbs/{page}"))
+    text = text.replace("](#", f"](/{page}#")
     text = f"### {title}\n\n{text}\n\n[The run, and how it was made](/{page})"
     shown = nbformat.from_dict({**next(drawn), "source": "...", "metadata": {"tags": ["remove-input"]}})
     return [nbformat.v4.new_markdown_cell(text), shown]

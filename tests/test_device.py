@@ -15,7 +15,7 @@ from rl_notebook.backends.local.engine import BURST, Engine
 from rl_notebook.backends.local.model import open_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.routing import find_routers
-from rl_notebook.core.types import AdamParams, Datum, SampleParams
+from rl_notebook.core.types import AdamParams, ConfigError, Datum, SampleParams
 
 __all__ = ["one_thread"]
 
@@ -175,3 +175,9 @@ def test_rates_of_another_device_come_from_many_calls():
     found = roofs.rate(lambda: calls.append(1), 3.0, DEVICE, 0.01, None)
     assert len(calls) % roofs.CALLS == 0
     assert found > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_device_that_is_not_there_is_refused_at_once():
+    with pytest.raises(ConfigError, match="device: got cuda; expected a device that torch finds here"):
+        open_local(tiny_model(), byte_tokenizer(), device="cuda")

@@ -21,22 +21,13 @@ __all__ = ['FrozenBatch', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attri
 # %% ../../nbs/insight/01_whatif.ipynb #e0631220
 from ..core.advantages import SCALES, AdvantageFn, advantages_by, is_dead, with_advantages
 from ..core.align import require_finite
-from rl_notebook.core.types import (
-    AlignmentError,
-    BackendError,
-    DataError,
-    Datum,
-    Logprobs,
-    LossError,
-    LossOutput,
-    PromptGroup,
-)
-from ..core.types import RewardError, RolloutSample
+from ..core.types import AlignmentError, BackendError, DataError, Datum, Logprobs, LossError, LossOutput
+from ..core.types import PromptGroup, RewardError, RolloutSample, quoted
 from ..task.data import Row, make_row
 from ..show.html import frame_html
 from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
-from ..core.options import NO_RATIO
+from ..core.options import NO_RATIO, nearest
 from ..runs.records import StepRecord
 from .xray import expect
 from ..task.rewards import Limits, as_reward_fns, blocking, gathered, graded, score
@@ -179,7 +170,8 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
     where = f"{batch.where}, variant {name!r}"
     unknown = [k for k in changes if k not in known]
     if unknown:
-        raise LossError("setting", where=where, got=", ".join(map(repr, unknown)), expected=", ".join(known))
+        got, fix = ", ".join(map(repr, unknown)), nearest(unknown[0], known)
+        raise LossError("setting", where=where, got=got, expected=", ".join(known), fix=fix)
     loss = {k: v for k, v in changes.items() if k not in ADVANTAGE_SETTINGS}
     try:
         options = LossOptions(**inherited(batch.options, loss) | loss)
@@ -392,10 +384,10 @@ def what_if(
     "What each variant's loss and gradient would have been; raises `LossError` for one that cannot be computed."
     batch = FrozenBatch.of(source)
     batch = batch if policy_logprobs is None else batch.moved(policy_logprobs)
+    if not isinstance(variants, Mapping):
+        raise LossError("variants", got=quoted(variants), expected="{'a name': {'policy_loss': 'ppo'}, ...}")
     if RECORDED in variants:
-        raise LossError(
-            "name of a variant", got=repr(RECORDED), expected="another one", fix="It is the step's own row."
-        )
+        raise LossError("name of a variant", got=repr(RECORDED), expected="another one: it is the step's own row")
     own, output = own_output(batch)
     used, outputs, datums = {RECORDED: own} if own else {}, {RECORDED: output}, {RECORDED: batch.datums}
     rows = {RECORDED: gradient_row(batch.datums, output)}

@@ -34,7 +34,7 @@ from ..insight.doctor.doctor import Diagnosis, diagnose
 from ..loop.async_loop import AsyncGRPOLoop
 from ..core.advantages import AdvantageFn
 from ..loop.back import names_code
-from ..loop.loop import GRPOLoop
+from ..loop.loop import GRPOLoop, why_ended
 from ..loop.phases import EvaluationFn, as_rows, encode_for, no_bar, other_sources, own_advantages
 from ..loop.back import restore_checkpoint, save_checkpoint
 from ..loop.loop import verdict_line
@@ -231,9 +231,10 @@ class RunResult:
     seconds: float  # of training and evaluation
     run: RunFolder | None  # where the records are
     stopped: bool = False  # whether it was interrupted before its end
+    ended: str = ""  # why there was no step to make; empty when there was one
 
     def __str__(self) -> str:
-        took = f"({self.steps} steps, {self.seconds:.0f} s)"
+        took = f"({self.steps} steps, {self.seconds:.0f} s)" + (f": {self.ended}" if self.ended else "")
         if self.reward_before is None or self.reward_after is None:
             return f"{'stopped' if self.stopped else 'done'} {took}"
         return f"held-out reward {self.reward_before:.2f} -> {self.reward_after:.2f} {took}"
@@ -390,7 +391,8 @@ async def _train(
     if run is not None:
         path = Path(run.path) / "report.html"
         say(f"report: {write_report(run, path, tokenizer=loop.backend.tokenizer)}")
-    return RunResult(loop.state.number - first, before, after, time.perf_counter() - start, run, stopped)
+    made, took = loop.state.number - first, time.perf_counter() - start
+    return RunResult(made, before, after, took, run, stopped, "" if stopped else why_ended(loop, None, made))
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #901263b1
 async def _promote_what_is_there(loop: GRPOLoop, say: Callable[[str], Any]) -> None:

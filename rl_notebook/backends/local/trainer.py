@@ -798,6 +798,8 @@ def open_local(
     opened = {name: value for name, value in locals().items() if name not in ("model", "tokenizer")}
     model, tokenizer = model_and_tokenizer(model, tokenizer)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", got=str(device), expected="a device that torch finds here", fix="device='cpu'")
     if load_in_8bit:
         check_bits(lora_rank, dtype, torch.device(device).type)
     module = in_dtype(model, dtype, device)
