@@ -37,7 +37,6 @@ def right(completions: list, answer: list, **_: Any) -> list[float]:
 
 
 def short(completions: list, **_: Any) -> list[float | None]:
-    "Says nothing of what is very short."
     return [None if len(said(c)) < 6 else -len(said(c)) / 100 for c in completions]
 
 
@@ -59,7 +58,6 @@ def trainer(
 
 
 def recorded(folder: Path, **settings: Any) -> tuple[Any, list[rln.StepRecord]]:
-    "A trainer that has run, and the records of its steps."
     t = trainer(folder, **settings)
     watched = rln.watch(t, folder / "run")
     t.train()
