@@ -155,8 +155,8 @@ class Ours:
         self.model, tokenizer = load_model(folder)
         how: Any = {"device": setting.device, "dtype": setting.dtype}
         backend = open_local(self.model, tokenizer, reference=setting.kl_beta > 0, **how)
-        if setting.words:
-            backend.sampler.engine.eos_token_ids = frozenset()  # type: ignore[attr-defined]
+        ends = frozenset() if setting.words else frozenset({tokenizer.eos_token_id})  # not the template's, too
+        backend.sampler.engine.eos_token_ids = ends  # type: ignore[attr-defined]
         rows = [{"messages": messages, "answer": ""} for messages in conversations(setting)]
         self.loop = GRPOLoop(backend, rows, arbitrary_reward, config_of(setting), keep_undo=0)
         self.runner = asyncio.Runner()

@@ -10,7 +10,7 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_notebook.backends import roofline as roofs
-from rl_notebook.backends.local import trainer as local
+from rl_notebook.backends.local import scoring
 from rl_notebook.backends.local.engine import BURST, Engine
 from rl_notebook.backends.local.model import open_model
 from rl_notebook.backends.local.trainer import open_local
@@ -127,7 +127,7 @@ SETTINGS = [
 def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     if settings.get("lora_rank"):
         pytest.importorskip("peft", reason="LoRA is in the extra `lora`")
-    monkeypatch.setitem(local.TREE_GAIN, DEVICE, 1 if tree else 10**9)
+    monkeypatch.setitem(scoring.TREE_GAIN, DEVICE, 1 if tree else 10**9)
     datums, found = group_datums(), {}
 
     async def step(books: Pretend) -> None:

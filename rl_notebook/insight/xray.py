@@ -610,6 +610,27 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
 FAR = 1.0  # nats a token between policy and reference from which they are far apart
 
 
+def ranks(values: np.ndarray) -> np.ndarray:
+    "The ranks of values, less their mean; zeros where they are all the same."
+    same = np.ptp(values) <= 1e-6 * np.abs(values).max(initial=0.0)
+    return np.zeros(len(values)) if same else np.argsort(np.argsort(values)) - (len(values) - 1) / 2
+
+
+def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from it; NaN = not known
+    "Rank correlation of dL/dlogprob with policy less reference in a datum, the higher of both signs of advantage."
+    sides: dict[float, list[float]] = {}
+    loss = record.loss
+    for d, lp, g in zip(record.datums, loss.logprobs, loss.dlogprobs, strict=True) if loss else ():
+        above = lp.values - d.ref_logprobs if d.ref_logprobs is not None else np.zeros(len(d.weights))
+        apart = d.active & (np.abs(above) > 1e-3)
+        if apart.sum() > 2:
+            found = correlation(ranks(np.asarray(g)[apart]), ranks(above[apart]))
+            sides.setdefault(float(np.sign(np.mean(d.advantage))), []).append(found)
+    if len(record.updates) > 1 or not {-1.0, 1.0} <= sides.keys():
+        return math.nan
+    return float(np.max([np.mean(found) for found in sides.values()]))
+
+
 def check_reference(record: StepRecord, previous: StepRecord | None = None) -> Check:
     "Before any update the policy is the reference; after one it is not, nor far from it."
     check, policy = partial(Check, "reference"), scored_first(record)
@@ -631,6 +652,9 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> C
         text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
         fix = "Is the reference the policy itself, or was the policy loaded again as it was at the beginning?"
         return check(False, f"{text}: the reference follows the policy, or the policy was reset", fix=fix)
+    if custom_loss(record.options) and pull_to_reference(record) < -0.9:
+        text = "the custom loss pushes the policy away from the reference: where it is above, dL/dlogprob is lower"
+        return check(False, text, expected="a KL term that is added", fix="loss + beta * kl, not loss - beta * kl.")
     if gap.mean >= FAR:
         kl = record.metrics.get("kl", math.nan)
         text = f"the policy is far from the reference (KL {short(kl)}): {text}"
@@ -683,10 +707,22 @@ def check_clipping(record: StepRecord) -> Check:
 # %% ../../nbs/insight/00_xray.ipynb #e9e90d60
 LARGE = 1000.0  # norm of the gradient of a mean over tokens; a healthy one is around 1
 SMALL = 1e-8  # norm of an update that does nothing
+COLLAPSE = 100.0  # how many times smaller learning rate and update must be than in the step before to be told
 BOLD = 0.02  # learning rate: AdamW moves a weight by about so much, and few weights are much larger
 
 
-def check_gradient(record: StepRecord) -> Check:
+def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
+    "How far the learning rate fell since the step before, if the update fell as far; empty = it did not."
+    if previous is None or previous.step != record.step - 1:
+        return ""
+    sizes = lambda r: [r.metrics.get(name, math.nan) for name in ("learning_rate", "update_norm")]
+    before, now = sizes(previous), sizes(record)
+    if not all(a >= COLLAPSE * b > 0 for a, b in zip(before, now, strict=True)):
+        return ""
+    return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
+
+
+def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Check:
     "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
     (size, measured), m, check = gradient_size(record), record.metrics, partial(Check, "update")
     moved, rate = m.get("update_norm", math.nan), m.get("learning_rate", math.nan)
@@ -708,6 +744,9 @@ def check_gradient(record: StepRecord) -> Check:
     if moved < SMALL:
         text = f"the weights hardly moved (by {short(moved)}): the learning rate is {rate:g}"
         return check(False, text, expected=f"an update norm above {SMALL:g}", fix="Raise the learning rate.")
+    if fell := fallen_rate(record, previous):
+        fix = "Is the length of the schedule counted in steps of this run?"
+        return check(False, f"{fell}, and the weights hardly moved (by {short(moved)})", fix=fix)
     if rate >= BOLD:
         text = f"the learning rate is {rate:g}: each weight moved by about as much (update norm {short(moved)})"
         return check(False, text, expected=f"below {BOLD:g}", fix="Undo the step and lower it; 1e-6 to 1e-3 are usual.")
@@ -751,10 +790,11 @@ def invariants(
 ) -> tuple[Check, ...]:
     "What must hold in a step, what matters most first."
     drawn = (check_finite, check_completions, check_prompts, check_duplicates, check_advantages, check_mask)
-    trained = (check_clipping, check_lengths, check_signal, check_gradient)
+    trained = (check_clipping, check_lengths, check_signal)
     policies = (check_ratio, check_reference, check_correction)
     found = [check(record) for check in drawn] + [check(record, previous) for check in policies]
-    return (*found, *(check(record) for check in trained), check_version(record, weight_sync_interval))
+    found += [*(check(record) for check in trained), check_gradient(record, previous)]
+    return (*found, check_version(record, weight_sync_interval))
 
 # %% ../../nbs/insight/00_xray.ipynb #1ba16cb3
 def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
