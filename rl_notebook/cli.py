@@ -705,20 +705,20 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
 
 # %% ../nbs/00_cli.ipynb #bdcd699e
 def run_show(args: Sequence[str]) -> int:  # exit code
-    "Say what a run, a step or a completion has to say."
+    "Print a run, a step or a completion as text or JSON."
     parser = argparse.ArgumentParser(prog="rl-notebook show", description="A run, a step or a completion as text.")
     parser.add_argument("run", type=Path, help="run folder")
+    parser.add_argument("number", nargs="?", type=int, metavar="step", help="the same as --step")
     parser.add_argument("--step", type=int, default=None, help="one step: x-ray, doctor, completions")
     parser.add_argument("--group", type=int, default=None, help="with --sample: one completion of the step, by token")
     parser.add_argument("--sample", type=int, default=None)
-    parser.add_argument(
-        "--last", type=int, default=None, help="without --step: so many steps; default: all, as text 200"
-    )
+    parser.add_argument("--last", type=int, default=None, help="without --step: so many steps; default: all")
     parser.add_argument("--json", action="store_true", help="the same as JSON, with nothing left out")
     given = parser.parse_args(args)
     from rl_notebook.runs.records import Run
 
     run, place = Run.open(given.run), (given.group, given.sample)
+    given.step = given.number if given.step is None else given.step
     if (None in place and place != (None, None)) or (given.step is None and place != (None, None)):
         raise RecordError("show", got="part of a place", expected="--step, --group and --sample together")
     if given.step is None:

@@ -522,7 +522,7 @@ async def get_job(site: Site, request: Request) -> Response:
 
 # %% ../../nbs/emulator/04_service.ipynb #08f3c75c
 async def resume_job(site: Site, request: Request) -> Response:
-    "A job that stopped sets out again; one that runs goes on running."
+    "Resume a job that stopped; nothing happens to one that runs."
     job, now = find_resource(site, request, "rlorTrainerJobs"), time.time()
     if job.state(now) == _DELETED:
         raise HTTPException(400, f"{job.name} is deleted and cannot be resumed")

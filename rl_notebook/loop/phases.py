@@ -452,7 +452,7 @@ MARK_STYLE = {"✓": "color:#1a7f37", "▶": "font-weight:bold", "○": "color:#
 
 # %% ../../nbs/loop/04_phases.ipynb #71741aa9
 class Loop(LoopState):
-    "What follows from what a loop remembers, and how it shows itself. A loop with rollouts beside it says otherwise."
+    "What follows from what a loop remembers, and how it shows itself. AsyncGRPOLoop overrides these."
 
     def __init_subclass__(cls) -> None:
         "Methods that are made of functions bear the names that they are called by, for `help` and tracebacks."
