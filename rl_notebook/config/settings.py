@@ -915,9 +915,11 @@ OWN_YAML = "# Settings for rl_notebook. Config.to_yaml replaces this file, as lo
 def _line_of(text: str, complaint: str) -> int | None:
     "The line of a YAML text with the setting that a complaint begins with."
     found = re.match(r"(?:unknown setting ')?([\w.]+)", complaint)
-    name = found[1].rpartition(".")[2] if found else ""
-    named = (number for number, line in enumerate(text.splitlines(), 1) if re.match(rf"\s*{name}\s*:", line))
-    return next(named, None) if name else None
+    lines, at = text.splitlines(), -1
+    for depth, name in enumerate(found[1].split(".") if found else ()):
+        begins = rf"{' +' if depth else ''}{name}\s*:"
+        at = next((i for i in range(at + 1, len(lines)) if re.match(begins, lines[i])), len(lines))
+    return at + 1 if 0 <= at < len(lines) else None
 
 
 class Stored:

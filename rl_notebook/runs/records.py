@@ -33,16 +33,7 @@ from ..core.advantages import is_dead
 from ..backends.base import GradNormalization
 from ..config.config import Config
 from ..core.options import marked
-from rl_notebook.config.settings import (
-    A_KEY,
-    KEYLESS,
-    SettingsTable,
-    compared,
-    keys_in,
-    migrate,
-    yaml_value,
-    yaml_text,
-)
+from ..config.settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
 from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from ..show.html import folded, html_table, prompt_text, step_html
 from ..core.names import from_file, lock_file, names_in, names_noted, new_folder, note_started, read_file
