@@ -113,7 +113,7 @@ def nearest(name: str, known: Sequence[str]) -> str:
     by_key = {k.casefold(): k for k in reversed(known)}
     close = [k for k in by_key if sorted(k) == sorted(str(name).casefold())]  # letters in another order
     close += difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
-    close += [k for k in known if name in k.split("_") or (len(name) > 3 and k.startswith(name))]
+    close += [k for k in known if name in k.split("_") or (len(str(name)) > 3 and k.startswith(str(name)))]
     return f"Did you mean {by_key.get(close[0], close[0])!r}?" if close else ""
 
 # %% ../../nbs/core/04_options.ipynb #3d54b917

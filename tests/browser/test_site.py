@@ -25,7 +25,7 @@ SEARCHES = {  # asked: what is found first
     "custom reward": "task/01_rewards.html",
     "write a reward function": "task/01_rewards.html",
     "vllm": "tutorials/402_past_one_machine.html",
-    "lora": "backends/local/08_trainer.html",
+    "lora": "backends/local/07_loading.html",
     "dead group": "core/03_advantages.html",
     "resume": "tutorials/401_scripted_runs.html",
 }
