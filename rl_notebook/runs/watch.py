@@ -401,7 +401,7 @@ class Watched:
             self.options = {"make_loss": "TRL's own: " + ", ".join(unsaid)}
         self.run = RunFolder.create(path, trl_settings(trainer))
         self.ended = ""  # why nothing more is recorded; empty = it is
-        self.cost, self.begun = 0.0, time.perf_counter()  # seconds that recording took, in the trainer's own thread
+        self.cost, self.begun = 0.0, time.perf_counter()  # seconds of recording: in training's thread, and beside it
         self._last: StepRecord | None = None
         self._pen = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # a step is written while the next one is drawn
@@ -436,13 +436,14 @@ class Watched:
             writing.result()
 
     def _put(self, step: Update) -> None:
-        "Have a step written, once the one before it is."
         self.flush()
         self._writing = self._pen.submit(self._write, step)
 
     def _write(self, step: Update) -> None:
+        start = time.perf_counter()
         self._last = step.record(self.options)
         self.run.add(self._last)
+        self.cost += time.perf_counter() - start
 
     def _guarded(self, what: Callable[..., None], *args: Any) -> None:
         "Do something of ours. An exception in it ends the recording, not the training."
@@ -459,8 +460,8 @@ class Watched:
 
     def __repr__(self) -> str:
         share = self.cost / max(time.perf_counter() - self.begun, 1e-9)
-        state = f"; nothing more is recorded: {self.ended}" if self.ended else ""
-        said = f"Watched({self.run.path.name}: {len(self.run)} steps, recording took {share:.1%} of the time{state})"
+        said = f"Watched({self.run.path.name}: {len(self.run)} steps, recording took {share:.0%} of the time"
+        said += f"; nothing more is recorded: {self.ended})" if self.ended else ")"
         return said if self._last is None else f"{said}\n{self._last.verdict}"
 
     def _repr_html_(self) -> str | None:
