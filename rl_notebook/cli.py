@@ -712,7 +712,7 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--step", type=int, default=None, help="one step: x-ray, doctor, completions")
     parser.add_argument("--group", type=int, default=None, help="with --sample: one completion of the step, by token")
     parser.add_argument("--sample", type=int, default=None)
-    parser.add_argument("--last", type=int, default=None, help="without --step: so many steps; default: all")
+    parser.add_argument("--last", type=int, default=None, help="without --step: so many; default: all, as text 200")
     parser.add_argument("--json", action="store_true", help="the same as JSON, with nothing left out")
     given = parser.parse_args(args)
     from rl_notebook.runs.records import Run

@@ -20,7 +20,7 @@ __all__ = ['Replay', 'replay', 'compare_loops']
 # %% ../../nbs/insight/03_replay.ipynb #c54bab8c
 from ..core.types import DataError, Datum, LossOutput, PromptGroup, RecordError
 from ..loop.loop import GRPOLoop
-from ..loop.back import rebuild, recorded_settings, repeat_backward, sync_as_drawn, plan_replay
+from ..loop.back import plan_replay, rebuild, recorded_settings, repeat_backward, sync_as_drawn
 from rl_notebook.loop.phases import (
     Loop,
     compared,

@@ -547,8 +547,9 @@ def check_lengths(record: StepRecord) -> Check:
     if len(tokens) > 1 and tokens[largest] >= MOST * total > 0:
         text = f"group {largest} has {tokens[largest] / total:.0%} of the tokens of the loss"
         return check(True, f"{text}, of {len(tokens)} groups", notable=True)
-    text = f"correlation of reward and length {corr:+.2f}, and no group has most of the tokens"
-    return check(None if math.isnan(corr) else True, text)
+    if math.isnan(corr):
+        return check(None, "rewards or lengths are all the same within their groups")
+    return check(True, f"correlation of reward and length {corr:+.2f}, and no group has most of the tokens")
 
 # %% ../../nbs/insight/00_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:

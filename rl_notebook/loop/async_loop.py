@@ -19,17 +19,8 @@ from ..task.data import Cursor
 from .back import branch_off, undo_step
 from .groups import Finished, Gate, Producer, kept
 from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
-from rl_notebook.loop.phases import (
-    Graded,
-    Parts,
-    StepState,
-    rollout_and_score,
-    encode_numbers,
-    enter,
-    score_phase,
-    sync_phase,
-)
-from .phases import overlapped_half, has_signal, timed
+from .phases import Graded, Parts, StepState, encode_numbers, enter, has_signal, overlapped_half
+from .phases import rollout_and_score, score_phase, sync_phase, timed
 from ..runs.records import TIMERS, StepRecord
 from .rollouts import balanced_chunks, require_some
 from ..task.data import Prompt, Rollouts

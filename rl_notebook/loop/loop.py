@@ -29,10 +29,10 @@ from ..core.names import named_function, on_interrupt
 from ..runs.records import StepRecord, spans
 from .rollouts import require_some
 from .weights import join_turn
-from .phases import Graded, Loop, advantages_phase, rollout_and_score, backward_phase, change
+from .phases import Graded, Loop, advantages_phase, backward_phase, change, rollout_and_score
 from .phases import datums_phase, evaluate_rows, finish_phase, loss_phase, no_bar, optimize_phase
 from .phases import overlapped_half, prompts_phase, reference_phase, refill_step, room_of, sample_phase
-from .phases import score_phase, sync_phase, add_groups, has_signal, timed, now_running
+from .phases import add_groups, has_signal, now_running, score_phase, sync_phase, timed
 from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
 
 # %% ../../nbs/loop/06_loop.ipynb #987b8f94

@@ -20,6 +20,7 @@ import pandas as pd
 
 from ..core.losses import make_loss_fn
 from ..core.metrics import step_metrics
+from ..core.options import TRL_PRESETS
 from ..core.types import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError
 from ..core.types import RLNotebookError, RolloutSample
 from .records import RunFolder, StepRecord, encode
@@ -28,14 +29,10 @@ from .records import RunFolder, StepRecord, encode
 __all__ = ['Watched', 'watch']
 
 # %% ../../nbs/runs/02_watch.ipynb #68345eb1
-_SURROGATES = {"grpo": "ppo", "bnpo": "ppo", "dr_grpo": "ppo", "dapo": "ppo", "cispo": "cispo", "sapo": "sapo"}
-_SUMS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
-
-
 def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOptions, and what they cannot say
     "The loss that a trainer was asked for, in the words of `LossOptions`."
     args, kind, by_sequence = trainer.args, trainer.loss_type, trainer.importance_sampling_level == "sequence"
-    options: dict[str, Any] = {"policy_loss": _SURROGATES.get(kind, kind), "aggregation": _SUMS.get(kind, "token_mean")}
+    options: dict[str, Any] = {**TRL_PRESETS.get(kind, {"policy_loss": kind})}
     low, high = trainer.epsilon_low, trainer.epsilon_high
     match options["policy_loss"]:
         case "ppo":
@@ -57,7 +54,7 @@ def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOpt
     per_update = args.steps_per_generation == args.gradient_accumulation_steps
     mode = getattr(trainer, "vllm_importance_sampling_mode", "")
     unsaid = {
-        f"loss_type={kind!r}": kind not in _SURROGATES,
+        f"loss_type={kind!r}": kind not in TRL_PRESETS,
         f"{kind!r} divided by the tokens of each micro-batch": kind == "bnpo" and args.gradient_accumulation_steps > 1,
         f"{kind!r} divided by a share of the generation's tokens": kind in ("dapo", "cispo") and not per_update,
         f"{kind!r} with a ratio per sequence": by_sequence and kind in ("cispo", "sapo"),
@@ -68,15 +65,10 @@ def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOpt
         "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
         "an entropy bonus": bool(getattr(trainer, "_entropy_bonus_enabled", False)),
         "the loss of a router": bool(getattr(trainer, "aux_loss_enabled", False)),
-        "a _compute_loss of your own": _overridden(trainer, "_compute_loss"),
+        "a _compute_loss of your own": not type(trainer)._compute_loss.__module__.startswith("trl."),
     }
     known = {name: value for name, value in options.items() if value is not None}
     return known, [what for what, there in unsaid.items() if there]
-
-
-def _overridden(trainer: Any, name: str) -> bool:
-    "Whether a subclass has a method of its own."
-    return not getattr(type(trainer), name).__module__.startswith("trl.")
 
 # %% ../../nbs/runs/02_watch.ipynb #6eda2d76
 @dataclass
@@ -143,7 +135,7 @@ class Update:
     def __init__(
         self,
         trainer: Any,
-        passes: Sequence[Mapping[str, Any]],  # see `Watched`
+        passes: Sequence[Mapping[str, Any]],  # see `Taps.lost`
         update: Mapping[str, float],  # what the optimizer said
         seconds: Mapping[str, float],  # by wrapped method
     ):
@@ -362,6 +354,9 @@ class Taps:
     def lost(self, loss: Any, inputs: Mapping[str, Any], before: Mapping[str, int]) -> None:
         "The loss of a micro-batch, and the series that it was computed from."
         found, kept = self.inside, self.trainer._metrics["train"]
+        if "policy" not in found:
+            expected = "a _compute_loss that asks _get_per_token_logps_and_entropies for them"
+            raise RecordError("the policy's logprobs", got="none", expected=expected)
         found |= {name: _array(inputs.get(f"{name}_per_token_logps")) for name in ("old", "ref")}
         found |= {"loss": float(loss.detach()), "rows": inputs["rln_row"].tolist(), "generation": self.generation}
         found["metrics"] = {n: float(v[-1]) for n, v in kept.items() if len(v) > before.get(n, 0) and n != "entropy"}
