@@ -55,7 +55,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
         ("custom loss", "core/05_losses.ipynb"),
         ("grpotrainer", "tutorials/403_coming_from_trl.ipynb"),
         ("memory", "insight/04_preflight.ipynb"),
-        ("vllm", "backends/services/00_openai.ipynb"),
+        ("vllm", "backends/services/02_openai.ipynb"),
         ("resume", "tutorials/401_scripted_runs.ipynb"),
         ("all settings", "settings.md"),
         ("quickstart", "index.ipynb"),
