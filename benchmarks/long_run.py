@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from rl_notebook.config.config import Config
-from rl_notebook.runs.records import Run, metrics_row, write_record
+from rl_notebook.runs.records import write_record
+from rl_notebook.runs.run import Run, metrics_row
 
 GOAL = {"seconds": 5.0, "MB": 300.0}
 COMMANDS = ("show", "show --last 5", "show --json", "show --step {last}", "view --once --out {page}", "doctor")

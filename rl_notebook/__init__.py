@@ -32,7 +32,8 @@ _HOMES = {
     "core.losses": "make_loss_fn register_loss",
     "loop.rollouts": "RolloutSetup",
     "loop.step": "sync_weights",
-    "runs.records": "Run RunFolder StepRecord",
+    "runs.records": "StepRecord",
+    "runs.run": "Run RunFolder",
     "runs.watch": "watch",
     "loop.loop": "GRPOLoop",
     "loop.async_loop": "AsyncGRPOLoop",
@@ -75,8 +76,8 @@ if TYPE_CHECKING:
     from .insight.preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
-    from .runs.records import Run as Run
-    from .runs.records import RunFolder as RunFolder
+    from .runs.run import Run as Run
+    from .runs.run import RunFolder as RunFolder
     from .runs.records import StepRecord as StepRecord
     from .runs.watch import watch as watch
     from .task.rewards import gsm8k_reward as gsm8k_reward

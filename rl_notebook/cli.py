@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from rl_notebook.insight.doctor.doctor import Diagnosis
     from rl_notebook.recipes.playground import Playground
     from rl_notebook.core.types import RolloutSample
-    from rl_notebook.runs.records import Run
+    from rl_notebook.runs.run import Run
 
 # %% ../nbs/00_cli.ipynb #a60fd03c
 def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted for sub-configs
@@ -164,7 +164,7 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
         return Config.from_yaml(given.config, options, trust=given.trust), how
     recorded: Mapping[str, Any] = {}
     if given.resume and options.get("log_path"):
-        from rl_notebook.runs.records import Run
+        from rl_notebook.runs.run import Run
 
         recorded = Run.open(options["log_path"], trust=given.trust).config
     return Config.from_dict(recorded, options), how
@@ -315,7 +315,7 @@ def run_view(args: Sequence[str]) -> int:  # exit code
         return view_several(given.run, given.out or Path("comparison.html"), given.open)
     given.run = given.run[0]
     from rl_notebook.core.names import page_place
-    from rl_notebook.runs.records import Run, flat_settings
+    from rl_notebook.runs.run import Run, flat_settings
     from rl_notebook.views.report import follow, run_status, tokenizer_at_hand, write_report
 
     run, out = Run.open(given.run), given.out or page_place(given.run)
@@ -355,7 +355,7 @@ async def diagnose_run(
 ) -> Diagnosis:
     "Diagnose the steps of a run; a line each, and one in full."
     from rl_notebook.insight.doctor.doctor import diagnose
-    from rl_notebook.runs.records import Run, readable
+    from rl_notebook.runs.run import Run, readable
 
     run, found = Run.open(path), list[tuple[int, Any]]()
     chosen = _worth_a_look(run) if step is None else [step]
@@ -615,7 +615,8 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # data, text
     "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200, if not told."
-    from rl_notebook.runs.records import StepRecord, glance, readable, run_facts
+    from rl_notebook.runs.records import StepRecord
+    from rl_notebook.runs.run import glance, readable, run_facts
     from rl_notebook.insight.trends import WATCHED, watch_run
 
     if last is not None and last < 1:
@@ -659,7 +660,7 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
 def texts_of(run: Run, sample: RolloutSample) -> tuple[list[str], str]:  # of the tokens; why there are none
     "What each token of a sample says, by the tokenizer that made its text; none where that cannot be had."
     from rl_notebook.show.html import token_text
-    from rl_notebook.runs.records import flat_settings
+    from rl_notebook.runs.run import flat_settings
     from rl_notebook.task.toy import tokenizer_of
 
     try:
@@ -715,7 +716,7 @@ def run_show(args: Sequence[str]) -> int:  # exit code
     parser.add_argument("--last", type=int, default=None, help="without --step: so many; default: all, as text 200")
     parser.add_argument("--json", action="store_true", help="the same as JSON, with nothing left out")
     given = parser.parse_args(args)
-    from rl_notebook.runs.records import Run
+    from rl_notebook.runs.run import Run
 
     run, place = Run.open(given.run), (given.group, given.sample)
     given.step = given.number if given.step is None else given.step

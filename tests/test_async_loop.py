@@ -21,7 +21,7 @@ from rl_notebook.insight.replay import replay
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.back import restore_checkpoint, save_checkpoint, updates_of
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows

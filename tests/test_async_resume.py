@@ -29,7 +29,7 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.async_rl_loop import Config
-from rl_notebook.runs.records import Run
+from rl_notebook.runs.run import Run
 from rl_notebook.task.toy import load_model, toy_rows
 
 SERVER = multiprocessing.get_context("forkserver")
@@ -85,11 +85,11 @@ PLACES = {  # phase: (module, owner, function)
     "backward": ("backends.local.trainer", "LocalTrainer", "forward_backward_custom"),
     "optimize": ("backends.local.trainer", "LocalTrainer", "optim_step"),
     "sync": ("backends.local.trainer", "LocalTrainer", "save_weights_for_sampler"),
-    "record": ("runs.records", "", "write_record"),
-    "line of metrics": ("runs.records", "", "_append_line"),
+    "record": ("runs.run", "", "write_record"),
+    "line of metrics": ("runs.run", "", "_append_line"),
     "checkpoint": ("backends.local.trainer", "LocalTrainer", "save_state"),
-    "checkpoint, its end": ("runs.records", "", "_write_described"),
-    "old checkpoints": ("runs.records", "", "_keep_last"),
+    "checkpoint, its end": ("runs.run", "", "write_described"),
+    "old checkpoints": ("runs.run", "", "_keep_last"),
     "sampling": ("backends.local.trainer", "LocalSampler", "sample"),
 }
 

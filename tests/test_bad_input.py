@@ -24,7 +24,7 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.insight.preflight import preflight
 from rl_notebook.recipes.rl_loop import Problem, main
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_rows
 from errors import failed

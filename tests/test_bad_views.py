@@ -38,7 +38,8 @@ from rl_notebook.insight.whatif import attribution, reward_lab, what_if
 from rl_notebook.insight.xray import invariants, sentence, xray
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.recipes.rl_loop import loop_for, main
-from rl_notebook.runs.records import Run, StepRecord
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.runs.run import Run
 from rl_notebook.views.charts import LiveCharts, chart, charts, svg
 from rl_notebook.views.dashboard import Dashboard
 from rl_notebook.views.dashboard import still_html as dashboard_html

@@ -12,7 +12,7 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import PhaseError, RolloutSample
 from rl_notebook.loop.async_loop import AT_REST, AsyncGRPOLoop
-from rl_notebook.runs.records import Run, RunFolder
+from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import (
     BESIDE_MAIN,

@@ -27,8 +27,8 @@ from rl_notebook import cli
 from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config.config import Config
 from rl_notebook.core.options import leaf_types
-from rl_notebook.runs import records
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs import run as run_module
+from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.toy import load_model
 from rl_notebook.views.report import run_status, write_report
 
@@ -157,8 +157,8 @@ def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, cap
     for step in range(1, 121):
         record = synthetic_record(step, groups=2, completions=4)
         run.add(replace(record, metrics={**record.metrics, cli.GAP: float(step == 7)}))
-    whole = records.read_record
-    monkeypatch.setattr(records, "read_record", lambda path, *how: read.append(int(path.name)) or whole(path, *how))
+    whole = run_module.read_record
+    monkeypatch.setattr(run_module, "read_record", lambda path, *how: read.append(int(path.name)) or whole(path, *how))
     for command_, most in (("show --json", 40), ("show", 40), ("doctor", 40), ("view --once", 49)):
         name, *options = command_.split()
         read.clear()

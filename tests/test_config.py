@@ -40,7 +40,7 @@ from rl_notebook.cli import parse_train
 from rl_notebook.core.types import ConfigError, SampleParams
 from rl_notebook.core.losses import POLICY_LOSSES
 from rl_notebook.core.options import KLEstimator
-from rl_notebook.runs.records import Run, RunFolder, differing
+from rl_notebook.runs.run import Run, RunFolder, differing
 
 MODEL = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"

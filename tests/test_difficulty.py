@@ -17,7 +17,7 @@ from rl_notebook.task.data import Cursor, coming_share, graded_rows, load_rows, 
 from rl_notebook.loop.groups import Intake
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import Problem, replay_step, train
-from rl_notebook.runs.records import Run
+from rl_notebook.runs.run import Run
 from rl_notebook.task.toy import load_model
 
 ROWS = load_rows([{"prompt": f"{i}+{i}=", "kind": i % 3, "id": f"q{i}"} for i in range(6)])

@@ -16,7 +16,7 @@ from rl_notebook.core.losses import LossOptions, make_loss_fn
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import main as train_by
 from rl_notebook.recipes.rl_loop import replay_step
-from rl_notebook.runs.records import Run
+from rl_notebook.runs.run import Run
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.insight.replay import replay_backward
 from rl_notebook.insight.whatif import what_if

@@ -14,7 +14,7 @@ from rl_notebook.core.types import ConfigError, Datum, RecordError
 from rl_notebook.task.data import load_rows
 from rl_notebook.core.metrics import evaluation_names, pass_at_k
 from rl_notebook.recipes.rl_loop import Problem, train
-from rl_notebook.runs.records import read_best
+from rl_notebook.runs.run import read_best
 from rl_notebook.task.toy import toy_reward, toy_rows
 
 SMALL = {

@@ -28,7 +28,7 @@ from rl_notebook.config.settings import NEUTRAL, OTHER_WORDS, RENAMED, SPELLED
 from rl_notebook.core.options import leaf_types, sub_configs
 from rl_notebook.core.types import RLNotebookError
 from rl_notebook.recipes.rl_loop import Problem, main
-from rl_notebook.runs.records import Run
+from rl_notebook.runs.run import Run
 from rl_notebook.task.chat import encode_prompt
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows

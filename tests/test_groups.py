@@ -18,7 +18,7 @@ from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.back import UNDO_TO, restore_checkpoint, save_checkpoint
 from rl_notebook.core.types import RewardError, RolloutSample
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 
 POLICIES = {
     "together": {},

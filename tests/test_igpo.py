@@ -47,7 +47,8 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.rollouts import RolloutSetup, encode_rows, sample_prompt
 from rl_notebook.recipes import igpo_loop
 from rl_notebook.recipes.rl_loop import replay_step
-from rl_notebook.runs.records import Run, RunFolder, StepRecord
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import build_tokenizer, load_model, toy_reward, toy_rows
 

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from rl_notebook.config.config import Config
-from rl_notebook.runs.records import Run
+from rl_notebook.runs.run import Run
 from rl_notebook.task.toy import load_model
 
 HERE = Path(__file__).parent

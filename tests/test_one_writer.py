@@ -27,7 +27,8 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import RecordError, RewardError
 from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.rl_loop import Problem, plan_run, train
-from rl_notebook.runs.records import Run, RunFolder, StepRecord, decode, encode
+from rl_notebook.runs.records import StepRecord, decode, encode
+from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_rows
 
 CFG = Config(
@@ -49,7 +50,7 @@ def tiny(**options: Any) -> Any:
 
 WRITER = """
 import sys, time
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 run = RunFolder.create(sys.argv[1], {"steps": 3})
 run.log_metrics(0, {"reward": 0.5})
 print("writing", flush=True)

@@ -35,7 +35,8 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
 from rl_notebook.core.names import NameFromFile, source_hash
 from rl_notebook.recipes.rl_loop import Problem, diagnose_step, load_problem, main, replay_step, train
-from rl_notebook.runs.records import Run, StepRecord, read_checkpoint
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.runs.run import Run, read_checkpoint
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.insight.whatif import what_if
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)

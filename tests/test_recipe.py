@@ -36,7 +36,8 @@ from rl_notebook.recipes.rl_loop import (
     make_problem,
     train,
 )
-from rl_notebook.runs.records import RunFolder, StepRecord
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import is_heldout, load_model, toy_rows

@@ -34,16 +34,8 @@ from tiny_models import byte_tokenizer, tiny_model
 
 from rl_notebook.backends.local.trainer import open_local, read_folder
 from rl_notebook.core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
-from rl_notebook.runs.records import (
-    RunFolder,
-    StepRecord,
-    decode,
-    encode,
-    read_checkpoint,
-    read_record,
-    staged_folder,
-    write_record,
-)
+from rl_notebook.runs.records import StepRecord, decode, encode, read_record, staged_folder, write_record
+from rl_notebook.runs.run import RunFolder, read_checkpoint
 
 CONFIG = {"base_model": "tiny", "dataset": "toy", "seed": 0, "kl_beta": 0.001, "tis": {"cap": 5.0}}
 
@@ -521,7 +513,7 @@ WRITER = """
 import sys
 sys.path.insert(0, {tests!r})
 from synthetic import synthetic_record
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 run = RunFolder.open({path!r})
 records = [synthetic_record(s, groups=2, completions=4) for s in range(1, 400)]
 print("go", flush=True)

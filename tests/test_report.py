@@ -21,7 +21,8 @@ from synthetic import hostile_record, synthetic_record
 from rl_notebook.cli import main as command
 from rl_notebook.core.types import ConfigError, RecordError
 from rl_notebook.insight.xray import sentence
-from rl_notebook.runs.records import RunFolder, StepRecord
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.runs.run import RunFolder
 from rl_notebook.views.payloads import (
     History,
     advantages_payload,

@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 
 from rl_notebook.config.config import Config
 from rl_notebook.recipes.rl_loop import replay_step
-from rl_notebook.runs.records import Run, RunFolder
+from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.toy import toy_reward
 
 SERVER = multiprocessing.get_context("forkserver")

@@ -27,7 +27,7 @@ from rl_notebook.core.types import AlignmentError, BackendError, Datum, SamplePa
 from rl_notebook.task.data import load_rows
 from rl_notebook.core.datums import datum_from_sample
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 
 __all__ = ["one_thread"]
 

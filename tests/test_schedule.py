@@ -17,7 +17,7 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import replay_step, train
-from rl_notebook.runs.records import Run
+from rl_notebook.runs.run import Run
 from rl_notebook.config.settings import UpdateSettings, lr_factor
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.insight.xray import check_gradient

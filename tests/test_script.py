@@ -26,7 +26,8 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import train
-from rl_notebook.runs.records import Run, StepRecord
+from rl_notebook.runs.records import StepRecord
+from rl_notebook.runs.run import Run
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
@@ -109,7 +110,7 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 OPEN = f"""
 import rl_notebook as rln
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 SMALL = {SMALL}
 """
 RUN = """

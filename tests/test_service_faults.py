@@ -27,7 +27,7 @@ from service_runs import COMPLETIONS, GROUPS, Outcome, config, killed_config, me
 from rl_notebook.emulator.service import FAULTS, RunningEmulator, start_emulator
 from rl_notebook.backends.services.provision import leftovers
 from rl_notebook.core.types import BackendError
-from rl_notebook.runs.records import Run
+from rl_notebook.runs.run import Run
 
 pytestmark = [
     pytest.mark.variant,

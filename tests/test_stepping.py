@@ -17,7 +17,7 @@ from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.weights import TURNS
 from rl_notebook.recipes.rl_loop import Problem, train
-from rl_notebook.runs.records import Run, RunFolder
+from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import Dashboard, asked, tick

@@ -26,7 +26,8 @@ from rl_notebook.insight.replay import compare_loops, replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.phases import PHASES, StepState
 from rl_notebook.recipes.rl_loop import replay_step, train
-from rl_notebook.runs.records import RunFolder, write_record
+from rl_notebook.runs.records import write_record
+from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.toy import load_model
 
 

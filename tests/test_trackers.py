@@ -341,7 +341,7 @@ def test_tensorboard_has_the_held_out_scores_the_seconds_and_completions(tmp_pat
 
 def check_completions(told, folder):  # step -> rows
     "The first three completions of both steps, as the run folder has them."
-    from rl_notebook.runs.records import Run
+    from rl_notebook.runs.run import Run
 
     assert [*told] == [1, 2]
     for step, rows in told.items():

@@ -33,7 +33,8 @@ from rl_notebook.loop.phases import (
 )
 from ..loop.phases import other_sources, record_of, side_by_side, sources_of, step_options, take_settings
 from ..loop.phases import trains_on
-from ..runs.records import Run, StepRecord, html_table, metrics_frame, metrics_row, spans
+from ..runs.records import StepRecord, html_table
+from ..runs.run import Run, metrics_frame, metrics_row, spans
 from ..task.rewards import as_reward_fns, gathered
 from ..task.data import Prompt, Rollouts
 from ..loop.step import Measured, ScoreCache

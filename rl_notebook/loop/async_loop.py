@@ -21,7 +21,8 @@ from .groups import Finished, Gate, Producer, kept
 from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
 from .phases import Graded, Parts, StepState, encode_numbers, enter, has_signal, overlapped_half
 from .phases import rollout_and_score, score_phase, sync_phase, timed
-from ..runs.records import TIMERS, StepRecord
+from ..runs.records import StepRecord
+from ..runs.run import TIMERS
 from .rollouts import balanced_chunks, require_some
 from ..task.data import Prompt, Rollouts
 from .step import Listing, Measured, list_groups, list_prompts, list_rollouts

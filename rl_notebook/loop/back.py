@@ -27,7 +27,8 @@ from ..core.types import RLNotebookError
 from ..task.data import restore_cursor
 from ..backends.export import describe_export
 from ..core.losses import LossOptions, natural_denominator
-from ..runs.records import Checkpoint, Run, RunFolder, StepRecord, spans, staged_folder
+from ..runs.records import StepRecord, staged_folder
+from ..runs.run import Checkpoint, Run, RunFolder, spans
 from .step import LossFactory, LossReport
 from .step import loss_factory, merge_outputs, scale_output
 from ..task.toy import model_source

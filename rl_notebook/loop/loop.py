@@ -26,7 +26,8 @@ from ..config.config import Config
 from ..core.types import ConfigError, PhaseError, PromptGroup, shown_as
 from .groups import Gate, Producer
 from ..core.names import named_function, on_interrupt
-from ..runs.records import StepRecord, spans
+from ..runs.records import StepRecord
+from ..runs.run import spans
 from .rollouts import require_some
 from .weights import join_turn
 from .phases import Graded, Loop, advantages_phase, backward_phase, change, rollout_and_score

@@ -24,7 +24,7 @@ from ..task.chat import Conversation, encode_prompt, start_conversation, with_te
 from ..config.config import Config
 from ..core.types import Completion, ConfigError, Datum, RecordError, SampleParams
 from ..task.data import Row
-from ..runs.records import Checkpoint, Run, read_best, read_checkpoint
+from ..runs.run import Checkpoint, Run, read_best, read_checkpoint
 from ..task.toy import load_model
 from ..show.html import shown_text
 from ..loop.step import sync_weights

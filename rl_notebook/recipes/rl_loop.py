@@ -40,9 +40,10 @@ from ..loop.back import restore_checkpoint, save_checkpoint
 from ..loop.loop import verdict_line
 from ..loop.phases import check_loss, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
-from ..runs.records import Checkpoint, Run, RunFolder, StepRecord, decode, differing, encode
-from ..runs.records import BEST, read_best, write_best
-from ..runs.records import flat_settings, hold_folder, metrics_row, read_checkpoint, refuse_taken
+from ..runs.records import StepRecord, decode, encode
+from ..runs.run import Checkpoint, Run, RunFolder, differing
+from ..runs.run import BEST, read_best, write_best
+from ..runs.run import flat_settings, hold_folder, metrics_row, read_checkpoint, refuse_taken
 from ..task.rewards import reward_fn
 from ..task.rewards import columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn

@@ -7,40 +7,31 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import html
 import io
 import json
 import math
 import os
-import shutil
-import sys
-import tempfile
-import warnings
-import weakref
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from datetime import date, datetime, timedelta
 from datetime import time as dt_time
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
 
 from ..core.advantages import is_dead
 from ..backends.base import GradNormalization
-from ..config.config import Config
-from ..core.options import marked
-from ..config.settings import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
 from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from ..show.html import folded, html_table, prompt_text, step_html
-from ..core.names import from_file, lock_file, names_in, names_noted, new_folder, note_started, read_file
-from ..core.names import trusted_names, write_file
+from ..core.names import from_file, new_folder, read_file
+from ..core.names import write_file
 
 # %% auto #0
-__all__ = ['StepRecord', 'metrics_frame', 'Run', 'RunFolder', 'Checkpoint']
+__all__ = ['StepRecord']
 
 # %% ../../nbs/runs/00_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)
@@ -241,7 +232,7 @@ def _loss_json(loss: LossOutput) -> dict[str, Any]:
 # %% ../../nbs/runs/00_records.ipynb #fa36c250
 RECORD_FORMAT = "rl_notebook.record/2"  # raised when an older reader would misread a record
 # What reading can raise where a file holds JSON, but not what was written: other types, too few, numbers without end.
-_MISFITS = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+MISFITS = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
 
 
 def record_json(record: StepRecord) -> dict[str, Any]:
@@ -347,13 +338,13 @@ def restore_record(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray], t
         parts = {"groups": groups, "datums": datums, "loss": _loss(plain["loss"], arrays)}
         others = {name: decode(v) for name, v in plain.items() if name not in parts and name != "format"}
         return StepRecord(**others, **parts)
-    except _MISFITS as e:
+    except MISFITS as e:
         got = f"{type(e).__name__} ({e})"
         raise RecordError("parts of a record do not fit", got=got, expected=f"what {RECORD_FORMAT} holds") from e
 
 # %% ../../nbs/runs/00_records.ipynb #9e34e1ce
 @contextmanager
-def _os_errors(what: str, path: Path) -> Iterator[None]:
+def os_errors(what: str, path: Path) -> Iterator[None]:
     "An `OSError` as a RecordError with the reason."
     try:
         yield
@@ -368,7 +359,7 @@ def _os_errors(what: str, path: Path) -> Iterator[None]:
 @contextmanager
 def staged_folder(path: Path) -> Iterator[Path]:
     "A folder that appears under its name when the block ends well, and not at all otherwise."
-    with _os_errors("cannot write", path):
+    with os_errors("cannot write", path):
         path.parent.mkdir(exist_ok=True)  # but not what lies above it: a run folder that was deleted stays so
         with new_folder(path) as staging:
             yield staging
@@ -376,51 +367,8 @@ def staged_folder(path: Path) -> Iterator[Path]:
 
 def replace_text(path: Path, text: str) -> None:
     "Write a text file so that its name never points at half of it; raises RecordError with the reason."
-    with _os_errors("cannot write", path):
+    with os_errors("cannot write", path):
         write_file(path, text)
-
-# %% ../../nbs/runs/00_records.ipynb #cba86831
-def _append_line(path: Path, line: str) -> None:
-    "Add a line to a file of lines, or leave the file as it was; a half-written last line is dropped first."
-    with _os_errors("cannot write", path), path.open("a+b", buffering=0) as f:
-        end, whole = f.seek(0, os.SEEK_END), 0
-        while end and not whole:  # the place after the last newline, looked for from the end
-            end = f.seek(max(0, end - 65536))
-            whole = (at := f.read(65536).rfind(b"\n") + 1) and end + at
-        f.truncate(whole)
-        data = line.encode() + b"\n"
-        try:
-            while data:
-                data = data[f.write(data) :]
-            os.fsync(f.fileno())
-        except BaseException:
-            f.truncate(whole)
-            raise
-
-
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:  # objects, and notes about what is left out
-    "The objects of a JSON Lines file; lines that are damaged are left out and reported."
-    with _os_errors("cannot read", path):
-        *whole, tail = read_file(path).split(b"\n")
-    rows, notes = [], []
-    for number, line in enumerate(whole, start=1):
-        try:
-            rows.append(_open_row(line))
-        except (ValueError, RecursionError) as e:
-            got = f"{type(e).__name__}: {e}".splitlines()[0][:80]
-            notes.append(f"{path.name}, line {number}: damaged and left out ({got})")
-    return rows, notes + ([f"{path.name}: the last line was half written and is left out"] if tail else [])
-
-
-def _open_row(line: bytes) -> dict[str, Any]:
-    "The row of one line of metrics; raises ValueError for one that is not as it was written."
-    row = json.loads(line)
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise ValueError("no object with a step")
-    row.pop("crc32", None)  # of earlier runs
-    if any(not isinstance(v, int | float | dict | None) for k, v in row.items() if k != "reason"):
-        raise ValueError("a value that is no number")
-    return row
 
 # %% ../../nbs/runs/00_records.ipynb #2f8016ee
 def _fingerprint(path: Path) -> dict[str, Any]:
@@ -429,15 +377,15 @@ def _fingerprint(path: Path) -> dict[str, Any]:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
 
 
-def _read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
+def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
     "The JSON file that describes a folder, once its format is the one known here and its files are all there."
     path = folder / name
-    with _os_errors("cannot read", path):
+    with os_errors("cannot read", path):
         text = read_file(path)
     try:
         plain = json.loads(text)
         found, listed_files = plain["format"], [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
-    except _MISFITS as e:
+    except MISFITS as e:
         raise RecordError("not readable", where=str(path), got=f"{type(e).__name__} ({e})", expected=format) from e
     if found != format:
         fix = "Read it with the version of rl_notebook that wrote it."
@@ -446,7 +394,7 @@ def _read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
     if plain.pop("sha256", None) not in (None, _digest(plain)):
         got, expected = "text that does not fit its checksum", "the text that was written"
         raise RecordError("damaged", where=str(path), got=got, expected=expected, fix=fix)
-    with _os_errors("cannot read", folder):
+    with os_errors("cannot read", folder):
         for file, size, listed in listed_files:
             there = _fingerprint(folder / file) if (folder / file).is_file() else None
             if there != listed:
@@ -461,7 +409,7 @@ def _digest(plain: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
-def _write_described(folder: Path, name: str, plain: Mapping[str, Any]) -> None:
+def write_described(folder: Path, name: str, plain: Mapping[str, Any]) -> None:
     "Write the JSON file that describes a folder whose other files are complete."
     files = {p.relative_to(folder).as_posix(): _fingerprint(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     whole = json.loads(json.dumps({**plain, "files": files}, allow_nan=False))
@@ -478,7 +426,7 @@ def write_record(record: StepRecord, folder: Path) -> None:
         table.to_parquet(buffer, index=False, compression="zstd")
         (folder / f"{name}.parquet").write_bytes(buffer.getvalue())
     (folder / "arrays.safetensors").write_bytes(save(record_arrays(record)))
-    _write_described(folder, "record.json", plain)
+    write_described(folder, "record.json", plain)
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
@@ -494,569 +442,12 @@ def read_record(folder: str | os.PathLike[str], trusted: Collection[str] | None 
     from safetensors.numpy import load
 
     folder = Path(folder)
-    plain = _read_described(folder, "record.json", RECORD_FORMAT)
+    plain = read_described(folder, "record.json", RECORD_FORMAT)
     plain.pop("files")
     plain |= {"options": from_file(plain.get("options"), str(folder), trusted)}
-    with _os_errors("cannot read", folder):
+    with os_errors("cannot read", folder):
         arrays, tokens = load(read_file(folder / "arrays.safetensors")), read_table(folder / "tokens.parquet")
     try:
         return restore_record(plain, arrays, tokens)
     except RecordError as e:
         raise RecordError(str(e), where=str(folder / "record.json")) from e
-
-# %% ../../nbs/runs/00_records.ipynb #cebce721
-def config_dict(config: Config | Mapping[str, Any]) -> dict[str, Any]:
-    "A config as nested plain values."
-    return config.to_dict() if isinstance(config, Config) else dict(config)
-
-
-def flat_settings(config: Config | Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    "Settings under dotted names: `{'igpo.gamma': 0.99}`."
-    out: dict[str, Any] = {}
-    for name, value in config_dict(config).items():
-        out |= flat_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return out
-
-
-def _config_yaml(config: Config | Mapping[str, Any]) -> str:
-    "The YAML text of a config; raises RecordError where it holds a key."
-    for name in keys_in(config_dict(config)):
-        raise RecordError("a key in the settings", where=name, got=A_KEY, fix=KEYLESS)
-    return yaml_text(config_dict(config))
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    "The settings in a `config.yaml`; raises RecordError where it holds none."
-    with _os_errors("cannot read", path):
-        text = read_file(path)
-    try:
-        config = yaml_value(text.decode())
-        if not isinstance(config, dict):
-            raise ValueError(f"{type(config).__name__} where settings by name should be")
-        return migrate(config)
-    except ValueError as e:
-        raise RecordError("not readable", where=str(path), got=str(e), expected="YAML as it was written") from e
-
-# %% ../../nbs/runs/00_records.ipynb #02d269cb
-MUST_MATCH = marked(Config, "past")  # to go on from a run
-
-
-def differing(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any]) -> SettingsTable:
-    "The settings in which two configs differ, apart from where the run is kept and resumed from."
-    old, new = flat_settings(recorded), flat_settings(now)
-    own = [n for n in old.keys() | new.keys() if n == "log_path" or n.split(".")[0] == "resume"]
-    recorded_, now_ = ({k: v for k, v in c.items() if k not in own} for c in (old, new))
-    return compared(recorded_, now_, ("recorded", "now"))
-
-
-def _kept_configs(path: Path, step: int) -> list[Path]:
-    "Earlier settings that hold for a step or later ones: `config-LAST.yaml`, up to its last step."
-    found = {int(p.stem[7:]): p for p in path.glob("config-*.yaml") if p.stem[7:].isdecimal() and p.is_file()}
-    return [found[last] for last in sorted(found) if last >= step]
-
-
-def _refuse_other_past(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any], where: str) -> None:
-    "Raise unless two configs agree on what a run's past means."
-    rows = [row for row in differing(recorded, now).rows if row[0] in MUST_MATCH and row[1:] != (None, False)]
-    if rows:
-        got = ", ".join(f"{name}={value!r}" for name, _, value in rows)
-        expected = ", ".join(f"{name}={value!r}" for name, value, _ in rows)
-        fix = "Resume with the recorded values, or choose another log_path."
-        raise RecordError("another run's checkpoint", where=where, got=got, expected=expected, fix=fix)
-
-# %% ../../nbs/runs/00_records.ipynb #30086ff9
-TIMERS = {
-    "perf/ref_forward_time": "reference",
-    "perf/fwd_bwd_time": "backward",
-    "perf/optim_step_time": "optimize",
-    "perf/weight_sync_time": "sync",
-}
-
-
-def perf_metrics(record: StepRecord) -> dict[str, float]:
-    "Wait times where trainer and sampler take turns, and throughput, under the names of the guides."
-    timers = {name: record.seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
-    waited, trained = record.seconds.get("sample", 0.0), sum(timers.values())
-    wall, samples = max(waited + trained, 1e-9), [s for g in record.groups for s in g.samples]
-    read = float(sum(len(d.tokens) - 1 for d in record.datums))
-    drawn = float(sum(s.completion_len for s in samples))
-    speeds = {"ref": (read, timers["perf/ref_forward_time"]), "train": (read, timers["perf/fwd_bwd_time"])}
-    in_turns = "perf/sampler_idle_ratio" not in record.metrics  # else the wait says nothing about the sampler
-    speeds |= {"sampling": (drawn, waited)} if in_turns else {}
-    return timers | {
-        "perf/trainer_wait_for_sampler_time": waited,
-        "perf/sampler_wait_for_trainer_time": trained,
-        "perf/step_wall_time": wall,
-        "perf/wait_time_ratio": waited / wall,
-        "perf/overlap_ratio": 1 - waited / wall,
-        "perf/weight_sync_ratio": timers["perf/weight_sync_time"] / wall,
-        "perf/rollout_samples_per_s": len(samples) / wall,
-        "perf/rollout_tokens_per_s": drawn / wall,
-        **{f"perf/{name}_tokens_per_s": tokens / seconds for name, (tokens, seconds) in speeds.items() if seconds},
-    }
-
-
-def metrics_row(record: StepRecord) -> dict[str, Any]:
-    "What a record adds to `metrics.jsonl`."
-    head = {"step": record.step, "reason": record.reason, "policy_version": record.policy_version}
-    seconds = {f"seconds/{name}": s for name, s in record.seconds.items()}
-    row = {**perf_metrics(record), **record.speed, **record.metrics, **seconds}
-    if taken := sorted(head.keys() & row.keys()):
-        raise RecordError("names of metrics", where=f"step {record.step}", got=", ".join(taken), fix="Rename them.")
-    return {**head, **row}
-
-
-def _metrics_line(row: Mapping[str, Any]) -> str:
-    "A row as one line of strict JSON."
-    plain = {k: encode(v, f"metric {k}") for k, v in row.items()}
-    return json.dumps({k: None if v == {"$float": "nan"} else v for k, v in plain.items()}, allow_nan=False)
-
-# %% ../../nbs/runs/00_records.ipynb #60700ee6
-def metrics_frame(
-    rows: Iterable[Mapping[str, Any]],  # of `metrics_row`, or of the file
-) -> pd.DataFrame:  # one row a step, indexed by step
-    "Metrics of many steps as a table; rows of the same step are put together, the later value wins."
-    merged: dict[int, dict[str, Any]] = {}
-    for row in rows:
-        values = {k: utf8(v) if isinstance(v, str) else decode(v) for k, v in row.items() if k != "step"}
-        merged.setdefault(row["step"], {}).update(values)
-    table = pd.DataFrame.from_dict({s: merged[s] for s in sorted(merged)}, orient="index")
-    table.index.name = "step"
-    if "reason" in table:
-        table["reason"] = table["reason"].fillna("")
-    return table.astype({c: np.float64 for c in table.columns if c != "reason"}).copy()  # in one block
-
-# %% ../../nbs/runs/00_records.ipynb #c27be387
-RUN_FORMAT = "rl_notebook.run/1"
-RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "steps", "checkpoints", "discarded", "rows.jsonl", "best.json")
-RUN_FILES += ("report.html",)
-
-
-def _numbered(folder: Path) -> list[int]:
-    "Numbers of the finished folders in a folder, in order."
-    with _os_errors("cannot read", folder):
-        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
-
-# %% ../../nbs/runs/00_records.ipynb #ef104c34
-@dataclass(frozen=True, repr=False)
-class Run:
-    "A run on disk, to be looked at: config, metrics, step records, checkpoints."
-
-    path: Path  # the folder
-    config: Mapping[str, Any]  # nested plain values, as recorded
-    notes: tuple[str, ...] = ()  # what was found damaged, and left out, when the folder was opened
-    trusted: frozenset[str] | None = frozenset()  # names of functions in it that may be imported; None = any
-
-    @classmethod
-    def open(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        trust: bool = False,  # what is named in the folder may be imported, also if the run was not started here
-    ) -> Self:
-        "Look at a run; writes nothing, imports nothing."
-        path = Path(path)
-        with _os_errors("cannot read", path):
-            there = (path / "run.json").exists()
-        if not there:
-            got, expected, fix = "no run.json", "the log_path of a run", "Name the folder that was given as log_path."
-            raise RecordError("no run here", where=str(path), got=got, expected=expected, fix=fix)
-        _read_described(path, "run.json", RUN_FORMAT)
-        config, (_, notes) = _read_config(path / "config.yaml"), _read_lines(path / "metrics.jsonl")
-        for note in notes:
-            warnings.warn(f"{path}: {note}", stacklevel=3)
-        trusted = trusted_names(path)
-        if trust:
-            _say_trusted(path, {*names_in(config)} - trusted)
-        trusted = None if trust else trusted
-        return cls(path, from_file(config, str(path), trusted), tuple(notes), trusted)
-
-    @property
-    def steps(self) -> list[int]:
-        "Numbers of the recorded steps."
-        return _numbered(self.path / "steps")
-
-    @property
-    def checkpoints(self) -> list[int]:
-        "Steps after which a checkpoint was saved."
-        return _numbered(self.path / "checkpoints")
-
-    def metrics(self) -> pd.DataFrame:
-        "Metrics of all steps, one row a step, indexed by step."
-        rows, _ = _read_lines(self.path / "metrics.jsonl")
-        lines = {row["step"] for row in rows if "reason" in row}
-        missing = readable(self, [n for n in self.steps if n not in lines])  # their records have the same numbers
-        return metrics_frame([*map(metrics_row, missing), *rows])
-
-    def record(self, step: int) -> StepRecord:
-        "The record of a step; raises RecordError with the reason when it cannot be read."
-        path = self.path / "steps" / f"{step:05d}"
-        if not path.is_dir():
-            expected = spans(self.steps) or "nothing, for no step is recorded yet"
-            raise RecordError("no such step", where=str(self.path), got=step, expected=expected)
-        record = read_record(path, self.trusted)
-        if self.trusted is None:
-            _say_trusted(path, {*names_in(record.options)} - {*names_in(self.config)})
-        if record.step != step:
-            raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
-        return record
-
-    def config_at(self, step: int) -> Mapping[str, Any]:
-        "The config that a step was begun with: `config`, or an earlier one, where a resume brought another."
-        kept = _kept_configs(self.path, step)
-        return from_file(_read_config(kept[0]), str(kept[0]), self.trusted) if kept else self.config
-
-    def latest_checkpoint(
-        self,
-        at_most: float = math.inf,  # of those after this step or an earlier one
-    ) -> Checkpoint | None:
-        "The newest checkpoint that is whole, or None; damaged ones are skipped with a warning."
-        for step in reversed([n for n in self.checkpoints if n <= at_most]):
-            try:
-                return read_checkpoint(self.path / "checkpoints" / f"{step:05d}")
-            except RecordError as e:
-                warnings.warn(f"checkpoint skipped: {e}", stacklevel=2)
-        return None
-
-    def check(self, config: Config | Mapping[str, Any]) -> None:
-        "Raise RecordError unless these settings mean the same past: see `MUST_MATCH`."
-        _refuse_other_past(self.config, config, str(self.path))
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    def __iter__(self) -> Iterator[StepRecord]:
-        return readable(self, self.steps)
-
-    def __repr__(self) -> str:
-        shown = glance(self.metrics()).tail(3)
-        lines = [f"{type(self).__name__} {self.path.name}: {run_facts(self)}"]
-        return "\n".join([*lines, shown.map("{:.4g}".format).to_string()] if len(shown.columns) else lines)
-
-    def _repr_html_(self) -> str:
-        shown = glance(self.metrics()).tail(5)
-        rows = [[str(step), *map(float, values)] for step, values in zip(shown.index, shown.to_numpy(), strict=True)]
-        drawn = html_table(["step", *shown.columns], rows) if len(shown.columns) else ""
-        return f"<p><b>{html.escape(self.path.name)}</b>: {html.escape(run_facts(self))}</p>{drawn}"
-
-# %% ../../nbs/runs/00_records.ipynb #a62e1382
-class RunFolder(Run):
-    "A run on disk, to be written."
-
-    @classmethod
-    def create(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
-        "Begin a run; raises RecordError when the folder holds one, or cannot be written."
-        path = Path(path)
-        refuse_taken(path, config)
-        text = _config_yaml(config)
-        with _os_errors("cannot write", path):
-            (path / "steps").mkdir(parents=True, exist_ok=True)
-        held = hold_folder(path)
-        if (path / "run.json").exists():  # since it was looked for
-            raise RecordError("the run folder holds another run", where=str(path), got="one that began just now")
-        replace_text(path / "config.yaml", text)
-        replace_text(path / "metrics.jsonl", "")
-        replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))  # last: it makes it a run
-        note_started(path, [*names_in(config_dict(config))])
-        return cls.open(path)._written_by(held)
-
-    @classmethod
-    def resume(
-        cls,
-        path: str | os.PathLike[str],
-        config: Config | Mapping[str, Any],
-        *,
-        trust: bool = False,  # links that leave the folder may be followed, also if the run was not started here
-    ) -> Self:
-        "Go on with a run; raises RecordError when the config means another past, or another process writes to it."
-        run = cls.open(path)
-        run._written_by(hold_folder(run.path, trust)).check(config)
-        with _os_errors("cannot write", run.path):
-            for leftover in run.path.glob("**/.*.writing"):  # of a killed process
-                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-            if run.steps and differing(run.config, config) and not _kept_configs(run.path, run.steps[-1]):
-                write_file(run.path / f"config-{run.steps[-1]:05d}.yaml", read_file(run.path / "config.yaml"))
-        replace_text(run.path / "config.yaml", _config_yaml(config))
-        note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
-        return cls.open(path)._written_by()
-
-    def _written_by(self, held: _FolderLock | None = None) -> Self:
-        "This, held; raises RecordError where the folder is gone, or another process writes."
-        if not (self.path / "run.json").exists():
-            got = "no run.json: it was deleted or moved while the run went on"
-            fix = "Put it back, or begin again elsewhere. The loop has its last steps in `records`."
-            raise RecordError("the run folder is gone", where=str(self.path), got=got, expected="the log_path", fix=fix)
-        object.__setattr__(self, "held", held or hold_folder(self.path))
-        return self
-
-    def release(self) -> None:
-        "Let another process write to the folder; the next write takes it back."
-        object.__setattr__(self, "held", None)
-
-    def add(self, record: StepRecord) -> Path:
-        "Write a record and its line of metrics; raises RecordError and leaves nothing behind when that fails."
-        self._written_by()
-        path, line = self.path / "steps" / f"{record.step:05d}", _metrics_line(metrics_row(record))
-        if there := path.exists():
-            _refuse_another(path, record)
-        else:
-            for kept in _kept_configs(self.path, record.step):  # of steps that were taken back
-                last = self.path / f"config-{record.step - 1:05d}.yaml"
-                with _os_errors("cannot write", self.path):
-                    kept.unlink() if last.exists() or record.step == 1 else kept.rename(last)
-            with staged_folder(path) as folder:
-                write_record(record, folder)
-        try:
-            lines = _read_lines(self.path / "metrics.jsonl")[0] if there else []
-            if not any(row["step"] == record.step and "reason" in row for row in lines):
-                _append_line(self.path / "metrics.jsonl", line)
-        except BaseException:
-            if not there:
-                shutil.rmtree(path, ignore_errors=True)
-            raise
-        if names := {*names_in(record.options)}:  # of a loss that may have been asked for in this step only
-            note_started(self.path, trusted_names(self.path) | names)
-        return path
-
-    def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        "Add metrics to a step beside its record, such as a held-out reward; step 0 is before training."
-        _append_line(self._written_by().path / "metrics.jsonl", _metrics_line({"step": step, **metrics}))
-
-    def rewind(self, step: int) -> Path | None:
-        "Put aside everything after a step, into `discarded/NNN/`; returns that folder, or None if there was nothing."
-        self._written_by()
-        return _put_aside(self.path, step)
-
-    async def save_checkpoint(
-        self,
-        step: int,  # finished steps
-        save_state: Callable[[str], Awaitable[str]],  # `Trainer.save_state`
-        cursor: Mapping[str, Any],  # of `Cursor.state`
-        *,
-        policy_version: int,  # weight syncs so far
-        extra: Mapping[str, Any] | None = None,  # anything else that going on needs
-        keep: int = 2,  # older checkpoints are deleted
-    ) -> Checkpoint:
-        "Save what is needed to go on from here; older ones go only when the new one is complete."
-        self._written_by()
-        facts = {"step": step, "cursor": cursor, "policy_version": policy_version, "extra": extra or {}}
-        checkpoint = await _save_checkpoint(self, save_state, {**facts, "config": dict(self.config)})
-        _keep_last(self, keep)
-        return checkpoint
-
-# %% ../../nbs/runs/00_records.ipynb #766fcfe4
-class _FolderLock:
-    "A run folder that this process may write to; raises RecordError where another one does."
-
-    def __init__(self, path: Path):
-        self.path = path / ".lock"
-        with _os_errors("cannot write", path):
-            try:
-                self.handle = lock_file(self.path)
-            except BlockingIOError as e:
-                got = f"another process that writes to it ({e.strerror})"
-                fix = "Wait for it, end it, or choose another log_path; looking at the run is possible meanwhile."
-                raise RecordError("run folder", where=str(path), got=got, expected="one writer", fix=fix) from e
-        weakref.finalize(self, os.close, self.handle)
-
-    @property
-    def there(self) -> bool:
-        "Whether the lock is still the one that another process would find."
-        try:
-            return os.path.samestat(os.fstat(self.handle), os.stat(self.path))
-        except OSError:
-            return False
-
-
-_HELD: weakref.WeakValueDictionary[Path, _FolderLock] = weakref.WeakValueDictionary()  # by this process
-
-
-def hold_folder(path: Path, trust: bool = False) -> _FolderLock:  # as long as it is kept
-    "Keep other processes from writing to a run folder; raises RecordError where one does, or where it leads elsewhere."
-    held = _HELD.get(path.resolve())
-    if held is None or not held.there:
-        if not trust and names_noted(path) is None:
-            _refuse_ways_out(path.resolve())
-        held = _HELD[path.resolve()] = _FolderLock(path)
-    return held
-
-
-def _refuse_ways_out(root: Path) -> None:
-    "Raise for a folder that was not begun here, and holds what would be written to outside of it, or never ends."
-    inside = (Path(folder, name) for folder, *names in os.walk(root) for name in (*names[0], *names[1]))
-    odd = [p for p in inside if not (p.is_dir() or p.is_file()) or not p.resolve().is_relative_to(root)]
-    if odd:
-        got = ", ".join(f"{p.relative_to(root)} -> {p.resolve()}" for p in sorted(odd)[:5])
-        fix = "Nothing was written. If you trust who made the folder: --trust, or trust=True in Python."
-        raise RecordError("run folder", where=str(root), got=got, expected="files and folders of its own", fix=fix)
-
-# %% ../../nbs/runs/00_records.ipynb #c9bf16b9
-def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
-    "Raise where a run cannot begin, since the folder holds one, or something of these names."
-    taken = [name for name in RUN_FILES if (path / name).exists()]
-    if "run.json" in taken:
-        there = Run.open(path)
-        rows = differing(there.config, config).rows
-        differ = ", ".join(f"{name} (recorded {old!r}, now {new!r})" for name, old, new in rows)
-        got = f"{len(there)} steps of a run " + (f"with other settings: {differ}" if rows else "with the same settings")
-        fix = "Choose another log_path, or resume the run that is there."
-        raise RecordError("the run folder holds another run", where=str(path), got=got, expected="none", fix=fix)
-    steps, lines = path / "steps", path / "metrics.jsonl"
-    begun = steps.is_dir() and not any(steps.iterdir()) and not (lines.exists() and lines.stat().st_size)
-    cut_off = begun and {*taken} <= {"steps", "config.yaml", "metrics.jsonl"}  # the empty `steps` comes first
-    if taken and not cut_off:
-        expected = "a folder without files of these names"
-        raise RecordError("run folder", where=str(path), got=", ".join(taken), expected=expected)
-
-
-def _say_trusted(path: Path, names: Collection[str]) -> None:
-    "What a folder that is trusted will have imported, before it is."
-    if names:
-        print(f"{path}: trusted with what it names: {', '.join(sorted(names))}", file=sys.stderr, flush=True)
-
-# %% ../../nbs/runs/00_records.ipynb #942ec591
-def spans(numbers: Sequence[int]) -> str:
-    "Rising numbers in words: '1 to 3, 7'."
-    starts = [i for i, n in enumerate(numbers) if i == 0 or n != numbers[i - 1] + 1]
-    ends = [*(i - 1 for i in starts[1:]), len(numbers) - 1]
-    pairs = [(numbers[a], numbers[b]) for a, b in zip(starts, ends, strict=False)]
-    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in pairs)
-
-# %% ../../nbs/runs/00_records.ipynb #fa56e577
-def _refuse_another(path: Path, record: StepRecord) -> None:
-    "Raise unless a step that is there is this one, to the last byte."
-    with tempfile.TemporaryDirectory() as place:
-        write_record(record, Path(place))
-        same = Path(place, "record.json").read_bytes() == read_file(path / "record.json")
-    if not same:
-        got, fix = f"{record.step}, with other content", "Rewind the run to an earlier step first."
-        raise RecordError("a step that is recorded already", where=str(path), got=got, fix=fix)
-
-
-def readable(run: Run, steps: Iterable[int]) -> Iterator[StepRecord]:
-    "The records of steps, one at a time; one that is damaged is left out with a warning."
-    for step in steps:
-        try:
-            yield run.record(step)
-        except RecordError as e:
-            warnings.warn(f"step {step} is left out: {e}", stacklevel=3)
-
-# %% ../../nbs/runs/00_records.ipynb #0dadf58b
-_CHECKPOINT_FORMAT = "rl_notebook.checkpoint/1"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    "Where a run can go on from."
-
-    path: Path  # its folder
-    step: int  # finished steps
-    state: str  # for `Trainer.load_state`
-    cursor: Mapping[str, Any]  # for `restore_cursor`
-    policy_version: int  # weight syncs so far
-    extra: Mapping[str, Any]  # as it was saved
-    config: Mapping[str, Any]  # settings of the run that saved it
-
-    def check(self, config: Config | Mapping[str, Any]) -> None:
-        "Raise RecordError unless a run with these settings can go on from here."
-        _refuse_other_past(self.config, config, str(self.path))
-
-# %% ../../nbs/runs/00_records.ipynb #1978942d
-def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    "Read a checkpoint; raises RecordError with the reason when it is incomplete, damaged or of another format."
-    folder = Path(path)
-    plain = _read_described(folder, "checkpoint.json", _CHECKPOINT_FORMAT)
-    try:
-        found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
-        found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
-        found["config"] = from_file(migrate(found["config"]), str(folder), ())
-        return Checkpoint(path=folder, **found)
-    except _MISFITS as e:
-        got, expected = f"{type(e).__name__} ({e})", f"what {_CHECKPOINT_FORMAT} holds"
-        where = str(folder / "checkpoint.json")
-        raise RecordError("parts of a checkpoint do not fit", where=where, got=got, expected=expected) from e
-
-# %% ../../nbs/runs/00_records.ipynb #be57code
-BEST = "best.json"
-
-
-def write_best(folder: str | os.PathLike[str], step: int, metric: str, value: float) -> None:
-    "Note the checkpoint of the best evaluation so far."
-    found = {"step": step, "metric": metric, "value": value, "checkpoint": f"checkpoints/{step:05d}"}
-    replace_text(Path(folder) / BEST, json.dumps(found, indent=1) + "\n")
-
-
-def read_best(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
-    "What `write_best` noted; None where nothing was; raises `RecordError` for another file."
-    path = Path(folder) / BEST
-    if not path.exists():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        numbers = {"step": int(found["step"]), "value": float(found["value"])}
-        return numbers | {name: str(found[name]) for name in ("metric", "checkpoint")}
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        expected = "step, metric, value and checkpoint"
-        raise RecordError(BEST, where=str(folder), got=str(error), expected=expected) from error
-
-# %% ../../nbs/runs/00_records.ipynb #d7f6c0d3
-async def _save_checkpoint(
-    run: Run, save_state: Callable[[str], Awaitable[str]], facts: Mapping[str, Any]
-) -> Checkpoint:
-    "Write a checkpoint as a whole."
-    path = run.path / "checkpoints" / f"{facts['step']:05d}"
-    if path.exists():
-        got, fix = f"step {facts['step']}", "Rewind the run to an earlier step first."
-        raise RecordError("a checkpoint that is there already", where=str(path), got=got, fix=fix)
-    with staged_folder(path) as folder:
-        state = await save_state(str(folder / "trainer"))
-        inside = Path(state).is_relative_to(folder)
-        plain = {**facts, "state": str(Path(state).relative_to(folder)) if inside else state}
-        _write_described(folder, "checkpoint.json", {"format": _CHECKPOINT_FORMAT, "inside": inside, **encode(plain)})
-    return read_checkpoint(path)
-
-
-def _keep_last(run: Run, keep: int) -> None:
-    "Delete all but the last checkpoints, each under another name first, so that no half of one is ever found."
-    best = read_best(run.path) or {"step": None}
-    for step in [step for step in run.checkpoints[: -max(keep, 1)] if step != best["step"]]:
-        old = run.path / "checkpoints" / f"{step:05d}"
-        gone = old.with_name(f".{old.name}.gone.writing")
-        with _os_errors("cannot delete", old):
-            old.rename(gone)
-            shutil.rmtree(gone)
-
-# %% ../../nbs/runs/00_records.ipynb #8889d679
-def _put_aside(path: Path, step: int) -> Path | None:
-    "Move everything after a step into a new folder under `discarded`."
-    rows, _ = _read_lines(path / "metrics.jsonl")
-    later = [(kind, n) for kind in ("steps", "checkpoints") for n in _numbered(path / kind) if n > step]
-    lines = [row for row in rows if row["step"] > step]
-    if not later and not lines:
-        return None
-    away = path / "discarded" / f"{max(_numbered(path / 'discarded'), default=0) + 1:03d}"
-    with _os_errors("cannot move aside", away):
-        away.mkdir(parents=True)
-        replace_text(away / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in lines))
-        for kind, n in reversed(later):
-            (away / kind).mkdir(exist_ok=True)
-            (path / kind / f"{n:05d}").rename(away / kind / f"{n:05d}")
-    kept = "".join(json.dumps(row) + "\n" for row in rows if row["step"] <= step)
-    replace_text(path / "metrics.jsonl", kept)
-    return away
-
-# %% ../../nbs/runs/00_records.ipynb #726ba338
-GLANCE = ("reward", "eval/reward", "kl", "completions/mean_length", "frac_reward_zero_std")  # shown where measured
-
-
-def run_facts(run: Run) -> str:
-    "Counts and notes of a run in one line."
-    count = len(run)
-    parts = [f"{count} step{'' if count == 1 else 's'}"]
-    parts += [f"checkpoints after {', '.join(map(str, run.checkpoints))}"] if run.checkpoints else []
-    return "; ".join([*parts, *run.notes])
-
-
-def glance(table: pd.DataFrame) -> pd.DataFrame:
-    "The metrics that matter most, where they were measured."
-    return table.loc[:, [name for name in GLANCE if name in table]]

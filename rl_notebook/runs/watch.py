@@ -23,7 +23,8 @@ from ..core.metrics import step_metrics
 from ..core.options import TRL_PRESETS
 from ..core.types import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError
 from ..core.types import RLNotebookError, RolloutSample
-from .records import RunFolder, StepRecord, encode
+from .records import StepRecord, encode
+from .run import RunFolder
 
 # %% auto #0
 __all__ = ['Watched', 'watch']

@@ -23,7 +23,8 @@ from plotly.offline import get_plotlyjs
 
 from ..core.types import RecordError
 from ..show.html import escape_unseen, image
-from ..runs.records import StepRecord, flat_settings
+from ..runs.records import StepRecord
+from ..runs.run import flat_settings
 from ..core.options import nearest
 from .payloads import History, downsample, history_row, run_payloads, step_payloads, timeline_payload
 

@@ -36,7 +36,8 @@ from ..loop.phases import PHASES, Loop, phase_marks
 from ..core.losses import POLICY_LOSSES
 from ..core.metrics import completion_metrics, reward_metrics
 from .player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_players
-from ..runs.records import StepRecord, flat_settings, utf8
+from ..runs.records import StepRecord, utf8
+from ..runs.run import flat_settings
 from ..loop.step import LossReport
 from .charts import CAPTIONS, Chart, LiveCharts, asset, chart, charts, module
 from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantages_payload

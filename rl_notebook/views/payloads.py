@@ -27,7 +27,8 @@ from rl_notebook.core.types import (
 )
 from ..show.html import prompt_text, shown_text, token_texts
 from ..core.options import SEQUENCE_RATIO
-from ..runs.records import StepRecord, metrics_row, utf8
+from ..runs.records import StepRecord, utf8
+from ..runs.run import metrics_row
 from ..insight.xray import ROUNDING, expect
 
 # %% auto #0

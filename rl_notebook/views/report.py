@@ -28,7 +28,8 @@ import pandas as pd
 from ..core.advantages import is_dead
 from ..core.types import ConfigError, RecordError, RLNotebookError, check_own
 from ..show.html import html_table, number, prompt_text, rewards_html, token_texts
-from ..runs.records import Run, StepRecord, flat_settings, metrics_frame, metrics_row, replace_text
+from ..runs.records import StepRecord, replace_text
+from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
 from ..insight.trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
 from .charts import plotly_script, tint

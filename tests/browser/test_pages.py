@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Page, expect
 from synthetic import synthetic_record
 
-from rl_notebook.runs.records import RunFolder
+from rl_notebook.runs.run import RunFolder
 from rl_notebook.views.report import Status, write_report
 
 from .lab import SHOTS
