@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config.config import Config
 from .core.options import leaf_types, sub_configs
-from .config.settings import RENAMED, yaml_value
+from .config.aliases import RENAMED, yaml_value
 from .core.types import AlignmentError, ConfigError, LossError, RecordError, RewardError, RLNotebookError
 from .core.types import plain_text, quoted, without_keys
 

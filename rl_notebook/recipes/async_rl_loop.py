@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 import rl_notebook.config.config
-from ..config.settings import RecipeName, accepts_other_spellings
+from ..config.settings import RecipeName
+from ..config.aliases import accepts_other_spellings
 from . import rl_loop
 from .rl_loop import RunResult, from_script
 

@@ -11,7 +11,8 @@ from functools import partial
 from typing import Any
 
 import rl_notebook.config.config
-from ..config.settings import IGPOConfig, RecipeName, accepts_other_spellings
+from ..config.settings import IGPOConfig, RecipeName
+from ..config.aliases import accepts_other_spellings
 from ..core.types import ConfigError, DataError, PromptGroup
 from ..loop.igpo import has_turn_signal, igpo_advantages, right_answer, with_information_gain
 from . import rl_loop

@@ -26,7 +26,8 @@ from .open import open_backend
 from ..config.config import resumes_there
 from ..config.config import Config
 from ..core.metrics import evaluation_names
-from ..config.settings import on_hub, was_chosen
+from ..config.settings import on_hub
+from ..config.aliases import was_chosen
 from ..core.options import nearest
 from ..core.types import ConfigError, DataError, PhaseError, PromptGroup, RecordError, RLNotebookError
 from ..task.data import Row, load_rows

@@ -30,7 +30,8 @@ from ..loop.phases import Loop
 from .rl_loop import load_problem, write_rows
 from ..task.rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 from ..loop.rollouts import RolloutFactory, first_parameter
-from ..config.settings import OWN_YAML, on_hub
+from ..config.settings import on_hub
+from ..config.aliases import OWN_YAML
 from ..task.toy import model_source
 
 # %% auto #0
