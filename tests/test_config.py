@@ -18,7 +18,7 @@ import yaml
 from hypothesis import strategies as st
 
 import rl_notebook as rln
-from rl_notebook.config import settings as m
+from rl_notebook.config import aliases as m
 from rl_notebook.config.config import (
     CISPOConfig,
     Config,
@@ -36,6 +36,7 @@ from rl_notebook.config.config import (
     WeightSyncConfig,
     WeightSyncScope,
 )
+from rl_notebook.config.settings import AdvantageScale
 from rl_notebook.cli import parse_train
 from rl_notebook.core.types import ConfigError, SampleParams
 from rl_notebook.core.losses import POLICY_LOSSES
@@ -509,7 +510,7 @@ def test_the_names_of_losses_are_those_of_the_losses():
 
     assert set(m.SURROGATE_KNOBS) == set(losses.POLICY_LOSSES)
     assert set(get_args(KLEstimator)) == set(losses.KL_ESTIMATORS)
-    assert set(get_args(m.AdvantageScale)) == set(SCALES)
+    assert set(get_args(AdvantageScale)) == set(SCALES)
 
 
 CAP_3 = {"tis": "token", "tis_cap": 3.0}
