@@ -39,7 +39,7 @@ import torch
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.local.scoring import loss_and_dlogprobs
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.services.openai import Secret
+from rl_notebook.backends.services.wire import Secret
 from rl_notebook.backends.services.tinker import open_tinker
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.config.config import Config

@@ -26,7 +26,7 @@ import torch
 from rl_notebook.core.advantages import STD_TOLERANCE, group_advantages, is_dead
 from rl_notebook.core.align import align_logprobs, require_finite
 from rl_notebook.core.builtin import builtin_inputs, builtin_loss
-from rl_notebook.backends.services.openai import OpenAISampler
+from rl_notebook.backends.services.completions import OpenAISampler
 from rl_notebook.config.config import Config, DAPOConfig
 from rl_notebook.core.types import (
     Completion,

@@ -30,7 +30,7 @@ from golden_adapters import (
 
 from rl_notebook.core import datums
 from rl_notebook.loop import igpo
-from rl_notebook.backends.services.openai import OpenAISampler
+from rl_notebook.backends.services.completions import OpenAISampler
 from rl_notebook.core.types import Logprobs, RolloutSample
 
 TEXT_IS_NOT_SEARCHED = (

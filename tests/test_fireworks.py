@@ -27,7 +27,7 @@ from rl_notebook.backends.services import fireworks as fw
 from rl_notebook.backends.services import provision
 from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
 from rl_notebook.backends.services.fireworks import open_fireworks
-from rl_notebook.backends.services.openai import Secret
+from rl_notebook.backends.services.wire import Secret
 from rl_notebook.backends.services.provision import (
     DeployConfig,
     TrainerConfig,

@@ -23,7 +23,7 @@ pytest.importorskip("hpack")
 
 from verbose_run import WRONG
 
-from rl_notebook.backends.services.openai import HEADER_LOGGERS, key_from_env, shows_no_header
+from rl_notebook.backends.services.wire import HEADER_LOGGERS, key_from_env, shows_no_header
 
 KEY = "tml-Zq7/Lw+9=planted&4u"  # with characters that an address has to quote
 HERE = Path(__file__).parent
@@ -112,7 +112,7 @@ PROSE = [
 
 @pytest.mark.parametrize("look", LOOKS, ids=lambda look: look[:12])
 def test_what_looks_like_a_key_is_not_shown(look: str, capsys: pytest.CaptureFixture[str]) -> None:
-    from rl_notebook.backends.services.openai import server_message
+    from rl_notebook.backends.services.wire import server_message
     from rl_notebook.cli import main
     from rl_notebook.config.config import Config, SettingsTable
     from rl_notebook.core.types import BackendError, ConfigError

@@ -23,15 +23,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.services import openai
+from rl_notebook.backends.services import wire
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.services.openai import (
-    OpenAISampler,
-    WaitNotice,
-    open_openai,
-    probe,
-    request_seed,
-)
+from rl_notebook.backends.services.completions import OpenAISampler, probe, request_seed
+from rl_notebook.backends.services.openai import open_openai
+from rl_notebook.backends.services.wire import WaitNotice
 from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, Datum, SampleParams
 from rl_notebook.core.retries import AdaptiveLimit, Retries
 
@@ -799,7 +795,7 @@ def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_fr
 def spoken(monkeypatch, every_s) -> list[str]:
     "What is said of silences, which count from so many seconds on."
     lines = []
-    monkeypatch.setattr(openai, "WaitNotice", partial(WaitNotice, say=lines.append, every_s=every_s))
+    monkeypatch.setattr(wire, "WaitNotice", partial(WaitNotice, say=lines.append, every_s=every_s))
     return lines
 
 

@@ -404,7 +404,7 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
     sampling = pytest.importorskip("fireworks.training.sdk.sampling")
     from rl_notebook.backends.services.fireworks import FireworksSampler, completion_of
     from rl_notebook.backends.local.worker import Worker
-    from rl_notebook.backends.services.openai import OpenAISampler
+    from rl_notebook.backends.services.completions import OpenAISampler
     from rl_notebook.backends.services.provision import sdk_classes
     from rl_notebook.backends.services.link import bare_datum
 

@@ -23,7 +23,7 @@ from tinker_run import PROMPT, reinforce, trained
 from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.services.openai import Secret
+from rl_notebook.backends.services.wire import Secret
 from rl_notebook.backends.services.link import (
     ENCODINGS,
     Limits,

@@ -18,17 +18,8 @@ import torch
 from torch import Tensor
 
 from ..backends.base import LossFn
-from rl_notebook.core.types import (
-    AdamParams,
-    BackendError,
-    Completion,
-    Datum,
-    DatumError,
-    LossError,
-    needs,
-    RLNotebookError,
-    SampleParams,
-)
+from ..core.types import AdamParams, BackendError, Completion, Datum, DatumError, LossError, needs
+from ..core.types import RLNotebookError, SampleParams
 from ..core.losses import POLICY_LOSSES, ActiveTokens, LossOptions
 
 # %% auto #0

@@ -29,7 +29,7 @@ from typing import IO, Any
 from .messages import ON_ERROR, Table, error_reply, json_of, routes_of
 from .server import EmulatedServer, completions, hot_load, run_load
 from .trainer import Call, EmulatedTrainer, Models, Snapshots, finish_session, timestamp
-from ..backends.services.openai import Secret
+from ..backends.services.wire import Secret
 from ..core.types import BackendError, ConfigError
 from ..core.names import lock_file, write_file
 

@@ -38,23 +38,9 @@ from ..task.toy import load_model
 __all__ = ['POSTS', 'Models', 'Snapshots', 'EmulatedTrainer', 'snapshot_of']
 
 # %% ../../nbs/emulator/02_trainer.ipynb #bff92318
-from rl_notebook.emulator.messages import (
-    Batch,
-    PassResult,
-    Refusal,
-    SampleResult,
-    answer,
-    json_adam,
-    json_batch,
-    json_of,
-    json_sample_params,
-    json_tokens,
-    proto_batch,
-    read_body,
-    read_json,
-    read_protobuf,
-    served_loss,
-)
+from .messages import Batch, PassResult, Refusal, SampleResult, answer, json_adam, json_batch
+from .messages import json_of, json_sample_params, json_tokens, proto_batch, read_body, read_json
+from .messages import read_protobuf, served_loss
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router

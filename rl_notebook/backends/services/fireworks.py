@@ -27,48 +27,15 @@ from ...core.align import align_routing
 from ..base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
 from ..local.engine import check_tokens
 from ..local.worker import Worker
-from rl_notebook.backends.services.openai import (
-    DIALECTS,
-    FINISH,
-    Finding,
-    Findings,
-    OpenAISampler,
-    Secret,
-    one_line,
-    request_seed,
-    sort_logprobs,
-    together,
-)
-from rl_notebook.backends.services.provision import (
-    Infra,
-    Leftover,
-    OnStatus,
-    Resource,
-    ResourceCleanup,
-    arm,
-    as_backend_errors,
-    check_tokenizer,
-    disarm,
-    id_part,
-    open_managers,
-    settle_leftovers,
-    setup_infra,
-    still_there,
-    training_client,
-)
-from rl_notebook.backends.services.link import (
-    Limits,
-    Link,
-    ServiceReference,
-    ServiceTrainer,
-    SdkAdapter,
-    check_reachable,
-    fireworks_sdk,
-    load_into,
-    open_tokenizer,
-    sdk_classes,
-    snapshot_remotely,
-)
+from .completions import DIALECTS, FINISH, Finding, Findings, OpenAISampler
+from .completions import request_seed, sort_logprobs, together
+from .wire import Secret, one_line
+from .provision import Infra, Leftover, OnStatus, Resource, ResourceCleanup, arm
+from .provision import as_backend_errors, check_tokenizer, disarm, id_part, open_managers
+from .provision import settle_leftovers, setup_infra, still_there, training_client
+from .link import Limits, Link, ServiceReference, ServiceTrainer, SdkAdapter
+from .link import check_reachable, fireworks_sdk, load_into, open_tokenizer, sdk_classes
+from .link import snapshot_remotely
 from .tinker import check_contract, probe_seed, toy_tokens
 from ...config.config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
 from ...config.config import ConcurrencyConfig, completions_at_once

@@ -28,17 +28,9 @@ from ..base import GradNormalization, LossFn, Meter
 from ..local.scoring import Versions, check_datums, check_dlogprobs, loss_and_dlogprobs
 from ..local.trainer import divisor
 from ..local.worker import Worker
-from .openai import ODD, WaitNotice, one_line
-from rl_notebook.core.types import (
-    AdamParams,
-    BackendError,
-    Datum,
-    Logprobs,
-    LossOutput,
-    needs,
-    RLNotebookError,
-    without_keys,
-)
+from .wire import ODD, WaitNotice, one_line
+from ...core.types import AdamParams, BackendError, Datum, Logprobs, LossOutput, needs, RLNotebookError
+from ...core.types import without_keys
 from ...core.builtin import UNCOUNTED_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from ...core.losses import LossOptions, make_loss_fn
 from ...core.retries import Retries, with_retries_blocking

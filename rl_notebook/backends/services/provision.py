@@ -31,7 +31,7 @@ __all__ = ['ResourceFile', 'leftovers', 'clean_leftovers', 'ResourceCleanup', 'R
            'WeightSyncConfig', 'WeightSyncScope']
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #63b7feed
-from .openai import ODD, Secret, key_from_env, one_line
+from .wire import ODD, Secret, key_from_env, one_line
 from .link import Link, fireworks_sdk, fresh_client, load_into, result_of, sdk_adam
 from .link import sdk_classes, sdk_datum
 from ...config.config import DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope

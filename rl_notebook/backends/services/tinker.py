@@ -25,39 +25,14 @@ from ..base import Backend, Capabilities, Meter, Sampler, Scorer, WeightSync, re
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from ...task.chat import turn_ends
-from .openai import Finding, Findings, Secret, key_from_env, nats, request_seed
-from rl_notebook.backends.services.link import (
-    ENCODINGS,
-    Limits,
-    Link,
-    Sdk,
-    ServiceReference,
-    ServiceTrainer,
-    Tries,
-    SdkAdapter,
-    check_reachable,
-    fireworks_sdk,
-    fresh_client,
-    is_lost,
-    label_of,
-    load_into,
-    open_tokenizer,
-    read_logprobs,
-    result_of,
-    sdk_classes,
-    sdk_datum,
-    status_of,
-)
-from rl_notebook.core.types import (
-    AdamParams,
-    BackendError,
-    ConfigError,
-    Completion,
-    Datum,
-    Logprobs,
-    needs,
-    SampleParams,
-)
+from .completions import Finding, Findings, nats, request_seed
+from .wire import Secret, key_from_env
+from .link import ENCODINGS, Limits, Link, Sdk, ServiceReference, ServiceTrainer, Tries
+from .link import SdkAdapter, check_reachable, fireworks_sdk, fresh_client, is_lost
+from .link import label_of, load_into, open_tokenizer, read_logprobs, result_of
+from .link import sdk_classes, sdk_datum, status_of
+from ...core.types import AdamParams, BackendError, ConfigError, Completion, Datum, Logprobs, needs
+from ...core.types import SampleParams
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.retries import with_retries
 
