@@ -24,7 +24,7 @@ pytest.importorskip("starlette")
 from fireworks.training.sdk import DeploymentManager, DeploymentSampler, TrainerJobManager
 
 from rl_notebook.backends.services import fireworks as fw
-from rl_notebook.backends.services import provision
+from rl_notebook.backends.services import resources
 from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
 from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.backends.services.wire import Secret
@@ -198,7 +198,7 @@ def test_a_trainer_that_fails_leaves_nothing_running(site):
             site.setup(needs_reference=True)
         assert site.states() == ["CANCELLED", "FAILED"]
         assert site.most_replicas() == 0
-        assert not provision.OPEN_CLEANUPS
+        assert not resources.OPEN_CLEANUPS
 
 
 def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
@@ -345,8 +345,8 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
     assert json.loads(listed)["format"] == 1
     assert site.key not in listed
     with pytest.raises(BackendError, match=r"(?s)leftover='attach'.*leftover='clean'.*curl .*:cancel"):
-        provision.settle_leftovers(tmp_path / "kill", "error", Secret(site.key))
-    found = provision.settle_leftovers(tmp_path / "kill", "attach", Secret(site.key))
+        resources.settle_leftovers(tmp_path / "kill", "error", Secret(site.key))
+    found = resources.settle_leftovers(tmp_path / "kill", "attach", Secret(site.key))
     assert found["policy"].id == left[0].id
     gone = clean_leftovers(tmp_path / "kill", key=site.key)
     assert [r.role for r in gone] == ["deployment", "policy"]
@@ -356,7 +356,7 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
 
 
 def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_list(tmp_path, monkeypatch):
-    monkeypatch.setattr(provision, "CONTROL_PLANE", Retries(attempts=4, first_wait_s=0.01))
+    monkeypatch.setattr(resources, "CONTROL_PLANE", Retries(attempts=4, first_wait_s=0.01))
     with start_emulator() as gone:
         site = Site(gone)
         cleanup = cleanup_of(site, folder=tmp_path)
@@ -369,7 +369,7 @@ def test_what_cannot_be_given_back_is_said_with_its_command_and_stays_on_the_lis
     text = "\n".join(str(w.message) for w in warned)
     assert f"-H \"X-Api-Key: $FIREWORKS_API_KEY\" '{site.url}/v1/{left[0].name}:cancel'" in text
     assert site.key not in text
-    assert not provision.OPEN_CLEANUPS
+    assert not resources.OPEN_CLEANUPS
 
 
 def test_deleting_is_an_action_too(site):
@@ -748,7 +748,7 @@ def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
         asyncio.run(open_fireworks(**settings_of(site)))
     assert site.states() == ["CANCELLED", "FAILED"]
     assert site.most_replicas() == 0
-    assert not provision.OPEN_CLEANUPS
+    assert not resources.OPEN_CLEANUPS
 
 
 def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path):

@@ -30,9 +30,10 @@ from ..local.worker import Worker
 from .completions import DIALECTS, FINISH, Finding, Findings, OpenAISampler
 from .completions import request_seed, sort_logprobs, together
 from .wire import Secret, one_line
-from .provision import Infra, Leftover, OnStatus, Resource, ResourceCleanup, arm
-from .provision import as_backend_errors, check_tokenizer, disarm, id_part, open_managers
-from .provision import settle_leftovers, setup_infra, still_there, training_client
+from .provision import Infra, OnStatus, check_tokenizer, id_part, setup_infra
+from .provision import training_client
+from .resources import Leftover, Resource, ResourceCleanup, as_backend_errors
+from .resources import open_managers, settle_leftovers, still_there
 from .link import Limits, Link, ServiceReference, ServiceTrainer, SdkAdapter
 from .link import check_reachable, fireworks_sdk, load_into, open_tokenizer, sdk_classes
 from .link import snapshot_remotely
@@ -563,7 +564,7 @@ async def open_fireworks(
     try:
         for resource in left.values():  # what is gone leaves the list with them
             cleanup.hold(resource)
-        arm(cleanup)
+        cleanup.arm()
         wishes = infra_wishes(cfg, found) | {"rlor_mgr": rlor_mgr, "deploy_mgr": deploy_mgr, "cleanup": cleanup}
         with as_backend_errors("deployment"):  # one that exists may have other weights
             named = wishes["deploy_cfg"].deployment_id
@@ -577,7 +578,7 @@ async def open_fireworks(
         await begin(backend, cfg, known)
     except BaseException:
         await asyncio.to_thread(cleanup.close)
-        disarm(cleanup)
+        cleanup.disarm()
         raise
     return backend
 
@@ -643,7 +644,7 @@ async def close_fireworks(backend: FireworksBackend) -> None:
     await asyncio.to_thread(policy.run.close)
     await asyncio.to_thread(backend.infra.close)
     await asyncio.to_thread(backend.cleanup.close)
-    disarm(backend.cleanup)
+    backend.cleanup.disarm()
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #fbed95b8
 async def check_fireworks(
