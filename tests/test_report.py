@@ -195,7 +195,7 @@ def test_what_changed_stands_above_with_what_to_try(tmp_path: Path):
     for step in range(16, 24):
         run.add(fallen(step))
     trends = material(run, known).trends
-    assert [(t.what, t.step) for t in trends if t.what == "reward fell"] == [("reward fell", 16)]
+    assert [(t.name, t.step) for t in trends if t.name == "reward fell"] == [("reward fell", 16)]
     assert trends == material(iter(run)).trends == material(run).trends
     text = Page(report_html(run, known=known)).text
     words = ["What changed over the last steps", str(trends[-1]), "The last steps, in words"]

@@ -109,10 +109,10 @@ def test_what_goes_wrong_is_named_within_ten_steps(name, seed):
     if name == "rows":
         given = given | {"reward": (toy_reward, edited(seed))}
     records = recorded(began + 10, seed, **given)
-    found = [t for t in watch_run(records) if t.what == what]
+    found = [t for t in watch_run(records) if t.name == what]
     if not found and (name, seed) in MISSED:
         pytest.xfail("not found when it was measured; the page says how often")
-    assert found, f"{what}: not among {[t.what for t in watch_run(records)]}"
+    assert found, f"{what}: not among {[t.name for t in watch_run(records)]}"
     assert abs(found[0].step - began) <= 4
     assert found[0].seen <= began + 10
     assert found[0].numbers
@@ -137,7 +137,7 @@ def test_a_healthy_run_gives_no_alarm(seed):
 
 @pytest.mark.slow
 def test_at_most_one_healthy_run_in_fifty_gives_an_alarm(say):
-    alarms = {seed: [t.what for t in watch_run(healthy(seed))] for seed in range(100, 150)}
+    alarms = {seed: [t.name for t in watch_run(healthy(seed))] for seed in range(100, 150)}
     kinds = Counter(what for whats in alarms.values() for what in whats)
     say(f"false alarms in {sum(map(bool, alarms.values()))} of {len(alarms)} healthy runs: {dict(kinds)}")
     assert sum(map(bool, alarms.values())) <= 1

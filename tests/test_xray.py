@@ -43,7 +43,7 @@ from rl_notebook.insight.xray import (
     time_words,
     xray,
 )
-from rl_notebook.show.html import Check
+from rl_notebook.core.findings import Finding
 from synthetic import synthetic_record
 from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
 
@@ -504,7 +504,7 @@ def look(reward: Any = toy_reward, backend: Backend | None = None, rows: Any = N
     return asyncio.run(looked)
 
 
-def named(flight: Any, name: str) -> Check:
+def named(flight: Any, name: str) -> Finding:
     return next(c for c in flight.checks if c.name == name)
 
 

@@ -18,6 +18,7 @@ import pandas as pd
 from ..core.advantages import is_dead
 from ..core.types import DataError, PromptGroup
 from ..runs.records import StepRecord
+from ..core.findings import Finding
 
 # %% auto #0
 __all__ = ['Trend', 'ledger', 'watch_run']
@@ -34,29 +35,19 @@ FIXES = {  # what: what to try
 }
 
 # %% ../../nbs/insight/02_trends.ipynb #c57ff904
-@dataclass(frozen=True)
-class Trend:
-    "What changed over the steps of a run; its text is one sentence and what to try."
+@dataclass(frozen=True, repr=False, kw_only=True)
+class Trend(Finding):
+    "What changed over the steps of a run; `text` has the numbers, `where` the row or the reward function."
 
-    what: str  # the situation, such as "reward fell"
     step: int  # where it began
     seen: int  # the first step whose record was enough to tell
     numbers: Mapping[str, float]  # what it rests on; a row's are shares of its samples, entropies nats per token
     samples: tuple[tuple[int, int, int], ...] = ()  # completions that show it: (step, group, sample), at most 4
-    where: str = ""  # the row, or the reward function; empty = the whole run
-
-    @property
-    def fix(self) -> str:
-        "What to try."
-        return FIXES[self.what]
 
     @property
     def sentence(self) -> str:
         "What, where, since when, the numbers, and the first completion that shows it."
-        numbers = ", ".join(f"{name} {value:.3g}" for name, value in self.numbers.items())
-        of = f" ({self.where})" if self.where else ""
-        see = [f"; see step {n}, group {group}, sample {sample}" for n, group, sample in self.samples[:1]]
-        return f"{self.what}{of} from step {self.step}: {numbers}{''.join(see)}"
+        return f"{self.name}{f' ({self.where})' * bool(self.where)} from step {self.step}: {self.text}"
 
     def __str__(self) -> str:
         return f"{self.sentence}. {self.fix}."
@@ -347,7 +338,10 @@ def watch_run(
             if t - last > AGAIN:
                 began, now = past.records[change.begins].step, past.records[t]
                 places = first_places(now, change.ranking)
-                found.append(Trend(what, began, now.step, change.numbers, places, change.where))
+                text = ", ".join(f"{name} {value:.3g}" for name, value in change.numbers.items())
+                text += "".join(f"; see step {n}, group {group}, sample {i}" for n, group, i in places[:1])
+                shows = {"step": began, "seen": now.step, "numbers": change.numbers, "samples": places}
+                found.append(Trend(what, False, text, fix=FIXES[what], where=change.where, **shows))
             last = t
     return tuple(sorted(found, key=lambda trend: trend.seen))
 

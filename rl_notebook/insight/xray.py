@@ -5,7 +5,6 @@
 # %% ../../nbs/insight/00_xray.ipynb #53a18033
 from __future__ import annotations
 
-import html
 import inspect
 import math
 from collections import Counter
@@ -22,7 +21,7 @@ from ..backends.base import Scorer, SyncReport
 from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RecordError, RolloutSample
 from ..core.options import NO_RATIO, SURROGATE_KNOBS
 from ..runs.records import StepRecord
-from ..show.html import Check, checks_html
+from ..core.findings import Finding, Findings
 
 # %% auto #0
 __all__ = ['measure_noise_floor', 'invariants', 'sentence', 'XRay', 'expect', 'xray']
@@ -346,18 +345,18 @@ def reads_sampler(record: StepRecord) -> bool:
 TOO_MANY = 0.25  # share of completions cut or lost, or of tokens clipped, from which a step is in trouble
 
 
-def check_finite(record: StepRecord) -> Check:
+def check_finite(record: StepRecord) -> Finding:
     "Nothing is NaN or infinite."
     bad = first_not_finite(record)
     if bad:
         fix = "It is the first in the order of the pipeline: fix what computed it; what follows it is a consequence."
-        return Check("finite", False, bad, expected="finite numbers", fix=fix)
-    return Check("finite", True, "every reward, advantage, logprob and gradient is a finite number")
+        return Finding("finite", False, bad, expected="finite numbers", fix=fix)
+    return Finding("finite", True, "every reward, advantage, logprob and gradient is a finite number")
 
 # %% ../../nbs/insight/00_xray.ipynb #09b21203
-def check_completions(record: StepRecord) -> Check:
+def check_completions(record: StepRecord) -> Finding:
     "Completions are there, end by themselves, and few are lost."
-    check, samples = partial(Check, "completions"), [s for g in record.groups for s in g.samples]
+    check, samples = partial(Finding, "completions"), [s for g in record.groups for s in g.samples]
     reasons = [f"{g.where}: {r}" for g in record.groups for r in g.dropped]
     drawn, cut = len(samples) + len(reasons), sum(s.truncated for s in samples)
     if not drawn:
@@ -395,54 +394,54 @@ def prompt_in_loss(groups: Sequence[PromptGroup]) -> int:
     return min(own) if chance < -20 else 0
 
 # %% ../../nbs/insight/00_xray.ipynb #fb9da5d3
-def check_prompts(record: StepRecord) -> Check:
+def check_prompts(record: StepRecord) -> Finding:
     "The completions of a group answer one prompt, and each group another."
     prompt = lambda s: s.tokens[: s.prompt_len].tobytes()
     asked = [{prompt(g.samples[i]) for i in g.run_starts} for g in record.groups if g.samples]
     if not asked:
-        return Check("prompts", None, "the record holds no samples")
+        return Finding("prompts", None, "the record holds no samples")
     if mixed := [prompts for prompts in asked if len(prompts) > 1]:
         text = f"{len(mixed)} of {len(asked)} groups mix completions of different prompts"
         fix = "An advantage compares completions of one prompt: give each prompt a group of its own."
-        return Check("prompts", False, text, got=f"{len(mixed[0])} prompts in one group", expected="one", fix=fix)
+        return Finding("prompts", False, text, got=f"{len(mixed[0])} prompts in one group", expected="one", fix=fix)
     if prompt_in_loss(record.groups):
-        return Check("prompts", None, "the mask does not tell prompt and completion apart")
+        return Finding("prompts", None, "the mask does not tell prompt and completion apart")
     distinct = len(set().union(*asked))
     if distinct < len(asked):
         different = f"{distinct} different prompt{'s' * (distinct > 1)}"
         text = f"only {different} in {len(asked)} groups: some groups have the same prompt"
-        return Check("prompts", True, text, notable=True)
-    return Check("prompts", True, f"one prompt in each of {len(asked)} groups")
+        return Finding("prompts", True, text, notable=True)
+    return Finding("prompts", True, f"one prompt in each of {len(asked)} groups")
 
 # %% ../../nbs/insight/00_xray.ipynb #7fe66515
-def check_signal(record: StepRecord) -> Check:
+def check_signal(record: StepRecord) -> Finding:
     "Some group has completions that differ in reward."
     dead, solved = sum(is_dead(g.rewards) for g in record.groups), len(solved_groups(record))
     if not record.groups:
-        return Check("signal", None, "the record holds no groups", notable=True)
+        return Finding("signal", None, "the record holds no groups", notable=True)
     if 2 * dead <= len(record.groups):
-        return Check("signal", True, signal_words(record), notable=True)
+        return Finding("signal", True, signal_words(record), notable=True)
     if 2 * solved > len(record.groups):
-        return Check("signal", None, signal_words(record), fix="Harder prompts, if these are solved.", notable=True)
+        return Finding("signal", None, signal_words(record), fix="Harder prompts, if these are solved.", notable=True)
     fix = "More completions_per_prompt, prompts of another difficulty, or refill=True."
-    return Check("signal", False, signal_words(record), expected="at least half of the groups", fix=fix)
+    return Finding("signal", False, signal_words(record), expected="at least half of the groups", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #56c4de3c
-def check_duplicates(record: StepRecord) -> Check:
+def check_duplicates(record: StepRecord) -> Finding:
     "The completions of a group are not all the same, unless they all earned the most."
     solved = {g.index for g in solved_groups(record)}
     unsolved = [g for g in record.groups if g.index not in solved and len(g.samples) > 1]
     drawn = [[s.tokens[s.loss_mask > 0].tobytes() for s in g.samples] for g in unsolved]
     if not drawn:
-        return Check("variety", None, "no group has two completions, but for those that earn the most")
+        return Finding("variety", None, "no group has two completions, but for those that earn the most")
     same = sum(len(set(a)) == 1 for a in drawn)
     distinct = sum(len(set(a)) for a in drawn) / sum(map(len, drawn))
     text = f"{distinct:.0%} of the completions are distinct in their group"
     if 2 * same <= len(drawn):
-        return Check("variety", True, text)
+        return Finding("variety", True, text)
     text = f"all completions of a group are identical in {same} of {len(drawn)} groups"
     fix = "Has the policy collapsed, or every draw the same seed? A higher temperature, a smaller learning rate."
-    return Check("variety", False, text, got=f"{distinct:.0%} distinct", fix=fix)
+    return Finding("variety", False, text, got=f"{distinct:.0%} distinct", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #2686b5ba
 def within_groups(groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]) -> np.ndarray:  # (samples,)
@@ -457,23 +456,23 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b) / size if size > 0 else math.nan
 
 
-def check_advantages(record: StepRecord) -> Check:
+def check_advantages(record: StepRecord) -> Finding:
     "Advantages sum to 0 in each group, rise with the rewards, and each datum carries its own sample's."
-    check, off = partial(Check, "advantages"), lambda x, size: not abs(x) <= 1e-6 * max(size, 1.0)
+    check, off = partial(Finding, "advantages"), lambda x, size: not abs(x) <= 1e-6 * max(size, 1.0)
     found = {g.index: g.advantages for g in record.groups if g.advantages is not None}
     own_function = any(name.startswith("advantage_fn ") for name in record.sources)
     for g in record.groups:
         own = found[g.index][g.run_starts] if g.index in found else np.zeros(0)
         if off(own.sum(), np.abs(own).sum()) and not own_function:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
-            return check(False, "a group does not sum to 0", g.where, short(float(own.sum())), "0", fix)
+            return check(False, "a group does not sum to 0", "0", fix, g.where, short(float(own.sum())))
     for d in record.datums:
         own, carried = found.get(d.group), np.asarray(d.advantage)
         if own is None or d.sample >= len(own) or np.ptp(carried) > 0:
             continue
         if off(carried.mean() - own[d.sample], abs(own[d.sample])):
             text, fix = "a datum carries another advantage than its sample", "Are datums and samples in the same order?"
-            return check(False, text, d.where, short(float(carried.mean())), short(float(own[d.sample])), fix)
+            return check(False, text, short(float(own[d.sample])), fix, d.where, short(float(carried.mean())))
     sides = [within_groups(record.groups, of) for of in (lambda g: g.advantages, lambda g: g.rewards)]
     if (corr := correlation(*sides)) < -0.5:
         text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
@@ -483,7 +482,7 @@ def check_advantages(record: StepRecord) -> Check:
     if own_function and apart:
         where = f"in {len(apart)} of {len(live)} live groups"
         text = f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}"
-        return check(None, text, f"group {apart[0]}", short(float(found[apart[0]].sum())), "0", notable=True)
+        return check(None, text, "0", "", f"group {apart[0]}", short(float(found[apart[0]].sum())), notable=True)
     if own_function:
         return check(None, "they are those of an advantage_fn, which is not judged")
     return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
@@ -506,16 +505,16 @@ def mask_fault(d: Datum, sample: RolloutSample | None, dlogprob: np.ndarray | No
     return "", "", ""
 
 # %% ../../nbs/insight/00_xray.ipynb #311e95a0
-def check_mask(record: StepRecord) -> Check:
+def check_mask(record: StepRecord) -> Finding:
     "The loss covers exactly the sampled tokens; a datum may be masked as a whole."
-    check, samples = partial(Check, "mask"), sample_of(record.groups)
+    check, samples = partial(Finding, "mask"), sample_of(record.groups)
     if not record.datums:
         return check(None, "nothing was trained")
     dlogprobs = record.loss.dlogprobs if record.loss else (None,) * len(record.datums)
     for d, dlogprob in zip(record.datums, dlogprobs, strict=True):
         what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), dlogprob)
         if what:
-            return check(False, what, d.where, got, expected, "Make datums with datums_from_groups.")
+            return check(False, what, expected, "Make datums with datums_from_groups.", d.where, got)
     if begins := prompt_in_loss(record.groups):
         text = f"the prompt is in the loss: all completions of a group begin with the same {begins} tokens or more"
         fix = "The loss_mask of a rollout is 1 only where the policy sampled the token."
@@ -531,9 +530,9 @@ def check_mask(record: StepRecord) -> Check:
 MOST, TIED = 0.8, 0.95  # share of the loss's tokens in one group, and correlation of reward and length, that are told
 
 
-def check_lengths(record: StepRecord) -> Check:
+def check_lengths(record: StepRecord) -> Finding:
     "Rewards do not follow length, and no group holds most of the tokens of the loss."
-    check = partial(Check, "length")
+    check = partial(Finding, "length")
     lengths = within_groups(record.groups, lambda g: [s.completion_len for s in g.samples])
     corr = correlation(lengths, within_groups(record.groups, lambda g: g.rewards))
     if len(lengths) >= 8 and abs(corr) >= TIED:
@@ -559,7 +558,7 @@ def without_loss(record: StepRecord) -> str:
 # %% ../../nbs/insight/00_xray.ipynb #eca914cb
 def check_temperature(
     name: str, groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]
-) -> Check | None:
+) -> Finding | None:
     "Tokens are scored at the temperature at which they were drawn; greedy ones aside, as in the config."
     samples, scored = sample_of(groups), zip(datums, policy, strict=True)
     both = [(d, s.temperature, p.temperature) for d, p in scored if (s := samples.get((d.group, d.sample)))]
@@ -569,7 +568,7 @@ def check_temperature(
     where, drawn, at = apart[0]
     got = f"{drawn:g}, in {len(apart)} of {len(both)} completions"
     fix = "Does a server or a rollout function set a temperature of its own? Draw at that of the config."
-    return Check(name, False, f"drawn at {drawn:g}, scored at {at:g}: the ratio is not 1", where, got, f"{at:g}", fix)
+    return Finding(name, False, f"drawn at {drawn:g}, scored at {at:g}: the ratio is not 1", f"{at:g}", fix, where, got)
 
 # %% ../../nbs/insight/00_xray.ipynb #2a8b916c
 def sampler_words(record: StepRecord, allowed: Rounding) -> str:
@@ -583,9 +582,9 @@ def sampler_words(record: StepRecord, allowed: Rounding) -> str:
     return ""
 
 
-def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check:
+def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "On-policy, policy and sampler give each token the same logprob."
-    check = partial(Check, "on-policy")
+    check = partial(Finding, "on-policy")
     if record.loss is None:
         return check(None, without_loss(record))
     policy = scored_first(record)
@@ -605,7 +604,7 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Check
         return check(None, needed, notable=True)
     fix = "The weights are the same: ask the alignment doctor (rln.diagnose) which cause explains it."
     text = f"the policy is not what the sampler drew from{sampler_words(record, allowed)}: {text}"
-    return check(False, text, gap.where, gap.size, str(allowed), fix)
+    return check(False, text, str(allowed), fix, gap.where, gap.size)
 
 # %% ../../nbs/insight/00_xray.ipynb #c81ff8c4
 FAR = 1.0  # nats a token between policy and reference from which they are far apart
@@ -632,9 +631,9 @@ def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from
     return float(np.max([np.mean(found) for found in sides.values()]))
 
 
-def check_reference(record: StepRecord, previous: StepRecord | None = None) -> Check:
+def check_reference(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "Before any update the policy is the reference; after one it is not, nor far from it."
-    check, policy = partial(Check, "reference"), scored_first(record)
+    check, policy = partial(Finding, "reference"), scored_first(record)
     if record.loss is None:
         return check(None, without_loss(record))
     gap = gap_between(record.datums, policy, [d.ref_logprobs for d in record.datums])
@@ -647,7 +646,7 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> C
             return check(True, f"KL 0 before the first update: {text}")
         fix = "Is it scored at the same temperature and without dropout?"
         text = f"the reference is not the model that training starts from: {text}"
-        return check(False, text, gap.where, apart, str(allowed), fix)
+        return check(False, text, str(allowed), fix, gap.where, apart)
     moved = previous.metrics.get("update_norm", 0.0) if previous and previous.step == record.step - 1 else 0.0
     if gap.largest == 0 and moved > 0 and allowed == ROUNDING["float32"]:
         text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
@@ -660,13 +659,13 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> C
         kl = record.metrics.get("kl", math.nan)
         text = f"the policy is far from the reference (KL {short(kl)}): {text}"
         fix = "A smaller learning rate, a larger kl_beta, or a checkpoint from before it left."
-        return check(False, text, gap.where, apart, f"below {FAR:g} on average", fix)
+        return check(False, text, f"below {FAR:g} on average", fix, gap.where, apart)
     return check(True, text)
 
 # %% ../../nbs/insight/00_xray.ipynb #ec28e5ec
-def check_correction(record: StepRecord, previous: StepRecord | None = None) -> Check:
+def check_correction(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "A correction has what it needs, and stale samples have a correction."
-    check, without = partial(Check, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
+    check, without = partial(Finding, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
     if record.loss is None:
         return check(None, without_loss(record))
     moved, words = moved_since_sampling(record, previous)
@@ -676,7 +675,7 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
     if without and reads_sampler(record):
         fix = "Use a sampler that reports them, or switch the correction off."
         got = f"none in {len(without)} datums"
-        return check(False, "the loss needs sampler logprobs", without[0], got, "one per target", fix)
+        return check(False, "the loss needs sampler logprobs", "one per target", fix, without[0], got)
     age = record.metrics.get("staleness/max", 0.0)
     old = f"samples are up to {age:g} sync{'s' * (age != 1)} stale" if age > 0 else words
     has_ratio = record.options.get("policy_loss", "grpo") not in NO_RATIO
@@ -691,10 +690,10 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
     return check(None, words or "the staleness of the samples is not known", notable=bool(moved))
 
 # %% ../../nbs/insight/00_xray.ipynb #2a6e0301
-def check_clipping(record: StepRecord) -> Check:
+def check_clipping(record: StepRecord) -> Finding:
     "Few tokens are clipped."
     share = record.metrics.get("clip_ratio/region_mean", math.nan)
-    check, text = partial(Check, "clipping"), f"{share:.1%} of the tokens are clipped"
+    check, text = partial(Finding, "clipping"), f"{share:.1%} of the tokens are clipped"
     if share >= TOO_MANY:
         fix = "A smaller learning rate, fewer updates a batch, or a wider eps_clip."
         return check(False, text, expected=f"less than {TOO_MANY:.0%}", fix=fix)
@@ -723,9 +722,9 @@ def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
     return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
 
 
-def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Check:
+def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
-    (size, measured), m, check = gradient_size(record), record.metrics, partial(Check, "update")
+    (size, measured), m, check = gradient_size(record), record.metrics, partial(Finding, "update")
     moved, rate = m.get("update_norm", math.nan), m.get("learning_rate", math.nan)
     if record.reason or math.isnan(size):
         return check(None, "nothing was trained" if record.reason else "the record does not tell")
@@ -762,9 +761,9 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Ch
     return check(True, text + (f", update norm {short(moved)}" if moved > 0 else ""), notable=True)
 
 # %% ../../nbs/insight/00_xray.ipynb #126c135b
-def check_version(record: StepRecord, weight_sync_interval: int | None = None) -> Check:
+def check_version(record: StepRecord, weight_sync_interval: int | None = None) -> Finding:
     "The sampler got the new weights when it should have."
-    check, start, end = partial(Check, "weights"), version_at_start(record), record.policy_version
+    check, start, end = partial(Finding, "weights"), version_at_start(record), record.policy_version
     report = SyncReport.from_metrics(record.metrics)
     if report and report.ok is False:
         fix = "Look at what the sampler was sent, and at what it did with it: names, tied or frozen parts, the adapter."
@@ -788,7 +787,7 @@ def invariants(
     previous: StepRecord | None = None,  # the record of the step before, if there is one
     *,
     weight_sync_interval: int | None = None,  # of the config; None = not known
-) -> tuple[Check, ...]:
+) -> tuple[Finding, ...]:
     "What must hold in a step, what matters most first."
     drawn = (check_finite, check_completions, check_prompts, check_duplicates, check_advantages, check_mask)
     trained = (check_clipping, check_lengths, check_signal)
@@ -844,23 +843,18 @@ def sentence(
     return " ".join(f"{said}." for said in out)
 
 # %% ../../nbs/insight/00_xray.ipynb #485815b6
-@dataclass(frozen=True, repr=False)
-class XRay:
-    "A step, explained and checked."
-
-    sentence: str
-    checks: tuple[Check, ...]
+class XRay(Findings):
+    "A step, explained and checked: its sentence, and under it what must hold."
 
     @property
-    def failed(self) -> tuple[Check, ...]:
-        "The checks that do not hold."
-        return tuple(c for c in self.checks if c.ok is False)
+    def sentence(self) -> str:
+        "What happened, in a few plain sentences."
+        return self.title
 
-    def __repr__(self) -> str:
-        return "\n".join([self.sentence, *map(repr, self.checks)])
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.sentence)}</p>{checks_html(self.checks)}"
+    @property
+    def checks(self) -> Findings:
+        "What must hold, what matters most first."
+        return self
 
 
 def expect(value: Any, kind: type, what: str) -> None:
@@ -875,4 +869,4 @@ def expect(value: Any, kind: type, what: str) -> None:
 def xray(record: StepRecord, previous: StepRecord | None = None, *, weight_sync_interval: int | None = None) -> XRay:
     "A step in plain sentences, and its invariants; raises `RecordError` for what is no record."
     expect(record, StepRecord, "x-ray")
-    return XRay(sentence(record, previous), invariants(record, previous, weight_sync_interval=weight_sync_interval))
+    return XRay(invariants(record, previous, weight_sync_interval=weight_sync_interval), sentence(record, previous))

@@ -10,7 +10,6 @@ import html
 import math
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from rl_notebook.task.data import Prompt, Rollouts
 
 # %% auto #0
-__all__ = ['HUES', 'number', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html', 'Check']
+__all__ = ['HUES', 'number', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html']
 
 # %% ../../nbs/show/00_html.ipynb #b7f802f1
 def prompt_text(row: Mapping[str, Any]) -> str:
@@ -238,57 +237,6 @@ def frame_html(frame: pd.DataFrame, most: int = ROWS) -> str:
     rows = [[plain(v) for v in row] for row in frame.head(most).itertuples(index=False)]
     table = html_table([str(c) for c in frame.columns], rows) if len(frame) else ""
     return table + more(len(frame) - most, "rows")
-
-# %% ../../nbs/show/00_html.ipynb #f12b8be5
-_MARKS = {True: "✓", False: "✗", None: "–"}
-
-
-@dataclass(frozen=True, repr=False)
-class Check:
-    "One thing that should hold."
-
-    name: str  # short, the same in every step
-    ok: bool | None  # None = could not be checked; `text` says why
-    text: str  # the outcome as a sentence, without its full stop
-    where: str = ""  # group, sample, target
-    got: Any = None  # the offending value
-    expected: str = ""  # what would have been right
-    fix: str = ""  # how to fix it
-    notable: bool = False  # a fact that the sentence of the step says, though it is no failure
-
-    @property
-    def mark(self) -> str:
-        "✓, ✗ or –."
-        return _MARKS[self.ok]
-
-    @property
-    def details(self) -> str:
-        "Where, got, expected and fix as one line; empty when there is nothing to add."
-        parts = [self.where] if self.where else []
-        parts += [f"got {self.got}"] if self.got is not None else []
-        parts += [f"expected {self.expected}"] if self.expected else []
-        return ". ".join(p for p in ("; ".join(parts), self.fix) if p)
-
-    def __repr__(self) -> str:
-        return f"{self.mark} {self.name}: {self.text}" + (f"\n    {self.details}" if self.details else "")
-
-    def _repr_html_(self) -> str:
-        return checks_html([self])
-
-# %% ../../nbs/show/00_html.ipynb #12f6c478
-MUTED, EDGE = "var(--jp-ui-font-color2,#7a8896)", "#d55e00"
-LOOKS = {True: "", False: "font-weight:600", None: f"color:{MUTED}"}
-
-
-def checks_html(checks: Iterable[Check]) -> str:
-    "Checks as an HTML list, escaped; readable on light and dark pages."
-    items = []
-    for c in checks:
-        edge = EDGE if c.ok is False else "transparent"
-        style = f"list-style:none;margin:0;padding:1px 0 1px 8px;border-left:3px solid {edge};{LOOKS[c.ok]}"
-        more = f'<br><span style="color:{MUTED};font-weight:400">{html.escape(c.details)}</span>' if c.details else ""
-        items.append(f'<li style="{style}">{c.mark} <b>{html.escape(c.name)}:</b> {html.escape(c.text)}{more}</li>')
-    return f'<ul style="margin:.3em 0;padding:0;line-height:1.45">{"".join(items)}</ul>'
 
 # %% ../../nbs/show/00_html.ipynb #63bb8a2e
 _TEXT = "font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere"

@@ -17,7 +17,7 @@ from rl_notebook.insight.doctor.evidence import (
     PLAUSIBLE,
     SURE,
     Evidence,
-    Finding,
+    Cause,
     Redraw,
     at_temperature,
     beyond,
@@ -70,21 +70,21 @@ SETTLES = {
 }
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #cdbbb769
-def mask_leak(e: Evidence) -> Iterator[Finding]:
+def mask_leak(e: Evidence) -> Iterator[Cause]:
     "Weights are 1 where the policy drew nothing: by the samples' masks, or the sampler has no number where rows begin."
     leaked = sum(int((d.active & (m == 0)).sum()) for d, m in zip(e.datums, e.drawn, strict=True) if m is not None)
     if leaked:
         text = f"{leaked} trained positions that the policy did not draw"
-        yield Finding("mask leak", 1.0, text, {"positions": leaked})
+        yield Cause("mask leak", 1.0, text, {"positions": leaked})
         return
     empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(SURE))  # 0 is right for a token that is certain
     first = np.diff(e.row, prepend=-1) > 0
     if empty[first].mean() > LIKELY and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - SURE:
         text = f"{empty[first].mean():.0%} of the rows begin with tokens that the sampler has no value for"
-        yield Finding("mask leak", 1.0, text, {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist()))
+        yield Cause("mask leak", 1.0, text, {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist()))
 
 
-def non_finite(e: Evidence) -> Iterator[Finding]:
+def non_finite(e: Evidence) -> Iterator[Cause]:
     "NaN or infinity where there must be a number."
     bad = ~np.isfinite(e.gap)
     if all(d.ref_logprobs is not None for d in e.datums):
@@ -92,32 +92,32 @@ def non_finite(e: Evidence) -> Iterator[Finding]:
     if bad.any():
         at = np.flatnonzero(bad)
         text = f"{len(at)} of {len(e.gap)} positions have no finite number"
-        yield Finding("non-finite", 1.0, text, {"positions": len(at)}, tuple(at.tolist()))
+        yield Cause("non-finite", 1.0, text, {"positions": len(at)}, tuple(at.tolist()))
 
 
-def wrong_reference(e: Evidence) -> Iterator[Finding]:
+def wrong_reference(e: Evidence) -> Iterator[Cause]:
     "Before the first update policy and reference must be the same."
     if not e.stamps.untrained or differs(e) or any(d.ref_logprobs is None for d in e.datums):
         return
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
     if np.isfinite(off).all() and beyond(off, floor(e)):
         text = f"before any update the reference differs by up to {np.abs(off).max():.2g} nats"
-        yield Finding("wrong reference", 1.0, text, {"kl": float(-off.mean())}, tuple(np.argsort(-np.abs(off))[:3]))
+        yield Cause("wrong reference", 1.0, text, {"kl": float(-off.mean())}, tuple(np.argsort(-np.abs(off))[:3]))
 
 
-def other_tokens(e: Evidence) -> Iterator[Finding]:
+def other_tokens(e: Evidence) -> Iterator[Cause]:
     "Datums have other tokens than their samples."
     groups = [group for group in e.foreign.values() if group is not None]
     if groups:
         text = f"{len(groups)} of {len(e.datums)} datums begin with the prompt of another group"
-        yield Finding("wrong group", 1.0, text, {"datums": len(groups)})
+        yield Cause("wrong group", 1.0, text, {"datums": len(groups)})
     elif e.foreign:
         text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
-        yield Finding("BOS or template", PLAUSIBLE, text, {"datums": len(e.foreign)})
-        yield Finding("wrong group", LIKELY, f"{text}, of another step perhaps", {"datums": len(e.foreign)})
+        yield Cause("BOS or template", PLAUSIBLE, text, {"datums": len(e.foreign)})
+        yield Cause("wrong group", LIKELY, f"{text}, of another step perhaps", {"datums": len(e.foreign)})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #e292d380
-def shift(e: Evidence) -> Iterator[Finding]:
+def shift(e: Evidence) -> Iterator[Cause]:
     "The sampler's values stand one or two targets away from where they belong."
     off = np.abs(e.gap) > tolerance(e)
     begun = np.zeros(len(off), dtype=bool)
@@ -161,7 +161,7 @@ def source_of_row(e: Evidence, row: int, tried: np.ndarray, doubtful: np.ndarray
     return min(equal, key=lambda k: (k != row, other(k)), default=row)
 
 
-def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Finding]:
+def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause]:
     "Rows, or whole groups, have the numbers of others."
     s, p = by_row(e, e.s, width), by_row(e, e.p, width)
     left, moved = s - p, dict[int, int]()
@@ -183,7 +183,7 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Findi
         yield judged(e, cause, flat, f"rows paired anew ({pairs})", True, rows=len(moved))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5e2b35a8
-def written(e: Evidence) -> Iterator[Finding]:
+def written(e: Evidence) -> Iterator[Cause]:
     "How the sampler's numbers were written down, if that alone is wrong."
     rows = np.split(e.p, np.flatnonzero(np.diff(e.row)) + 1)
     mean, sums = (np.concatenate(x) for x in ([np.full(len(r), r.mean()) for r in rows], [np.cumsum(r) for r in rows]))
@@ -197,7 +197,7 @@ def written(e: Evidence) -> Iterator[Finding]:
     if FEW <= off.sum() < len(off) and np.ptp(e.s[off]) < 1e-7 and np.ptp(e.p[off]) > tolerance(e):
         value = float(e.s[off][0])
         text = f"all that is off says {value:.4g}: a number that was filled in, or a limit"
-        yield Finding(NONE, 1.0 if value < 0 else PLAUSIBLE, text)
+        yield Cause(NONE, 1.0 if value < 0 else PLAUSIBLE, text)
     reported = e.s[np.isfinite(e.s) & (e.s != 0)]
     for digits in range(5):
         if len(reported) > FEW and np.abs(reported - reported.round(digits)).max() < 1e-9:
@@ -220,7 +220,7 @@ def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
     return float(s @ p / max(p @ p, 1e-12))
 
 
-def other_logits(e: Evidence) -> Iterator[Finding]:
+def other_logits(e: Evidence) -> Iterator[Cause]:
     "What tokens that were drawn again say, as far as both sides scored them."
     places = both_scored(e)
     if len(places) < 2 or not differs(e):
@@ -238,10 +238,10 @@ def other_logits(e: Evidence) -> Iterator[Finding]:
     if gone >= SURE and beyond(shared, floor(e)):  # without a number that all share it is another logarithm
         t = 1 / sharpness_of(places)
         text = f"{len(left)} tokens drawn again: the sampler's are the trainer's at temperature {t:.2f}"
-        yield Finding("temperature", gone, f"{text}: {gone:.0%} of the gap is gone", {"temperature": t})
+        yield Cause("temperature", gone, f"{text}: {gone:.0%} of the gap is gone", {"temperature": t})
 
 
-def one_level(e: Evidence, level: np.ndarray) -> Iterator[Finding]:
+def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
     "All tokens of a place differ by one number, (places,): by the mass that one side has cut off."
     tol = max(tolerance(e), floor(e).largest)
     for side, sign in (("sampler", 1), ("trainer", -1)):
@@ -249,7 +249,7 @@ def one_level(e: Evidence, level: np.ndarray) -> Iterator[Finding]:
             below = excess(np.minimum(sign * e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
             most = 1 - float(np.exp(-np.abs(level).max()))
             text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
-            yield Finding("top-p or top-k", max(0.0, 1 - below), text, {"below": below, "kept": 1 - most})
+            yield Cause("top-p or top-k", max(0.0, 1 - below), text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
 SHARPNESS = np.geomspace(0.25, 4.0, 81)  # 1/T
@@ -266,7 +266,7 @@ def fitted_temperature(have: np.ndarray, want: np.ndarray, tol: float) -> tuple[
     return explained(want[1::2] - have[1::2], over[best, 1::2] + tol, tol), float(1 / SHARPNESS[best % len(SHARPNESS)])
 
 
-def from_series(e: Evidence) -> Iterator[Finding]:
+def from_series(e: Evidence) -> Iterator[Cause]:
     "A temperature, or a cut, from the two series."
     tol, raw = tolerance(e), e.flat(e.raw)
     above = not beyond(np.minimum(e.gap, 0), floor(e))
@@ -274,18 +274,18 @@ def from_series(e: Evidence) -> Iterator[Finding]:
     some = int(((np.abs(e.gap) > tol) & (e.p < np.log(LIKELY))).sum())
     if above and (equal or LIKELY**some < NO_CHANCE):
         text = "the sampler's raw logprobs are the trainer's, and its others are" if equal else "the sampler's are"
-        yield Finding("top-p or top-k", PLAUSIBLE, f"{text} above the trainer's wherever they differ")
+        yield Cause("top-p or top-k", PLAUSIBLE, f"{text} above the trainer's wherever they differ")
     forward, t = fitted_temperature(e.p, e.s, tol)
     back, inverse = fitted_temperature(e.s, e.p, tol)
     gone, t = (forward, t) if forward >= back else (back, 1 / inverse)
     claimed = {x for x in (e.stamps.trainer_temperature, e.stamps.sampler_temperature) if x is not None}
     if len(claimed) > 1:
-        yield Finding("temperature", max(SURE * (gone > LIKELY), PLAUSIBLE), f"drawn and scored at {sorted(claimed)}")
+        yield Cause("temperature", max(SURE * (gone > LIKELY), PLAUSIBLE), f"drawn and scored at {sorted(claimed)}")
     elif equal and not above:
-        yield Finding("temperature", PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not")
+        yield Cause("temperature", PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not")
     else:
         text = f"the sampler's are the trainer's at temperature {t:.2f}: {gone:.0%} of the gap is gone"
-        yield Finding("temperature", PLAUSIBLE * gone, text, {"temperature": t})
+        yield Cause("temperature", PLAUSIBLE * gone, text, {"temperature": t})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
 CLEAR = -float(np.log(NO_CHANCE))  # nats
@@ -322,7 +322,7 @@ def draws(e: Evidence) -> dict[str, tuple[float, int]]:
     return found
 
 
-def drawn_otherwise(e: Evidence) -> Iterator[Finding]:
+def drawn_otherwise(e: Evidence) -> Iterator[Cause]:
     "Tokens that were drawn again have other odds than the sampler claims."
     found = {cause: (gain, best) for cause, (gain, best) in draws(e).items() if gain > CLEAR}
     if differs(e) or not found:  # where the numbers are wrong, they claim nothing
@@ -335,7 +335,7 @@ def drawn_otherwise(e: Evidence) -> Iterator[Finding]:
     gain, best = found[cause]
     named = {"temperature": f"temperature {1 / COLDER[best]:.2f}", NONE: "other odds, of no temperature or cut"}
     text = f"{n} tokens drawn again fit {named.get(cause, 'a cut')} better than what is claimed, by {gain:.0f} nats"
-    yield Finding(cause, 1.0, text, {"draws": n, "nats": gain})
+    yield Cause(cause, 1.0, text, {"draws": n, "nats": gain})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3a28c39e
 CONTEXTS = {  # first words of a control: its cause
@@ -347,7 +347,7 @@ CONTEXTS = {  # first words of a control: its cause
 }
 
 
-def other_text(e: Evidence) -> Iterator[Finding]:
+def other_text(e: Evidence) -> Iterator[Cause]:
     "One side reads another text, or other ids."
     for side, given in (("policy", e.s), ("sampler", e.p)):
         for start, cause in CONTEXTS.items():
@@ -364,7 +364,7 @@ def other_text(e: Evidence) -> Iterator[Finding]:
                 yield judged(e, cause, left, f"{side} reading {' or '.join(list(used)[:3])} says what the {other} said")
 
 
-def vocabulary(e: Evidence) -> Iterator[Finding]:
+def vocabulary(e: Evidence) -> Iterator[Cause]:
     "The trainer is more surprised by the sampler's tokens than a model that knows nothing."
     ids = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     known = np.isfinite(e.gap)
@@ -373,7 +373,7 @@ def vocabulary(e: Evidence) -> Iterator[Finding]:
     if differs(e) and absurd.sum() >= FEW:
         at = np.flatnonzero(absurd).tolist()
         text = f"{len(at)} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
-        yield Finding("vocabulary", PLAUSIBLE * share, text, {"tokens": len(at)}, tuple(at))
+        yield Cause("vocabulary", PLAUSIBLE * share, text, {"tokens": len(at)}, tuple(at))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
 NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
@@ -397,7 +397,7 @@ def torn(pairs: Pairs, series: np.ndarray) -> tuple[float, float]:
     return same, other
 
 
-def repeated(e: Evidence) -> Iterator[Finding]:
+def repeated(e: Evidence) -> Iterator[Cause]:
     "The trainer differs from itself when it scores the same datums again, or alone."
     if "policy again" not in e.controls:
         return
@@ -405,26 +405,26 @@ def repeated(e: Evidence) -> Iterator[Finding]:
     if beyond(twice, floor(e)):
         share = min(1.0, NOISE_FACTOR * excess(twice, tolerance(e)) / max(excess(e.gap, tolerance(e)), 1e-12))
         text = f"scored twice, the same datums differ by up to {size(twice).largest:.2g} nats"
-        yield Finding("dropout", share, text, {"twice": size(twice).largest})
+        yield Cause("dropout", share, text, {"twice": size(twice).largest})
     elif beyond(alone, rounding(e.stamps.trainer_dtype or "float32")):
         found = judged(e, "padding side", e.s - e.flat("policy alone"), "rows scored alone say what the sampler says")
         yield found
         if found.score < SURE:
             text = "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
-            yield Finding("dropout", LIKELY, text)
+            yield Cause("dropout", LIKELY, text)
 
 
-def self_contradiction(e: Evidence) -> Iterator[Finding]:
+def self_contradiction(e: Evidence) -> Iterator[Cause]:
     "The same of a record: between rows that begin alike, or between the pass with gradients and the pass before it."
     pairs, allowed, off = twins(e), floor(e).largest, e.flat(e.gradients) - e.p
     if "policy again" not in e.controls and max(torn(pairs, e.s)) <= allowed < max(torn(pairs, e.p)):
         same, other = torn(pairs, e.p)
         text = f"the same token behind the same past differs by up to {max(same, other):.2g} nats for the trainer"
-        yield Finding("dropout" if same > allowed else "padding side", PLAUSIBLE, text, {"twins": max(same, other)})
+        yield Cause("dropout" if same > allowed else "padding side", PLAUSIBLE, text, {"twins": max(same, other)})
     if beyond(off, floor(e)) and not differs(e):
         same, other = torn(pairs, e.flat(e.gradients))
         text = f"with the same weights the pass with gradients differs by up to {size(off).largest:.2g} nats"
-        yield Finding("padding side" if same <= allowed < other else "dropout", PLAUSIBLE, text)
+        yield Cause("padding side" if same <= allowed < other else "dropout", PLAUSIBLE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
 def drawing(e: Evidence) -> np.ndarray:
@@ -433,7 +433,7 @@ def drawing(e: Evidence) -> np.ndarray:
     return e.flat("sampler drawing") - scored
 
 
-def stale_weights(e: Evidence) -> Iterator[Finding]:
+def stale_weights(e: Evidence) -> Iterator[Cause]:
     "The sampler drew from older weights than the trainer scored with."
     series = e.controls.get("reference", [d.ref_logprobs for d in e.datums])
     if not e.stamps.untrained and any(x is not None for x in series):
@@ -450,13 +450,13 @@ def stale_weights(e: Evidence) -> Iterator[Finding]:
     drawn_now = drawing(e)
     if since >= SURE and np.isfinite(drawn_now).any() and beyond(drawn_now, coarsest(e)):
         text = "it scores given tokens as the trainer does; drawing, it reads another prompt, or changes the odds"
-        yield Finding("BOS or template", LIKELY, text)
+        yield Cause("BOS or template", LIKELY, text)
     elif since >= SURE:
         text = "the sampler says today what the trainer says, and not what it drew with"
-        yield Finding("stale weights", LIKELY, text)
+        yield Cause("stale weights", LIKELY, text)
     versions = {x for x in (e.stamps.trainer_version, e.stamps.sampler_version) if x is not None}
     if len(versions) > 1 and differs(e) and "sampler" not in e.controls:
-        yield Finding("stale weights", PLAUSIBLE, f"versions {sorted(versions)} of the weights")
+        yield Cause("stale weights", PLAUSIBLE, f"versions {sorted(versions)} of the weights")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3ee7f404
 GUESS = 0.3  # nothing speaks against it
@@ -464,7 +464,7 @@ TEMPLATE = 5.0  # nats at a token: a few updates move none so far, another promp
 STATISTICAL = 4.0  # standard errors
 
 
-def dtype_or_batching(e: Evidence) -> Iterator[Finding]:
+def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
     "Rounding of one side: small, and without a direction."
     dtypes = sorted({d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d})
     gap = e.gap[np.isfinite(e.gap)]
@@ -473,23 +473,23 @@ def dtype_or_batching(e: Evidence) -> Iterator[Finding]:
     stays = not np.isfinite(again).any() or beyond(again, floor(e))  # arithmetic is there whenever it is asked
     if differs(e) and centred and stays and not beyond(gap, rounding("bfloat16")):
         text = f"small, and without a direction: {size(gap).mean:.2g} nats on average ({' and '.join(dtypes)})"
-        yield Finding("dtype or batching", PLAUSIBLE if "policy" in e.controls or len(dtypes) > 1 else GUESS, text)
+        yield Cause("dtype or batching", PLAUSIBLE if "policy" in e.controls or len(dtypes) > 1 else GUESS, text)
 
 
-def scatter(e: Evidence) -> Iterator[Finding]:
+def scatter(e: Evidence) -> Iterator[Cause]:
     "What a record alone leaves open."
     if differs(e) and "policy" not in e.controls:
         first = "stale weights" if size(e.gap).largest <= TEMPLATE and not e.stamps.untrained else "BOS or template"
         text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}; the record alone cannot tell"
         for cause in ("stale weights", "BOS or template", "dropout"):
-            yield Finding(cause, GUESS if cause == first else GUESS / 2, text)
+            yield Cause(cause, GUESS if cause == first else GUESS / 2, text)
 
 
-def all_well(e: Evidence) -> Iterator[Finding]:
+def all_well(e: Evidence) -> Iterator[Cause]:
     "Every difference is within the tolerance."
     if differs(e) or not np.isfinite(e.gap).all():
         return
     text = f"{(np.abs(e.gap) > tolerance(e)).mean():.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
     text += "; raw logprobs: how far the settings cut or penalise the draws is not looked at" if e.stamps.raw else ""
     n = int(sum(r.counts.sum() for r in e.redraws))
-    yield Finding("all well", 1.0, text + (f"; {n} tokens drawn again look drawn as claimed" if n else ""))
+    yield Cause("all well", 1.0, text + (f"; {n} tokens drawn again look drawn as claimed" if n else ""))

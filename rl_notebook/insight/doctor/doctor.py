@@ -29,7 +29,7 @@ from .causes import other_tokens, repeated, scatter, self_contradiction, shift, 
 from .causes import vocabulary, wrong_reference, written
 from ...task.chat import render
 from ...core.types import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
-from .evidence import LIKELY, SURE, Evidence, Finding, Redraw, beyond, differs, floor
+from .evidence import LIKELY, SURE, Evidence, Cause, Redraw, beyond, differs, floor
 from .evidence import gather, noise_floor, size, tolerance
 from ...runs.records import StepRecord, html_table
 from ..xray import ROUNDING, Rounding
@@ -38,7 +38,7 @@ from ..xray import ROUNDING, Rounding
 __all__ = ['Hypothesis', 'COUNTED', 'OF_GAP', 'HYPOTHESES', 'Diagnosis', 'diagnose']
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
-Hypothesis = Callable[[Evidence], Iterable[Finding]]
+Hypothesis = Callable[[Evidence], Iterable[Cause]]
 COUNTED: tuple[Hypothesis, ...] = (all_well, mask_leak, non_finite, wrong_reference, other_tokens)  # these need no gap
 COUNTED += (drawn_otherwise, repeated, self_contradiction)
 OF_GAP: tuple[Hypothesis, ...] = (shift, moved_rows, written, other_logits, from_series)
@@ -78,7 +78,7 @@ class Diagnosis:
     numbers: Mapping[str, float]
     tokens: tuple[TokenGap, ...]  # that show it
     fix: str
-    findings: tuple[Finding, ...]  # of all hypotheses, best first
+    findings: tuple[Cause, ...]  # of all hypotheses, best first
     undecided: tuple[str, ...] = ()  # other causes that explain it nearly as well
     tolerance: Rounding = ROUNDING["float32"]  # what was taken for rounding
     noise_floor: float | None = None  # nats, as measured; None = it was not
@@ -176,21 +176,21 @@ def departs(e: Evidence) -> str:
     return f"scored again, the {' and the '.join(off)} says something else: look at what is done only then"
 
 
-def none_of_these(e: Evidence, best: float) -> Iterator[Finding]:
+def none_of_these(e: Evidence, best: float) -> Iterator[Cause]:
     "What is said when experiments were made, as far as no cause explains the gap."
     if differs(e) and "policy" in e.controls and best < SURE:
         text = f"{size(e.gap).mean:.2g} nats a token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
-        yield Finding(NONE, 1 - best, text)
+        yield Cause(NONE, 1 - best, text)
 
 
 def weigh(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
     asked = [f for ask in (HYPOTHESES if differs(e) else COUNTED) for f in ask(e)]
     asked += none_of_these(e, max((f.score for f in asked), default=0.0))
-    strongest = dict[str, Finding]()
+    strongest = dict[str, Cause]()
     for f in sorted(asked, key=lambda f: (f.cause == "all well", -f.score)):
         strongest.setdefault(f.cause, f)
-    excluded = [Finding(cause, 0.0, "nothing speaks for it") for cause in FIXES if cause not in strongest]
+    excluded = [Cause(cause, 0.0, "nothing speaks for it") for cause in FIXES if cause not in strongest]
     best, *others = findings = (*strongest.values(), *excluded)
     close = [f.cause for f in others if f.score >= (SURE if best.score >= SURE else best.score / 2) and f.score > 0]
     return Diagnosis(

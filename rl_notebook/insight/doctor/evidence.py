@@ -16,7 +16,7 @@ from ...runs.records import StepRecord
 from ..xray import Gap, Rounding, rounding, sample_of, scored_first
 
 # %% auto #0
-__all__ = ['Evidence', 'Finding']
+__all__ = ['Evidence']
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #9cf2306c
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ def explained(before: np.ndarray, after: np.ndarray, tol: float) -> float:
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #b9bc8cbe
 @dataclass(frozen=True)
-class Finding:
-    "What speaks for one cause."
+class Cause:
+    "A cause, and what speaks for it."
 
     cause: str  # a key of FIXES
     score: float  # 0 to 1: share of the gap that it explains
@@ -189,12 +189,12 @@ def unexplained(e: Evidence) -> Rounding:
     return Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
 
 
-def judged(e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float) -> Finding:
+def judged(e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float) -> Cause:
     "A prediction that leaves so much of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
     off = np.isfinite(left) & (np.abs(e.gap) > tolerance(e))
     gone = explained(e.gap, left, tolerance(e)) if off.sum() >= FEW else 0.0
     right = gone >= SURE and (noisy or not beyond(left, unexplained(e)))
-    return Finding(cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers)
+    return Cause(cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #fb8081f7
 def values_of(
