@@ -362,8 +362,8 @@ def test_check_asks_a_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
         where = ["--base-url", emulator.url, "--tokenizer-model", "tiny", "--lora-rank", "2"]
         assert main(["check", "--backend", "tinker", *where]) == 0
     said = capsys.readouterr().out
-    assert re.search(r"^yes +gradient sign ", said, re.MULTILINE)
-    assert re.search(r"^yes +second sync ", said, re.MULTILINE)
+    assert re.search("^✓ gradient sign: ", said, re.MULTILINE)
+    assert re.search("^✓ second sync: ", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

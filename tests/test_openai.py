@@ -690,15 +690,15 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site,
         code, out = said(url)
     assert code == 0
     assert "llama.cpp b9000, which serves 'tiny'" in out
-    assert re.search(r"no +prompt logprobs +none \(A weight sync cannot be checked", out)
-    assert re.search(r"no +takes new weights +no \(Set weight_sync_interval=0", out)
+    assert re.search(r"✗ prompt logprobs: none\n.*A weight sync cannot be checked", out)
+    assert re.search(r"✗ takes new weights: no\n.*Set weight_sync_interval=0", out)
     code, out = said(site[1])
     assert code == 0
-    assert re.search(r"yes +takes new weights +weights, adapters", out)
+    assert re.search(r"✓ takes new weights: weights, adapters", out)
     with serve(canned({k: v for k, v in GOOD.items() if k != "token_ids"})) as url:
         code, out = said(url)
     assert code == 1
-    assert re.search(r"no +completions of ids .*no token ids came back", out)
+    assert re.search(r"✗ completions of ids: .*no token ids came back", out)
 
 
 # --- what comes in -----------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from ..core.retries import AdaptiveLimit, Retries
 from ..task.toy import load_model
 
 if TYPE_CHECKING:
-    from rl_notebook.backends.services.completions import Findings
+    from rl_notebook.core.findings import Findings
 
 # %% auto #0
 __all__ = ['open_backend', 'check_backend', 'DeploymentSampler', 'build_deployment_sampler']

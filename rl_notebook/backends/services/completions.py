@@ -6,23 +6,22 @@
 from __future__ import annotations
 
 import asyncio
-import html
 import math
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import httpx
 import numpy as np
-import pandas as pd
 
 from ..base import Meter, refuse_unknown
 from ..local.engine import check_tokens
 from .wire import ODD, Refused, Secret, Wire, one_line
 from ...core.align import completion_from_target, target_from_echo
+from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, Retries
 from ...core.types import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
 from ...core.types import quoted
@@ -334,59 +333,6 @@ class OpenAISampler:
     async def close(self) -> None:
         "Close the connections; later calls are refused."
         await self.wire.close()
-
-# %% ../../../nbs/backends/services/01_completions.ipynb #b02630af
-@dataclass(frozen=True)
-class Finding:
-    "One thing that was tried on a service."
-
-    name: str
-    ok: bool | None  # None = cannot be told
-    got: str
-    expected: str = ""
-    meaning: str = ""  # for a run
-
-    @property
-    def mark(self) -> str:
-        "The verdict as a word."
-        return {True: "yes", False: "no", None: "?"}[self.ok]
-
-    @property
-    def sentence(self) -> str:
-        "For an error."
-        return f"{self.name}: got {self.got}; expected {self.expected}. {self.meaning}"
-
-# %% ../../../nbs/backends/services/01_completions.ipynb #15e831e2
-class Findings(tuple[Finding, ...]):
-    "Rows that display as a table; `findings['seed']` is the one with that name."
-
-    title: str = ""
-
-    def __new__(cls, rows: Iterable[Finding], title: str = "") -> Findings:
-        self = super().__new__(cls, rows)
-        self.title = title
-        return self
-
-    def __getitem__(self, key: Any) -> Any:
-        if isinstance(key, str):
-            return next(row for row in self if row.name == key)
-        return super().__getitem__(key)
-
-    @property
-    def failed(self) -> tuple[Finding, ...]:
-        "The rows that say no."
-        return tuple(row for row in self if row.ok is False)
-
-    def __repr__(self) -> str:
-        wide = max((len(row.name) for row in self), default=0)
-        means = lambda row: f" ({row.meaning.rstrip('.')})" if row.ok is False and row.meaning else ""
-        lines = [f"{row.mark:>3}  {row.name:<{wide}}  {row.got}{means(row)}" for row in self]
-        return "\n".join([self.title, *lines])
-
-    def _repr_html_(self) -> str:
-        columns = ("name", "mark", "got", "expected", "meaning")
-        table = pd.DataFrame([[getattr(row, c) for c in columns] for row in self], columns=list(columns))
-        return f"<p>{html.escape(self.title)}</p>{table.to_html(index=False, border=0)}"
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #a65f644c
 def nats(gap: float) -> str:

@@ -27,7 +27,7 @@ from ...core.align import align_routing
 from ..base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
 from ..local.engine import check_tokens
 from ..local.worker import Worker
-from .completions import DIALECTS, FINISH, Finding, Findings, OpenAISampler
+from .completions import DIALECTS, FINISH, OpenAISampler
 from .completions import request_seed, sort_logprobs, together
 from .wire import Secret, one_line
 from .provision import Infra, OnStatus, check_tokenizer, id_part, setup_infra
@@ -42,6 +42,7 @@ from ...config.config import Config, DeployConfig, TrainerConfig, WeightSyncConf
 from ...config.config import ConcurrencyConfig, completions_at_once
 from ...core.types import BackendError, Completion, ConfigError, Logprobs, RLNotebookError, SampleParams
 from ...core.builtin import BUILTIN_LOSSES
+from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, Retries, with_retries_blocking
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #f6b7ba7c
@@ -667,7 +668,7 @@ async def check_fireworks(
     def note(*found: Finding) -> None:
         rows.extend(found)
         for row in found:
-            say(f"{row.mark:>4}  {row.name}: {row.got}")
+            say(repr(row))
 
     try:
         backend = await open_fireworks(base_model=base_model, **options)

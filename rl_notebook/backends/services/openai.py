@@ -23,8 +23,9 @@ from torch import nn
 from ..base import Backend, Capabilities, Endpoint, SyncReport
 from ..local.loading import write_weights
 from ..local.trainer import LocalTrainer, open_local
-from .completions import Dialect, Finding, Findings, OpenAISampler, probe
+from .completions import Dialect, OpenAISampler, probe
 from .wire import Refused, Secret, Wire
+from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, AskAgain, Retries
 from ...core.types import BackendError, RLNotebookError
 

@@ -25,7 +25,7 @@ from ..base import Backend, Capabilities, Meter, Sampler, Scorer, WeightSync, re
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from ...task.chat import turn_ends
-from .completions import Finding, Findings, nats, request_seed
+from .completions import nats, request_seed
 from .wire import Secret, key_from_env
 from .link import ENCODINGS, Limits, Link, Sdk, ServiceReference, ServiceTrainer, Tries
 from .link import SdkAdapter, check_reachable, fireworks_sdk, fresh_client, is_lost
@@ -34,6 +34,7 @@ from .link import sdk_classes, sdk_datum, status_of
 from ...core.types import AdamParams, BackendError, ConfigError, Completion, Datum, Logprobs, needs
 from ...core.types import SampleParams
 from ...core.builtin import BUILTIN_LOSSES
+from ...core.findings import Finding, Findings
 from ...core.retries import with_retries
 
 # %% auto #0
@@ -437,7 +438,7 @@ async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Findin
         raw = (await prefilled(sampler, link, [*tokens, *drawn]))[len(tokens) - 1 :]
         gap = float(np.abs(np.array(sequence.logprobs, dtype=np.float64) - raw).max())
     except (BackendError, TypeError) as error:
-        return Finding(name, None, str(error), meaning="Sample at temperature 1.")
+        return Finding(name, None, str(error), fix="Sample at temperature 1.")
     sampler.raw_always = gap < 0.02
     meaning = "" if sampler.raw_always else "Completions at other temperatures are scored once more."
     return Finding(name, sampler.raw_always, f"{nats(gap)} from the prompt logprobs", "less than 0.02", meaning)
