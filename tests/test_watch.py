@@ -1,8 +1,12 @@
 "TRL's own trainer, recorded: what stands in the run folder is what TRL used, and training is the same."
 
+import copy
 import hashlib
 import itertools
+import json
 import math
+import os
+import runpy
 import subprocess
 import sys
 import warnings
@@ -84,7 +88,6 @@ UNSAID = {"bnpo": "tokens of each micro-batch", "luspo": "loss_type='luspo'", "v
     ("kind", "beta", "accumulated", "iterations"), list(itertools.product(KINDS, (0.0, 0.04), (1, 2), (1, 2)))
 )
 def test_the_loss_is_known_here_or_what_is_not_is_named(tmp_path: Path, kind, beta, accumulated, iterations):
-    "The recorded options give TRL's loss and the gradient that its backward pass brought to each logprob."
     high = {"epsilon_high": 5.0} if kind == "cispo" else {}
     more = {"loss_type": kind, "beta": beta, "gradient_accumulation_steps": accumulated, "num_iterations": iterations}
     t, records = recorded(tmp_path, **more, **high)
@@ -95,12 +98,7 @@ def test_the_loss_is_known_here_or_what_is_not_is_named(tmp_path: Path, kind, be
         if kind in ("luspo", "vespo") or (kind == "bnpo" and accumulated > 1):
             assert UNSAID[kind] in record.options["make_loss"]
             continue
-        leaves = [torch.tensor(lp.values, requires_grad=True) for lp in record.loss.logprobs]
-        ours, _ = make_loss_fn(record.datums, **record.options)(record.datums, leaves)
-        ours.backward()
-        assert ours.item() == pytest.approx(record.loss.loss, abs=1e-6)
-        for leaf, gradient in zip(leaves, record.loss.dlogprobs, strict=True):
-            np.testing.assert_allclose(np.nan_to_num(leaf.grad), gradient, atol=1e-6)
+        agrees_with_its_options(record)
 
 
 def test_numbers_are_those_that_trl_logs(tmp_path: Path):
@@ -173,6 +171,102 @@ def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path)
     np.testing.assert_array_equal(datum.sampler_logprobs[datum.active], written)
 
 
+PROCESSES = """
+import json, sys
+from pathlib import Path
+from test_watch import recorded, trainer, weights
+folder, kind = Path(sys.argv[1]), sys.argv[2]
+more = dict(per_device_train_batch_size=4, beta=0.04, loss_type=kind, gradient_accumulation_steps=2)
+plain = trainer(folder, **more)
+plain.train()
+t, records = recorded(folder, **more)
+assert weights(t) == weights(plain)
+if t.accelerator.is_main_process:
+    (folder / "logged.json").write_text(json.dumps(t.state.log_history))
+"""
+
+
+@pytest.mark.parametrize("kind", ["grpo", "dapo"])
+def test_two_processes_bring_one_record(tmp_path: Path, kind: str):
+    "The rows of both, and the loss and the gradient that TRL averages over them."
+    (tmp_path / "two.py").write_text(PROCESSES)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "two.py", tmp_path]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*words, kind], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = [row for row in json.loads((tmp_path / "logged.json").read_text()) if "loss" in row]
+    for record, log in zip(rln.Run.open(tmp_path / "run"), logged, strict=True):
+        assert (len(record.datums), len(record.groups)) == (16, 4)
+        assert [g.number for g in record.groups] == [*range(4 * record.step - 4, 4 * record.step)]
+        assert record.metrics["reward"] == pytest.approx(float(log["reward"]), rel=1e-3)
+        assert record.loss.loss == pytest.approx(float(log["loss"]), abs=1e-4)
+        assert record.metrics["grad_norm"] == pytest.approx(float(log["grad_norm"]), rel=1e-3)
+        agrees_with_its_options(record)
+
+
+def agrees_with_its_options(record: rln.StepRecord) -> None:
+    "The recorded options give TRL's loss and the gradient that its backward pass brought to each logprob."
+    leaves = [torch.tensor(lp.values, requires_grad=True) for lp in record.loss.logprobs]
+    ours, _ = make_loss_fn(record.datums, **record.options)(record.datums, leaves)
+    ours.backward()
+    assert ours.item() == pytest.approx(record.loss.loss, abs=1e-6)
+    for leaf, gradient in zip(leaves, record.loss.dlogprobs, strict=True):
+        np.testing.assert_allclose(np.nan_to_num(leaf.grad), gradient, atol=1e-6)
+
+
+class StandIn:
+    "What TRL asks of its `VLLMGeneration`, with the structures that it gives back; it draws from weights of its own."
+
+    unknown = False  # whether some tokens have no logprob
+
+    def __init__(self, model: Any, processing_class: Any, max_completion_length: int, **_: Any):
+        self.theirs, self.own, self.end = model, copy.deepcopy(model), processing_class.eos_token_id
+        self.length = max_completion_length
+
+    def sync_weights(self) -> None:
+        self.own.load_state_dict(self.theirs.state_dict())
+
+    def generate(self, prompts: list, **_: Any) -> tuple:
+        told = []
+        for ids in prompts:
+            drawn, logprobs = list[int](), list[float | None]()
+            while len(drawn) < self.length and self.end not in drawn:
+                with torch.no_grad():
+                    logits = self.own.eval()(torch.tensor([[*ids, *drawn]]), use_cache=False).logits[0, -1]
+                known = (logits / 1.25).log_softmax(-1)
+                drawn.append(int(torch.multinomial(known.exp(), 1)))
+                logprobs.append(float(known[drawn[-1]]))
+            logprobs[0] = None if self.unknown and len(told) % 4 == 1 else logprobs[0]  # vLLM could not score it
+            told.append((drawn, [[lp] for lp in logprobs], [[token] for token in drawn]))
+        return (prompts, *map(list, zip(*told, strict=True)))
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_a_sampler_beside_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str):
+    "Its logprobs, its weights' version and TRL's correction are recorded, and the loss with it is known here."
+    import trl.trainer.grpo_trainer as theirs
+
+    monkeypatch.setattr(theirs, "VLLMGeneration", StandIn)
+    monkeypatch.setattr(StandIn, "unknown", mode == "sequence_mask")
+    more = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": mode, "loss_type": "grpo"}
+    t, records = recorded(tmp_path, **more, steps_per_generation=2)
+    logged = [row for row in t.state.log_history if "loss" in row]
+    for record, log in zip(records, logged, strict=True):
+        samples = [record.groups[d.group].samples[d.sample] for d in record.datums]
+        assert {s.policy_version for s in samples} == {(record.step - 1) // 2 * 2}
+        assert record.loss.loss == pytest.approx(float(log["loss"]), abs=1e-4)
+        if mode == "sequence_mask":
+            assert "vllm_importance_sampling_mode='sequence_mask'" in record.options["make_loss"]
+            assert any(np.isnan(d.sampler_logprobs[d.active]).any() for d in record.datums)
+            continue
+        for d, s in zip(record.datums, samples, strict=True):
+            ratio = np.exp(d.old_logprobs - d.sampler_logprobs)[d.active].clip(max=3.0)
+            np.testing.assert_allclose(s.info["importance_sampling_ratio"][1:][d.active], ratio, rtol=1e-5)
+        agrees_with_its_options(record)
+
+
 def test_evaluation_is_not_training(tmp_path: Path):
     _, records = recorded(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
     assert [r.step for r in records] == [1, 2, 3]
@@ -203,10 +297,10 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path: Path
     plain.train()
     real = module.Update.record
 
-    def fails(step: Any, options: Any) -> Any:
+    def fails(step: Any) -> Any:
         if step.number == 2:
             raise ZeroDivisionError("of ours")
-        return real(step, options)
+        return real(step)
 
     monkeypatch.setattr(module.Update, "record", fails)
     t = trainer(tmp_path)
@@ -234,9 +328,17 @@ def test_the_command_line_reads_it(tmp_path: Path):
 
 
 def test_what_cannot_be_watched_is_refused_before_it_trains(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"got list; expected a trl\.GRPOTrainer"):
+    with pytest.raises(ConfigError, match=r"got list without _generate; expected a trl\.GRPOTrainer"):
         rln.watch([], tmp_path / "run")
     t = trainer(tmp_path)
     rln.watch(t, tmp_path / "run")
     with pytest.raises(RecordError, match="the run folder holds another run"):
         rln.watch(t, tmp_path / "run")
+
+
+def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "2", "--report_to", "none"])
+    runpy.run_path(str(Path(__file__).parent.parent / "examples" / "watch_trl" / "train.py"), run_name="__main__")
+    assert "Watched(watch_trl: 2 steps" in capsys.readouterr().out
+    assert [*rln.Run.open("runs/watch_trl").record(2).groups[0].samples[0].rewards] == ["right", "short"]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +25,8 @@ from ..core.metrics import step_metrics
 from ..core.options import TRL_PRESETS
 from ..core.types import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError
 from ..core.types import RLNotebookError, RolloutSample
-from .records import StepRecord, encode
-from .run import RunFolder
+from .records import StepRecord, encode, read_record, staged_folder, write_record
+from .run import Run, RunFolder
 
 # %% auto #0
 __all__ = ['Watched', 'watch']
@@ -52,11 +54,12 @@ def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOpt
     if corrected:
         cap, floor = trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min
         options |= {"tis": "token", "tis_cap": 1e30 if cap is None else cap, "tis_floor": floor or 0.0}
+    micro_batches = args.gradient_accumulation_steps * trainer.accelerator.num_processes
     per_update = args.steps_per_generation == args.gradient_accumulation_steps
     mode = getattr(trainer, "vllm_importance_sampling_mode", "")
     unsaid = {
         f"loss_type={kind!r}": kind not in TRL_PRESETS,
-        f"{kind!r} divided by the tokens of each micro-batch": kind == "bnpo" and args.gradient_accumulation_steps > 1,
+        f"{kind!r} divided by the tokens of each micro-batch": kind == "bnpo" and micro_batches > 1,
         f"{kind!r} divided by a share of the generation's tokens": kind in ("dapo", "cispo") and not per_update,
         f"{kind!r} with a ratio per sequence": by_sequence and kind in ("cispo", "sapo"),
         "the KL term times a sequence's ratio": by_sequence and bool(trainer.beta) and args.use_bias_correction_kl,
@@ -147,8 +150,8 @@ class Update:
         self.drawn = {"temperature": float(args.temperature), "processed": bool(cut)}
         self.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(trainer.model.dtype)[6:]
 
-    def record(self, options: Mapping[str, Any]) -> StepRecord:
-        "Its record."
+    def record(self) -> StepRecord:
+        "What this process had of the step."
         generations = {p["generation"].number(row): p["generation"] for p in self.passes for row in p["rows"]}
         numbers = sorted(generations)
         groups = [self._group(generations[n], n, i) for i, n in enumerate(numbers)]
@@ -158,17 +161,13 @@ class Update:
                 datums.append(_datum(p, at, row, numbers.index(p["generation"].number(row))))
                 logprobs.append(self._logprobs(p, at, row))
                 gradients.append(np.nan_to_num(p["generation"].whole(row, p["dlogprobs"][at])[1:]))
-        value = sum(p["loss"] for p in self.passes)
         theirs = pd.DataFrame([p["metrics"] for p in self.passes]).mean().to_dict()
-        options, ours = proven(options, datums, logprobs, value)
-        loss = LossOutput(value, {**ours, **theirs}, tuple(logprobs), tuple(gradients))
         return StepRecord(
             step=self.number,
             groups=tuple(groups),
             datums=tuple(datums),
-            loss=loss,
-            metrics=step_metrics(groups, datums, loss, self.update, policy_version=self.number - 1),
-            options=options,
+            loss=LossOutput(sum(p["loss"] for p in self.passes), theirs, tuple(logprobs), tuple(gradients)),
+            metrics=self.update,
             policy_version=self.number,
             seconds=_phases(self.seconds),
             consumed=max(numbers) + 1,
@@ -205,6 +204,32 @@ class Update:
         entropy = None if p["entropy"] is None else scored(row, p["entropy"][at])
         facts = {"policy_version": self.number - 1, "temperature": self.drawn["temperature"], "dtype": self.dtype}
         return Logprobs(scored(row, p["policy"][at]), entropy=entropy, **facts)
+
+
+def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecord:
+    "The step, of what each process had of it. Its loss is the mean of theirs, as TRL averages their gradients."
+    groups, datums = list[PromptGroup](), list[Datum]()
+    losses = [part.loss for part in parts if part.loss is not None]
+    for part in parts:
+        start = len(groups)
+        groups += [replace(g, index=start + g.index) for g in part.groups]
+        datums += [replace(d, group=start + d.group) for d in part.datums]
+    logprobs = tuple(lp for loss in losses for lp in loss.logprobs)
+    value = sum(loss.loss for loss in losses) / len(losses)
+    options, ours = proven(options, datums, logprobs, value)
+    theirs = pd.DataFrame([loss.metrics for loss in losses]).mean().to_dict()
+    gradients = tuple(g / len(losses) for loss in losses for g in loss.dlogprobs)
+    loss, first = LossOutput(value, {**ours, **theirs}, logprobs, gradients), parts[0]
+    return replace(
+        first,
+        groups=tuple(groups),
+        datums=tuple(datums),
+        loss=loss,
+        metrics=step_metrics(groups, datums, loss, first.metrics, policy_version=first.step - 1),
+        options=options,
+        consumed=max(part.consumed for part in parts),
+        passes=tuple(n for part in parts for n in part.passes),
+    )
 
 
 def proven(
@@ -268,13 +293,18 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float | bool) or (isinstance(value, list) and all(map(_is_plain, value)))
 
 # %% ../../nbs/runs/02_watch.ipynb #bf0587db
+TAPPED = "_generate _generate_and_score_completions _calculate_rewards _get_per_token_logps_and_entropies _compute_loss"
+PATIENCE = 600.0  # seconds that the first process waits for the others' parts of a step, beside training
+
+
 class Taps:
     "Wraps on the methods of a trainer, which copy what goes through."
 
     def __init__(self, trainer: Any, guard: Callable[..., None], step_ends: Callable[[Update], None]):
         self.trainer, self.guard, self.step_ends = trainer, guard, step_ends  # `guard(what, *args)` calls what is ours
+        self.rank, self.ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
         self.generation: Generation | None = None  # the last one
-        self.groups = 0  # drawn so far
+        self.groups = 0  # drawn so far, by all processes
         self.passes: list[dict[str, Any]] = []  # micro-batches of the step so far
         self.inside: dict[str, Any] = {}  # of the current pass
         self.seconds: dict[str, float] = {}
@@ -318,14 +348,19 @@ class Taps:
         t = self.trainer
         loaded = t._last_loaded_step if t.use_vllm else t.state.global_step
         ids, completions, tool_mask, said, sampler = out[:5]
-        places, texts = (self.groups, t.num_generations, loaded), list(map(_text, said))
+        count, rest = divmod(len(ids), t.num_generations)
+        if rest:
+            expected = f"a multiple of num_generations={t.num_generations}, so that a group is in one of them"
+            raise RecordError("rows of a process", got=len(ids), expected=expected)
+        places, texts = (self.groups + self.rank * count, t.num_generations, loaded), list(map(_text, said))
         self.generation = Generation(*places, (), ids, completions, tool_mask, texts, sampler)
-        self.groups += len(ids) // t.num_generations
+        self.groups += count * self.ranks
 
     def rewarded(self, per_function: Any, *_: Any) -> None:
-        "What each reward function said, and their weighted sum."
+        "What each reward function said of the rows of this process, and their weighted sum."
         assert self.generation is not None
         values, weights = _array(per_function), _array(self.trainer.reward_weights)
+        values = np.split(values, self.ranks)[self.rank]
         self.generation.rewards = dict(zip(self.trainer.reward_func_names, values.T, strict=True))
         self.generation.total = np.where(np.isnan(values).all(1), np.nan, np.nansum(values * weights, axis=1))
 
@@ -386,16 +421,16 @@ class Watched:
     def __init__(self, trainer: Any, path: str | os.PathLike[str]):
         from transformers import TrainerCallback
 
-        if not hasattr(trainer, "_generate_and_score_completions"):
-            expected = "a trl.GRPOTrainer of version 1.16 or later"
-            raise ConfigError("watch", got=type(trainer).__name__, expected=expected, fix="rln.watch(trainer, folder)")
-        if trainer.accelerator.num_processes > 1:
-            got = f"{trainer.accelerator.num_processes} processes"
-            raise ConfigError("watch", got=got, expected="one", fix="Record a run of one process.")
+        if lacks := [name for name in TAPPED.split() if not hasattr(trainer, name)]:
+            got = f"{type(trainer).__name__} without {lacks[0]}"
+            expected = "a trl.GRPOTrainer of version 1.16 or later, not one that was rewritten"
+            raise ConfigError("watch", got=got, expected=expected, fix="rln.watch(trainer, folder)")
         self.options, unsaid = trl_options(trainer)
         if unsaid:
             self.options = {"make_loss": "TRL's own: " + ", ".join(unsaid)}
-        self.run = RunFolder.create(path, trl_settings(trainer))
+        self.path, self.rank = Path(path), trainer.accelerator.process_index
+        self.processes = trainer.accelerator.num_processes
+        self.run = None if self.rank else RunFolder.create(path, trl_settings(trainer))
         self.ended = ""  # why nothing more is recorded; empty = it is
         self.cost, self.begun = 0.0, time.perf_counter()  # seconds of recording: in training's thread, and beside it
         self._last: StepRecord | None = None
@@ -409,7 +444,7 @@ class Watched:
 
             def on_train_end(self, *args: Any, **more: Any) -> None:
                 watched._guarded(watched.flush)
-                watched.run.release()
+                watched._release()
 
         trainer.add_callback(StepEnds())
 
@@ -423,7 +458,7 @@ class Watched:
     def records(self) -> list[StepRecord]:
         "The steps so far, read from the folder."
         self.flush()
-        return [self.run.record(step) for step in self.run.steps]
+        return [*Run.open(self.path)]
 
     def flush(self) -> None:
         "Wait until the last step is written."
@@ -437,9 +472,38 @@ class Watched:
 
     def _write(self, step: Update) -> None:
         start = time.perf_counter()
-        self._last = step.record(self.options)
-        self.run.add(self._last)
+        mine = step.record()
+        if self.run is None:
+            with staged_folder(self._handed_over(self.rank, mine.step)) as folder:
+                write_record(mine, folder)
+        else:
+            others = [self._part(rank, mine.step) for rank in range(1, self.processes)]
+            self._last = joined([mine, *others], self.options)
+            self.run.add(self._last)
         self.cost += time.perf_counter() - start
+
+    def _handed_over(self, rank: int, step: int) -> Path:
+        "Where another process puts its part of a step for the first one."
+        return self.path / f"process-{rank}" / f"{step:05d}"
+
+    def _part(self, rank: int, step: int) -> StepRecord:
+        "What another process had of a step, once it is there."
+        folder, until = self._handed_over(rank, step), time.monotonic() + PATIENCE
+        while not folder.exists():
+            if time.monotonic() > until:
+                expected = f"its part of the step within {PATIENCE:g} s"
+                raise RecordError("another process", where=str(folder), got="nothing", expected=expected)
+            time.sleep(0.02)
+        part = read_record(folder)
+        shutil.rmtree(folder)
+        return part
+
+    def _release(self) -> None:
+        "Give up the folder, in which the others have nothing left to hand over."
+        if self.run is not None:
+            self.run.release()
+            for place in self.path.glob("process-*"):
+                shutil.rmtree(place)
 
     def _guarded(self, what: Callable[..., None], *args: Any) -> None:
         "Do something of ours. An exception in it ends the recording, not the training."
@@ -450,13 +514,14 @@ class Watched:
             what(*args)
         except Exception as error:  # whatever it is
             self.ended = f"{type(error).__name__}: {error}"
-            warnings.warn(f"{self.run.path}: nothing more is recorded, training goes on. {self.ended}", stacklevel=2)
-            self.run.release()
+            warnings.warn(f"{self.path}: nothing more is recorded, training goes on. {self.ended}", stacklevel=2)
+            self._release()
         self.cost += time.perf_counter() - start
 
     def __repr__(self) -> str:
         share = self.cost / max(time.perf_counter() - self.begun, 1e-9)
-        said = f"Watched({self.run.path.name}: {len(self.run)} steps, recording took {share:.0%} of the time"
+        steps = f"process {self.rank} of {self.processes}" if self.run is None else f"{len(self.run)} steps"
+        said = f"Watched({self.path.name}: {steps}, recording took {share:.0%} of the time"
         said += f"; nothing more is recorded: {self.ended})" if self.ended else ")"
         return said if self._last is None else f"{said}\n{self._last.verdict}"
 
