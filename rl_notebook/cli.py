@@ -338,6 +338,7 @@ def run_view(args: Sequence[str]) -> int:  # exit code
 
 # %% ../nbs/00_cli.ipynb #a18f3e10
 DIAGNOSED = 40  # steps of a longer run that the doctor reads
+EARLY = 10  # first steps, which tell whether the sampler gets the weights
 GAP = "sampling/sampling_logp_difference/max"  # by which it chooses
 
 
@@ -355,12 +356,14 @@ async def diagnose_run(
 ) -> Diagnosis:
     "Diagnose the steps of a run; a line each, and one in full."
     from rl_notebook.insight.doctor.doctor import diagnose
+    from rl_notebook.insight.sync import sync_truth
     from rl_notebook.runs.run import Run, readable
 
-    run, found = Run.open(path), list[tuple[int, Any]]()
-    chosen = _worth_a_look(run) if step is None else [step]
-    for record in readable(run, chosen) if step is None else [run.record(step)]:
-        if record.loss is not None:
+    run, found, early = Run.open(path), list[tuple[int, Any]](), list[Any]()
+    chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
+    for record in readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]:
+        early += [record] if record.step in first else []
+        if record.loss is not None and record.step in chosen:
             found.append((record.step, await diagnose(record)))
             say(f"step {record.step:4}  {found[-1][1].cause:<18} largest gap {found[-1][1].largest:.2g} nats")
     if not found:
@@ -368,6 +371,8 @@ async def diagnose_run(
         raise RecordError("doctor", where=str(path), got=got, expected="a step with datums and logprobs")
     if step is None and len(chosen) < len(run):
         say(f"{len(chosen)} of {len(run)} steps: the last, those with the largest gap by the metrics (--step N)")
+    if early:
+        say(f"\n{sync_truth(early)}")
     number, shown = next((pair for pair in found if not pair[1].ok), found[-1])
     if rescore:
         from rl_notebook.recipes.rl_loop import diagnose_step

@@ -159,7 +159,7 @@ def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, cap
         run.add(replace(record, metrics={**record.metrics, cli.GAP: float(step == 7)}))
     whole = run_module.read_record
     monkeypatch.setattr(run_module, "read_record", lambda path, *how: read.append(int(path.name)) or whole(path, *how))
-    for command_, most in (("show --json", 40), ("show", 40), ("doctor", 40), ("view --once", 49)):
+    for command_, most in (("show --json", 40), ("show", 40), ("doctor", 50), ("view --once", 49)):
         name, *options = command_.split()
         read.clear()
         main([name, str(run.path), *options])

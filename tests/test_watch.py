@@ -1,6 +1,5 @@
 "TRL's own trainer, recorded: what stands in the run folder is what TRL used, and training is the same."
 
-import copy
 import hashlib
 import itertools
 import json
@@ -23,6 +22,7 @@ from trl import GRPOConfig, GRPOTrainer
 import rl_notebook as rln
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import ConfigError, RecordError
+from rl_notebook.insight.sync import sync_truth
 from rl_notebook.runs import watch as module
 from rl_notebook.task.toy import tiny_path, toy_rows
 
@@ -220,13 +220,18 @@ class StandIn:
     "What TRL asks of its `VLLMGeneration`, with the structures that it gives back; it draws from weights of its own."
 
     unknown = False  # whether some tokens have no logprob
+    warmth = 1.0  # by which it divides what it draws from
+    arrives = staticmethod(lambda past: past[-1])  # of all weights so far, those that it loads
 
     def __init__(self, model: Any, processing_class: Any, max_completion_length: int, **_: Any):
-        self.theirs, self.own, self.end = model, copy.deepcopy(model), processing_class.eos_token_id
+        self.theirs, self.own, self.end = model, type(model)(model.config), processing_class.eos_token_id
         self.length = max_completion_length
 
+        self.past: list[dict[str, torch.Tensor]] = []
+
     def sync_weights(self) -> None:
-        self.own.load_state_dict(self.theirs.state_dict())
+        self.past.append({name: w.detach().clone() for name, w in self.theirs.state_dict().items()})
+        self.own.load_state_dict(self.arrives(self.past))
 
     def generate(self, prompts: list, **_: Any) -> tuple:
         told = []
@@ -235,7 +240,7 @@ class StandIn:
             while len(drawn) < self.length and self.end not in drawn:
                 with torch.no_grad():
                     logits = self.own.eval()(torch.tensor([[*ids, *drawn]]), use_cache=False).logits[0, -1]
-                known = (logits / 1.25).log_softmax(-1)
+                known = (logits / self.warmth).log_softmax(-1)
                 drawn.append(int(torch.multinomial(known.exp(), 1)))
                 logprobs.append(float(known[drawn[-1]]))
             logprobs[0] = None if self.unknown and len(told) % 4 == 1 else logprobs[0]  # vLLM could not score it
@@ -250,6 +255,7 @@ def test_a_sampler_beside_the_trainer(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(theirs, "VLLMGeneration", StandIn)
     monkeypatch.setattr(StandIn, "unknown", mode == "sequence_mask")
+    monkeypatch.setattr(StandIn, "warmth", 1.25)
     more = {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_mode": mode, "loss_type": "grpo"}
     t, records = recorded(tmp_path, **more, steps_per_generation=2)
     logged = [row for row in t.state.log_history if "loss" in row]
@@ -265,6 +271,41 @@ def test_a_sampler_beside_the_trainer(tmp_path: Path, monkeypatch: pytest.Monkey
             ratio = np.exp(d.old_logprobs - d.sampler_logprobs)[d.active].clip(max=3.0)
             np.testing.assert_allclose(s.info["importance_sampling_ratio"][1:][d.active], ratio, rtol=1e-5)
         agrees_with_its_options(record)
+
+
+ARRIVES = {  # what arrives of the weights after so many syncs: what is said of it, with reference logprobs and without
+    "all of it": (lambda past: past[-1], "in every step", "in every step"),
+    "nothing": (lambda past: past[0], "never got", "is behind"),
+    "every third": (lambda past: past[(len(past) - 1) // 3 * 3], "steps 1, 4, 7 only", "steps 1, 4, 7 only"),
+    "the last but one": (lambda past: past[-2:][0], "stale by 1", "is behind"),
+    "the last but two": (lambda past: past[-3:][0], "stale by 2", "is behind"),
+    "all but the embeddings": (
+        lambda past: past[-1] | {n: w for n, w in past[0].items() if "embed" in n or "head" in n},
+        "a part of the weights",
+        "is behind",
+    ),
+    "all but a layer": (
+        lambda past: past[-1] | {n: w for n, w in past[0].items() if "layers.1." in n},
+        "a part of the weights",
+        "is behind",
+    ),
+}
+
+
+@pytest.mark.variant(every=5)
+@pytest.mark.parametrize("beta", [0.04, 0.0])
+@pytest.mark.parametrize("what", ARRIVES)
+def test_whether_the_sampler_got_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, beta: float):
+    import trl.trainer.grpo_trainer as theirs
+
+    arrives, said, unknown = ARRIVES[what]
+    monkeypatch.setattr(theirs, "VLLMGeneration", StandIn)
+    monkeypatch.setattr(StandIn, "arrives", staticmethod(arrives))
+    more = {"use_vllm": True, "vllm_mode": "colocate", "lr_scheduler_type": "constant", "learning_rate": 2e-4}
+    _, records = recorded(tmp_path, **more, beta=beta, seed=3, max_steps=8, max_completion_length=16)
+    found = sync_truth(records)
+    assert (said if beta else unknown) in found.text, found
+    assert found.ok is (what == "all of it")
 
 
 def test_evaluation_is_not_training(tmp_path: Path):
