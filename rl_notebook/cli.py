@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 from .config.config import Config
 from .core.options import leaf_types, sub_configs
 from .config.aliases import RENAMED, yaml_value
-from .core.types import AlignmentError, ConfigError, LossError, RecordError, RewardError, RLNotebookError
+from .core.types import AlignmentError, ConfigError, DatumError, LossError, RecordError, RewardError
+from .core.types import RLNotebookError
 from .core.types import plain_text, quoted, without_keys
 
 # %% auto #0
@@ -363,8 +364,13 @@ async def diagnose_run(
     chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
     for record in readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]:
         early += [record] if record.step in first else []
-        if record.loss is not None and record.step in chosen:
-            found.append((record.step, await diagnose(record)))
+        if (record.loss is not None or record.origin) and record.step in chosen:
+            try:
+                found.append((record.step, await diagnose(record)))
+            except (AlignmentError, DatumError) as missing:
+                if not run.reader:
+                    raise
+                raise RecordError("not in these files", where="doctor", got=str(missing), fix=run.reader.hook) from None
             say(f"step {record.step:4}  {found[-1][1].cause:<18} largest gap {found[-1][1].largest:.2g} nats")
     if not found:
         got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
@@ -626,19 +632,21 @@ def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  
 
     if last is not None and last < 1:
         raise RecordError("show", got=f"--last {last}", expected="at least 1")
-    trends, table = [str(t) for t in watch_run(readable(run, run.steps[-WATCHED:]))], run.metrics()
+    trends, first = [str(t) for t in watch_run(readable(run, run.steps[-WATCHED:]))], run.origin
+    table = run.metrics(max(last or 0, WATCHED) if first else None)  # else all of another trainer's files are read
     kept = table if last is None else table.tail(last)
     there, told = {*run.steps}, list[StepRecord]()
     for step, row in kept.to_dict("index").items():
         known: dict[str, Any] = {name: value for name, value in row.items() if value == value}  # without NaN
         told += [StepRecord(step, reason=known.pop("reason", ""), metrics=known)] if step in there else []
     data = {"run": str(run.path), "steps": [{"step": r.step, "verdict": r.verdict} for r in told], "trends": trends}
+    data |= {"origin": first} if first else {}
     data["metrics"] = _rows(kept.copy().reset_index())
     shown = glance(table).tail(last or 200)
     left = f"{len(table) - len(shown)} earlier ones: --last {len(table)}" if len(shown) < len(table) else ""
     cells = shown.map(lambda value: "" if math.isnan(value) else f"{value:.4g}")
     figures = cells.to_string() if len(shown.columns) else ""
-    return data, "\n".join(filter(None, [f"Run {run.path.name}: {run_facts(run)}", figures, left, *trends]))
+    return data, "\n".join(filter(None, [first, f"Run {run.path.name}: {run_facts(run)}", figures, left, *trends]))
 
 # %% ../nbs/00_cli.ipynb #78f1060d
 def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
@@ -650,9 +658,9 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     said, table = xray(record, before), record.completions_table()
     found, unseen = None, ""
     try:
-        found = asyncio.run(diagnose(record)) if record.loss is not None else None
-    except AlignmentError as missing:
-        unseen = f"doctor: {missing}"
+        found = asyncio.run(diagnose(record)) if record.loss is not None or record.origin else None
+    except (AlignmentError, DatumError) as missing:
+        unseen = f"doctor: cannot be seen from these files: {run.reader.hook}" if run.reader else f"doctor: {missing}"
     checks = [{"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks]
     data = {"step": step, "verdict": record.verdict, "sentence": said.sentence, "checks": checks}
     data |= {"doctor": None if found is None else {"cause": found.cause, "score": found.score, "text": found.sentence}}

@@ -47,7 +47,7 @@ RULED_OUT = {  # words that a reader of this field would not search for, and wha
     "who pushed": "gradient attribution",
     "nothing to mend": "no mismatch found",
     "the same say": "equal weight per sequence",
-    "(?<!per_token_)logps|log_probs": "logprobs",
+    r"(?<!per_token_)logps|(?<![\w`\"])log_probs": "logprobs",  # other trainers' keys aside
 }
 
 NETWORK = {

@@ -325,7 +325,7 @@ class Completion:
 class RolloutSample:
     "One answered and graded prompt; all per-token series in token coordinates, length N."
 
-    tokens: np.ndarray  # (N,) prompt and completion ids
+    tokens: np.ndarray  # (N,) prompt and completion ids; empty where only the text is known
     logprobs: np.ndarray  # (N,) sampler logprobs of the distribution drawn from; NaN outside the mask
     loss_mask: np.ndarray  # (N,) 1 where the policy sampled the token
     reward: float | None  # None = unscorable: leaves its group and is counted
@@ -333,7 +333,7 @@ class RolloutSample:
     text: str = ""  # what the policy said
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # per reward function
     raw_logprobs: np.ndarray | None = None  # (N,) at temperature 1 over the full vocabulary
-    policy_version: int = 0  # weights that drew it
+    policy_version: int | None = 0  # weights that drew it; None = not known
     temperature: float = 1.0  # of `logprobs`
     processed: bool = False  # whether `logprobs` are those after top-p, top-k, min-p or a penalty
     info: Mapping[str, Any] = field(default_factory=dict)  # anything a rollout wants to keep
@@ -350,7 +350,7 @@ class RolloutSample:
     @property
     def prompt_len(self) -> int:
         "Tokens before the first one that the policy sampled."
-        return int(np.argmax(self.loss_mask))
+        return int(np.argmax(self.loss_mask)) if len(self.tokens) else 0
 
     @property
     def completion_len(self) -> int:
@@ -370,7 +370,7 @@ class RolloutSample:
 
 # %% ../../nbs/core/00_types.ipynb #86f9e01f
 def _check_sample(sample: RolloutSample) -> None:
-    "Lengths agree, the mask is 0 or 1 and covers at least one token."
+    "Lengths agree, the mask is 0 or 1 and covers at least one token; or there are no tokens, but a text."
     n = len(sample.tokens)
     for name in ("logprobs", "loss_mask", "raw_logprobs"):
         series = getattr(sample, name)
@@ -378,6 +378,8 @@ def _check_sample(sample: RolloutSample) -> None:
             got, fix = f"{len(series)} values for {n} tokens", "All series are in token coordinates."
             raise AlignmentError(name, where="RolloutSample", got=got, expected="one per token", fix=fix)
     _check_routing(sample.routing, n - 1, "RolloutSample")
+    if not n and sample.text:
+        return
     if not np.isin(sample.loss_mask, (0, 1)).all():
         raise AlignmentError(
             "loss_mask", where="RolloutSample", got=sorted(set(sample.loss_mask.tolist()))[:5], expected="0 or 1"

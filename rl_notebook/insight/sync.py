@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.findings import Finding
+from .xray import scored_first
 from ..runs.records import StepRecord
 
 # %% auto #0
@@ -24,13 +25,12 @@ def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a s
     "Mean absolute difference of the logprobs of trained tokens, nats, and the newest version that the samples claim."
     lines = list[dict[str, float]]()
     for record in records:
-        if record.loss is None or len(record.loss.logprobs) != len(record.datums):
+        if len(policy := scored_first(record)) != len(record.datums) or not policy:
             continue
         parts = [np.zeros((3, 0))]
-        for d, lp in zip(record.datums, record.loss.logprobs, strict=True):
-            policy = lp.values if d.old_logprobs is None else d.old_logprobs
-            series = [policy, d.sampler_logprobs, d.ref_logprobs]
-            parts.append(np.array([np.full(len(policy), np.nan) if s is None else s for s in series])[:, d.active])
+        for d, lp in zip(record.datums, policy, strict=True):
+            series = [lp.values, d.sampler_logprobs, d.ref_logprobs]
+            parts.append(np.array([np.full(len(d.weights), np.nan) if s is None else s for s in series])[:, d.active])
         tokens = np.concatenate(parts, axis=1)
         apart = {name: np.abs(tokens[a] - tokens[b]) for name, (a, b) in PAIRS.items()}
         means = {name: float(np.nanmean(x)) if np.isfinite(x).any() else np.nan for name, x in apart.items()}
@@ -46,7 +46,7 @@ LEAST = 1e-4  # nats: what is smaller is rounding
 def sync_truth(records: Iterable[StepRecord]) -> Finding:
     "Whether the sampler got the weights, from the logprobs of a run; `ok` is None where they cannot tell."
     table = sync_distances(records)
-    gap, moved, left = (table[name].to_numpy() for name in PAIRS)
+    gap, moved, left = (table[name].to_numpy(np.float64) for name in PAIRS)
     if len(table) < 4 or table.index[0] != 1 or not np.isfinite(gap).all():
         lacks = "its first four steps" if np.isfinite(gap).all() else "sampler logprobs in every step"
         return Finding("sync", None, f"whether the sampler got the weights cannot be told without {lacks}")

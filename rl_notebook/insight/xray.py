@@ -105,6 +105,8 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
 
 def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
     "The policy's logprobs of a step, before the first of its updates where it made several; none without a loss."
+    if record.loss is None and record.datums and all(d.old_logprobs is not None for d in record.datums):
+        return tuple(Logprobs(d.old_logprobs) for d in record.datums)  # of another trainer, which kept no loss
     last = record.loss.logprobs if record.loss else ()
     known = lambda d, lp: d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()  # NaN is never hidden
     pairs = zip(record.datums, last, strict=bool(last))
@@ -148,7 +150,7 @@ def tolerance(logprobs: Sequence[Logprobs]) -> Rounding:
 # %% ../../nbs/insight/00_xray.ipynb #1b48634b
 def version_at_start(record: StepRecord) -> int | None:
     "Weight syncs before the step; None if the record does not tell."
-    versions = [s.policy_version for g in record.groups for s in g.samples]
+    versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
     lag = record.metrics.get("staleness/mean", math.nan)
     if versions and math.isfinite(lag):
         return round(float(np.mean(versions)) + lag)
@@ -156,6 +158,11 @@ def version_at_start(record: StepRecord) -> int | None:
     return stamps.pop() if len(stamps) == 1 else None
 
 # %% ../../nbs/insight/00_xray.ipynb #1bac0128
+def begins(record: StepRecord) -> bool:
+    "Whether a step is the first of a run on fresh weights; of another trainer's it is not known."
+    return record.step == 1 and not record.origin and not version_at_start(record)
+
+
 def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | None:
     "Whether the samples were drawn from the very weights that the step trained; None = the versions do not tell."
     start = version_at_start(record)
@@ -163,7 +170,7 @@ def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | 
         return None
     if record.metrics.get("staleness/max", 0.0) > 0:
         return False
-    if record.step == 1:
+    if record.step == 1 and not record.origin:
         return True
     if previous is None or previous.step != record.step - 1:
         return None
@@ -276,6 +283,8 @@ def policy_words(record: StepRecord, rest: float, moved: tuple[bool | None, str]
 
 def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     "The loss and what it is made of, by the metrics of its step, without the full stop."
+    if record.origin and not (record.loss and record.loss.dlogprobs):
+        return f"What {record.origin} left does not tell its loss"
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
     value, m, o, custom = record.loss.loss, record.metrics, record.options, custom_loss(record.options)
@@ -295,7 +304,8 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
 def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]]:  # name, place, values
     "Everything numeric in a record that must be finite, in the order in which a step computes it."
     for g in record.groups:
-        yield "rewards", f"{g.where}, sample", g.rewards
+        unscored = [s.reward is None for s in g.samples]
+        yield "rewards", f"{g.where}, sample", np.where(unscored, 0.0, g.rewards)
     for g in record.groups:
         if g.advantages is not None:
             yield "advantages", f"{g.where}, sample", g.advantages
@@ -306,9 +316,9 @@ def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]
                 yield name, place, np.where(active, series, 0.0)
     if record.loss is not None:
         for name, all_series in (("policy_logprobs", record.loss.logprobs), ("dL/dlogprob", record.loss.dlogprobs)):
-            for (_, active, place), series in zip(scored, all_series, strict=True):
+            for (_, active, place), series in zip(scored, all_series, strict=bool(all_series)):
                 yield name, place, np.where(active, getattr(series, "values", series), 0.0)
-        yield "loss", "", np.array([record.loss.loss])
+        yield "loss", "", np.array([record.loss.loss] if record.loss.dlogprobs else [])
     measured = {"grad_norm", "update_norm", *(record.loss.metrics if record.loss else ())} & record.metrics.keys()
     for name in sorted(measured):
         yield f"metric {name}", "", np.array([record.metrics[name]])
@@ -330,7 +340,7 @@ def gradient_size(record: StepRecord) -> tuple[float, str]:
     norm = record.metrics.get("grad_norm", math.nan)
     if math.isfinite(norm):
         return norm, f"norm {short(norm)}"
-    if record.loss is None:
+    if record.loss is None or not record.loss.dlogprobs:
         return math.nan, ""
     total = float(sum(np.abs(g).sum() for g in record.loss.dlogprobs))
     return total, f"sum of |dL/dlogprob| {short(total)}"
@@ -359,8 +369,8 @@ def check_completions(record: StepRecord) -> Finding:
     check, samples = partial(Finding, "completions"), [s for g in record.groups for s in g.samples]
     reasons = [f"{g.where}: {r}" for g in record.groups for r in g.dropped]
     drawn, cut = len(samples) + len(reasons), sum(s.truncated for s in samples)
-    if not drawn:
-        return check(None, "the record holds no samples")
+    if not drawn or (samples and all(s.finish_reason == "unknown" for s in samples)):
+        return check(None, "how they ended is not recorded" if drawn else "the record holds no samples")
     empty = sum("is empty" in r for r in reasons)
     lost = f"{len(reasons)} of {drawn} completions lost" + (f" ({empty} empty)" if empty else "")
     text = "all completions were cut at the limit" if cut == drawn else f"{cut} of {drawn} completions cut at the limit"
@@ -398,8 +408,8 @@ def check_prompts(record: StepRecord) -> Finding:
     "The completions of a group answer one prompt, and each group another."
     prompt = lambda s: s.tokens[: s.prompt_len].tobytes()
     asked = [{prompt(g.samples[i]) for i in g.run_starts} for g in record.groups if g.samples]
-    if not asked:
-        return Finding("prompts", None, "the record holds no samples")
+    if not asked or asked == [{b""}] * len(asked):
+        return Finding("prompts", None, "the record holds no samples" if not asked else "the record holds texts only")
     if mixed := [prompts for prompts in asked if len(prompts) > 1]:
         text = f"{len(mixed)} of {len(asked)} groups mix completions of different prompts"
         fix = "An advantage compares completions of one prompt: give each prompt a group of its own."
@@ -417,8 +427,9 @@ def check_prompts(record: StepRecord) -> Finding:
 def check_signal(record: StepRecord) -> Finding:
     "Some group has completions that differ in reward."
     dead, solved = sum(is_dead(g.rewards) for g in record.groups), len(solved_groups(record))
-    if not record.groups:
-        return Finding("signal", None, "the record holds no groups", notable=True)
+    if not record.groups or all(s.reward is None for g in record.groups for s in g.samples):
+        text = "no rewards are recorded" if record.groups else "the record holds no groups"
+        return Finding("signal", None, text, notable=True)
     if 2 * dead <= len(record.groups):
         return Finding("signal", True, signal_words(record), notable=True)
     if 2 * solved > len(record.groups):
@@ -431,7 +442,8 @@ def check_duplicates(record: StepRecord) -> Finding:
     "The completions of a group are not all the same, unless they all earned the most."
     solved = {g.index for g in solved_groups(record)}
     unsolved = [g for g in record.groups if g.index not in solved and len(g.samples) > 1]
-    drawn = [[s.tokens[s.loss_mask > 0].tobytes() for s in g.samples] for g in unsolved]
+    said = lambda s: s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text.encode()
+    drawn = [list(map(said, g.samples)) for g in unsolved]
     if not drawn:
         return Finding("variety", None, "no group has two completions, but for those that earn the most")
     same = sum(len(set(a)) == 1 for a in drawn)
@@ -463,7 +475,10 @@ def check_advantages(record: StepRecord) -> Finding:
     own_function = any(name.startswith("advantage_fn ") for name in record.sources)
     for g in record.groups:
         own = found[g.index][g.run_starts] if g.index in found else np.zeros(0)
-        if off(own.sum(), np.abs(own).sum()) and not own_function:
+        uncentred = off(own.sum(), np.abs(own).sum()) and not own_function
+        if uncentred and record.origin:  # a leave-one-out std will do
+            uncentred = bool((own * (g.rewards - g.rewards.mean())[g.run_starts] < -1e-6).any())
+        if uncentred:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
             return check(False, "a group does not sum to 0", "0", fix, g.where, short(float(own.sum())))
     for d in record.datums:
@@ -510,7 +525,7 @@ def check_mask(record: StepRecord) -> Finding:
     check, samples = partial(Finding, "mask"), sample_of(record.groups)
     if not record.datums:
         return check(None, "nothing was trained")
-    dlogprobs = record.loss.dlogprobs if record.loss else (None,) * len(record.datums)
+    dlogprobs = (record.loss and record.loss.dlogprobs) or (None,) * len(record.datums)
     for d, dlogprob in zip(record.datums, dlogprobs, strict=True):
         what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), dlogprob)
         if what:
@@ -573,7 +588,7 @@ def check_temperature(
 # %% ../../nbs/insight/00_xray.ipynb #2a8b916c
 def sampler_words(record: StepRecord, allowed: Rounding) -> str:
     "What the record knows of a sampler that has other logprobs than the policy; empty = nothing."
-    if record.step == 1 and not version_at_start(record):
+    if begins(record):
         return ", though no weights can be stale before an update (does it read the same prompt, template included?)"
     theirs = sampler_side(record.groups, record.datums, scored_first(record))
     start = gap_between(record.datums, theirs, [d.ref_logprobs for d in record.datums])
@@ -585,9 +600,9 @@ def sampler_words(record: StepRecord, allowed: Rounding) -> str:
 def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "On-policy, policy and sampler give each token the same logprob."
     check = partial(Finding, "on-policy")
-    if record.loss is None:
-        return check(None, without_loss(record))
     policy = scored_first(record)
+    if not policy:
+        return check(None, without_loss(record))
     if apart := check_temperature("on-policy", record.groups, record.datums, policy):
         return apart
     gap, known = sampler_gap(record.groups, record.datums, policy), on_policy(record, previous)
@@ -620,7 +635,7 @@ def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from
     "Rank correlation of dL/dlogprob with policy less reference in a datum, the higher of both signs of advantage."
     sides: dict[float, list[float]] = {}
     loss = record.loss
-    for d, lp, g in zip(record.datums, loss.logprobs, loss.dlogprobs, strict=True) if loss else ():
+    for d, lp, g in zip(record.datums, loss.logprobs, loss.dlogprobs, strict=True) if loss and loss.dlogprobs else ():
         above = lp.values - d.ref_logprobs if d.ref_logprobs is not None else np.zeros(len(d.weights))
         apart = d.active & (np.abs(above) > 1e-3)
         if apart.sum() > 2:
@@ -634,14 +649,14 @@ def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from
 def check_reference(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "Before any update the policy is the reference; after one it is not, nor far from it."
     check, policy = partial(Finding, "reference"), scored_first(record)
-    if record.loss is None:
+    if not policy:
         return check(None, without_loss(record))
     gap = gap_between(record.datums, policy, [d.ref_logprobs for d in record.datums])
     if gap is None:
         return check(None, "no reference logprobs were attached, or every target is masked")
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     apart, allowed = gap.size, tolerance(policy)
-    if record.step == 1 and not version_at_start(record):
+    if begins(record):
         if allowed.explains(gap):
             return check(True, f"KL 0 before the first update: {text}")
         fix = "Is it scored at the same temperature and without dropout?"

@@ -57,6 +57,7 @@ class StepRecord:
     speed: Mapping[str, float] = field(default_factory=dict)  # of what was computed in this process, as `perf/...`
     changed: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those the loop was opened with
     visits: tuple[tuple[int, float], ...] = ()  # difficulty sampling: times that each group's row came, its pass rate
+    origin: str = ""  # the trainer that left it; empty = this package
 
     def __post_init__(self):
         for name in ("groups", "datums", "passes", "updates", "pending", "timeline", "visits"):
@@ -128,7 +129,7 @@ def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
         | {"reward": s.reward}
         | {f"rewards/{n}": s.rewards.get(n) for n in names}
         | {"advantage": None if g.advantages is None else float(g.advantages[i])}
-        | {"finish_reason": utf8(s.finish_reason), "length": s.completion_len}
+        | {"finish_reason": utf8(s.finish_reason), "length": s.completion_len if len(s.tokens) else None}
         for g in groups
         for i, s in enumerate(g.samples)
     ]
@@ -245,7 +246,8 @@ def record_json(record: StepRecord) -> dict[str, Any]:
         ],
         "loss": None if record.loss is None else _loss_json(record.loss),
     }
-    return {"format": RECORD_FORMAT} | _plain_fields(record, tuple(parts), f"step {record.step}") | parts
+    unwritten = (*parts, *([] if record.origin else ["origin"]))
+    return {"format": RECORD_FORMAT} | _plain_fields(record, unwritten, f"step {record.step}") | parts
 
 
 def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:

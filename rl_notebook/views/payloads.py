@@ -522,7 +522,8 @@ def _series_of(record: StepRecord) -> dict[str, Sequence[Any]]:
     "What the loss of a record knows of every target, one array per datum; the entropy only if it is known of all."
     if record.loss is None:
         return {}
-    found: dict[str, Sequence[Any]] = {"policy": record.loss.logprobs, "dlogprob": record.loss.dlogprobs}
+    found: dict[str, Sequence[Any]] = {"policy": record.loss.logprobs}
+    found |= {"dlogprob": record.loss.dlogprobs} if record.loss.dlogprobs else {}
     entropies = [lp.entropy for lp in record.loss.logprobs]
     return found | ({} if not entropies or any(h is None for h in entropies) else {"entropy": entropies})
 

@@ -106,9 +106,13 @@ class Known:
 
 def _completions(run: Run, step: int) -> pd.DataFrame:
     "Group, reward, advantage and length of the samples of a step that have an advantage."
+    columns = ["group", "reward", "advantage", "length"]
     path = run.path / "steps" / f"{step:05d}" / "completions.parquet"
+    if run.reader:
+        table = run.record(step).completions_table()
+        return table.loc[table["advantage"].notna() & table["length"].notna(), columns]
     try:
-        table = pd.read_parquet(path, columns=["group", "reward", "advantage", "length"])
+        table = pd.read_parquet(path, columns=columns)
     except (OSError, ValueError) as e:
         raise RecordError("not readable", where=str(path), got=" ".join(str(e).split())[:120]) from e
     return table.dropna(subset=["advantage"])
@@ -503,6 +507,8 @@ def run_status(
     now: float | None = None,  # seconds since the epoch; None = now
 ) -> Status:
     "Whether a run goes on, as far as its folder tells."
+    if run.reader:  # whose trainer is not asked whether it goes on
+        return Status("finished", f"{run.reader.origin}: {len(run)} steps so far.")
     metrics = run.metrics()
     done, where = _planned(run, metrics)
     if done:

@@ -234,15 +234,15 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
     samples = [s for g in record.groups for s in g.samples]
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
     drawn_at = {s.temperature for s in samples}
-    synced = min((s.policy_version for s in samples), default=None)
-    first = record.step == 1 and not (trainer and trainer.policy_version)  # of a loop on a fresh backend
+    synced = min((s.policy_version for s in samples if s.policy_version is not None), default=None)
+    first = record.step == 1 and not record.origin and not (trainer and trainer.policy_version)  # on a fresh backend
     return Stamps(
         trainer_dtype=trainer.dtype if trainer else None,
         trainer_temperature=trainer.temperature if trainer else None,
         sampler_temperature=drawn_at.pop() if len(drawn_at) == 1 else None,
         trainer_version=trainer.policy_version if trainer else None,
         sampler_version=synced,
-        unsynced=None if synced is None else record.step - 1 - synced,
+        unsynced=None if synced is None or record.origin else record.step - 1 - synced,
         untrained=first if untrained is None else untrained,
     )
 
@@ -336,8 +336,8 @@ def gather(
         where, got = (f"step {record.step}", record.reason or "none") if record else (None, "none")
         fix = "Diagnose a step that trained something."
         raise DatumError("datums", where=where, got=got, expected="at least one", fix=fix)
-    if trainer is None and record and record.loss:
-        trainer = scored_first(record)
+    if trainer is None and record:
+        trainer = scored_first(record) or None
     if trainer is None:
         fix = "Hand over trainer_logprobs, or a backend that scores the datums."
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)

@@ -1,0 +1,176 @@
+"""Folders that other trainers' own writers made, of sums of digits, beside the truth of what was drawn and trained.
+
+`tests/foreign/TOOL` has one or two steps of a run; `truth.json` has their rows in completion coordinates.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rl_notebook.cli import main
+from rl_notebook.core.types import RecordError
+from rl_notebook.insight.doctor.doctor import diagnose
+from rl_notebook.insight.xray import xray
+from rl_notebook.runs.foreign import SHOWN
+from rl_notebook.runs.run import Run
+
+FOREIGN = Path(__file__).parent / "foreign"
+ROUNDED = {"prime_rl_rollouts", "prime_rl_monitors", "verifiers"}  # four decimals on disk
+NO_IDS = {"verl", "fw_cookbook"}
+PER_TOKEN = ("sampler_logprobs", "old_logprobs", "policy_logprobs", "ref_logprobs", "entropy")
+THERE = {  # series beside tokens that `show` says are there; all others must be None
+    "nemo_rl": "sampler_logprobs old_logprobs advantages reward",
+    "prime_rl_exports": "sampler_logprobs policy_logprobs entropy advantages",
+    "prime_rl_rollouts": "sampler_logprobs advantages reward policy_version",
+    "prime_rl_monitors": "sampler_logprobs policy_logprobs entropy advantages reward policy_version",
+    "verifiers": "sampler_logprobs reward",
+    "miles": "sampler_logprobs old_logprobs ref_logprobs entropy advantages reward policy_version",
+    "slime": "sampler_logprobs old_logprobs ref_logprobs advantages reward policy_version",
+    "verl": "reward",
+    "fw_cookbook": "advantages reward",
+}
+STEPS = {"nemo_rl": [1], "prime_rl_monitors": [0, 1, 2, 3], "verl": [1]}
+CHECKED = {"prime_rl_monitors": [0, 3]}  # steps that the truth has
+
+
+def numbers(values) -> np.ndarray:
+    return np.array([np.nan if v is None else v for v in values], dtype=float)
+
+
+def series_of(record, group: int, sample: int, prompt: int) -> dict[str, object]:
+    "What a record says of a sample, per token of its completion."
+    s = next(g for g in record.groups if g.index == group).samples[sample]
+    found: dict[str, object] = {"sampler_logprobs": s.logprobs[prompt:], "mask": s.loss_mask[prompt:]}
+    at = [k for k, d in enumerate(record.datums) if (d.group, d.sample) == (group, sample)]
+    for k in at:
+        d = record.datums[k]
+        found |= {n: None if getattr(d, n) is None else getattr(d, n)[prompt - 1 :] for n in PER_TOKEN[1::2][:1]}
+        found |= {"ref_logprobs": None if d.ref_logprobs is None else d.ref_logprobs[prompt - 1 :]}
+        found |= {"advantage": d.advantage}
+        if record.loss:
+            lp = record.loss.logprobs[k]
+            found |= {"policy_logprobs": lp.values[prompt - 1 :]}
+            found |= {"entropy": None if lp.entropy is None else lp.entropy[prompt - 1 :]}
+        elif "entropy" in s.info:
+            found |= {"entropy": s.info["entropy"][prompt:]}
+    return found
+
+
+@pytest.mark.parametrize("tool", THERE)
+def test_a_folder_says_what_its_truth_says(tool):
+    run = Run.open(FOREIGN / tool)
+    assert run.steps == STEPS.get(tool, [0])
+    there = {*THERE[tool].split(), *([] if tool in NO_IDS else ["tokens"])}
+    assert f"there: {', '.join(n for n in SHOWN if n in there)}\n" in run.origin
+    limit = 6e-5 if tool in ROUNDED else 1e-6
+    for step, rows in zip(
+        CHECKED.get(tool, run.steps), json.loads((FOREIGN / tool / "truth.json").read_text())["steps"], strict=True
+    ):
+        record, places = run.record(step), {}
+        for g in record.groups:
+            for i, s in enumerate(g.samples):
+                key = s.text.strip() if tool in NO_IDS else tuple(s.tokens.tolist())
+                places.setdefault(key, []).append((g, i, s))
+        groups = {}
+        for row in rows:
+            ids = [*row["prompt_ids"], *row["completion_ids"]]
+            same = places[row["text"].strip() if tool in NO_IDS else tuple(ids)]
+            wanted = lambda at: abs((at[2].reward or 0) - row["reward"])  # noqa: B023  (of this row)
+            g, i, s = same.pop(same.index(min(same, key=wanted)))
+            groups.setdefault(row.get("group", row.get("group_idx")), set()).add(g.index)
+            assert s.reward == pytest.approx(row["reward"]) if "reward" in there else s.reward is None
+            if s.rewards:
+                assert dict(s.rewards) == row["rewards"]
+            if tool in NO_IDS:
+                theirs = None if g.advantages is None else g.advantages[i]
+                assert theirs == (pytest.approx(row["advantage"], abs=limit) if "advantages" in there else None)
+                continue
+            found = series_of(record, g.index, i, len(row["prompt_ids"]))
+            mask = np.array(row.get("mask") or [1] * len(row["completion_ids"]))
+            assert (found["mask"] == mask).all()
+            truth = row | {"sampler_logprobs": row.get("sampler_logprobs", row.get("sampler_logprobs_true"))}
+            for name in PER_TOKEN:
+                if name not in there:
+                    assert found.get(name) is None, name
+                elif name in found and truth.get(name) is not None:
+                    apart = np.abs(np.asarray(found[name]) - numbers(truth[name]))[mask > 0]
+                    assert apart.max() <= limit, (name, apart)
+            if "advantages" in there and "advantage" in found:
+                assert found["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
+        assert not any(places.values()), "completions that the truth has not"
+        assert tool in NO_IDS or all(len(own) == 1 for own in groups.values())
+
+
+def test_faults_are_named_from_the_files_alone_and_healthy_ones_raise_nothing(capsys):
+    shifted = [Run.open(FOREIGN / tool).record(0) for tool in ("miles", "prime_rl_monitors")]
+    assert [asyncio.run(diagnose(r)).cause for r in shifted] == ["shift", "shift"]
+    first = {tool: Run.open(FOREIGN / tool).record(STEPS.get(tool, [0])[0]) for tool in THERE}
+    failed = {tool: [check.name for check in xray(record).failed] for tool, record in first.items()}
+    assert {tool: names for tool, names in failed.items() if names} == {"fw_cookbook": ["advantages"]}
+    assert all(asyncio.run(diagnose(first[tool])).ok for tool in ("nemo_rl", "slime", "prime_rl_exports"))
+    assert main(["show", str(FOREIGN / "verifiers"), "0"]) == 0
+    assert "cannot be seen from these files: an evaluation has one series of logprobs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("tool", THERE)
+def test_the_command_line_takes_such_a_folder(tool, capsys, tmp_path):
+    folder = str(FOREIGN / tool)
+    assert main(["show", folder]) == 0
+    assert " at " in capsys.readouterr().out.splitlines()[0]
+    assert main(["view", folder, "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["doctor", folder]) in (0, 1, 2)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_what_is_being_written_is_read_up_to_the_last_whole_record(tmp_path):
+    run = shutil.copytree(FOREIGN / "nemo_rl", tmp_path / "nemo")
+    file = next(run.rglob("train_data_step1.jsonl"))
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:8]) + lines[8][:500])
+    assert sum(len(g.samples) for g in Run.open(run).record(1).groups) == 8
+    file.write_bytes(b"".join([*lines[:3], lines[3][:500] + b"\n", *lines[4:]]))
+    with pytest.raises(RecordError, match="line 4"):
+        Run.open(run).record(1)
+    dump = shutil.copytree(FOREIGN / "miles", tmp_path / "miles") / "dump/train_data"
+    for rank in (0, 1):
+        (dump / f"1_{rank}.pt").write_bytes((dump / f"0_{rank}.pt").read_bytes()[: 900 if rank else None])
+    assert Run.open(tmp_path / "miles").steps == [0]
+    monitors = shutil.copytree(FOREIGN / "prime_rl_monitors", tmp_path / "prime")
+    sealed = next(monitors.rglob("stream/00000.jsonl.zst"))
+    sealed.write_bytes(sealed.read_bytes()[:-300])
+    assert Run.open(monitors).steps[-1] == 3
+
+
+def test_one_step_is_read_without_the_others(tmp_path):
+    for step in range(1, 201):
+        Path(tmp_path, f"train_data_step{step}.jsonl").write_text("no JSON\n")
+    shutil.copy(next((FOREIGN / "nemo_rl").rglob("*.jsonl")), tmp_path / "train_data_step77.jsonl")
+    run = Run.open(tmp_path)
+    assert (len(run.steps), len(run.record(77).datums)) == (200, 12)
+
+
+def test_nothing_is_unpickled(tmp_path):
+    bad = "import os, torch\nclass X:\n def __reduce__(self): return os.mkdir, ('opened',)\n"
+    bad += "torch.save({'samples': X()}, '0.pt')"
+    (tmp_path / "train_data").mkdir()
+    subprocess.run([sys.executable, "-c", bad], cwd=tmp_path / "train_data", check=True)
+    with pytest.raises(RecordError, match="only unpickling"):
+        Run.open(tmp_path).record(0)
+    assert not Path("opened").exists()
+
+
+def test_several_runs_or_none_are_refused_by_name(tmp_path):
+    with pytest.raises(RecordError, match="NeMo-RL, prime-rl"):
+        Run.open(tmp_path)
+    for name in ("a", "b"):
+        shutil.copytree(FOREIGN / "nemo_rl", tmp_path / name)
+    with pytest.raises(RecordError, match="2 of them"):
+        Run.open(tmp_path)
