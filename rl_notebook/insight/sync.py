@@ -29,7 +29,7 @@ def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a s
             continue
         parts = [np.zeros((3, 0))]
         for d, lp in zip(record.datums, policy, strict=True):
-            series = [lp.values, d.sampler_logprobs, d.ref_logprobs]
+            series: list[np.ndarray | None] = [lp.values, d.sampler_logprobs, d.ref_logprobs]
             parts.append(np.array([np.full(len(d.weights), np.nan) if s is None else s for s in series])[:, d.active])
         tokens = np.concatenate(parts, axis=1)
         apart = {name: np.abs(tokens[a] - tokens[b]) for name, (a, b) in PAIRS.items()}

@@ -52,7 +52,7 @@ def _branch(path: Sequence[Mapping[str, Any]], noted: Mapping[str, Any], told: A
     found = {ours: np.concatenate([_spread(node, name) for node in path]) for name, ours in _NODES.items()}
     found = {name: values for name, values in found.items() if np.isfinite(values).any()} | renamed(noted, _NODES)
     rounded = np.asarray(found.get("advantages", np.nan), dtype=np.float64)
-    if isinstance(told, int | float) and not np.nanmax(np.abs(rounded - told), initial=0.0) > 1e-4:
+    if isinstance(told, int | float) and not np.nan_to_num(np.abs(rounded - told)).max(initial=0.0) > 1e-4:
         found["advantages"] = float(told)
     tokens = [token for node in path for token in node.get("token_ids") or []]
     return {"tokens": tokens, "loss_mask": np.concatenate(masks), **found}
