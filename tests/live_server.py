@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from rl_notebook.emulator.messages import ON_ERROR
 from rl_notebook.emulator.server import EmulatedServer, completions, hot_load
-from rl_notebook.emulator.trainer import Models, Snapshots
+from rl_notebook.emulator.models import Models, Snapshots
 
 
 @contextlib.contextmanager

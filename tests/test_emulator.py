@@ -21,12 +21,8 @@ import httpx
 import pytest
 import torch
 
-from rl_notebook.emulator.service import (
-    KEY_VARIABLE,
-    RunningEmulator,
-    parse_faults,
-    start_emulator,
-)
+from rl_notebook.emulator.faults import KEY_VARIABLE, parse_faults
+from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.emulator.testing import emulator, emulator_fixture  # noqa: F401  (the fixture)
 from rl_notebook.cli import main
 from rl_notebook.core.types import ConfigError

@@ -19,17 +19,11 @@ pytest.importorskip("uvicorn")
 from live_server import serve
 from starlette.applications import Starlette
 
-import rl_notebook.emulator.trainer as module
-from rl_notebook.emulator.messages import (
-    ON_ERROR,
-    SERVED_LOSSES,
-    Batch,
-    proto_batch,
-    read_protobuf,
-    served_datum,
-    served_loss,
-)
-from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder, Models, Serving, Snapshots
+from rl_notebook.emulator import models as model_module, trainer as trainer_module
+from rl_notebook.emulator.messages import ON_ERROR, SERVED_LOSSES, Batch, proto_batch
+from rl_notebook.emulator.messages import read_protobuf, served_datum, served_loss
+from rl_notebook.emulator.models import Models, Serving, Snapshots
+from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder
 from rl_notebook.core.types import BackendError, Datum
 
 __all__ = ["one_thread"]
@@ -343,7 +337,7 @@ def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
 
 
 def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
-    monkeypatch.setattr(module, "KEPT_UNNAMED", 2)
+    monkeypatch.setattr(trainer_module, "KEPT_UNNAMED", 2)
     model_id = running.model("0.38.0", rank=2)
     for seq_id in range(1, 5):
         body = {"model_id": model_id, "seq_id": seq_id, "path": None, "sampling_session_seq_id": seq_id}
@@ -354,7 +348,7 @@ def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
 
 
 def test_sessions_that_share_one_model_do_not_mix_their_weights(own, monkeypatch):
-    monkeypatch.setattr(module, "KEPT_SERVINGS", 1)
+    monkeypatch.setattr(model_module, "KEPT_SERVINGS", 1)
     service = own()
     model_id = service.model("0.38.0", rank=2, seed=4)
     samplers = []

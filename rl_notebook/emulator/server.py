@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..core.align import token_from_target
 from .messages import Refusal, Table, json_of, routes_of, sample_params
-from .trainer import Models, Serving, Snapshots
+from .models import Models, Serving, Snapshots
 from ..backends.local.worker import Worker
 from ..core.types import Completion, RLNotebookError, SampleParams
 from ..agents.openai_chat import event_lines, in_pieces, reply_of, token_record

@@ -7,34 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
-import math
 import os
-import random
 import re
 import secrets
 import socket
 import tempfile
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from pathlib import Path
 from typing import IO, Any
 
-from .messages import ON_ERROR, Table, error_reply, json_of, routes_of
+from .faults import FAULTS, KEY_VARIABLE  # noqa: F401 (handed on)
+from .faults import Exchange, Fault, FaultMiddleware, Faults, bare_key, emulator_key, parse_faults
+from .messages import ON_ERROR, Table, json_of, routes_of
+from .models import Models, Snapshots
 from .server import EmulatedServer, completions, hot_load, run_load
-from .trainer import Call, EmulatedTrainer, Models, Snapshots, finish_session, timestamp
+from .trainer import Call, EmulatedTrainer, finish_session, timestamp
 from ..backends.services.wire import Secret
 from ..core.types import BackendError, ConfigError
 from ..core.names import lock_file, write_file
 
 # %% auto #0
-__all__ = ['FAULTS', 'Fault', 'parse_faults', 'Emulator', 'RunningEmulator', 'start_emulator']
+__all__ = ['Emulator', 'RunningEmulator', 'start_emulator']
 
 # %% ../../nbs/emulator/05_service.ipynb #805e9691
 import uvicorn
@@ -43,85 +42,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-# %% ../../nbs/emulator/05_service.ipynb #55e4e1b4
-_PLAIN = ("drop_before", "drop_after", "503", "truncate_sse", "job_fails", "hotload_error", "restart_trainer")
-FAULTS: dict[str, tuple[str, ...]] = dict.fromkeys(_PLAIN, ())  # kind -> settings of its own
-FAULTS |= {"429": ("retry_after",), "slow": ("s",), "hotload_stalls": ("s",)}
-
-# %% ../../nbs/emulator/05_service.ipynb #39fb5b26
-@dataclass(frozen=True)
-class Fault:
-    "One way to fail, and when."
-
-    kind: str  # one of FAULTS
-    chance: float = 1.0  # of an occasion to be struck
-    at: float | None = None  # inject at this occasion only, counted from 1
-    times: float = math.inf  # inject at most so often
-    path: str = ""  # only where the address contains this
-    s: float = 1.0  # seconds
-    retry_after: float = 1.0  # seconds
-
-    def __post_init__(self):
-        if self.kind not in FAULTS:
-            raise ConfigError("fault", got=repr(self.kind), expected=f"one of {', '.join(FAULTS)}")
-        if not 0 < self.chance <= 1:
-            raise ConfigError("chance", where=f"fault {self.kind}", got=self.chance, expected="within (0, 1]")
-        if not all(0 <= seconds <= 86_400 for seconds in (self.s, self.retry_after)):
-            raise ConfigError("seconds", where=f"fault {self.kind}", got=(self.s, self.retry_after), expected="a day")
-
-# %% ../../nbs/emulator/05_service.ipynb #78494612
-def parse_fault(text: str) -> Fault:
-    "`kind[:chance][:name=value]...` as a fault; raises `ConfigError`."
-    kind, *parts = text.strip().split(":")
-    pairs = [part.partition("=") if "=" in part else ("chance", "=", part) for part in parts]
-    given = {name: value for name, _, value in pairs}
-    known = {"chance", "at", "times", "path", *FAULTS.get(kind, ())}
-    try:
-        read: dict[str, Any] = {name: value if name == "path" else float(value) for name, value in given.items()}
-    except ValueError as e:
-        raise ConfigError("fault", where=repr(text), got=str(e), expected="numbers") from e
-    if kind in FAULTS and (unknown := sorted(given.keys() - known)):
-        raise ConfigError("fault", where=repr(text), got=unknown, expected=f"some of {', '.join(sorted(known))}")
-    return Fault(kind, **read)
-
-# %% ../../nbs/emulator/05_service.ipynb #253fef79
-def parse_faults(spec: str) -> tuple[Fault, ...]:
-    "Several faults, separated by commas; empty text is none."
-    return tuple(parse_fault(part) for part in spec.split(",") if part.strip())
-
-# %% ../../nbs/emulator/05_service.ipynb #0921bdf7
-class Faults:
-    "Decides where a fault is injected, and keeps count."
-
-    def __init__(self, faults: Sequence[Fault] = (), seed: int = 0):
-        self.reset(faults, seed)
-
-    def reset(self, faults: Sequence[Fault], seed: int = 0) -> None:
-        "From now on these; counts and log start anew."
-        self.faults, self.seed = tuple(faults), seed
-        self.counts: Counter[str] = Counter()  # kind -> how often it happened
-        self.log: deque[tuple[str, str]] = deque(maxlen=100_000)  # (kind, where), in order
-        self._seen: Counter[int] = Counter()
-        self._struck: Counter[int] = Counter()
-
-    def inject(self, kind: str, where: str, aside: bool = False) -> Fault | None:
-        "The fault to inject at this occasion, if any; what happens aside only gets a fault with a path."
-        hit = None
-        for i, fault in enumerate(self.faults):
-            if fault.kind != kind or fault.path not in where or (aside and not fault.path):
-                continue
-            self._seen[i] += 1
-            n = self._seen[i]
-            drawn = n == fault.at if fault.at else random.Random(f"{self.seed}/{i}/{n}").random() < fault.chance
-            if drawn and hit is None and self._struck[i] < fault.times:
-                self._struck[i] += 1
-                hit = fault
-        if hit is not None:
-            self.counts[kind] += 1
-            self.log.append((kind, where))
-        return hit
+from starlette.types import Receive, Scope, Send
 
 # %% ../../nbs/emulator/05_service.ipynb #bdfe1596
 @dataclass(frozen=True)
@@ -197,148 +118,6 @@ class ResourceStore:
         own = [r for r in self._known.values() if r.name.split("/")[2] == collection]
         return sorted(own, key=lambda r: (r.created, r.name))
 
-# %% ../../nbs/emulator/05_service.ipynb #0b5f50f0
-KEY_VARIABLE = "RL_NOTEBOOK_EMULATOR_KEY"
-LOCAL = ("127.0.0.1", "localhost")
-
-
-def emulator_key(key: Secret | str | None = None) -> Secret:
-    "The key given, else the one in the environment, else a fresh one."
-    if key is None:
-        key = os.environ.get(KEY_VARIABLE, "").strip() or f"tml-{secrets.token_hex(16)}"
-    value = key.reveal() if isinstance(key, Secret) else key
-    if not re.fullmatch(r"[!-~]{8,}", value):
-        raise ConfigError("emulator key", got=f"{len(value)} characters", expected="8 or more that are visible ASCII")
-    return Secret(value)
-
-
-def _bare(key: bytes) -> bytes:
-    "A key without the prefix by which an SDK knows its own: `fw_` and `fw-` are Fireworks', `tml-` is Tinker's."
-    return re.sub(rb"^(fw[_-]|tml-)", b"", key)
-
-# %% ../../nbs/emulator/05_service.ipynb #f6fb474b
-def _refusal(scope: Scope, key: Secret) -> tuple[int, str] | None:
-    "Status and reason, if a request must not come in."
-    headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-    host = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get("host", b"").decode("latin-1")
-    if host not in LOCAL:
-        return 403, f"the emulator accepts requests to {' or '.join(LOCAL)} only"
-    if scope["method"] == "GET" and scope["path"].endswith("/api/v1/healthz"):
-        return None  # says without a key that a trainer is up
-    scheme, _, token = headers.get("authorization", b"").partition(b" ")
-    shown = [headers.get("x-api-key", b""), token.strip() if scheme.lower() == b"bearer" else b""]
-    wanted = _bare(key.reveal().encode())
-    right = [hmac.compare_digest(_bare(value), wanted) for value in shown]  # both, whatever the first says
-    if not any(right):
-        return 401, "invalid API key; the emulator printed the right one when it was started"
-    return None
-
-# %% ../../nbs/emulator/05_service.ipynb #17e618b7
-@dataclass(frozen=True)
-class Exchange:
-    "One request and what became of it."
-
-    method: str
-    path: str
-    status: int | None  # None = the connection was closed without a response
-    fault: str = ""  # the faults that were injected
-
-# %% ../../nbs/emulator/05_service.ipynb #0d537c8f
-@dataclass
-class FaultMiddleware:
-    "Checks host, key and size of requests, injects faults, keeps a log."
-
-    app: ASGIApp
-    key: Secret
-    faults: Faults
-    hang_up: Callable[[Any], None] | None = None  # closes the connection of a client address
-    log: deque[Exchange] = field(default_factory=lambda: deque(maxlen=100_000))
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        refused = _refusal(scope, self.key)
-        if refused:
-            struck, status = "", refused[0]
-            await Request(scope, receive).body()
-            await error_reply(scope["path"], *refused)(scope, receive, send)
-        else:
-            struck, status = await self.serve(scope, receive, send)
-        self.log.append(Exchange(scope["method"], scope["path"], status, struck))
-
-    async def serve(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int | None]:
-        "Serve one request; returns the faults that were injected, and the status that was sent."
-        where = f"{scope['method']} {scope['path']}"
-        faults = Faults() if scope["path"].startswith("/emulator/") else self.faults  # the status page has none
-        if faults.inject("drop_before", where):
-            await self.drop(scope, receive)
-            return "drop_before", None
-        if refused := injected_refusal(faults, scope):
-            await Request(scope, receive).body()
-            await refused(scope, receive, send)
-            return str(refused.status_code), refused.status_code
-        slow, lost = faults.inject("slow", where), faults.inject("drop_after", where)
-        if slow:
-            await asyncio.sleep(slow.s)
-        reply = Reply(faults, where, None if lost else send)
-        with contextlib.suppress(Exception):  # `on_error` has said it, and responded
-            await self.app(scope, receive, reply)
-        if lost:
-            await self.drop(scope, receive)
-        struck = {"slow": slow, "drop_after": lost, "truncate_sse": reply.truncated}
-        return "+".join(kind for kind, hit in struck.items() if hit), reply.status
-
-    async def drop(self, scope: Scope, receive: Receive) -> None:
-        "Close the connection and wait until the server has seen it."
-        if self.hang_up is None:
-            raise BackendError("a dropped connection", got="an app without a server", fix="Use start_emulator().")
-        self.hang_up(scope["client"])
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-# %% ../../nbs/emulator/05_service.ipynb #10dfc5ea
-def injected_refusal(faults: Faults, scope: Scope) -> Response | None:
-    "The refusal that is injected for a request, if any."
-    where = f"{scope['method']} {scope['path']}"
-    if hit := faults.inject("429", where):
-        return error_reply(scope["path"], 429, "rate limited", {"Retry-After": f"{hit.retry_after:g}"})
-    if faults.inject("503", where):
-        return error_reply(scope["path"], 503, "temporarily unavailable")
-    return None
-
-# %% ../../nbs/emulator/05_service.ipynb #cf4818b7
-def cut_stream(body: bytes) -> bytes:
-    "A stream of server-sent events without the event that says how it finished, and without what follows."
-    unfinished = lambda event: b'"finish_reason": "' not in event
-    return b"".join(event + b"\n\n" for event in takewhile(unfinished, body.split(b"\n\n")))
-
-# %% ../../nbs/emulator/05_service.ipynb #c5585368
-@dataclass
-class Reply:
-    "What an app sends on its way to the client: its status is noted, a stream may be cut, or nothing gets through."
-
-    faults: Faults
-    where: str
-    send: Send | None  # None = swallow it
-    status: int | None = None
-    truncated: bool = False
-    _held: bytes = b""
-
-    async def __call__(self, message: Message) -> None:
-        if self.send is None:
-            return
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            headers = dict(message["headers"])
-            streamed = headers.get(b"content-type", b"").startswith(b"text/event-stream")
-            self.truncated = streamed and bool(self.faults.inject("truncate_sse", self.where))
-        elif self.truncated:
-            self._held += message.get("body", b"")
-            if message.get("more_body", False):
-                return
-            message = {"type": "http.response.body", "body": cut_stream(self._held)}
-        await self.send(message)
-
 # %% ../../nbs/emulator/05_service.ipynb #f6f5d9df
 @dataclass
 class Site:
@@ -364,6 +143,12 @@ class Site:
     def snapshots(self, bucket: str) -> Snapshots:
         "Where sampler weights are kept: one folder for each trainer or deployment that owns a bucket."
         return Snapshots(self.folder / "buckets" / bucket)
+
+    def trainer(self, key: str, bucket: str, **own: Any) -> EmulatedTrainer:
+        "A trainer, made when it is first needed."
+        if key not in self.trainers:
+            self.trainers[key] = EmulatedTrainer(self.models, self.snapshots(bucket), self.folder, **own)
+        return self.trainers[key]
 
     async def end(self, name: str) -> None:
         "End the trainer of a job or the sampler of a deployment; what it held in memory is lost, files stay."
@@ -504,9 +289,8 @@ def job_reply(request: Request, job: Resource) -> Response:
 
 async def create_job(site: Site, request: Request) -> Response:
     "A new job; 409 if there is one of this id."
-    name = resource_name(
-        "rlorTrainerJobs", request.query_params.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
-    )
+    id = request.query_params.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
+    name = resource_name("rlorTrainerJobs", id)
     if site.resources.find(name):
         raise HTTPException(409, f"{name} exists already")
     job = new_job(name, await json_of(request), request.query_params, site.context_length)
@@ -557,11 +341,8 @@ def job_bucket(job: Resource) -> str:
 # %% ../../nbs/emulator/05_service.ipynb #aa440010
 def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
     "The trainer of a job, made when it is first needed."
-    if job.name not in site.trainers:
-        models = site.models_for(job.body["trainingConfig"]["baseModel"])
-        own = {"forward_only": bool(job.body.get("forwardOnly")), "name": job.name.rsplit("/", 1)[1]}
-        site.trainers[job.name] = EmulatedTrainer(models, site.snapshots(job_bucket(job)), site.folder, **own)
-    return site.trainers[job.name]
+    own = {"forward_only": bool(job.body.get("forwardOnly")), "name": job.name.rsplit("/", 1)[1]}
+    return site.trainer(job.name, job_bucket(job), **own)
 
 # %% ../../nbs/emulator/05_service.ipynb #701209dc
 async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
@@ -608,28 +389,24 @@ async def list_checkpoints(site: Site, request: Request) -> Response:
     return list_of(request, "checkpoints", checkpoint_rows(site, find_resource(site, request, "rlorTrainerJobs")))
 
 # %% ../../nbs/emulator/05_service.ipynb #3b61fd06
-def promotable_row(site: Site, job: Resource, checkpoint: str) -> dict[str, Any]:
-    "The checkpoint of this id; 404 if there is none, 400 if it cannot be promoted."
-    row = next((r for r in checkpoint_rows(site, job) if r["name"] == f"{job.name}/checkpoints/{checkpoint}"), None)
+def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
+    "The model that a checkpoint became; refused with status 404, 400 or 409."
+    name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
+    source = f"{job.name}/checkpoints/{checkpoint}"
+    row = next((r for r in checkpoint_rows(site, job) if r["name"] == source), None)
     if row is None:
         raise HTTPException(404, f"{job.name} has no checkpoint {checkpoint!r}")
     if not row["promotable"]:
         raise HTTPException(400, f"checkpoint {checkpoint!r} is a {row['checkpointType']} and cannot be promoted")
-    return row
-
-# %% ../../nbs/emulator/05_service.ipynb #e75c3547
-def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
-    "The model that a checkpoint became."
-    name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
-    row, now = promotable_row(site, job, checkpoint), time.time()
     if (model := site.resources.find(name)) is not None:
-        if model.body["promotedFrom"] != row["name"]:
+        if model.body["promotedFrom"] != source:
             raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
         return model
     base, rank = asked.get("base_model"), site.snapshots(job_bucket(job)).meta(checkpoint).get("lora_rank")
-    body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": row["name"], "baseModel": base}
+    body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": source, "baseModel": base}
     if rank:
         body["peftDetails"] = {"baseModel": base, "r": rank}
+    now = time.time()
     return site.resources.put(Resource(name, body, "READY", since=now, created=now))
 
 # %% ../../nbs/emulator/05_service.ipynb #28d9c37b
@@ -667,11 +444,8 @@ def deployment_bucket(site: Site, deployment: Resource) -> str:
 # %% ../../nbs/emulator/05_service.ipynb #c1c815f6
 def deployment_reply(site: Site, deployment: Resource) -> Response:
     "A deployment as the control plane describes it."
-    more = {
-        "replicaCount": replicas(deployment),
-        "hotLoadBucketUrl": f"emulator://{deployment_bucket(site, deployment)}",
-    }
-    return JSONResponse({**deployment.shown(time.time()), **more})
+    more = {"hotLoadBucketUrl": f"emulator://{deployment_bucket(site, deployment)}"}
+    return JSONResponse({**deployment.shown(time.time()), "replicaCount": replicas(deployment), **more})
 
 # %% ../../nbs/emulator/05_service.ipynb #fe80c383
 def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
@@ -734,11 +508,10 @@ DEPLOYMENTS: Table = [
 ]
 
 # %% ../../nbs/emulator/05_service.ipynb #deb5379b
-def server_of(
-    site: Site,
-    model: str,  # as a client wrote it: a deployment, base#deployment, or any name
-) -> EmulatedServer:
-    "The sampler for a model name, made when it is first needed; 404 if it is a deployment that does not serve."
+def server_of(site: Site, model: str) -> EmulatedServer:
+    """The sampler for a model as a client wrote it: a deployment, base#deployment, or any name.
+
+    It is made when it is first needed; 404 for a deployment that does not serve."""
     name = model.rpartition("#")[2]
     if "/deployments/" in name:
         deployment = site.resources.find(name)
@@ -869,9 +642,7 @@ async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
     "Hand a request to the trainer without a job, or to the sampler without a deployment."
     if not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/api/"):
         return await server_of(site, "root").router(scope, receive, send)
-    if "root" not in site.trainers:
-        site.trainers["root"] = EmulatedTrainer(site.models, site.snapshots("root"), site.folder, name="root")
-    await forward_to_trainer(site, site.trainers["root"], scope, receive, send)
+    await forward_to_trainer(site, site.trainer("root", "root", name="root"), scope, receive, send)
 
 # %% ../../nbs/emulator/05_service.ipynb #9e745333
 POOLED = re.compile(r"accounts/[^/]+/trainingSessions/(ts-[^/]+)(?:/checkpoints/[^/]+/(ts-[^/]+)/([^/]+))?")
@@ -880,12 +651,10 @@ KEPT_POOLED = 4  # samplers
 
 async def to_pool(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer of the pool, or to the sampler of a session's snapshot."
-    if "pool" not in site.trainers:
-        shared = {"name": "pool", "pooled": True}
-        site.trainers["pool"] = EmulatedTrainer(site.models, site.snapshots("pool"), site.folder, **shared)
+    pool = site.trainer("pool", "pool", name="pool", pooled=True)
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith("/api/"):
-        return await forward_to_trainer(site, site.trainers["pool"], scope, receive, send)
+        return await forward_to_trainer(site, pool, scope, receive, send)
     if path != "/inference/v1/completions":
         raise HTTPException(404, f"there is no {path} in serverless training")
     request = Request(scope, receive)
@@ -983,7 +752,7 @@ class RunningEmulator:
     def environment(self) -> dict[str, str]:
         "Variables that lead the SDKs here, the key among them in the clear, in the form that each SDK takes."
         key = self.key.reveal()
-        bare = _bare(key.encode()).decode()
+        bare = bare_key(key.encode()).decode()
         keys = {"FIREWORKS": f"fw_{bare}", "TINKER": f"tml-{bare}", "OPENAI": key}
         named = {"FIREWORKS": self.url, "TINKER": self.url, "OPENAI": f"{self.url}/v1"}
         return {k: v for n, u in named.items() for k, v in ((f"{n}_BASE_URL", u), (f"{n}_API_KEY", keys[n]))}

@@ -10,8 +10,6 @@ import copy
 import inspect
 import json
 import re
-import shutil
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,146 +18,30 @@ from datetime import datetime, UTC
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..backends.base import Backend
-from ..backends.local.engine import Request, check_request, check_tokens
+from ..backends.local.engine import check_tokens
 from ..backends.local.scoring import score
-from ..backends.local.trainer import LocalSampler, LocalTrainer, PolicyState, capture, open_local, read_folder
-from ..backends.local.trainer import restore, update, write_folder
-from ..core.types import AdamParams, BackendError, Completion, RLNotebookError
-from ..task.toy import load_model
+from ..backends.local.trainer import PolicyState, capture, restore, update
+from ..core.types import AdamParams, BackendError, RLNotebookError
 
 # %% auto #0
-__all__ = ['POSTS', 'Models', 'Snapshots', 'EmulatedTrainer', 'snapshot_of']
+__all__ = ['POSTS', 'EmulatedTrainer', 'snapshot_of']
 
 # %% ../../nbs/emulator/02_trainer.ipynb #bff92318
 from .messages import Batch, PassResult, Refusal, SampleResult, answer, json_adam, json_batch
-from .messages import json_of, json_sample_params, json_tokens, proto_batch, read_body, read_json
+from .messages import json_of, json_tokens, proto_batch, read_body, read_json
 from .messages import read_protobuf, served_loss
+from .models import Models, SamplerPool, SamplingSession, Snapshots, check_name, close_backend
+from .models import draw_and_score, policy_of
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router
-
-# %% ../../nbs/emulator/02_trainer.ipynb #113794aa
-class Models:
-    "The one base model, under every name."
-
-    def __init__(
-        self,
-        model: str | tuple[nn.Module, Any] = "tiny",  # a name for `load_model`, or a model and its tokenizer
-        dtype: str = "float32",  # precision of the copies
-    ):
-        self.name, self.dtype = model if isinstance(model, str) else "given", dtype
-        self.pair = None if isinstance(model, str) else model
-        self.lock = threading.RLock()  # adapters are drawn from a generator that all threads share
-
-    def original(self) -> tuple[nn.Module, Any]:
-        "The model as it was loaded, and its tokenizer."
-        with self.lock:
-            if self.pair is None:
-                self.pair = load_model(self.name, dtype=self.dtype)
-        return self.pair
-
-    def load(self) -> tuple[nn.Module, Any]:
-        "A fresh copy of the model, and its tokenizer."
-        model, tokenizer = self.original()
-        return copy.deepcopy(model), tokenizer
-
-    @property
-    def tokenizer(self) -> Any:
-        "The model's tokenizer."
-        return self.original()[1]
-
-    def open(self, lora_rank: int = 0, lora_alpha: float = 32, seed: int = 0) -> Backend:
-        "A copy as a local backend that scores every position."
-        model, tokenizer = self.load()
-        options: dict[str, Any] = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed, "dtype": self.dtype}
-        with self.lock:
-            whole = {"reference": False, "prompt_logprobs": True, "mask_unknown": False}  # as services draw
-            return open_local(model, tokenizer, **whole, **options)
-
-# %% ../../nbs/emulator/02_trainer.ipynb #7d282d61
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
-
-
-def check_name(name: str, label: bool = False) -> str:
-    "The name, if it can be a folder (and, if asked, a DNS label); raises `BackendError`."
-    if not isinstance(name, str) or not (_LABEL if label else _NAME).fullmatch(name) or ".." in name:
-        expected = "a DNS label (a-z, 0-9, -)" if label else "letters, digits, '.', '_' and '-'"
-        raise BackendError("name", got=repr(name), expected=expected)
-    return name
-
-# %% ../../nbs/emulator/02_trainer.ipynb #403e45be
-class Snapshots:
-    "Named weights in a folder."
-
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
-
-    def save(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
-        "Write a snapshot, atomically; one of the same name is replaced."
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_folder(self.folder / check_name(name), dict(tensors), dict(meta))
-
-    def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        "Weights and page of a snapshot; raises `BackendError`."
-        if not (self.folder / check_name(name) / "state.json").is_file():
-            raise BackendError("snapshot", got=repr(name), expected=f"one of {self.names() or 'none yet'}")
-        return read_folder(self.folder / name)
-
-    def meta(self, name: str) -> dict[str, Any]:
-        "The page alone."
-        return json.loads((self.folder / check_name(name) / "state.json").read_text())
-
-    def delete(self, name: str) -> None:
-        "Remove a snapshot, if it is there."
-        shutil.rmtree(self.folder / check_name(name), ignore_errors=True)
-
-    def names(self) -> list[str]:
-        "What is there, by name."
-        return sorted(p.parent.name for p in self.folder.glob("[!.]*/state.json"))
-
-# %% ../../nbs/emulator/02_trainer.ipynb #d78e327e
-def policy_of(backend: Backend) -> LocalTrainer:
-    "The policy of a local backend."
-    return cast(LocalTrainer, backend.policy)
-
-# %% ../../nbs/emulator/02_trainer.ipynb #6b5df377
-def misfits(state: PolicyState, tensors: Mapping[str, Tensor]) -> list[str]:
-    "Names of the weights that only one side has; without such, of those whose shapes differ."
-    strange = sorted(set(tensors) ^ set(state.params))
-    return strange or [name for name, p in state.params.items() if tensors[name].shape != p.shape]
-
-# %% ../../nbs/emulator/02_trainer.ipynb #b37c5074
-class Serving:
-    "A sampler, and what it serves."
-
-    def __init__(self, models: Models, lora_rank: int = 0):
-        self.backend, self.lora_rank, self.name, self.users = models.open(lora_rank), lora_rank, "", 0
-        self.sampler: Any = self.backend.sampler  # a `LocalSampler`
-
-    async def swap(self, name: str, tensors: Mapping[str, Tensor]) -> int:
-        "Serve these weights; returns how many swaps there were. Raises `BackendError` for another model's."
-        state = policy_of(self.backend).state
-        if wrong := misfits(state, tensors):
-            got = f"{len(wrong)} weights that do not fit, such as {wrong[0]}"
-            raise BackendError("snapshot", where=name, got=got, expected="the served model's weights and lora_rank")
-        self.name, state.snapshots[name] = name, dict(tensors)
-        try:
-            return await self.backend.sync(name)
-        finally:
-            state.snapshots.pop(name, None)
-
-    async def close(self) -> None:
-        "Release the model."
-        if self.backend.close is not None:
-            await self.backend.close()
 
 # %% ../../nbs/emulator/02_trainer.ipynb #d6cb1f45
 Work = Callable[[], Awaitable[Any]]
@@ -264,13 +146,6 @@ class Learner:
         "Compute in the backend's worker."
         return await policy_of(self.backend).run(fn, *args)
 
-# %% ../../nbs/emulator/02_trainer.ipynb #2bb4be34
-async def close_backend(backend: Backend) -> None:
-    "Let the backend finish what it computes, without blocking the loop, and release its model."
-    await asyncio.to_thread(policy_of(backend).run.close)
-    if backend.close is not None:
-        await backend.close()
-
 # %% ../../nbs/emulator/02_trainer.ipynb #be9e3c4b
 def run_pass(learner: Learner, batch: Batch) -> PassResult:
     "Score a batch and, unless only that was asked for, accumulate its gradient."
@@ -324,31 +199,21 @@ def state_place(path: str, owner: str) -> tuple[str, str]:  # owner, name
     raise BackendError("path", got=repr(path), expected=" or ".join(STATE_PATHS))
 
 # %% ../../nbs/emulator/02_trainer.ipynb #e2d9445d
-def save_state_at(learner: Learner, place: Path, meta: Mapping[str, Any], overwrite: bool) -> None:
-    "Write weights and optimizer; raises `BackendError` for a name that is taken."
-    if place.exists() and not overwrite:
-        fix = "Choose another name, or pass overwrite=True."
-        raise BackendError("name", got=repr(place.name), expected="one that is not taken", fix=fix)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    tensors, about = capture(learner.state)
-    write_folder(place, tensors, {**about, **meta})
-
-# %% ../../nbs/emulator/02_trainer.ipynb #e6af2027
-def state_page(place: Path) -> dict[str, Any]:
-    "The page of a state; raises `BackendError`."
-    if not (place / "state.json").is_file():
-        known = sorted(p.parent.name for p in place.parent.glob("[!.]*/state.json"))
-        raise BackendError("path", got=f"no state {place.name!r} of {place.parent.name!r}", expected=f"one of {known}")
-    return json.loads((place / "state.json").read_text())
-
-# %% ../../nbs/emulator/02_trainer.ipynb #19fa2dc8
-def load_state_at(learner: Learner, place: Path, optimizer: bool, lock: AbstractContextManager) -> None:
+def load_state(learner: Learner, states: Snapshots, name: str, optimizer: bool, lock: AbstractContextManager) -> None:
     "Take weights, and the optimizer if asked for; what was accumulated is dropped. Raises `BackendError`."
-    state_page(place)
-    tensors, meta = read_folder(place)
+    tensors, meta = states.load(name)
     with lock:  # the torch generator, which a state brings along, belongs to all threads
-        restore(learner.state, tensors, meta, place.name, optimizer)
+        restore(learner.state, tensors, meta, name, optimizer)
     learner.passes = learner.loss_tokens = learner.sequences = 0
+
+
+def save_state(learner: Learner, states: Snapshots, name: str, meta: Mapping[str, Any], overwrite: bool) -> None:
+    "Write weights and optimizer; raises `BackendError` for a name that is taken."
+    if name in states.names() and not overwrite:
+        fix = "Choose another name, or pass overwrite=True."
+        raise BackendError("name", got=repr(name), expected="one that is not taken", fix=fix)
+    tensors, about = capture(learner.state)
+    states.save(name, tensors, {**about, **meta})
 
 # %% ../../nbs/emulator/02_trainer.ipynb #a75db8dd
 def snapshot_weights(learner: Learner, checkpoint_type: str) -> dict[str, Tensor]:
@@ -372,69 +237,6 @@ def snapshot_page(learner: Learner, checkpoint_type: str | None) -> dict[str, An
     rank = 0 if kind == "merged_base" else learner.lora_rank
     previous = learner.snapshot if kind == "delta" else None
     return {"checkpoint_type": kind, "previous": previous, "lora_rank": rank, "base_model": learner.base_model}
-
-# %% ../../nbs/emulator/02_trainer.ipynb #09657728
-KEPT_SERVINGS = 2  # sampling models of one adapter rank
-KEPT_UNNAMED = 8  # unnamed snapshots of one learner
-
-
-@dataclass(frozen=True)
-class SamplingSession:
-    "A sampling session."
-
-    base_model: str
-    snapshot: str = ""  # stored name; "" = the base model
-    path: str | None = None  # as the client named it
-
-# %% ../../nbs/emulator/02_trainer.ipynb #90ec029b
-class SamplerPool:
-    "A few models for sampling."
-
-    def __init__(self) -> None:
-        self.servings: list[Serving] = []  # the one used last comes last
-        self.lock, self.revisions = asyncio.Lock(), dict[str, int]()  # how often a snapshot was written anew
-
-    async def take(self, models: Models, snapshots: Snapshots, sampling: SamplingSession) -> Serving:
-        "A model that serves this session's weights, marked as in use. Raises `BackendError`."
-        async with self.lock:
-            tag = f"{sampling.snapshot}#{self.revisions.get(sampling.snapshot, 0)}" if sampling.snapshot else ""
-            found = next((x for x in self.servings if x.name == tag), None)
-            if found is None:
-                found = await self.fetch(models, snapshots, sampling, tag)
-            self.servings = [*(x for x in self.servings if x is not found), found]
-            found.users += 1
-            return found
-
-    async def fetch(self, models: Models, snapshots: Snapshots, sampling: SamplingSession, tag: str) -> Serving:
-        "A model that starts to serve a tag: a new one, or one that is idle when there are enough."
-        if not tag:
-            return await asyncio.to_thread(Serving, models)
-        tensors, meta = await asyncio.to_thread(snapshots.load, sampling.snapshot)
-        alike = [x for x in self.servings if x.name and x.lora_rank == meta["lora_rank"]]
-        idle = [x for x in alike if not x.users]
-        if len(alike) < KEPT_SERVINGS or not idle:
-            idle = [await asyncio.to_thread(Serving, models, meta["lora_rank"])]
-        await idle[0].swap(tag, tensors)
-        return idle[0]
-
-# %% ../../nbs/emulator/02_trainer.ipynb #5309031c
-async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]) -> SampleResult:
-    "Draw completions of a prompt, and score what was asked for; raises `BackendError`."
-    not_done = ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_prompt_logprobs", "topk_sample_logprobs")
-    if asked := [name for name in not_done if body.get(name)]:
-        raise BackendError("asample", got=", ".join(asked), expected="none of them: the emulator does not do this")
-    params = json_sample_params(body, len(prompt), sampler.engine.max_seq_len)
-    request = check_request(sampler.engine, prompt, params)
-    if (body.get("sampling_params") or {}).get("stop") == []:
-        request = Request(request.prompt, params)
-    completions: list[Completion] = await sampler.post(request)
-    if not body.get("prompt_logprobs"):
-        return SampleResult(completions)
-    scored = await sampler.logprobs(prompt) if len(prompt) > 1 else []
-    series = np.concatenate([[np.nan], np.asarray(scored)])  # the first token has no logprob
-    if (last_n := body.get("prompt_logprobs_last_n")) is not None:
-        series[: len(prompt) - last_n] = np.nan
-    return SampleResult(completions, series)
 
 # %% ../../nbs/emulator/02_trainer.ipynb #99b10418
 @dataclass(eq=False)
@@ -494,14 +296,14 @@ class EmulatedTrainer:
         self.forward_only, self.name, self.pooled = forward_only, name or "trainer", pooled
         self.poll_s, self.patience_s, self.memory = poll_s, patience_s, Memory()
 
-    @property
-    def states(self) -> Path:
-        "Where states are kept."
-        return self.folder / "states"
+    def states_of(self, owner: str) -> Snapshots:
+        "The states of an owner."
+        return Snapshots(self.folder / "states" / folder_name(owner), f"state of {owner}")
 
-    def state_folder(self, path: str, owner: str = "") -> Path:
-        "Where the state lies that a path means; raises `BackendError`."
-        return self.states.joinpath(*state_place(path, owner or self.name))
+    def state_at(self, path: str, owner: str = "") -> tuple[Snapshots, str]:
+        "The states of an owner, and the name among them, that a path means; raises `BackendError`."
+        owner, name = state_place(path, owner or self.name)
+        return self.states_of(owner), name
 
     def routes(self) -> list[Route]:
         "The endpoints, relative to the trainer's base URL."
@@ -528,7 +330,7 @@ class EmulatedTrainer:
 
     def checkpoints(self) -> list[dict[str, Any]]:
         "What can be listed: name, created, kind and whether it can be promoted; oldest first."
-        pages = self.states.glob("*/[!.]*/state.json")
+        pages = (self.folder / "states").glob("*/[!.]*/state.json")
         found = [(page.parent.name, "TRAINING", json.loads(page.read_text())) for page in pages]
         for name in self.snapshots.names():
             meta = self.snapshots.meta(name)
@@ -656,15 +458,15 @@ def create_model(call: Call) -> Promise:
     model_id, path = f"{call.body['session_id']}:train:{call.body['model_seq_id']}", call.body.get("path")
 
     async def work() -> dict[str, Any]:
-        place = None if path is None else call.trainer.state_folder(path)
-        page = {} if place is None else state_page(place)
+        start = None if path is None else call.trainer.state_at(path)
+        page = {} if start is None else start[0].meta(start[1])
         lora = {**lora_wanted(call.body), **({"rank": page["lora_rank"]} if page else {})}
         base_model = call.body.get("base_model") or page["base_model"]
         learner = await asyncio.to_thread(open_learner, call, model_id, base_model, lora)
-        if place is not None:
-            await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
+        if start is not None:
+            await learner.run(load_state, learner, *start, bool(call.body["optimizer"]), call.trainer.models.lock)
         await add_learner(call.memory, learner)
-        if place is not None:
+        if start is not None:
             return {"type": "load_weights", "path": path, "model_id": model_id}
         able = {"supports_reinforce": True, "supports_router_replay": False}
         return {"type": "create_model", "model_id": model_id, **able}
@@ -703,9 +505,9 @@ def page_of(call: Call, learner: Learner) -> dict[str, Any]:
 async def save_weights(call: Call, learner: Learner) -> dict[str, Any]:
     "Save a state under a name of the owner."
     name = check_name(call.body["path"], label=not learner.tinker)
-    place = call.trainer.states / folder_name(learner.owner) / name
+    states = call.trainer.states_of(learner.owner)
     overwrite = bool(call.body.get("overwrite")) or not learner.tinker
-    await learner.run(save_state_at, learner, place, page_of(call, learner), overwrite)
+    await learner.run(save_state, learner, states, name, page_of(call, learner), overwrite)
     path = f"tinker://{learner.owner}/weights/{name}" if learner.tinker else name
     return {"type": "save_weights", "path": path}
 
@@ -713,15 +515,16 @@ async def save_weights(call: Call, learner: Learner) -> dict[str, Any]:
 @in_turn
 async def load_weights(call: Call, learner: Learner) -> dict[str, Any]:
     "Go back to a state."
-    place = call.trainer.state_folder(call.body["path"], learner.owner)
-    await learner.run(load_state_at, learner, place, bool(call.body["optimizer"]), call.trainer.models.lock)
+    saved = call.trainer.state_at(call.body["path"], learner.owner)
+    await learner.run(load_state, learner, *saved, bool(call.body["optimizer"]), call.trainer.models.lock)
     return {"type": "load_weights", "path": call.body["path"], "model_id": learner.model_id}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #7990eacd
 def weights_info(call: Call) -> dict[str, Any]:
     "What must be known to make a model for a state."
     try:
-        page = state_page(call.trainer.state_folder(call.body["tinker_path"]))
+        states, name = call.trainer.state_at(call.body["tinker_path"])
+        page = states.meta(name)
     except BackendError as reason:
         raise Refusal(404, str(reason)) from reason
     rank = page["lora_rank"]
@@ -755,6 +558,9 @@ def stored_name(call: Call, learner: Learner) -> str:
     return f"{folder_name(learner.owner)}.{last}"
 
 # %% ../../nbs/emulator/02_trainer.ipynb #82cbcc33
+KEPT_UNNAMED = 8  # unnamed snapshots of one learner
+
+
 def new_sampler(call: Call, learner: Learner, stored: str) -> str:
     "A sampling session for an unnamed snapshot; the oldest of them are deleted."
     sampler_id = f"{learner.model_id}:sample:{call.body.get('sampling_session_seq_id')}"
@@ -802,9 +608,8 @@ def asample(call: Call) -> Promise:
     "Draw completions in a sampling session."
     sampler_id = call.body.get("sampling_session_id")
     if sampler_id not in call.memory.samplers:
-        raise Refusal(
-            404, "sampling session", got=repr(sampler_id), expected="one of this service since it was started"
-        )
+        expected = "one of this service since it was started"
+        raise Refusal(404, "sampling session", got=repr(sampler_id), expected=expected)
     pool, number = call.memory.pool, call.body.get("seq_id")
 
     async def work() -> SampleResult:
@@ -882,11 +687,12 @@ def rest_checkpoints(call: Call) -> dict[str, Any]:
 def delete_checkpoint(call: Call) -> dict[str, Any]:
     "Remove a state or a snapshot of a run (Tinker)."
     run, (part, _, name) = folder_name(call.params["run"]), call.params["checkpoint"].partition("/")
-    folder = call.trainer.states / run if part == "weights" else call.trainer.snapshots.folder
-    stored = check_name(name if part == "weights" else f"{run}.{name}")
-    if part not in ("weights", "sampler_weights") or not (folder / stored / "state.json").is_file():
+    kept, stored = call.trainer.snapshots, f"{run}.{name}"
+    if part == "weights":
+        kept, stored = call.trainer.states_of(run), name
+    if part not in ("weights", "sampler_weights") or stored not in kept.names():
         raise Refusal(404, "checkpoint", got=repr(call.params["checkpoint"]), expected="one that is listed")
-    shutil.rmtree(folder / stored)
+    kept.delete(stored)
     return {}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #8f8406f7

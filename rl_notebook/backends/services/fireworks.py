@@ -47,13 +47,11 @@ from ...core.retries import AdaptiveLimit, Retries, with_retries_blocking
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #f6b7ba7c
 def completion_of(
-    drawn: Any,  # the SDK's SampledCompletion
-    prompt: Sequence[int],  # (P,) ids that were sent
-    params: SampleParams,
-    policy_version: int = 0,
-    completion_only: bool = False,  # blank what was noted of the prompt
+    drawn: Any, prompt: Sequence[int], params: SampleParams, policy_version: int = 0, completion_only: bool = False
 ) -> Completion:
-    "A completion of the SDK as ours, echoed or not; raises `BackendError` and `AlignmentError`."
+    """The SDK's SampledCompletion of a prompt, (P,) ids, as ours, echoed or not.
+
+    With `completion_only`, what was noted of the prompt is blank. Raises `BackendError` and `AlignmentError`."""
     if list(drawn.full_tokens[: drawn.prompt_len]) != list(prompt):
         got, sent = f"a prompt of {drawn.prompt_len} ids", f"the {len(prompt)} ids that were sent"
         raise BackendError("the deployment read another prompt", got=got, expected=sent)
@@ -70,17 +68,10 @@ def completion_of(
     sampling = drawn.sampling_logprobs
     known = None if sampling is None or None in sampling[skip:] else sampling[skip:]
     raw, own = sort_logprobs(drawn.inference_logprobs[skip:], known, params, "both")
-    return Completion(
-        np.array(prompt),
-        np.array(drawn.full_tokens[drawn.prompt_len :]),
-        np.asarray(raw, dtype=np.float64),
-        None if own is None else np.asarray(own, dtype=np.float64),
-        drawn.text,
-        FINISH[drawn.finish_reason],
-        policy_version,
-        params,
-        align_routing(drawn.routing_matrices, drawn.prompt_len, read, completion_only, where="deployment"),
-    )
+    series = np.asarray(raw, dtype=np.float64), None if own is None else np.asarray(own, dtype=np.float64)
+    tokens, reason = np.array(drawn.full_tokens[drawn.prompt_len :]), FINISH[drawn.finish_reason]
+    routing = align_routing(drawn.routing_matrices, drawn.prompt_len, read, completion_only, where="deployment")
+    return Completion(np.array(prompt), tokens, *series, drawn.text, reason, policy_version, params, routing)
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #c4a09f7c
 RESTARTS = 3  # of a deployment during one request, after which it is given up
@@ -429,11 +420,6 @@ class FireworksBackend(Backend):
     infra: Any = None  # Infra
     cleanup: Any = None  # ResourceCleanup
 
-
-def check_config(cfg: Config) -> None:
-    "Raises `ConfigError` for what cannot work, before anything is asked for."
-    check_tokenizer(cfg.deployment)
-
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #893c788e
 def check_plan(cfg: Config, rlor_mgr: Any, attached: bool) -> None:
     "Raises `ConfigError` for what the service's own responses show to be impossible, before anything is asked for."
@@ -489,16 +475,10 @@ def infra_wishes(cfg: Config, found: Mapping[str, Resource]) -> dict[str, Any]: 
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #11bb0fba
 def bundle(
-    infra: Infra,
-    cfg: Config,
-    deploy_mgr: Any,
-    secret: Secret,
-    tokenizer: Any,
-    say: Callable[[str], Any],
-    poll_interval_s: float,
-    **link: Any,  # `attempts`, `pause_s`, `timeout_s` of the `Link`
-) -> FireworksBackend:
-    "Policy, reference, sampler and sync as a backend."
+    infra: Infra, cfg: Config, deploy_mgr: Any, secret: Secret, tokenizer: Any, say: Callable[[str], Any],
+    poll_interval_s: float, **link: Any,
+) -> FireworksBackend:  # fmt: skip
+    "Policy, reference, sampler and sync as a backend, over a `Link` with these `attempts`, `pause_s`, `timeout_s`."
     classes, run, meter, settings = sdk_classes(), Worker(), Meter(), cfg.weight_sync or WeightSyncConfig()
     link = {"timeout_s": float(settings.dcp_timeout), "say": say, "secret": secret} | link
     limits = Limits(max_seq_len=infra.max_seq_len)
@@ -548,7 +528,7 @@ async def open_fireworks(
 ) -> FireworksBackend:  # policy FireworksTrainer, reference ServiceReference, sampler FireworksSampler
     "Trainers and a deployment at Fireworks as a backend; closing it releases everything."
     cfg = Config(**{"backend": "fireworks", **settings}) if cfg is None else cfg
-    check_config(cfg)
+    check_tokenizer(cfg.deployment)
     rlor_mgr, deploy_mgr = open_managers(key, base_url or cfg.base_url)
     secret = Secret(rlor_mgr.api_key)
     deploy = cfg.deployment or DeployConfig()

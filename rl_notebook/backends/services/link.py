@@ -358,10 +358,6 @@ class Journal:
     optimizer: bool = True  # whether to load the optimizer with it
     updates: list[Update] = field(default_factory=list)  # since then
 
-    def rest_on(self, path: str) -> None:
-        "Begin anew at a saved state."
-        self.base, self.optimizer, self.updates = path, True, []
-
     def __repr__(self) -> str:
         return f"Journal(base={self.base!r}, optimizer={self.optimizer}, {len(self.updates)} updates)"
 
@@ -657,7 +653,7 @@ def save_remotely(remote: ServiceTrainer, name: str) -> str:
         return result_of(link, client.save_state(there)).path
 
     path = link.call(save)
-    remote.journal.rest_on(path)
+    remote.journal = Journal(path)
     replaced, remote.states[label] = remote.states.get(label), path
     if replaced is not None and remote.adapter.forget is not None:
         remote.adapter.forget(replaced)

@@ -354,16 +354,8 @@ async def completion(
         sampling = np.zeros(len(tokens)) if params.temperature == 0 else None
         if not sampler.raw_always:
             raw = (await prefilled(sampler, link, [*prompt, *tokens]))[len(prompt) - 1 :]
-    return Completion(
-        np.array(prompt),
-        np.array(tokens),
-        raw,
-        sampling,
-        text=sampler.tokenizer.decode(tokens, skip_special_tokens=True),
-        finish_reason=reason,
-        policy_version=version,
-        params=params,
-    )
+    text = sampler.tokenizer.decode(tokens, skip_special_tokens=True)
+    return Completion(np.array(prompt), np.array(tokens), raw, sampling, text, reason, version, params)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #90c15d03
 class TinkerSync:
@@ -633,10 +625,8 @@ async def open_tinker(
         await asyncio.to_thread(check_reachable, f"{url.rstrip('/')}/api/v1/healthz", fix)
     longest = max_seq_len or await asyncio.to_thread(known_length, sessions[0], base_model)
     if longest and (needed or 0) > longest:
-        fix = f"Set max_seq_len={longest}."
-        raise ConfigError(
-            "max_seq_len", where=base_model, got=needed, expected=f"at most {longest}, its context", fix=fix
-        )
+        expected, fix = f"at most {longest}, its context", f"Set max_seq_len={longest}."
+        raise ConfigError("max_seq_len", where=base_model, got=needed, expected=expected, fix=fix)
     limits = Limits(len(words), longest, dtype, prompt_logprobs)
     link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
     meter, run, first = Meter(), Worker(), sessions[0]
@@ -680,10 +670,8 @@ async def probe_and_verify(backend: TinkerBackend, session: Session, probing: bo
         backend.capabilities = replace(backend.capabilities, builtin_losses=())
     trouble = " ".join(row.sentence for row in backend.checks.failed)
     if trouble and conformance == "raise":
-        fix = "conformance='warn' opens it all the same."
-        raise BackendError(
-            f"the service does not conform ({len(backend.checks.failed)})", got=trouble.rstrip("."), fix=fix
-        )
+        what = f"the service does not conform ({len(backend.checks.failed)})"
+        raise BackendError(what, got=trouble.rstrip("."), fix="conformance='warn' opens it all the same.")
     if trouble:
         warnings.warn(f"the service does not conform: {trouble}", stacklevel=2)
 
