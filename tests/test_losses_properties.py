@@ -25,6 +25,7 @@ from rl_notebook.core.losses import (
 )
 
 EXAMPLES = settings(max_examples=25)
+BY_CALL = {"kl_cov", "clip_cov"}  # their means and shares are those of one call
 Batch = tuple[list[Datum], list[np.ndarray]]  # datums and the policy's logprobs
 
 logprobs = st.integers(-3000, -1).map(lambda i: i / 1000)
@@ -58,7 +59,7 @@ def batches(draw: st.DrawFn) -> Batch:
 @st.composite
 def loss_options(draw: st.DrawFn, policy_loss: str | None = None) -> LossOptions:
     "Any valid combination of settings."
-    name = policy_loss or draw(st.sampled_from(sorted(POLICY_LOSSES)))
+    name = policy_loss or draw(st.sampled_from(sorted(POLICY_LOSSES.keys() - BY_CALL)))
     settings: dict[str, Any] = {
         "policy_loss": name,
         "kl_beta": draw(st.sampled_from([0.0, 0.05, 1.0])),
@@ -69,12 +70,23 @@ def loss_options(draw: st.DrawFn, policy_loss: str | None = None) -> LossOptions
     }
     if name not in ("grpo", "reinforce"):
         settings["anchor"] = draw(st.sampled_from(["old", "rollout"]))
-    if name != "reinforce" and (level := draw(st.sampled_from(["off", "token", "sequence"]))) != "off":
+    levels = ["off", "token", *([] if name == "vespo" else ["sequence", "product"])]
+    if name != "reinforce" and (level := draw(st.sampled_from(levels))) != "off":
         settings |= {"tis": level, "tis_cap": draw(st.sampled_from([0.8, 1.3, 5.0]))}
+        settings |= {"tis_mode": draw(st.sampled_from(["truncate", "mask", "reject"]))}
         settings |= {"tis_floor": draw(st.sampled_from([0.0, 0.7]))}
         settings |= {"tis_anchor": draw(st.sampled_from(["old", "policy"]))}
         settings |= {"icepop_threshold": draw(st.sampled_from([None, 1.5]))} if level == "token" else {}
+    settings["off_policy_mask_threshold"] = draw(st.sampled_from([None, 0.3]))
     choices = {
+        "vespo_k_pos": [None, 1.0],
+        "vespo_lambda_neg": [None, 0.5],
+        "dppo_low": [None, 0.01],
+        "dppo_high": [None, 0.01],
+        "dppo_cap": [None, 1.1],
+        "cov_share": [None, 0.4],
+        "kl_cov_coef": [None, 0.3],
+        "clip_cov_low": [None, 0.0],
         "eps_clip": [None, 0.0, 0.1, 0.5],
         "eps_clip_high": [None, 0.3],
         "eps_clip_c": [None, 1.4],
@@ -176,17 +188,22 @@ class Scalar:
     "One batch, one setting, one token at a time. `live` is what is differentiated, `held` is the stop-gradient copy."
 
     def __init__(self, datums: list[Datum], options: LossOptions, held: list[np.ndarray]):
-        self.datums, self.options, self.held = datums, options, held
+        self.datums, self.options, self.held, self.moved = datums, options, held, {}
         self.places = [(i, int(j)) for i, d in enumerate(datums) for j in np.flatnonzero(d.active)]
+
+    def live(self, i: int, j: int) -> float:
+        return self.moved.get((i, j), self.held[i][j])
 
     def old(self, i: int, j: int) -> float:
         d = self.datums[i]
         series = d.sampler_logprobs if self.options.anchor == "rollout" else d.old_logprobs
         return self.held[i][j] if series is None else series[j]
 
+    def sum(self, i: int, of: Callable[[int, int], float]) -> float:
+        return sum(of(i, j) for k, j in self.places if k == i)
+
     def mean(self, i: int, of: Callable[[int, int], float]) -> float:
-        inside = [j for k, j in self.places if k == i]
-        return sum(of(i, j) for j in inside) / len(inside)
+        return self.sum(i, of) / self.sum(i, lambda i, j: 1)
 
     def correction(self, i: int, j: int) -> float:
         o = self.options
@@ -197,9 +214,18 @@ class Scalar:
             anchor = self.held[i][j] if o.tis_anchor == "policy" else self.old(i, j)
             return anchor - self.datums[i].sampler_logprobs[j]
 
-        raw = math.exp(self.mean(i, gap) if o.tis == "sequence" else gap(i, j))
+        by_sample = {"sequence": self.mean, "product": self.sum}
+        raw = math.exp(by_sample[o.tis](i, gap) if o.tis in by_sample else gap(i, j))
         h = o.icepop_threshold
-        return 0.0 if h is not None and not 1 / h <= raw <= h else within(raw, o.tis_floor, o.tis_cap)
+        outside = o.tis_mode != "truncate" and not o.tis_floor <= raw <= o.tis_cap
+        if outside or (h is not None and not 1 / h <= raw <= h):
+            return 0.0
+        return 1.0 if o.tis_mode == "reject" else within(raw, o.tis_floor, o.tis_cap)
+
+    def kept(self, i: int) -> bool:
+        far = self.mean(i, lambda i, j: self.datums[i].sampler_logprobs[j] - self.held[i][j])
+        threshold = self.options.off_policy_mask_threshold
+        return threshold is None or self.datums[i].advantage >= 0 or far <= threshold
 
     def token_ratio(self, i: int, j: int, p: float, cap: float) -> float:
         return math.exp(within(p - self.old(i, j), -cap, cap))
@@ -213,8 +239,51 @@ class Scalar:
         loss = max(-r * a, -within(r, 1 - knob["eps_clip"], 1 + high) * a)
         return min(-knob["eps_clip_c"] * a, loss) if a < 0 and knob["eps_clip_c"] is not None else loss
 
-    def surrogate(self, i: int, j: int, p: float) -> float:
-        name, a = self.options.policy_loss, self.datums[i].advantage
+    def vespo(self, i: int, p: float, knob: dict[str, Any]) -> float:
+        def log_w(i: int, j: int) -> float:
+            return self.held[i][j] - self.old(i, j) + math.log(max(self.correction(i, j), 1e-8))
+
+        a, x = self.datums[i].advantage, within(self.sum(i, log_w), math.log(1e-8), 20)
+        side = "pos" if a >= 0 else "neg"
+        k, rate = knob[f"vespo_k_{side}"], knob[f"vespo_lambda_{side}"]
+        return -math.exp(rate) * math.exp(k * x) * math.exp(-rate * math.exp(x)) * a * p
+
+    def gmpo(self, i: int, knob: dict[str, Any]) -> float:
+        high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
+        a = self.datums[i].advantage
+
+        def gap(i: int, j: int) -> float:
+            d = within(self.live(i, j) - self.old(i, j), -knob["ratio_log_cap"], knob["ratio_log_cap"])
+            return min(d, high) if a > 0 else max(d, -knob["eps_clip"])
+
+        return -math.exp(self.mean(i, gap)) * a
+
+    def dppo(self, name: str, i: int, j: int, p: float, knob: dict[str, Any]) -> float:
+        a, was, now = self.datums[i].advantage, math.exp(self.old(i, j)), math.exp(self.held[i][j])
+        odds = (1 - was + 1e-8) / (1 - now + 1e-8)
+        rest = math.log(odds) if odds > 0 else math.nan  # drawn old logprobs may be above 0
+        far = abs(now - was) if name == "dppo_tv" else was * math.log(was / now) + (1 - was) * rest
+        gone = (a > 0 and now > was and far > knob["dppo_high"]) or (a < 0 and now < was and far > knob["dppo_low"])
+        return 0.0 if gone else -min(now / was, knob["dppo_cap"]) * a * p
+
+    def picked(self, name: str, knob: dict[str, Any]) -> list[tuple[int, int]]:
+        "The tokens that the covariance of advantage and logprob singles out, in the batch."
+        a = np.array([self.datums[i].advantage for i, _ in self.places])
+        p = np.array([self.held[i][j] for i, j in self.places])
+        cov, count = (a - a.mean()) * (p - p.mean()), max(1, int(len(a) * knob["cov_share"]))
+        if name == "kl_cov":
+            top = torch.tensor(cov).topk(count).indices.tolist()
+        else:
+            high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
+            r = np.array([self.token_ratio(i, j, self.held[i][j], knob["ratio_log_cap"]) for i, j in self.places])
+            free = ~(-np.clip(r, 1 - knob["eps_clip"], 1 + high) * a > -r * a)
+            among = np.flatnonzero(free & (cov > knob["clip_cov_low"]) & (cov < knob["clip_cov_high"]))
+            drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
+            top = among[drawn[:count].numpy()]
+        return [self.places[k] for k in top]
+
+    def surrogate(self, i: int, j: int) -> float:
+        name, a, p = self.options.policy_loss, self.datums[i].advantage, self.live(i, j)
         own = {k: getattr(self.options, k) for k in POLICY_LOSSES[name][1]}
         knob = {k: POLICY_LOSSES[name][1][k] if v is None else v for k, v in own.items()}
         t, q, cap = self.correction(i, j), self.held[i][j], knob.get("ratio_log_cap", 20.0)
@@ -239,17 +308,30 @@ class Scalar:
                 tau = float(np.float32(tau))  # torch.where makes it single precision, in TRL too
                 gate = 1 / (1 + math.exp(-tau * (self.token_ratio(i, j, p, cap) - 1)))
                 return -gate * 4 / tau * a * t
+            case "vespo":
+                return self.vespo(i, p, knob)
+            case "gmpo":
+                return self.gmpo(i, knob) * t
+            case "dppo_tv" | "dppo_kl":
+                return self.dppo(name, i, j, p, knob) * t
+            case "kl_cov":
+                gap = within(p - self.old(i, j), -cap, cap)
+                pays = knob["kl_cov_coef"] * abs(gap) if (i, j) in self.picked(name, knob) else 0.0
+                return (-math.exp(gap) * a + pays) * t
+            case "clip_cov":
+                gone = (i, j) in self.picked(name, knob)
+                return 0.0 if gone else self.clipped(self.token_ratio(i, j, p, cap), a, knob) * t
         raise AssertionError(f"no formula for {name}: write one")
 
-    def kl(self, i: int, j: int, p: float) -> float:
-        o, x = self.options, self.datums[i].ref_logprobs[j] - p
+    def kl(self, i: int, j: int) -> float:
+        o, x = self.options, self.datums[i].ref_logprobs[j] - self.live(i, j)
         value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[o.kl_estimator]
         if not o.kl_bias_correction:
             return o.kl_beta * value
         if o.policy_loss == "gspo":
             cap = 10.0 if o.seq_ratio_log_cap is None else o.seq_ratio_log_cap
-            return o.kl_beta * value * self.sequence_ratio(i, j, p, cap)
-        return o.kl_beta * value * self.token_ratio(i, j, p, 20.0)
+            return o.kl_beta * value * math.exp(min(self.mean(i, lambda i, j: self.live(i, j) - self.old(i, j)), cap))
+        return o.kl_beta * value * self.token_ratio(i, j, self.live(i, j), 20.0)
 
     def share(self, i: int) -> float:
         "What one token of sample i counts in the batch."
@@ -265,8 +347,8 @@ class Scalar:
                 return 1 / samples / 7
         return 1.0
 
-    def term(self, i: int, j: int, p: float) -> float:
-        return (self.surrogate(i, j, p) + self.kl(i, j, p)) * self.share(i)
+    def value(self) -> float:
+        return sum((self.surrogate(i, j) * self.kept(i) + self.kl(i, j)) * self.share(i) for i, j in self.places)
 
 
 @pytest.mark.parametrize("policy_loss", sorted(POLICY_LOSSES))
@@ -277,12 +359,14 @@ def test_value_and_gradient_agree_with_a_scalar_formula(policy_loss: str, data: 
     options = data.draw(loss_options(policy_loss))
     loss, grads = evaluate(datums, policy, options)
     scalar = Scalar(datums, options, policy)
-    assert loss == pytest.approx(sum(scalar.term(i, j, policy[i][j]) for i, j in scalar.places), rel=1e-10, abs=1e-12)
-    h = 1e-6
+    here, h = scalar.value(), 1e-6
+    assert loss == pytest.approx(here, rel=1e-10, abs=1e-12)
     for i, j in scalar.places:
-        p = policy[i][j]
-        below, here, above = (scalar.term(i, j, p + d) for d in (-h, 0.0, h))
-        dlogprobs = sorted([(here - below) / h, (above - here) / h])  # they differ where the loss has a kink
+        values = []
+        for step in (-h, h):
+            scalar.moved = {(i, j): policy[i][j] + step}
+            values.append(scalar.value())
+        dlogprobs = sorted([(here - values[0]) / h, (values[1] - here) / h])  # they differ where the loss has a kink
         assert dlogprobs[0] - 1e-4 <= grads[i][j] <= dlogprobs[1] + 1e-4, f"{datums[i].where}, target {j}"
 
 

@@ -5,6 +5,7 @@
 # %% ../../nbs/core/05_losses.ipynb #029c03ee
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,11 +38,15 @@ class ActiveTokens:
     advantage: Tensor  # (T,) A
     sample: Tensor  # (T,) long, which of the S samples
     lengths: Tensor  # (S,) active tokens of each sample
+    entropy: Tensor | None = None  # (T,) of the policy, with its gradient
+
+    def sum_per_sample(self, x: Tensor) -> Tensor:  # (S,)
+        "Sum of a (T,) series over the active tokens of each sample."
+        return torch.zeros(len(self.lengths), dtype=x.dtype, device=x.device).index_add(0, self.sample, x)
 
     def mean_per_sample(self, x: Tensor) -> Tensor:  # (S,)
         "Mean of a (T,) series over the active tokens of each sample; 0 for a sample without any."
-        total = torch.zeros(len(self.lengths), dtype=x.dtype, device=x.device).index_add(0, self.sample, x)
-        return total / self.lengths.clamp(min=1)
+        return self.sum_per_sample(x) / self.lengths.clamp(min=1)
 
 # %% ../../nbs/core/05_losses.ipynb #2a473f2f
 def log_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
@@ -109,6 +114,72 @@ def sapo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     tau = torch.where(t.advantage > 0, o.knob("sapo_temperature_pos"), o.knob("sapo_temperature_neg"))
     return -torch.sigmoid(tau * (r - 1)) * 4 / tau * t.advantage * tis
 
+# %% ../../nbs/core/05_losses.ipynb #29a0f672
+def vespo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+    "-sg(phi(w)) A p, where phi(w) = e^lambda w^k e^(-lambda w) and w is the product of a sample's ratios and of T."
+    moved = torch.clamp(t.policy.detach() - t.old, -20.0, 20.0) + torch.clamp(tis.log(), math.log(1e-8), 20.0)
+    log_w = torch.clamp(t.sum_per_sample(moved), math.log(1e-8), 20.0)[t.sample]
+    good = t.advantage >= 0
+    k = torch.where(good, o.knob("vespo_k_pos"), o.knob("vespo_k_neg"))
+    rate = torch.where(good, o.knob("vespo_lambda_pos"), o.knob("vespo_lambda_neg"))
+    return -torch.exp(rate + k * log_w - rate * log_w.exp()) * t.advantage * t.policy
+
+# %% ../../nbs/core/05_losses.ipynb #718557fb
+def gmpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+    "-exp(mean of the clipped log ratio) A T; a log ratio is clipped only where the advantage asks for more of it."
+    gap, sign = log_ratio(t, o.knob("ratio_log_cap")), torch.sign(t.advantage)
+    low, high = o.clip_range
+    clipped = sign * torch.minimum(sign * gap, sign * torch.clamp(gap, math.log(low), math.log(high)))
+    return -torch.exp(t.mean_per_sample(clipped))[t.sample] * t.advantage * tis
+
+# %% ../../nbs/core/05_losses.ipynb #5a4e6112
+def dppo(gone: Callable[[Tensor, Tensor], Tensor], t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+    "-sg(min(r, cap)) A p T, without tokens that the advantage pushes on although they have gone beyond their bound."
+    p, before = t.policy.detach(), t.old
+    far, direction = gone(p, before), torch.sign(p - before)
+    beyond = torch.where(t.advantage > 0, far > o.knob("dppo_high"), far > o.knob("dppo_low"))
+    kept = ~(beyond & (direction == torch.sign(t.advantage)))
+    ratio = torch.exp(log_ratio(t, 20.0)).detach().clamp(max=o.knob("dppo_cap"))
+    return -ratio * t.advantage * t.policy * kept * tis
+
+
+def variation(p: Tensor, o: Tensor) -> Tensor:
+    "|e^p - e^o|."
+    return (p.exp() - o.exp()).abs()
+
+
+def binary_kl(p: Tensor, o: Tensor) -> Tensor:
+    "KL of 'this token or another', from the anchor to the policy."
+    rest = torch.log((1 - o.exp() + 1e-8) / (1 - p.exp() + 1e-8))
+    return o.exp() * (o - p) + (1 - o.exp()) * rest
+
+# %% ../../nbs/core/05_losses.ipynb #f0484ca6
+def covariance(t: ActiveTokens) -> Tensor:  # (T,)
+    "(A - mean) (p - mean) of every token."
+    p = t.policy.detach()
+    return (t.advantage - t.advantage.mean()) * (p - p.mean())
+
+
+def kl_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+    "-r A T; the tokens of highest covariance pay |p - o| as well."
+    gap = log_ratio(t, o.knob("ratio_log_cap"))
+    top = torch.zeros_like(gap).detach()
+    if len(gap):
+        top[covariance(t).topk(max(1, int(len(gap) * o.knob("cov_share")))).indices] = o.knob("kl_cov_coef")
+    return (-torch.exp(gap) * t.advantage + top * gap.abs()) * tis
+
+
+def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+    "`ppo` without some tokens of high covariance, which a fixed seed draws."
+    r, (low, high) = torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), o.clip_range
+    clipped = -torch.clamp(r, low, high) * t.advantage > -r * t.advantage
+    cov = torch.where(clipped, -torch.inf, covariance(t)) if len(r) else r
+    among = torch.nonzero((cov > o.knob("clip_cov_low")) & (cov < o.knob("clip_cov_high"))).flatten()
+    drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
+    kept = torch.ones_like(r).detach()
+    kept[among[drawn[: max(1, int(len(r) * o.knob("cov_share")))].to(among.device)]] = 0
+    return clipped_surrogate(r, t, o) * kept * tis
+
 # %% ../../nbs/core/05_losses.ipynb #2d4e9651
 PolicyLoss = Callable[[ActiveTokens, Tensor, "LossOptions"], Tensor]
 
@@ -116,7 +187,8 @@ POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     name: (function, SURROGATE_KNOBS[name])
     for name, function in {
         "grpo": grpo, "ppo": ppo, "importance_sampling": importance_sampling, "reinforce": reinforce, "dapo": ppo,
-        "dro": dro, "gspo": gspo, "cispo": cispo, "sapo": sapo,
+        "dro": dro, "gspo": gspo, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "kl_cov": kl_cov,
+        "clip_cov": clip_cov, "dppo_tv": partial(dppo, variation), "dppo_kl": partial(dppo, binary_kl),
     }.items()
 }  # fmt: skip
 
@@ -143,12 +215,18 @@ class LossOptions(LossKnobs):
         if low is None:
             fix = "Give your loss a default: register_loss(fn, eps_clip=0.2)."
             raise LossError("eps_clip", where=f"policy_loss {self.policy_loss!r}", got="none", fix=fix)
-        return 1 - low, 1 + (low if high is None else high)
+        high = low if high is None else high
+        return (math.exp(-low), math.exp(high)) if self.policy_loss == "gmpo" else (1 - low, 1 + high)
 
     @property
     def needs_sampler(self) -> bool:
         "Whether the sampler's logprobs enter the loss."
         return self.tis != "off" or self.anchor == "rollout" or self.policy_loss == "reinforce"
+
+    @property
+    def needs_entropy(self) -> bool:
+        "Whether the policy's entropy enters the loss."
+        return self.entropy_coeff > 0 or self.top_entropy_quantile < 1
 
 # %% ../../nbs/core/05_losses.ipynb #17388cc7
 AGGREGATIONS = get_args(Aggregation)
@@ -174,7 +252,9 @@ def raw_tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     assert t.sampler is not None
     anchor = t.policy.detach() if o.tis_anchor == "policy" else t.old
     d = torch.clamp(anchor - t.sampler, -20.0, 20.0)
-    return torch.exp(t.mean_per_sample(d)[t.sample] if o.tis == "sequence" else d)
+    if o.tis != "token":
+        d = (t.sum_per_sample(d) if o.tis == "product" else t.mean_per_sample(d))[t.sample]
+    return torch.exp(torch.clamp(d, -20.0, 20.0))
 
 # %% ../../nbs/core/05_losses.ipynb #5375f8b6
 def outside_icepop(raw: Tensor, threshold: float) -> Tensor:  # (T,) of bool
@@ -187,10 +267,24 @@ def tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     if o.tis == "off":
         return torch.ones_like(t.old)
     raw = raw_tis_weights(t, o)
-    capped = torch.clamp(raw, o.tis_floor, o.tis_cap)
-    if o.icepop_threshold is None:
-        return capped
-    return torch.where(outside_icepop(raw, o.icepop_threshold), torch.zeros_like(capped), capped)
+    weight = torch.clamp(raw, o.tis_floor, o.tis_cap)
+    left_out = raw != weight if o.tis_mode != "truncate" else torch.zeros_like(raw, dtype=torch.bool)
+    if o.icepop_threshold is not None:
+        left_out = left_out | outside_icepop(raw, o.icepop_threshold)
+    return torch.where(left_out, 0.0, torch.ones_like(weight) if o.tis_mode == "reject" else weight)
+
+# %% ../../nbs/core/05_losses.ipynb #dcfce271
+def trained_share(t: ActiveTokens, o: LossOptions) -> Tensor | float:  # (T,) of 0 and 1, or 1 for all
+    "Which tokens the policy loss keeps, by how far off-policy their sample is and by entropy."
+    kept: Tensor | float = 1.0
+    if o.off_policy_mask_threshold is not None:
+        gap = (t.old if t.sampler is None else t.sampler) - t.policy.detach()
+        far = t.mean_per_sample(gap)[t.sample] > o.off_policy_mask_threshold
+        kept = kept * ~(far & (t.advantage < 0))
+    if o.top_entropy_quantile < 1 and t.entropy is not None and len(t.entropy):
+        entropy = t.entropy.detach()
+        kept = kept * (entropy >= torch.quantile(entropy, 1 - o.top_entropy_quantile))
+    return kept
 
 # %% ../../nbs/core/05_losses.ipynb #8b06b292
 def natural_denominator(lengths: Tensor | np.ndarray, aggregation: str) -> float:
@@ -263,11 +357,11 @@ class SideData:
 
     def with_entropy(self, entropies: Sequence[Tensor] | None) -> Tensor:  # (T,)
         "The policy's entropy at the active positions; raises `LossError` where it is not known."
-        fix = "Set entropy_coeff=0, or train with a backend that computes it: backend='local'."
+        fix = "Leave entropy_coeff and top_entropy_quantile out, or train with a backend that computes it: 'local'."
         known = [h[ix.to(h.device)] for h, ix in zip(entropies or (), self.active, strict=bool(entropies))]
         if not known or not all(bool(torch.isfinite(h).all()) for h in known):
-            got = "no entropy of the policy" if not known else "NaN or infinity"
-            raise LossError("entropy_coeff", got=got, expected="the entropy of every trained token", fix=fix)
+            got = "none" if not known else "NaN or infinity"
+            raise LossError("entropy of the policy", got=got, expected="that of every trained token", fix=fix)
         return torch.cat(known)
 
     def _check(self, policy_logprobs: Sequence[Tensor]) -> None:
@@ -341,13 +435,15 @@ def _own_terms(name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o:
 # %% ../../nbs/core/05_losses.ipynb #df936ba9
 def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,), (T,)
     "Per-token policy loss with its correction, and the KL term already times beta."
-    surrogate = policy_loss_fn(o)(t, tis_weights(t, o), o)
+    surrogate = policy_loss_fn(o)(t, tis_weights(t, o), o) * trained_share(t, o)
     if o.kl_beta == 0 or t.ref is None:
         return surrogate, torch.zeros_like(surrogate)
     kl = KL_ESTIMATORS[o.kl_estimator](t.policy, t.ref)
     if o.kl_bias_correction:
-        by_sequence = o.policy_loss in SEQUENCE_RATIO
-        kl = kl * (sequence_ratio(t, o.knob("seq_ratio_log_cap")) if by_sequence else torch.exp(log_ratio(t, None)))
+        gap = log_ratio(t, None)
+        if o.policy_loss in SEQUENCE_RATIO:
+            gap = torch.clamp(t.mean_per_sample(t.policy - t.old)[t.sample], max=o.knob("seq_ratio_log_cap"))
+        kl = kl * torch.exp(gap)
     return surrogate, o.kl_beta * kl
 
 # %% ../../nbs/core/05_losses.ipynb #819c325a
@@ -375,18 +471,20 @@ def make_loss_fn(
         _datums: Sequence[Any], policy_logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None
     ) -> tuple[Tensor, dict[str, float]]:
         t = side.with_policy(policy_logprobs)
+        t = replace(t, entropy=side.with_entropy(entropies)) if o.needs_entropy else t
         surrogate, kl = loss_terms(t, o)
-        bonus = o.entropy_coeff * side.with_entropy(entropies) if o.entropy_coeff else 0.0
+        bonus = 0.0 if t.entropy is None else o.entropy_coeff * t.entropy
         loss = aggregate(surrogate + kl - bonus, t, o, denominator)
         return loss, {"loss": loss.item(), **loss_metrics(t, o, denominator)}
 
-    setattr(loss_fn, READS_ENTROPY, o.entropy_coeff > 0)
+    setattr(loss_fn, READS_ENTROPY, o.needs_entropy)
     return loss_fn
 
 # %% ../../nbs/core/05_losses.ipynb #1137e724
 def loss_metrics(t: ActiveTokens, o: LossOptions, denominator: float | None = None) -> dict[str, float]:
     "What the loss saw: counts, ratios, clipping, KL, correction, and who moved the policy."
     leaf = replace(t, policy=t.policy.detach())
+    kept = trained_share(leaf, o)
     out = {"num_loss_tokens": float(len(t.policy)), "num_datums": float(len(t.lengths))}
     if len(t.policy) == 0:
         return out
@@ -396,6 +494,8 @@ def loss_metrics(t: ActiveTokens, o: LossOptions, denominator: float | None = No
             out[name] = KL_ESTIMATORS[k](leaf.policy, t.ref).mean().item()
     if t.sampler is not None:
         out |= _sampler_metrics(leaf, o)
+    if isinstance(kept, Tensor):
+        out["kept_tokens_frac"] = kept.double().mean().item()
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #ac39984f
@@ -451,7 +551,8 @@ def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None)
     shares = {"positive_share": positive / total if total else 0.0}
     shares["kl_share"] = pull.abs().sum().item() / parts if parts else 0.0
     out = {"grad/abs_sum": total} | {f"grad/{name}": share for name, share in shares.items()}
-    if o.policy_loss not in SURROGATE_KNOBS and o.knob("eps_clip") is not None:  # what a loss of yours clips has none
+    own_clip = o.policy_loss not in SURROGATE_KNOBS and o.knob("eps_clip") is not None
+    if own_clip or o.knob("dppo_low") is not None:  # what such a loss leaves out has no gradient
         out["clip_ratio/region_mean"] = ((pg == 0) & (t.advantage != 0)).double().mean().item()
     return out
 

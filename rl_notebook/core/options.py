@@ -229,7 +229,7 @@ def option_class(
 # %% ../../nbs/core/04_options.ipynb #27a3ea96
 KLEstimator = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token_mean", "sequence_mean", "sample_mean", "constant", "sum"]
-Correction = Literal["off", "token", "sequence"]
+Correction = Literal["off", "token", "sequence", "product"]
 
 
 @dataclass(frozen=True)
@@ -243,11 +243,14 @@ class LossKnobs:
     entropy_coeff: NotNegative = 0.0  # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
     aggregation: Aggregation = "token_mean"  # what the summed loss is divided by
     anchor: Literal["old", "rollout"] = "old"  # ratios are against the policy before this update, or the sampler
-    tis: Correction = "off"  # correct from sampler to trainer: one weight per token, or exp(mean log ratio) for all
+    tis: Correction = "off"  # correct from sampler to trainer: weights by token, by mean or by sum of a sample's logs
+    tis_mode: Literal["truncate", "mask", "reject"] = "truncate"  # outside floor and cap: the bound, 0, or 0 and else 1
     tis_cap: NotNegative = 5.0  # largest correction weight of a token or sequence
     tis_floor: NotNegative = 0.0  # smallest correction weight
     icepop_threshold: AtLeastOne | None = None  # h >= 1: tokens whose raw weight is outside [1/h, h] are left out
     tis_anchor: Literal["old", "policy"] = "old"  # correct to the policy before this update, or to the current one
+    off_policy_mask_threshold: Positive | None = None  # nats a token: samples of A < 0 beyond it are left out
+    top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
     eps_clip: NotNegative | None = None  # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
     eps_clip_high: Float | None = None  # ratio may rise to 1 + eps_clip_high
     eps_clip_c: AboveOne | None = None  # dual clip, above 1: bounds the loss of negative advantages
@@ -256,6 +259,17 @@ class LossKnobs:
     dro_beta: NotNegative | None = None  # dro: weight of the quadratic penalty on the log ratio
     sapo_temperature_pos: Positive | None = None  # sapo: steepness of the gate where the advantage is positive
     sapo_temperature_neg: Positive | None = None  # sapo: and elsewhere
+    vespo_k_pos: NotNegative | None = None  # vespo: power of the sequence ratio, where the advantage is not negative
+    vespo_k_neg: NotNegative | None = None  # vespo: and elsewhere
+    vespo_lambda_pos: Positive | None = None  # vespo: decay by the sequence ratio, likewise
+    vespo_lambda_neg: Positive | None = None  # vespo: and elsewhere
+    dppo_low: NotNegative | None = None  # dppo: divergence from which bad tokens that fell are left out
+    dppo_high: NotNegative | None = None  # dppo: and good tokens that rose
+    dppo_cap: Positive | None = None  # dppo: largest ratio
+    cov_share: SomeShare | None = None  # kl_cov, clip_cov: share of the tokens that is picked, at least one
+    kl_cov_coef: NotNegative | None = None  # kl_cov: weight of their |log ratio|
+    clip_cov_low: Float | None = None  # clip_cov: picked among covariances above this
+    clip_cov_high: Float | None = None  # clip_cov: and below that
 
 # %% ../../nbs/core/04_options.ipynb #a8fa8356
 SURROGATE_KNOBS: dict[str, dict[str, Any]] = {
@@ -268,6 +282,13 @@ SURROGATE_KNOBS: dict[str, dict[str, Any]] = {
     "gspo": {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None, "seq_ratio_log_cap": 10.0},
     "cispo": {"eps_clip": 0.2, "eps_clip_high": 0.28, "ratio_log_cap": 20.0},
     "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "ratio_log_cap": 20.0},
+    "vespo": {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
+    "gmpo": {"eps_clip": 0.4, "eps_clip_high": None, "ratio_log_cap": 20.0},
+    "dppo_tv": {"dppo_low": 0.2, "dppo_high": 0.2, "dppo_cap": 20.0},
+    "dppo_kl": {"dppo_low": 0.05, "dppo_high": 0.05, "dppo_cap": 20.0},
+    "kl_cov": {"cov_share": 2e-4, "kl_cov_coef": 1.0, "ratio_log_cap": 20.0},
+    "clip_cov": {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None, "ratio_log_cap": 20.0}
+    | {"cov_share": 2e-4, "clip_cov_low": 1.0, "clip_cov_high": 5.0},
 }
 SEQUENCE_RATIO = ("gspo",)  # surrogates whose ratio is one per sequence
 NO_RATIO = ("grpo", "reinforce")  # and those that have none
@@ -281,6 +302,8 @@ TRL_PRESETS: Mapping[str, Mapping[str, Any]] = {
     "dapo": {"policy_loss": "ppo", "aggregation": "token_mean"},
     "cispo": {"policy_loss": "cispo", "aggregation": "token_mean"},
     "sapo": {"policy_loss": "sapo", "aggregation": "sequence_mean"},
+    "luspo": {"policy_loss": "ppo", "aggregation": "sample_mean"},
+    "vespo": {"policy_loss": "vespo", "aggregation": "token_mean"},
 }
 
 # %% ../../nbs/core/04_options.ipynb #d0484e17
@@ -306,9 +329,12 @@ def _without_companion(o: LossKnobs) -> Iterator[LossError]:
     if o.icepop_threshold is not None and o.tis != "token":
         fix = "It leaves out single tokens."
         yield LossError("icepop_threshold", got=o.icepop_threshold, expected="tis='token' beside it", fix=fix)
-    if o.tis_anchor == "policy" and o.tis == "off":
-        expected = "a correction to anchor: tis='token' or 'sequence'"
-        yield LossError("tis_anchor", got=o.tis_anchor, expected=expected)
+    for name in ("tis_anchor", "tis_mode"):
+        if o.tis == "off" and getattr(o, name) != getattr(LossKnobs, name):
+            yield LossError(name, got=getattr(o, name), expected="a correction beside it: tis='token', say")
+    if o.tis in ("sequence", "product") and loss == "vespo":
+        fix = "It multiplies the weights of a sample's tokens itself."
+        yield LossError("tis", got=o.tis, expected="'token' or 'off' for vespo", fix=fix)
 
 # %% ../../nbs/core/04_options.ipynb #ffb354e3
 def loss_faults(
