@@ -159,7 +159,7 @@ def test_every_loss_agrees_with_differences(policy_loss):
     result = what_if(record, {"v": settings})
     found = result.dlogprobs["v"][0]
     batch, h = FrozenBatch.of(record), 1e-6
-    if policy_loss in ("gspo", "cispo", "vespo", "dppo_tv", "dppo_kl"):  # their gradient is, on purpose, not that of their value
+    if policy_loss in ("gspo", "cispo", "vespo", "dppo_tv", "dppo_kl"):  # their gradient is not that of their value
         weight = make_loss_fn(batch.datums, **settings)
         leaves = [torch.tensor(p.values, requires_grad=True) for p in batch.policy_logprobs]
         weight(batch.datums, leaves)[0].backward()

@@ -9,6 +9,7 @@ import functools
 import html
 import itertools
 import json
+import math
 import os
 import re
 import typing
@@ -113,6 +114,8 @@ OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL
     "dcp_save_interval": "save_steps hotload.dcp_save_interval weight_sync.dcp_save_interval",
     "shuffle": "shuffle_dataset",
     "kl_bias_correction": "use_bias_correction_kl",
+    "entropy_coeff": "entropy_coef",
+    "entropy_coeff_step": "entropy_coef_delta",
     "learning_rate": "lr",
     "prompt_groups_per_step": "groups_per_batch",
     "max_seq_len": "max_model_len",
@@ -134,7 +137,12 @@ RENAMED = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in nam
 OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each of its words is here
     "loss_type": TRL_PRESETS,
     "importance_sampling_level": {"token": {}, "sequence": {"policy_loss": "gspo"}},
-    "vllm_importance_sampling_mode": {"token_truncate": {"tis": "token"}, "sequence_truncate": {"tis": "sequence"}},
+    "vllm_importance_sampling_mode": {
+        "token_truncate": {"tis": "token", "tis_mode": "truncate"},
+        "token_mask": {"tis": "token", "tis_mode": "mask"},
+        "sequence_truncate": {"tis": "product", "tis_mode": "truncate"},
+        "sequence_mask": {"tis": "product", "tis_mode": "mask"},
+    },
     "vllm_importance_sampling_correction": {True: {}, False: {"tis": "off"}, None: {}},
     "tis_enabled": {True: {}, False: {"tis": "off"}, None: {}},
     "scale_rewards": {
@@ -144,42 +152,133 @@ OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each
         False: {"advantage_scale": "none"},
         "batch": {"advantage_scale": "batch"},
     },
-    "multi_objective_aggregation": {"sum_then_normalize": {}, "normalize_then_sum": {"advantage_scale": "parts"}},
+    "multi_objective_aggregation": {"sum_then_normalize": {}, "normalize_then_sum": {"advantage_scale": "gdpo"}},
     "mask_truncated_completions": {True: {"overlong": "mask"}, False: {"overlong": "keep"}, None: {}},
     "bf16": {None: {}, True: {"dtype": "bfloat16"}, False: {"dtype": "float32"}},
     "anchor_logp": {"old_policy": {"anchor": "old"}, "rollout": {"anchor": "rollout"}},
 }
-NEUTRAL: dict[str, tuple[Any, str]] = {  # theirs: (the only value accepted, what is so here)
-    "num_iterations": (1, "each sample is trained on once"),
-    "gradient_accumulation_steps": (1, "a step is prompt_groups_per_step x completions_per_prompt samples"),
-    "save_final_checkpoint": (True, "the last checkpoint is always saved"),
-    "step_timeout": (0, "a step has no time limit"),
-    "use_vllm": (False, "the backend decides who samples"),
-    "sync_ref_model": (False, "the reference stays as it is"),
-    "fp16": (False, "dtype is 'float32' or 'bfloat16'"),
-    "logging_steps": (1, "every step leaves a record"),
+_SO_HERE: dict[str, dict[str, Any]] = {  # what is so here: names of others, with the only value that is accepted
+    "each sample is trained on once": {"num_iterations": 1},
+    "a step is prompt_groups_per_step x completions_per_prompt samples": {"gradient_accumulation_steps": 1},
+    "the last checkpoint is always saved": {"save_final_checkpoint": True},
+    "a step has no time limit": {"step_timeout": 0},
+    "the backend decides who samples": {"use_vllm": False, "use_transformers_continuous_batching": False}
+    | {"transformers_continuous_batching_config": None, "use_transformers_paged": False, "cache_implementation": None},
+    "each way to draw is a setting of its own, such as top_k": {"generation_kwargs": None},
+    "eval_samples says it": {"num_generations_eval": None},
+    "the reference stays as it is": {"sync_ref_model": False}
+    | {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512},
+    "dtype is 'float32' or 'bfloat16'": {"fp16": False, "cast_lm_head_to_fp32": False},
+    "every step leaves a record, with all completions": {"logging_steps": 1, "log_unique_prompts": False},
+    "a model that needs more than its name is loaded by you": {"model_init_kwargs": None, "trust_remote_code": False},
+    "nothing is padded, and there are no images": {"pad_to_multiple_of": "auto", "log_multimodal": True},
+    "a router gets no loss of its own": {"router_aux_loss_coef": 0.0},
+    "entropy_coeff adapts between 0 and 1": {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0},
+    "the rollout function decides how many turns there are": {"max_tool_calling_iterations": None},
+    "records stay on this machine": {"log_completions_hub_repo": None},
+    "there is no DeepSpeed": {"ds3_gather_for_generation": True},
 }
+NEUTRAL = {name: (value, why) for why, names in _SO_HERE.items() for name, value in names.items()}
 
 # %% ../../nbs/config/01_aliases.ipynb #2413c9df
-def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    "A setting of others whose meaning the tables do not have; None for all the rest."
-    trl, most = given.get("loss_type"), given.get("num_completions_to_print")
+def _float(value: Any) -> float:
+    "A number, or NaN for what is none and is refused where it goes."
+    with suppress(TypeError, ValueError):
+        return float(value)
+    return math.nan
+
+
+_BOUNDS_OF_TRL = ("epsilon", "epsilon_high", "delta")
+
+
+def _refuse_trl(name: str, value: Any, given: Mapping[str, Any]) -> None:
+    "Raise ConfigError for a word of TRL's loss that has another value here beside the others."
+    kind, by_sequence = given.get("loss_type"), given.get("importance_sampling_level") == "sequence"
+    preset, refuse = TRL_PRESETS.get(str(kind), TRL_PRESETS["dapo"]), partial(ConfigError, name, where="Config")
+    beside = f"{quoted(value)} beside "
     match name, value:
-        case "loss_type", "grpo" if given.get("importance_sampling_level") == "sequence":
-            return {"aggregation": TRL_PRESETS["grpo"]["aggregation"]}
-        case "importance_sampling_level", "sequence" if trl not in (None, "grpo"):
-            fix = "policy_loss='gspo' with an aggregation says it directly."
-            what = "importance_sampling_level 'sequence'"
-            raise ConfigError(what, where="Config", got=f"loss_type {trl!r}", expected="loss_type 'grpo'", fix=fix)
-        case "epsilon", _ if trl == "cispo":
-            got, expected = f"{quoted(value)} with loss_type 'cispo'", "epsilon_high, TRL's only bound there"
-            raise ConfigError("epsilon", where="Config", got=got, expected=expected)
-        case "epsilon_high", _ if trl == "cispo" and value is not None:
-            with suppress(TypeError, ValueError):  # what is no number is refused as eps_clip_high
-                value = float(value) - 1
-            return {"eps_clip": 1.0, "eps_clip_high": value}
+        case "importance_sampling_level", "sequence" if preset["policy_loss"] != "ppo":
+            raise refuse(got=f"{beside}loss_type {kind!r}", expected="'token': it has no ratio per sequence here")
+        case "vllm_importance_sampling_mode", "token_truncate" | "token_mask" if by_sequence:
+            raise refuse(got=f"{beside}importance_sampling_level 'sequence'", expected="a mode by sequence")
+        case "top_entropy_quantile", _ if by_sequence and _float(value) < 1:
+            raise refuse(got=f"{beside}importance_sampling_level 'sequence'", expected="1.0, all tokens")
+        case "epsilon", _ if kind == "cispo":
+            raise refuse(got=f"{beside}loss_type 'cispo'", expected="epsilon_high, TRL's only bound there")
+        case "delta", _ if preset["policy_loss"] == "ppo" and _float(value) < 1:
+            raise refuse(got=quoted(value), expected="at least 1, the ratio of a token that has not moved")
+        case "entropy_coef", _ if _float(value) != 0:
+            fix = "TRL's bonus is a mean over the tokens it acts on, and entropy_coeff is averaged as the loss is."
+            if preset["aggregation"] != "token_mean" or _float(given.get("top_entropy_quantile", 1)) < 1:
+                got = f"{beside}loss_type {kind!r}, top_entropy_quantile {given.get('top_entropy_quantile', 1.0)}"
+                raise refuse(got=got, expected="a mean over all tokens, such as 'dapo'", fix=fix)
+
+
+def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    "A word of TRL's loss whose meaning depends on those beside it; None for all the rest."
+    _refuse_trl(name, value, given)
+    kind, (low, high, delta) = given.get("loss_type"), (_float(given.get(k)) for k in _BOUNDS_OF_TRL)
+    preset = TRL_PRESETS.get(str(kind), {"policy_loss": "ppo", "aggregation": "token_mean"})
+    clips, off = preset["policy_loss"] == "ppo", given.get("vllm_importance_sampling_correction") is False
+    high = next((bound for bound in (high, low) if not math.isnan(bound)), 0.2)
+    match name, value:
+        case "loss_type", _ if clips and given.get("importance_sampling_level") == "sequence" and kind in TRL_PRESETS:
+            return {"aggregation": preset["aggregation"]}  # the level says which loss
+        case "epsilon_high", _ if kind == "cispo" and value is not None:
+            return {"eps_clip": 1.0, "eps_clip_high": value if math.isnan(_float(value)) else _float(value) - 1}
+        case "epsilon_high", _ if clips and delta < 1 + high:
+            return {}  # in place of delta
+        case "delta", _ if clips and delta < 1 + high:
+            return {"eps_clip_c": 1 + high, "eps_clip_high": delta - 1}
+        case "use_bias_correction_kl", _ if kind is not None and not _float(given.get("beta", 0)):
+            return {}
+        case "vllm_importance_sampling_correction", _:
+            return {"tis": "off"} if off else None
+        case _ if off and name.startswith("vllm_importance_sampling_"):
+            return {}
+        case "vllm_importance_sampling_clip_max", None:
+            return {"tis_cap": 1e30}
+        case "vllm_importance_sampling_clip_min", None:
+            return {"tis_floor": 0.0}
+        case "vllm_importance_sampling_cap", None:
+            return {}
+        case "use_adaptive_entropy", bool():
+            return {"entropy_target": given.get("entropy_target", 0.2)} if value else {}
+        case "entropy_target" | "entropy_coef_delta", _ if given.get("use_adaptive_entropy") is False:
+            return {}
         case "scale_rewards", _ if given.get("multi_objective_aggregation") == "normalize_then_sum":
             return {}  # TRL does not look at it there
+    return None
+
+# %% ../../nbs/config/01_aliases.ipynb #b7e7a371
+_TRL_ELSEWHERE = {"learning_rate": 1e-6, "completions_per_prompt": 8, "max_completion_tokens": 512, "epochs": 3}
+_TRL_ELSEWHERE |= {"weight_decay": 0.0, "lr_scheduler_type": "linear"}
+
+
+def trl_defaults(cls: type, given: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    "What TRL's defaults add to settings in its words, and a note of them and of those that are others here."
+    kind, whole = given.get("loss_type"), settings
+    new: dict[str, Any] = {}
+    if kind is not None:
+        new |= {"kl_beta": 0.0} | ({"kl_bias_correction": True} if _float(whole.get("kl_beta", 0)) > 0 else {})
+        new |= {"eps_clip": 1.0, "eps_clip_high": -0.8} if kind == "cispo" else {}
+    theirs = {kind, given.get("scale_rewards"), given.get("multi_objective_aggregation")} - {None}
+    scaled = whole.get("advantage_scale", "std") in ("std", "batch", "gdpo") and "advantage_fn" not in whole
+    new |= {"advantage_eps": 1e-4} if theirs and scaled else {}
+    new = {k: v for k, v in new.items() if k not in whole and hasattr(cls, k)}
+    others = {k: v for k, v in _TRL_ELSEWHERE.items() if kind is not None and k not in whole and hasattr(cls, k)}
+    taken = ", ".join(f"{k}={v!r}" for k, v in new.items())
+    kept = ", ".join(f"{k}={getattr(cls, k)!r} ({v!r} there)" for k, v in others.items())
+    note = f"as in TRL, where nothing is said: {taken}" if taken else ""
+    return new, "; ".join(filter(None, (note, f"not as in TRL: {kept}" if kept else "")))
+
+# %% ../../nbs/config/01_aliases.ipynb #48605d3f
+def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    "A setting of others whose meaning the tables do not have; None for all the rest."
+    if (theirs := _of_trl(name, value, given)) is not None:
+        return theirs
+    most = given.get("num_completions_to_print")
+    match name, value:
         case "log_completions", bool():
             return {"log_completions": (16 if most is None else most) if value else 0}
         case "num_completions_to_print", _ if value is None or given.get("log_completions") is True:
@@ -212,7 +311,7 @@ def our_names(name: str, value: Any, given: Mapping[str, Any]) -> Mapping[str, A
         raise ConfigError(name, where="Config", got=quoted(value), expected=" or ".join(map(repr, words)), fix=fix)
     if name in NEUTRAL:
         accepted, why = NEUTRAL[name]
-        if value != accepted:
+        if value is not None and value != accepted:
             raise ConfigError(name, where="Config", got=quoted(value), expected=repr(accepted), fix=f"Here {why}.")
         return {}
     return {} if name in SPELLED and name != "tis" else {RENAMED.get(name, name): value}
@@ -252,6 +351,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to ta
     "vllm_*": ("a setting of TRL's vLLM", "The backend samples: backend='openai' with base_url takes a vLLM server."),
     "deepspeed": ("training on several GPUs", "Past one machine: backend='fireworks' or 'tinker'."),
     "optim": ("a choice of optimizers", "It is AdamW: set learning_rate, adam_beta1, adam_beta2 and weight_decay."),
+    "disable_dropout": ("a switch", "Leave it out: there is no dropout, a model is always in evaluation mode."),
     "peft_config": ("PEFT's config", "Set lora_rank and lora_alpha."),
     "push_to_hub": ("an upload", "await loop.export(folder) writes what the hub takes."),
     "remove_unused_columns": ("a choice of columns", "Leave it out: rewards get every column of a row."),
@@ -310,23 +410,31 @@ def canonical(
             came_from.setdefault(target, name)
         todays = name == "tis_enabled" or name.partition(".")[0] in ("tis", *SURROGATE_KNOBS)  # the cookbook's own
         notes += [] if todays or [*ours] in ([], [name]) else [f"{name} -> {', '.join(ours)}"]
-    _settle_loss(cls, laid, settings, canonical(cls, beside)[0] if beside else {})
-    return settings, notes
+    stated = canonical(cls, beside)[0] if beside else {}
+    _settle_loss(cls, laid, settings, stated)
+    more, note = trl_defaults(cls, context, stated | settings)
+    return settings | more, notes + ([note] if note and not stated else [])
 
 # %% ../../nbs/config/01_aliases.ipynb #cbd45978
-CORRECTION = ("tis", "tis_cap", "tis_floor", "icepop_threshold", "tis_anchor")
+CORRECTION = ("tis", "tis_mode", "tis_cap", "tis_floor", "icepop_threshold", "tis_anchor")
+_OF_VLLM = "vllm_importance_sampling_"
 
 
 def _turns_on(name: str, value: Any) -> bool:
     "Whether a word of others is about the correction, and does not turn it off."
     if name in ("tis", "tis_enabled", "vllm_importance_sampling_correction"):
         return value in (True, {})
-    return name == "vllm_importance_sampling_mode" or name.startswith("tis.") or RENAMED.get(name) in CORRECTION
+    return name.startswith(("tis.", _OF_VLLM)) or RENAMED.get(name) in CORRECTION
 
 
 def _settle_loss(cls: type, laid: Mapping[str, Any], settings: dict[str, Any], stated: Mapping[str, Any]) -> None:
     "Turn the correction on where something was said about it; raise ConfigError where two things contradict."
-    on, level = [name for name, value in laid.items() if _turns_on(name, value)], stated.get("tis", "off")
+    off = laid.get(f"{_OF_VLLM}correction") is False
+    on = [name for name, value in laid.items() if _turns_on(name, value) and not (off and name.startswith(_OF_VLLM))]
+    if any(name.startswith(_OF_VLLM) for name in on):
+        usual = {"tis": "product", "tis_mode": "mask"} if "tis" not in settings else {}
+        settings |= {k: v for k, v in (usual | {"tis_cap": 3.0}).items() if k not in settings | stated}
+    level = stated.get("tis", "off")
     if on and settings.setdefault("tis", "token" if level == "off" else level) == "off":
         got = f"'off' and {', '.join(on)}"
         raise ConfigError("tis is given twice", where="Config", got=got, fix="Keep one of them.")

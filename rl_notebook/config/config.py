@@ -213,7 +213,7 @@ def backend_rules(c: Any) -> Iterator[str]:
         yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
     if c.load_in_8bit and c.backend != "local":
         yield f"load_in_8bit: backend={quoted(c.backend)} samples from a base of its own. Set backend='local'"
-    for name in not_default(c, "entropy_coeff", "entropy_target") if served else ():
+    for name in not_default(c, "entropy_coeff", "entropy_target", "top_entropy_quantile") if served else ():
         yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
     for name in not_default(c, "min_p", "repetition_penalty") if served else ():
         yield f"{name}: backend={quoted(c.backend)} has no such setting. Leave it out or set backend='local'"

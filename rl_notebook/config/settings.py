@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, WrapValidator
 
 from ..core.types import COLDEST, OFF, quoted
+from ..core.advantages import OF_BATCH, WITHOUT_STD, AdvantageScale
 from ..core.names import NAMED
 from ..core.options import AnyText, AnyTexts, Bool, Count, Float, Int, NotNegative, Plain, Positive, Share
 from ..core.options import SURROGATE_KNOBS, LossKnobs, SomeShare, Text, Texts, Whole
@@ -85,9 +86,6 @@ class SamplingSettings:
     sync_audit: AtSync[Bool] = True  # after a sync trainer and sampler score one row: did the weights arrive?
 
 # %% ../../nbs/config/00_settings.ipynb #44477146
-AdvantageScale = Literal["std", "none", "loo", "batch", "parts"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class SignalSettings:
     "From rewards to advantages."
@@ -97,6 +95,7 @@ class SignalSettings:
     reward_timeout: AtScore[Positive | None] = None  # seconds for a call; a later one is unscorable; None = no limit
     max_concurrent_rewards: AtScore[Whole] = 32  # calls at once, plain ones in threads; 0 = one by one, in no thread
     advantage_scale: AtAdvantages[AdvantageScale] = "std"  # what the centred reward is divided by
+    advantage_eps: AtAdvantages[NotNegative] = 1e-8  # added to the standard deviation; TRL has 1e-4
     advantage_fn: AtAdvantages[Text | None] = None  # "module:function" in its place; see the advantages notebook
     ddof: AtAdvantages[Literal[0, 1]] = 1  # the standard deviation divides by K - ddof
     drop_dead: AtDatums[Bool] = True  # leave groups without signal out; False = they count, with the KL term only
@@ -123,6 +122,7 @@ class LossSettings(LossKnobs):
 def next_bonus(c: Any, coeff: float, entropy: float) -> tuple[float, float]:
     "The entropy coefficient of the next step and what is used of it; `coeff`, `entropy` (mean, nats): of the last."
     coeff = max(0.0, coeff + math.copysign(c.entropy_coeff_step, c.entropy_target - entropy))
+    coeff = min(coeff, 1.0)
     return coeff, coeff if entropy <= c.entropy_target else 0.0
 
 # %% ../../nbs/config/00_settings.ipynb #2acb25b6
@@ -309,14 +309,14 @@ def sampling_rules(c: Any) -> Iterator[str]:
     "Groups without signal, and lengths that do not fit."
     if c.advantage_fn is not None and not NAMED.fullmatch(c.advantage_fn):
         yield f"advantage_fn: got {quoted(c.advantage_fn)}; expected 'module:function'"
-    if c.advantage_fn is not None and (c.advantage_scale, c.ddof) != ("std", 1):
-        yield "advantage_fn: advantage_scale and ddof would be ignored. Leave them out"
+    if c.advantage_fn is not None and not_default(c, "advantage_scale", "advantage_eps", "ddof"):
+        yield "advantage_fn: advantage_scale, advantage_eps and ddof would be ignored. Leave them out"
     if c.advantage_fn is not None and c.recipe == "igpo_loop":
         yield "advantage_fn: recipe='igpo_loop' compares turns by itself. Leave it out or set another recipe"
     if c.completions_per_prompt < 2:
         yield f"completions_per_prompt: got {c.completions_per_prompt}; a group of one has nothing to compare with"
-    if c.ddof != 1 and c.advantage_scale in ("none", "loo"):
-        yield f"ddof: advantage_scale={c.advantage_scale!r} divides by no standard deviation. Leave it out"
+    for name in not_default(c, "ddof", "advantage_eps") if c.advantage_scale in WITHOUT_STD else ():
+        yield f"{name}: advantage_scale={c.advantage_scale!r} divides by no standard deviation. Leave it out"
     if c.refill and not c.drop_dead:
         yield "refill: with drop_dead=False no group is left out. Set drop_dead=True or leave it out"
     if c.reward_weights is not None and len(c.reward_weights) != len(c.rewards):
@@ -445,8 +445,8 @@ def _async_rules(c: Any) -> Iterator[str]:
     if room is not None and room < c.completions_per_prompt:
         expected = f"at least completions_per_prompt={c.completions_per_prompt}, because a row starts as a whole"
         yield f"max_concurrency_rollout_sample: got {room}; expected {expected}"
-    if c.pipeline_chunks_per_step > 1 and c.advantage_scale == "batch":
-        yield "pipeline_chunks_per_step: advantage_scale='batch' needs the whole batch. Choose one of the two"
+    if c.pipeline_chunks_per_step > 1 and c.advantage_scale in OF_BATCH:
+        yield f"pipeline_chunks_per_step: advantage_scale={c.advantage_scale!r} needs the whole batch. Choose one"
     if c.pipeline_chunks_per_step > 1 and c.synchronous_training:
         yield "pipeline_chunks_per_step: synchronous_training waits for the whole batch. Choose one of the two"
     if c.pipeline_chunks_per_step > c.prompt_groups_per_step:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -39,7 +40,10 @@ def predicted_dead_fraction(
     return p**completions_per_prompt + (1 - p) ** completions_per_prompt
 
 # %% ../../nbs/core/03_advantages.ipynb #4198569c
-SCALES = ("std", "none", "loo", "batch", "parts")
+AdvantageScale = Literal["std", "none", "loo", "maxrl", "opo", "batch", "whiten", "parts", "gdpo"]
+SCALES = get_args(AdvantageScale)
+WITHOUT_STD = ("none", "loo", "maxrl", "opo")  # they divide by no standard deviation
+OF_BATCH = ("batch", "whiten", "gdpo")  # they need every group of a step
 
 
 def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
@@ -60,25 +64,21 @@ def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
 def group_advantages(
     rewards: Sequence[float] | np.ndarray,  # (K,) of one prompt group, all finite
     *,
-    scale: str = "std",  # "std", "none" or "loo"
+    scale: str = "std",  # "std", "none", "loo" or "maxrl"
     ddof: int = 1,  # 1 divides the variance by K-1, 0 by K
     eps: float = 1e-8,  # added to the standard deviation
 ) -> np.ndarray:  # (K,) float64; exactly 0 for a dead group
     "Group-relative advantages of one prompt."
     r = _checked(rewards, scale)
-    if scale == "batch":
-        raise LossError(
-            "advantage scale", got="'batch' for one group", expected="all groups", fix="Use batch_advantages."
-        )
-    if scale == "parts":
-        fix = "Use with_advantages."
-        raise LossError("advantage scale", got="'parts' for sums", expected="groups with their parts", fix=fix)
+    if scale not in ("std", "none", "loo", "maxrl"):
+        got, fix = f"{scale!r} for the rewards of one group", "Use with_advantages."
+        raise LossError("advantage scale", got=got, expected="groups, with their parts and lengths", fix=fix)
     if is_dead(r):
         return np.zeros_like(r)
-    centred = r - r.mean()
-    if scale == "std":
-        return centred / (r.std(ddof=ddof) + eps)
-    return centred if scale == "none" else centred * len(r) / (len(r) - 1)
+    if scale == "maxrl" and r.min() < 0:
+        raise RewardError("rewards of a group", got=r.tolist(), expected="none below 0 for advantage_scale 'maxrl'")
+    by = {"std": r.std(ddof=ddof) + eps, "none": 1.0, "loo": 1 - 1 / len(r), "maxrl": r.mean()}
+    return (r - r.mean()) / by[scale]
 
 # %% ../../nbs/core/03_advantages.ipynb #eef8570a
 def batch_advantages(
@@ -114,6 +114,18 @@ def parts_advantages(group: PromptGroup, weights: Mapping[str, float], ddof: int
         raise LossError("advantage_scale 'parts'", where=group.where, got=got, expected="the same", fix=fix)
     return found
 
+# %% ../../nbs/core/03_advantages.ipynb #4f3a12bc
+def whitened(
+    advantages: Sequence[np.ndarray], counts: Sequence[np.ndarray], ddof: int = 1, eps: float = 1e-08
+) -> list[np.ndarray]:
+    "Advantages of all groups less their mean, over their standard deviation; `counts`: how often each one counts."
+    if not advantages:
+        return []
+    a, n = np.concatenate(advantages), np.concatenate(counts)
+    mean = n @ a / n.sum()
+    std = np.sqrt(n @ (a - mean) ** 2 / (n.sum() - ddof))
+    return [(own - mean) / (std + eps) if own.any() else own for own in advantages]
+
 # %% ../../nbs/core/03_advantages.ipynb #b98e0cbe
 def with_advantages(
     groups: Sequence[PromptGroup],  # graded groups
@@ -121,7 +133,7 @@ def with_advantages(
     scale: str = "std",  # any of SCALES
     ddof: int = 1,  # of the standard deviation
     eps: float = 1e-8,  # added to the standard deviation
-    weights: Mapping[str, float] | None = None,  # of the parts of the reward, for "parts"; 1 where there is none
+    weights: Mapping[str, float] | None = None,  # of the parts of the reward; 1 where there is none
 ) -> list[PromptGroup]:
     "The same groups with `advantages` filled in; 0 for a sample that lost all its siblings."
     for g in groups:
@@ -129,10 +141,17 @@ def with_advantages(
             fix = "Set completions_per_prompt >= 2."
             raise RewardError("group size", where=g.where, got="1 sample", expected="at least 2", fix=fix)
     compared = [g for g in groups if len(g.run_starts) > 1]
-    if scale == "parts":
+    rewards = [g.rewards[g.run_starts] for g in compared]
+    tokens = [np.add.reduceat([s.completion_len for s in g.samples], g.run_starts) for g in compared]
+    if scale in ("parts", "gdpo"):
         made = [parts_advantages(g, weights or {}, ddof, eps) for g in compared]
+    elif scale == "opo":
+        pairs = zip(rewards, tokens, strict=True)
+        made = [np.zeros_like(r) if is_dead(r) else r - n @ r / n.sum() for r, n in pairs]
     else:
-        made = batch_advantages([g.rewards[g.run_starts] for g in compared], scale=scale, ddof=ddof, eps=eps)
+        made = batch_advantages(rewards, scale="none" if scale == "whiten" else scale, ddof=ddof, eps=eps)
+    if scale in ("whiten", "gdpo"):
+        made = whitened(made, tokens if scale == "whiten" else [np.ones(len(r)) for r in rewards], ddof, eps)
     found = iter(made)
     return [_of_runs(g, next(found) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts))) for g in groups]
 

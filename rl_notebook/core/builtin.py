@@ -56,9 +56,14 @@ def check_builtin_options(o: LossOptions) -> None:
     if o.tis != "off" and o.tis_anchor == "policy":
         why = "The correction is multiplied in before the policy's logprobs are known"
         fixes["tis_anchor"] = f"{why}. Set tis_anchor='old'"
-    if o.icepop_threshold is not None and (sequence or quadratic):
-        why = f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob"
-        fixes["icepop_threshold"] = f"{why}. Leave it out"
+    for name in ("off_policy_mask_threshold", "top_entropy_quantile"):
+        if getattr(o, name) != getattr(LossOptions, name):
+            fixes[name] = "It looks at the policy before anything is sent. Leave it out"
+    drops = o.tis == "token" and o.tis_mode != "truncate"
+    for name in ["icepop_threshold"] * (o.icepop_threshold is not None) + ["tis_mode"] * drops:
+        if sequence or quadratic:
+            why = f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob"
+            fixes[name] = f"{why}. Leave it out"
     if quadratic and o.aggregation != "sum":
         fixes["aggregation"] = "dro's quadratic term is not proportional to the advantage. Set aggregation='sum'"
     for name, fix in fixes.items():

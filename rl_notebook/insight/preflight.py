@@ -385,7 +385,7 @@ async def first_completions(
         groups = await gathered([score_group(r, task.reward_fns, **how) for r in drawn])
     require_some(groups)
     alike = await reward_hacks(task.reward_fns, asked, groups, backend.tokenizer)
-    how = {"ddof": cfg.ddof, "weights": part_weights(task)}
+    how = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": part_weights(task)}
     cut = await check_stops(cfg.stop, asked[0].row, task.reward_fns)
     return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), alike, cut
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -19,7 +20,7 @@ __all__ = ['FrozenBatch', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attri
            'predicted_change']
 
 # %% ../../nbs/insight/01_whatif.ipynb #e0631220
-from ..core.advantages import SCALES, AdvantageFn, advantages_by, is_dead, with_advantages
+from ..core.advantages import SCALES, WITHOUT_STD, AdvantageFn, advantages_by, is_dead, with_advantages
 from ..core.align import require_finite
 from ..core.types import AlignmentError, BackendError, DataError, Datum, Logprobs, LossError, LossOutput
 from ..core.types import PromptGroup, RewardError, RolloutSample, quoted
@@ -142,7 +143,7 @@ def own_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any],
 
 # %% ../../nbs/insight/01_whatif.ipynb #e4f41701
 ADVANTAGE_SETTINGS = ("advantage_scale", "ddof", "advantage_fn")
-_OF_TIS = ("tis_cap", "tis_floor", "tis_anchor", "icepop_threshold")
+_OF_TIS = ("tis_mode", "tis_cap", "tis_floor", "tis_anchor", "icepop_threshold")
 
 
 def inherited(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,10 +194,10 @@ def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int] | None:  # 
             raise RewardError("recorded reward", where=where, got=got, expected="a finite number", fix=fix)
     whole = [g for g in groups if g.advantages is not None]
     joined = lambda gs: np.concatenate([g.advantages for g in gs] or [np.zeros(0)])
-    known = (("std", 1), ("none", 1), ("loo", 1), ("std", 0), ("batch", 1), ("batch", 0), ("parts", 1), ("parts", 0))
-    for scale, ddof in known:
-        with suppress(LossError):  # "parts", where they do not add up to the reward
-            if np.allclose(joined(whole), joined(with_advantages(whole, scale=scale, ddof=ddof)), rtol=1e-6):
+    known = [(scale, 1) for scale in SCALES] + [(scale, 0) for scale in SCALES if scale not in WITHOUT_STD]
+    for eps, (scale, ddof) in itertools.product((1e-8, 1e-4), known):
+        with suppress(LossError, RewardError):  # "parts", where they do not add up; "maxrl", of rewards below 0
+            if np.allclose(joined(whole), joined(with_advantages(whole, scale=scale, ddof=ddof, eps=eps)), rtol=1e-6):
                 return scale, ddof
     return None
 
@@ -219,7 +220,7 @@ def variant_scale(batch: FrozenBatch, changes: Mapping[str, Any], where: str) ->
             "advantage_scale", where=where, got=repr(scale), expected=" or ".join(map(repr, SCALES)), fix=fix
         )
     ddof = changes.get("ddof", recorded[1])
-    if ddof not in (0, 1) or ("ddof" in changes and scale in ("none", "loo")):
+    if ddof not in (0, 1) or ("ddof" in changes and scale in WITHOUT_STD):
         expected = "0 or 1, and a scale that divides by a standard deviation ('std' or 'batch')"
         raise LossError("ddof", where=where, got=f"{ddof!r} with scale {scale!r}", expected=expected)
     return scale, ddof

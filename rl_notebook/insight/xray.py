@@ -240,6 +240,10 @@ TERM_WORDS = {  # losses whose term is not minus the advantage at ratio 1
     "cispo": "−clipped ratio × advantage × logprob",
     "dro": "−advantage × logprob plus a pull to the old policy",
     "sapo": "−advantage × a soft gate of the ratio",
+    "vespo": "−weight of the sequence × advantage × logprob",
+    "dppo_tv": "−ratio × advantage × logprob, of tokens inside the bound",
+    "dppo_kl": "−ratio × advantage × logprob, of tokens inside the bound",
+    "clip_cov": "−clipped ratio × advantage, without tokens of high covariance",
 }
 SUMS = {
     "token_mean": "averaged over tokens",

@@ -33,7 +33,7 @@ __all__ = ['PHASES', 'StepState', 'LoopState', 'run_tokenizer', 'encode_for', 'r
            'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase', 'Changed', 'change']
 
 # %% ../../nbs/loop/04_phases.ipynb #dd8aa3c2
-from ..core.advantages import AdvantageFn, advantages_by, is_dead, with_advantages
+from ..core.advantages import OF_BATCH, AdvantageFn, advantages_by, is_dead, with_advantages
 from ..backends.base import Backend, GradNormalization, Meter, SyncReport
 from ..task.chat import with_template
 from ..config.config import Config, LossSettings, UpdateSettings, completions_at_once
@@ -211,6 +211,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         yield "router_replay", True, "False", fix
     if (cfg.entropy_coeff or cfg.entropy_target) and not can.entropy:
         yield "entropy_coeff", cfg.entropy_coeff, "0, and no target", f"{can.name} computes no entropy of the policy."
+    if cfg.top_entropy_quantile < 1 and not can.entropy:
+        yield "top_entropy_quantile", cfg.top_entropy_quantile, "1", f"{can.name} computes no entropy of the policy."
     if cfg.lora_rank != can.lora_rank:
         yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
     if cfg.load_in_8bit != can.load_in_8bit:
@@ -218,9 +220,9 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         yield "load_in_8bit", cfg.load_in_8bit, expected, fix
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
         yield "kl_beta", cfg.kl_beta, "0 without a reference", "Set kl_beta=0, or open a backend that has a reference."
-    if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale == "batch":
-        expected = "'std', 'none' or 'loo' with min_samples_per_fwd_bwd"
-        yield "advantage_scale", "batch", expected, "The batch is not known yet."
+    if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in OF_BATCH:
+        expected = f"none of {', '.join(OF_BATCH)} with min_samples_per_fwd_bwd"
+        yield "advantage_scale", cfg.advantage_scale, expected, "The batch is not known yet."
     if cfg.refill and cfg.weight_sync_interval != 1:
         yield "refill", True, "False with windows", "Set weight_sync_interval=1."
     divisions = can.grad_accumulation_normalization
@@ -728,7 +730,7 @@ def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None
     "Groups with advantages: by the loop's own function, or as the config says."
     if loop.advantage_fn is not None and scale is None:
         return advantages_by(loop.advantage_fn, groups)
-    how = {"ddof": loop.cfg.ddof, "weights": part_weights(loop.task)}
+    how = {"ddof": loop.cfg.ddof, "eps": loop.cfg.advantage_eps, "weights": part_weights(loop.task)}
     return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, **how)
 
 # %% ../../nbs/loop/04_phases.ipynb #6444b255
@@ -1123,7 +1125,7 @@ def has_signal(loop: Loop, answered: Graded) -> bool:
 
 def compared_alone(loop: Loop, group: PromptGroup) -> PromptGroup:
     "A group with its advantages, where they do not depend on the batch."
-    return compared(loop, [group])[0] if group.samples and loop.cfg.advantage_scale != "batch" else group
+    return compared(loop, [group])[0] if group.samples and loop.cfg.advantage_scale not in OF_BATCH else group
 
 
 NO_SIGNAL_ROWS = 10  # batches' worth of rows without signal, after which there is a warning

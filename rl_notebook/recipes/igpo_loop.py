@@ -53,7 +53,7 @@ def igpo_problem(
     if rollout_fn_factory is None and rollout_fn is None:
         fix = "Information gain is of turns; a single turn has `rl_loop`."
         raise ConfigError("rollout_fn_factory", got="none", expected="a rollout function, or a factory of one", fix=fix)
-    if (cfg.advantage_scale, cfg.ddof) != ("std", 1):
+    if (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps) != ("std", 1, 1e-8):
         got, fix = f"{cfg.advantage_scale!r}, ddof={cfg.ddof}", "Turns are compared by their population std."
         raise ConfigError("advantage_scale", where="igpo_loop", got=got, expected="'std', ddof=1, as unset", fix=fix)
     keep = dynamic_filter_fn or partial(has_turn_signal, igpo=igpo)

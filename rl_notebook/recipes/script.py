@@ -294,7 +294,7 @@ def described(loop: Loop, sources: Sources) -> tuple[Config, dict[str, str], boo
         parts[role] = sources.add(getattr(reward, "make", getattr(reward, "fn", reward)), role)
     if callable(own := given["advantage_fn"]):
         name = importable(own)
-        usual = (cfg.advantage_scale, cfg.ddof) == ("std", 1) and cfg.recipe != "igpo_loop"
+        usual = (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps) == ("std", 1, 1e-8) and cfg.recipe != "igpo_loop"
         cfg = replace(cfg, advantage_fn=name if name and usual else None)
         parts |= {} if cfg.advantage_fn else {"advantage_fn": sources.add(own, "advantage_fn")}
     elif own is not None:
