@@ -27,7 +27,9 @@ from rl_notebook.core.advantages import STD_TOLERANCE, group_advantages, is_dead
 from rl_notebook.core.align import align_logprobs, require_finite
 from rl_notebook.core.builtin import builtin_inputs, builtin_loss
 from rl_notebook.backends.services.completions import OpenAISampler
+from rl_notebook.config.aliases import canonical
 from rl_notebook.config.config import Config, DAPOConfig
+from rl_notebook.config.settings import LossSettings
 from rl_notebook.core.types import (
     Completion,
     Datum,
@@ -472,10 +474,11 @@ def early_loss(case: Case) -> Outcome:
 
 # -- policy losses: TRL ------------------------------------------------------------------------------------------
 
-OFF_POLICY_MASK = "it drops far sequences with a negative advantage; agrees once those have advantage 0"
-TRUE_SEQUENCE_GRADIENT = "its sequence ratio mixes token terms in the gradient; value and gradient per sample agree"
 SEQUENCE_AS_TOKENS = "we offer no sequence ratio for this loss; agrees once every token has that ratio"
-DELTA_INSIDE = "a cap of the ratio below the upper clip bound is not our dual clip; tokens below the cap agree"
+TOKENS_OF_A_SEQUENCE = "token weights on a ratio per sequence mix in its gradient; value and gradient per sample agree"
+
+
+CLIPPED_BY_TRL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
 def trl_divisor(loss_type: str, config: Mapping[str, Any], x: Mapping[str, Any], active: np.ndarray) -> float | None:
@@ -483,7 +486,7 @@ def trl_divisor(loss_type: str, config: Mapping[str, Any], x: Mapping[str, Any],
     accumulated = config["current_gradient_accumulation_steps"] if config["training"] else 1
     ours = max(active.sum(), 1.0) if TRL_PRESETS[loss_type]["aggregation"] == "token_mean" else len(active)
     theirs = ours * accumulated
-    if loss_type in ("dapo", "cispo"):
+    if loss_type in ("dapo", "cispo", "vespo"):
         share = accumulated / config["steps_per_generation"] if config["training"] else 1.0
         theirs = max(float(x["num_items_in_batch"]), 1.0) / config["num_processes"] * share
     return None if theirs == ours else theirs
@@ -495,14 +498,13 @@ def trl_batch(case: Case) -> Batch:
     loss_type = case.file.removeprefix("trl_")
     pi = np.array(x["per_token_logps"], dtype=np.float64)
     active = np.array(x["completion_mask"], dtype=np.float64) * np.array(x.get("tool_mask", 1.0))
-    options = dict(TRL_PRESETS[loss_type]) | {"kl_beta": c["beta"], "kl_bias_correction": c["use_bias_correction_kl"]}
-    high = c["epsilon"] if c["epsilon_high"] is None else c["epsilon_high"]
-    if loss_type == "cispo":
-        options |= {"eps_clip": 1.0, "eps_clip_high": high - 1}  # its bound is the largest weight, there is no smallest
-    elif loss_type == "sapo":
-        options |= {k: c[k] for k in ("sapo_temperature_pos", "sapo_temperature_neg")}
-    else:
-        options |= {"eps_clip": c["epsilon"], "eps_clip_high": high, "eps_clip_c": c["delta"]}
+    words = {"loss_type": loss_type, "beta": c["beta"], "use_bias_correction_kl": c["use_bias_correction_kl"]}
+    own = (loss_type,) if loss_type in ("sapo", "vespo") else ("epsilon", "delta")
+    words |= {k: v for k, v in c.items() if k.startswith(own) and (loss_type != "cispo" or k == "epsilon_high")}
+    words |= {"off_policy_mask_threshold": c["off_policy_mask_threshold"]}
+    if loss_type in CLIPPED_BY_TRL:
+        words["importance_sampling_level"] = c["importance_sampling_level"]
+    options = canonical(LossSettings, words)[0]
     if loss_type == "dr_grpo":
         options["max_completion_tokens"] = c["max_completion_length"]
 
@@ -510,8 +512,13 @@ def trl_batch(case: Case) -> Batch:
         return [None] * len(pi) if x.get(name) is None else list(np.array(x[name], dtype=np.float64))
 
     old, sampler = rows("old_per_token_logps"), [None] * len(pi)
-    if c["use_vllm"] and c["vllm_importance_sampling_correction"]:
+    if x.get("sampling_per_token_logps") is not None:
+        sampler = rows("sampling_per_token_logps")
+    if c["use_vllm"] and (c["vllm_importance_sampling_correction"] or loss_type == "vespo"):  # vespo takes what it gets
         ratio = np.broadcast_to(np.array(x["importance_sampling_ratio"], dtype=np.float64), pi.shape)
+        if loss_type == "vespo":  # the drawn weights are not 1 at padding, as TRL's are: on to the first token with them
+            padding = np.where(active > 0, 1.0, ratio).prod(axis=1, keepdims=True)
+            ratio = np.concatenate([ratio[:, :1] * padding, ratio[:, 1:]], axis=1)
         sampler = [(p if o is None else o) - np.log(r) for p, o, r in zip(pi, old, ratio, strict=True)]
         options |= {"tis": "token", "tis_cap": 1e9}
     return Batch(
@@ -542,15 +549,15 @@ def mean_gap(b: Batch, i: int) -> float:
 
 def trl_sequence_level(b: Batch, differs: list[str]) -> Batch:
     "The same batch with one ratio per sequence."
-    if b.options["policy_loss"] == "ppo":
-        return replace(b, options={**b.options, "policy_loss": "gspo"})
+    if b.options["policy_loss"] == "gspo":
+        return b
     differs.append(SEQUENCE_AS_TOKENS)
     return replace(b, old=[p - mean_gap(b, i) for i, p in enumerate(b.pi)])
 
 
 def trl_metrics(case: Case, b: Batch, ran: Ran) -> None:
     "Metrics that mean the same on both sides."
-    corrected = b.options["kl_bias_correction"] and b.old[0] is not None
+    corrected = b.options.get("kl_bias_correction") and b.old[0] is not None
     names = {f"clip_ratio/{k}_mean": f"clip_ratio/{k}_mean" for k in ("low", "high", "region")}
     names |= {"cispo_clip_ratio": "clip_ratio/high_mean"} | ({} if corrected else {"kl": "kl"})
     for theirs, ours in names.items():
@@ -566,24 +573,13 @@ def trl_loss(case: Case) -> Outcome:
     b, differs = trl_batch(case), []
     if (outcome := refusal(case, b)) is not None:
         return outcome
-    if (threshold := c["off_policy_mask_threshold"]) is not None:
-        drawn = case.inputs.get("sampling_per_token_logps")
-        seen = b if drawn is None else replace(b, old=[np.array(d, dtype=np.float64) for d in drawn])
-        kept = [a >= 0 or -mean_gap(seen, i) <= threshold for i, a in enumerate(b.advantages)]
-        b = replace(b, advantages=[a if keep else 0.0 for a, keep in zip(b.advantages, kept, strict=True)])
-        differs.append(OFF_POLICY_MASK)
     by_sequence = c["importance_sampling_level"] == "sequence"
     b = trl_sequence_level(b, differs) if by_sequence else b
     ran = run(b)
-    if c.get("delta") is not None and c["delta"] < 1 + b.options["eps_clip_high"]:
-        for i, g in enumerate(ran.grads):
-            below_cap = np.exp(mean_gap(b, i) if by_sequence else gap(b, i)) < c["delta"]
-            close(g[below_cap], b.grads[i][below_cap], f"gradient of sample {i} below delta")
-        return Outcome((*differs, DELTA_INSIDE))
-    if by_sequence and ((c["beta"] and c["use_bias_correction_kl"]) or b.sampler[0] is not None):
+    if by_sequence and (b.sampler[0] is not None or (differs and b.options.get("kl_bias_correction"))):
         close(ran.loss, b.loss, "loss")
         all_close([g.sum() for g in ran.grads], [g.sum() for g in b.grads], "gradient, summed,")
-        return Outcome((*differs, TRUE_SEQUENCE_GRADIENT))
+        return Outcome((*differs, TOKENS_OF_A_SEQUENCE))
     agree(ran, b)
     if not differs and not by_sequence:
         trl_metrics(case, b, ran)

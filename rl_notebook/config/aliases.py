@@ -145,6 +145,7 @@ OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each
     },
     "vllm_importance_sampling_correction": {True: {}, False: {"tis": "off"}, None: {}},
     "tis_enabled": {True: {}, False: {"tis": "off"}, None: {}},
+    "use_adaptive_entropy": {True: {}, False: {}, None: {}},
     "scale_rewards": {
         "group": {"advantage_scale": "std"},
         True: {"advantage_scale": "std"},
@@ -224,7 +225,9 @@ def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
     match name, value:
         case "loss_type", _ if clips and given.get("importance_sampling_level") == "sequence" and kind in TRL_PRESETS:
             return {"aggregation": preset["aggregation"]}  # the level says which loss
-        case "epsilon_high", _ if kind == "cispo" and value is not None:
+        case "epsilon_high", None if kind == "cispo":
+            return {}
+        case "epsilon_high", _ if kind == "cispo":
             return {"eps_clip": 1.0, "eps_clip_high": value if math.isnan(_float(value)) else _float(value) - 1}
         case "epsilon_high", _ if clips and delta < 1 + high:
             return {}  # in place of delta
