@@ -514,9 +514,9 @@ def trl_batch(case: Case) -> Batch:
     old, sampler = rows("old_per_token_logps"), [None] * len(pi)
     if x.get("sampling_per_token_logps") is not None:
         sampler = rows("sampling_per_token_logps")
-    if c["use_vllm"] and (c["vllm_importance_sampling_correction"] or loss_type == "vespo"):  # vespo takes what it gets
+    if c["use_vllm"] and (c["vllm_importance_sampling_correction"] or loss_type == "vespo"):
         ratio = np.broadcast_to(np.array(x["importance_sampling_ratio"], dtype=np.float64), pi.shape)
-        if loss_type == "vespo":  # the drawn weights are not 1 at padding, as TRL's are: on to the first token with them
+        if loss_type == "vespo":  # the drawn weights are not 1 at padding, as TRL's are: the first token gets them
             padding = np.where(active > 0, 1.0, ratio).prod(axis=1, keepdims=True)
             ratio = np.concatenate([ratio[:, :1] * padding, ratio[:, 1:]], axis=1)
         sampler = [(p if o is None else o) - np.log(r) for p, o, r in zip(pi, old, ratio, strict=True)]

@@ -252,7 +252,7 @@ def test_advantages_by_name_and_as_an_object(desk, record):
         what_if(record, {"x": {"advantage_fn": own, "ddof": 1}})
     with pytest.raises(LossError, match="got ZeroDivisionError: no groups today; expected groups with advantages"):
         what_if(record, {"x": {"advantage_fn": "my_functions:fails"}})
-    with pytest.raises(ConfigError, match="advantage_fn: advantage_scale and ddof would be ignored"):
+    with pytest.raises(ConfigError, match="advantage_fn: advantage_scale, advantage_eps and ddof would"):
         Config(advantage_fn="my_functions:centred", advantage_scale="loo")
     with pytest.raises(ConfigError, match="advantage_fn: got 'centred'; expected 'module:function'"):
         Config(advantage_fn="centred")

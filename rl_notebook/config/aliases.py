@@ -214,7 +214,7 @@ def _refuse_trl(name: str, value: Any, given: Mapping[str, Any]) -> None:
                 got = f"{beside}loss_type {kind!r}, top_entropy_quantile {given.get('top_entropy_quantile', 1.0)}"
                 raise refuse(got=got, expected="a mean over all tokens, such as 'dapo'", fix=fix)
 
-
+# %% ../../nbs/config/01_aliases.ipynb #9a3cc14c
 def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
     "A word of TRL's loss whose meaning depends on those beside it; None for all the rest."
     _refuse_trl(name, value, given)
@@ -255,7 +255,7 @@ def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
 
 # %% ../../nbs/config/01_aliases.ipynb #b7e7a371
 _TRL_ELSEWHERE = {"learning_rate": 1e-6, "completions_per_prompt": 8, "max_completion_tokens": 512, "epochs": 3}
-_TRL_ELSEWHERE |= {"weight_decay": 0.0, "lr_scheduler_type": "linear"}
+_TRL_ELSEWHERE |= {"weight_decay": 0.0, "lr_scheduler_type": "linear", "drop_dead": False}
 
 
 def trl_defaults(cls: type, given: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -416,7 +416,7 @@ def canonical(
     stated = canonical(cls, beside)[0] if beside else {}
     _settle_loss(cls, laid, settings, stated)
     more, note = trl_defaults(cls, context, stated | settings)
-    return settings | more, notes + ([note] if note and not stated else [])
+    return {**settings, **more}, notes + ([note] if note and not stated else [])
 
 # %% ../../nbs/config/01_aliases.ipynb #cbd45978
 CORRECTION = ("tis", "tis_mode", "tis_cap", "tis_floor", "icepop_threshold", "tis_anchor")
@@ -430,7 +430,7 @@ def _turns_on(name: str, value: Any) -> bool:
     return name.startswith(("tis.", _OF_VLLM)) or RENAMED.get(name) in CORRECTION
 
 
-def _settle_loss(cls: type, laid: Mapping[str, Any], settings: dict[str, Any], stated: Mapping[str, Any]) -> None:
+def _settle_loss(cls: type, laid: Mapping[str, Any], settings: dict[str, Any], stated: dict[str, Any]) -> None:
     "Turn the correction on where something was said about it; raise ConfigError where two things contradict."
     off = laid.get(f"{_OF_VLLM}correction") is False
     on = [name for name, value in laid.items() if _turns_on(name, value) and not (off and name.startswith(_OF_VLLM))]

@@ -20,9 +20,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..core.losses import make_loss_fn
+from ..core.losses import make_loss_fn, reads_entropy
 from ..core.metrics import step_metrics
 from ..core.options import TRL_PRESETS
+from ..config.aliases import canonical
+from ..config.settings import LossSettings
 from ..core.types import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError
 from ..core.types import RLNotebookError, RolloutSample
 from .records import StepRecord, encode, read_record, staged_folder, write_record
@@ -31,43 +33,35 @@ from .run import Run, RunFolder
 # %% auto #0
 __all__ = ['Watched', 'watch']
 
-# %% ../../nbs/runs/08_watch.ipynb #68345eb1
+# %% ../../nbs/runs/02_watch.ipynb #68345eb1
+_WORDS = "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile"
+_WORDS_OF = {"ppo": "epsilon delta", "sapo": "sapo_temperature_pos sapo_temperature_neg"}
+_WORDS_OF |= {"vespo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"}
+_WORDS_OF_VLLM = [f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")]
+
+
 def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOptions, and what they cannot say
     "The loss that a trainer was asked for, in the words of `LossOptions`."
-    args, kind, by_sequence = trainer.args, trainer.loss_type, trainer.importance_sampling_level == "sequence"
-    options: dict[str, Any] = {**TRL_PRESETS.get(kind, {"policy_loss": kind})}
-    low, high = trainer.epsilon_low, trainer.epsilon_high
-    match options["policy_loss"]:
-        case "ppo":
-            options |= {"eps_clip": low, "eps_clip_high": high, "eps_clip_c": args.delta}
-            options |= {"policy_loss": "gspo"} if by_sequence else {}
-        case "cispo":  # TRL bounds the ratio itself, from above only
-            options |= {"eps_clip": 1.0, "eps_clip_high": high - 1}
-        case "sapo":
-            sides = ("sapo_temperature_pos", "sapo_temperature_neg")
-            options |= {name: getattr(args, name) for name in sides}
+    args, kind, parts = trainer.args, trainer.loss_type, trainer.args.gradient_accumulation_steps
+    loss = TRL_PRESETS.get(kind, {"policy_loss": kind})["policy_loss"]
+    words = {name: getattr(args, name) for name in f"{_WORDS} {_WORDS_OF.get(loss, '')}".split()}
+    words |= {"epsilon_high": trainer.epsilon_high} if loss in ("ppo", "cispo") else {}
+    words |= {name: getattr(args, name) for name in _WORDS_OF_VLLM} if trainer.use_vllm else {}
+    words |= {"entropy_coef": args.entropy_coef} if args.entropy_coef and not args.use_adaptive_entropy else {}
+    try:
+        options = canonical(LossSettings, {"loss_type": kind, **words})[0]
+    except ConfigError as error:
+        return {}, [str(error)]
     if kind == "dr_grpo":
         options["max_completion_tokens"] = trainer.max_completion_length
-    if trainer.beta:
-        options |= {"kl_beta": trainer.beta, "kl_bias_correction": bool(args.use_bias_correction_kl)}
-    corrected = trainer.use_vllm and trainer.vllm_importance_sampling_correction
-    if corrected:
-        cap, floor = trainer.vllm_importance_sampling_clip_max, trainer.vllm_importance_sampling_clip_min
-        options |= {"tis": "token", "tis_cap": 1e30 if cap is None else cap, "tis_floor": floor or 0.0}
-    micro_batches = args.gradient_accumulation_steps * trainer.accelerator.num_processes
-    per_update = args.steps_per_generation == args.gradient_accumulation_steps
-    mode = getattr(trainer, "vllm_importance_sampling_mode", "")
+    by_update = args.steps_per_generation == parts
+    of_step = TRL_PRESETS[kind]["aggregation"] == "token_mean" and kind != "bnpo"
     unsaid = {
-        f"loss_type={kind!r}": kind not in TRL_PRESETS,
-        f"{kind!r} divided by the tokens of each micro-batch": kind == "bnpo" and micro_batches > 1,
-        f"{kind!r} divided by a share of the generation's tokens": kind in ("dapo", "cispo") and not per_update,
-        f"{kind!r} with a ratio per sequence": by_sequence and kind in ("cispo", "sapo"),
-        "the KL term times a sequence's ratio": by_sequence and bool(trainer.beta) and args.use_bias_correction_kl,
-        "a delta below 1 + epsilon_high": args.delta is not None and args.delta < 1 + high,
-        f"vllm_importance_sampling_mode={mode!r}": corrected and mode != "token_truncate",
-        "top_entropy_quantile": trainer.top_entropy_quantile < 1.0,
-        "off_policy_mask_threshold": trainer.off_policy_mask_threshold is not None,
-        "an entropy bonus": bool(getattr(trainer, "_entropy_bonus_enabled", False)),
+        f"{kind!r} divided by the tokens of each micro-batch": kind == "bnpo" and parts > 1,
+        f"{kind!r} divided by a share of the generation's tokens": of_step and not by_update,
+        "a share of the tokens of each micro-batch": trainer.top_entropy_quantile < 1 and parts > 1,
+        "an entropy bonus by micro-batch": bool(args.entropy_coef) and parts > 1,
+        "an entropy bonus that adapts": args.use_adaptive_entropy,
         "the loss of a router": bool(getattr(trainer, "aux_loss_enabled", False)),
         "a _compute_loss of your own": not type(trainer)._compute_loss.__module__.startswith("trl."),
     }
@@ -241,7 +235,9 @@ def proven(
     import torch
 
     try:
-        ours, metrics = make_loss_fn(datums, **options)(datums, [torch.tensor(lp.values) for lp in logprobs])
+        loss_fn = make_loss_fn(datums, **options)
+        entropies = [[torch.tensor(lp.entropy) for lp in logprobs]] if reads_entropy(loss_fn) else []
+        ours, metrics = loss_fn(datums, [torch.tensor(lp.values) for lp in logprobs], *entropies)
     except RLNotebookError as error:  # a token without a sampler's logprob
         return {"make_loss": f"TRL's own: {error}"}, {}
     if abs(gap := float(ours) - loss) <= 1e-5 * max(1.0, abs(loss)):
