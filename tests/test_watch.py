@@ -22,7 +22,6 @@ from trl import GRPOConfig, GRPOTrainer
 import rl_notebook as rln
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import ConfigError, RecordError
-from rl_notebook.insight.sync import sync_truth
 from rl_notebook.runs import watch as module
 from rl_notebook.task.toy import tiny_path, toy_rows
 

@@ -33,7 +33,7 @@ from .run import Run, RunFolder
 # %% auto #0
 __all__ = ['Watched', 'watch']
 
-# %% ../../nbs/runs/02_watch.ipynb #68345eb1
+# %% ../../nbs/runs/08_watch.ipynb #68345eb1
 _WORDS = "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile"
 _WORDS_OF = {"ppo": "epsilon delta", "sapo": "sapo_temperature_pos sapo_temperature_neg"}
 _WORDS_OF |= {"vespo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"}
@@ -42,7 +42,7 @@ _WORDS_OF_VLLM = [f"vllm_importance_sampling_{name}" for name in ("correction", 
 
 def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOptions, and what they cannot say
     "The loss that a trainer was asked for, in the words of `LossOptions`."
-    args, kind, parts = trainer.args, trainer.loss_type, trainer.args.gradient_accumulation_steps
+    args, kind, steps = trainer.args, trainer.loss_type, trainer.args.gradient_accumulation_steps
     loss = TRL_PRESETS.get(kind, {"policy_loss": kind})["policy_loss"]
     words = {name: getattr(args, name) for name in f"{_WORDS} {_WORDS_OF.get(loss, '')}".split()}
     words |= {"epsilon_high": trainer.epsilon_high} if loss in ("ppo", "cispo") else {}
@@ -54,7 +54,7 @@ def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOpt
         return {}, [str(error)]
     if kind == "dr_grpo":
         options["max_completion_tokens"] = trainer.max_completion_length
-    by_update = args.steps_per_generation == parts
+    by_update, parts = args.steps_per_generation == steps, steps * trainer.accelerator.num_processes
     of_step = TRL_PRESETS[kind]["aggregation"] == "token_mean" and kind != "bnpo"
     unsaid = {
         f"{kind!r} divided by the tokens of each micro-batch": kind == "bnpo" and parts > 1,
@@ -199,7 +199,7 @@ class Update:
         facts = {"policy_version": self.number - 1, "temperature": self.drawn["temperature"], "dtype": self.dtype}
         return Logprobs(scored(row, p["policy"][at]), entropy=entropy, **facts)
 
-
+# %% ../../nbs/runs/08_watch.ipynb #da97c58a
 def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecord:
     "The step, of what each process had of it. Its loss is the mean of theirs, as TRL averages their gradients."
     groups, datums = list[PromptGroup](), list[Datum]()
@@ -290,7 +290,6 @@ def _is_plain(value: Any) -> bool:
 
 # %% ../../nbs/runs/08_watch.ipynb #bf0587db
 TAPPED = "_generate _generate_and_score_completions _calculate_rewards _get_per_token_logps_and_entropies _compute_loss"
-PATIENCE = 600.0  # seconds that the first process waits for the others' parts of a step, beside training
 
 
 class Taps:
@@ -344,8 +343,8 @@ class Taps:
         t = self.trainer
         loaded = t._last_loaded_step if t.use_vllm else t.state.global_step
         ids, completions, tool_mask, said, sampler = out[:5]
-        count, rest = divmod(len(ids), t.num_generations)
-        if rest:
+        count = len(ids) // t.num_generations
+        if len(ids) % t.num_generations:
             expected = f"a multiple of num_generations={t.num_generations}, so that a group is in one of them"
             raise RecordError("rows of a process", got=len(ids), expected=expected)
         places, texts = (self.groups + self.rank * count, t.num_generations, loaded), list(map(_text, said))
@@ -400,12 +399,14 @@ class Taps:
 
     def ended(self) -> None:
         "Hand on the step that has just ended."
-        step = Update(self.trainer, self.passes, self.update, self.seconds)
+        if self.passes:
+            self.step_ends(Update(self.trainer, self.passes, self.update, self.seconds))
         self.passes, self.update, self.seconds = [], {}, {}
-        if step.passes:
-            self.step_ends(step)
 
 # %% ../../nbs/runs/08_watch.ipynb #c1f703cc
+PATIENCE = 600.0  # seconds that the first process waits for the others' parts of a step, beside training
+
+
 def _array(values: Any) -> Any:
     "A tensor as float64, wherever it lies; None stays None."
     return None if values is None else values.detach().double().cpu().numpy()
