@@ -266,7 +266,7 @@ class Reader:
         "A reader of the run of this kind in a folder or below it; None without one, raises RecordError for several."
         parts = cls.signature.split("/")
         above = [path.parents[k] for k in range(len(parts) - 1) if path.match("/".join(parts[: k + 1]))]
-        for pattern in ["*/" * depth + cls.signature for depth in range(5)]:
+        for pattern in ["*/" * depth + cls.signature for depth in range(4)]:
             runs = sorted({hit.parents[len(parts) - 1] for start in [path, *above] for hit in start.glob(pattern)})
             if len(runs) > 1:
                 got = f"{len(runs)} of them: {', '.join(map(str, runs[:5]))}"
