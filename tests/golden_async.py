@@ -16,14 +16,13 @@ from typing import Any
 from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, unordered_rewards
 
 from rl_notebook.loop import async_loop
-from rl_notebook.loop import phases
+from rl_notebook.loop import arrivals
 from rl_notebook.loop import rollouts
 from rl_notebook.core.advantages import is_dead
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RolloutSample
 from rl_notebook.task.data import Row
-from rl_notebook.loop.groups import Finished, Gate, Producer
-from rl_notebook.loop.phases import Graded
+from rl_notebook.loop.groups import Finished, Gate, Graded, Producer
 from rl_notebook.task.data import Prompt
 
 NO_ROOM = "a row without room for all of it is refused; agrees when it is counted all the same"
@@ -210,7 +209,7 @@ class Run:
 
     def useful(self, answered: Graded) -> bool:
         "Whether a row is trained on, as a loop decides it."
-        found, number = phases.has_signal(self, answered), answered.group.number
+        found, number = arrivals.has_signal(self, answered), answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
         self.counts["filter_drops"] += bool(answered.group.samples) and not found
         self.reasons[number] = "accepted" if found else "filter" if answered.group.samples else "none"

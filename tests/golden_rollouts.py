@@ -61,11 +61,11 @@ ZERO_IS_ONE = "0 minibatches count as one there; here they are refused"
 def chunks(case: Case) -> Outcome:
     "Pipeline chunks: balanced, the larger ones first."
     c = case.config
-    ours = lambda: balanced_chunks(c["total_groups"], c["requested_chunks"])
     if case.raises:
-        refused(ours, "groups", "chunks")
+        sizes = {"prompt_groups_per_step": c["total_groups"], "pipeline_chunks_per_step": c["requested_chunks"]}
+        refused(lambda: Config(recipe="async_rl_loop", **sizes), *sizes)
     else:
-        assert ours() == case.expected["targets"]
+        assert balanced_chunks(c["total_groups"], c["requested_chunks"]) == case.expected["targets"]
     return AGREED
 
 
@@ -74,7 +74,7 @@ def minibatches(case: Case) -> Outcome:
     "Slices of the datums, one per optimizer step."
     count, parts = case.inputs["n_datums"], case.config["ppo_n_minibatches"]
     if parts < 1:
-        refused(lambda: minibatch_slices(count, parts), "minibatches")
+        refused(lambda: Config(ppo_n_minibatches=parts), "ppo_n_minibatches")
     slices = minibatch_slices(count, max(parts, 1))
     assert [[s.start, s.stop] for s in slices] == case.expected["slices"]
     return AGREED if parts >= 1 else Outcome((ZERO_IS_ONE,))

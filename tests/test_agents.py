@@ -12,7 +12,7 @@ import pytest
 
 import rl_notebook as rln
 from rl_notebook.cli import main
-from rl_notebook.loop.phases import AWAITED, LOOK_ONLY, PHASES
+from rl_notebook.loop.state import AWAITED, LOOK_ONLY, PHASES
 
 ROOT = Path(__file__).parent.parent
 AGENTS, LLMS = ((ROOT / name).read_text(encoding="utf-8") for name in ("AGENTS.md", "llms.txt"))

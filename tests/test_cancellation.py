@@ -355,10 +355,8 @@ def test_what_fails_while_a_cancelled_caller_waits_is_its_cause():
 
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
-FILES = tuple(
-    f"rl_notebook/{name}.py"
-    for name in ("loop/loop", "loop/phases", "loop/back", "loop/weights", "backends/local/trainer")
-)
+LOOP = ("arrivals", "back", "change", "loop", "phases", "state", "weights")
+FILES = (*(f"rl_notebook/loop/{name}.py" for name in LOOP), "rl_notebook/backends/local/trainer.py")
 
 
 def interrupted(run: Callable[[], Any], at: int) -> str:

@@ -44,7 +44,7 @@ from rl_notebook.backends.services.provision import (
 )
 from rl_notebook.config.config import Config, ResumeConfig
 from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, SampleParams
-from rl_notebook.loop.phases import rollout_setup
+from rl_notebook.loop.setup import rollout_setup
 from rl_notebook.recipes import rl_loop
 from rl_notebook.core.retries import Retries
 from rl_notebook.loop.rollouts import RolloutSetup

@@ -17,7 +17,7 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.loop.phases import PHASES
+from rl_notebook.loop.state import PHASES
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 

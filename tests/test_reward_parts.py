@@ -10,7 +10,6 @@ from test_loop import SMALL, make_loop
 from rl_notebook.core.advantages import with_advantages
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import LossError, PromptGroup, RolloutSample
-from rl_notebook.loop.phases import part_weights
 from rl_notebook.insight.replay import replay_advantages
 from rl_notebook.insight.whatif import reward_lab, what_if
 from rl_notebook.insight.preflight import preflight
@@ -35,7 +34,7 @@ def test_a_loop_compares_each_part_with_its_weight():
         loop = make_loop(
             reward=(length, letters), rewards=["length", "letters"], reward_weights=[0.5, 2.0], advantage_scale="parts"
         )
-        assert part_weights(loop.task) == weights
+        assert loop.task.part_weights == weights
         record = await loop.step()
         for g in record.groups:
             want = np.zeros(len(g.samples))

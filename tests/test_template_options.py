@@ -12,7 +12,7 @@ from rl_notebook.task.chat import start_conversation, with_template
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import Completion, ConfigError, SampleParams
 from rl_notebook.task.data import load_rows
-from rl_notebook.loop.phases import rollout_setup
+from rl_notebook.loop.setup import rollout_setup
 from rl_notebook.task.rewards import gsm8k_reward, score
 from rl_notebook.loop.rollouts import draw_completions, encode_rows
 from rl_notebook.loop.step import score_group

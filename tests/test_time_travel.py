@@ -24,7 +24,7 @@ from rl_notebook.core.types import (
 )
 from rl_notebook.insight.replay import compare_loops, replay
 from rl_notebook.loop.back import save_checkpoint
-from rl_notebook.loop.phases import PHASES, StepState
+from rl_notebook.loop.state import PHASES, StepState
 from rl_notebook.recipes.rl_loop import replay_step, train
 from rl_notebook.runs.records import write_record
 from rl_notebook.runs.run import RunFolder
@@ -310,7 +310,7 @@ def test_a_branch_keeps_the_batch_and_grades_it_anew_with_another_reward():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"base_model": "smollm2"}, r"base_model: got 'smollm2'; expected 'tiny', as the loop it leaves"),
+        ({"base_model": "smollm2"}, r"base_model: got 'smollm2'; expected 'tiny', as the loop was opened"),
         ({"log_path": "runs/x"}, r"log_path: got 'runs/x'.*open another loop for it"),
         ({"temperature": 0.7}, r"temperature: got 0.7; expected 1.0, at which the policy scores"),
         ({"kl_betta": 0.7}, r"unknown setting 'kl_betta'"),

@@ -25,7 +25,7 @@ from warm_start import warm_start
 import rl_notebook as rln
 from rl_notebook.cli import option_values
 from rl_notebook.core.types import RolloutRun
-from rl_notebook.loop.phases import rollout_setup
+from rl_notebook.loop.setup import rollout_setup
 
 SETTINGS = {
     "recipe": "async_rl_loop",

@@ -17,7 +17,7 @@ from warm_start import warm_start
 
 import rl_notebook as rln
 from rl_notebook.cli import option_values
-from rl_notebook.loop.phases import rollout_setup
+from rl_notebook.loop.setup import rollout_setup
 from rl_notebook.recipes.async_rl_loop import Config, train
 
 SETTINGS = {

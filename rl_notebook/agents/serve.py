@@ -29,7 +29,8 @@ from ..core.types import RolloutRun, SampleParams, plain_text
 from ..task.data import Row, message_text
 from .openai_chat import CHAT_FIELDS, ChatRequest, choice_of, deltas_of, event_lines
 from .openai_chat import message_of, read_chat, reply_of
-from ..loop.phases import Loop, rollout_setup
+from ..loop.setup import rollout_setup
+from ..loop.state import Loop
 from ..loop.rollouts import DRAW, RolloutSetup
 
 # %% auto #0

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
-from ..core.types import PhaseError, RLNotebookError
-from ..task.data import Cursor, Row
+from ..core.types import PhaseError, PromptGroup, RLNotebookError
+from ..task.data import Cursor, Rollouts, Row
 
 # %% auto #0
 __all__ = ['Gate', 'Producer']
@@ -116,6 +116,19 @@ class Finished(Generic[T]):
     began: float  # seconds, on the producer's clock
     ended: float
     useful: bool  # whether it can be trained on
+
+
+@dataclass(frozen=True)
+class Graded:
+    "What comes back in training: the completions of one prompt, graded."
+
+    rollouts: Rollouts
+    group: PromptGroup
+
+    def at(self, index: int) -> Graded:
+        "The same at another place in the step."
+        prompt = replace(self.rollouts.prompt, index=index)
+        return Graded(replace(self.rollouts, prompt=prompt), replace(self.group, index=index))
 
 # %% ../../nbs/loop/00_groups.ipynb #fc0f00f2
 @dataclass(eq=False)

@@ -20,19 +20,8 @@ import numpy as np
 
 from ..backends.base import Endpoint, Sampler
 from ..task.chat import UnfitTurn, encode_prompt, sample_from_completion, sample_from_spans, unfinished
-from rl_notebook.core.types import (
-    AlignmentError,
-    BackendError,
-    Completion,
-    ConfigError,
-    PromptGroup,
-    RewardError,
-    RolloutRun,
-    RolloutSample,
-    SampleParams,
-    plain_text,
-    quoted,
-)
+from ..core.types import AlignmentError, BackendError, Completion, ConfigError, PromptGroup, RewardError
+from ..core.types import RolloutRun, RolloutSample, SampleParams, plain_text, quoted
 from ..task.data import Prompt, Rollouts, Row
 from ..core.retries import AdaptiveLimit, Retries, with_retries
 
@@ -108,13 +97,11 @@ class Breaker:
         self.recent.append(reason)
         lost = [r for r in self.recent if r]
         if 2 * len(self.recent) >= self.window and len(lost) > self.limit * len(self.recent):
-            raise BackendError(
-                f"{len(lost)} of the last {len(self.recent)} rollouts lost their connection",
-                got="; ".join({r.partition(" raised ")[2] or r: r for r in lost[-3:]}.values()),  # each error once
-                expected=f"at most {self.limit:.0%} (max_rollout_failure_rate)",
-                fix="Is the request right, the server up? If it is busy, lower max_concurrent; for short outages "
-                "raise rollout_retries.",
-            )
+            what = f"{len(lost)} of the last {len(self.recent)} rollouts lost their connection"
+            got = "; ".join({r.partition(" raised ")[2] or r: r for r in lost[-3:]}.values())  # each error once
+            expected = f"at most {self.limit:.0%} (max_rollout_failure_rate)"
+            fix = "Is the request right, the server up? If it is busy, lower max_concurrent; or raise rollout_retries."
+            raise BackendError(what, got=got, expected=expected, fix=fix)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #ce289205
 Segments = tuple[RolloutSample, ...]  # what one draw left behind
@@ -173,9 +160,8 @@ def check_drawn(sample: RolloutSample, where: str) -> None:
             raise AlignmentError(name, where=where, got=got, expected=expected, fix=fix)
     if sample.finish_reason not in ENDS:
         fix = "A completion that was cut at its budget is 'length': it may be masked. Any end of its own is 'stop'."
-        raise AlignmentError(
-            "finish_reason", where=where, got=quoted(sample.finish_reason), expected=str(ENDS), fix=fix
-        )
+        got = quoted(sample.finish_reason)
+        raise AlignmentError("finish_reason", where=where, got=got, expected=str(ENDS), fix=fix)
     if not isinstance(sample.policy_version, int | np.integer) or sample.policy_version < 0:
         fix = "It is the number of weight syncs that the sampler has had."
         got = quoted(sample.policy_version)
@@ -233,10 +219,7 @@ async def draw_completions(
             raise BackendError("sampler", where=prompt.where, got=f"{len(drawn)} completions", expected=f"{own.n}")
         for i, c in enumerate(drawn):
             if not np.array_equal(c.prompt_tokens, prompt.tokens):
-                where, got = (
-                    f"{prompt.where}, completion {i}",
-                    f"{len(c.prompt_tokens)} ids, and not those sent",
-                )
+                where, got = f"{prompt.where}, completion {i}", f"{len(c.prompt_tokens)} ids, and not those sent"
                 fix = "Send token ids instead of text; does the server add a bos token, or cut long prompts?"
                 expected = f"the {len(prompt.tokens)} ids of the prompt"
                 raise BackendError("the sampler read another prompt", where=where, got=got, expected=expected, fix=fix)
@@ -630,12 +613,8 @@ def require_some(groups: Sequence[PromptGroup]) -> None:
     "Raise if no sample of the step survived, with the first reasons."
     reasons = [f"{g.where}: {r}" for g in groups for r in g.dropped]
     if groups and not any(len(g.samples) for g in groups):
-        raise RewardError(
-            "no sample of the step could be used",
-            got="; ".join(reasons[:3]) or "nothing",
-            expected="at least one graded sample",
-            fix="Call the rollout or reward function by hand on one prompt.",
-        )
+        got, fix = "; ".join(reasons[:3]) or "nothing", "Call the rollout or reward function by hand on one prompt."
+        raise RewardError("no sample of the step could be used", got=got, expected="one graded sample", fix=fix)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #bb021e91
 def groups_per_pass(completions_per_prompt: int, min_samples: int | None, max_samples: int) -> tuple[int, int]:
@@ -646,16 +625,11 @@ def groups_per_pass(completions_per_prompt: int, min_samples: int | None, max_sa
 # %% ../../nbs/loop/01_rollouts.ipynb #f34a1b77
 def balanced_chunks(total: int, chunks: int) -> list[int]:  # groups in each chunk
     "Cut so many groups into at most so many chunks of nearly the same size, the larger ones first."
-    for name, value in (("groups", total), ("chunks", chunks)):
-        if value < 1:
-            raise ConfigError(name, where="balanced_chunks", got=value, expected="1 or more")
     size, larger = divmod(total, min(chunks, total))
     return [size + (i < larger) for i in range(min(chunks, total))]
 
 # %% ../../nbs/loop/01_rollouts.ipynb #97535f5a
 def minibatch_slices(count: int, minibatches: int) -> list[slice]:
     "Cut so many datums into at most so many slices of equal length, the last one of what is left."
-    if minibatches < 1:
-        raise ConfigError("minibatches", where="minibatch_slices", got=minibatches, expected="1 or more")
     size = max(1, -(-count // minibatches))
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]

@@ -22,14 +22,13 @@ from ..show.html import BUDGET, advantages_html, completions_html, datums_html, 
 from ..show.html import html_table, loss_html, norms_html, number, on_one_line, prompts_html
 from ..show.html import reference_html, rewards_html, styled
 from ..core.losses import LossFn, LossOptions, make_loss_fn, natural_denominator, reads_entropy
-from ..core.metrics import pass_metrics
 from ..task.rewards import graded, score
-from .rollouts import RolloutFn, together, assemble, draw_completions, draw_rollouts, require_some
+from .rollouts import RolloutFn, assemble, draw_completions, draw_rollouts, require_some
 from ..task.data import Prompt, Rollouts
 
 # %% auto #0
 __all__ = ['list_prompts', 'list_rollouts', 'score_group', 'list_groups', 'score_datums', 'list_datums', 'evaluate_loss',
-           'backward', 'sync_weights', 'evaluate']
+           'backward', 'sync_weights']
 
 # %% ../../nbs/loop/02_step.ipynb #250bbb3f
 T = TypeVar("T")
@@ -129,9 +128,8 @@ def list_rollouts(
 ) -> Listing[Rollouts]:
     "Completions per prompt: how many, how long, how many ran out of room, and the first of them."
     samples = [s for r in rollouts for s in r.samples]
-    headline = (
-        f"{len(samples)} samples of {len(rollouts)} prompts, {sum(s.truncated for s in samples)} cut at the limit"
-    )
+    cut = sum(s.truncated for s in samples)
+    headline = f"{len(samples)} samples of {len(rollouts)} prompts, {cut} cut at the limit"
     table = lambda: pd.DataFrame([_rollouts_row(r) for r in rollouts])
     return Listing(rollouts, headline, table, lambda: completions_html(rollouts, tokenizer))
 
@@ -204,10 +202,8 @@ def list_datums(
     policy_logprobs: Sequence[Logprobs] | None = None,  # one per datum, to compare with the reference's
 ) -> Listing[Datum]:
     "Training sequences, one per row, with what they carry; drawn against the reference once it has scored them."
-    tokens = sum(d.num_loss_tokens for d in datums)
-    headline = (
-        f"{len(datums)} datums, {tokens} tokens in the loss, {sum(d.truncated_tokens > 0 for d in datums)} truncated"
-    )
+    tokens, cut = sum(d.num_loss_tokens for d in datums), sum(d.truncated_tokens > 0 for d in datums)
+    headline = f"{len(datums)} datums, {tokens} tokens in the loss, {cut} truncated"
     drawing = lambda: reference_html(datums, policy_logprobs, tokenizer) or datums_html(datums, tokenizer)
     return Listing(datums, headline, lambda: datum_table(datums), drawing)
 
@@ -387,32 +383,3 @@ class Measured:
         layers = norms_html(self.metrics)
         whole = {k: v for k, v in self.metrics.items() if not (layers and k.startswith(("grad_norm/", "update_norm/")))}
         return listing_html(self.headline) + html_table(["", "value"], whole.items()) * bool(whole) + layers
-
-# %% ../../nbs/loop/02_step.ipynb #0b3b0d33
-async def evaluate(
-    prompts: Sequence[Prompt],  # held out
-    sampler: Sampler,
-    params: SampleParams,
-    reward_fns: Any = None,
-    rollout_fn: RolloutFn | None = None,
-    *,
-    patience: Mapping[str, Any] | None = None,  # options of `draw`
-    passing: float = 1.0,  # a completion passes from this reward on
-    **options: Any,  # `weights` of `rewards.score`
-) -> dict[str, float]:
-    "Mean held-out reward, share of cut completions and mean length; with `params.n` above 1 also avg@n and pass@k."
-    how = {"context": {"evaluation": True}, **(patience or {})}
-
-    async def one(prompt: Prompt) -> PromptGroup:
-        return await score_group(await draw(prompt, sampler, params, rollout_fn, **how), reward_fns, **options)
-
-    groups = await together([one(prompt) for prompt in prompts])
-    require_some(groups)
-    samples = [s for g in groups for s in g.samples]
-    return {
-        "eval/reward": float(np.concatenate([g.rewards for g in groups]).mean()),
-        "eval/mean_length": float(np.mean([s.completion_len for s in samples])),
-        "eval/clipped_ratio": float(np.mean([s.truncated for s in samples])),
-        "eval/num_samples": float(len(samples)),
-        **(pass_metrics(groups, params.n, passing) if params.n > 1 else {}),
-    }

@@ -212,9 +212,8 @@ async def borrowed(backend: Backend) -> AsyncIterator[None]:
         yield
 
 # %% ../../nbs/loop/03_weights.ipynb #d169dc2a
-async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was saved
+async def _remember(w: Weights) -> Snapshot | None:  # None = nothing was saved
     "Save what `undo` needs, before an update."
-    w = weights
     if not w.backend.capabilities.state_snapshots or not (w.undoable.maxlen or w.several):
         return None
     if len(w.undoable) == w.undoable.maxlen and w.undoable:
@@ -227,14 +226,13 @@ async def _remember(weights: Weights) -> Snapshot | None:  # None = nothing was 
 
 
 async def _update(
-    weights: Weights,
+    w: Weights,
     adam: AdamParams,
     normalization: GradNormalization,
     before: Snapshot | None = None,
     rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
 ) -> dict[str, float]:
     "One optimizer step: the gradient is used up, and the sampler is behind."
-    w = weights
     await w.audit.before(rows, alike=w.sampler is SamplerHas.CURRENT)
     measured = await w.backend.policy.optim_step(adam, grad_accumulation_normalization=normalization)
     if w.sampler is SamplerHas.CURRENT:
@@ -245,9 +243,9 @@ async def _update(
     return measured
 
 
-async def _restore(weights: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
+async def _restore(w: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
     "Put weights and optimizer back, and, if it has changed, what the sampler serves."
-    w, policy, behind = weights, weights.backend.policy, found.served if sampler else None
+    policy, behind = w.backend.policy, found.served if sampler else None
     w.audit.probe = None
     if behind is not None:  # two states: that of the sampler first
         await policy.load_state(behind.path)
@@ -259,9 +257,9 @@ async def _restore(weights: Weights, found: Snapshot, name: str, *, sampler: boo
         w.sampler = SamplerHas.CURRENT
 
 
-async def _undo(weights: Weights, forget: Callable[[Snapshot], Any]) -> Snapshot:  # called when all is as it was
+async def _undo(w: Weights, forget: Callable[[Snapshot], Any]) -> Snapshot:  # called when all is as it was
     "Back to before the last update, what the sampler serves too if it was synced since; returns where that is."
-    w, last = weights, weights.undoable[-1]
+    last = w.undoable[-1]
     name = f"undo-{w.loop_id}-{last.state.number:05d}"
     await w.restore(last, name, sampler=w.version != last.policy_version)
     forget(last)
@@ -286,9 +284,8 @@ async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
     return section.result()
 
 # %% ../../nbs/loop/03_weights.ipynb #1d3edabc
-async def _leave(weights: Weights) -> None:
+async def _leave(w: Weights) -> None:
     "Save the weights, because another loop needs the backend."
-    w = weights
     w.owner.check_can_leave()
     if w.sampler is SamplerHas.UNSAVED:
         got, fix = "weights that its sampler has not got", "Sync the loop first."
@@ -321,9 +318,9 @@ async def _take_over(w: Weights) -> None:
     w.shared.loaded = w
 
 
-async def _swap(weights: Weights) -> None:
+async def _swap(w: Weights) -> None:
     "Put a loop's weights in the place of another's."
-    w, shared = weights, weights.shared
+    shared = w.shared
     if by := w.lost_to:
         w.lost_to, got = "", f"no scores and no gradient: another loop over its backend took a turn, {by}"
         fix = "Run await loop.reference() to go on. Let loops over one backend take turns by whole steps, or open two."

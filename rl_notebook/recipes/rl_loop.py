@@ -36,10 +36,11 @@ from ..loop.async_loop import AsyncGRPOLoop
 from ..core.advantages import AdvantageFn
 from ..loop.back import names_code
 from ..loop.loop import GRPOLoop, why_ended
-from ..loop.phases import EvaluationFn, as_rows, encode_for, no_bar, other_sources, own_advantages
+from ..loop.setup import EvaluationFn, as_rows, check_loss, encode_for, own_advantages
+from ..loop.state import no_bar
 from ..loop.back import restore_checkpoint, save_checkpoint
 from ..loop.loop import verdict_line
-from ..loop.phases import check_loss, sources_of
+from ..loop.phases import other_sources, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
 from ..runs.records import StepRecord, decode, encode
 from ..runs.run import Checkpoint, Run, RunFolder, differing

@@ -26,7 +26,7 @@ from ..task.data import Row
 from ..core.losses import POLICY_LOSSES
 from ..core.names import NAMED, names_in
 from ..core.options import SURROGATE_KNOBS
-from ..loop.phases import Loop
+from ..loop.state import Loop
 from .rl_loop import load_problem, write_rows
 from ..task.rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 from ..loop.rollouts import RolloutFactory, first_parameter

@@ -32,7 +32,7 @@ from ..backends.base import Meter
 from ..core.types import PhaseError, PromptGroup, RLNotebookError
 from ..show.html import html_table, rewards_html
 from ..loop.loop import GRPOLoop, why_ended
-from ..loop.phases import PHASES, Loop, phase_marks
+from ..loop.state import PHASES, Loop, phase_marks
 from ..core.losses import POLICY_LOSSES
 from ..core.metrics import completion_metrics, reward_metrics
 from .player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_players

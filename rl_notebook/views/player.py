@@ -21,7 +21,7 @@ __all__ = []
 from ..loop.async_loop import AT_REST, AsyncGRPOLoop
 from ..core.types import PhaseError
 from ..loop.loop import GRPOLoop, evaluation_due, next_records, reach_boundary, run_phase, stop_on_interrupt
-from ..loop.phases import SILENT, Loop
+from ..loop.state import SILENT, Loop
 from ..runs.records import StepRecord
 
 # %% ../../nbs/views/00_player.ipynb #5d56a09c
