@@ -23,7 +23,8 @@ from ..config.config import Config, completions_at_once
 from ..core.types import ConfigError, Datum, PromptGroup, RewardError, RolloutSample
 from ..task.data import Row
 from ..core.datums import attach, datums_from_groups
-from ..show.html import MUTED, Check, checks_html, shapes, styled, table
+from ..core.findings import Finding, Findings
+from ..show.html import SOFT, shapes, styled, table
 from ..loop.setup import as_rows, as_task, check_backend, encode_for, first_cursor, rollout_setup
 from ..loop.state import sign_of_life
 from ..core.losses import LossOptions
@@ -83,7 +84,7 @@ def bars_html(dead: Mapping[int, float | None], planned: int) -> str:
         color, strong = ("#0072b2", "b") if size == planned else ("#9aa5b1", "span")
         bar = shapes([(color, 0, 3, 200 * (share or 0), 12)], 200, 18, f"{BARS_TITLE}: {size}, {percent(share)}")
         rows.append([styled(strong, f"G={size}"), bar, styled(strong, percent(share))])
-    return styled("div", BARS_TITLE, style=f"font-size:13px;color:{MUTED}") + table(["", "", ""], rows)
+    return styled("div", BARS_TITLE, style=f"font-size:13px;{SOFT}") + table(["", "", ""], rows)
 
 # %% ../../nbs/insight/04_preflight.ipynb #084fea18
 def round_trip(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
@@ -98,19 +99,19 @@ def round_trip(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
     return changed
 
 # %% ../../nbs/insight/04_preflight.ipynb #ffa6c3cb
-def check_budget(groups: Sequence[PromptGroup], limit: int) -> Check:
+def check_budget(groups: Sequence[PromptGroup], limit: int) -> Finding:
     "Completions reach their end within the token budget."
     samples = [s for g in groups for s in g.samples]
     ended = [s.completion_len for s in samples if not s.truncated]
     longest = f", the longest after {max(ended)}" if ended else ""
     text = f"{len(ended)} of {len(samples)} completions ended by themselves within {limit} tokens{longest}"
     if len(samples) - len(ended) < TOO_MANY * len(samples):
-        return Check("budget", True, text)
+        return Finding("budget", True, text)
     fix = "Raise max_completion_tokens, or read the prompt above: does its form let a completion end?"
-    return Check("budget", False, text, expected=f"more than {1 - TOO_MANY:.0%}", fix=fix)
+    return Finding("budget", False, text, expected=f"more than {1 - TOO_MANY:.0%}", fix=fix)
 
 # %% ../../nbs/insight/04_preflight.ipynb #3fd4e228
-def check_rows(rows: Sequence[Row]) -> list[Check]:
+def check_rows(rows: Sequence[Row]) -> list[Finding]:
     "Rows whose prompt another row has, too; no check where there are none."
     different = len({repr((r.messages, r.prompt, r.prompt_tokens)) for r in rows})
     if different == len(rows):
@@ -118,38 +119,38 @@ def check_rows(rows: Sequence[Row]) -> list[Check]:
     again = len(rows) - different
     text = f"{again} of {len(rows)} rows have the prompt of another row, so an epoch has {different} different prompts"
     fix = "If that is not meant: drop them, and see what doubled them."
-    return [Check("rows", None if again < TOO_MANY * len(rows) else False, text, fix=fix)]
+    return [Finding("rows", None if again < TOO_MANY * len(rows) else False, text, fix=fix)]
 
 # %% ../../nbs/insight/04_preflight.ipynb #2df711cb
-def check_reward(rewards: np.ndarray) -> Check:
+def check_reward(rewards: np.ndarray) -> Finding:
     "The reward is not the same for all completions."
     values = np.unique(rewards.round(6))
     if is_dead(rewards):
         fix = "Grade a right and a wrong completion by hand; if that works, the prompts are too hard or too easy."
-        return Check("reward", False, f"every completion earned {rewards[0]:g}", fix=fix)
+        return Finding("reward", False, f"every completion earned {rewards[0]:g}", fix=fix)
     p = f"so p = {(rewards.round(6) > values[0]).mean():.2f}"
     known = p if len(values) == 2 else "and as it takes many values, no p"
-    return Check("reward", True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {known}")
+    return Finding("reward", True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {known}")
 
 # %% ../../nbs/insight/04_preflight.ipynb #85262995
-def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[str]] | None = None) -> list[Check]:
+def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[str]] | None = None) -> list[Finding]:
     "Reward functions that told nothing, and completions that could not be graded."
     samples = [s for g in groups for s in g.samples]
-    checks, lost = list[Check](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
+    checks, lost = list[Finding](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
         paid = " and ".join((alike or {}).get(name, ()))
         given = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if is_dead(given):
             said = f"gave {given[0]:g} to every completion" if given else "had no opinion on any completion"
             text = f"whether it works could not be seen: it {said}" + f", and as much to {paid}" * bool(paid)
-            checks.append(Check(f"reward {name}", None, text, fix="What does it read?" if paid else ""))
+            checks.append(Finding(f"reward {name}", None, text, fix="What does it read?" if paid else ""))
         elif paid:
             fix = "Right for a reward of form or length; one for the answer has to read the row, and ignore the rest."
-            checks.append(Check(f"reward {name}", None, f"it pays {paid} as much as the best, or more", fix=fix))
+            checks.append(Finding(f"reward {name}", None, f"it pays {paid} as much as the best, or more", fix=fix))
     if lost:
         drawn, fix = len(lost) + len(samples), "Call the rollout or reward function by hand on it."
         few = None if len(lost) < TOO_MANY * drawn else False
-        checks.append(Check("lost", few, f"{len(lost)} of {drawn} completions were lost", got=lost[0], fix=fix))
+        checks.append(Finding("lost", few, f"{len(lost)} of {drawn} completions were lost", got=lost[0], fix=fix))
     return checks
 
 # %% ../../nbs/insight/04_preflight.ipynb #a95ef258
@@ -183,9 +184,9 @@ async def reward_hacks(
     return found
 
 # %% ../../nbs/insight/04_preflight.ipynb #752bf9b3
-def check_dead(dead: Mapping[int, float | None], planned: int) -> Check:
+def check_dead(dead: Mapping[int, float | None], planned: int) -> Finding:
     "At the planned group size, at least half of the groups carry signal."
-    check, share = partial(Check, "dead groups"), dead[planned]
+    check, share = partial(Finding, "dead groups"), dead[planned]
     if share is None:
         return check(None, f"fewer than {planned} completions were drawn", fix="Raise samples.")
     text = f"with {planned} completions per prompt, {share:.0%} of the groups are expected to be dead"
@@ -195,35 +196,37 @@ def check_dead(dead: Mapping[int, float | None], planned: int) -> Check:
     return check(True, text) if share <= 0.5 else check(False, text, expected="at most half", fix=fix)
 
 # %% ../../nbs/insight/04_preflight.ipynb #dbc89cdd
-def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> Check:
+def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> Finding:
     "Prompts and completions survive being decoded and encoded again."
     drawn = [s.tokens for g in groups for s in g.samples]
     asked, said = round_trip(tokenizer, [p.tokens for p in prompts]), round_trip(tokenizer, drawn)
     if not asked and not said:
         text = f"{len(prompts)} prompts and {len(drawn)} completions encode to the same tokens again"
-        return Check("tokens", True, text)
+        return Finding("tokens", True, text)
     changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(drawn)} completions"
     fix = "No harm while tokens are handed on; a rollout of your own must not pass text."
-    return Check("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
+    return Finding("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
 
 # %% ../../nbs/insight/04_preflight.ipynb #00066beb
-def check_agreement(gap: Gap | None, noise_floor: float, allowed: Rounding, apart: Check | None = None) -> list[Check]:
+def check_agreement(
+    gap: Gap | None, noise_floor: float, allowed: Rounding, apart: Finding | None = None
+) -> list[Finding]:
     "Two batch shapes agree, and so do policy and sampler with identical weights, as far as rounding lets them."
     noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
-    checks = [Check("noise floor", True, noise)]
+    checks = [Finding("noise floor", True, noise)]
     if noise_floor > allowed.largest:
         mask = "Is the precision as recorded? Then a row sees its neighbours or padding: look at the attention mask."
         limit = f"at most {short(allowed.largest)}"
-        checks = [Check("noise floor", False, noise, got=short(noise_floor), expected=limit, fix=mask)]
+        checks = [Finding("noise floor", False, noise, got=short(noise_floor), expected=limit, fix=mask)]
     if gap is None or apart:
         text = "policy and sampler report logprobs of different distributions"
-        return [*checks, apart or Check("sampler", None, text)]
+        return [*checks, apart or Finding("sampler", None, text)]
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if allowed.explains(gap):
-        return [*checks, Check("sampler", True, text)]
+        return [*checks, Finding("sampler", True, text)]
     got = f"{short(gap.mean)} on average, {short(gap.largest)} at a token"
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rln.diagnose)."
-    return [*checks, Check("sampler", False, text, gap.where, got, str(allowed), fix)]
+    return [*checks, Finding("sampler", False, text, str(allowed), fix, gap.where, got)]
 
 # %% ../../nbs/insight/04_preflight.ipynb #177f1d34
 @dataclass(frozen=True, repr=False)
@@ -308,14 +311,14 @@ class Preflight:
     dead: Mapping[int, float | None]  # expected share of dead groups by group size
     planned: int  # completions_per_prompt of the config
     noise_floor: float  # nats
-    checks: tuple[Check, ...]
+    checks: Findings
     capabilities: Capabilities  # of the backend
     cost: Cost | None = None  # differs from machine to machine
 
     @property
-    def failed(self) -> tuple[Check, ...]:
+    def failed(self) -> tuple[Finding, ...]:
         "The checks that do not hold."
-        return tuple(c for c in self.checks if c.ok is False)
+        return self.checks.failed
 
     @property
     def prompt(self) -> str:
@@ -334,25 +337,23 @@ class Preflight:
 
     def __repr__(self) -> str:
         bars = bars_text(self.dead, self.planned)
-        lines = [self.verdict, f"first prompt: {self.prompt!r}", *map(repr, self.checks), bars]
+        lines = [self.verdict, f"first prompt: {self.prompt!r}", repr(self.checks), bars]
         return "\n".join([*lines, *([f"cost: {self.cost}"] if self.cost else [])])
 
     def _repr_html_(self) -> str:
-        pre = (
-            f"white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid {MUTED};padding-left:8px;margin:.3em 0"
-        )
-        cost = f'<p style="color:{MUTED}">cost: {html.escape(repr(self.cost))}</p>' if self.cost else ""
+        pre = "white-space:pre-wrap;overflow-wrap:anywhere;border-left:3px solid #7a8896;padding-left:8px;margin:.3em 0"
+        cost = f'<p style="{SOFT}">cost: {html.escape(repr(self.cost))}</p>' if self.cost else ""
         head = f"<p><b>{html.escape(self.verdict)}</b></p>"
         prompt = f'<pre style="{pre}">{html.escape(self.prompt)}</pre>'
-        return f"{head}{prompt}{checks_html(self.checks)}{bars_html(self.dead, self.planned)}{cost}"
+        return f"{head}{prompt}{self.checks._repr_html_()}{bars_html(self.dead, self.planned)}{cost}"
 
 # %% ../../nbs/insight/04_preflight.ipynb #b90fbb48
 FORMS = ("<answer>{}</answer>", "<think>\n</think>\n<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
 
 
-async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[Check]:
+async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[Finding]:
     "Whether a stop string cuts off what a reward looks for."
-    said, found = str(next(iter(reference_answers(row.answer)), "")), dict[str, Check]()
+    said, found = str(next(iter(reference_answers(row.answer)), "")), dict[str, Finding]()
     for whole in (form.format(said) for form in FORMS) if stops and reward_fns is not None else ():
         at, stop = min(((whole.find(s), s) for s in stops if s in whole), default=(len(whole), ""))
         try:
@@ -363,13 +364,13 @@ async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[C
             earned, left = np.nan_to_num(values)
             if stop and left < earned:
                 text = f"{stop!r} is cut off with all behind it: {whole!r} earns {earned:g}, {whole[:at]!r} {left:g}"
-                found[fn.name] = Check(f"stop, reward {fn.name}", False, text, fix="Leave it out of stop.")
+                found[fn.name] = Finding(f"stop, reward {fn.name}", False, text, fix="Leave it out of stop.")
     return list(found.values())
 
 # %% ../../nbs/insight/04_preflight.ipynb #8ff94c2d
 async def first_completions(
     backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, spent: Spent
-) -> tuple[list[Prompt], list[PromptGroup], dict[str, list[str]], list[Check]]:
+) -> tuple[list[Prompt], list[PromptGroup], dict[str, list[str]], list[Finding]]:
     "The first prompts of a run, their graded completions, what earns as much, and what a stop string cuts off."
     task = as_task(reward, cfg, rollout_setup(backend, cfg))
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
@@ -382,7 +383,7 @@ async def first_completions(
         groups = await gathered([score_group(r, task.reward_fns, limits=task.limits) for r in drawn])
     require_some(groups)
     alike = await reward_hacks(task.reward_fns, asked, groups, backend.tokenizer)
-    how = {"ddof": cfg.ddof, "weights": task.part_weights}
+    how = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": task.part_weights}
     cut = await check_stops(cfg.stop, asked[0].row, task.reward_fns)
     return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), alike, cut
 
@@ -435,7 +436,7 @@ async def preflight(
     known += f", up to {can.max_seq_len} tokens" if can.max_seq_len else ""
     lengths = [len(p.tokens) for p in asked]
     checks = (
-        Check("prompts", True, f"{len(asked)} prompts of {min(lengths)} to {max(lengths)} tokens"),
+        Finding("prompts", True, f"{len(asked)} prompts of {min(lengths)} to {max(lengths)} tokens"),
         *check_rows(rows),
         check_budget(live, cfg.max_completion_tokens),
         check_reward(np.concatenate([g.rewards for g in live])),
@@ -444,7 +445,7 @@ async def preflight(
         check_dead(dead, cfg.completions_per_prompt),
         check_tokens(backend.tokenizer, asked, live),
         *check_agreement(sampler_gap(groups, datums, policy), floor, allowed, apart),
-        Check("backend", True, known),
+        Finding("backend", True, known),
     )
     step = cfg.prompt_groups_per_step * cfg.completions_per_prompt
     memory = {name: (peak, peak - before.get(name, peak)) for name, peak in peak_memory().items()}
@@ -456,4 +457,4 @@ async def preflight(
         at_peak = memory["process"][0] + KEPT * backend.size.learned / 1e9 if "process" in memory else None
         cost = replace(cost, expected=expected, step_memory=at_peak)
     rendered = backend.tokenizer.decode(asked[0].tokens.tolist(), skip_special_tokens=False)
-    return Preflight(rendered, tuple(groups), dead, cfg.completions_per_prompt, floor, checks, can, cost)
+    return Preflight(rendered, tuple(groups), dead, cfg.completions_per_prompt, floor, Findings(checks), can, cost)

@@ -19,6 +19,7 @@ import numpy as np
 __all__ = []
 
 # %% ../../nbs/loop/08_arrivals.ipynb #d4c6486d
+from ..core.advantages import OF_BATCH
 from ..core.losses import natural_denominator
 from ..core.types import PromptGroup
 from .groups import Finished, Gate, Graded, Producer
@@ -52,7 +53,7 @@ def has_signal(loop: Loop, answered: Graded) -> bool:
 
 def compared_alone(loop: Loop, group: PromptGroup) -> PromptGroup:
     "A group with its advantages, where they do not depend on the batch."
-    return compared(loop, [group])[0] if group.samples and loop.cfg.advantage_scale != "batch" else group
+    return compared(loop, [group])[0] if group.samples and loop.cfg.advantage_scale not in OF_BATCH else group
 
 
 NO_SIGNAL_ROWS = 10  # batches' worth of rows without signal, after which there is a warning

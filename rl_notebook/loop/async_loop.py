@@ -22,7 +22,8 @@ from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
 from .state import StepState, enter, timed
 from .phases import encode_numbers, score_phase, sync_phase
 from .arrivals import Parts, groups_of, overlapped_half
-from ..runs.records import TIMERS, StepRecord
+from ..runs.records import StepRecord
+from ..runs.run import TIMERS
 from .rollouts import balanced_chunks, require_some
 from ..task.data import Prompt, Rollouts
 from .step import Listing, Measured, list_groups, list_prompts, list_rollouts

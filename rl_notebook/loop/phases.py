@@ -162,7 +162,7 @@ def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None
     "Groups with advantages: by the loop's own function, or as the config says."
     if loop.advantage_fn is not None and scale is None:
         return advantages_by(loop.advantage_fn, groups)
-    how = {"ddof": loop.cfg.ddof, "weights": loop.task.part_weights}
+    how = {"ddof": loop.cfg.ddof, "eps": loop.cfg.advantage_eps, "weights": loop.task.part_weights}
     return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, **how)
 
 # %% ../../nbs/loop/07_phases.ipynb #6444b255

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ['run_tokenizer', 'encode_for', 'rollout_setup']
 
 # %% ../../nbs/loop/04_setup.ipynb #0939aced
-from ..core.advantages import AdvantageFn
+from ..core.advantages import OF_BATCH, AdvantageFn
 from ..core.losses import POLICY_LOSSES, LossOptions, policy_loss_fn
 from ..core.names import named_function
 from ..core.types import OFF, ConfigError, LossError, quoted
@@ -77,6 +77,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if cfg.router_replay and not can.routing:
         fix = f"{can.name} was opened without it: pass router_replay=True, or leave it out."
         yield "router_replay", True, "False", fix
+    if cfg.top_entropy_quantile < 1 and not can.entropy:
+        yield "top_entropy_quantile", cfg.top_entropy_quantile, "1", f"{can.name} computes no entropy of the policy."
     if (cfg.entropy_coeff or cfg.entropy_target) and not can.entropy:
         yield "entropy_coeff", cfg.entropy_coeff, "0, and no target", f"{can.name} computes no entropy of the policy."
     if cfg.lora_rank != can.lora_rank:
@@ -86,9 +88,9 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         yield "load_in_8bit", cfg.load_in_8bit, expected, fix
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
         yield "kl_beta", cfg.kl_beta, "0 without a reference", "Set kl_beta=0, or open a backend that has a reference."
-    if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale == "batch":
-        expected = "'std', 'none' or 'loo' with min_samples_per_fwd_bwd"
-        yield "advantage_scale", "batch", expected, "The batch is not known yet."
+    if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in OF_BATCH:
+        expected = f"none of {', '.join(OF_BATCH)} with min_samples_per_fwd_bwd"
+        yield "advantage_scale", cfg.advantage_scale, expected, "The batch is not known yet."
     if cfg.refill and cfg.weight_sync_interval != 1:
         yield "refill", True, "False with windows", "Set weight_sync_interval=1."
     divisions = can.grad_accumulation_normalization
