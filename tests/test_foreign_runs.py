@@ -24,7 +24,7 @@ from rl_notebook.runs.run import Run
 
 FOREIGN = Path(__file__).parent / "foreign"
 ROUNDED = {"prime_rl_rollouts", "prime_rl_monitors", "verifiers"}  # four decimals on disk
-NO_IDS = {"verl", "fw_cookbook"}
+NO_IDS = {"trl", "fw_cookbook"}
 PER_TOKEN = ("sampler_logprobs", "old_logprobs", "policy_logprobs", "ref_logprobs", "entropy")
 THERE = {  # series beside tokens that `show` says are there; all others must be None
     "nemo_rl": "sampler_logprobs old_logprobs advantages reward",
@@ -34,10 +34,12 @@ THERE = {  # series beside tokens that `show` says are there; all others must be
     "verifiers": "sampler_logprobs reward",
     "miles": "sampler_logprobs old_logprobs ref_logprobs entropy advantages reward policy_version",
     "slime": "sampler_logprobs old_logprobs ref_logprobs advantages reward policy_version",
-    "verl": "reward",
+    "tinker_cookbook": "sampler_logprobs reward policy_version",
+    "verl": "sampler_logprobs reward policy_version",
+    "trl": "advantages reward",
     "fw_cookbook": "advantages reward",
 }
-STEPS = {"nemo_rl": [1], "prime_rl_monitors": [0, 1, 2, 3], "verl": [1]}
+STEPS = {"nemo_rl": [1], "prime_rl_monitors": [0, 1, 2, 3], "tinker_cookbook": [0, 1], "verl": [1], "trl": [1, 2, 3, 4]}
 CHECKED = {"prime_rl_monitors": [0, 3]}  # steps that the truth has
 
 
@@ -90,8 +92,7 @@ def test_a_folder_says_what_its_truth_says(tool):
             if s.rewards:
                 assert dict(s.rewards) == row["rewards"]
             if tool in NO_IDS:
-                theirs = None if g.advantages is None else g.advantages[i]
-                assert theirs == (pytest.approx(row["advantage"], abs=limit) if "advantages" in there else None)
+                assert g.advantages[i] == pytest.approx(row["advantage"], abs=limit)
                 continue
             found = series_of(record, g.index, i, len(row["prompt_ids"]))
             mask = np.array(row.get("mask") or [1] * len(row["completion_ids"]))
@@ -157,7 +158,9 @@ def test_one_step_is_read_without_the_others(tmp_path):
     assert (len(run.steps), len(run.record(77).datums)) == (200, 12)
 
 
-def test_nothing_is_unpickled(tmp_path):
+def test_nothing_is_unpickled_and_the_owner_is_told_how(tmp_path):
+    with pytest.raises(RecordError, match=r"pickles of SkyRL(.|\n)*np\.savez"):
+        Run.open(FOREIGN / "skyrl")
     bad = "import os, torch\nclass X:\n def __reduce__(self): return os.mkdir, ('opened',)\n"
     bad += "torch.save({'samples': X()}, '0.pt')"
     (tmp_path / "train_data").mkdir()
@@ -165,6 +168,28 @@ def test_nothing_is_unpickled(tmp_path):
     with pytest.raises(RecordError, match="only unpickling"):
         Run.open(tmp_path).record(0)
     assert not Path("opened").exists()
+
+
+@pytest.mark.parametrize("tool", [t for t in THERE if t not in NO_IDS])
+def test_a_bundle_keeps_all_that_a_record_has(tool, tmp_path):
+    before = Run.open(FOREIGN / tool).record(STEPS.get(tool, [0])[0])
+    before.save_bundle(tmp_path)
+    after = Run.open(tmp_path).record(before.step)
+    assert (after.origin, len(after.datums)) == (before.origin, len(before.datums))
+    pairs = zip(
+        [s for g in after.groups for s in g.samples], [s for g in before.groups for s in g.samples], strict=True
+    )
+    for ours, theirs in pairs:
+        for name in ("tokens", "loss_mask", "logprobs"):
+            assert np.array_equal(getattr(ours, name), getattr(theirs, name), equal_nan=True)
+        assert (ours.reward, ours.rewards) == (theirs.reward, theirs.rewards)
+        assert ours.policy_version == theirs.policy_version
+    for d, e in zip(after.datums, before.datums, strict=True):
+        assert np.allclose(d.advantage, e.advantage)
+        for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
+            mine, other = getattr(d, name), getattr(e, name)
+            assert (mine is None) == (other is None)
+            assert mine is None or np.allclose(mine, other, equal_nan=True)
 
 
 def test_several_runs_or_none_are_refused_by_name(tmp_path):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +16,7 @@ import numpy as np
 
 from ..core.types import RecordError
 from .foreign import Reader, Row, renamed
+from .records import read_table
 
 # %% auto #0
 __all__ = []
@@ -31,7 +32,7 @@ class NemoRL(Reader):
     origin, signature, number = "NeMo-RL", "train_data_step*.jsonl", r"step(\d+)"
     names = _NEMO
     told = "no group ids: groups are the completions of equal prompts"
-    hook = "reference and policy logprobs are in `train_data` of `grpo_train`"
+    hook = "reference and policy logprobs are in `train_data` of `grpo_train`: write a bundle there"
 
     def _rows(self, step: int) -> Iterator[Row]:
         for wrapped in self._lines(step):
@@ -57,20 +58,30 @@ class PrimeExports(Reader):
     hook = "rewards and versions are in `rollouts/` or `monitors/` of the same run"
 
 # %% ../../nbs/runs/02_dumps.ipynb #422a6139
-def load_pt(path: Path) -> dict[str, Any]:
+def load_pt(path: Path, allowed: Sequence[Any] = ()) -> dict[str, Any]:
     "The dict in a file of `torch.save`, without unpickling; raises RecordError for what needs that."
     import torch
 
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(list(allowed)):
+            found = torch.load(path, map_location="cpu", weights_only=True)
         if isinstance(found, Mapping):
             return dict(found)
         got, fix = type(found).__name__, None
     except UnpicklingError:
-        got, fix = "objects that only unpickling brings back, which may run any code", "Save tensors, lists and texts."
+        got, fix = "objects that only unpickling brings back, which may run any code", OWNERS_SCRIPT
     except (OSError, RuntimeError, EOFError, ValueError) as e:
         got, fix = f"{type(e).__name__}: {e}".splitlines()[0][:120], "Is it still being written?"
     raise RecordError("not readable", where=str(path), got=got, expected="tensors, lists, texts and numbers", fix=fix)
+
+
+OWNERS_SCRIPT = "Whoever trusts it can write a bundle in the trainer's environment: examples/bundles has writers."
+
+
+def whole_pt(files: Mapping[int, list[Path]]) -> dict[int, list[Path]]:
+    "The steps whose files are written to their end; all have as many."
+    count = max(map(len, files.values()), default=0)
+    return {n: paths for n, paths in files.items() if len(paths) == count and all(map(zipfile.is_zipfile, paths))}
 
 # %% ../../nbs/runs/02_dumps.ipynb #d8bed490
 _SLIME = {"tokens": "tokens", "loss_masks": "loss_mask", "loss_mask": "loss_mask", "advantages": "advantages"}
@@ -101,20 +112,24 @@ class Miles(Reader):
 
     origin, signature, number = "miles", "train_data/*_*.pt", r"(\d+)_\d+\.pt"
     told = "`log_probs` are read as old logprobs, those of the policy before the update"
-    hook = "the policy's logprobs are in the loss function"
+    hook = "the policy's logprobs are in the loss function: write a bundle there"
 
     @property
     def steps(self) -> list[int]:
         "The rollouts that are written to their end."
-        count, whole = max(map(len, self.files.values()), default=0), zipfile.is_zipfile
-        return [n for n, paths in self.files.items() if len(paths) == count and all(map(whole, paths))]
+        return list(whole_pt(self.files))
 
     def _drawn(self, step: int) -> list[dict[str, Any]]:  # the samples of `rollout_data`, if that file is there
         file = self.path / "rollout_data" / f"{step}.pt"
         return list(load_pt(file)["samples"]) if file.exists() else []
 
     def _rows(self, step: int) -> list[Row]:
-        samples = [sample for path in self.files[step] for sample in _of_rank(load_pt(path), path)]
+        try:
+            samples = [sample for path in self.files[step] for sample in _of_rank(load_pt(path), path)]
+        except RecordError:
+            if (columns := self.path / "dashboard_columns" / f"rollout_{step}.parquet").exists():
+                return [_row(line) for line in read_table(columns).to_dict("records")]
+            raise
         drawn = {s.get("index"): s for s in self._drawn(step)}
         samples.sort(key=lambda sample: sample["sample_indices"])
         if len(raw := samples[0].pop("raw_reward", None) or []) == len(samples):  # of all ranks, in this order
@@ -154,6 +169,16 @@ class Slime(Miles):
         shards = load_pt(self.files[step][0]).get("dp_shards") or [{}]
         return {"updates": [int(n) for n in shards[0].get("global_batch_sizes") or ()]}
 
+
+class SlimeRollouts(Miles):
+    "`rollout_data/{rollout}.pt` of slime or miles without `train_data`."
+
+    origin, signature, number = "slime (rollouts)", "rollout_data/*.pt", r"data/(\d+)\.pt"
+    told, hook = "", "`--dump-details` also writes `train_data`, with advantages and the trainer's logprobs"
+
+    def _rows(self, step: int) -> list[Row]:
+        return [_row({"response_length": sample["response_length"]}, sample) for sample in self._drawn(step)]
+
 # %% ../../nbs/runs/02_dumps.ipynb #e1c5ca16
 _VERL = {"output": "text", "input": "prompt", "score": "reward", "uid": "group"}
 _TEXT = {"completion": "text", "prompt": "prompt", "reward": "reward"}
@@ -166,7 +191,7 @@ class VerlTexts(Reader):
 
     origin, signature, keys, kept = "verl", "[0-9]*.jsonl", ("input", "output", "score"), ("gts", "uid")
     names, told = _VERL, "texts without special tokens; rewards as one sum"
-    hook = "a trainer subclass that overrides _update_actor has tokens and logprobs"
+    hook = "a trainer subclass that overrides _update_actor brings tokens and logprobs: examples/bundles/verl_bundle.py"
 
     def _rows(self, step: int) -> Iterator[Row]:  # a uid is that of the prompt, session and index behind it
         return (replace(row, group=row.group and row.group.rsplit("_", 2)[0]) for row in super()._rows(step))

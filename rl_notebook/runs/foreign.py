@@ -255,6 +255,7 @@ class Reader:
     kept: ClassVar[tuple[str, ...]] = ()  # fields that go into `info` as they are
     names: ClassVar[Mapping[str, str]] = {}  # of its fields, theirs to ours
     whole: ClassVar[bool] = True  # whether every completion of a group is in the files
+    logged: ClassVar[str] = ""  # a file of metrics, lines with `step`
     told: ClassVar[str] = ""  # what the format rounds, leaves out or writes twice
     hook: ClassVar[str] = ""  # what brings the series that are absent
 
@@ -301,7 +302,11 @@ class Reader:
             yield Row(**renamed(line, self.names), info=info)
 
     def _about(self, step: int) -> dict[str, Any]:  # further arguments of `record_of`
-        return {}
+        path, found = self.path / self.logged, dict[str, float]()
+        for line in parsed(text_lines(path), path) if path.is_file() else ():
+            if line.get("step") == step:
+                found |= {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
+        return {"metrics": {name: value for name, value in found.items() if name not in ("step", "time")}}
 
     def record(self, step: int) -> StepRecord:
         "The record of a step; raises RecordError where its files are not as this trainer writes them."

@@ -86,6 +86,10 @@ class StepRecord:
         parts += [f"update {m[name]:.1e}" for name in ("update_norm",) if name in m]
         return " · ".join(parts)
 
+    def save_bundle(self, folder: str | os.PathLike[str]) -> Path:
+        "Write `bundle_STEP.json` and `.safetensors`, which need no package to be read; see the bundle page."
+        return write_bundle(self, Path(folder))
+
     def completions_table(self) -> pd.DataFrame:
         "One row per sample: place, prompt, text, rewards, advantage, how it ended."
         table = pd.DataFrame(_completion_rows(self.groups), columns=_completion_columns(self.groups))
@@ -259,7 +263,7 @@ def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
             arrays |= ragged(name, [getattr(d, name) for d in record.datums])
     if record.loss is not None:
         arrays |= ragged("policy_logprobs", [lp.values for lp in record.loss.logprobs])
-        arrays |= ragged("dlogprobs", record.loss.dlogprobs)
+        arrays |= ragged("dlogprobs", record.loss.dlogprobs) if record.loss.dlogprobs else {}
         entropies = [lp.entropy for lp in record.loss.logprobs]
         arrays |= ragged("policy_entropy", entropies) if any(h is not None for h in entropies) else {}
     return arrays
@@ -453,3 +457,53 @@ def read_record(folder: str | os.PathLike[str], trusted: Collection[str] | None 
         return restore_record(plain, arrays, tokens)
     except RecordError as e:
         raise RecordError(str(e), where=str(folder / "record.json")) from e
+
+# %% ../../nbs/runs/00_records.ipynb #10d691f3
+BUNDLE_FORMAT, _RENAMED = "rl_notebook.bundle/1", {"advantage": "advantages", "policy_entropy": "entropy"}
+
+
+def _bundle_arrays(record: StepRecord) -> dict[str, np.ndarray]:
+    "Arrays of all samples end to end, in token coordinates; those without a number are left out."
+    place = {(d.group, d.sample): k for k, d in enumerate(record.datums)}
+    kept = [(s, place.get((g.index, i))) for g in record.groups for i, s in enumerate(g.samples)]
+    joined = lambda parts: np.concatenate([np.zeros(0), *parts])
+    found = {"sampler_logprobs": joined(s.logprobs for s, _ in kept)}
+    arrays = record_arrays(record)
+    for name in [name for name in arrays if f"{name}.lengths" in arrays and name not in ("tokens", "sampler_logprobs")]:
+        series, parts = unragged(name, arrays), [np.full(len(s.tokens), np.nan) for s, _ in kept]
+        for (_, k), values in zip(kept, parts, strict=True):
+            if k is not None and (own := series[k]) is not None:
+                values[1 : len(own) + 1] = own  # a datum may have been cut
+        found[_RENAMED.get(name, name)] = joined(parts)
+    known = {name: values for name, values in found.items() if np.isfinite(values).any()}
+    whole = {name: joined(getattr(s, name) for s, _ in kept).astype(np.int64) for name in ("tokens", "loss_mask")}
+    return {**known, **whole, "lengths": np.array([len(s.tokens) for s, _ in kept], dtype=np.int64)}
+
+# %% ../../nbs/runs/00_records.ipynb #d9b4191c
+def _bundle_json(record: StepRecord) -> dict[str, Any]:
+    "What a bundle says of a step and of each sample beside its arrays."
+    there = {(d.group, d.sample) for d in record.datums}
+    samples = [
+        {"group": str(g.index), "run": g.runs[i] if g.runs else None, "prompt": prompt_text(g.row), "text": s.text}
+        | {"reward": s.reward, "rewards": dict(s.rewards), "finish_reason": s.finish_reason}
+        | {"advantages": None if g.advantages is None else float(g.advantages[i]), "trained": (g.index, i) in there}
+        | {"policy_version": s.policy_version, "temperature": s.temperature}
+        for g in record.groups
+        for i, s in enumerate(g.samples)
+    ]
+    loss = record.loss.loss if record.loss and math.isfinite(record.loss.loss) else None
+    metrics = {name: float(value) for name, value in record.metrics.items() if math.isfinite(value)}
+    head = {"format": BUNDLE_FORMAT, "step": record.step, "trainer": record.origin or "rl_notebook"}
+    return {**head, "samples": samples, "metrics": metrics, "loss": loss, "updates": list(record.updates)}
+
+
+def write_bundle(record: StepRecord, folder: Path) -> Path:
+    "Write a bundle, the JSON last, as it makes the bundle whole; raises RecordError."
+    from safetensors.numpy import save
+
+    path = folder / f"bundle_{record.step:05d}.json"
+    with os_errors("cannot write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_file(path.with_suffix(".safetensors"), save(_bundle_arrays(record)))
+        write_file(path, json.dumps(_bundle_json(record), indent=1, allow_nan=False))
+    return path

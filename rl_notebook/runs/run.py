@@ -30,8 +30,12 @@ from ..core.types import RecordError
 from ..show.html import html_table
 from ..core.names import from_file, lock_file, names_in, names_noted, note_started, read_file
 from ..core.names import trusted_names, write_file
-from .dumps import Areal, FireworksCookbook, Miles, NemoRL, PrimeExports, Slime, VerlTexts
+from .bundle import Bundles, SkyRL, VerlPickles
+from .capture import TinkerCookbook
+from .dumps import Areal, FireworksCookbook, Miles, NemoRL, PrimeExports, Slime, SlimeRollouts
+from .dumps import VerlTexts
 from .foreign import Reader, told_reader
+from .tables import Trl, VerlBatches
 from .traces import PrimeMonitors, PrimeRollouts, Verifiers
 from .records import MISFITS, StepRecord, decode, encode, os_errors, read_described, read_record
 from .records import replace_text, staged_folder, utf8, write_described, write_record
@@ -216,8 +220,9 @@ def _numbered(folder: Path) -> list[int]:
         return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
 
 # %% ../../nbs/runs/07_run.ipynb #fa2fe998
-READERS: tuple[type[Reader], ...] = (NemoRL, PrimeExports, PrimeRollouts, PrimeMonitors, Verifiers)
-READERS += (Miles, Slime, VerlTexts, Areal, FireworksCookbook)
+READERS: tuple[type[Reader], ...] = (Bundles, NemoRL, PrimeExports, PrimeRollouts, PrimeMonitors, Verifiers)
+READERS += (Miles, Slime, SlimeRollouts, TinkerCookbook, SkyRL, VerlBatches, VerlPickles, VerlTexts, Trl, Areal)
+READERS += (FireworksCookbook,)
 
 
 def open_foreign(path: Path) -> Reader | None:
@@ -249,7 +254,7 @@ class Run:
         if not there and (reader := open_foreign(path)):
             return cls(path, {"trainer": reader.origin}, reader=reader)
         if not there:
-            got, fix = "no run.json", "Name the folder that was given as log_path."
+            got, fix = "no run.json", "Name the folder that was given as log_path, or write a bundle: examples/bundles."
             expected = f"the log_path of a run, or what one of these left: {', '.join(r.origin for r in READERS)}"
             raise RecordError("no run here", where=str(path), got=got, expected=expected, fix=fix)
         read_described(path, "run.json", RUN_FORMAT)

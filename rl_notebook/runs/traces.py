@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..core.types import RecordError
 from .foreign import Reader, Row, parsed, renamed, text_lines
 
 # %% auto #0
@@ -35,6 +36,9 @@ def _spread(node: Mapping[str, Any], name: str) -> np.ndarray:  # (tokens of the
     "A series of a node, one value a token, NaN where it has none."
     ids, values = node["token_ids"], node.get(name) or []
     found, sampled = np.full(len(ids), np.nan), np.asarray(node.get("mask") or [0] * len(ids), dtype=bool)
+    if values and len(values) not in (len(ids), int(sampled.sum())):
+        got, expected = f"{len(values)} values", f"{int(sampled.sum())}, one per sampled token, or {len(ids)}"
+        raise RecordError(f"{name} of a node", got=got, expected=expected)
     if values:
         found[sampled if len(values) == sampled.sum() else slice(None)] = np.array(values, dtype=float)
     return found
@@ -98,7 +102,7 @@ class PrimeRollouts(Reader):
     "`rollouts/step_*/train/{all,effective}/traces.jsonl` of prime-rl, August 2026."
 
     origin, signature, number = "prime-rl (rollouts)", "rollouts/step_*/train/*/traces.jsonl", r"step_(\d+)"
-    told = ROUNDED
+    told, logged = ROUNDED, "metrics.jsonl"
     hook = "trainer logprobs are in `token_exports/` of the same run, with trainer.enable_token_export"
 
     def _rows(self, step: int) -> Iterator[Row]:
@@ -114,9 +118,9 @@ _TRACE = re.compile(rb'"trace_id":\s*"([^"]+)"')
 class PrimeMonitors(Reader):
     "`monitors/file/traces` of prime-rl since September 2026."
 
-    origin, signature = "prime-rl (monitors)", "monitors/file/traces"
+    origin, signature, logged = "prime-rl (monitors)", "monitors/file/traces", "monitors/file/metrics.jsonl"
     told = ROUNDED + "; samples without advantage are not trained"
-    hook = "old logprobs: trainer.loss.type = custom, with an import_path that writes them"
+    hook = "old logprobs: trainer.loss.type = custom, with an import_path that writes a bundle"
 
     @cached_property
     def _index(self) -> tuple[dict[int, Places], dict[bytes, Places]]:  # of steps, and of the annotations of traces

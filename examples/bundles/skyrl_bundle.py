@@ -1,0 +1,28 @@
+"""SkyRL 0.4: a callback. Its conversion is tried on batches of SkyRL's fields; the trainer needs a GPU."""
+
+import numpy as np
+from write import write_step
+
+OURS = {"action_log_probs": "old_logprobs", "base_action_log_probs": "ref_logprobs", "advantages": "advantages"}
+OURS |= {"rollout_logprobs": "sampler_logprobs", "loss_mask": "loss_mask"}
+
+
+def samples_of(batch):
+    "One sample a row; SkyRL aligns to the right, and its response fields are as wide as the longest response."
+    real, said = batch["attention_mask"].numpy() > 0, batch["response_mask"].numpy() > 0
+    for i, tokens in enumerate(batch["sequences"].numpy()):
+        known = {
+            ours: batch[name][i].float().numpy()[said[i]] for name, ours in OURS.items() if batch.get(name) is not None
+        }
+        own = tokens[real[i]]
+        yield {"tokens": own, "group": str(own[: len(own) - int(np.sum(said[i]))].tolist()), **known}
+
+
+class Recorder:
+    "Give it to the trainer among its callbacks; the fully asynchronous trainer takes none."
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_step_end(self, trainer, callback_input, control):
+        write_step(self.folder, trainer.global_step, "SkyRL", list(samples_of(callback_input.batch)))

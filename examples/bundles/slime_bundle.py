@@ -1,0 +1,24 @@
+"""slime: `--rollout-data-postprocess-path slime_bundle.record`. Its conversion is tried; the program needs a GPU."""
+
+import os
+
+from write import write_step
+
+OURS = {"loss_masks": "loss_mask", "rollout_log_probs": "sampler_logprobs", "log_probs": "old_logprobs"}
+OURS |= {"ref_log_probs": "ref_logprobs", "advantages": "advantages"}
+
+
+def samples_of(data):
+    "One sample for each of the lists of a rank; series are of the response."
+    for i, tokens in enumerate(data["tokens"]):
+        known = {ours: data[name][i] for name, ours in OURS.items() if data.get(name) is not None}
+        prompt = len(tokens) - int(data["response_lengths"][i])
+        known = {name: values.float().cpu().numpy() for name, values in known.items()}
+        own = tokens.tolist()
+        yield {"tokens": own, "group": str(own[:prompt]), "reward": float(data["raw_reward"][i]), **known}
+
+
+def record(args, rollout_id, rollout_data):
+    "One bundle a rollout and rank, in the folder that BUNDLES names."
+    folder = os.path.join(os.environ.get("BUNDLES", "bundles"), f"rank_{os.environ.get('RANK', '0')}")
+    write_step(folder, rollout_id, "slime", list(samples_of(rollout_data)))
