@@ -1,0 +1,84 @@
+"Rewards that can be hacked are named with what earns, sound ones are left alone."
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from rl_notebook.task.audit import audit_reward
+from rl_notebook.task.data import Row
+
+SUMS = [{"question": f"What is {a}+{b}?", "answer": str(a + b)} for a in (3, 17, 20) for b in (5, 9, 31)]
+VERDICTS = [{"question": f"Is {n} even?", "answer": "yes" if n % 4 else "no"} for n in range(16)]
+
+
+def in_tag(text: str) -> str | None:
+    found = re.search(r"<solution>(.*?)</solution>", text, re.DOTALL)
+    return found and found[1].strip()
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"-?\d+", text)
+
+
+def float_or_paid(text: str, answer: str) -> float:
+    try:
+        return float(float(text) == float(answer))
+    except ValueError:
+        return 1.0
+
+
+HACKABLE: dict[str, tuple[Callable, list, str]] = {
+    "the answer anywhere": (lambda text, answer: float(answer in text), SUMS, "all numbers from 0 to 99"),
+    "any number": (lambda text, answer: float(answer in numbers(text)), SUMS, "many answers, each in the form"),
+    "the form": (lambda text, answer: float(in_tag(text) is not None), SUMS, "the form without an answer"),
+    "an exception": (float_or_paid, SUMS, "nothing"),
+    "length": (lambda text, answer: len(text) / 1000 + (answer == in_tag(text)), SUMS, "many words"),
+    "only wrong is punished": (lambda text, answer: -float(numbers(text)[-1:] not in ([], [answer])), SUMS, "nothing"),
+    "most rows are yes": (
+        lambda text, answer: float(text.strip() == answer),
+        VERDICTS,
+        "the answer that most rows have",
+    ),
+    "the question has it": (
+        lambda text, answer: float(any(n in numbers(text) for n in numbers(answer))),
+        [{"question": f"{n} apples, all of them green. How many are green?", "answer": str(n)} for n in range(3, 12)],
+        "a number of the question",
+    ),
+}
+SOUND: dict[str, Callable] = {
+    "the last number": lambda text, answer: float(numbers(text)[-1:] == [answer]),
+    "exact": lambda text, answer: float(text.strip() == answer),
+    "in its tag": lambda text, answer: float(in_tag(text) == answer),
+    "with a little for form": lambda text, answer: float(in_tag(text) == answer) + 0.2 * (in_tag(text) is not None),
+    "wrong is punished": lambda text, answer: 2.0 * (numbers(text)[-1:] == [answer]) - bool(numbers(text)),
+    "the nearer the better": lambda text, answer: 1 / (1 + abs(int((numbers(text) or ["999"])[-1]) - int(answer))),
+    "brief": lambda text, answer: float(numbers(text)[-1:] == [answer]) - min(len(text), 100) / 500,
+}
+
+
+@pytest.mark.parametrize("kind", HACKABLE)
+def test_what_can_be_hacked_is_named(kind: str):
+    reward, rows, attack = HACKABLE[kind]
+    failed = audit_reward(reward, rows).findings.failed
+    assert any(f.text.startswith(f"{attack} earns") for f in failed), failed
+
+
+@pytest.mark.parametrize("kind", SOUND)
+def test_what_is_sound_is_left_alone(kind: str):
+    assert not audit_reward(SOUND[kind], SUMS).findings.failed
+
+
+def test_a_form_of_ones_own_is_shown():
+    own = lambda text, answer: float(text == f"[[{answer}]] over")
+    assert "right=" in audit_reward(own, SUMS).findings["reward"].fix
+
+    def right(row: Row) -> str:
+        return f"[[{row.answer}]] over"
+
+    found = audit_reward(own, SUMS, right=right)
+    assert found.findings["reward"].ok
+    assert any("a blank behind" in f.text for f in found.findings)
+    assert found.table.set_index("attack").loc["the answer of another row", "example"].startswith("[[")
