@@ -302,7 +302,8 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
         return "drawn ahead in a window, together with the prompts of other steps"
     if loop.cfg.refill and len(record.groups) > loop.cfg.prompt_groups_per_step:
         return "drawn in several rounds (refill)"
-    other = {s.policy_version for g in record.groups for s in g.samples} - {loop.policy_version}
+    versions = {s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None}
+    other = versions - {loop.policy_version}
     if loop.cfg.recipe == "async_rl_loop" and other:
         return f"drawn from the weights of version {spans(sorted(other))}, and not from those before the step"
     room, rows = loop.cfg.max_concurrency_rollout_sample, len(record.groups)

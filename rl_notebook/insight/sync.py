@@ -47,7 +47,7 @@ def sync_truth(records: Iterable[StepRecord]) -> Finding:
     "Whether the sampler got the weights, from the logprobs of a run; `ok` is None where they cannot tell."
     table = sync_distances(records)
     gap, moved, left = (table[name].to_numpy(np.float64) for name in PAIRS)
-    if len(table) < 4 or table.index[0] != 1 or not np.isfinite(gap).all():
+    if len(table) < 4 or table.index[0] > 1 or not np.isfinite(gap).all():
         lacks = "its first four steps" if np.isfinite(gap).all() else "sampler logprobs in every step"
         return Finding("sync", None, f"whether the sampler got the weights cannot be told without {lacks}")
     clear = max(CLEAR * gap[0], LEAST)
@@ -61,14 +61,16 @@ def sync_truth(records: Iterable[StepRecord]) -> Finding:
     fresh = [str(step) for step in table.index[first:][~behind[first:]]]
     away, gone = int(np.argmax(left >= clear)), int(np.argmax(moved >= clear))  # when each left the first weights
     if fresh:
-        text = f"synced, but late: the sampler had the policy's weights in steps 1, {', '.join(fresh[:4])} only"
+        text = f"synced, but late: the sampler had the policy's weights in steps {', '.join([str(table.index[0]), *fresh[:4]])} only"
     elif not known:
         text = f"the sampler is behind from step {table.index[first]} on; reference logprobs would tell by how much"
     elif (left < clear).all():
         text = f"the sampler never got new weights: the policy is {gap[-1]:.2g} nats away, the first one {left[-1]:.1g}"
     elif away > gone:
         text = f"stale by {away - gone}: the sampler left the first weights so many steps after the policy"
-        if table.index[-1] - 1 - table["version"].iloc[-1] == away - gone:  # asynchronous, and recorded as what it is
+        if (
+            table.index[-1] - table.index[0] - table["version"].iloc[-1] == away - gone
+        ):  # asynchronous, and recorded as what it is
             return Finding("sync", True, f"{text}, as the versions of its samples say")
     else:
         text = (

@@ -255,7 +255,7 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
 
 async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
     "Sync if a recorded step was drawn from newer weights than the sampler serves: a window ended before it."
-    if max((s.policy_version for g in record.groups for s in g.samples), default=0) > loop.policy_version:
+    if max((s.policy_version or 0 for g in record.groups for s in g.samples), default=0) > loop.policy_version:
         await loop.weights.sync()
 
 

@@ -263,7 +263,7 @@ def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
             arrays |= ragged(name, [getattr(d, name) for d in record.datums])
     if record.loss is not None:
         arrays |= ragged("policy_logprobs", [lp.values for lp in record.loss.logprobs])
-        arrays |= ragged("dlogprobs", record.loss.dlogprobs) if record.loss.dlogprobs else {}
+        arrays |= ragged("dlogprobs", record.loss.dlogprobs)
         entropies = [lp.entropy for lp in record.loss.logprobs]
         arrays |= ragged("policy_entropy", entropies) if any(h is not None for h in entropies) else {}
     return arrays
@@ -472,7 +472,7 @@ def _bundle_arrays(record: StepRecord) -> dict[str, np.ndarray]:
     for name in [name for name in arrays if f"{name}.lengths" in arrays and name not in ("tokens", "sampler_logprobs")]:
         series, parts = unragged(name, arrays), [np.full(len(s.tokens), np.nan) for s, _ in kept]
         for (_, k), values in zip(kept, parts, strict=True):
-            if k is not None and (own := series[k]) is not None:
+            if k is not None and series and (own := series[k]) is not None:
                 values[1 : len(own) + 1] = own  # a datum may have been cut
         found[_RENAMED.get(name, name)] = joined(parts)
     known = {name: values for name, values in found.items() if np.isfinite(values).any()}
