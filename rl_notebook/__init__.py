@@ -21,6 +21,7 @@ _HOMES = {
     "core.types": "Completion Datum PromptGroup RLNotebookError RolloutSample SampleParams",
     "config.config": "Config",
     "task.data": "Row load_rows",
+    "task.audit": "audit_reward",
     "task.rewards": "gsm8k_reward",
     "task.chat": "sample_from_completion start_conversation",
     "task.toy": "load_model toy_format_reward toy_reward toy_rows",
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from .runs.run import RunFolder as RunFolder
     from .runs.records import StepRecord as StepRecord
     from .runs.watch import watch as watch
+    from .task.audit import audit_reward as audit_reward
     from .task.rewards import gsm8k_reward as gsm8k_reward
     from .loop.rollouts import RolloutSetup as RolloutSetup
     from .loop.step import sync_weights as sync_weights

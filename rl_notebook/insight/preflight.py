@@ -5,6 +5,7 @@
 # %% ../../nbs/insight/04_preflight.ipynb #b23e4920
 from __future__ import annotations
 
+import asyncio
 import html
 import math
 import time
@@ -28,6 +29,7 @@ from ..show.html import SOFT, shapes, styled, table
 from ..loop.setup import as_rows, as_task, check_backend, encode_for, first_cursor, rollout_setup
 from ..loop.state import sign_of_life
 from ..core.losses import LossOptions
+from ..task.audit import FORMS, audit_reward
 from ..task.rewards import gathered, score, reference_answers
 from ..backends.roofline import KEPT, USUAL, ModelSize, Roofs, Work
 from ..backends.roofline import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
@@ -133,20 +135,15 @@ def check_reward(rewards: np.ndarray) -> Finding:
     return Finding("reward", True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {known}")
 
 # %% ../../nbs/insight/04_preflight.ipynb #85262995
-def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[str]] | None = None) -> list[Finding]:
+def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
     "Reward functions that told nothing, and completions that could not be graded."
     samples = [s for g in groups for s in g.samples]
     checks, lost = list[Finding](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
-        paid = " and ".join((alike or {}).get(name, ()))
         given = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if is_dead(given):
             said = f"gave {given[0]:g} to every completion" if given else "had no opinion on any completion"
-            text = f"whether it works could not be seen: it {said}" + f", and as much to {paid}" * bool(paid)
-            checks.append(Finding(f"reward {name}", None, text, fix="What does it read?" if paid else ""))
-        elif paid:
-            fix = "Right for a reward of form or length; one for the answer has to read the row, and ignore the rest."
-            checks.append(Finding(f"reward {name}", None, f"it pays {paid} as much as the best, or more", fix=fix))
+            checks.append(Finding(f"reward {name}", None, f"whether it works could not be seen: it {said}"))
     if lost:
         drawn, fix = len(lost) + len(samples), "Call the rollout or reward function by hand on it."
         few = None if len(lost) < TOO_MANY * drawn else False
@@ -154,34 +151,14 @@ def check_functions(groups: Sequence[PromptGroup], alike: Mapping[str, Sequence[
     return checks
 
 # %% ../../nbs/insight/04_preflight.ipynb #a95ef258
-async def reward_hacks(
-    reward_fns: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup], tokenizer: Any
-) -> dict[str, list[str]]:
-    "What a function pays as much for as for the best completions that were drawn, or more when said twice."
-    both = [(p, g.samples) for p, g in zip(prompts, groups, strict=True) if g.samples]
-    drawn = [(p, max(samples, key=lambda s: s.reward or 0.0)) for p, samples in both]
-    if reward_fns is None or not drawn:
-        return {}
-    texts = [s.text for _, s in drawn]
-    given: dict[str, list[str]] = {
-        "an empty completion": [""] * len(drawn),
-        "the prompt itself": [tokenizer.decode(p.tokens.tolist(), skip_special_tokens=True) for p, _ in drawn],
-        "the same, said twice": [f"{text}\n{text}" for text in texts],
-    }
-    if len(drawn) > 1:
-        given["a completion of another prompt"] = [*texts[1:], texts[0]]
-    found: dict[str, list[str]] = {}
-    for what, said in given.items():
-        try:
-            scores = [await score([text], p.row, reward_fns) for (p, _), text in zip(drawn, said, strict=True)]
-        except RewardError:  # made for real completions only
-            continue
-        for i, fn in enumerate(scores[0].functions):
-            own = [s.rewards.get(fn.name) for _, s in drawn]
-            paid, earned = (float(np.mean([v or 0.0 for v in x])) for x in ([s.values[i][0] for s in scores], own))
-            if earned > 0 and paid >= earned + (what.endswith("twice") and 1e-6):
-                found.setdefault(fn.name, []).append(what)
-    return found
+AUDITED = 8  # rows
+
+
+async def check_reward_fns(reward_fns: Any, rows: Sequence[Row]) -> Sequence[Finding]:
+    "What the reward pays for nothing; none of one that waits for others."
+    if reward_fns is None or any(fn.is_async for fn in reward_fns):
+        return []
+    return (await asyncio.to_thread(audit_reward, reward_fns, rows)).findings
 
 # %% ../../nbs/insight/04_preflight.ipynb #752bf9b3
 def check_dead(dead: Mapping[int, float | None], planned: int) -> Finding:
@@ -348,13 +325,10 @@ class Preflight:
         return f"{head}{prompt}{self.checks._repr_html_()}{bars_html(self.dead, self.planned)}{cost}"
 
 # %% ../../nbs/insight/04_preflight.ipynb #b90fbb48
-FORMS = ("<answer>{}</answer>", "<think>\n</think>\n<answer>{}</answer>", "\\boxed{{{}}}", "#### {}")
-
-
 async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[Finding]:
     "Whether a stop string cuts off what a reward looks for."
     said, found = str(next(iter(reference_answers(row.answer)), "")), dict[str, Finding]()
-    for whole in (form.format(said) for form in FORMS) if stops and reward_fns is not None else ():
+    for whole in (form.replace("{}", said) for form in FORMS) if stops and reward_fns is not None else ():
         at, stop = min(((whole.find(s), s) for s in stops if s in whole), default=(len(whole), ""))
         try:
             scores = await score([whole, whole[:at]], row, reward_fns)
@@ -370,11 +344,12 @@ async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[F
 # %% ../../nbs/insight/04_preflight.ipynb #8ff94c2d
 async def first_completions(
     backend: Backend, rows: Any, reward: Any, cfg: Config, prompts: int, samples: int, spent: Spent
-) -> tuple[list[Prompt], list[PromptGroup], dict[str, list[str]], list[Finding]]:
-    "The first prompts of a run, their graded completions, what earns as much, and what a stop string cuts off."
+) -> tuple[list[Prompt], list[PromptGroup], list[Finding]]:
+    "The first prompts of a run, their graded completions, what earns for nothing, and what a stop string cuts off."
     task = as_task(reward, cfg, rollout_setup(backend, cfg))
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
-    asked = encode_for(first_cursor(as_rows(rows), cfg).peek(prompts), backend, cfg, **room)
+    first = first_cursor(as_rows(rows), cfg).peek(max(prompts, AUDITED))
+    asked = encode_for(first[:prompts], backend, cfg, **room)
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))
     with spent.timed("sample"):
@@ -382,10 +357,10 @@ async def first_completions(
     with spent.timed("score"):
         groups = await gathered([score_group(r, task.reward_fns, limits=task.limits) for r in drawn])
     require_some(groups)
-    alike = await reward_hacks(task.reward_fns, asked, groups, backend.tokenizer)
     how = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": task.part_weights}
-    cut = await check_stops(cfg.stop, asked[0].row, task.reward_fns)
-    return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), alike, cut
+    checks = [*await check_reward_fns(task.reward_fns, first)]
+    checks += await check_stops(cfg.stop, asked[0].row, task.reward_fns)
+    return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), checks
 
 # %% ../../nbs/insight/04_preflight.ipynb #75da3604
 async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Spent) -> None:
@@ -420,7 +395,7 @@ async def preflight(
     roofs = roofs_of(backend.size) if backend.size else None
     spent, before = Spent(backend.meter), peak_memory()
     rows = as_rows(rows)
-    asked, groups, alike, cut = await first_completions(backend, rows, reward, cfg, prompts, samples, spent)
+    asked, groups, rewarded = await first_completions(backend, rows, reward, cfg, prompts, samples, spent)
     datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
     with spent.timed("policy"):
         policy = await backend.policy.forward(datums)
@@ -440,8 +415,8 @@ async def preflight(
         *check_rows(rows),
         check_budget(live, cfg.max_completion_tokens),
         check_reward(np.concatenate([g.rewards for g in live])),
-        *check_functions(groups, alike),
-        *cut,
+        *check_functions(groups),
+        *rewarded,
         check_dead(dead, cfg.completions_per_prompt),
         check_tokens(backend.tokenizer, asked, live),
         *check_agreement(sampler_gap(groups, datums, policy), floor, allowed, apart),

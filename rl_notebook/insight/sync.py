@@ -58,10 +58,10 @@ def sync_truth(records: Iterable[StepRecord]) -> Finding:
             return Finding("sync", None, f"no sync could be seen: the policy has not moved {clear:.2g} nats a token")
         return Finding("sync", True, f"the sampler had the policy's weights in every step, to {gap.max():.2g} nats")
     first = int(np.argmax(behind))
-    fresh = [str(step) for step in table.index[first:][~behind[first:]]]
+    fresh = [table.index[0], *table.index[first:][~behind[first:]]]
     away, gone = int(np.argmax(left >= clear)), int(np.argmax(moved >= clear))  # when each left the first weights
-    if fresh:
-        text = f"synced, but late: the sampler had the policy's weights in steps {', '.join([str(table.index[0]), *fresh[:4]])} only"
+    if len(fresh) > 1:
+        text = f"synced, but late: the sampler had the policy's weights in steps {', '.join(map(str, fresh[:5]))} only"
     elif not known:
         text = f"the sampler is behind from step {table.index[first]} on; reference logprobs would tell by how much"
     elif (left < clear).all():

@@ -205,7 +205,7 @@ def audit_reward(
 ) -> Audit:
     "Break into a reward: attacks that earn nothing by right, and right answers said otherwise."
     fns = as_reward_fns(reward, weights)
-    tries = _tries(list(load_rows(rows))[:MOST])
+    tries = _tries(rows if all(isinstance(row, Row) for row in rows) else load_rows(rows)[:MOST])
     forms: dict[str, Text] = {form: lambda t, form=form: form.replace("{}", t.said) for form in forms_of(fns)}
     forms["the row's answer in full"] = lambda t: str(t.row.answer)
     forms = forms if right is None else {"as given": lambda t: right(t.row)}
@@ -239,7 +239,7 @@ def _found(outcomes: Sequence[Outcome], tells: bool) -> list[Finding]:
     under = [o for o in outcomes if o.kind == "too little" and o.share <= 1 - ENOUGH]
     found = [
         Finding("reward", False, f"{o.attack} earns {o.earns:.3g}", got=repr(o.example), fix=FIX)
-        for o in sorted(over, key=lambda o: -o.share)
+        for o in sorted(over, key=lambda o: -o.share)[:WORST]
     ]
     if not over:
         text = f"none of {len(TOO_MUCH) + len(TWICE)} attacks earns {ENOUGH:.0%} of what a right answer does"
@@ -248,4 +248,5 @@ def _found(outcomes: Sequence[Outcome], tells: bool) -> list[Finding]:
     return found + [Finding("strict", None, text.format(o.attack, o.earns), got=repr(o.example)) for o in under]
 
 
+WORST = 5  # attacks that are told; the table has all
 FIX = "Let it read the answer at one place, compare it with the row's, and pay nothing where there is none."
