@@ -16,7 +16,6 @@ from rl_notebook.backends.local.engine import Engine, Uniforms, echo
 from rl_notebook.backends.local.fast import mergeable, takes_blocks
 from rl_notebook.backends.local.model import CausalModel, bare_model, head_logprobs, open_model
 from rl_notebook.backends.local.model import pick_logprobs, probe_error
-from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.core.types import BackendError, ConfigError, MissingExtra, SampleParams
 
 __all__ = ["one_thread"]
@@ -318,7 +317,9 @@ def test_a_later_turn_is_read_from_where_the_last_one_ended(family):
     prompt = [*drawn(engine, [5, 6, 7], SampleParams(max_tokens=4, seed=0))[0].full_tokens, 9]
     drawn(engine, prompt, SampleParams(max_tokens=4, seed=0))
     assert engine.prefilled_tokens == before + 20 + 3 + 2
-    assert engine.pasts.used == sum(t.nbytes for kept in engine.pasts.known.values() for p in kept.values() for t in p)
+    assert engine.pasts.used == sum(
+        t.nbytes for past in engine.pasts.known.values() for p in past.pairs.values() for t in p
+    )
 
 
 def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
@@ -457,21 +458,21 @@ def test_a_route_that_forgets_the_window_is_not_used():
     assert model.config.sliding_window == 64
 
 
-STATEFUL = {  # family: settings, and what the message says
-    "Qwen3Next": ({}, r"Qwen3NextForCausalLM: .* 3 of 4 layers of the kind linear_attention"),
-    "Lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, r"Lfm2ForCausalLM: .* 2 of 4 layers of the kind conv"),
-    "Rwkv": ({}, r"RwkvForCausalLM: .* layers that fold the past into a state"),
-    "Llama4Text": ({"attention_chunk_size": 8, "num_local_experts": 2}, r"Llama4ForCausalLM: .* chunked_attention"),
+REFUSED = {  # family: settings, and what the message says
+    "Rwkv": ({}, r"RwkvForCausalLM: the model cannot be run"),
+    "xLSTM": ({}, r"xLSTMForCausalLM: the model cannot be run"),
+    "Llama4Text": (
+        {"attention_chunk_size": 8, "num_local_experts": 2},
+        r"Llama4ForCausalLM: the model cannot be sampled from here: got .* chunked_attention",
+    ),
 }
 
 
-@pytest.mark.parametrize("family", STATEFUL)
-def test_models_that_keep_a_state_are_refused_by_name(family):
-    settings, message = STATEFUL[family]
-    with pytest.raises(BackendError, match=f"^{message}; expected full or sliding-window attention in every layer"):
+@pytest.mark.parametrize("family", REFUSED)
+def test_models_that_cannot_be_run_are_refused_by_name_and_sent_on(family):
+    settings, message = REFUSED[family]
+    with pytest.raises(BackendError, match=f"^{message}.*Train it on a service"):
         open_model(random_model(family, **settings))
-    with pytest.raises(BackendError, match=f"^{message}"):  # before peft meets its layers
-        open_local(random_model(family, **settings), byte_tokenizer(), lora_rank=4)
 
 
 # The head -------------------------------------------------------------------------------------------------------

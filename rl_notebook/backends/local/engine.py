@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base import Meter
-from .fast import Pairs, SlotCache
+from .fast import NOTHING, Past, SlotCache
 from .model import CausalModel, decode_step, padded, prefill
 from .prefixes import sent
 from .routing import Routers, noting, write_notes
@@ -141,43 +141,37 @@ def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tens
     return tokens, raw_picked, used_picked
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #d7073268
-PAST_BYTES = 2**28  # keys and values that are kept for later turns
-
-
-def pairs_bytes(pairs: Pairs) -> int:
-    "Memory of keys and values."
-    return sum(t.nbytes for pair in pairs.values() for t in pair)
+PAST_BYTES = 2**28  # of what is kept for later turns
 
 
 class Pasts:
-    "Keys and values of sequences that were read, for prompts that go on from them."
+    "What the model kept of sequences that were read, for prompts that go on from them."
 
     def __init__(self):
-        self.known: dict[tuple[int, ...], Pairs] = {}  # by tokens, oldest first
+        self.known: dict[tuple[int, ...], Past] = {}  # by tokens, oldest first
         self.used = 0  # bytes
         self.weights: Any = None  # what they were computed with
 
     def keep(self, tokens: tuple[int, ...], cache: SlotCache, row: int) -> None:
-        "Copy the keys and values of what a row has read."
+        "Copy what is kept of a row that has read these tokens."
         self.forget(tokens)
-        own = slice(row, row + 1), slice(None), slice(len(tokens))
-        self.known[tokens] = {layer: (k[own].clone(), v[own].clone()) for layer, (k, v) in cache.buffers.items()}
-        self.used += pairs_bytes(self.known[tokens])
+        self.known[tokens] = cache.past_of(row, len(tokens))
+        self.used += self.known[tokens].nbytes
         while self.used > PAST_BYTES:
             self.forget(next(iter(self.known)))
 
     def forget(self, tokens: tuple[int, ...]) -> None:
         "Drop one of them, if it is known."
-        self.used -= pairs_bytes(self.known.pop(tokens, {}))
+        self.used -= self.known.pop(tokens, NOTHING).nbytes
 
-    def find(self, prompt: tuple[int, ...], weights: Any) -> Pairs:
-        "What is known of the longest beginning of a prompt, its last token apart; {} = nothing."
+    def find(self, prompt: tuple[int, ...], weights: Any) -> Past:
+        "What is known of the longest beginning of a prompt, its last token apart."
         if weights != self.weights:
             self.known, self.used, self.weights = {}, 0, weights
         for length in sorted({len(tokens) for tokens in self.known}, reverse=True):
             if length < len(prompt) and prompt[:length] in self.known:
                 return self.known[prompt[:length]]
-        return {}
+        return NOTHING
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #db97efc2
 @dataclass(eq=False)
@@ -410,17 +404,18 @@ def admit(engine: Engine) -> list[Request]:
         free -= 1
     weights = (engine.policy_version, sum(p._version for p in engine.causal.model.parameters())) if new else None
     past, done = {p: engine.pasts.find(p, weights) for p in new}, list[Request]()
-    prompts = [p for p in new if not past[p]]
-    groups = [[prompts[i] for i in group] for group in plan_batches([*map(len, prompts)], engine.tokens_per_batch)]
-    for chosen in [*groups, *([p] for p in new if past[p])]:
+    prompts = [p for p in new if not past[p].length]
+    split_gain = 1 if engine.causal.keeps_state else math.inf  # a state would read the padding, too
+    plan = plan_batches([*map(len, prompts)], engine.tokens_per_batch, split_gain)
+    for chosen in [*([prompts[i] for i in group] for group in plan), *([p] for p in new if past[p].length)]:
         done += join(engine, chosen, [row for p in chosen for row in new[p]], past[chosen[0]])
     return done
 
 
-def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], past: Pairs) -> list[Request]:
+def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], past: Past) -> list[Request]:
     "Read prompts and give each of their rows a place and a first token; returns the requests that this completed."
-    longest, known = max(map(len, prompts)), past[0][0].shape[2] if past else 0
-    read, padded_to = sum(map(len, prompts)) - known, len(prompts) * longest - known
+    longest = max(map(len, prompts))
+    read, padded_to = sum(map(len, prompts)) - past.length, len(prompts) * longest - past.length
     features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
     engine.prefilled_tokens += read
     engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(prompts), padded_to - read))
@@ -481,10 +476,11 @@ def emit(
 # %% ../../../nbs/backends/local/05_engine.ipynb #58f12613
 def retire(engine: Engine, i: int, reason: str) -> Request:
     "Take row `i` out of the batch; its completion goes to its request, with a note for each token that was read."
-    if engine.routers is None:
-        row = engine.rows[i]
+    row, causal = engine.rows[i], engine.causal
+    in_time = not causal.keeps_state or engine.burst == 1  # a state reads on until the burst ends
+    if engine.routers is None and causal.goes_on and in_time:
         engine.pasts.keep((*row.request.prompt, *row.tokens[:-1]), engine.cache, i)
-    row = drop(engine, i)
+    drop(engine, i)
     request, text = row.request, final_text(row, engine.tokenizer)
     notes, first = None, 0 if engine.note_prompt else len(request.prompt) - 1
     if engine.routers is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,28 @@ __all__ = []
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #ed52fad3
 Pairs = dict[int, tuple[Tensor, Tensor]]  # by layer: keys, values
+States = dict[tuple[str, int, int], Tensor]  # by kind, layer, number in the layer: (rows, ...), without columns
+
+
+@dataclass(frozen=True, eq=False)
+class Past:
+    "What a model keeps of the tokens of one sequence."
+
+    length: int = 0  # tokens that were read
+    pairs: Pairs = field(default_factory=dict)  # each (1, heads, length, dim)
+    states: States = field(default_factory=dict)  # each (1, ...)
+
+    @property
+    def nbytes(self) -> int:
+        "Memory."
+        return sum(t.nbytes for t in (*itertools.chain(*self.pairs.values()), *self.states.values()))
+
+
+NOTHING = Past()
 
 
 class SlotCache(Cache):
-    "Keys and values of a changing set of rows with different lengths, for any model that speaks `Cache`."
+    "Keys, values and states of a changing set of rows with different lengths, for any model that speaks `Cache`."
 
     BLOCK = 128  # columns by which the buffers grow
 
@@ -34,9 +52,11 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.rows = self.slots = self.capacity = self.longest = 0
         self.buffers: Pairs = {}  # each (slots, heads, capacity, dim)
+        self.states: States = {}  # each (slots, ...)
         self.fresh: Pairs = {}  # what the current prefill made
+        self.fresh_states: States = {}  # likewise
         self.filling = False  # prefill, or decode step
-        self.past: Pairs = {}  # what the current prefill goes on from, each (1, heads, T, dim)
+        self.past = NOTHING  # what the current prefill goes on from
         self.begins: dict[int, Tensor] = {}  # by number of heads: (slots, heads), in (slots * heads * capacity)
         self.lengths = torch.empty(0, dtype=torch.long)  # (rows,) column that the step writes to
         self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where it writes
@@ -48,8 +68,8 @@ class SlotCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         "Store new keys and values (B, heads, S, dim); returns all of them. A model's own attention calls it."
         if self.filling:
-            if self.past:
-                keys, values = self.past[layer_idx]
+            if self.past.pairs:
+                keys, values = self.past.pairs[layer_idx]
                 key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
             self.fresh[layer_idx] = (key_states, value_states)
             return key_states, value_states
@@ -69,7 +89,7 @@ class SlotCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         "Columns before the tokens of this pass."
-        return self.begun if self.filling else self.longest - 1
+        return self.past.length if self.filling else self.longest - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         "Position of the first token of this pass, for masks that a model makes itself."
@@ -77,16 +97,57 @@ class SlotCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         "Number of columns and where they begin, for masks that a model makes itself."
-        return (self.begun + query_length if self.filling else self.longest), 0
+        return (self.past.length + query_length if self.filling else self.longest), 0
 
-    @property
-    def begun(self) -> int:
-        "Columns that the current prefill goes on from."
-        return self.past[0][0].shape[2] if self.past else 0
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        "The last inputs of a layer's convolution (rows, channels, width); None where nothing was read."
+        return self.state(("conv", layer_idx, state_idx))
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        "What a layer has folded its past into (rows, ...); None where nothing was read."
+        return self.state(("recurrent", layer_idx, state_idx))
+
+    def state(self, key: tuple[str, int, int]) -> Tensor | None:
+        "A state as the layer may read it and write to it."
+        state = (self.fresh_states if self.filling else self.states).get(key)
+        return state if state is None or self.filling else state[: self.rows]
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
+    ) -> Tensor:
+        "Add new inputs (B, channels, S); returns them behind those that were there. A model's own layer calls it."
+        before = self.get_conv_state(layer_idx, state_idx)
+        width = conv_kernel_size or (conv_states if before is None else before).shape[-1]
+        whole = conv_states if before is None else torch.cat((before, conv_states), -1)
+        whole = F.pad(whole, (max(0, width - whole.shape[-1]), 0))
+        self.put(("conv", layer_idx, state_idx), whole[..., -width:])
+        return whole
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        "Put a new state in the place of the old one."
+        return self.put(("recurrent", layer_idx, state_idx), recurrent_states)
+
+    def put(self, key: tuple[str, int, int], new: Tensor) -> Tensor:
+        "Write a state (B, ...), which is returned."
+        if self.filling:
+            self.fresh_states[key] = new
+        else:
+            self.states[key][: self.rows] = new
+        return new
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        "Whether a layer has read something."
+        return not self.filling or self.past.length > 0
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        "Whether states before the newest are kept: they are not."
+        return False
 
     def reserve(self, rows: int, columns: int) -> None:
         "Grow the buffers to at least `rows` slots of `columns` columns, keeping what is in them."
-        if rows <= self.slots and columns <= self.capacity and self.buffers:
+        if rows <= self.slots and columns <= self.capacity:
             return
         slots = max(self.slots, rows)
         capacity = max(self.capacity, -(-columns // self.BLOCK) * self.BLOCK)
@@ -96,6 +157,9 @@ class SlotCache(Cache):
             for new, old in zip((k, v), pair, strict=True):
                 new[: self.slots, :, : self.capacity] = old
             self.buffers[layer] = k, v
+        for key, state in (self.states or {key: t[:0] for key, t in self.fresh_states.items()}).items():
+            self.states[key] = state.new_zeros(slots, *state.shape[1:])
+            self.states[key][: self.slots] = state
         self.slots, self.capacity, self.hidden, self.begins = slots, capacity, None, {}
 
     def add_rows(self, source: Tensor, length: int) -> None:
@@ -105,7 +169,20 @@ class SlotCache(Cache):
         for layer, pair in self.fresh.items():
             for buffer, new in zip(self.buffers[layer], pair, strict=True):
                 buffer[start : self.rows, :, :length] = new[source]
-        self.fresh = {}
+        for key, new in self.fresh_states.items():
+            self.states[key][start : self.rows] = new[source]
+        self.fresh, self.fresh_states = {}, {}
+
+    def past_of(self, row: int, length: int) -> Past:
+        "A copy of what is kept of a row that has read so many tokens."
+        own = slice(row, row + 1), slice(None), slice(length)
+        pairs = {layer: (k[own].clone(), v[own].clone()) for layer, (k, v) in self.buffers.items()}
+        return Past(length, pairs, {key: state[own[0]].clone() for key, state in self.states.items()})
+
+    def begin_prefill(self, past: Past) -> None:
+        "Prepare to read prompts that go on from a past."
+        self.filling, self.past = True, past
+        self.fresh_states = {key: state.clone() for key, state in past.states.items()}
 
     def begin_step(self, lengths: Tensor, longest: int, windows: Iterable[int | None] = (None,)) -> None:
         "Prepare to write one token per row, to column `lengths` (rows,) at most `longest`; the layers see `windows`."
@@ -113,7 +190,8 @@ class SlotCache(Cache):
         self.reserve(self.rows, self.longest)
         own, columns = lengths[:, None], partial(torch.arange, self.capacity, device=lengths.device)
         if self.hidden is None:
-            new = self.buffers[0][0].new_zeros(self.rows, self.capacity)
+            like = next((keys for keys, _ in self.buffers.values()), next(iter(self.states.values()), lengths))
+            new = like.new_zeros(self.rows, self.capacity)
             self.hidden = new.masked_fill_(own < columns(), -torch.inf)
         else:
             self.hidden.scatter_(1, own, 0.0)
@@ -127,7 +205,7 @@ class SlotCache(Cache):
         "Remove a row; the last one moves into its slot."
         self.rows, self.hidden = self.rows - 1, None
         if row != self.rows:
-            for buffer in itertools.chain(*self.buffers.values()):
+            for buffer in (*itertools.chain(*self.buffers.values()), *self.states.values()):
                 buffer[row] = buffer[self.rows]
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #2dceca24

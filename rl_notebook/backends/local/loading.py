@@ -49,12 +49,18 @@ def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
     return clone_frozen(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
 
 
+# Models whose state layers read the weight of `out_proj` past the module, where an adapter would not be seen.
+UNREAD = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+
+
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
-    "A model over the same weights with a LoRA adapter on every linear layer but the head; raises `MissingExtra`."
+    "A model over the same weights with a LoRA adapter on every linear layer but the head and `UNREAD`; raises `MissingExtra`."
     check_layers(model)  # peft says of a state space model only that its layers do not fit
     with needs("lora", "LoRA"):
         from peft import LoraConfig, get_peft_model
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")  # type: ignore[arg-type]
+    settings: Any = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    config = LoraConfig(**settings, exclude_modules=["out_proj"] if kind in UNREAD else None)
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .fast import FastDecoder, Pairs, SlotCache, linears_fn
+from .fast import NOTHING, FastDecoder, Past, SlotCache, linears_fn
 from .prefixes import prefix_tree, reading, sent
 from .routing import find_routers, noting, replaying
 from ..roofline import model_size
@@ -132,7 +132,10 @@ def bare_model(model: nn.Module) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 # %% ../../../nbs/backends/local/04_model.ipynb #1cb26b74
-STATELESS = ("full_attention", "sliding_attention", "mlp", "moe")  # past: keys and values, or none
+STATES = ("linear_attention", "conv", "hybrid")  # kinds of layers that fold the past into a state
+KINDS = ("full_attention", "sliding_attention", "mlp", "moe", *STATES)
+ELSEWHERE = "Train it on a service (backend='tinker' or 'fireworks'), or choose another model."
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # of a decoder's argument; transformers 5.24 has the first
 
 
 def layer_windows(decoder: Any) -> tuple[int | None, ...]:
@@ -142,17 +145,20 @@ def layer_windows(decoder: Any) -> tuple[int | None, ...]:
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def check_layers(model: Any) -> None:
-    "Raises `BackendError` for a model with layers whose past is not keys and values."
+def keeps_state(model: Any) -> bool:
+    "Whether layers of the model fold the past into a state."
     kinds = getattr(model.get_decoder().config, "layer_types", None) or ()
-    others = sorted({kind for kind in kinds if kind not in STATELESS})
-    if others or getattr(model, "_is_stateful", False):
-        count = f"{sum(kind in others for kind in kinds)} of {len(kinds)} layers of the kind {', '.join(others)}"
+    return not {*STATES}.isdisjoint(kinds) or getattr(model, "_is_stateful", False)
+
+
+def check_layers(model: Any) -> None:
+    "Raises `BackendError` for a model with layers of a kind that is not known."
+    kinds = getattr(model.get_decoder().config, "layer_types", None) or ()
+    if others := sorted({kind for kind in kinds if kind not in KINDS}):
+        got = f"{sum(kind in others for kind in kinds)} of {len(kinds)} layers of the kind {', '.join(others)}"
         what, where = "the model cannot be sampled from here", type(model).__name__
-        got = count if others else "layers that fold the past into a state"
-        expected = "full or sliding-window attention in every layer, whose past is keys and values"
-        fix = "Train it on a service (backend='tinker' or 'fireworks'), or choose a model of attention layers only."
-        raise BackendError(what, where=where, got=got, expected=expected, fix=fix)
+        expected = "layers of full or sliding-window attention, or with a state that is kept in the cache"
+        raise BackendError(what, where=where, got=got, expected=expected, fix=ELSEWHERE)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #6e26977e
 class CausalModel:
@@ -170,7 +176,9 @@ class CausalModel:
         weight = self.model.get_input_embeddings().weight
         self.vocab_size, self.device, self.dtype = len(weight), weight.device, weight.dtype
         names = inspect.signature(self.decoder.forward).parameters
-        self.cache_name = "cache" if "cache" in names else "past_key_values"  # which transformers 5.24 renamed
+        self.cache_name = next((name for name in CACHE_NAMES if name in names), "past_key_values")
+        self.keeps_state = keeps_state(self.model)
+        self.goes_on = True  # whether a prompt can be read from what is kept of its beginning
         self.windows = layer_windows(self.decoder)
         self.size = model_size(self.model)
         self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
@@ -194,10 +202,13 @@ class CausalModel:
         "What the model's own decoder takes as its mask: none, one, or one for each kind of layer."
         if cache is None or cache.filling:
             return None
-        if len({*self.windows}) == 1:
+        if len({*self.windows}) == 1 and not self.keeps_state:
             return cache.masks[self.windows[0]]
-        window = next(w for w in self.windows if w is not None)
-        return {"full_attention": cache.masks[None], "sliding_attention": cache.masks[window]}
+        if not cache.buffers:
+            return None
+        window = next((w for w in self.windows if w is not None), None)
+        own = {"full_attention": cache.masks[None], "sliding_attention": cache.masks[window]}
+        return own | dict.fromkeys(STATES)
 
     def logits(self, features: Tensor) -> Tensor:
         "(M, V) logits to draw from, in at least float32."
@@ -240,17 +251,15 @@ def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device
     return sent(ids, device)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #b2ef5418
-def prefill(
-    model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]], past: Pairs | None = None
-) -> Tensor:
+def prefill(model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]], past: Past = NOTHING) -> Tensor:
     "(B, D) features of each prompt's last token, keys, values in `cache.fresh`; `past`: what a single one begins with."
-    cache.filling, cache.past = True, past or {}
-    begun, unread = cache.begun, [p[cache.begun :] for p in prompts]
+    cache.begin_prefill(past)
+    begun, unread = past.length, [p[past.length :] for p in prompts]
     ids = padded(unread, model.device)
     rows, ends = sent([range(len(unread)), [len(p) - 1 for p in unread]], model.device)
     positions = torch.arange(begun, begun + ids.shape[1], device=model.device)[None]
     highest, keep = begun + ids.shape[1], ids.shape[1] - min(map(len, unread)) + 1
-    features, cache.past = model.features(ids, positions, cache, highest, keep), {}
+    features = model.features(ids, positions, cache, highest, keep)
     return features[rows, ends - ids.shape[1] + features.shape[1]]
 
 # %% ../../../nbs/backends/local/04_model.ipynb #b327957c
@@ -281,23 +290,27 @@ def _choosing(model: Any, ids: Tensor) -> Choosing:
 # %% ../../../nbs/backends/local/04_model.ipynb #0f9da20b
 def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tuple[Tensor, Tensor]]:
     "Features of two rows by prefill, decode and a prefill that goes on, each with the token indices they belong to."
-    cache, starts, results = SlotCache(), [5, 3], []
+    cache, starts, results, lasts = SlotCache(), [5, 3], [], []
     place = torch.arange(ids.numel(), device=ids.device).view_as(ids)
-    with choosing(place[:, : max(starts)].flatten()):
-        last = prefill(causal, cache, [ids[i, :n].tolist() for i, n in enumerate(starts)])
-    cache.add_rows(torch.arange(2, device=ids.device), length=max(starts))
+    for together in [[0], [1]] if causal.keeps_state else [[0, 1]]:
+        longest = max(starts[i] for i in together)
+        with choosing(place[together, :longest].flatten()):
+            lasts.append(prefill(causal, cache, [ids[i, : starts[i]].tolist() for i in together]))
+        cache.add_rows(torch.arange(len(together), device=ids.device), longest)
+    last = torch.cat(lasts)
     for step in range(5):
         at = [n + step for n in starts]
         rows, columns = sent([[0, 1], at], ids.device)
         results.append((last, columns - 1))
         with choosing(place[rows, columns]):
             last = decode_step(causal, cache, ids[rows, columns], columns, max(at))
-    later = []
-    for i, n in enumerate(starts):
-        past = {layer: (k[i : i + 1, :, :n], v[i : i + 1, :, :n]) for layer, (k, v) in cache.buffers.items()}
-        with choosing(place[i, n : n + 4]):
-            later.append(prefill(causal, cache, [ids[i, : n + 4].tolist()], past))
-    return [*results, (torch.cat(later), sent([n + 3 for n in starts], ids.device))]
+    if not causal.goes_on:
+        return results
+    later, ends = [], [n + 5 for n in starts]  # tokens that the rows have read
+    for i, n in enumerate(ends):
+        with choosing(place[i, n : n + 2]):
+            later.append(prefill(causal, cache, [ids[i, : n + 2].tolist()], cache.past_of(i, n)))
+    return [*results, (torch.cat(later), sent([n + 1 for n in ends], ids.device))]
 
 # %% ../../../nbs/backends/local/04_model.ipynb #8f4759d9
 @contextmanager
@@ -370,8 +383,8 @@ def probe_error(causal: CausalModel, sampling: bool = False, tree: bool = False)
 # %% ../../../nbs/backends/local/04_model.ipynb #5fd25a05
 def probe_tree(causal: CausalModel) -> str:
     "Why the model cannot read a prefix tree; empty when its logprobs are those of the sequences one by one."
-    if causal.route == "fast":
-        return "the fast route has its own attention"
+    if causal.route == "fast" or causal.keeps_state:
+        return "its layers keep a state" if causal.keeps_state else "the fast route has its own attention"
     try:
         error = probe_error(causal, tree=True)
     except _STUMBLES as reason:
@@ -390,6 +403,9 @@ def open_model(
         try:
             causal = CausalModel(model, route)
             error = probe_error(causal, sampling)
+            if error > 1 and sampling and causal.keeps_state:  # the first Mamba starts each scan from nothing
+                causal.goes_on = False
+                error = probe_error(causal, sampling)
         except _STUMBLES as reason:
             failures.append(f"{route}: {type(reason).__name__}: {reason}")
             continue
@@ -399,4 +415,5 @@ def open_model(
         failures.append(f"{route}: logprobs off by {error:.2g} times what rounding explains")
     where, got, expected = type(bare_model(model)).__name__, "; ".join(failures), "logprobs equal to the model's own"
     fix = "Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'."
+    fix = ELSEWHERE if keeps_state(bare_model(model)) else fix
     raise BackendError("the model cannot be run", where=where, got=got, expected=expected, fix=fix)
