@@ -490,13 +490,12 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
     return request
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #88224b38
-def drop(engine: Engine, i: int) -> Row:
+def drop(engine: Engine, i: int) -> None:
     "Remove row `i` from batch and cache; the last row takes its place."
-    row, last, engine.course = engine.rows[i], engine.rows.pop(), None
-    if last is not row:
+    last, engine.course = engine.rows.pop(), None
+    if i < len(engine.rows):
         engine.rows[i] = last
     engine.cache.drop_row(i)
-    return row
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #ae306e8e
 def forget_cancelled(engine: Engine) -> None:

@@ -43,61 +43,16 @@ class Past:
 NOTHING = Past()
 
 
-class SlotCache(Cache):
-    "Keys, values and states of a changing set of rows with different lengths, for any model that speaks `Cache`."
-
-    BLOCK = 128  # columns by which the buffers grow
+class StateCache(Cache):
+    "States of a changing set of rows, for the layers of any model that speaks `Cache`."
 
     def __init__(self):
         super().__init__(layers=[])
-        self.rows = self.slots = self.capacity = self.longest = 0
-        self.buffers: Pairs = {}  # each (slots, heads, capacity, dim)
+        self.rows = 0
         self.states: States = {}  # each (slots, ...)
-        self.fresh: Pairs = {}  # what the current prefill made
-        self.fresh_states: States = {}  # likewise
+        self.fresh_states: States = {}  # what the current prefill made
         self.filling = False  # prefill, or decode step
         self.past = NOTHING  # what the current prefill goes on from
-        self.begins: dict[int, Tensor] = {}  # by number of heads: (slots, heads), in (slots * heads * capacity)
-        self.lengths = torch.empty(0, dtype=torch.long)  # (rows,) column that the step writes to
-        self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where it writes
-        self.hidden: Tensor | None = None  # (rows, capacity) additive mask of these rows; None = they have changed
-        self.masks: dict[int | None, Tensor] = {}  # by window of a layer: (rows, 1, 1, longest) additive
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        "Store new keys and values (B, heads, S, dim); returns all of them. A model's own attention calls it."
-        if self.filling:
-            if self.past.pairs:
-                keys, values = self.past.pairs[layer_idx]
-                key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
-            self.fresh[layer_idx] = (key_states, value_states)
-            return key_states, value_states
-        pairs = zip(self.buffers[layer_idx], (key_states, value_states), strict=True)
-        keys, values = (self.write(buffer, new)[: self.rows, :, : self.longest] for buffer, new in pairs)
-        return keys, values
-
-    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
-        "Put one column for each row and head, (rows, heads, 1, dim), into a buffer, which is returned."
-        heads = buffer.shape[1]
-        if heads not in self.begins:
-            self.begins[heads] = torch.arange(self.slots * heads, device=buffer.device).view(-1, heads) * self.capacity
-        if heads not in self.index:
-            self.index[heads] = (self.begins[heads][: self.rows] + self.lengths[:, None]).flatten()
-        buffer.flatten(0, 2).index_copy_(0, self.index[heads], new.reshape(-1, new.shape[-1]))
-        return buffer
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        "Columns before the tokens of this pass."
-        return self.past.length if self.filling else self.longest - 1
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        "Position of the first token of this pass, for masks that a model makes itself."
-        return self.get_seq_length()
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        "Number of columns and where they begin, for masks that a model makes itself."
-        return (self.past.length + query_length if self.filling else self.longest), 0
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         "The last inputs of a layer's convolution (rows, channels, width); None where nothing was read."
@@ -144,6 +99,59 @@ class SlotCache(Cache):
     def is_recording_past(self, layer_idx: int) -> bool:
         "Whether states before the newest are kept: they are not."
         return False
+
+# %% ../../../nbs/backends/local/03_fast.ipynb #0f48b50f
+class SlotCache(StateCache):
+    "Keys, values and states of a changing set of rows with different lengths, for any model that speaks `Cache`."
+
+    BLOCK = 128  # columns by which the buffers grow
+
+    def __init__(self):
+        super().__init__()
+        self.slots = self.capacity = self.longest = 0
+        self.buffers: Pairs = {}  # each (slots, heads, capacity, dim)
+        self.fresh: Pairs = {}  # what the current prefill made
+        self.begins: dict[int, Tensor] = {}  # by number of heads: (slots, heads), in (slots * heads * capacity)
+        self.lengths = torch.empty(0, dtype=torch.long)  # (rows,) column that the step writes to
+        self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where it writes
+        self.hidden: Tensor | None = None  # (rows, capacity) additive mask of these rows; None = they have changed
+        self.masks: dict[int | None, Tensor] = {}  # by window of a layer: (rows, 1, 1, longest) additive
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        "Store new keys and values (B, heads, S, dim); returns all of them. A model's own attention calls it."
+        if self.filling:
+            if self.past.pairs:
+                keys, values = self.past.pairs[layer_idx]
+                key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
+            self.fresh[layer_idx] = (key_states, value_states)
+            return key_states, value_states
+        pairs = zip(self.buffers[layer_idx], (key_states, value_states), strict=True)
+        keys, values = (self.write(buffer, new)[: self.rows, :, : self.longest] for buffer, new in pairs)
+        return keys, values
+
+    def write(self, buffer: Tensor, new: Tensor) -> Tensor:
+        "Put one column for each row and head, (rows, heads, 1, dim), into a buffer, which is returned."
+        heads = buffer.shape[1]
+        if heads not in self.begins:
+            self.begins[heads] = torch.arange(self.slots * heads, device=buffer.device).view(-1, heads) * self.capacity
+        if heads not in self.index:
+            self.index[heads] = (self.begins[heads][: self.rows] + self.lengths[:, None]).flatten()
+        buffer.flatten(0, 2).index_copy_(0, self.index[heads], new.reshape(-1, new.shape[-1]))
+        return buffer
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        "Columns before the tokens of this pass."
+        return self.past.length if self.filling else self.longest - 1
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        "Position of the first token of this pass, for masks that a model makes itself."
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        "Number of columns and where they begin, for masks that a model makes itself."
+        return (self.past.length + query_length if self.filling else self.longest), 0
 
     def reserve(self, rows: int, columns: int) -> None:
         "Grow the buffers to at least `rows` slots of `columns` columns, keeping what is in them."

@@ -49,18 +49,27 @@ def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
     return clone_frozen(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
 
 
-# Models whose state layers read the weight of `out_proj` past the module, where an adapter would not be seen.
-UNREAD = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
+SCANS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # peft adapts no `out_proj` of these
+
+
+def left_out(model: Any) -> list[str]:
+    "Names of linear layers that get no adapter, since a scan reads their weights without calling them."
+    known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    names = {"dt_proj", *(["out_proj"] if model.config.model_type in SCANS else [])}
+    return sorted(names & known)
 
 
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
-    "A model over the same weights with a LoRA adapter on every linear layer but the head and `UNREAD`; raises `MissingExtra`."
-    check_layers(model)  # peft says of a state space model only that its layers do not fit
+    "A model over the same weights, every linear layer but the head and `left_out` adapted; raises `MissingExtra`."
+    check_layers(model)
+    excluded = left_out(model)
+    if excluded:
+        names = " and ".join(excluded)
+        warnings.warn(f"{type(model).__name__}: no adapter for {names} of its scan, which is not called", stacklevel=3)
     with needs("lora", "LoRA"):
         from peft import LoraConfig, get_peft_model
-    settings: Any = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    kind = getattr(getattr(model, "config", None), "model_type", "")
-    config = LoraConfig(**settings, exclude_modules=["out_proj"] if kind in UNREAD else None)
+    config: Any = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
+    config.exclude_modules = excluded or None
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
