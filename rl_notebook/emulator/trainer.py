@@ -308,8 +308,10 @@ class EmulatedTrainer:
     def routes(self) -> list[Route]:
         "The endpoints, relative to the trainer's base URL."
         tables = {"POST": POSTS, "GET": GETS, "DELETE": DELETES}
-        rows = [(way, name, serve) for way, table in tables.items() for name, serve in table.items()]
-        own = [Route(f"/api/v1/{name}", partial(respond, self, serve), methods=[way]) for way, name, serve in rows]
+        rows = [(way, name, table) for way, table in tables.items() for name in table]
+        own = [
+            Route(f"/api/v1/{name}", partial(respond, self, table, name), methods=[way]) for way, name, table in rows
+        ]
         return [*own, Route("/api/v1/retrieve_future", partial(retrieve_future, self), methods=["POST"])]
 
     @cached_property
@@ -731,7 +733,9 @@ GETS: dict[str, Endpoint] = {
 DELETES: dict[str, Endpoint] = {"training_runs/{run}/checkpoints/{checkpoint:path}": delete_checkpoint}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #09fb35f6
-async def respond(trainer: EmulatedTrainer, endpoint: Endpoint, request: HttpRequest) -> Response:
+async def respond(
+    trainer: EmulatedTrainer, table: Mapping[str, Endpoint], name: str, request: HttpRequest
+) -> Response:  # the table is read at each call: an endpoint may be replaced while it runs
     "What an endpoint says; raises `Refusal`."
     trainer.memory.loop, raw = asyncio.get_running_loop(), await read_body(request)
     if "application/x-protobuf" in request.headers.get("content-type", ""):
@@ -740,7 +744,7 @@ async def respond(trainer: EmulatedTrainer, endpoint: Endpoint, request: HttpReq
     else:
         read = partial(json_batch, body := read_json(raw))
     try:
-        result = endpoint(Call(trainer, trainer.memory, body, read, request.path_params))
+        result = table[name](Call(trainer, trainer.memory, body, read, request.path_params))
         result = await result if inspect.isawaitable(result) else result
     except RLNotebookError:
         raise

@@ -97,6 +97,10 @@ TOO_MUCH: dict[str, Text] = {
     "a wrong answer after many words": lambda t: f"{_WORDS * 20}\n{t.put(t.other)}",
     "many words": lambda t: _WORDS * 40,
     "one sign": lambda t: "x",
+    "a word that every text has": lambda t: "the",
+    "words of reasoning": lambda t: (
+        "First, let me think. Because of this, therefore, thus, so, wait, however, finally."
+    ),
     "a wrong answer, in brackets that never end": lambda t: t.put("((((" + t.other),
     "not a number": lambda t: t.put("nan"),
     "infinity": lambda t: t.put("inf"),
@@ -173,7 +177,7 @@ class Outcome:
     kind: str  # "too much", "more" or "too little"
     attack: str
     earns: float  # on average over the rows
-    share: float  # 0 = what a wrong answer earns, 1 = a right one; NaN where a right one earns no more
+    share: float  # 1 = what a right answer earns, 0 = nothing or a wrong one's loss; NaN where no answer earns more
     example: str  # where it earned most
 
 
@@ -216,7 +220,7 @@ def audit_reward(
     attacks = TOO_MUCH | TWICE | TOO_LITTLE
     paid = _earned(tries, fns, attacks)
     means = dict(zip(attacks, paid.mean(axis=0).tolist(), strict=True))
-    least = min(means["nothing"], means["the answer of another row"])
+    least = min(0.0, means["nothing"], means["the answer of another row"])
     outcomes = []
     for (name, make), column in zip(attacks.items(), paid.T, strict=True):
         kind = "too much" if name in TOO_MUCH else "more" if name in TWICE else "too little"
@@ -230,7 +234,7 @@ def _found(outcomes: Sequence[Outcome], tells: bool) -> list[Finding]:
     "What follows for a run."
     if not tells:
         most = max(outcomes, key=lambda o: o.earns)
-        paid = most.earns > min(o.earns for o in outcomes)
+        paid = most.earns > min(0.0, *(o.earns for o in outcomes))
         text = "a right answer in any usual form earns no more than a wrong one"
         text += f", and {most.attack} earns {most.earns:.3g}" * paid
         fix = "Show a right completion with right=, a function of the row. If that earns no more, it tells nothing."

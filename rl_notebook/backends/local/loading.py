@@ -55,7 +55,8 @@ SCANS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # peft a
 def left_out(model: Any) -> list[str]:
     "Names of linear layers that get no adapter, since a scan reads their weights without calling them."
     known = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    names = {"dt_proj", *(["out_proj"] if model.config.model_type in SCANS else [])}
+    kind = getattr(getattr(model, "config", None), "model_type", "")
+    names = {"dt_proj", *(["out_proj"] if kind in SCANS else [])}
     return sorted(names & known)
 
 
@@ -68,8 +69,8 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool
         warnings.warn(f"{type(model).__name__}: no adapter for {names} of its scan, which is not called", stacklevel=3)
     with needs("lora", "LoRA"):
         from peft import LoraConfig, get_peft_model
-    config: Any = LoraConfig(r=rank, lora_alpha=alpha, target_modules="all-linear", task_type="CAUSAL_LM")
-    config.exclude_modules = excluded or None
+    settings: Any = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    config = LoraConfig(**settings, exclude_modules=excluded or None)
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
         torch.manual_seed(seed)
