@@ -69,6 +69,20 @@ SETTLES = {
     NONE: "score two tokens with both programs, then three, until they differ",
 }
 
+# %% ../../../nbs/insight/doctor/01_causes.ipynb #ee04bd01
+def shift(e: Evidence) -> Iterator[Cause]:
+    "The sampler's values stand one or two targets away from where they belong."
+    off = np.abs(e.gap) > tolerance(e)
+    begun = np.zeros(len(off), dtype=bool)
+    for row in np.unique(e.row[off]):
+        begun |= (e.row == row) & (np.arange(len(off)) >= np.flatnonzero(off & (e.row == row))[0])
+    for by in (1, -1, 2, -2):
+        source = np.clip(np.arange(len(off)) + by, 0, len(off) - 1)
+        neighbour = (e.row[source] == e.row) & (e.target[source] == e.target + by)
+        left = np.where(begun, np.where(neighbour, e.s[source] - e.p, np.nan), e.gap)
+        where = "late" if by > 0 else "early"
+        yield judged(e, "shift", left, f"the sampler's values stand {abs(by)} too {where}; moved back", True, shift=by)
+
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #cdbbb769
 def mask_leak(e: Evidence) -> Iterator[Cause]:
     "Weights are 1 where the policy drew nothing: by the samples' masks, or the sampler has no number where rows begin."
@@ -119,20 +133,6 @@ def other_tokens(e: Evidence) -> Iterator[Cause]:
         yield Cause("wrong group", LIKELY, f"{text}, of another step perhaps", {"datums": len(e.foreign)})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #e292d380
-def shift(e: Evidence) -> Iterator[Cause]:
-    "The sampler's values stand one or two targets away from where they belong."
-    off = np.abs(e.gap) > tolerance(e)
-    begun = np.zeros(len(off), dtype=bool)
-    for row in np.unique(e.row[off]):
-        begun |= (e.row == row) & (np.arange(len(off)) >= np.flatnonzero(off & (e.row == row))[0])
-    for by in (1, -1, 2, -2):
-        source = np.clip(np.arange(len(off)) + by, 0, len(off) - 1)
-        neighbour = (e.row[source] == e.row) & (e.target[source] == e.target + by)
-        left = np.where(begun, np.where(neighbour, e.s[source] - e.p, np.nan), e.gap)
-        where = "late" if by > 0 else "early"
-        yield judged(e, "shift", left, f"the sampler's values stand {abs(by)} too {where}; moved back", True, shift=by)
-
-
 def by_row(e: Evidence, series: np.ndarray, width: int) -> np.ndarray:
     "(R, width) a flat series with one line per datum, cut at `width`, NaN where the datum ends."
     counts = np.bincount(e.row, minlength=len(e.datums))
