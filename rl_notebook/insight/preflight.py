@@ -158,7 +158,13 @@ async def check_reward_fns(reward_fns: Any, rows: Sequence[Row]) -> Sequence[Fin
     "What the reward pays for nothing; none of one that waits for others."
     if reward_fns is None or any(fn.is_async for fn in reward_fns):
         return []
-    return (await asyncio.to_thread(audit_reward, reward_fns, rows)).findings
+    found = [*(await asyncio.to_thread(audit_reward, reward_fns, rows)).findings]
+    for fn in reward_fns if len(reward_fns) > 1 else ():
+        alone = (await asyncio.to_thread(audit_reward, replace(fn, weight=1.0), rows)).findings.failed
+        paid = ", ".join(f.text.rpartition(" earns")[0] for f in alone[:3])
+        fix = "Right for a reward of form or length; one for the answer has to read the row, and ignore the rest."
+        found += [Finding(f"reward {fn.name}", None, f"alone, it pays for {paid}", fix=fix)] if paid else []
+    return found
 
 # %% ../../nbs/insight/04_preflight.ipynb #752bf9b3
 def check_dead(dead: Mapping[int, float | None], planned: int) -> Finding:

@@ -106,7 +106,7 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
 def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
     "The policy's logprobs of a step, before the first of its updates where it made several; none without a loss."
     old = [d.old_logprobs for d in record.datums if d.old_logprobs is not None]
-    if record.loss is None and len(old) == len(record.datums):  # of another trainer, which kept no loss
+    if record.origin and record.loss is None and len(old) == len(record.datums):  # its trainer kept no loss
         return tuple(map(Logprobs, old))
     last = record.loss.logprobs if record.loss else ()
     known = lambda d, lp: d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()  # NaN is never hidden
