@@ -329,7 +329,7 @@ def bad(name: str, value: str, *refused: str, because: str = HOLE, **others: str
 
 GIVEN = {
     "8 groups": Given("✓ on-policy: ratio 1", others={"doctor": "all well", "sentence": "All 8 groups carry signal"}),
-    "1 group": Given("✓ signal: the one group carries signal", others={"doctor": "no two rows to exchange"}),
+    "1 group": Given("✓ signal: 1 of 1 groups carries signal", others={"doctor": "no two rows to exchange"}),
     "512 groups": Given(
         "they sum to 0 in each of 512 groups",
         others={"step charts": "group 0-63 of 512", "report": "the first 112 of 501 prompts with signal"},
@@ -339,7 +339,7 @@ GIVEN = {
         {"tokens": "0 scored"},
     ),
     "NaN policy": bad("policy_logprobs", "nan", *GRADIENT, sentence="Loss is nan.", tokens="27 not a number"),
-    "one NaN of the policy": bad("policy_logprobs", "nan", *GRADIENT, sentence="cannot be recomputed"),
+    "one NaN of the policy": bad("policy_logprobs", "nan", *GRADIENT, sentence="policy_logprobs is nan"),
     "NaN sampler": bad("sampler_logprobs", "nan", "doctor", "what-if", because=f"{HOLE}|infinity at all 786 positions"),
     "one -inf of the sampler": bad("sampler_logprobs", "-inf", "what-if", doctor="1 of 786 positions have no finite"),
     "NaN reference": bad("ref_logprobs", "nan", "what-if", doctor="786 of 786 positions have no finite number"),
