@@ -329,7 +329,7 @@ def bad(name: str, value: str, *refused: str, because: str = HOLE, **others: str
 
 GIVEN = {
     "8 groups": Given("✓ on-policy: ratio 1", others={"doctor": "all well", "sentence": "All 8 groups carry signal"}),
-    "1 group": Given("✓ signal: 1 of 1 groups carries signal", others={"doctor": "no two rows to exchange"}),
+    "1 group": Given("✓ signal: 1 of 1 groups carries signal", others={"doctor": "No mismatch found"}),
     "512 groups": Given(
         "they sum to 0 in each of 512 groups",
         others={"step charts": "group 0-63 of 512", "report": "the first 112 of 501 prompts with signal"},
