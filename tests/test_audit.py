@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rl_notebook.core.types import RewardError
 from rl_notebook.task.audit import audit_reward
 from rl_notebook.task.data import Row
 
@@ -49,6 +50,7 @@ HACKABLE: dict[str, tuple[Callable, list, str]] = {
     ),
 }
 SOUND: dict[str, Callable] = {
+    "in a box": lambda text, answer: float(f"\\boxed{{{answer}}}" in text[-20:] and text.count("boxed") == 1),
     "the last number": lambda text, answer: float(numbers(text)[-1:] == [answer]),
     "exact": lambda text, answer: float(text.strip() == answer),
     "in its tag": lambda text, answer: float(in_tag(text) == answer),
@@ -82,3 +84,23 @@ def test_a_form_of_ones_own_is_shown():
     assert found.findings["reward"].ok
     assert any("a blank behind" in f.text for f in found.findings)
     assert found.table.set_index("attack").loc["the answer of another row", "example"].startswith("[[")
+
+
+def test_the_form_of_a_right_answer_is_found():
+    assert audit_reward(SOUND["in a box"], SUMS).right == "\\boxed{{}}"
+
+
+@pytest.mark.parametrize("answer", [None, True, {"target": 8}])
+def test_rows_without_an_answer_are_audited_as_far_as_they_tell(answer):
+    rows = [Row(str(n), prompt=f"Say {n}.", answer=answer) for n in range(4)]
+    found = audit_reward(lambda text: float(len(text) > 20), rows).findings
+    assert (found[0].ok, found.failed) == (None, ())
+    assert "the rows have no answers, and" in found[0].text
+
+
+def test_a_reward_that_can_grade_nothing_says_why():
+    def broken(text, answer):
+        raise ZeroDivisionError("of yours")
+
+    with pytest.raises(RewardError, match="of yours"):
+        audit_reward(broken, SUMS)

@@ -179,29 +179,39 @@ def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path)
 PROCESSES = """
 import json, sys
 from pathlib import Path
-from test_watch import recorded, trainer, weights
-folder, kind = Path(sys.argv[1]), sys.argv[2]
+import test_watch as its
+folder, kind, fails = Path(sys.argv[1]), sys.argv[2], len(sys.argv) > 3
 more = dict(per_device_train_batch_size=4, beta=0.04, loss_type=kind, gradient_accumulation_steps=2)
-plain = trainer(folder, **more)
+plain = its.trainer(folder, **more)
 plain.train()
-t, records = recorded(folder, **more)
-assert weights(t) == weights(plain)
+t = its.trainer(folder, **more)
+watched, record = its.rln.watch(t, folder / "run"), its.module.Update.record
+if fails and not t.accelerator.is_main_process:
+    its.module.Update.record = lambda step: record(step) if step.number < 2 else 1 / 0
+t.train()
+assert its.weights(t) == its.weights(plain)
 if t.accelerator.is_main_process:
-    (folder / "logged.json").write_text(json.dumps(t.state.log_history))
+    (folder / "told.json").write_text(json.dumps([t.state.log_history, watched.ended]))
 """
+
+
+def run_of_two(folder: Path, *words: str) -> tuple[list[dict], str]:
+    "What TRL logged in a run of two processes, and why the first one's recording ended."
+    (folder / "two.py").write_text(PROCESSES)
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "two.py", folder]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": False, "timeout": 200}
+    done = subprocess.run([*start, *words], **how)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((folder / "told.json").read_text())
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
 def test_two_processes_bring_one_record(tmp_path: Path, kind: str):
     "The rows of both, and the loss and the gradient that TRL averages over them."
-    (tmp_path / "two.py").write_text(PROCESSES)
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "two.py", tmp_path]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*words, kind], cwd=tmp_path, env=env, capture_output=True, text=True, check=False, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    logged = [row for row in json.loads((tmp_path / "logged.json").read_text()) if "loss" in row]
+    logs, ended = run_of_two(tmp_path, kind)
+    assert not ended
+    logged = [row for row in logs if "loss" in row]
     for record, log in zip(rln.Run.open(tmp_path / "run"), logged, strict=True):
         assert (len(record.datums), len(record.groups)) == (16, 4)
         assert [g.number for g in record.groups] == [*range(4 * record.step - 4, 4 * record.step)]
@@ -209,6 +219,12 @@ def test_two_processes_bring_one_record(tmp_path: Path, kind: str):
         assert record.loss.loss == pytest.approx(float(log["loss"]), abs=1e-4)
         assert record.metrics["grad_norm"] == pytest.approx(float(log["grad_norm"]), rel=1e-3)
         agrees_with_its_options(record)
+
+
+def test_a_process_that_records_no_more_is_not_waited_for(tmp_path: Path):
+    _, ended = run_of_two(tmp_path, "grpo", "fails")
+    assert "ZeroDivisionError" in ended
+    assert rln.Run.open(tmp_path / "run").steps == [1]
 
 
 def agrees_with_its_options(record: rln.StepRecord) -> None:

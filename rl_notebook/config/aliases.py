@@ -260,16 +260,15 @@ _TRL_ELSEWHERE |= {"weight_decay": 0.0, "lr_scheduler_type": "linear", "drop_dea
 
 def trl_defaults(cls: type, given: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     "What TRL's defaults add to settings in its words, and a note of them and of those that are others here."
-    kind, whole = given.get("loss_type"), settings
-    new: dict[str, Any] = {}
+    kind, new = given.get("loss_type"), dict[str, Any]()
     if kind is not None:
-        new |= {"kl_beta": 0.0} | ({"kl_bias_correction": True} if _float(whole.get("kl_beta", 0)) > 0 else {})
+        new |= {"kl_beta": 0.0} | ({"kl_bias_correction": True} if _float(settings.get("kl_beta", 0)) > 0 else {})
         new |= {"eps_clip": 1.0, "eps_clip_high": -0.8} if kind == "cispo" else {}
     theirs = {kind, given.get("scale_rewards"), given.get("multi_objective_aggregation")} - {None}
-    scaled = whole.get("advantage_scale", "std") in ("std", "batch", "gdpo") and "advantage_fn" not in whole
+    scaled = settings.get("advantage_scale", "std") in ("std", "batch", "gdpo") and "advantage_fn" not in settings
     new |= {"advantage_eps": 1e-4} if theirs and scaled else {}
-    new = {k: v for k, v in new.items() if k not in whole and hasattr(cls, k)}
-    others = {k: v for k, v in _TRL_ELSEWHERE.items() if kind is not None and k not in whole and hasattr(cls, k)}
+    new = {k: v for k, v in new.items() if k not in settings and hasattr(cls, k)}
+    others = {k: v for k, v in _TRL_ELSEWHERE.items() if kind is not None and k not in settings and hasattr(cls, k)}
     taken = ", ".join(f"{k}={v!r}" for k, v in new.items())
     kept = ", ".join(f"{k}={getattr(cls, k)!r} ({v!r} there)" for k, v in others.items())
     note = f"as in TRL, where nothing is said: {taken}" if taken else ""

@@ -15,12 +15,12 @@ from .xray import scored_first
 from ..runs.records import StepRecord
 
 # %% auto #0
-__all__ = ['PAIRS', 'CLEAR', 'LEAST', 'sync_distances', 'sync_truth']
+__all__ = ['sync_distances', 'sync_truth']
 
 # %% ../../nbs/insight/05_sync.ipynb #1495e28b
 PAIRS = {"policy to sampler": (0, 1), "policy to reference": (0, 2), "reference to sampler": (2, 1)}
 
-
+# %% ../../nbs/insight/05_sync.ipynb #f674341f
 def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a step
     "Mean absolute difference of the logprobs of trained tokens, nats, and the newest version that the samples claim."
     lines = list[dict[str, float]]()
@@ -42,7 +42,7 @@ def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a s
 CLEAR = 10.0  # times the noise of the first step
 LEAST = 1e-4  # nats: what is smaller is rounding
 
-
+# %% ../../nbs/insight/05_sync.ipynb #b7a79a93
 def sync_truth(records: Iterable[StepRecord]) -> Finding:
     "Whether the sampler got the weights, from the logprobs of a run; `ok` is None where they cannot tell."
     table = sync_distances(records)
@@ -68,14 +68,11 @@ def sync_truth(records: Iterable[StepRecord]) -> Finding:
         text = f"the sampler never got new weights: the policy is {gap[-1]:.2g} nats away, the first one {left[-1]:.1g}"
     elif away > gone:
         text = f"stale by {away - gone}: the sampler left the first weights so many steps after the policy"
-        if (
-            table.index[-1] - table.index[0] - table["version"].iloc[-1] == away - gone
-        ):  # asynchronous, and recorded as what it is
+        claimed = table.index[-1] - table.index[0] - table["version"].iloc[-1]
+        if claimed == away - gone:  # asynchronous, and recorded as what it is
             return Finding("sync", True, f"{text}, as the versions of its samples say")
     else:
-        text = (
-            f"a part of the weights does not travel: the sampler moves with the policy and stays {gap[-1]:.2g} nats off"
-        )
+        text = f"a part of the weights does not travel: the sampler moves too, and stays {gap[-1]:.2g} nats off"
     claims = table["version"].dropna()
     said = f". Its samples claim versions up to {claims.max():g}" if len({*claims}) > 1 else ""
     fix = "See what loads the weights into the sampler and when, and compare the names of the weights on both sides"

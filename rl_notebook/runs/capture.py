@@ -9,7 +9,7 @@ import json
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property
@@ -158,18 +158,19 @@ class TinkerCookbook(Reader):
             found.setdefault(sessions.get(session, -1) if iteration is None else iteration, []).append(number)
         return found
 
-    def _calls(self, store: Path, wanted: Sequence[int]) -> Iterator[Call]:
+    def _calls(self, store: Path, wanted: Collection[int]) -> Iterator[Call]:
+        wanted = {*wanted}
         if store.suffix == ".sqlite":
             columns = "group_idx, traj_idx, prompt_tokens, sampled_tokens, logprobs, metadata, cursor"
             query = f"SELECT {columns} FROM wire_rows"
             rows = _ask(store, f"{query} WHERE cursor BETWEEN ? AND ? ORDER BY cursor", (min(wanted), max(wanted)))
             for group, trajectory, *texts, cursor in rows:
-                if cursor in {*wanted}:
+                if cursor in wanted:
                     place = None if group is None or trajectory is None else (group, trajectory)
                     prompt, tokens, logprobs, said = (json.loads(text or "null") for text in texts)
                     yield Call(prompt, tokens, logprobs, place, said or {})
             return
-        lines = (line for number, line in enumerate(text_lines(store)) if number in {*wanted})
+        lines = (line for number, line in enumerate(text_lines(store)) if number in wanted)
         for said in parsed(lines, store):
             group, trajectory = (said["scope"].get(name) for name in ("group_idx", "traj_idx"))
             place = None if group is None or trajectory is None else (group, trajectory)

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -441,7 +442,7 @@ class Watched:
 
             def on_train_end(self, *args: Any, **more: Any) -> None:
                 watched._guarded(watched.flush)
-                watched._release()
+                watched._end()
 
         trainer.add_callback(StepEnds())
 
@@ -471,6 +472,7 @@ class Watched:
         start = time.perf_counter()
         mine = step.record()
         if self.run is None:
+            self._refuse_ended(0)
             with staged_folder(self._handed_over(self.rank, mine.step)) as folder:
                 write_record(mine, folder)
         else:
@@ -487,6 +489,7 @@ class Watched:
         "What another process had of a step, once it is there."
         folder, until = self._handed_over(rank, step), time.monotonic() + PATIENCE
         while not folder.exists():
+            self._refuse_ended(rank)
             if time.monotonic() > until:
                 expected = f"its part of the step within {PATIENCE:g} s"
                 raise RecordError("another process", where=str(folder), got="nothing", expected=expected)
@@ -495,12 +498,17 @@ class Watched:
         shutil.rmtree(folder)
         return part
 
-    def _release(self) -> None:
-        "Give up the folder, in which the others have nothing left to hand over."
+    def _refuse_ended(self, rank: int) -> None:
+        "Raise where another process records nothing more, so that nobody waits for it."
+        if (why := self.path / f"process-{rank}.ended").exists():
+            raise RecordError("another process", where=str(why), got=why.read_text(), expected="its part of a step")
+
+    def _end(self) -> None:
+        "Give up the folder; what the others had handed over and nobody joined goes."
         if self.run is not None:
             self.run.release()
-            for place in self.path.glob("process-*"):
-                shutil.rmtree(place)
+            for place in self.path.glob("process-*/"):
+                shutil.rmtree(place, ignore_errors=True)
 
     def _guarded(self, what: Callable[..., None], *args: Any) -> None:
         "Do something of ours. An exception in it ends the recording, not the training."
@@ -512,7 +520,10 @@ class Watched:
         except Exception as error:  # whatever it is
             self.ended = f"{type(error).__name__}: {error}"
             warnings.warn(f"{self.path}: nothing more is recorded, training goes on. {self.ended}", stacklevel=2)
-            self._release()
+            if self.processes > 1:
+                with suppress(OSError):  # of a folder that is gone
+                    (self.path / f"process-{self.rank}.ended").write_text(self.ended)
+            self._end()
         self.cost += time.perf_counter() - start
 
     def __repr__(self) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.findings import Findings, Finding
-from ..core.types import RewardError
+from ..core.types import RewardError, quoted
 from .data import Row, load_rows
 from .rewards import RewardFn, as_reward_fns, innermost, reference_answers, score_blocking
 
@@ -29,12 +29,12 @@ FORMS = (
     "{}",
     "The answer is {}.",
     "#### {}",
-    "\\boxed{{{}}}",
+    "\\boxed{{}}",
     "<answer>{}</answer>",
     "<think>\nI work it out.\n</think>\n<answer>{}</answer>",
     "<think>\nI work it out.\n</think>\n<answer>\n{}\n</answer>\n",
     "<think>\nI work it out.\n</think>\n{}",
-    "<think>\nI work it out.\n</think>\n\\boxed{{{}}}",
+    "<think>\nI work it out.\n</think>\n\\boxed{{}}",
     "<reasoning>\nI work it out.\n</reasoning>\n<answer>\n{}\n</answer>\n",
     "Final answer: {}",
     "Answer: {}",
@@ -126,7 +126,8 @@ MOST = 32  # rows that are tried
 
 def _tries(rows: Sequence[Row]) -> list[Tried]:
     "The rows with what their attacks use, in no form yet."
-    answers = [[str(a) for a in reference_answers(row.answer)] or [""] for row in rows]
+    known = [[] if row.answer is None else reference_answers(row.answer) for row in rows]
+    answers = [list(map(str, found)) or [""] for found in known]
     counted = Counter(a[0] for a in answers).most_common()
     usual, every = counted[0][0], tuple(answer for answer, _ in reversed(counted))
     tries = []
@@ -157,9 +158,8 @@ def forms_of(fns: Sequence[RewardFn]) -> list[str]:
 
 
 def _earned(tries: Sequence[Tried], fns: Any, texts: Mapping[str, Text]) -> np.ndarray:  # (rows, texts)
-    "What each text earns in each row; 0 where the reward had no opinion, or could not be called."
-    lines = [[_paid([make(t) for make in texts.values()], t.row, fns)] for t in tries]
-    return np.nan_to_num(np.concatenate(lines))
+    "What each text earns in each row; NaN where the reward had no opinion, or could not be called."
+    return np.array([_paid([make(t) for make in texts.values()], t.row, fns) for t in tries])
 
 
 def _paid(texts: list[str], row: Row, fns: Any) -> np.ndarray:
@@ -167,7 +167,7 @@ def _paid(texts: list[str], row: Row, fns: Any) -> np.ndarray:
     try:
         return score_blocking(texts, row, fns).totals
     except RewardError:
-        return np.concatenate([_paid([text], row, fns) for text in texts]) if len(texts) > 1 else np.zeros(1)
+        return np.concatenate([_paid([text], row, fns) for text in texts]) if len(texts) > 1 else np.full(1, np.nan)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class Audit:
         return repr(self.findings)
 
     def _repr_html_(self) -> str:
-        return self.findings._repr_html_() + self.table.to_html(index=False)
+        return self.findings._repr_html_()
 
 # %% ../../nbs/task/04_audit.ipynb #89666d6a
 def audit_reward(
@@ -207,18 +207,23 @@ def audit_reward(
     weights: Sequence[float] | None = None,  # of several functions
     right: Callable[[Row], str] | None = None,  # what a right completion looks like; None = found among usual forms
 ) -> Audit:
-    "Break into a reward: attacks that earn nothing by right, and right answers said otherwise."
-    fns = as_reward_fns(reward, weights)
-    tries = _tries(rows if all(isinstance(row, Row) for row in rows) else load_rows(rows)[:MOST])
+    """Break into a reward: attacks that earn nothing by right, and right answers said otherwise.
+
+    Raises RewardError for one that cannot grade a text at all, DataError for rows that cannot be read."""
+    fns, given = as_reward_fns(reward, weights), isinstance(rows, Sequence) and rows and isinstance(rows[0], Row)
+    tries = _tries(rows[:MOST] if given else load_rows(rows, max_rows=MOST))
     forms: dict[str, Text] = {form: lambda t, form=form: form.replace("{}", t.said) for form in forms_of(fns)}
     forms["the row's answer in full"] = lambda t: str(t.row.answer)
     forms = forms if right is None else {"as given": lambda t: right(t.row)}
-    earned = _earned(tries, fns, forms).mean(axis=0)
+    found = _earned(tries, fns, forms)
+    if np.isnan(found).all():  # say why
+        score_blocking([forms[next(iter(forms))](tries[0])], tries[0].row, fns)
+    earned = np.nan_to_num(found).mean(axis=0)
     best, most = [*forms][int(earned.argmax())], float(earned.max())
-    parts = [(t, forms[best](t).rpartition(t.said)) for t in tries]
+    parts = [(t, forms[best](t).rpartition(t.said or "{}")) for t in tries]
     tries = [replace(t, form=(before, behind) if said else ("", "")) for t, (before, said, behind) in parts]
     attacks = TOO_MUCH | TWICE | TOO_LITTLE
-    paid = _earned(tries, fns, attacks)
+    paid = np.nan_to_num(_earned(tries, fns, attacks))
     means = dict(zip(attacks, paid.mean(axis=0).tolist(), strict=True))
     least = min(0.0, means["nothing"], means["the answer of another row"])
     outcomes = []
@@ -227,29 +232,30 @@ def audit_reward(
         share = (means[name] - least) / (most - least) if most > least else np.nan
         outcomes.append(Outcome(kind, name, means[name], share, make(tries[int(column.argmax())])[:200]))
     title = f"A right answer earns {most:.3g} on average, said as {best!r}"
-    return Audit(tuple(outcomes), Findings(_found(outcomes, most > least), title), best)
+    told = right is not None or any(t.said for t in tries)
+    return Audit(tuple(outcomes), Findings(_found(outcomes, told and most > least, told), title), best)
 
 # %% ../../nbs/task/04_audit.ipynb #b639dffb
-def _found(outcomes: Sequence[Outcome], tells: bool) -> list[Finding]:
-    "What follows for a run."
+def _found(outcomes: Sequence[Outcome], tells: bool, told: bool) -> list[Finding]:
+    "What follows for a run: `tells`, whether a right answer earns more than a wrong one, `told`, whether one is known."
     if not tells:
         most = max(outcomes, key=lambda o: o.earns)
         paid = most.earns > min(0.0, *(o.earns for o in outcomes))
-        text = "a right answer in any usual form earns no more than a wrong one"
+        text = "a right answer in any usual form earns no more than a wrong one" if told else "the rows have no answers"
         text += f", and {most.attack} earns {most.earns:.3g}" * paid
         fix = "Show a right completion with right=, a function of the row. If that earns no more, it tells nothing."
-        return [Finding("reward", False if paid else None, text, fix=fix)]
+        return [Finding("reward", False if paid and told else None, text, fix=fix)]
     over = [o for o in outcomes if o.share >= {"too much": ENOUGH, "more": 1.01}.get(o.kind, np.inf)]
     under = [o for o in outcomes if o.kind == "too little" and o.share <= 1 - ENOUGH]
     found = [
-        Finding("reward", False, f"{o.attack} earns {o.earns:.3g}", got=repr(o.example), fix=FIX)
-        for o in sorted(over, key=lambda o: -o.share)[:WORST]
+        Finding("reward", False, f"{o.attack} earns {o.earns:.3g}", got=quoted(o.example, 60), fix="" if n else FIX)
+        for n, o in enumerate(sorted(over, key=lambda o: -o.share)[:WORST])
     ]
     if not over:
         text = f"none of {len(TOO_MUCH) + len(TWICE)} attacks earns {ENOUGH:.0%} of what a right answer does"
         found.append(Finding("reward", True, text))
     text = "a right answer with {} earns {:.3g}"
-    return found + [Finding("strict", None, text.format(o.attack, o.earns), got=repr(o.example)) for o in under]
+    return found + [Finding("strict", None, text.format(o.attack, o.earns), got=quoted(o.example, 60)) for o in under]
 
 
 WORST = 5  # attacks that are told; the table has all
