@@ -3,14 +3,14 @@
     python benchmarks/gpu.py --json FILE                  # a random Qwen3 of 0.6B weights, nothing is downloaded
     python benchmarks/gpu.py --device cpu --json FILE     # tries this script on a tiny shape; its figures mean nothing
 
-**Its figures on CUDA have not been taken**: the script has run with `--device cpu` alone. What it does:
+What it does (`README.md` has the figures of one H200):
 
 1. Agreement, on a small model: logprobs, gradients, an update and drawn tokens, here and on the CPU; the sampler beside
-   the trainer; eight decode steps at once beside one; the same step twice from one saved state. It ends with status 1
-   where float32 is further off than `LIMITS`.
+   the trainer; the same step twice from one saved state. It ends with status 1 where float32 is further off than
+   `LIMITS`.
 2. Which attention kernel torch takes for each kind of pass.
-3. Drawing: tokens/s for several numbers of rows and of decode steps at once, beside the floor of reading all weights,
-   and the keys and values, once per decoded position.
+3. Drawing: tokens/s for several numbers of rows, beside the floor of reading all weights, and the keys and values, once
+   per decoded position.
 4. Training alone: forward, backward and update over sequences of 1,024 tokens, as model FLOP utilisation: the FLOPs
    that the model needs (no attention, nothing computed twice) a second, over what the vendor names for bfloat16, and
    over the best product that is measured here. For scale: 11.1 % is a published figure of another trainer, for a full
@@ -54,7 +54,7 @@ from rl_notebook.backends.roofline import gemm_rate, peak_memory, read_rate, set
 
 ANCHOR = 0.111  # model FLOP utilisation, published, of another trainer: full fine-tune of a 0.6B model on one H100
 VENDOR = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}  # dense bfloat16 FLOP/s
-LIMITS = {"logprobs": 2e-4, "gradients": 2e-3, "update": 1e-4, "sampler": 2e-4, "burst": 0.1, "again": 1e-5}
+LIMITS = {"logprobs": 2e-4, "gradients": 2e-3, "update": 1e-4, "sampler": 2e-4, "again": 1e-5}
 ADAM = AdamParams(learning_rate=1e-5)
 
 
@@ -111,17 +111,14 @@ class Backend:
         self.engine.eos_token_ids = frozenset()
         self.run = asyncio.Runner().run
 
-    def draw(self, prompts: Sequence[Sequence[int]], burst: int | None = None, **how: Any) -> list[Any]:
+    def draw(self, prompts: Sequence[Sequence[int]], **how: Any) -> list[Any]:
         "Completions of all prompts, drawn together; the n-th prompt has the seed n."
-        own, self.engine.burst = self.engine.burst, burst or self.engine.burst
         asked = [SampleParams(seed=i, **how) for i in range(len(prompts))]
 
         async def all_of_them() -> list[list[Any]]:
             return await asyncio.gather(*map(self.backend.sampler.sample, prompts, asked))
 
-        found = self.run(all_of_them())
-        self.engine.burst = own
-        return [c for completions in found for c in completions]
+        return [c for completions in self.run(all_of_them()) for c in completions]
 
     def gradients(self) -> list[torch.Tensor]:
         "What is accumulated, on the CPU."
@@ -173,10 +170,7 @@ def pass_over(side: Backend, datums: list[Datum]) -> dict[str, Any]:
     found["weights"] = side.weights()
     side.run(side.policy.load_state(state))
     prompts = [d.tokens[:16].tolist() for d in datums[::4]]
-    how = {"n": 4, "max_tokens": 48}
-    found["drawn"], found["single"] = side.draw(prompts, **how), side.draw(prompts, burst=1, **how)
-    found["hasty"] = side.draw(prompts, burst=8, **how)
-    return found
+    return found | {"drawn": side.draw(prompts, n=4, max_tokens=48)}
 
 
 def sampler_gap(side: Backend, drawn: Sequence[Any]) -> float:
@@ -208,7 +202,6 @@ def agreement(device: str, dtype: str) -> dict[str, float]:
         "gradients": relative(there["gradients"], here["gradients"]),
         "update": relative(there["weights"], here["weights"]),
         "sampler": sampler_gap(sides[1], there["drawn"]),
-        "burst": 1 - same_tokens(there["single"], there["hasty"]),
         "again": max(farthest(again["logprobs"], there["logprobs"]), relative(again["weights"], there["weights"])),
         "same_draws_as_cpu": same_tokens(there["drawn"], here["drawn"]),
     }
@@ -243,7 +236,6 @@ class Plan:
     device: str = "cuda"
     dtype: str = "bfloat16"
     rows: tuple[int, ...] = (8, 32, 128)
-    bursts: tuple[int, ...] = (1, 8, 32)
     prompt: int = 128
     tokens: int = 256
     rounds: int = 3  # measured ones; one more comes before them
@@ -258,7 +250,6 @@ TINY = Plan(
     "cpu",
     "float32",
     (4, 8),
-    (1, 8),
     prompt=12,
     tokens=16,
     rounds=1,
@@ -288,10 +279,9 @@ def drawing(side: Backend, plan: Plan, read: float) -> list[dict[str, Any]]:
     for rows in plan.rows:
         cache = rows * (plan.prompt + plan.tokens / 2) * shape.kv_weights * getattr(torch, plan.dtype).itemsize
         floor = plan.tokens * (size.nbytes + cache) / read
-        for burst in plan.bursts:
-            seconds = timed(lambda r=rows, b=burst: side.draw([ids], burst=b, n=r, max_tokens=plan.tokens), plan)
-            case = {"rows": rows, "steps_at_once": burst, "seconds": seconds, "floor_seconds": floor}
-            found.append(case | {"tokens_per_s": rows * plan.tokens / seconds, "times_floor": seconds / floor})
+        seconds = timed(lambda r=rows: side.draw([ids], n=r, max_tokens=plan.tokens), plan)
+        case = {"rows": rows, "seconds": seconds, "floor_seconds": floor}
+        found.append(case | {"tokens_per_s": rows * plan.tokens / seconds, "times_floor": seconds / floor})
     return found
 
 
@@ -375,12 +365,10 @@ def measure(plan: Plan, trl: bool = True, progress: Callable[[str], None] = prin
 
 def agreed(result: dict[str, Any]) -> str:
     "The gaps, and whether they are within the limits."
-    head = (
-        f"{'':<12}{'logprobs':>10}{'gradients':>11}{'update':>10}{'sampler':>10}{'again':>10}{'burst':>8}{'draws':>8}"
-    )
+    head = f"{'':<12}{'logprobs':>10}{'gradients':>11}{'update':>10}{'sampler':>10}{'again':>10}{'draws':>8}"
     line = lambda n, a: (
         f"{n:<12}{a['logprobs']:>10.1e}{a['gradients']:>11.1e}{a['update']:>10.1e}{a['sampler']:>10.1e}{a['again']:>10.1e}"
-        f"{1 - a['burst']:>8.0%}{a['same_draws_as_cpu']:>8.0%}"
+        f"{a['same_draws_as_cpu']:>8.0%}"
     )
     verdict = "agrees with the CPU in float32" if result["agreed"] else "DISAGREES with the CPU in float32"
     return "\n".join(
@@ -390,8 +378,8 @@ def agreed(result: dict[str, Any]) -> str:
 
 def alone(result: dict[str, Any]) -> str:
     "Drawing and training."
-    row = lambda c: f"{c['rows']:>6}{c['steps_at_once']:>9}{c['tokens_per_s']:>11.0f}{c['times_floor']:>9.1f}"
-    lines = [f"{'rows':>6}{'at once':>9}{'tokens/s':>11}{'/ floor':>9}", *map(row, result["drawing"])]
+    row = lambda c: f"{c['rows']:>6}{c['tokens_per_s']:>11.0f}{c['times_floor']:>9.1f}"
+    lines = [f"{'rows':>6}{'tokens/s':>11}{'/ floor':>9}", *map(row, result["drawing"])]
     t = result["training"]
     used = "no vendor's figure is known here" if t["mfu"] is None else f"MFU {t['mfu']:.1%} (for scale {ANCHOR:.1%})"
     lines.append(f"training: {t['tokens_per_s']:.0f} tokens/s, {t['of_best_product']:.1%} of the best product, {used}")

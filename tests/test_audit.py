@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+import signal
+import time
 from collections.abc import Callable
 
 import pytest
 
+import rl_notebook as rln
 from rl_notebook.core.types import RewardError
 from rl_notebook.task.audit import audit_reward
 from rl_notebook.task.data import Row
@@ -104,3 +108,26 @@ def test_a_reward_that_can_grade_nothing_says_why():
 
     with pytest.raises(RewardError, match="of yours"):
         audit_reward(broken, SUMS)
+
+
+def alarmed(text: str, answer: str) -> float:
+    "With a limit of its own, which only the main thread may set."
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(9)
+    try:
+        return SOUND["the last number"](text, answer)
+    finally:
+        signal.alarm(0)
+
+
+def endless(text: str, answer: str) -> float:
+    if len(text) > 300:
+        time.sleep(2)
+    return SOUND["the last number"](text, answer)
+
+
+@pytest.mark.parametrize(("reward", "settings"), [(alarmed, {}), (endless, {"reward_timeout": 0.5})])
+def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings: dict):
+    cfg = rln.Config(max_completion_tokens=8, prompt_groups_per_step=2, **settings)
+    found = asyncio.run(rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4))
+    assert "none of 31 attacks earns 75% of what a right answer does" in [f.text for f in found.checks]

@@ -5,7 +5,6 @@
 # %% ../../nbs/insight/04_preflight.ipynb #b23e4920
 from __future__ import annotations
 
-import asyncio
 import html
 import math
 import time
@@ -29,8 +28,8 @@ from ..show.html import SOFT, shapes, styled, table
 from ..loop.setup import as_rows, as_task, check_backend, encode_for, first_cursor, rollout_setup
 from ..loop.state import sign_of_life
 from ..core.losses import LossOptions
-from ..task.audit import FORMS, audit_reward
-from ..task.rewards import gathered, score, reference_answers
+from ..task.audit import FORMS, audit_rows
+from ..task.rewards import Limits, gathered, score, reference_answers
 from ..backends.roofline import KEPT, USUAL, ModelSize, Roofs, Work
 from ..backends.roofline import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
 from ..loop.rollouts import bounded, require_some, together
@@ -154,13 +153,13 @@ def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
 AUDITED = 8  # rows
 
 
-async def check_reward_fns(reward_fns: Any, rows: Sequence[Row]) -> Sequence[Finding]:
+async def check_reward_fns(reward_fns: Any, rows: Sequence[Row], limits: Limits) -> Sequence[Finding]:
     "What the reward pays for nothing; none of one that waits for others."
     if reward_fns is None or any(fn.is_async for fn in reward_fns):
         return []
-    found = [*(await asyncio.to_thread(audit_reward, reward_fns, rows)).findings]
+    found = [*(await audit_rows(reward_fns, rows, limits)).findings]
     for fn in reward_fns if len(reward_fns) > 1 else ():
-        alone = (await asyncio.to_thread(audit_reward, replace(fn, weight=1.0), rows)).findings.failed
+        alone = (await audit_rows([replace(fn, weight=1.0)], rows, limits)).findings.failed
         paid = ", ".join(f.text.rpartition(" earns")[0] for f in alone[:3])
         fix = "Right for a reward of form or length; one for the answer has to read the row, and ignore the rest."
         found += [Finding(f"reward {fn.name}", None, f"alone, it pays for {paid}", fix=fix)] if paid else []
@@ -364,7 +363,7 @@ async def first_completions(
         groups = await gathered([score_group(r, task.reward_fns, limits=task.limits) for r in drawn])
     require_some(groups)
     how = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": task.part_weights}
-    checks = [*await check_reward_fns(task.reward_fns, first)]
+    checks = [*await check_reward_fns(task.reward_fns, first, task.limits)]
     checks += await check_stops(cfg.stop, asked[0].row, task.reward_fns)
     return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), checks
 

@@ -19,7 +19,7 @@ import pandas as pd
 from ..core.findings import Findings, Finding
 from ..core.types import RewardError, quoted
 from .data import Row, load_rows
-from .rewards import RewardFn, as_reward_fns, innermost, reference_answers, score_blocking
+from .rewards import Limits, RewardFn, as_reward_fns, blocking, innermost, reference_answers, score
 
 # %% auto #0
 __all__ = ['audit_reward']
@@ -49,7 +49,6 @@ class Tried:
     question: str
     said: str  # the row's answer
     other: str  # an answer of another row, which is not this one's
-    usual: str  # the answer that most rows have
     all: tuple[str, ...]  # the answers of all rows, the usual one last
     form: tuple[str, str] = ("", "")  # what stands in front of a right answer, and behind it
 
@@ -80,7 +79,7 @@ TOO_MUCH: dict[str, Text] = {
     "the prompt": lambda t: t.question,
     "the prompt, and the form": lambda t: f"{t.question}\n{t.put('')}",
     "the answer of another row": lambda t: t.put(t.other),
-    "the answer that most rows have": lambda t: t.put(t.usual),
+    "the answer that most rows have": lambda t: t.put(t.all[-1]),
     "the form without an answer": lambda t: t.put(""),
     "the form around dots": lambda t: t.put("..."),
     "a number of the question": lambda t: t.put((_numbers(t) or ["0"])[0]),
@@ -129,11 +128,11 @@ def _tries(rows: Sequence[Row]) -> list[Tried]:
     known = [[] if row.answer is None else reference_answers(row.answer) for row in rows]
     answers = [list(map(str, found)) or [""] for found in known]
     counted = Counter(a[0] for a in answers).most_common()
-    usual, every = counted[0][0], tuple(answer for answer, _ in reversed(counted))
+    every = tuple(answer for answer, _ in reversed(counted))
     tries = []
     for i, (row, said) in enumerate(zip(rows, answers, strict=True)):
         later = [a[0] for a in answers[i:] + answers[:i] if a[0] not in said]
-        tries.append(Tried(row, asked(row), said[0], later[0] if later else f"{said[0]}1", usual, every))
+        tries.append(Tried(row, asked(row), said[0], later[0] if later else f"{said[0]}1", every))
     return tries
 
 
@@ -157,17 +156,17 @@ def forms_of(fns: Sequence[RewardFn]) -> list[str]:
     return [*FORMS, f"{before}<{last}>{{}}</{last}>", f"{before}<{last}>\n{{}}\n</{last}>\n"]
 
 
-def _earned(tries: Sequence[Tried], fns: Any, texts: Mapping[str, Text]) -> np.ndarray:  # (rows, texts)
-    "What each text earns in each row; NaN where the reward had no opinion, or could not be called."
-    return np.array([_paid([make(t) for make in texts.values()], t.row, fns) for t in tries])
+async def _earned(tries: Sequence[Tried], texts: Mapping[str, Text], fns: Any, limits: Limits) -> np.ndarray:
+    "(rows, texts) what each text earns in each row; NaN where the reward had no opinion, or could not be called."
+    return np.array([await _paid([make(t) for make in texts.values()], t.row, fns, limits) for t in tries])
 
 
-def _paid(texts: list[str], row: Row, fns: Any) -> np.ndarray:
+async def _paid(texts: list[str], row: Row, fns: Any, limits: Limits) -> np.ndarray:
     "The rewards of texts, or of each alone where one of them cannot be graded."
     try:
-        return score_blocking(texts, row, fns).totals
+        return (await score(texts, row, fns, limits=replace(limits))).totals
     except RewardError:
-        return np.concatenate([_paid([text], row, fns) for text in texts]) if len(texts) > 1 else np.full(1, np.nan)
+        return np.concatenate([await _paid([t], row, fns, limits) for t in texts] if len(texts) > 1 else [[np.nan]])
 
 
 @dataclass(frozen=True)
@@ -211,19 +210,25 @@ def audit_reward(
 
     Raises RewardError for one that cannot grade a text at all, DataError for rows that cannot be read."""
     fns, given = as_reward_fns(reward, weights), isinstance(rows, Sequence) and rows and isinstance(rows[0], Row)
-    tries = _tries(rows[:MOST] if given else load_rows(rows, max_rows=MOST))
+    read = rows[:MOST] if given else load_rows(rows, max_rows=MOST)
+    return blocking(lambda limits: audit_rows(fns, read, limits, right))
+
+# %% ../../nbs/task/04_audit.ipynb #6833aafd
+async def audit_rows(fns: Sequence[RewardFn], rows: Sequence[Row], limits: Limits, right: Any = None) -> Audit:
+    "`audit_reward` for those who can await, within the limits of a run."
+    tries = _tries(rows)
     forms: dict[str, Text] = {form: lambda t, form=form: form.replace("{}", t.said) for form in forms_of(fns)}
     forms["the row's answer in full"] = lambda t: str(t.row.answer)
     forms = forms if right is None else {"as given": lambda t: right(t.row)}
-    found = _earned(tries, fns, forms)
+    found = await _earned(tries, forms, fns, limits)
     if np.isnan(found).all():  # say why
-        score_blocking([forms[next(iter(forms))](tries[0])], tries[0].row, fns)
+        await score([forms[next(iter(forms))](tries[0])], tries[0].row, fns, limits=limits)
     earned = np.nan_to_num(found).mean(axis=0)
     best, most = [*forms][int(earned.argmax())], float(earned.max())
     parts = [(t, forms[best](t).rpartition(t.said or "{}")) for t in tries]
     tries = [replace(t, form=(before, behind) if said else ("", "")) for t, (before, said, behind) in parts]
     attacks = TOO_MUCH | TWICE | TOO_LITTLE
-    paid = np.nan_to_num(_earned(tries, fns, attacks))
+    paid = np.nan_to_num(await _earned(tries, attacks, fns, limits))
     means = dict(zip(attacks, paid.mean(axis=0).tolist(), strict=True))
     least = min(0.0, means["nothing"], means["the answer of another row"])
     outcomes = []

@@ -656,7 +656,8 @@ class Limits:
     async def outcome(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
         "What a call comes to, made in the thread where it belongs."
         if not self.stays(function):
-            outcome = await in_thread(call, _new_thread if self.here is None else self.here.put)
+            here = self.here
+            outcome = await in_thread(call, _new_thread if here is None else lambda run: here.put((self, run)))
             if self.here is not None or not any(words in str(outcome[1] or "") for words in OF_THREADS):
                 return outcome
             self._staying.add(id(function))
@@ -810,7 +811,7 @@ async def score(
 # %% ../../nbs/task/01_rewards.ipynb #f568cc6b
 def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
     "The result of a job that asks reward functions, for callers that cannot await."
-    here, began = SimpleQueue[Any](), dict[str, Any]()
+    here, began, failed = SimpleQueue[Any](), dict[str, Any](), list[Limits]()
 
     async def noted() -> T:
         began.update(loop=asyncio.get_running_loop(), task=asyncio.current_task())
@@ -822,9 +823,9 @@ def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
 
     _new_thread(lambda: here.put(outcome_of(run)))
     try:
-        failed = False  # then no other function is called
-        while callable(found := here.get()):
-            failed = failed or found()
+        while callable((found := here.get())[1]):
+            if found[0] not in failed and found[1]():  # after a failure nothing is called under the same limits
+                failed.append(found[0])
     except KeyboardInterrupt:
         if began:
             began["loop"].call_soon_threadsafe(began["task"].cancel)

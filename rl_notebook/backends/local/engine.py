@@ -263,9 +263,6 @@ def check_tokens(
     return ids
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #04346bbe
-BURST = 8  # decode steps that a GPU is given at once
-
-
 @dataclass(eq=False)
 class Engine:
     "Continuous batching over one model; not thread-safe, so give it one thread."
@@ -279,7 +276,6 @@ class Engine:
     policy_version: int = 0  # stamped on what is drawn
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
-    burst: int | None = None  # decode steps between two looks at what was drawn; None = 1 on a CPU, elsewhere BURST
     words: Any = None  # the vocabulary as grammars see it, made with the first one
 
     def __post_init__(self):
@@ -289,8 +285,6 @@ class Engine:
         self.max_seq_len = min(limits) if limits else None
         if self.eos_token_ids is None:
             self.eos_token_ids = turn_ends(self.tokenizer, getattr(model, "generation_config", None), model.config)
-        if self.burst is None:
-            self.burst = 1 if self.causal.device.type == "cpu" else BURST
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
         self.cache = SlotCache()
@@ -315,10 +309,10 @@ class Engine:
         with torch.inference_mode(), self.meter.timed("sampling"):
             forget_cancelled(self)
             done = admit(self)
-            for left in range(steps, 0, -(self.burst or 1)):
+            for _ in range(steps):
                 if done or not self.rows or (self.waiting and len(self.rows) < self.max_batch):
                     break
-                done = advance(self, left)
+                done = advance(self)
         return done
 
     def abort(self) -> None:
@@ -429,8 +423,8 @@ def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]
         notes = on_host(engine, experts.unflatten(0, (len(prompts), -1)))
         for i, row in zip(source, rows, strict=True):
             row.chosen.append(notes[i][: len(row.request.prompt)])
-    (uniforms,) = numbers_of(rows, 0, 1, features.device)
-    return emit(engine, [draw(engine.causal.logits(features)[where], plan_of(engine, rows), uniforms)], start)
+    [uniforms] = numbers_of(rows, 1, features.device)
+    return emit(engine, draw(engine.causal.logits(features)[where], plan_of(engine, rows), uniforms), start)
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #1925efb2
 def plan_of(engine: Engine, rows: Sequence[Row]) -> DrawPlan:
@@ -444,41 +438,37 @@ def plan_of(engine: Engine, rows: Sequence[Row]) -> DrawPlan:
     return replace(plan, seen=seen_tokens(texts, engine.causal.vocab_size, device))
 
 
-def numbers_of(rows: Sequence[Row], after: int, steps: int, device: torch.device | str) -> Sequence[Tensor]:
-    "Uniform numbers of the rows, (rows,), for so many steps, the first of them `after` others."
-    return sent([[row.uniforms[len(row.tokens) + after + k] for row in rows] for k in range(steps)], device).unbind(0)
+def numbers_of(rows: Sequence[Row], steps: int, device: torch.device | str) -> list[Tensor]:
+    "Uniform numbers of the rows, (rows,), for each of the next steps."
+    return [*sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device).unbind(0)]
 
 
 def emit(
-    engine: Engine, steps: Sequence[tuple[Tensor, Tensor, Tensor]], start: int = 0, experts: np.ndarray | None = None
+    engine: Engine, drawn: tuple[Tensor, Tensor, Tensor], start: int = 0, experts: np.ndarray | None = None
 ) -> list[Request]:
-    "Give the rows from `start` on what each step drew (ids, raw and used logprobs); returns the completed requests."
-    drawn = torch.stack([series.double() for step in steps for series in step]).tolist()
+    "Give the rows from `start` on what was drawn (ids, raw and used logprobs); returns the completed requests."
+    series = torch.stack([part.double() for part in drawn]).tolist()
     rows, ended = engine.rows[start:], dict[int, str]()
-    for k in range(len(steps)):
-        engine.meter.tokens_sampled += len(rows) - len(ended)
-        for i, (row, token, raw, used) in enumerate(zip(rows, *drawn[3 * k : 3 * k + 3], strict=True), start):
-            if k and i in ended:
-                continue
-            row.tokens.append(int(token))
-            if row.matcher is not None:
-                row.matcher.consume_token(int(token))
-            row.raw.append(raw)
-            row.used.append(used)
-            if experts is not None:
-                row.chosen.append(experts[k, i : i + 1])
-            if row.request.on_token is not None:
-                row.request.on_token([*row.tokens])
-            if reason := finish_reason(row, engine.tokenizer):
-                ended[i] = reason
+    engine.meter.tokens_sampled += len(rows)
+    for i, (row, token, raw, used) in enumerate(zip(rows, *series, strict=True), start):
+        row.tokens.append(int(token))
+        if row.matcher is not None:
+            row.matcher.consume_token(int(token))
+        row.raw.append(raw)
+        row.used.append(used)
+        if experts is not None:
+            row.chosen.append(experts[i : i + 1])
+        if row.request.on_token is not None:
+            row.request.on_token([*row.tokens])
+        if reason := finish_reason(row, engine.tokenizer):
+            ended[i] = reason
     return [request for i in sorted(ended, reverse=True) if (request := retire(engine, i, ended[i])).done]
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #58f12613
 def retire(engine: Engine, i: int, reason: str) -> Request:
     "Take row `i` out of the batch; its completion goes to its request, with a note for each token that was read."
     row, causal = engine.rows[i], engine.causal
-    in_time = not causal.keeps_state or engine.burst == 1  # a state reads on until the burst ends
-    if engine.routers is None and causal.goes_on and in_time:
+    if engine.routers is None and causal.goes_on:
         engine.pasts.keep((*row.request.prompt, *row.tokens[:-1]), engine.cache, i)
     drop(engine, i)
     request, text = row.request, final_text(row, engine.tokenizer)
@@ -521,39 +511,28 @@ class Course:
 AHEAD = 16  # steps whose uniform numbers are brought at once
 
 
-def course_of(engine: Engine, steps: int) -> Course:
-    "The course of the rows, with numbers for at least so many steps."
+def course_of(engine: Engine) -> Course:
+    "The course of the rows, with numbers for at least one step."
     rows, course = engine.rows, engine.course
     if course is None:
         lengths = [row.cached for row in rows]
         tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(0)
         course = Course(plan_of(engine, rows), tokens, at, max(lengths), [])
-    if (known := len(course.uniforms)) < steps:
-        course.uniforms += numbers_of(rows, known, max(AHEAD, steps) - known, engine.causal.device)
+    course.uniforms = course.uniforms or numbers_of(rows, AHEAD, engine.causal.device)
     return course
 
 
-def advance(engine: Engine, most: int = 1) -> list[Request]:
-    "At most so many decode steps for every row; returns the requests that they completed."
-    rows, count = engine.rows, min(most, engine.burst or 1)
-    if count > 1:
-        left = lambda row: 1 if row.matcher else row.request.params.max_tokens - len(row.tokens)
-        count = min(count, *map(left, rows))
-    course, engine.course = course_of(engine, count), None
-    steps, noted, before = [], [], engine.meter.tokens_sampled
-    for numbers in course.uniforms[:count]:
-        step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
-        features, experts = watched(engine, step)
-        steps.append(draw(engine.causal.logits(features), course.plan, numbers))
-        course.tokens, course.at, course.longest = steps[-1][0], course.at + 1, course.longest + 1
-        noted += [] if experts is None else [experts]
-    read, engine.course, course.uniforms = count * len(rows), course, course.uniforms[count:]
-    if course.plan.allowed is not None:  # of this step alone
-        engine.course = None
-    done = emit(engine, steps, experts=on_host(engine, torch.stack(noted)) if noted else None)
-    unseen = read - (engine.meter.tokens_sampled - before)
-    engine.meter.note("sampling", pass_work(engine.causal.size, read, read, unseen, count))
-    return done
+def advance(engine: Engine) -> list[Request]:
+    "A decode step for every row; returns the requests that it completed."
+    course, engine.course = course_of(engine), None
+    step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
+    features, experts = watched(engine, step)
+    drawn = draw(engine.causal.logits(features), course.plan, course.uniforms.pop(0))
+    course.tokens, course.at, course.longest = drawn[0], course.at + 1, course.longest + 1
+    engine.meter.note("sampling", pass_work(engine.causal.size, len(engine.rows), len(engine.rows)))
+    if course.plan.allowed is None:  # else another grammar's mask is due
+        engine.course = course
+    return emit(engine, drawn, experts=None if experts is None else on_host(engine, experts))
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #42e60559
 def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Logprobs]:

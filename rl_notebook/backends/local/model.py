@@ -27,7 +27,12 @@ from ...core.types import BackendError, ConfigError
 __all__ = []
 
 # %% ../../../nbs/backends/local/04_model.ipynb #69b81249
-CHUNK = 2**24  # logits that may exist at once: 64 MB in float32
+CHUNK = {"cuda": 2**27}  # logits that may exist at once: 512 MB in float32, elsewhere 64 MB
+
+
+def rows_at_once(where: Tensor, width: int, chunk: int | None = None) -> int:
+    "How many rows of so many logits a chunk has."
+    return max(1, (chunk or CHUNK.get(where.device.type, 2**24)) // width)
 
 
 def logits_of(features: Tensor, head: Callable[[Tensor], Tensor] | None) -> Tensor:
@@ -41,7 +46,7 @@ SLICE_ELEMENTS = {"cpu": 2**18}  # probabilities that exist at once: they stay i
 
 def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
     "Write the entropy of each row of logprobs (M, V) to (M,), in nats."
-    rows = max(1, SLICE_ELEMENTS.get(logprobs.device.type, CHUNK) // logprobs.shape[-1])
+    rows = rows_at_once(logprobs, logprobs.shape[-1], SLICE_ELEMENTS.get(logprobs.device.type))
     with torch.no_grad():
         for h, part in zip(entropy.split(rows), logprobs.detach().split(rows), strict=True):
             h.copy_(part.exp().mul_(part.clamp(min=-1e4)).sum(-1).neg_())  # 0 * -inf is not a number
@@ -99,12 +104,17 @@ class _HeadLogprobs(torch.autograd.Function):
 
 # %% ../../../nbs/backends/local/04_model.ipynb #f9ef3eb9
 def head_logprobs(
-    features: Tensor, targets: Tensor, head: Any, temperature: float = 1.0, chunk: int = CHUNK, entropy: Any = None
+    features: Tensor,
+    targets: Tensor,
+    head: Any,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    entropy: Any = None,
 ) -> Tensor:
     "(M,) logprobs of `targets`, differentiable, from features (M, D), or logits without a head; fills `entropy` (M,)."
     if head is None or len(targets) == 0:
         return pick_logprobs(logits_of(features, head), targets, temperature, entropy)
-    rows = max(1, chunk // int(getattr(head, "out_features", 2**16)))
+    rows = rows_at_once(features, int(getattr(head, "out_features", 2**16)), chunk)
     plain = type(head) is nn.Linear and head.bias is None
     if torch.is_grad_enabled() and plain:
         return _HeadLogprobs.apply(features, head.weight, targets, temperature, rows, entropy)  # type: ignore[return-value]
@@ -120,9 +130,9 @@ def entropy_rows(features: Tensor, head: Callable[[Tensor], Tensor] | None, temp
     return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # 0 * -inf is not a number
 
 
-def head_entropy(features: Tensor, head: nn.Module | None, temperature: float = 1.0, chunk: int = CHUNK) -> Tensor:
+def head_entropy(features: Tensor, head: Any, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
     "(M,) entropies in nats of features (M, D), differentiable, with memory that does not grow with M times V."
-    rows = max(1, chunk // int(getattr(head, "out_features", features.shape[-1])))
+    rows = rows_at_once(features, int(getattr(head, "out_features", features.shape[-1])), chunk)
     parts = [checkpoint(entropy_rows, f, head, temperature, use_reentrant=False) for f in features.split(rows)]
     return torch.cat(parts)
 
