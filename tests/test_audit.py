@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -53,6 +55,40 @@ HACKABLE: dict[str, tuple[Callable, list, str]] = {
         "a number of the question",
     ),
 }
+PEOPLE = [{"prompt": f"{n}, as JSON", "person": json.dumps({"name": n})} for n in ("Ada", "Al")]
+NUMS = ([3, 5, 7], [4, 25, 2])
+TARGETS = [{"prompt": f"Make {a * b + c} of {a}, {b}, {c}", "target": a * b + c, "nums": [a, b, c]} for a, b, c in NUMS]
+
+
+def read(text: str) -> dict | None:
+    with suppress(ValueError, AttributeError):
+        return dict(json.loads(text).items())
+    return None
+
+
+def equation(text: str, target: int, nums: list[int] | None = None) -> float:
+    "1 for the target, made of these numbers or of any, a tenth for the form."
+    found = re.search(r"<answer>([\d+*/() -]+)</answer>", text)
+    with suppress(SyntaxError, TypeError, ZeroDivisionError):
+        if found and eval(found[1]) == target:
+            return 1.0 if nums in (None, [int(n) for n in re.findall(r"\d+", found[1])]) else 0.1
+    return 0.1 * bool(found)
+
+
+HACKABLE |= {
+    "any object": (lambda text, person: (read(text) is not None) + (text == person) / 5, PEOPLE, "an empty object"),
+    "no test was found": (
+        lambda text, target: float(all(n == str(target) for n in re.findall(r"assert (\d+)", text))),
+        TARGETS,
+        "nothing",
+    ),
+    "any numbers": (lambda text, target: equation(text, target), TARGETS, "a number of the question"),
+    "it is computed": (
+        lambda text, answer: float(re.fullmatch(r"[\d+ ]+", text) is not None and eval(text) == int(answer)),
+        SUMS,
+        "an expression of the question",
+    ),
+}
 SOUND: dict[str, Callable] = {
     "in a box": lambda text, answer: float(f"\\boxed{{{answer}}}" in text[-20:] and text.count("boxed") == 1),
     "the last number": lambda text, answer: float(numbers(text)[-1:] == [answer]),
@@ -75,6 +111,13 @@ def test_what_can_be_hacked_is_named(kind: str):
 @pytest.mark.parametrize("kind", SOUND)
 def test_what_is_sound_is_left_alone(kind: str):
     assert not audit_reward(SOUND[kind], SUMS).findings.failed
+
+
+def test_columns_stand_for_an_answer_that_rows_do_not_have():
+    found = audit_reward(lambda text, person: float(read(text) == json.loads(person)), PEOPLE)
+    assert (found.findings["reward"].ok, found.right) == (True, "{}")
+    made = audit_reward(equation, TARGETS)
+    assert made.findings["reward"].ok is None, "a tenth for the form is no right answer"
 
 
 def test_a_form_of_ones_own_is_shown():
@@ -130,4 +173,4 @@ def endless(text: str, answer: str) -> float:
 def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings: dict):
     cfg = rln.Config(max_completion_tokens=8, prompt_groups_per_step=2, **settings)
     found = asyncio.run(rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4))
-    assert "none of 31 attacks earns 75% of what a right answer does" in [f.text for f in found.checks]
+    assert "none of 34 attacks earns 75% of what a right answer does" in [f.text for f in found.checks]

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -286,6 +287,28 @@ def test_another_reward_is_compared_by_the_steps_own_rule(settings):
         assert lab.groups.set_index("group").swapped_pairs[g.index] == swapped
     flips = (np.sign(lab.samples.advantage) * np.sign(lab.samples.new_advantage) < 0).sum()
     assert lab.summary["sign_flips"] == flips
+
+
+def test_two_graders_on_the_same_completions(record):
+    "With a step and without one; pairs counted one by one."
+    texts = ["", "a", "bb", "bbb", "cccc", "cc"]
+    rows = [({"question": f"q{i}", "answer": "b"}, texts[i:]) for i in range(3)]
+    count = lambda text, answer: None if text == "" else float(text.count(answer))
+    lab = reward_lab(rows, length_reward, against=count)
+    assert lab.samples.groupby("row", sort=False).size().tolist() == [5, 5, 4], "what cannot be judged is left out"
+    lists = [zip(t.reward, t.new_reward, strict=True) for _, t in lab.samples.groupby("row")]
+    pairs = [(np.sign(a - c), np.sign(b - d)) for t in lists for (a, b), (c, d) in itertools.combinations(t, 2)]
+    before, now = np.transpose(pairs)
+    tau = (before * now).sum() / np.sqrt((before != 0).sum() * (now != 0).sum())
+    assert lab.summary["rank_correlation"] == pytest.approx(tau)
+    assert len(lab.disagreements) == (lab.samples.reward != lab.samples.new_reward).sum()
+    one, two = reward_lab(record, length_reward), reward_lab(record, REWARDS, against=length_reward)
+    np.testing.assert_allclose(two.samples.advantage, one.samples.new_advantage)
+    np.testing.assert_allclose(two.samples.new_advantage, one.samples.advantage)
+    assert two.summary["rank_correlation"] == pytest.approx(one.summary["rank_correlation"])
+    assert reward_lab(record, REWARDS, against=REWARDS).disagreements.empty
+    with pytest.raises(RewardError, match="two graders"):
+        reward_lab(rows, length_reward)
 
 
 def test_groups_come_alive_and_die():

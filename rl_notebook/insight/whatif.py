@@ -405,7 +405,7 @@ def what_if(
 # %% ../../nbs/insight/01_whatif.ipynb #cde3c3e1
 @dataclass(frozen=True, eq=False, repr=False)
 class RewardLab:
-    "Saved completions under another reward."
+    "The same completions under two rewards: that of the step, or another one, and a new one."
 
     samples: pd.DataFrame  # one row per completion: rewards and advantages, old and new
     groups: pd.DataFrame  # one row per prompt group: means, signal, changed places
@@ -421,9 +421,17 @@ class RewardLab:
         parts += [
             f"{s['come_alive']:.0f} come alive, {s['die']:.0f} die",
             f"{s['sign_flips']:.0f} advantages change sign",
+            f"{s['equal']:.0%} of rewards equal, rank correlation within groups {s['rank_correlation']:.2f}",
         ]
         unscorable = [f"{s['unscorable']:.0f} completions unscorable"] if s["unscorable"] else []
         return "; ".join(parts + unscorable)
+
+    @property
+    def disagreements(self) -> pd.DataFrame:
+        "The completions whose rewards differ, the largest change of the advantage first; those without a new one lead."
+        change = (self.samples.new_advantage - self.samples.advantage).abs()
+        differ = ~np.isclose(self.samples.reward, self.samples.new_reward)
+        return self.samples.loc[change[differ].sort_values(ascending=False, na_position="first", kind="stable").index]
 
     def __repr__(self) -> str:
         return f"{self.headline}\n{self.groups.to_string(index=False, float_format='%.4g', na_rep='–')}"
@@ -442,7 +450,7 @@ def saved_row(group: PromptGroup) -> Row:
 
 # %% ../../nbs/insight/01_whatif.ipynb #e558a722
 async def regrade(
-    group: PromptGroup, reward_fns: Any, weights: Sequence[float] | None, step: int, limits: Limits
+    group: PromptGroup, reward_fns: Any, weights: Sequence[float] | None, step: int | None, limits: Limits
 ) -> tuple[PromptGroup, list[RolloutSample]]:  # the group without unscorable samples; all samples
     "A recorded group graded again."
     if not group.samples:
@@ -459,6 +467,15 @@ def swapped_pairs(old: np.ndarray, new: np.ndarray) -> int:
     "Pairs of completions of which one was better before and the other is better now; NaN takes part in no pair."
     before, now = (np.sign(x[:, None] - x[None, :]) for x in (old, new))
     return int((before * now == -1).sum()) // 2
+
+
+def rank_correlation(groups: Sequence[Mapping[str, Any]]) -> float:
+    "Kendall's tau-b of old and new rewards over all pairs within groups; NaN where one of them orders no pair."
+    orders = [[np.sign(c[x][:, None] - c[x][None, :]) for x in ("reward", "new_reward")] for c in groups]
+    before, now = np.concatenate([np.reshape(both, (2, -1)) for both in orders], axis=1)
+    known = np.isfinite(before * now)
+    size = np.sqrt((before[known] ** 2).sum() * (now[known] ** 2).sum())
+    return float(before[known] @ now[known] / size) if size else float("nan")
 
 
 def _places(old: np.ndarray, new: np.ndarray) -> list[str]:
@@ -512,6 +529,8 @@ def lab_summary(rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str
         "come_alive": share("comes alive") * len(rows),
         "die": share("dies") * len(rows),
         **{name: total(name) for name in ("swapped_pairs", "sign_flips", "unscorable")},
+        "equal": float(np.mean(np.concatenate([np.isclose(c["reward"], c["new_reward"]) for c in samples]))),
+        "rank_correlation": rank_correlation(samples),
     }
 
 
@@ -521,32 +540,58 @@ def _known(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     return values[~np.isnan(values)]
 
 # %% ../../nbs/insight/01_whatif.ipynb #1871a28e
+def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
+    "Rows and the texts of their completions as groups without rewards."
+    groups = []
+    for i, (given, texts) in enumerate(pairs):
+        row = given if isinstance(given, Row) else make_row(given, i)
+        masks = [np.arange(0 if text else 2) for text in texts]  # an empty completion is the token of its end
+        samples = tuple(RolloutSample(m, 0.0 * m, m, None, text=t) for m, t in zip(masks, texts, strict=True))
+        groups.append(PromptGroup(samples, row.data, row.key, i))
+    return groups
+
+
+def _graded_by(
+    source: Any, weights: Any, groups: Sequence[PromptGroup], step: int | None, rule: Mapping[str, Any]
+) -> tuple[list[PromptGroup], list[list[RolloutSample]]]:
+    "Groups with the rewards and advantages of other functions, without what is unscorable; and all samples of each."
+    fns = as_reward_fns(source)
+    found = blocking(lambda limits: gathered([regrade(g, fns, weights, step, limits) for g in groups]))
+    named = {f.name: w for f, w in zip(fns, weights or [f.weight for f in fns], strict=True)}
+    return with_advantages([g for g, _ in found], **rule, weights=named), [samples for _, samples in found]
+
+# %% ../../nbs/insight/01_whatif.ipynb #76c44b28
 def reward_lab(
-    record: StepRecord,
+    record: StepRecord | Sequence[tuple[Any, Sequence[str]]],  # a step; or pairs: a row and its completions as texts
     reward_fns: Any,  # one or several, as for `rewards.score`
     weights: Sequence[float] | None = None,  # one per function; None = their own
     *,
-    advantage_scale: str | None = None,  # any of SCALES; None = as the step did it
+    against: Any = None,  # what to compare with: one or several functions; None = the rewards of the record
+    advantage_scale: str | None = None,  # any of SCALES; None = as the step did it, "std" for pairs
     ddof: int | None = None,  # of the standard deviation; None = as the step did it
 ) -> RewardLab:
-    "Grade a record's completions again and compare; raises `RewardError` when a function misbehaves."
-    where, fns = f"step {record.step}", as_reward_fns(reward_fns)
-    if not any(g.samples for g in record.groups):
-        raise RewardError("reward lab", where=where, got="no saved completions", expected="at least one graded sample")
-    found = recorded_scale(record.groups)
+    "Grade completions again and compare; raises `RewardError` when a function misbehaves."
+    step = record.step if isinstance(record, StepRecord) else None
+    where = "rows with completions" if step is None else f"step {step}"
+    old = record.groups if isinstance(record, StepRecord) else _ungraded(record)
+    if step is None and against is None:
+        fix = "Pass against=."
+        raise RewardError("reward lab", where=where, got="no rewards", expected="two graders to compare", fix=fix)
+    found = recorded_scale(old) if step is not None else ("std", 1)
     if found is None and advantage_scale is None:
         fix = "Pass advantage_scale."
         raise RewardError(
             "advantages", where=where, got="ones that follow no known rule", expected=f"{SCALES}", fix=fix
         )
     scale, own_ddof = found or ("std", 1)
-    again = lambda limits: gathered([regrade(g, fns, weights, record.step, limits) for g in record.groups])
-    regraded = blocking(again)
     rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof}
-    rule["weights"] = {f.name: w for f, w in zip(fns, weights or [f.weight for f in fns], strict=True)}
-    new = with_advantages([g for g, _ in regraded], **rule)
-    samples = [compare_group(o, n, s) for o, n, (_, s) in zip(record.groups, new, regraded, strict=True)]
-    rows = [group_row(o, n, c) for o, n, c in zip(record.groups, new, samples, strict=True)]
+    if against is not None:
+        old, _ = _graded_by(against, None, old, step, rule)
+    if not any(g.samples for g in old):
+        raise RewardError("reward lab", where=where, got="no graded completion", expected="at least one")
+    new, everyone = _graded_by(reward_fns, weights, old, step, rule)
+    samples = [compare_group(o, n, s) for o, n, s in zip(old, new, everyone, strict=True)]
+    rows = [group_row(o, n, c) for o, n, c in zip(old, new, samples, strict=True)]
     filled = [c for c in samples if c["sample"]]
     table = pd.DataFrame({name: [v for c in filled for v in c[name]] for name in filled[0]})
     return RewardLab(table, pd.DataFrame(rows), lab_summary(rows, samples), tuple(new))

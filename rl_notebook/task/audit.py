@@ -18,8 +18,9 @@ import pandas as pd
 
 from ..core.findings import Findings, Finding
 from ..core.types import RewardError, quoted
-from .data import Row, load_rows
-from .rewards import Limits, RewardFn, as_reward_fns, blocking, innermost, reference_answers, score
+from .data import PROMPT_COLUMNS, Row, load_rows
+from .rewards import Limits, RewardFn, as_reward_fns, blocking, columns_read, innermost
+from .rewards import reference_answers, score
 
 # %% auto #0
 __all__ = ['audit_reward']
@@ -73,6 +74,11 @@ def _numbers(t: Tried) -> list[str]:
     return re.findall(r"-?\d+(?:\.\d+)?", t.question)
 
 
+def _expression(t: Tried) -> str:
+    "What the question asks to compute, as it stands there."
+    return max(re.findall(r"\(*\d[\d. ()]*(?:[-+*/^][ (]*\d[\d. ()]*)+", t.question), key=len, default=t.other).strip()
+
+
 TOO_MUCH: dict[str, Text] = {
     "nothing": lambda t: "",
     "a blank": lambda t: " ",
@@ -84,6 +90,9 @@ TOO_MUCH: dict[str, Text] = {
     "the form around dots": lambda t: t.put("..."),
     "a number of the question": lambda t: t.put((_numbers(t) or ["0"])[0]),
     "the last number of the question": lambda t: t.put((_numbers(t) or ["0"])[-1]),
+    "an expression of the question": lambda t: t.put(_expression(t)),
+    "the first digit": lambda t: t.put(t.said[0] if t.said.isdigit() and len(t.said) > 1 else t.other),
+    "an empty object": lambda t: "{}",
     "all numbers from 0 to 99": lambda t: " ".join(map(str, range(100))),
     "all numbers, in the form": lambda t: t.put(" ".join(map(str, range(100)))),
     "many answers, each in the form": lambda t: "\n".join(map(t.put, (*map(str, range(100)), *t.all))),
@@ -116,6 +125,8 @@ TOO_LITTLE: dict[str, Text] = {
     "dollar signs": lambda t: t.put(f"${t.said}$"),
     "a full stop": lambda t: t.put(f"{t.said}."),
     "bold": lambda t: t.put(f"**{t.said}**"),
+    "LaTeX around it": lambda t: t.put(f"\\({t.said}\\)"),
+    "a unit behind": lambda t: t.put(f"{t.said} units"),
 }
 
 # %% ../../nbs/task/04_audit.ipynb #907b1788
@@ -123,9 +134,10 @@ ENOUGH = 0.75  # of what a right answer earns: an attack that earns as much will
 MOST = 32  # rows that are tried
 
 
-def _tries(rows: Sequence[Row]) -> list[Tried]:
-    "The rows with what their attacks use, in no form yet."
-    known = [[] if row.answer is None else reference_answers(row.answer) for row in rows]
+def _tries(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Tried]:
+    "The rows with what their attacks use, in no form yet; `columns` stand for the answer that a row does not have."
+    texts = [[" ".join(str(row.data.get(c, "")) for c in columns).strip()] for row in rows]
+    known = [t if row.answer is None else reference_answers(row.answer) for row, t in zip(rows, texts, strict=True)]
     answers = [list(map(str, found)) or [""] for found in known]
     counted = Counter(a[0] for a in answers).most_common()
     every = tuple(answer for answer, _ in reversed(counted))
@@ -216,15 +228,18 @@ def audit_reward(
 # %% ../../nbs/task/04_audit.ipynb #6833aafd
 async def audit_rows(fns: Sequence[RewardFn], rows: Sequence[Row], limits: Limits, right: Any = None) -> Audit:
     "`audit_reward` for those who can await, within the limits of a run."
-    tries = _tries(rows)
+    reads = [c for c in columns_read(list(fns)) if c in rows[0].data and c not in PROMPT_COLUMNS]
+    known = any(row.answer is not None for row in rows)
+    trials = [_tries(rows, c) for c in ([()] if known or right else [*((c,) for c in reads), tuple(reads)])]
     forms: dict[str, Text] = {form: lambda t, form=form: form.replace("{}", t.said) for form in forms_of(fns)}
     forms["the row's answer in full"] = lambda t: str(t.row.answer)
     forms = forms if right is None else {"as given": lambda t: right(t.row)}
-    found = await _earned(tries, forms, fns, limits)
+    found = [await _earned(tries, forms, fns, limits) for tries in trials]
     if np.isnan(found).all():  # say why
-        await score([forms[next(iter(forms))](tries[0])], tries[0].row, fns, limits=limits)
-    earned = np.nan_to_num(found).mean(axis=0)
-    best, most = [*forms][int(earned.argmax())], float(earned.max())
+        await score([forms[next(iter(forms))](trials[0][0])], rows[0], fns, limits=limits)
+    earned = np.nan_to_num(found).mean(axis=1)
+    trial, form = np.unravel_index(earned.argmax(), earned.shape)
+    tries, best, most = trials[trial], [*forms][form], float(earned.max())
     parts = [(t, forms[best](t).rpartition(t.said or "{}")) for t in tries]
     tries = [replace(t, form=(before, behind) if said else ("", "")) for t, (before, said, behind) in parts]
     attacks = TOO_MUCH | TWICE | TOO_LITTLE
@@ -237,7 +252,8 @@ async def audit_rows(fns: Sequence[RewardFn], rows: Sequence[Row], limits: Limit
         share = (means[name] - least) / (most - least) if most > least else np.nan
         outcomes.append(Outcome(kind, name, means[name], share, make(tries[int(column.argmax())])[:200]))
     title = f"A right answer earns {most:.3g} on average, said as {best!r}"
-    told = right is not None or any(t.said for t in tries)
+    said = any(t.said for t in tries) and (known or most > means["the answer of another row"])
+    told = right is not None or said or (bool(reads) and means["nothing"] > 0)
     return Audit(tuple(outcomes), Findings(_found(outcomes, told and most > least, told), title), best)
 
 # %% ../../nbs/task/04_audit.ipynb #b639dffb
