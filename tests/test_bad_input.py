@@ -243,6 +243,15 @@ def test_a_reference_with_another_vocabulary(vocab, tmp_path):
 # --- checkpoints and run folders ------------------------------------------------------------------------------------
 
 
+def test_a_loop_that_is_stepped_says_that_its_log_path_stays_empty(tmp_path, recwarn):
+    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    opened = lambda **more: GRPOLoop(backend(), toy().rows, uneven, cfg, **more)
+    with pytest.warns(UserWarning, match=r"log_path '.*run': .*RunFolder\.create\(cfg\.log_path, cfg\)"):
+        asyncio.run(opened().step())
+    asyncio.run(opened(outputs=[RunFolder.create(cfg.log_path, cfg).add]).step())  # as it says
+    assert not [warned for warned in recwarn if "log_path" in str(warned.message)]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A run of three steps with a checkpoint after each."

@@ -33,16 +33,8 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.insight.preflight import dead_share, preflight, round_trip
-from rl_notebook.insight.xray import (
-    TERM_WORDS,
-    failed_words,
-    first_not_finite,
-    invariants,
-    measure_noise_floor,
-    sentence,
-    time_words,
-    xray,
-)
+from rl_notebook.insight.xray import TERM_WORDS, failed_words, first_not_finite, invariants
+from rl_notebook.insight.xray import measure_noise_floor, sentence, time_words, xray
 from rl_notebook.core.findings import Finding
 from synthetic import synthetic_record
 from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)

@@ -28,7 +28,7 @@ from ..core.types import ConfigError, check_own, or_off, quoted, without_keys
 from ..core.names import from_file, read_file, trusted_names, write_file
 from ..core.options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, leaf_types
 from ..core.options import nearest, option_class, sub_configs, unknown_settings
-from .settings import TaskSettings, LossSettings, ResumeConfig
+from .settings import TaskSettings, LossSettings
 
 # %% auto #0
 __all__ = []

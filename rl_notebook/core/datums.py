@@ -17,7 +17,8 @@ from .align import align_logprobs, target_from_token
 from .types import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
 
 # %% auto #0
-__all__ = ['datum_from_tokens_weights', 'build_grpo_datums', 'datum_from_sample', 'datums_from_groups', 'attach', 'datum_table']
+__all__ = ['datum_from_tokens_weights', 'build_grpo_datums', 'datum_from_sample', 'datums_from_groups', 'attach', 'target_series',
+           'datum_table']
 
 # %% ../../nbs/core/06_datums.ipynb #ec986064
 def datum_from_tokens_weights(
@@ -134,6 +135,11 @@ def datums_from_groups(
     warn_truncated(datums, max_seq_len)
     return datums
 
+# %% ../../nbs/core/06_datums.ipynb #33015272
+def sample_of(groups: Sequence[PromptGroup]) -> dict[tuple[int, int], RolloutSample]:
+    "Samples by (group, sample), as datums name their place."
+    return {(g.index, i): s for g in groups for i, s in enumerate(g.samples)}
+
 # %% ../../nbs/core/06_datums.ipynb #a39c830d
 def attach(
     datums: Sequence[Datum],
@@ -141,13 +147,21 @@ def attach(
     series: Sequence[Logprobs],  # one per datum
 ) -> list[Datum]:
     "The same datums with one more logprob series."
+    return [replace(d, **{name: s}) for d, s in zip(datums, target_series(name, series, datums), strict=True)]
+
+
+def target_series(name: str, series: Sequence[Any], datums: Sequence[Datum]) -> list[np.ndarray]:
+    "One (N-1,) array per datum, of arrays or `Logprobs`; raises AlignmentError where one does not fit its tokens."
     if len(series) != len(datums):
         raise AlignmentError(name, got=f"{len(series)} series for {len(datums)} datums", expected="one per datum")
-    wrong = [d.where for d, s in zip(datums, series, strict=True) if s.coordinate != "target"]
-    if wrong:
-        fix = "Convert it with rl_notebook.core.align."
-        raise AlignmentError(name, where=wrong[0], got="another coordinate", expected="target", fix=fix)
-    return [replace(d, **{name: s.values}) for d, s in zip(datums, series, strict=True)]
+    for d, values in zip(datums, series, strict=True):
+        coordinate = getattr(values, "coordinate", "target")
+        if values is None or coordinate != "target" or len(values) != len(d.weights):
+            got = f"{len(values)} values in {coordinate} coordinates for" if values is not None else "none for"
+            expected = f"{len(d.weights)} in target coordinates, one per target"
+            fix = "rl_notebook.core.align brings every shape into them."
+            raise AlignmentError(name, where=d.where, got=f"{got} {len(d.tokens)} tokens", expected=expected, fix=fix)
+    return [np.asarray(values, dtype=np.float64) for values in series]
 
 # %% ../../nbs/core/06_datums.ipynb #80986610
 def datum_table(datums: Sequence[Datum]) -> pd.DataFrame:

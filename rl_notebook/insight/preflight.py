@@ -36,8 +36,8 @@ from ..loop.rollouts import bounded, require_some, together
 from ..task.data import Prompt
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
-from .xray import TOO_MANY, Gap, Rounding, check_temperature
-from .xray import measure_noise_floor, sampler_gap, short, tolerance
+from ..core.gaps import Gap, Rounding, short, tolerance
+from .xray import TOO_MANY, check_temperature, measure_noise_floor, sampler_gap
 
 # %% auto #0
 __all__ = ['Preflight', 'preflight']
@@ -206,9 +206,8 @@ def check_agreement(
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if allowed.explains(gap):
         return [*checks, Finding("sampler", True, text)]
-    got = f"{short(gap.mean)} on average, {short(gap.largest)} at a token"
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rln.diagnose)."
-    return [*checks, Finding("sampler", False, text, str(allowed), fix, gap.where, got)]
+    return [*checks, Finding("sampler", False, text, str(allowed), fix, gap.where, gap.size)]
 
 # %% ../../nbs/insight/04_preflight.ipynb #177f1d34
 @dataclass(frozen=True, repr=False)

@@ -22,15 +22,15 @@ __all__ = ['FrozenBatch', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attri
 # %% ../../nbs/insight/01_whatif.ipynb #e0631220
 from ..core.advantages import SCALES, WITHOUT_STD, AdvantageFn, advantages_by, is_dead, with_advantages
 from ..core.align import require_finite
-from ..core.types import AlignmentError, BackendError, DataError, Datum, Logprobs, LossError, LossOutput
+from ..core.datums import target_series
+from ..core.types import BackendError, DataError, Datum, Logprobs, LossError, LossOutput
 from ..core.types import PromptGroup, RewardError, RolloutSample, quoted
 from ..task.data import Row, make_row
 from ..show.html import frame_html
 from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
 from ..core.options import NO_RATIO, nearest
-from ..runs.records import StepRecord
-from .xray import expect
+from ..runs.records import StepRecord, expect
 from ..task.rewards import Limits, as_reward_fns, blocking, gathered, graded, score
 from ..loop.step import evaluate_loss, join_updates, loss_factory, on_one_line
 
@@ -61,7 +61,7 @@ class FrozenBatch:
     def moved(self, policy_logprobs: Sequence[Logprobs | np.ndarray]) -> FrozenBatch:
         "The same batch under a later policy; ratios are counted from where the step began."
         found = [lp if isinstance(lp, Logprobs) else Logprobs(lp) for lp in policy_logprobs]
-        check_logprobs(self.datums, found, self.where)
+        check_finite("policy_logprobs", self.datums, found, self.where)
         return replace(self, policy_logprobs=tuple(found), recorded=None)
 
     @property
@@ -99,13 +99,10 @@ def ratio_text(batch: FrozenBatch) -> str:
     return f"ratio {np.exp(reach.min()):.3g} to {np.exp(reach.max()):.3g}"
 
 # %% ../../nbs/insight/01_whatif.ipynb #bcbace88
-def check_logprobs(datums: Sequence[Datum], found: Sequence[Logprobs], where: str) -> None:
+def check_finite(name: str, datums: Sequence[Datum], series: Sequence[Logprobs | np.ndarray], where: str) -> None:
     "Raises `AlignmentError` unless there is one finite series of the right length per datum."
-    if len(found) != len(datums):
-        got, expected = f"{len(found)} series", f"{len(datums)}, one per datum"
-        raise AlignmentError("policy_logprobs", where=where, got=got, expected=expected, fix="Keep the datums' order.")
-    for d, lp in zip(datums, found, strict=True):
-        require_finite(lp.values, d.weights, name="policy_logprobs", where=f"{where}, {d.where}")
+    for d, values in zip(datums, target_series(name, series, datums), strict=True):
+        require_finite(values, d.weights, name=name, where=f"{where}, {d.where}")
 
 
 def freeze(record: StepRecord) -> FrozenBatch:
@@ -117,7 +114,7 @@ def freeze(record: StepRecord) -> FrozenBatch:
         got = f"nothing that was trained: {record.reason}" if record.reason else got
         fix = "Choose a record whose `trained` is true."
         raise LossError("frozen batch", where=where, got=got, expected="a step with datums and logprobs", fix=fix)
-    check_logprobs(record.datums, record.loss.logprobs, where)
+    check_finite("policy_logprobs", record.datums, record.loss.logprobs, where)
     both = zip(record.datums, record.loss.logprobs, strict=True)
     anchored = [d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values) for d, lp in both]
     options, custom = own_options(record.options, where)
@@ -683,22 +680,13 @@ def attribution(
     if dlogprobs is None and batch.recorded is None:
         raise LossError("attribution", where=batch.where, got="a batch without gradient", fix="Pass dlogprobs.")
     dlogprobs = batch.recorded.dlogprobs if dlogprobs is None else dlogprobs  # type: ignore[union-attr]
-    check_dlogprobs(batch, dlogprobs)
+    check_finite("dlogprobs", batch.datums, dlogprobs, batch.where)
     tokens = token_table(batch.datums, batch.policy_logprobs, dlogprobs, tokenizer)
     place = ["datum", "group", "sample"]
     samples = mass_by(tokens, place)
     samples.insert(3, "row", [batch.datums[i].key for i in samples["datum"]])
     samples.insert(4, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in samples["datum"]])
     return Attribution(samples, mass_by(tokens, ["group"]), tokens, batch, tuple(dlogprobs))
-
-# %% ../../nbs/insight/01_whatif.ipynb #b740d9e8
-def check_dlogprobs(batch: FrozenBatch, dlogprobs: Sequence[np.ndarray]) -> None:
-    "Raises `AlignmentError` unless there is one finite dlogprob per target."
-    got, expected = [np.shape(s) for s in dlogprobs], [d.weights.shape for d in batch.datums]
-    if got != expected:
-        raise AlignmentError("dlogprobs", where=batch.where, got=f"{got}"[:120], expected=f"{expected}"[:120])
-    for d, s in zip(batch.datums, dlogprobs, strict=True):
-        require_finite(s, d.weights, name="dlogprobs", where=f"{batch.where}, {d.where}")
 
 # %% ../../nbs/insight/01_whatif.ipynb #43f40d6e
 @runtime_checkable

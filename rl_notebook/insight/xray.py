@@ -5,11 +5,10 @@
 # %% ../../nbs/insight/00_xray.ipynb #53a18033
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +19,13 @@ from ..core.align import require_finite
 from ..backends.base import Scorer, SyncReport
 from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RecordError, RolloutSample
 from ..core.options import NO_RATIO, SURROGATE_KNOBS
-from ..runs.records import StepRecord
+from ..runs.records import StepRecord, expect
+from ..core.datums import sample_of
 from ..core.findings import Finding, Findings
+from ..core.gaps import ROUNDING, Gap, Rounding, gap_between, short, tolerance
 
 # %% auto #0
-__all__ = ['measure_noise_floor', 'invariants', 'sentence', 'XRay', 'expect', 'xray']
+__all__ = ['measure_noise_floor', 'invariants', 'sentence', 'XRay', 'xray']
 
 # %% ../../nbs/insight/00_xray.ipynb #2eb4c719
 async def measure_noise_floor(
@@ -43,44 +44,6 @@ async def measure_noise_floor(
         a, b = (require_finite(s.values, d.weights, name="logprobs", where=d.where)[d.active] for s in both)
         floor = max(floor, float(np.abs(a - b).max(initial=0.0)))
     return floor
-
-# %% ../../nbs/insight/00_xray.ipynb #b6912c6e
-@dataclass(frozen=True)
-class Gap:
-    "Absolute difference of two logprob series over targets of weight 1, in nats."
-
-    mean: float
-    largest: float
-    where: str  # of the largest
-
-    @property
-    def size(self) -> str:
-        "Both in words."
-        return f"{short(self.mean)} on average, {short(self.largest)} at a token"
-
-
-def gap_between(datums: Sequence[Datum], ours: Sequence[Any], theirs: Sequence[Any]) -> Gap | None:
-    "How far two series are apart."
-    both = [(d, *pair) for d, *pair in zip(datums, ours, theirs, strict=True) if all(s is not None for s in pair)]
-    if not both:
-        return None
-    a, b = (np.concatenate([np.asarray(row[k], np.float64) for row in both]) for k in (1, 2))
-    with np.errstate(invalid="ignore"):
-        apart = np.abs(a - b)
-    known = np.flatnonzero(np.isfinite(apart) & np.concatenate([d.active for d, *_ in both]))
-    if not len(known):
-        return None
-    worst = int(known[np.argmax(apart[known])])
-    ends = np.cumsum([len(d.weights) for d, *_ in both])
-    row = int(np.searchsorted(ends, worst, side="right"))
-    datum = both[row][0]
-    place = worst - int(ends[row]) + len(datum.weights)
-    return Gap(float(apart[known].mean()), float(apart[worst]), f"{datum.where}, target {place}")
-
-# %% ../../nbs/insight/00_xray.ipynb #33015272
-def sample_of(record_groups: Sequence[PromptGroup]) -> dict[tuple[int, int], RolloutSample]:
-    "Samples by (group, sample), as datums name their place."
-    return {(g.index, i): s for g in record_groups for i, s in enumerate(g.samples)}
 
 # %% ../../nbs/insight/00_xray.ipynb #90ec7828
 def sampler_side(
@@ -115,39 +78,6 @@ def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
     unmoved = record.updates[0] if record.updates else len(first)  # the entropies behind it are of later policies
     return (*first[:unmoved], *(replace(lp, entropy=None) for lp in first[unmoved:]))
 
-# %% ../../nbs/insight/00_xray.ipynb #562acdb1
-@dataclass(frozen=True)
-class Rounding:
-    "What a precision may do to the logprobs of a batch, in nats."
-
-    mean: float  # over the tokens
-    largest: float  # of a token
-
-    def explains(self, gap: Gap) -> bool:
-        "Whether a gap needs no other cause."
-        return gap.mean <= self.mean and gap.largest <= self.largest
-
-    def __str__(self) -> str:
-        return f"at most {self.mean:.1g} on average, {self.largest:.1g} at a token"
-
-
-ROUNDING = {
-    "float64": Rounding(1e-7, 1e-6),
-    "float32": Rounding(1e-4, 3e-4),
-    "float16": Rounding(0.01, 0.12),
-    "bfloat16": Rounding(0.08, 1.0),
-}
-
-
-def rounding(dtype: str) -> Rounding:
-    "What a precision explains; of an unknown one, what the coarsest does."
-    return ROUNDING.get(dtype, ROUNDING["bfloat16"])
-
-
-def tolerance(logprobs: Sequence[Logprobs]) -> Rounding:
-    "What the precision of these logprobs explains, if another series of the same tokens differs."
-    return max((rounding(lp.dtype) for lp in logprobs), key=lambda r: r.largest, default=rounding("float32"))
-
 # %% ../../nbs/insight/00_xray.ipynb #1b48634b
 def version_at_start(record: StepRecord) -> int | None:
     "Weight syncs before the step; None if the record does not tell."
@@ -181,13 +111,6 @@ def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | 
     if previous.trained:
         return None if before is None else False
     return True if previous.step == 1 else None
-
-# %% ../../nbs/insight/00_xray.ipynb #fda4cfac
-def short(x: float) -> str:
-    "A number as it reads well in a sentence."
-    if not math.isfinite(x):
-        return str(x)
-    return f"{x:.3f}" if x == 0 or 0.0005 <= abs(x) < 100 else f"{x:.3g}" if abs(x) >= 100 else f"{x:.1e}"
 
 # %% ../../nbs/insight/00_xray.ipynb #9f383532
 def moved_since_sampling(record: StepRecord, previous: StepRecord | None = None) -> tuple[bool | None, str]:
@@ -875,15 +798,6 @@ class XRay(Findings):
     def checks(self) -> Findings:
         "What must hold, what matters most first."
         return self
-
-
-def expect(value: Any, kind: type, what: str) -> None:
-    "Raises `RecordError` for a loop in place of its record or the other way round, and for what was not awaited."
-    if not isinstance(value, kind):
-        fix = "Pass the loop that made it." if isinstance(value, StepRecord) else ""
-        fix = "Pass one of its records: loop.records[-1]." if hasattr(value, "records") else fix
-        fix = "Await it first." if inspect.isawaitable(value) else fix
-        raise RecordError(what, got=f"a {type(value).__name__}", expected=f"a {kind.__name__}", fix=fix)
 
 
 def xray(record: StepRecord, previous: StepRecord | None = None, *, weight_sync_interval: int | None = None) -> XRay:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -495,6 +497,10 @@ def finish_phase(loop: Loop) -> StepRecord:
         record = record_of(loop)
         for output in loop.outputs:
             output(record)
+        folder = loop.cfg.log_path
+        if folder and not loop.records and not Path(folder, "steps", f"{record.step:05d}").exists():
+            fix = "run = RunFolder.create(cfg.log_path, cfg); GRPOLoop(..., outputs=[run.add], on_undo=[run.rewind])"
+            warnings.warn(f"log_path {folder!r}: a loop writes no folder by itself. {fix}", stacklevel=2)
         loop.records.append(record)
         loop.intake.cursor = cursor_after(loop)
         bonus = bonus_after(loop.cfg, record)

@@ -301,12 +301,16 @@ class Reader:
             info = {name: line[name] for name in self.kept if line.get(name) is not None}
             yield Row(**renamed(line, self.names), info=info)
 
-    def _about(self, step: int) -> dict[str, Any]:  # further arguments of `record_of`
-        path, found = self.path / self.logged, dict[str, float]()
+    @cached_property
+    def _metrics(self) -> dict[Any, dict[str, float]]:  # that the trainer logged, by step
+        path, found = self.path / self.logged, dict[Any, dict[str, float]]()
         for line in parsed(text_lines(path), path) if path.is_file() else ():
-            if line.get("step") == step:
-                found |= {name: float(value) for name, value in line.items() if isinstance(value, int | float)}
-        return {"metrics": {name: value for name, value in found.items() if name not in ("step", "time")}}
+            told = {n: float(v) for n, v in line.items() if isinstance(v, int | float) and n not in ("step", "time")}
+            found.setdefault(line.get("step"), {}).update(told)
+        return found
+
+    def _about(self, step: int) -> dict[str, Any]:  # further arguments of `record_of`
+        return {"metrics": self._metrics.get(step, {})}
 
     def record(self, step: int) -> StepRecord:
         "The record of a step; raises RecordError where its files are not as this trainer writes them."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import inspect
 import io
 import json
 import math
@@ -140,6 +141,15 @@ def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
 
 # %% ../../nbs/runs/00_records.ipynb #7afb0042
 SHOWN, LONGEST = 16, 200  # samples that a displayed record lists, and signs of each that it shows
+
+# %% ../../nbs/runs/00_records.ipynb #9a1c0013
+def expect(value: Any, kind: type, what: str) -> None:
+    "Raises `RecordError` for a loop in place of its record or the other way round, and for what was not awaited."
+    if not isinstance(value, kind):
+        fix = "Pass the loop that made it." if isinstance(value, StepRecord) else ""
+        fix = "Pass one of its records: loop.records[-1]." if hasattr(value, "records") else fix
+        fix = "Await it first." if inspect.isawaitable(value) else fix
+        raise RecordError(what, got=f"a {type(value).__name__}", expected=f"a {kind.__name__}", fix=fix)
 
 # %% ../../nbs/runs/00_records.ipynb #e3945a10
 _TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag: kind, to JSON, from JSON

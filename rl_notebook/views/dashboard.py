@@ -36,7 +36,7 @@ from ..loop.state import PHASES, Loop, phase_marks
 from ..core.losses import POLICY_LOSSES
 from ..core.metrics import completion_metrics, reward_metrics
 from .player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_players
-from ..runs.records import StepRecord, utf8
+from ..runs.records import StepRecord, expect, utf8
 from ..runs.run import flat_settings
 from ..loop.step import LossReport
 from .charts import CAPTIONS, Chart, LiveCharts, asset, chart, charts, module
@@ -44,7 +44,7 @@ from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantage
 from .payloads import completion_row, completions_table, history_row, is_asynchronous
 from .payloads import run_payloads, step_payloads, timeline_payload
 from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens
-from ..insight.xray import expect, failed_words, sentence
+from ..insight.xray import failed_words, sentence
 
 # %% ../../nbs/views/04_dashboard.ipynb #e7160be4
 COUNTED = {

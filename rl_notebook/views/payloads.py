@@ -16,20 +16,13 @@ import numpy as np
 import pandas as pd
 
 from ..core.advantages import is_dead
-from rl_notebook.core.types import (
-    AlignmentError,
-    Datum,
-    DatumError,
-    PromptGroup,
-    RecordError,
-    RolloutSample,
-    frozen_array,
-)
+from ..core.datums import sample_of, target_series
+from ..core.gaps import ROUNDING
+from ..core.types import Datum, DatumError, PromptGroup, RecordError, RolloutSample
 from ..show.html import prompt_text, shown_text, token_texts
 from ..core.options import SEQUENCE_RATIO
-from ..runs.records import StepRecord, utf8
+from ..runs.records import StepRecord, expect, utf8
 from ..runs.run import metrics_row
-from ..insight.xray import ROUNDING, expect
 
 # %% auto #0
 __all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']
@@ -448,22 +441,6 @@ class TokenRow:
         "The row as a place in a message."
         return f"group {self.group}, sample {self.sample}" + (f" (row {self.key!r})" if self.key else "")
 
-# %% ../../nbs/views/01_payloads.ipynb #7907e476
-def _per_datum(name: str, series: Sequence[Any], datums: Sequence[Datum]) -> list[np.ndarray]:
-    "One array of (N-1,) per datum, in target coordinates."
-    if len(series) != len(datums):
-        raise AlignmentError(name, got=f"{len(series)} series for {len(datums)} datums", expected="one per datum")
-    found = list[np.ndarray]()
-    for values, datum in zip(series, datums, strict=True):
-        coordinate = getattr(values, "coordinate", "target")
-        array = frozen_array(np.asarray(getattr(values, "values", values), np.float64), np.float64)
-        if coordinate != "target" or len(array) != len(datum.weights):
-            got = f"{len(array)} values in {coordinate} coordinates for {len(datum.tokens)} tokens"
-            expected = f"{len(datum.weights)}, one per target"
-            raise AlignmentError(name, where=datum.where, got=got, expected=expected, fix="See rl_notebook.core.align.")
-        found.append(array)
-    return found
-
 # %% ../../nbs/views/01_payloads.ipynb #0bf26409
 def _about(sample: RolloutSample | None) -> dict[str, Any]:
     "What a sample says about itself in a line."
@@ -550,8 +527,8 @@ def token_rows(
         raise DatumError("tokens to look at", got=wrong[0], expected="a StepRecord, or a list of Datum")
     given = _series_of(record) | dict(extra or {})
     given |= {} if policy_logprobs is None else {"policy": policy_logprobs}
-    series = {name: _per_datum(name, values, record.datums) for name, values in given.items()}
-    samples = {(g.index, i): s for g in record.groups for i, s in enumerate(g.samples)}
+    series = {name: target_series(name, values, record.datums) for name, values in given.items()}
+    samples = sample_of(record.groups)
     of = lambda d, i: _datum_row(d, {n: values[i] for n, values in series.items()}, samples.get((d.group, d.sample)))
     rows = [*(of(d, i) for i, d in enumerate(record.datums)), *_untrained_rows(record)]
     named = [replace(row, options=record.options, step=record.step or None) for row in rows]

@@ -21,7 +21,8 @@ from IPython.display import HTML, display, update_display
 from ..core.types import AlignmentError, Datum, DatumError
 from ..insight.doctor.doctor import SETTLED, Diagnosis, weigh
 from ..insight.doctor.evidence import Evidence, gather, tolerance
-from ..insight.xray import ROUNDING, scored_first, version_at_start
+from ..core.gaps import ROUNDING
+from ..insight.xray import scored_first, version_at_start
 from ..show.html import HUES, SOFT, folded, number, styled, table, tint, token_strip
 from ..runs.records import StepRecord
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html

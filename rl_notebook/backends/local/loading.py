@@ -9,7 +9,7 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,17 @@ def left_out(model: Any) -> list[str]:
     return sorted(names & known)
 
 
+@cache
+def say_left_out(model: str, names: str) -> None:
+    "Once a process: not each time that such a model is opened."
+    warnings.warn(f"{model}: no adapter for {names} of its scan, which is not called", stacklevel=4)
+
+
 def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
     "A model over the same weights, every linear layer but the head and `left_out` adapted; raises `MissingExtra`."
     check_layers(model)
-    excluded = left_out(model)
-    if excluded:
-        names = " and ".join(excluded)
-        warnings.warn(f"{type(model).__name__}: no adapter for {names} of its scan, which is not called", stacklevel=3)
+    if excluded := left_out(model):
+        say_left_out(type(model).__name__, " and ".join(excluded))
     with needs("lora", "LoRA"):
         from peft import LoraConfig, get_peft_model
     settings: Any = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -33,7 +33,7 @@ from rl_notebook.insight.doctor.evidence import (
     size,
     tolerance,
 )
-from ..xray import rounding
+from ...core.gaps import rounding
 
 # %% auto #0
 __all__ = []
@@ -93,9 +93,8 @@ def mask_leak(e: Evidence) -> Iterator[Cause]:
         return
     empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(SURE))  # 0 is right for a token that is certain
     first = np.diff(e.row, prepend=-1) > 0
-    if any(cause.score >= SURE for cause in shift(e)):
-        return  # a shift leaves the first token without a value, too
-    if empty[first].mean() > LIKELY and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - SURE:
+    begins = empty[first].mean() > LIKELY and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - SURE
+    if begins and not any(cause.score >= SURE for cause in shift(e)):  # which leaves the first token empty, too
         text = f"{empty[first].mean():.0%} of the rows begin with tokens that the sampler has no value for"
         yield Cause("mask leak", 1.0, text, {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist()))
 

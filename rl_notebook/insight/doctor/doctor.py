@@ -32,7 +32,7 @@ from ...core.types import BackendError, Completion, ConfigError, DataError, Datu
 from .evidence import LIKELY, SURE, Evidence, Cause, Redraw, beyond, differs, floor
 from .evidence import gather, noise_floor, size, tolerance
 from ...runs.records import StepRecord, html_table
-from ..xray import ROUNDING, Rounding
+from ...core.gaps import ROUNDING, Rounding
 
 # %% auto #0
 __all__ = ['Hypothesis', 'COUNTED', 'OF_GAP', 'HYPOTHESES', 'Diagnosis', 'diagnose']

@@ -11,9 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
+from ...core.datums import sample_of, target_series
 from ...core.types import AlignmentError, Datum, DatumError, Logprobs
 from ...runs.records import StepRecord
-from ..xray import Gap, Rounding, rounding, sample_of, scored_first
+from ...core.gaps import Gap, Rounding, rounding
+from ..xray import scored_first
 
 # %% auto #0
 __all__ = ['Evidence']
@@ -197,24 +199,6 @@ def judged(e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = F
     return Cause(cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #fb8081f7
-def values_of(
-    given: Sequence[Logprobs | np.ndarray | None], datums: Sequence[Datum], name: str
-) -> tuple[np.ndarray, ...]:
-    "One checked (N-1,) array per datum."
-    if len(given) != len(datums):
-        raise AlignmentError(name, got=f"{len(given)} series for {len(datums)} datums", expected="one per datum")
-    out = []
-    for d, series in zip(datums, given, strict=True):
-        coordinate = getattr(series, "coordinate", "target")
-        got = "none" if series is None else f"{len(series)} values in {coordinate} coordinates"
-        if series is None or coordinate != "target" or len(series) != len(d.weights):
-            expected = f"{len(d.weights)} values, one per target"
-            fix = "rl_notebook.core.align brings every shape into target coordinates."
-            raise AlignmentError(name, where=d.where, got=got, expected=expected, fix=fix)
-        out.append(np.asarray(series, dtype=np.float64))
-    return tuple(out)
-
-
 def check_comparable(e: Evidence) -> None:
     "Raise unless there are at least two positions to compare, and a number on either side."
     if not any(d.num_loss_tokens for d in e.datums):
@@ -341,7 +325,7 @@ def gather(
     if trainer is None:
         fix = "Hand over trainer_logprobs, or a backend that scores the datums."
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)
-    ours = values_of(trainer, datums, "trainer logprobs")
+    ours = tuple(target_series("trainer logprobs", trainer, datums))
     told = [d.sampler_logprobs for d in datums] if sampler is None else sampler
     if record and sampler is None and all(series is None for series in told):
         fix = "TRL has them with use_vllm or a rollout_func; other trainers record them where that is switched on."
@@ -349,7 +333,7 @@ def gather(
     declared = record is not None and sampler is None and any(s.processed for g in record.groups for s in g.samples)
     if declared and record is not None:  # what the settings say is no fault: the raw ones are compared
         told = raw_instead(record, datums, trainer)
-    theirs = values_of(told, datums, "sampler logprobs")
+    theirs = tuple(target_series("sampler logprobs", told, datums))
     if record:
         stamps = replace(claims(record, untrained), raw=declared)
         e = Evidence(datums, ours, theirs, *from_samples(record), pass_with_gradients(record), stamps)
