@@ -116,9 +116,8 @@ def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tu
         same = first_difference(seen, turn.seen)
         new = asked.messages[same - 1 :]
         if same < len(turn.seen) or not new or any(m["role"] == "assistant" for m in new):
-            apart = apart or (
-                f"other history from message {same - 1} on" if same else "other tools or template options"
-            )
+            other = f"other history from message {same - 1} on" if same else "other tools or template options"
+            apart = apart or other
             continue
         try:
             talk = turn.talk.add_messages(*told_to_template(tokenizer, new)[0])

@@ -52,9 +52,8 @@ def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
         raise LossError("advantage scale", got=repr(scale), expected=", ".join(map(repr, SCALES)))
     r = np.asarray(rewards, dtype=np.float64)
     if not np.isfinite(r).all():
-        raise RewardError(
-            "rewards of a group", got=r.tolist(), expected="finite numbers", fix="Drop unscorable samples first."
-        )
+        fix = "Drop unscorable samples first."
+        raise RewardError("rewards of a group", got=r.tolist(), expected="finite numbers", fix=fix)
     if len(r) == 1:
         expected, fix = "at least 2, to compare with each other", "Set completions_per_prompt >= 2."
         raise RewardError("rewards of a group", got="1 sample", expected=expected, fix=fix)
@@ -108,9 +107,7 @@ def parts_advantages(group: PromptGroup, weights: Mapping[str, float], ddof: int
     rewards = group.rewards[group.run_starts]
     if not np.allclose(total, rewards, rtol=1e-6, atol=1e-6):
         got = f"rewards {rewards.round(4).tolist()}"[:80] + f", parts that add up to {total.round(4).tolist()}"[:80]
-        fix = (
-            "Grade by reward functions, or name the parts of each sample in `rewards`; what_if knows weights of 1 only."
-        )
+        fix = "Grade by reward functions, or name the parts of each sample in `rewards`; what_if has weights of 1."
         raise LossError("advantage_scale 'parts'", where=group.where, got=got, expected="the same", fix=fix)
     return found
 

@@ -30,9 +30,8 @@ def datum_from_tokens_weights(
     "A datum from ids and token-aligned weights, shifted by one."
     tokens, weights = np.asarray(tokens), np.asarray(weights, dtype=np.float64)
     if len(tokens) != len(weights):
-        raise DatumError(
-            "weights", got=f"{len(weights)} for {len(tokens)} tokens", expected="one per token (before shifting)"
-        )
+        got, expected = f"{len(weights)} for {len(tokens)} tokens", "one per token (before shifting)"
+        raise DatumError("weights", got=got, expected=expected)
     cut = 0 if max_length is None else max(0, len(tokens) - max_length)
     keep = len(tokens) - cut
     if keep < 2:
@@ -128,10 +127,8 @@ def datums_from_groups(
         if g.advantages is None:
             raise DatumError("advantages", where=g.where, got="none", fix="Run with_advantages first.")
         for i, (sample, advantage) in enumerate(zip(g.samples, g.turn_advantages or g.advantages, strict=True)):
-            place = {"group": g.index, "sample": i, "key": g.key}
-            datums.append(
-                datum_from_sample(sample, advantage=advantage, max_seq_len=max_seq_len, overlong=overlong, **place)
-            )
+            how: dict[str, Any] = {"max_seq_len": max_seq_len, "overlong": overlong, "advantage": advantage}
+            datums.append(datum_from_sample(sample, **how, group=g.index, sample=i, key=g.key))
     warn_truncated(datums, max_seq_len)
     return datums
 

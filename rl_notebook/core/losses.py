@@ -308,9 +308,8 @@ def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | No
     if missing and not required:
         return None
     if missing:
-        raise LossError(
-            name, where=missing[0], got="none", expected="one per target", fix=f"{len(missing)} datums have none."
-        )
+        fix = f"{len(missing)} datums have none."
+        raise LossError(name, where=missing[0], got="none", expected="one per target", fix=fix)
     series = [require_finite(getattr(d, name), d.weights, name=name, where=d.where)[d.active] for d in datums]
     return np.concatenate(series) if series else np.zeros(0)
 

@@ -5,6 +5,7 @@
 # %% ../../nbs/core/07_metrics.ipynb #0478b87e
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -21,30 +22,41 @@ def _mean(values: Sequence[float] | np.ndarray) -> float:
     return float(np.mean(values)) if len(values) else float("nan")
 
 # %% ../../nbs/core/07_metrics.ipynb #64fcba3b
+def reward_names(groups: Sequence[PromptGroup]) -> list[str]:
+    "Names of the reward functions, in the order of their first appearance; none where rollouts graded themselves."
+    return list(dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards))
+
+
 def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "`rewards/NAME/mean` and `/std` over samples that the function could judge."
-    names = dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards)
     out: dict[str, float] = {}
-    for name in names:
+    for name in reward_names(groups):
         found = [s.rewards.get(name) for g in groups for s in g.samples]
         values = np.array([v for v in found if v is not None], dtype=np.float64)
         out[f"rewards/{name}/mean"] = _mean(values)
         out[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
     return out
 
+# %% ../../nbs/core/07_metrics.ipynb #9a1c0020
+def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
+    "For each group `high` or `low` if all its completions earned the same, much or little; `` if it has signal."
+    rewards = [g.rewards for g in groups]
+    everything = np.concatenate([*rewards, np.zeros(0)])
+    middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
+    kind = lambda r: "" if not len(r) or not is_dead(r) else "high" if r[0] > middle else "low"
+    return [kind(r) for r in rewards]
+
 # %% ../../nbs/core/07_metrics.ipynb #c60411dc
 def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "Mean, standard deviation and dead share of the rewards of a step, in total and per reward function."
     rewards = [g.rewards for g in groups if len(g.samples)]
-    everything = np.concatenate(rewards) if rewards else np.zeros(0)
-    dead = [r for r in rewards if is_dead(r)]
-    middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
+    ends = Counter(dead_marks(groups))
     out = {
-        "reward": _mean(everything),
+        "reward": _mean(np.concatenate([np.zeros(0), *rewards])),
         "reward_std": _mean([r.std(ddof=1) for r in rewards if len(r) > 1]),
         "frac_reward_zero_std": _mean([is_dead(r) for r in rewards]),
-        "frac_dead_high": len([r for r in dead if r[0] > middle]) / max(len(rewards), 1),
-        "frac_dead_low": len([r for r in dead if r[0] <= middle]) / max(len(rewards), 1),
+        "frac_dead_high": ends["high"] / max(len(rewards), 1),
+        "frac_dead_low": ends["low"] / max(len(rewards), 1),
     }
     return out | _per_function(groups)
 
@@ -84,12 +96,6 @@ def pass_at_k(
     return 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
-def _own_rewards(group: PromptGroup) -> np.ndarray:
-    "One reward a run: the segments of a run share theirs."
-    first = {run: i for i, run in reversed([*enumerate(group.runs)])}
-    return group.rewards[sorted(first.values())] if group.runs else group.rewards
-
-
 def pass_sizes(asked: int) -> list[int]:
     "1, 2, 4 and so on up to a number, and the number."
     return sorted({*(2**i for i in range(asked.bit_length()) if 2**i <= asked), asked})
@@ -97,7 +103,8 @@ def pass_sizes(asked: int) -> list[int]:
 
 def pass_metrics(groups: Sequence[PromptGroup], asked: int, passing: float) -> dict[str, float]:
     "`eval/avg@n` and `eval/pass@k` for k of 1, 2, 4 and so on up to n, over prompts with that many completions."
-    counts = [(len(r), int((r >= passing).sum())) for r in map(_own_rewards, groups) if len(r)]
+    rewards = [g.rewards[g.run_starts] for g in groups if g.samples]  # the segments of a run share theirs
+    counts = [(len(r), int((r >= passing).sum())) for r in rewards]
     found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in pass_sizes(asked)}
     return {f"eval/avg@{asked}": _mean([c / n for n, c in counts])} | {
         f"eval/pass@{k}": _mean(values) for k, values in found.items()

@@ -381,9 +381,8 @@ def _check_sample(sample: RolloutSample) -> None:
     if not n and sample.text:
         return
     if not np.isin(sample.loss_mask, (0, 1)).all():
-        raise AlignmentError(
-            "loss_mask", where="RolloutSample", got=sorted(set(sample.loss_mask.tolist()))[:5], expected="0 or 1"
-        )
+        got = sorted(set(sample.loss_mask.tolist()))[:5]
+        raise AlignmentError("loss_mask", where="RolloutSample", got=got, expected="0 or 1")
     if not sample.loss_mask.any():
         got, fix = "no sampled token", "Return None from the rollout to drop it."
         raise AlignmentError("loss_mask", where="RolloutSample", got=got, expected="at least one", fix=fix)

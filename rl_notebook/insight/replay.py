@@ -18,21 +18,13 @@ import pandas as pd
 __all__ = ['Replay', 'replay', 'compare_loops']
 
 # %% ../../nbs/insight/03_replay.ipynb #c54bab8c
+from ..core.metrics import reward_names
 from ..core.types import DataError, Datum, LossOutput, PromptGroup, RecordError
 from ..loop.loop import GRPOLoop
-from ..loop.back import plan_replay, rebuild, recorded_settings, repeat_backward, sync_as_drawn
-from rl_notebook.loop.phases import (
-    Loop,
-    compared,
-    draw_prompt,
-    encode,
-    grading,
-    group_datums,
-    have_tokens,
-    list_training,
-)
-from ..loop.phases import other_sources, record_of, side_by_side, sources_of, step_options, take_settings
-from ..loop.phases import trains_on
+from ..loop.back import plan_replay, rebuild, recorded_settings, repeat_backward, sync_as_drawn, updates_of
+from ..loop.phases import Loop, compared, draw_prompt, encode, grading, group_datums, have_tokens
+from ..loop.phases import list_training, other_sources, record_of, side_by_side, sources_of, step_options
+from ..loop.phases import take_settings, trains_on
 from ..runs.records import StepRecord, html_table
 from ..runs.run import Run, metrics_frame, metrics_row, spans
 from ..task.rewards import as_reward_fns, gathered
@@ -182,10 +174,8 @@ def prompt_pieces(
     for number, g in zip(loop.intake.upcoming(len(record.groups)), record.groups, strict=False):
         prompt = by_number.get(g.number)
         name = None if prompt is None else prompt.row.key
-        note = reasons.get(
-            g.number, f"{'no row' if name is None else f'row {name!r}'} at position {g.number} of the data"
-        )
-        yield Piece("row", "rows", g.where, float(name != g.key), 0.0, note)
+        there = f"{'no row' if name is None else f'row {name!r}'} at position {g.number} of the data"
+        yield Piece("row", "rows", g.where, float(name != g.key), 0.0, reasons.get(g.number, there))
         in_order = loop.cfg.weight_sync_interval == 1 and loop.cfg.recipe != "async_rl_loop"
         if in_order:  # elsewhere groups come in the order of arrival
             yield Piece("position", "rows", g.where, number, g.number)
@@ -194,16 +184,11 @@ def prompt_pieces(
             yield Piece("tokens", "tokens", g.where, prompt.tokens, first.tokens[: first.prompt_len])
 
 # %% ../../nbs/insight/03_replay.ipynb #1fedc0ab
-def reward_names(record: StepRecord) -> list[str]:
-    "Names of the reward functions in a record; none where a rollout graded itself."
-    return list(dict.fromkeys(name for g in record.groups for s in g.samples for name in s.rewards))
-
-
 def other_grading(loop: Loop, record: StepRecord) -> str:
     "Why the samples of a record cannot be graded again; empty when they can."
     if loop.task.rollout_fn is not None or not any(g.samples for g in record.groups):
         return ""
-    theirs, ours = reward_names(record), [fn.name for fn in as_reward_fns(loop.task.reward_fns)]
+    theirs, ours = reward_names(record.groups), [fn.name for fn in as_reward_fns(loop.task.reward_fns)]
     if not theirs:
         return "graded by a rollout function, and the loop was opened without it"
     return "" if ours == theirs else f"graded by {', '.join(theirs)}, and the loop has {', '.join(ours)}"
@@ -312,7 +297,7 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
         return "drawn in other company, beside rows of other steps or one after the other"
     if len(prompts) < len(record.groups):
         return "not all of its prompts could be encoded again"
-    return other_grading(loop, record) if not reward_names(record) else ""
+    return other_grading(loop, record) if not reward_names(record.groups) else ""
 
 
 def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
@@ -367,21 +352,12 @@ async def replay_reference(loop: Loop, record: StepRecord) -> PhaseComparison:
     if loop.backend.reference is None:
         return PhaseComparison("reference", None, note="the backend was opened without a reference")
     cache, found = ScoreCache(), []
-    for chunk in scored_together(loop, record):
+    passes = [chunk for update in updates_of(record) for chunk in update]
+    for chunk in passes if loop.overlaps else [record.datums]:  # scored in one call where they were trained in one
         found += await score_datums(loop.backend.reference, chunk, "ref", cache)
-    pairs = zip(record.datums, found, recorded, strict=True)
-    none = np.zeros(0)
-    return compare(
-        "reference", [Piece("logprobs", "nats", d.where, a.values, none if b is None else b) for d, a, b in pairs]
-    )
-
-
-def scored_together(loop: Loop, record: StepRecord) -> list[Sequence[Datum]]:
-    "The sequences that the reference scored in one call: all, or those of one pass where training overlapped sampling."
-    if not loop.overlaps:
-        return [record.datums]
-    ends = np.cumsum(record.passes).tolist()
-    return [record.datums[end - n : end] for n, end in zip(record.passes, ends, strict=True)]
+    theirs = [np.zeros(0) if series is None else series for series in recorded]
+    pairs = zip(record.datums, found, theirs, strict=True)
+    return compare("reference", [Piece("logprobs", "nats", d.where, a.values, b) for d, a, b in pairs])
 
 # %% ../../nbs/insight/03_replay.ipynb #29fea222
 def output_pieces(ours: LossOutput, theirs: LossOutput, datums: Sequence[Datum], whole: bool = True) -> Iterator[Piece]:

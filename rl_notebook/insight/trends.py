@@ -291,11 +291,9 @@ def ledger(
             of = [(g.index, i) for i in range(len(g.samples))]
             line = {"row": g.key, "visits": 1, "samples": len(of), "solved": int((g.rewards > middle).sum())}
             line |= {"dead": float(is_dead(g.rewards)), "repeated": len(of) - len({s.text for s in g.samples})}
-            line |= {"tokens": sum(trained.get(x, 0) for x in of)}
-            lines.append(
-                line
-                | {"gradient": sum(gradient.get(x, 0.0) for x in of) if gradient or not record.datums else math.nan}
-            )
+            known = gradient or not record.datums
+            line |= {"gradient": sum(gradient.get(x, 0.0) for x in of) if known else math.nan}
+            lines.append(line | {"tokens": sum(trained.get(x, 0) for x in of)})
     if not lines:
         raise DataError("records", got="no sample", expected="at least one step with samples")
     k = int(k or max(line["samples"] for line in lines))

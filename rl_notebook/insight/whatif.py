@@ -129,10 +129,8 @@ def own_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any],
     "A record's loss options, and the name of its loss if that is not one that can be computed here."
     unknown = sorted(set(options) - {*LOSS_SETTINGS, "make_loss"})
     if unknown:
-        fix = "The record may come from a later version."
-        raise LossError(
-            "recorded options", where=where, got=", ".join(unknown), expected="fields of LossOptions", fix=fix
-        )
+        got, fix = ", ".join(unknown), "The record may come from a later version."
+        raise LossError("recorded options", where=where, got=got, expected="fields of LossOptions", fix=fix)
     known = {k: v for k, v in options.items() if k != "make_loss"}
     name = known.get("policy_loss", "grpo")
     foreign = isinstance(name, NameFromFile) or not (str(name) in POLICY_LOSSES or NAMED.fullmatch(str(name)))
@@ -208,14 +206,9 @@ def variant_scale(batch: FrozenBatch, changes: Mapping[str, Any], where: str) ->
     recorded = recorded_scale(batch.groups) or (None, 1)
     scale = changes.get("advantage_scale", recorded[0])
     if scale not in SCALES:
-        fix = (
-            None
-            if "advantage_scale" in changes
-            else "Name the scale as well: the recorded advantages fit none of them."
-        )
-        raise LossError(
-            "advantage_scale", where=where, got=repr(scale), expected=" or ".join(map(repr, SCALES)), fix=fix
-        )
+        known, fix = " or ".join(map(repr, SCALES)), "Name the scale as well: the recorded advantages fit none of them."
+        fix = None if "advantage_scale" in changes else fix
+        raise LossError("advantage_scale", where=where, got=repr(scale), expected=known, fix=fix)
     ddof = changes.get("ddof", recorded[1])
     if ddof not in (0, 1) or ("ddof" in changes and scale in WITHOUT_STD):
         expected = "0 or 1, and a scale that divides by a standard deviation ('std' or 'batch')"
@@ -576,10 +569,8 @@ def reward_lab(
         raise RewardError("reward lab", where=where, got="no rewards", expected="two graders to compare", fix=fix)
     found = recorded_scale(old) if step is not None else ("std", 1)
     if found is None and advantage_scale is None:
-        fix = "Pass advantage_scale."
-        raise RewardError(
-            "advantages", where=where, got="ones that follow no known rule", expected=f"{SCALES}", fix=fix
-        )
+        got, fix = "ones that follow no known rule", "Pass advantage_scale."
+        raise RewardError("advantages", where=where, got=got, expected=f"{SCALES}", fix=fix)
     scale, own_ddof = found or ("std", 1)
     rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof}
     if against is not None:
@@ -723,14 +714,10 @@ def check_place(batch: FrozenBatch, found: Sequence[Logprobs], tolerance: float 
     trained = zip(batch.datums, batch.policy_logprobs, strict=True)
     began = [d.old_logprobs if batch.updates else p.values for d, p in trained]
     gap = flat(batch.datums, [f.values - b for f, b in zip(found, began, strict=True)])
-    if not np.abs(gap).max() <= tolerance:
-        raise BackendError(
-            "the trainer's weights are not those of the step",
-            where=batch.where,
-            got=f"logprobs up to {np.abs(gap).max():.3g} nats from the record's",
-            expected=f"at most {tolerance:g}",
-            fix="Pass a state that was saved before the update: path = await trainer.save_state(name).",
-        )
+    if not (largest := np.abs(gap).max()) <= tolerance:
+        what, got = "the trainer's weights are not those of the step", f"logprobs up to {largest:.3g} nats off"
+        fix = "Pass a state that was saved before the update: path = await trainer.save_state(name)."
+        raise BackendError(what, where=batch.where, got=got, expected=f"at most {tolerance:g}", fix=fix)
 
 # %% ../../nbs/insight/01_whatif.ipynb #09717842
 async def true_gradients(

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,15 +21,13 @@ __all__ = ['save_checkpoint', 'restore_checkpoint', 'export_policy', 'SeekResult
 from ..backends.base import Backend
 from ..task.chat import with_template
 from ..config.config import Config
-from ..core.types import AdamParams, BackendError, Datum, LossOutput, PhaseError, RecordError
-from ..core.types import RLNotebookError
+from ..core.types import AdamParams, BackendError, Datum, LossOutput, PhaseError, RecordError, RLNotebookError
 from ..task.data import restore_cursor
 from ..backends.export import describe_export
 from ..core.losses import LossOptions, natural_denominator
 from ..runs.records import StepRecord, staged_folder
 from ..runs.run import Checkpoint, Run, RunFolder, spans
-from .step import LossFactory, LossReport
-from .step import loss_factory, merge_outputs, scale_output
+from .step import LossFactory, LossReport, loss_factory, merge_outputs, scale_output
 from ..task.toy import model_source
 from .weights import SamplerHas
 from .state import LOOK_ONLY, PHASES, Loop, StepState

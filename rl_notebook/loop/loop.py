@@ -317,7 +317,6 @@ class GRPOLoop(Loop):
     refill = takes_turn(refill_step)
     evaluate = takes_turn(evaluate_rows)
     run = run_steps
-    records_from_here = records_from
 
     undo = takes_turn(undo_step)
     branch = takes_turn(branch_off)

@@ -36,9 +36,8 @@ from ..backends.roofline import known_roofs, memory_metrics, work_metrics
 from ..runs.records import StepRecord
 from .groups import Gate, Intake, Producer
 from .rollouts import minibatch_slices, require_some
-from .step import Listing, LossFactory, LossReport, Measured
-from .step import anchored, backward, backward_builtin, cache_key, draw, evaluate_loss
-from .step import join_updates, loss_factory, score_datums, score_group
+from .step import Listing, LossFactory, LossReport, Measured, anchored, backward, backward_builtin
+from .step import cache_key, draw, evaluate_loss, join_updates, loss_factory, score_datums, score_group
 from .step import list_datums, list_groups, list_prompts, list_rollouts
 from .setup import encode_for
 from .setup import rollout_setup as rollout_setup

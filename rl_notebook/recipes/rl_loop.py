@@ -23,8 +23,7 @@ from tqdm.auto import tqdm
 
 from ..backends.base import Backend
 from .open import open_backend
-from ..config.config import resumes_there
-from ..config.config import Config
+from ..config.config import resumes_there, Config
 from ..core.metrics import evaluation_names
 from ..config.settings import on_hub
 from ..config.aliases import was_chosen
@@ -43,11 +42,9 @@ from ..loop.loop import verdict_line
 from ..loop.phases import other_sources, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
 from ..runs.records import StepRecord, decode, encode
-from ..runs.run import Checkpoint, Run, RunFolder, differing
-from ..runs.run import BEST, read_best, write_best
-from ..runs.run import flat_settings, hold_folder, metrics_row, read_checkpoint, refuse_taken
-from ..task.rewards import reward_fn
-from ..task.rewards import columns_read
+from ..runs.run import Checkpoint, Run, RunFolder, differing, BEST, read_best, write_best, flat_settings
+from ..runs.run import hold_folder, metrics_row, read_checkpoint, refuse_taken
+from ..task.rewards import reward_fn, columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn
 from ..loop.step import LossFactory
 from ..task.toy import toy_format_reward, toy_reward, toy_rows

@@ -20,8 +20,7 @@ import numpy as np
 
 from ..core.advantages import group_advantages
 from ..core.metrics import step_metrics
-from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RLNotebookError
-from ..core.types import RolloutSample
+from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RLNotebookError, RolloutSample
 from .records import StepRecord
 
 # %% auto #0

@@ -25,11 +25,11 @@ import numpy as np
 import pandas as pd
 
 from ..core.advantages import is_dead
+from ..core.metrics import reward_names
 from ..backends.base import GradNormalization
 from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
 from ..show.html import folded, html_table, prompt_text, step_html
-from ..core.names import from_file, new_folder, read_file
-from ..core.names import write_file
+from ..core.names import from_file, new_folder, read_file, write_file
 
 # %% auto #0
 __all__ = ['StepRecord']
@@ -110,15 +110,10 @@ class StepRecord:
         return step_html(self.verdict, self.groups, self.metrics) + folded("Completions", table + more)
 
 # %% ../../nbs/runs/00_records.ipynb #338ab509
-def _reward_names(groups: Sequence[PromptGroup]) -> list[str]:
-    "Names of the reward functions, in the order of their first appearance."
-    return list(dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards))
-
-
 def _completion_columns(groups: Sequence[PromptGroup]) -> list[str]:
     "Columns of the completions table; rewards of single functions are `rewards/NAME`."
     start = ["group", "sample", "row", "prompt", "text", "reward"]
-    return [*start, *(f"rewards/{n}" for n in _reward_names(groups)), "advantage", "finish_reason", "length"]
+    return [*start, *(f"rewards/{n}" for n in reward_names(groups)), "advantage", "finish_reason", "length"]
 
 
 def utf8(text: str) -> str:
@@ -128,7 +123,7 @@ def utf8(text: str) -> str:
 
 def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     "The completions table as plain dicts."
-    names = _reward_names(groups)
+    names = reward_names(groups)
     return [
         {"group": g.index, "sample": i, "row": utf8(g.key), "prompt": utf8(prompt_text(g.row)), "text": utf8(s.text)}
         | {"reward": s.reward}
@@ -283,10 +278,7 @@ def tokens_frame(record: StepRecord) -> pd.DataFrame:
     "One row per token of each sample: group, sample, position, token, loss_mask, sampler and raw logprobs."
     samples = [(g.index, i, s) for g in record.groups for i, s in enumerate(g.samples)]
     counts = [len(s.tokens) for _, _, s in samples]
-    raw = [
-        np.full(n, np.nan) if s.raw_logprobs is None else s.raw_logprobs
-        for n, (*_, s) in zip(counts, samples, strict=True)
-    ]
+    raw = [np.full(len(s.tokens), np.nan) if s.raw_logprobs is None else s.raw_logprobs for *_, s in samples]
     joined = lambda parts, dtype: np.concatenate([np.zeros(0, dtype), *parts])
     return pd.DataFrame(
         {
@@ -366,10 +358,8 @@ def os_errors(what: str, path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         got = f"{e.strerror or e} (errno {e.errno})"
-        advice = (
-            "Free some space, correct the permissions, or choose another log_path; what was recorded before is intact."
-        )
-        raise RecordError(what, where=str(path), got=got, fix=None if what == "cannot read" else advice) from e
+        fix = "Free some space, correct the permissions, or choose another log_path; what was recorded is intact."
+        raise RecordError(what, where=str(path), got=got, fix=None if what == "cannot read" else fix) from e
 
 # %% ../../nbs/runs/00_records.ipynb #bc54f3a5
 @contextmanager

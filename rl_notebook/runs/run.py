@@ -24,8 +24,7 @@ import pandas as pd
 
 from ..config.config import Config
 from ..core.options import marked
-from ..config.aliases import A_KEY, KEYLESS
-from ..config.aliases import SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
+from ..config.aliases import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
 from ..core.types import RecordError
 from ..show.html import html_table
 from ..core.names import from_file, lock_file, names_in, names_noted, note_started, read_file

@@ -22,7 +22,7 @@ from typing import Any, NoReturn, Protocol, runtime_checkable
 import pandas as pd
 
 from ..config.config import WandBConfig
-from ..core.types import ConfigError, MissingExtra, RecordError, without_keys
+from ..core.types import ConfigError, RecordError, needs, without_keys
 from ..core.names import read_file, write_file
 
 # %% auto #0
@@ -73,17 +73,12 @@ def tables(metrics: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, An
     return {name: make(dataframe=table.map(without_secrets)) for name, table in found.items()}
 
 # %% ../../nbs/runs/09_trackers.ipynb #e9e11fd2
-def extra(name: str, module: str, needs: str) -> Any:
+def extra(name: str, module: str, member: str) -> Any:
     "The imported module; raises MissingExtra with the command that installs it."
-    try:
+    with needs(name, f"report_to={name!r}"):
         found = importlib.import_module(module)
-    except ImportError as e:
-        found, cause = None, e
-    else:
-        cause = None
-    if not hasattr(found, needs):
-        fix = f"pip install 'rl-notebook[{name}]'"
-        raise MissingExtra(f"report_to={name!r} needs the package {name}, which is not installed", fix=fix) from cause
+        if not hasattr(found, member):
+            raise ImportError(f"another package named {module}")
     return found
 
 # %% ../../nbs/runs/09_trackers.ipynb #434745cc

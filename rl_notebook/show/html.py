@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.advantages import is_dead
+from ..core.metrics import reward_names
 from ..core.types import Datum, LossOutput, PromptGroup, RolloutSample, without_keys
 
 if TYPE_CHECKING:
@@ -342,7 +343,7 @@ _STRIP = 30  # pixels of its height
 
 def reward_parts(groups: Sequence[PromptGroup]) -> tuple[list[str], list[np.ndarray]]:
     "What each reward function contributes to each reward, as weighted; the reward as a whole where that is not known."
-    names = list(dict.fromkeys(name for g in groups for s in g.samples for name in s.rewards))
+    names = reward_names(groups)
     values = [[[s.rewards.get(n) for n in names] for s in g.samples] for g in groups]
     parts = [np.nan_to_num(np.array(v, dtype=np.float64).reshape(len(v), len(names))) for v in values]
     every = np.concatenate([np.zeros((0, len(names))), *parts])

@@ -120,11 +120,8 @@ def progress_html(shown: Mapping[str, Any] | None, standing: str) -> str:
     counted = "" if count is None else f" · {count:,}{of} {shown['unit']}"
     text = f"<b>{html.escape(shown['phase'])}</b>, step {shown['step']} · {shown['seconds']:.1f} s{counted}"
     text += f" · {html.escape(shown['rows'])}" if shown["rows"] else ""
-    full = (
-        f'<span class="rld-bar"><i style="width:{min(count / bound, 1):.0%}"></i></span>'
-        if bound and count is not None
-        else ""
-    )
+    share = f"{min(count / bound, 1):.0%}" if bound and count is not None else ""
+    full = f'<span class="rld-bar"><i style="width:{share}"></i></span>' if share else ""
     return f'<div class="rld-progress"><span>{text}</span>{full}</div>'
 
 # %% ../../nbs/views/04_dashboard.ipynb #f6008dd8
@@ -362,9 +359,8 @@ class Screen:
         names = {"speed": self.speed, "more": self.more, "groups": self.rows, "value": self.value, "place": self.now}
         for name, widget in names.items():
             widget.add_class(f"rld-{name}")
-        controls = box_of(
-            [*self.buttons.values(), self.speed, self.more, self.rows, self.settings.shown], "rld-controls"
-        )
+        chosen = [self.speed, self.more, self.rows, self.settings.shown]
+        controls = box_of([*self.buttons.values(), *chosen], "rld-controls")
         board = box_of([self.charts, self.value, self.pane], "rld-grid")
         top = [controls, self.settings.box, self.head, self.trouble, self.now, self.words]
         self.root = box_of([*top, board, self.inspector], "rld")

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..core.advantages import is_dead
 from ..core.datums import sample_of, target_series
 from ..core.gaps import ROUNDING
+from ..core.metrics import dead_marks
 from ..core.types import Datum, DatumError, PromptGroup, RecordError, RolloutSample
 from ..show.html import prompt_text, shown_text, token_texts
 from ..core.options import SEQUENCE_RATIO
@@ -327,15 +327,6 @@ def run_payloads(
 
 # %% ../../nbs/views/01_payloads.ipynb #3f7b6539
 ROWS = 64  # groups that a map shows
-
-
-def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
-    "For each group `high` or `low` if all its completions earned the same, much or little; `` if it has signal."
-    rewards = [g.rewards for g in groups]
-    everything = np.concatenate([*rewards, np.zeros(0)])
-    middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
-    kind = lambda r: "" if not len(r) or not is_dead(r) else "high" if r[0] > middle else "low"
-    return [kind(r) for r in rewards]
 
 # %% ../../nbs/views/01_payloads.ipynb #2e06bd09
 def advantages_payload(record: StepRecord, start: int = 0, rows: int | None = None) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import pandas as pd
 from ..core.advantages import is_dead
 from ..core.types import ConfigError, RecordError, RLNotebookError, check_own
 from ..show.html import html_table, number, prompt_text, rewards_html, token_texts
-from ..runs.records import StepRecord, replace_text
+from ..runs.records import StepRecord, read_table, replace_text
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
 from ..insight.trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
@@ -106,16 +106,9 @@ class Known:
 
 def _completions(run: Run, step: int) -> pd.DataFrame:
     "Group, reward, advantage and length of the samples of a step that have an advantage."
-    columns = ["group", "reward", "advantage", "length"]
-    path = run.path / "steps" / f"{step:05d}" / "completions.parquet"
-    if run.reader:
-        table = run.record(step).completions_table()
-        return table.loc[table["advantage"].notna() & table["length"].notna(), columns]
-    try:
-        table = pd.read_parquet(path, columns=columns)
-    except (OSError, ValueError) as e:
-        raise RecordError("not readable", where=str(path), got=" ".join(str(e).split())[:120]) from e
-    return table.dropna(subset=["advantage"])
+    columns, path = ["group", "reward", "advantage", "length"], run.path / "steps" / f"{step:05d}"
+    found = run.record(step).completions_table() if run.reader else read_table(path / "completions.parquet", columns)
+    return found.dropna(subset=["advantage", "length"])
 
 
 def read_spreads(run: Run, known: Spreads | None = None) -> Spreads:

@@ -11,28 +11,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from rl_notebook.insight.doctor.evidence import (
-    FEW,
-    LIKELY,
-    PLAUSIBLE,
-    SURE,
-    Evidence,
-    Cause,
-    Redraw,
-    at_temperature,
-    beyond,
-)
-from rl_notebook.insight.doctor.evidence import (
-    coarsest,
-    differs,
-    excess,
-    explained,
-    floor,
-    judged,
-    nearest_at,
-    size,
-    tolerance,
-)
+from .evidence import FEW, LIKELY, PLAUSIBLE, SURE, Evidence, Cause, Redraw, at_temperature
+from .evidence import beyond, coarsest, differs, excess, explained, floor, judged, nearest_at
+from .evidence import size, tolerance
 from ...core.gaps import rounding
 
 # %% auto #0

@@ -15,15 +15,8 @@ from typing import Any
 import numpy as np
 
 from ...backends.base import Backend
-from rl_notebook.insight.doctor.causes import (
-    CONTEXTS,
-    FIXES,
-    NONE,
-    SETTLES,
-    all_well,
-    drawn_otherwise,
-    dtype_or_batching,
-)
+from .causes import CONTEXTS, FIXES, NONE, SETTLES, all_well, drawn_otherwise
+from .causes import dtype_or_batching
 from .causes import from_series, mask_leak, moved_rows, non_finite, other_logits, other_text
 from .causes import other_tokens, repeated, scatter, self_contradiction, shift, stale_weights
 from .causes import vocabulary, wrong_reference, written
@@ -122,10 +115,8 @@ class Diagnosis:
     def __repr__(self) -> str:
         hypotheses = [f"  {score:.2f}  {cause:<25}{text}" for cause, score, text in finding_rows(self)]
         hypotheses += [f"  excluded: {', '.join(cause for cause, *_ in finding_rows(self, False))}"]
-        places = [
-            f"  group {g}, sample {s}, target {t} (token {k}): {p} / {b}" for g, s, t, k, p, b in token_rows(self)
-        ]
-        tokens = ["trainer / sampler:", *places] if places else []
+        place = "  group {}, sample {}, target {} (token {}): {} / {}".format
+        tokens = ["trainer / sampler:", *(place(*row) for row in token_rows(self))] if self.tokens else []
         return "\n".join([self.sentence, measured_words(self), *hypotheses, *tokens])
 
     def _repr_html_(self) -> str:
