@@ -43,6 +43,7 @@ _HOMES = {
     "insight.preflight": "preflight",
     "insight.xray": "measure_noise_floor xray",
     "insight.doctor.doctor": "diagnose",
+    "insight.trainers": "compare_trainers",
     "insight.whatif": "reward_lab what_if",
     "views.charts": "chart",
     "views.tokens": "inspect_tokens",
@@ -99,6 +100,7 @@ if TYPE_CHECKING:
     from .views.report import write_report as write_report
     from .views.tokens import inspect_tokens as inspect_tokens
     from .views.whatif import WhatIfPanel as WhatIfPanel
+    from .insight.trainers import compare_trainers as compare_trainers
     from .insight.whatif import reward_lab as reward_lab
     from .insight.whatif import what_if as what_if
     from .insight.xray import measure_noise_floor as measure_noise_floor

@@ -137,7 +137,7 @@ def own_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any],
     return known, str(options.get("make_loss") or (name if foreign else ""))
 
 # %% ../../nbs/insight/01_whatif.ipynb #e4f41701
-ADVANTAGE_SETTINGS = ("advantage_scale", "ddof", "advantage_fn")
+ADVANTAGE_SETTINGS = ("advantage_scale", "ddof", "advantage_eps", "advantage_fn")
 _OF_TIS = ("tis_mode", "tis_cap", "tis_floor", "tis_anchor", "icepop_threshold")
 
 
@@ -157,6 +157,7 @@ class Variant:
     options: LossOptions
     advantage_scale: str | None = None  # None = the advantages that the step had
     ddof: int = 1  # of the standard deviation, where there is one
+    advantage_eps: float = 1e-8  # added to it
     advantage_fn: AdvantageFn | str | None = None  # of your own, or its "module:function", in place of a scale
 
 
@@ -175,12 +176,12 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
         raise LossError(str(e), where=where) from e
     if (own := changes.get("advantage_fn")) is None:
         return Variant(name, options, *variant_scale(batch, changes, where))
-    if other := sorted({"advantage_scale", "ddof"} & changes.keys()):
+    if other := sorted({*ADVANTAGE_SETTINGS[:3]} & changes.keys()):
         raise LossError("advantage_fn", where=where, got=f"{', '.join(other)} beside it", expected="one of the two")
     return Variant(name, options, advantage_fn=own)
 
 # %% ../../nbs/insight/01_whatif.ipynb #51a71096
-def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int] | None:  # (scale, ddof); None = none of ours
+def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int, float] | None:  # (scale, ddof, eps); None = other
     "The rule by which the recorded advantages were made from the recorded rewards; raises `RewardError` for NaN."
     for g in groups:
         if len(bad := np.flatnonzero(~np.isfinite(g.rewards))):
@@ -190,30 +191,30 @@ def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int] | None:  # 
     whole = [g for g in groups if g.advantages is not None]
     joined = lambda gs: np.concatenate([g.advantages for g in gs] or [np.zeros(0)])
     known = [(scale, 1) for scale in SCALES] + [(scale, 0) for scale in SCALES if scale not in WITHOUT_STD]
-    for eps, (scale, ddof) in itertools.product((1e-8, 1e-4), known):
+    for eps, (scale, ddof) in itertools.product((1e-8, 1e-6, 1e-4), known):
         with suppress(LossError, RewardError):  # "parts", where they do not add up; "maxrl", of rewards below 0
             if np.allclose(joined(whole), joined(with_advantages(whole, scale=scale, ddof=ddof, eps=eps)), rtol=1e-6):
-                return scale, ddof
+                return scale, ddof, eps
     return None
 
 # %% ../../nbs/insight/01_whatif.ipynb #559650e1
-def variant_scale(batch: FrozenBatch, changes: Mapping[str, Any], where: str) -> tuple[str | None, int]:
-    "Scale and ddof that a variant asks for; (None, 1) when it keeps the step's advantages."
-    if not changes.keys() & {"advantage_scale", "ddof"}:
-        return None, 1
+def variant_scale(batch: FrozenBatch, changes: Mapping[str, Any], where: str) -> tuple[str | None, int, float]:
+    "Scale, ddof and eps that a variant asks for; (None, 1, 1e-8) when it keeps the step's advantages."
+    if not (asked := changes.keys() & {*ADVANTAGE_SETTINGS}):
+        return None, 1, 1e-8
     if not batch.groups:
         raise LossError("advantages", where=where, got="a batch without rewards", expected="the record's groups")
-    recorded = recorded_scale(batch.groups) or (None, 1)
+    recorded = recorded_scale(batch.groups) or (None, 1, 1e-8)
     scale = changes.get("advantage_scale", recorded[0])
     if scale not in SCALES:
         known, fix = " or ".join(map(repr, SCALES)), "Name the scale as well: the recorded advantages fit none of them."
         fix = None if "advantage_scale" in changes else fix
         raise LossError("advantage_scale", where=where, got=repr(scale), expected=known, fix=fix)
-    ddof = changes.get("ddof", recorded[1])
-    if ddof not in (0, 1) or ("ddof" in changes and scale in WITHOUT_STD):
-        expected = "0 or 1, and a scale that divides by a standard deviation ('std' or 'batch')"
-        raise LossError("ddof", where=where, got=f"{ddof!r} with scale {scale!r}", expected=expected)
-    return scale, ddof
+    ddof, eps = changes.get("ddof", recorded[1]), changes.get("advantage_eps", recorded[2])
+    if ddof not in (0, 1) or not eps >= 0 or (asked - {"advantage_scale"} and scale in WITHOUT_STD):
+        got, scales = f"{ddof}, {eps} with scale {scale!r}", "a scale with a standard deviation ('std' or 'batch')"
+        raise LossError("ddof, advantage_eps", where=where, got=got, expected=f"0 or 1, at least 0, and {scales}")
+    return scale, ddof, eps
 
 # %% ../../nbs/insight/01_whatif.ipynb #e259a98e
 def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
@@ -223,7 +224,8 @@ def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
     if variant.advantage_fn is not None:
         compared = advantages_by(variant.advantage_fn, batch.groups)
     else:
-        compared = with_advantages(batch.groups, scale=variant.advantage_scale or "std", ddof=variant.ddof)
+        rule: dict[str, Any] = {"scale": variant.advantage_scale, "ddof": variant.ddof, "eps": variant.advantage_eps}
+        compared = with_advantages(batch.groups, **rule)
     found = {(g.index, i): float(a) for g in compared for i, a in enumerate(g.advantages)}  # type: ignore[arg-type]
     for d in batch.datums:
         if isinstance(d.advantage, np.ndarray) or (d.group, d.sample) not in found:
@@ -368,7 +370,7 @@ def evaluate_variant(batch: FrozenBatch, variant: Variant) -> tuple[tuple[Datum,
 # %% ../../nbs/insight/01_whatif.ipynb #2c0c80fa
 def what_if(
     source: StepRecord | FrozenBatch,
-    variants: Mapping[str, Mapping[str, Any]],  # name -> fields of LossOptions, advantage_scale, ddof, advantage_fn
+    variants: Mapping[str, Mapping[str, Any]],  # name -> fields of LossOptions, ADVANTAGE_SETTINGS
     *,
     policy_logprobs: Sequence[Logprobs | np.ndarray] | None = None,  # of a later policy; None = the step's own
 ) -> WhatIf:
@@ -567,12 +569,12 @@ def reward_lab(
     if step is None and against is None:
         fix = "Pass against=."
         raise RewardError("reward lab", where=where, got="no rewards", expected="two graders to compare", fix=fix)
-    found = recorded_scale(old) if step is not None else ("std", 1)
+    found = recorded_scale(old) if step is not None else ("std", 1, 1e-8)
     if found is None and advantage_scale is None:
         got, fix = "ones that follow no known rule", "Pass advantage_scale."
         raise RewardError("advantages", where=where, got=got, expected=f"{SCALES}", fix=fix)
-    scale, own_ddof = found or ("std", 1)
-    rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof}
+    scale, own_ddof, eps = found or ("std", 1, 1e-8)
+    rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof, "eps": eps}
     if against is not None:
         old, _ = _graded_by(against, None, old, step, rule)
     if not any(g.samples for g in old):

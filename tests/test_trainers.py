@@ -1,0 +1,118 @@
+"Each trainer's preset against its own code: tests/golden/trainers, made by running it (scripts/record_trainers.py)."
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rl_notebook.core.advantages import with_advantages
+from rl_notebook.core.types import Datum, Logprobs, LossError, PromptGroup, RolloutSample
+from rl_notebook.insight.trainers import NOT_HERE, TRAINERS, compare_trainers
+from rl_notebook.insight.whatif import RECORDED, FrozenBatch, flat, what_if
+
+GOLDEN = json.loads((Path(__file__).parent / "golden/trainers/cases.json").read_text())
+WIDTH = GOLDEN["width"]
+OWN: dict[str, dict[str, Any]] = {  # what a step may have been trained with
+    "defaults": {},
+    "dapo": {"policy_loss": "dapo", "eps_clip_c": 4.0, "tis": "token", "icepop_threshold": 2.0, "kl_beta": 0.05},
+    "gspo": {"policy_loss": "gspo", "aggregation": "sequence_mean", "anchor": "rollout"},
+    "vespo": {"policy_loss": "vespo", "vespo_k_pos": 1.0, "tis": "token", "off_policy_mask_threshold": 0.1},
+    "dppo": {"policy_loss": "dppo_tv", "kl_beta": 0.1, "kl_estimator": "k1", "kl_bias_correction": True},
+}
+
+
+def frozen(number: int, options: dict[str, Any], drop: bool = False, scale: str = "std") -> FrozenBatch:
+    "A recorded batch as a step of ours; `drop`: without the groups that have no signal."
+    b = {k: np.array(v) for k, v in GOLDEN["batches"][number].items()}
+    places = np.array_split(np.arange(len(b["rewards"])), GOLDEN["groups"])
+    ids = range(WIDTH + 1)
+    sample = lambda i: RolloutSample(ids, np.zeros(WIDTH + 1), [0, *b["mask"][i]], float(b["rewards"][i]))
+    groups = [PromptGroup(tuple(map(sample, rows)), index=g) for g, rows in enumerate(places)]
+    datums, policy = [], []
+    for g, rows in zip(with_advantages(groups, scale=scale), places, strict=True):
+        for j, i in enumerate(rows if g.advantages.any() or not drop else []):
+            series = {f"{name}_logprobs": b[name][i] for name in ("old", "sampler", "ref")}
+            place = {"group": g.index, "sample": j}
+            datums.append(Datum(ids, b["mask"][i], float(g.advantages[j]), **series, **place))
+            policy.append(Logprobs(b["policy"][i]))
+    return FrozenBatch(tuple(datums), tuple(policy), options, tuple(with_advantages(groups, scale=scale)))
+
+
+def difference(case: dict[str, Any], number: int, options: dict[str, Any], drop: bool = False) -> float:
+    "The largest difference in loss or dL/dlogprob, relative to the largest value."
+    name, batch, whole = case["trainer"], frozen(number, options, drop), frozen(number, options)
+    found = compare_trainers(batch, {name: case["settings"]})
+    row, causes, trained = found.table.loc[name], found.causes, {d.group for d in batch.datums}
+    assert np.isclose(causes["turn"].sum(), 1)
+    assert np.isclose(causes["length"].prod(), row["grad_norm"] / found.table.loc[RECORDED, "grad_norm"])
+    kept = np.repeat([d.group in trained for d in whole.datums], [d.num_loss_tokens for d in whole.datums])
+    theirs = np.array(case["grad"][number])
+    worst = np.abs(flat(batch.datums, found.dlogprobs[name]) - theirs[kept]).max() / np.abs(theirs).max()
+    pulled = theirs[~kept].any()  # the KL of groups that are gone
+    assert pulled == any("dropped" in said for said in found.not_compared[name])
+    return float(worst if pulled else max(worst, abs(row["loss"] / case["loss"][number] - 1)))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_preset_is_its_trainers_own_loss(trainer: str, say) -> None:
+    cases, found = [c for c in GOLDEN["cases"] if c["trainer"] == trainer], []
+    for case in cases:
+        found += [difference(case, number, {}) for number in range(len(case["loss"]))]
+        found += [difference(case, 0, options) for options in OWN.values()]
+        found += [difference(case, 1, {}, drop=True)]
+    assert max(found) < 1e-6
+    say(f"{trainer}: {len(found)} comparisons with its own code, largest relative difference {max(found):.1g}")
+
+
+OTHER: dict[str, tuple[dict[str, Any], str, str]] = {  # a setting of one term, and both sides of the cause in words
+    "denominator": ({"aggregation": "sequence_mean"}, "own tokens × completions of all groups", "tokens of all groups"),
+    "advantage": ({"advantage_scale": "none"}, "r − mean", "(r − mean) / (std + 1e-08)"),
+    "ratio": ({"anchor": "rollout"}, "of each token to the sampler", "of each token to the policy before the step"),
+    "clip": ({"eps_clip": 0.1, "eps_clip_c": 3.0}, "0.9 to 1.1, dual clip 3", "0.8 to 1.2"),
+    "correction": (
+        {"tis": "product", "tis_mode": "mask", "tis_cap": 3.0},
+        "weights of completions (product), 0 outside 0 to 3",
+        "none",
+    ),
+    "masks and bonus": ({"off_policy_mask_threshold": 0.01}, "off_policy_mask_threshold 0.01", "none"),
+    "KL": ({"kl_beta": 0.1}, "0.1 × k3 × ratio to the reference", "none"),
+}
+
+
+@pytest.mark.parametrize("term", OTHER)
+def test_the_one_setting_that_differs_is_the_cause(term: str) -> None:
+    "A step that was trained as TRL would have: nothing differs, and then one thing, whose gradient `what_if` confirms."
+    batch, same = frozen(0, {"policy_loss": "ppo"}), {"advantage_eps": 1e-8}
+    settings, theirs, recorded = OTHER[term]
+    alike = compare_trainers(batch, {"TRL": same})
+    assert (len(alike.causes), alike.table.loc["TRL", "note"]) == (0, "the recorded gradient")
+    found = compare_trainers(batch, {"TRL": {**same, **settings}})
+    (row,) = found.causes.to_dict("records")
+    assert (row["term"], row["theirs"], row["recorded"]) == (term, theirs, recorded)
+    bias = {"kl_bias_correction": True} if term == "KL" else {}
+    confirmed = what_if(batch, {"x": {**settings, **bias}}).dlogprobs["x"]
+    np.testing.assert_allclose(flat(batch.datums, found.dlogprobs["TRL"]), flat(batch.datums, confirmed), atol=1e-12)
+    assert f"{term}: {theirs} (recorded: {recorded})" in repr(found)
+
+
+def test_what_cannot_be_compared_is_named() -> None:
+    batch = frozen(0, {"policy_loss": "ppo"})
+    blind = replace(batch, datums=tuple(replace(d, sampler_logprobs=None, ref_logprobs=None) for d in batch.datums))
+    found = compare_trainers(replace(blind, groups=()))
+    said = {name: " ".join(notes) for name, notes in found.not_compared.items()}
+    assert set(found.causes["term"]) == {"denominator", "clip"}
+    assert "KL, since the record lacks the reference's logprobs" in said["SkyRL"]
+    assert "ratio, since the record lacks the sampler's logprobs" in said["tinker-cookbook"]
+    assert all(NOT_HERE[name] in said[name] for name in NOT_HERE)
+    assert all("advantage, since the record lacks the rewards" in notes for notes in said.values())
+    own = compare_trainers(frozen(0, {"policy_loss": "ppo"}, drop=True), {"SkyRL": {"micro_batch": 3}})
+    assert {"KL of groups that were dropped before training"} < set(own.not_compared["SkyRL"])
+    with pytest.raises(LossError, match="trainers: got 'verl'; expected"):
+        compare_trainers(batch, "verl")  # type: ignore[arg-type]
+    with pytest.raises(LossError, match="Did you mean 'verl'"):
+        compare_trainers(batch, {"Verl": {}})
+    with pytest.raises(LossError, match="micro_batch: got 2 updates"):
+        compare_trainers(replace(batch, updates=(4, 8)), {"TRL": {"micro_batch": 2}})
