@@ -26,13 +26,7 @@ from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import LossOptions
 from rl_notebook.core.metrics import step_metrics
-from rl_notebook.core.types import (
-    Datum,
-    Logprobs,
-    PromptGroup,
-    RecordError,
-    RLNotebookError,
-)
+from rl_notebook.core.types import Datum, Logprobs, PromptGroup, RecordError, RLNotebookError
 from rl_notebook.insight.doctor.doctor import diagnose
 from rl_notebook.insight.whatif import attribution, reward_lab, what_if
 from rl_notebook.insight.xray import invariants, sentence, xray

@@ -24,35 +24,11 @@ from synthetic import beside, synthetic_record
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RecordError
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.views.charts import (
-    COLORS,
-    LOOKS,
-    Chart,
-    LiveCharts,
-    asset,
-    chart,
-    charts,
-    plotly_script,
-    svg,
-    timeline_figure,
-)
-from rl_notebook.views.payloads import (
-    BARS,
-    DRAWN,
-    History,
-    advantages_payload,
-    counts_payload,
-    dead_marks,
-    downsample,
-    history_row,
-    kl_payload,
-    packed_lanes,
-    reward_payload,
-    run_payloads,
-    series,
-    step_payloads,
-    timeline_payload,
-)
+from rl_notebook.views.charts import COLORS, LOOKS, Chart, LiveCharts, asset, chart, charts, plotly_script, svg
+from rl_notebook.views.charts import timeline_figure
+from rl_notebook.views.payloads import BARS, DRAWN, History, advantages_payload, counts_payload, dead_marks, downsample
+from rl_notebook.views.payloads import history_row, kl_payload, packed_lanes, reward_payload, run_payloads, series
+from rl_notebook.views.payloads import step_payloads, timeline_payload
 
 
 def drawn(record: StepRecord, steps: int = 5) -> dict[str, Chart]:

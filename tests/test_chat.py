@@ -11,17 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl_notebook.task.chat import (
-    check_fits,
-    check_tokenizer,
-    drawn_logprobs,
-    encode_prompt,
-    render,
-    sample_from_completion,
-    start_conversation,
-    template_end,
-    turn_ends,
-)
+from rl_notebook.task.chat import check_fits, check_tokenizer, drawn_logprobs, encode_prompt, render
+from rl_notebook.task.chat import sample_from_completion, start_conversation, template_end, turn_ends
 from rl_notebook.core.types import AlignmentError, Completion, ConfigError, DataError, SampleParams
 from rl_notebook.task.data import load_rows, make_row
 

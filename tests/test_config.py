@@ -19,23 +19,9 @@ from hypothesis import strategies as st
 
 import rl_notebook as rln
 from rl_notebook.config import aliases as m
-from rl_notebook.config.config import (
-    CISPOConfig,
-    Config,
-    DAPOConfig,
-    DeployConfig,
-    DROConfig,
-    GSPOConfig,
-    HotloadConfig,
-    InfraConfig,
-    ISConfig,
-    ResumeConfig,
-    TISConfig,
-    TrainerConfig,
-    WandBConfig,
-    WeightSyncConfig,
-    WeightSyncScope,
-)
+from rl_notebook.config.config import CISPOConfig, Config, DAPOConfig, DeployConfig, DROConfig, GSPOConfig
+from rl_notebook.config.config import HotloadConfig, InfraConfig, ISConfig, ResumeConfig, TISConfig, TrainerConfig
+from rl_notebook.config.config import WandBConfig, WeightSyncConfig, WeightSyncScope
 from rl_notebook.config.settings import AdvantageScale
 from rl_notebook.cli import parse_train
 from rl_notebook.core.types import ConfigError, SampleParams

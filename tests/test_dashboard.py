@@ -14,13 +14,7 @@ from tiny_models import one_thread
 
 from rl_notebook.core.types import PhaseError
 from rl_notebook.runs.records import utf8
-from rl_notebook.views.dashboard import (
-    COLUMNS,
-    Dashboard,
-    dashboards_of,
-    step_table,
-    tick,
-)
+from rl_notebook.views.dashboard import COLUMNS, Dashboard, dashboards_of, step_table, tick
 from rl_notebook.views.player import ACTIVE_PLAYERS
 
 __all__ = ["one_thread"]

@@ -28,20 +28,9 @@ from rl_notebook.backends.services import resources
 from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
 from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.backends.services.wire import Secret
-from rl_notebook.backends.services.provision import (
-    DeployConfig,
-    TrainerConfig,
-    InfraConfig,
-    ReconnectableClient,
-    ResourceCleanup,
-    ResourceFile,
-    ResourceState,
-    clean_leftovers,
-    create_trainer_job,
-    leftovers,
-    setup_deployment,
-    setup_infra,
-)
+from rl_notebook.backends.services.provision import DeployConfig, TrainerConfig, InfraConfig, ReconnectableClient
+from rl_notebook.backends.services.provision import ResourceCleanup, ResourceFile, ResourceState, clean_leftovers
+from rl_notebook.backends.services.provision import create_trainer_job, leftovers, setup_deployment, setup_infra
 from rl_notebook.config.config import Config, ResumeConfig
 from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.loop.setup import rollout_setup

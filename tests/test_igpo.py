@@ -15,34 +15,12 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config, IGPOConfig
 from rl_notebook.core.datums import datums_from_groups
 from rl_notebook.core.losses import POLICY_LOSSES, make_loss_fn
-from rl_notebook.core.types import (
-    AlignmentError,
-    BackendError,
-    DataError,
-    Datum,
-    Logprobs,
-    PromptGroup,
-    RewardError,
-    RolloutRun,
-    RolloutSample,
-    SampleParams,
-)
+from rl_notebook.core.types import AlignmentError, BackendError, DataError, Datum, Logprobs, PromptGroup, RewardError
+from rl_notebook.core.types import RolloutRun, RolloutSample, SampleParams
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
-from rl_notebook.loop.igpo import (
-    AnswerScorer,
-    AnswerTokens,
-    answer_tokens,
-    has_turn_signal,
-    igpo_advantages,
-    igpo_table,
-    information_gain,
-    prefix_ends,
-    right_answer,
-    sample_scores,
-    turn_advantages,
-    with_information_gain,
-    z_normalize,
-)
+from rl_notebook.loop.igpo import AnswerScorer, AnswerTokens, answer_tokens, has_turn_signal, igpo_advantages
+from rl_notebook.loop.igpo import igpo_table, information_gain, prefix_ends, right_answer, sample_scores
+from rl_notebook.loop.igpo import turn_advantages, with_information_gain, z_normalize
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.rollouts import RolloutSetup, encode_rows, sample_prompt
 from rl_notebook.recipes import igpo_loop

@@ -16,13 +16,7 @@ from hypothesis import strategies as st
 
 from rl_notebook.core.builtin import BUILTIN_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from rl_notebook.core.types import Datum, LossError
-from rl_notebook.core.losses import (
-    AGGREGATIONS,
-    POLICY_LOSSES,
-    LossOptions,
-    make_loss_fn,
-    natural_denominator,
-)
+from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, natural_denominator
 
 EXAMPLES = settings(max_examples=25)
 BY_CALL = {"kl_cov", "clip_cov"}  # their means and shares are those of one call

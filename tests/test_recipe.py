@@ -16,26 +16,10 @@ from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.backends.local.trainer import open_local, read_folder
 from rl_notebook.cli import main as command
 from rl_notebook.config.config import DeployConfig
-from rl_notebook.core.types import (
-    BackendError,
-    ConfigError,
-    DataError,
-    PhaseError,
-    RLNotebookError,
-    RolloutRun,
-    RolloutSample,
-    SampleParams,
-)
+from rl_notebook.core.types import BackendError, ConfigError, DataError, PhaseError, RLNotebookError, RolloutRun
+from rl_notebook.core.types import RolloutSample, SampleParams
 from rl_notebook.recipes import async_rl_loop, rl_loop
-from rl_notebook.recipes.rl_loop import (
-    Config,
-    Problem,
-    RunResult,
-    load_problem,
-    main,
-    make_problem,
-    train,
-)
+from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, load_problem, main, make_problem, train
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.chat import sample_from_completion

@@ -23,27 +23,10 @@ from rl_notebook.core.types import ConfigError, RecordError
 from rl_notebook.insight.xray import sentence
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import RunFolder
-from rl_notebook.views.payloads import (
-    History,
-    advantages_payload,
-    reward_payload,
-    run_payloads,
-)
-from rl_notebook.views.report import (
-    completions_html,
-    tokens_payload,
-    Known,
-    Status,
-    charts_of_last_step,
-    charts_over_steps,
-    compare,
-    follow,
-    linked,
-    material,
-    report_html,
-    run_status,
-    write_report,
-)
+from rl_notebook.views.payloads import History, advantages_payload, reward_payload, run_payloads
+from rl_notebook.views.report import completions_html, tokens_payload, Known, Status, charts_of_last_step
+from rl_notebook.views.report import charts_over_steps, compare, follow, linked, material, report_html, run_status
+from rl_notebook.views.report import write_report
 
 CONFIG = {"base_model": "tiny", "dataset": "toy", "policy_loss": "grpo", "kl_beta": 0.001, "note": None}
 

@@ -14,28 +14,11 @@ from hypothesis import strategies as st
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import (
-    AlignmentError,
-    BackendError,
-    Completion,
-    ConfigError,
-    RewardError,
-    RolloutRun,
-    RolloutSample,
-    SampleParams,
-)
+from rl_notebook.core.types import AlignmentError, BackendError, Completion, ConfigError, RewardError, RolloutRun
+from rl_notebook.core.types import RolloutSample, SampleParams
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.loop.rollouts import (
-    Breaker,
-    RolloutSetup,
-    as_rollout_fn,
-    assemble,
-    draw_completions,
-    draw_rollouts,
-    draw_seed,
-    is_rollout_fn,
-    prompt_seed,
-)
+from rl_notebook.loop.rollouts import Breaker, RolloutSetup, as_rollout_fn, assemble, draw_completions, draw_rollouts
+from rl_notebook.loop.rollouts import draw_seed, is_rollout_fn, prompt_seed
 from rl_notebook.recipes.open import build_deployment_sampler
 from rl_notebook.task.chat import sample_from_completion, start_conversation
 from rl_notebook.task.data import Prompt, Rollouts, Row, load_rows

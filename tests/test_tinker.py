@@ -24,30 +24,12 @@ from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.wire import Secret
-from rl_notebook.backends.services.link import (
-    ENCODINGS,
-    Limits,
-    Link,
-    ServiceTrainer,
-    SdkAdapter,
-    is_lost,
-    label_of,
-    read_logprobs,
-    state_name,
-    version_in,
-)
+from rl_notebook.backends.services.link import ENCODINGS, Limits, Link, ServiceTrainer, SdkAdapter, is_lost, label_of
+from rl_notebook.backends.services.link import read_logprobs, state_name, version_in
 from rl_notebook.backends.services.tinker import Session, TinkerSampler, load_or_remake, open_tinker, tinker_sdk
 from rl_notebook.recipes.open import open_backend
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import (
-    AdamParams,
-    BackendError,
-    ConfigError,
-    Datum,
-    LossError,
-    MissingExtra,
-    SampleParams,
-)
+from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, LossError, MissingExtra, SampleParams
 from rl_notebook.core.losses import LossOptions, make_loss_fn
 
 __all__ = ["one_thread"]

@@ -23,11 +23,7 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.show.html import shown_text, token_text
 from rl_notebook.views import tokens as views
 from rl_notebook.views.charts import module
-from rl_notebook.views.payloads import (
-    all_series,
-    token_payload,
-    token_rows,
-)
+from rl_notebook.views.payloads import all_series, token_payload, token_rows
 from rl_notebook.views.tokens import inspect_tokens, overview_payload, WithFallback
 from rl_notebook.views.whatif import WhatIfPanel
 

@@ -7,10 +7,7 @@ from synthetic import synthetic_record
 from rl_notebook.core.losses import POLICY_LOSSES
 from rl_notebook.insight.whatif import what_if
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.views.whatif import (
-    CHOSEN,
-    WhatIfPanel,
-)
+from rl_notebook.views.whatif import CHOSEN, WhatIfPanel
 
 
 @pytest.fixture
