@@ -144,7 +144,9 @@ def is_passing(error: BaseException) -> bool:
     return isinstance(error, AskAgain)
 
 
-def _policy(retries: Retries, again: Judge, over: Callable[[Any], Any] | None, rng: Any) -> dict[str, Any]:
+def _policy(
+    retries: Retries, again: Judge, over: Callable[[Any], Any] | None = None, rng: Any = None
+) -> dict[str, Any]:
     "Arguments of tenacity's `Retrying`."
     rng, in_line_s = np.random.default_rng(retries.seed) if rng is None else rng, 0.0
 
@@ -183,13 +185,7 @@ async def with_retries(
 
 
 def with_retries_blocking(
-    call: Callable[[], T],
-    retries: Retries,
-    again: Judge = is_passing,
-    *,
-    over: Callable[[Any], Any] | None = None,
-    rng: np.random.Generator | None = None,
-    sleep: Callable[[float], Any] = time.sleep,
+    call: Callable[[], T], retries: Retries, again: Judge = is_passing, *, sleep: Any = time.sleep, **how: Any
 ) -> T:
-    "`with_retries` for a call that blocks, from a thread of its own."
-    return Retrying(sleep=sleep, **_policy(retries, again, over, rng))(call)
+    "`with_retries` for a call that blocks, from a thread of its own; `how`: its `over` and `rng`."
+    return Retrying(sleep=sleep, **_policy(retries, again, **how))(call)

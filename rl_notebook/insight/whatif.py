@@ -56,7 +56,21 @@ class FrozenBatch:
     @classmethod
     def of(cls, source: StepRecord | FrozenBatch) -> FrozenBatch:
         "The batch of a record; raises `LossError` when the step trained nothing."
-        return source if isinstance(source, FrozenBatch) else freeze(source)
+        if isinstance(source, FrozenBatch):
+            return source
+        expect(source, StepRecord, "frozen batch")
+        where, loss = f"step {source.step}", source.loss
+        if loss is None or not any(d.num_loss_tokens for d in source.datums):
+            got = "no loss" if loss is None else "no token in the loss"
+            got = f"nothing that was trained: {source.reason}" if source.reason else got
+            fix = "Choose a record whose `trained` is true."
+            raise LossError("frozen batch", where=where, got=got, expected="a step with datums and logprobs", fix=fix)
+        check_finite("policy_logprobs", source.datums, loss.logprobs, where)
+        both = zip(source.datums, loss.logprobs, strict=True)
+        anchored = [d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values) for d, lp in both]
+        options, custom = own_options(source.options, where)
+        facts = {"custom": custom, "step": source.step, "updates": source.updates}
+        return cls(tuple(anchored), loss.logprobs, options, source.groups, loss, **facts)
 
     def moved(self, policy_logprobs: Sequence[Logprobs | np.ndarray]) -> FrozenBatch:
         "The same batch under a later policy; ratios are counted from where the step began."
@@ -103,23 +117,6 @@ def check_finite(name: str, datums: Sequence[Datum], series: Sequence[Logprobs |
     "Raises `AlignmentError` unless there is one finite series of the right length per datum."
     for d, values in zip(datums, target_series(name, series, datums), strict=True):
         require_finite(values, d.weights, name=name, where=f"{where}, {d.where}")
-
-
-def freeze(record: StepRecord) -> FrozenBatch:
-    "See `FrozenBatch.of`."
-    expect(record, StepRecord, "frozen batch")
-    where = f"step {record.step}"
-    if record.loss is None or not any(d.num_loss_tokens for d in record.datums):
-        got = "no loss" if record.loss is None else "no token in the loss"
-        got = f"nothing that was trained: {record.reason}" if record.reason else got
-        fix = "Choose a record whose `trained` is true."
-        raise LossError("frozen batch", where=where, got=got, expected="a step with datums and logprobs", fix=fix)
-    check_finite("policy_logprobs", record.datums, record.loss.logprobs, where)
-    both = zip(record.datums, record.loss.logprobs, strict=True)
-    anchored = [d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values) for d, lp in both]
-    options, custom = own_options(record.options, where)
-    series, groups = record.loss.logprobs, record.groups
-    return FrozenBatch(tuple(anchored), series, options, groups, record.loss, custom, record.step, record.updates)
 
 # %% ../../nbs/insight/01_whatif.ipynb #733256fb
 LOSS_SETTINGS = tuple(f.name for f in fields(LossOptions))

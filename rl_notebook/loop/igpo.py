@@ -20,6 +20,7 @@ from ..config.config import IGPOConfig
 from ..core.types import AlignmentError, BackendError, DataError, Logprobs, PromptGroup
 from ..core.types import RewardError, RolloutRun, RolloutSample, frozen_array
 from ..runs.records import StepRecord
+from ..task.chat import first_difference
 from ..task.rewards import final_answer
 from .rollouts import RolloutFactory, RolloutFn, RolloutSetup, as_rollout_fn, first_parameter
 
@@ -42,8 +43,7 @@ def answer_tokens(tokenizer: Any, answer: Any, lead: str = "", where: str | None
         raise DataError("answer", where=where, got=repr(answer), expected="a text or a number", fix=fix)
     encode = lambda part: list(tokenizer(part, add_special_tokens=False)["input_ids"])
     ids, before = encode(lead + text), encode(lead) if lead else []
-    same = [a == b for a, b in zip(ids, before, strict=False)]
-    given = same.index(False) if False in same else min(len(same), len(ids) - 1)
+    given = min(first_difference(ids, before), len(ids) - 1)
     return AnswerTokens(tuple(ids[:given]), tuple(ids[given:]))
 
 # %% ../../nbs/loop/13_igpo.ipynb #4566d298

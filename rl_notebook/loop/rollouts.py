@@ -525,11 +525,11 @@ async def draw_one(
     *,
     seed: int = 0,  # of the run
     round: int = 0,
-    context: Mapping[str, Any] | None = None,  # `epoch`, `evaluation`
-    retries: int = 0,
-    breaker: Breaker | None = None,
-    unfit: str = "drop",
-    sleep: Sleep = asyncio.sleep,
+    context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for functions that ask for them
+    retries: int = 0,  # after a transient failure
+    breaker: Breaker | None = None,  # ends the run when too many connections are lost
+    unfit: str = "drop",  # a turn that the chat template does not continue: the draw is lost; "raise" = an error
+    sleep: Sleep = asyncio.sleep,  # takes seconds
 ) -> Segments | Lost:
     "One draw of a rollout function: what it left behind, or why there is nothing."
     where = f"group {prompt.index} (row {prompt.row.key!r}, number {prompt.number}), rollout {index}"
@@ -569,19 +569,14 @@ async def draw_rollouts(
     n: int,  # draws
     seed: int = 0,  # of the run
     *,
-    context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for functions that ask for them
-    retries: int = 0,  # of a draw, after a transient failure
     group_retries: int = 0,  # rounds in which lost draws are made again
-    breaker: Breaker | None = None,  # ends the run when too many connections are lost
-    unfit: str = "drop",  # a turn that the chat template does not continue: its draw is lost; "raise" = an error
-    sleep: Sleep = asyncio.sleep,  # takes seconds
+    **how: Any,  # `context`, `retries`, `breaker`, `unfit` and `sleep` of `draw_one`
 ) -> Rollouts:
     "Call a rollout function n times at once for one prompt; lost draws become reasons, other failures are raised."
     fn = as_rollout_fn(rollout_fn)
-    same = {"seed": seed, "context": context, "retries": retries, "breaker": breaker, "unfit": unfit, "sleep": sleep}
 
     async def draw(missing: list[int], round: int) -> Sequence[Segments | Lost]:
-        return await together([draw_one(fn, prompt, i, round=round, **same) for i in missing])
+        return await together([draw_one(fn, prompt, i, seed=seed, round=round, **how) for i in missing])
 
     return gather_draws(prompt, *await in_rounds(draw, n, group_retries))
 

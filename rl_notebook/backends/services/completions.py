@@ -22,7 +22,7 @@ from ..local.engine import check_tokens
 from .wire import ODD, Refused, Secret, Wire, one_line
 from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
-from ...core.retries import AdaptiveLimit, Retries
+from ...core.retries import Retries
 from ...core.types import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
 from ...core.types import quoted
 
@@ -245,11 +245,9 @@ class OpenAISampler:
         max_seq_len: int | None = None,  # longest prompt plus completion, if known
         vocab_size: int | None = None,  # tokens that the model knows, if known
         meter: Meter | None = None,  # counts tokens
-        retries: Retries = Retries(),
-        limit: AdaptiveLimit | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,  # None = the network
+        **wire: Any,  # `retries`, `limit` and `transport` of the `Wire`
     ):
-        self.wire = Wire(base_url, key, retries=retries, limit=limit, transport=transport)
+        self.wire = Wire(base_url, key, **wire)
         self.model, self.tokenizer = model, tokenizer
         self.kind: Kind = kind
         if not isinstance(dialect, Dialect) and dialect not in (None, *DIALECTS):
