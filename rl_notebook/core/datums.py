@@ -72,11 +72,9 @@ def warn_truncated(datums: Sequence[Datum], max_seq_len: int | None) -> None:
     cut = [d for d in datums if d.truncated_tokens]
     if cut:
         empty = sum(d.num_loss_tokens == 0 for d in cut)
-        warnings.warn(
-            f"{len(cut)} of {len(datums)} datums were cut to max_seq_len={max_seq_len} tokens, "
-            f"{max(d.truncated_tokens for d in cut)} tokens at most; {empty} have no loss token left",
-            stacklevel=3,
-        )
+        text = f"{len(cut)} of {len(datums)} datums were cut to max_seq_len={max_seq_len} tokens, "
+        text += f"{max(d.truncated_tokens for d in cut)} tokens at most; {empty} have no loss token left"
+        warnings.warn(text, stacklevel=3)
 
 # %% ../../nbs/core/06_datums.ipynb #7365f5b2
 _OVERLONG = ("keep", "mask")  # what to do with completions that were cut at their token budget

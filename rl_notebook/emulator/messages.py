@@ -126,9 +126,8 @@ PROTO_DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}  # of Tensor.dtype
 def proto_tensor(tensor: Any, where: str) -> np.ndarray:
     "The array of a protobuf tensor; raises `DatumError`."
     if tensor.HasField("sparse_csr") or tensor.dtype not in PROTO_DTYPES:
-        raise DatumError(
-            "tensor", where=where, got="sparse, or of an unknown dtype", expected="dense int64, int32 or float32"
-        )
+        got, expected = "sparse, or of an unknown dtype", "dense int64, int32 or float32"
+        raise DatumError("tensor", where=where, got=got, expected=expected)
     values = np.frombuffer(tensor.dense, dtype=PROTO_DTYPES[tensor.dtype])
     return values.reshape(list(tensor.shape)) if tensor.shape else values
 

@@ -207,7 +207,8 @@ def check_agreement(
     if allowed.explains(gap):
         return [*checks, Finding("sampler", True, text)]
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rln.diagnose)."
-    return [*checks, Finding("sampler", False, text, str(allowed), fix, gap.where, gap.size)]
+    apart = Finding("sampler", False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
+    return [*checks, apart]
 
 # %% ../../nbs/insight/04_preflight.ipynb #177f1d34
 @dataclass(frozen=True, repr=False)

@@ -408,14 +408,14 @@ def check_advantages(record: StepRecord) -> Finding:
             uncentred = bool((own * (g.rewards - g.rewards.mean())[g.run_starts] < -1e-6).any())
         if uncentred:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
-            return check(False, "a group does not sum to 0", "0", fix, g.where, short(float(own.sum())))
+            return check(False, "a group does not sum to 0", expected="0", fix=fix, where=g.where, got=short(own.sum()))
     for d in record.datums:
         own, carried = found.get(d.group), np.asarray(d.advantage)
         if own is None or d.sample >= len(own) or np.ptp(carried) > 0:
             continue
         if off(carried.mean() - own[d.sample], abs(own[d.sample])):
             text, fix = "a datum carries another advantage than its sample", "Are datums and samples in the same order?"
-            return check(False, text, short(float(own[d.sample])), fix, d.where, short(float(carried.mean())))
+            return check(False, text, expected=short(own[d.sample]), fix=fix, where=d.where, got=short(carried.mean()))
     sides = [within_groups(record.groups, of) for of in (lambda g: g.advantages, lambda g: g.rewards)]
     if (corr := correlation(*sides)) < -0.5:
         text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
@@ -425,7 +425,8 @@ def check_advantages(record: StepRecord) -> Finding:
     if own_function and apart:
         where = f"in {len(apart)} of {len(live)} live groups"
         text = f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}"
-        return check(None, text, "0", "", f"group {apart[0]}", short(float(found[apart[0]].sum())), notable=True)
+        told = {"where": f"group {apart[0]}", "got": short(found[apart[0]].sum())}
+        return check(None, text, expected="0", **told, notable=True)
     if own_function:
         return check(None, "they are those of an advantage_fn, which is not judged")
     return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
@@ -457,7 +458,8 @@ def check_mask(record: StepRecord) -> Finding:
     for d, dlogprob in zip(record.datums, dlogprobs, strict=True):
         what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), dlogprob)
         if what:
-            return check(False, what, expected, "Make datums with datums_from_groups.", d.where, got)
+            fix = "Make datums with datums_from_groups."
+            return check(False, what, expected=expected, fix=fix, where=d.where, got=got)
     if begins := prompt_in_loss(record.groups):
         text = f"the prompt is in the loss: all completions of a group begin with the same {begins} tokens or more"
         fix = "The loss_mask of a rollout is 1 only where the policy sampled the token."
@@ -511,7 +513,8 @@ def check_temperature(
     where, drawn, at = apart[0]
     got = f"{drawn:g}, in {len(apart)} of {len(both)} completions"
     fix = "Does a server or a rollout function set a temperature of its own? Draw at that of the config."
-    return Finding(name, False, f"drawn at {drawn:g}, scored at {at:g}: the ratio is not 1", f"{at:g}", fix, where, got)
+    text = f"drawn at {drawn:g}, scored at {at:g}: the ratio is not 1"
+    return Finding(name, False, text, expected=f"{at:g}", fix=fix, where=where, got=got)
 
 # %% ../../nbs/insight/00_xray.ipynb #2a8b916c
 def sampler_words(record: StepRecord, allowed: Rounding) -> str:
@@ -547,7 +550,7 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Findi
         return check(None, needed, notable=True)
     fix = "The weights are the same: ask the alignment doctor (rln.diagnose) which cause explains it."
     text = f"the policy is not what the sampler drew from{sampler_words(record, allowed)}: {text}"
-    return check(False, text, str(allowed), fix, gap.where, gap.size)
+    return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
 
 # %% ../../nbs/insight/00_xray.ipynb #c81ff8c4
 FAR = 1.0  # nats a token between policy and reference from which they are far apart
@@ -583,13 +586,13 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
     if gap is None:
         return check(None, "no reference logprobs were attached, or every target is masked")
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    apart, allowed = gap.size, tolerance(policy)
+    allowed = tolerance(policy)
     if begins(record):
         if allowed.explains(gap):
             return check(True, f"KL 0 before the first update: {text}")
         fix = "Is it scored at the same temperature and without dropout?"
         text = f"the reference is not the model that training starts from: {text}"
-        return check(False, text, str(allowed), fix, gap.where, apart)
+        return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
     moved = previous.metrics.get("update_norm", 0.0) if previous and previous.step == record.step - 1 else 0.0
     if gap.largest == 0 and moved > 0 and allowed == ROUNDING["float32"]:
         text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
@@ -602,7 +605,7 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
         kl = record.metrics.get("kl", math.nan)
         text = f"the policy is far from the reference (KL {short(kl)}): {text}"
         fix = "A smaller learning rate, a larger kl_beta, or a checkpoint from before it left."
-        return check(False, text, f"below {FAR:g} on average", fix, gap.where, apart)
+        return check(False, text, expected=f"below {FAR:g} on average", fix=fix, where=gap.where, got=gap.size)
     return check(True, text)
 
 # %% ../../nbs/insight/00_xray.ipynb #ec28e5ec
@@ -618,7 +621,8 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
     if without and reads_sampler(record):
         fix = "Use a sampler that reports them, or switch the correction off."
         got = f"none in {len(without)} datums"
-        return check(False, "the loss needs sampler logprobs", "one per target", fix, without[0], got)
+        text, expected = "the loss needs sampler logprobs", "one per target"
+        return check(False, text, expected=expected, fix=fix, where=without[0], got=got)
     age = record.metrics.get("staleness/max", 0.0)
     old = f"samples are up to {age:g} sync{'s' * (age != 1)} stale" if age > 0 else words
     has_ratio = record.options.get("policy_loss", "grpo") not in NO_RATIO

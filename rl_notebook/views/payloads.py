@@ -367,10 +367,7 @@ def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
 # %% ../../nbs/views/01_payloads.ipynb #d35489fb
 def step_payloads(record: StepRecord, start: int = 0) -> dict[str, dict[str, Any]]:
     "What is drawn of one step, by chart."
-    return {
-        "advantages": advantages_payload(record, start, ROWS),
-        "rewards counted": counts_payload(record),
-    }
+    return {"advantages": advantages_payload(record, start, ROWS), "rewards counted": counts_payload(record)}
 
 # %% ../../nbs/views/01_payloads.ipynb #96a32bb2
 def _number(value: float | None) -> float | None:

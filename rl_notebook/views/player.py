@@ -117,11 +117,8 @@ ACTIVE_PLAYERS: weakref.WeakSet[Player] = weakref.WeakSet()
 
 def unrelated_players(loop: Loop) -> list[Player]:
     "Players of other loops on the same backend that do not take turns with this one."
-    return [
-        p
-        for p in ACTIVE_PLAYERS
-        if p.loop.weights.shared is loop.weights.shared and p.loop.weights.family is not loop.weights.family
-    ]
+    mine, others = loop.weights, [(p, p.loop.weights) for p in ACTIVE_PLAYERS]
+    return [p for p, theirs in others if theirs.shared is mine.shared and theirs.family is not mine.family]
 
 # %% ../../nbs/views/00_player.ipynb #19d6e66b
 class Player:
