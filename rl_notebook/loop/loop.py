@@ -249,8 +249,6 @@ class RunRecords(list[StepRecord]):
 
 # %% ../../nbs/loop/11_loop.ipynb #7805bd1c
 CHECKS = ["rl_notebook.insight.xray:failed_words"]  # each gives, in words, what did not hold in a step
-SCRIPT = "rl_notebook.recipes.script"  # writes a loop down
-SERVE = "rl_notebook.agents.serve"  # puts its policy behind an address
 TRENDS = "rl_notebook.insight.trends:new_words"  # gives, in words by step, what is new from a step on
 
 
@@ -346,16 +344,16 @@ class GRPOLoop(Loop):
         """`async with loop.serve() as server`: the policy behind an OpenAI-compatible address of this machine.
 
         An agent plays a rollout at `server.rollout().url`; `agents.serve.serve` takes the options."""
-        return named_function(f"{SERVE}:serve_loop", "serve", ConfigError)(self, **options)
+        return named_function("rl_notebook.agents.serve:serve_loop", "serve", ConfigError)(self, **options)
 
     def to_config(self) -> Config:
         """The settings, with names for functions and rows: `rl-notebook train` makes the same steps with them.
 
         Raises `ConfigError` for what it cannot name; `to_script` can."""
-        return named_function(f"{SCRIPT}:loop_config", "to_config", ConfigError)(self)
+        return named_function("rl_notebook.recipes.script:loop_config", "to_config", ConfigError)(self)
 
     def to_script(self, path: str | os.PathLike[str] = "run.py") -> Any:
         """Write a Python file that makes the same steps, with a YAML file and, where it needs them, rows beside it.
 
         Functions of files are imported, those of cells come with their source; raises `ConfigError` for others."""
-        return named_function(f"{SCRIPT}:loop_script", "to_script", ConfigError)(self, path)
+        return named_function("rl_notebook.recipes.script:loop_script", "to_script", ConfigError)(self, path)
