@@ -67,26 +67,26 @@ def test_a_preset_is_its_trainers_own_loss(trainer: str, say) -> None:
     say(f"{trainer}: {len(found)} comparisons with its own code, largest relative difference {max(found):.1g}")
 
 
-OTHER: dict[str, tuple[dict[str, Any], str, str]] = {  # a setting of one term, and both sides of the cause in words
-    "denominator": ({"aggregation": "sequence_mean"}, "own tokens × completions of all groups", "tokens of all groups"),
-    "advantage": ({"advantage_scale": "none"}, "r − mean", "(r − mean) / (std + 1e-08)"),
-    "ratio": ({"anchor": "rollout"}, "of each token to the sampler", "of each token to the policy before the step"),
-    "clip": ({"eps_clip": 0.1, "eps_clip_c": 3.0}, "0.9 to 1.1, dual clip 3", "0.8 to 1.2"),
-    "correction": (
-        {"tis": "product", "tis_mode": "mask", "tis_cap": 3.0},
-        "weights of completions (product), 0 outside 0 to 3",
-        "none",
-    ),
-    "masks and bonus": ({"off_policy_mask_threshold": 0.01}, "off_policy_mask_threshold 0.01", "none"),
-    "KL": ({"kl_beta": 0.1}, "0.1 × k3 × ratio to the reference", "none"),
-}
+BEFORE, SAPO = "the policy before the step", {"policy_loss": "sapo", "sapo_temperature_pos": 2.0}
+TRUNCATED = {"tis": "product", "tis_mode": "mask", "tis_cap": 3.0}
+OTHER: list[tuple[str, dict[str, Any], str, str]] = [  # a term, settings of it alone, and both sides of the cause
+    ("denominator", {"aggregation": "sequence_mean"}, "own tokens × completions of all groups", "tokens of all groups"),
+    ("advantage", {"advantage_scale": "none"}, "r − mean", "(r − mean) / (std + 1e-08)"),
+    ("ratio", {"anchor": "rollout"}, "of each token to the sampler", f"of each token to {BEFORE}"),
+    ("ratio", SAPO, f"as in sapo (sapo_temperature_pos=2.0), to {BEFORE}", f"of each token to {BEFORE}"),
+    ("clip", {"eps_clip": 0.1, "eps_clip_c": 3.0}, "0.9 to 1.1, dual clip 3", "0.8 to 1.2"),
+    ("correction", TRUNCATED, "weights of completions (product), 0 outside 0 to 3", "none"),
+    ("masks and bonus", {"off_policy_mask_threshold": 0.01}, "off_policy_mask_threshold 0.01", "none"),
+    ("KL", {"kl_beta": 0.1}, "0.1 × k3 × ratio to the reference", "none"),
+]
 
 
-@pytest.mark.parametrize("term", OTHER)
-def test_the_one_setting_that_differs_is_the_cause(term: str) -> None:
+@pytest.mark.parametrize(("term", "settings", "theirs", "recorded"), OTHER)
+def test_the_one_setting_that_differs_is_the_cause(
+    term: str, settings: dict[str, Any], theirs: str, recorded: str
+) -> None:
     "A step that was trained as TRL would have: nothing differs, and then one thing, whose gradient `what_if` confirms."
     batch, same = frozen(0, {"policy_loss": "ppo"}), {"advantage_eps": 1e-8}
-    settings, theirs, recorded = OTHER[term]
     alike = compare_trainers(batch, {"TRL": same})
     assert (len(alike.causes), alike.table.loc["TRL", "note"]) == (0, "the recorded gradient")
     found = compare_trainers(batch, {"TRL": {**same, **settings}})
@@ -96,6 +96,12 @@ def test_the_one_setting_that_differs_is_the_cause(term: str) -> None:
     confirmed = what_if(batch, {"x": {**settings, **bias}}).dlogprobs["x"]
     np.testing.assert_allclose(flat(batch.datums, found.dlogprobs["TRL"]), flat(batch.datums, confirmed), atol=1e-12)
     assert f"{term}: {theirs} (recorded: {recorded})" in repr(found)
+
+
+def test_whether_a_step_trained_dead_groups_changes_no_trainer_that_leaves_them_out() -> None:
+    for settings in ({}, {"aggregation": "sequence_mean"}, {"aggregation": "sample_mean"}):
+        found = [compare_trainers(frozen(0, {}, drop), {"Fireworks": settings}) for drop in (False, True)]
+        assert np.isclose(*(one.table["grad_norm"]["Fireworks"] for one in found), rtol=1e-12)
 
 
 def test_what_cannot_be_compared_is_named() -> None:
