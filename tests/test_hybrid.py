@@ -13,6 +13,7 @@ import transformers
 from tiny_models import byte_tokenizer, one_thread  # noqa: F401 (the fixture is used by every test)
 
 import rl_notebook as rln
+from rl_notebook.backends.local.loading import in_dtype
 from rl_notebook.core.types import SampleParams
 
 SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
@@ -45,10 +46,10 @@ FAMILIES: dict[str, dict] = {
 RARE = pytest.mark.variant(every=3)
 
 
-def model_of(family: str) -> torch.nn.Module:
+def model_of(family: str, more: dict | None = None) -> torch.nn.Module:
     "A model of random weights, sharp enough to tell one context from another."
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES[family])
+    config = getattr(transformers, f"{family}Config")(**SIZES | FAMILIES.get(family, more))
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -102,6 +103,22 @@ async def two_steps(family: str, lora: int, tmp_path: Path) -> None:
         again = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
         [prompt] = await loop.backend.sampler.sample([5, 6, 7, 8, 9], SampleParams(max_tokens=8, seed=3))
         assert np.abs(prompt.logprobs - own_logprobs(again, prompt.full_tokens)[4:]).max() < 1e-5
+
+
+GATED = {"moe_num_experts": 4, "moe_k": 2, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@RARE
+@pytest.mark.parametrize("family", ["Ernie4_5_Moe", "Glm4Moe", "GptOss", *FAMILIES])
+def test_bfloat16_keeps_in_float32_what_transformers_keeps(family: str, tmp_path: Path):
+    model = model_of(family, GATED | EXPERTS)
+    model.save_pretrained(tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16").eval()
+    ours, ids = in_dtype(model, "bfloat16", "cpu"), torch.arange(200)[None]
+    kinds = lambda m: {n: t.dtype for n, t in (*m.named_parameters(), *m.named_buffers())}
+    assert kinds(ours) == kinds(theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=0, rtol=0)
 
 
 @RARE

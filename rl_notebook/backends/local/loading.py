@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 import warnings
 from collections.abc import Callable, Mapping
@@ -154,7 +155,26 @@ def in_dtype(model: Any, name: str, device: str | torch.device) -> nn.Module:
         raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(_DTYPES))
     if name == "float64" and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
-    return model.to(device=device, dtype=_DTYPES[name]).eval()
+    if name != "bfloat16":
+        return model.to(device=device, dtype=_DTYPES[name]).eval()
+    inner = bare_model(model)
+    kept, exact = made_in_half(inner), "|".join(getattr(inner, "_keep_in_fp32_modules_strict", None) or [])
+    for n, tensor in (*inner.named_parameters(), *inner.named_buffers()):
+        dtype = torch.float32 if exact and re.search(exact, n) else kept.get(n, torch.bfloat16)
+        tensor.data = tensor.data.to(device, dtype)
+    return model.eval()
+
+
+def made_in_half(model: nn.Module) -> dict[str, torch.dtype]:
+    "The precision in which a model of this kind makes each parameter and buffer where the default is bfloat16."
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            made = type(model)(model.config)
+    finally:
+        torch.set_default_dtype(default)
+    return {n: tensor.dtype for n, tensor in (*made.named_parameters(), *made.named_buffers())}
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #c2ea9fee
 def told_unknown(tokenizer: Any, vocab_size: int, mask: bool = True) -> list[int]:
