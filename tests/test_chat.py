@@ -1,6 +1,8 @@
 "Prompts and multi-turn conversations on a real tokenizer built here: what is kept, what is masked, what is refused."
 
+import importlib.util
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rl_notebook.task.chat import check_fits, check_tokenizer, drawn_logprobs, encode_prompt, render
-from rl_notebook.task.chat import sample_from_completion, start_conversation, template_end, turn_ends
+from rl_notebook.task.chat import sample_from_completion, split_calls, start_conversation, template_end, turn_ends
 from rl_notebook.core.types import AlignmentError, Completion, ConfigError, DataError, SampleParams
 from rl_notebook.task.data import load_rows, make_row
 
@@ -332,3 +334,35 @@ def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():
     assert "&lt;script&gt;hello" in page
     assert page.count("<span") == len(c.spans)
     assert page.count("background") == c.turns
+
+
+TRL = importlib.util.find_spec("trl")  # which brings templates of the families, as they are published
+FAMILIES = ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano", "lfm2_2_5", "qwen3", "cohere2"]
+
+
+@pytest.mark.skipif(TRL is None, reason="trl is in the extra `dev`")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
+    "Then, where earlier turns are kept, a conversation goes on behind such a call, with a thought and without one."
+    template = (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
+    teller, asked, given = build(template), {"role": "user", "content": "2+2?"}, {"a": 2, "b": "two words"}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": json.dumps(given)}}
+    answer = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "add"}
+    offered = {"type": "function", "function": ADD["function"] | {"description": "Adds."}}
+    row = make_row(
+        {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, answer], "tools": [offered]}
+    )
+    _, [read] = split_calls(teller.decode(encode_prompt(teller, row)).partition("2+2?")[2])
+    assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == ("add", given)
+    for thinks in (True, False) if "qwen3_5" in family or family == "qwen3_6" else ():
+        talk = start_conversation(teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks)
+        said = (
+            "I add.\n</think>\n\n" * thinks
+            + "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
+        )
+        assert split_calls(said)[1][0]["function"]["arguments"] == '{"a": 2}'
+        ids = encode(f"{said}<|im_end|>", teller)
+        later = talk.add_completion(Completion(talk.tokens, ids, [0.0] * len(ids)))
+        assert later.add_messages(answer).text.startswith(
+            f"{talk.text}{said}<|im_end|>\n<|im_start|>user\n<tool_response>\n4\n"
+        )

@@ -149,6 +149,10 @@ WRITTEN = {  # what a policy writes
     "openings": "<tool_call>" * 20_000,
     "closings": "<tool_call>{" + "</tool_call>" * 20_000,
     "nested": '<tool_call>{"name": "double", "arguments": ' + '{"a":' * 100_000 + "}" * 100_001 + "</tool_call>",
+    "tags": "<tool_call><function=double>" * 20_000,
+    "parameters": "<tool_call><function=double>" + "<parameter=number>" * 20_000 + "</function>",
+    "lists": "[double(" * 20_000 + ")]" * 20_000,
+    "a position": "[double(6)]",
     "a list": '<tool_call>{"name": "double", "arguments": [1]}</tool_call>',
 }
 

@@ -5,15 +5,17 @@
 # %% ../../nbs/task/02_chat.ipynb #e9e8d0ae
 from __future__ import annotations
 
+import ast
 import copy
 import html
 import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -518,16 +520,50 @@ def told_to_template(
         raise DataError("messages or tools", where=where, got=got, expected=expected) from reason
 
 # %% ../../nbs/task/02_chat.ipynb #836bba9f
-_OPEN, _CLOSE = re.compile(r"<tool_call>\s*(?=\{)"), re.compile(r"\s*</tool_call>")
+_OPEN = re.compile(r"<tool_call>\s*(?=\{|<function=)|(?:^|</think>|<\|tool_call_start\|>)\s*(?=\[\w+\()")
+_CLOSE, _TAGGED = re.compile(r"\s*</tool_call>"), re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
+_LISTED, _MOST = re.compile(r"\)\s*\](<\|tool_call_end\|>)?"), 8  # ends that are tried
 
 
-def read_call(said: Any) -> dict[str, Any] | None:
-    "The call that a JSON value is; None for any other."
-    name, arguments = (said.get("name"), said.get("arguments") or {}) if isinstance(said, dict) else (None, None)
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return None
-    function = {"name": name, "arguments": json.dumps(arguments)}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _listed(piece: str) -> tuple[list[Any], int]:
+    "Python calls with keywords; raises `ValueError`, `AttributeError` and what a parser raises."
+    for found in islice(_LISTED.finditer(piece), _MOST):
+        with suppress(SyntaxError):
+            made: Any = ast.parse(piece[: found.start()] + ")]", mode="eval").body
+            if any(c.args for c in made.elts):
+                break
+            values = [{k.arg: ast.literal_eval(k.value) for k in c.keywords} for c in made.elts]
+            return [{"name": c.func.id, "arguments": v} for c, v in zip(made.elts, values, strict=True)], found.end()
+    return [], 0
+
+
+def read_calls(piece: str) -> tuple[list[dict[str, Any]], int]:
+    "The calls that a text begins with, and where they end; none where something else stands there."
+    try:
+        if piece[0] == "[":
+            said, end = _listed(piece)
+        elif tagged := _TAGGED.match(piece):
+            pairs = [part.partition(">") for part in tagged[2].split("<parameter=")[1:]]
+            given = {key.strip(): _value(v.partition("</parameter>")[0].strip("\n")) for key, _, v in pairs}
+            said, end = [{"name": tagged[1].strip(), "arguments": given}], tagged.end()
+        else:
+            one, end = json.JSONDecoder().raw_decode(piece)
+            said = [{"name": one["name"], "arguments": one.get("arguments") or {}}]
+        if piece[0] != "[":
+            end = _CLOSE.match(piece, end).end()  # type: ignore[union-attr]
+        functions = [s | {"arguments": json.dumps(s["arguments"])} for s in said]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+        return [], 0
+    if not all(isinstance(s["name"], str) and isinstance(s["arguments"], dict) for s in said):
+        return [], 0
+    return [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f} for f in functions], end
 
 
 Calls = Callable[[str], tuple[str | None, list[dict[str, Any]]]]  # a text as content and tool calls
@@ -535,16 +571,13 @@ Calls = Callable[[str], tuple[str | None, list[dict[str, Any]]]]  # a text as co
 
 def split_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
     "What a text says, and which tools it calls."
-    calls, content, last, read = [], "", 0, json.JSONDecoder().raw_decode
+    calls, content, last = list[dict[str, Any]](), "", 0
     openings = [*_OPEN.finditer(text)]
     for opening, behind in zip(openings, [*(o.start() for o in openings), len(text)][1:], strict=True):
         piece = text[opening.end() : behind]  # no call holds the opening of another
-        try:
-            said, end = read(piece)
-        except (ValueError, RecursionError):
-            continue
-        if (closing := _CLOSE.match(piece, end)) and (call := read_call(said)):
-            calls.append(call)
-            content, last = content + text[last : opening.start()], opening.end() + closing.end()
+        said, end = read_calls(piece)
+        if said:
+            content, last = content + text[last : opening.start()], opening.end() + end
+            calls += said
     content += text[last:]
     return (content.strip() or None) if calls else content, calls
