@@ -33,6 +33,7 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 from transformers.utils import logging as transformers_logging
 
 from rl_notebook.backends.local.trainer import open_local
@@ -74,6 +75,7 @@ SETTINGS = {
     "tiny": Setting("tiny"),
     "smollm2": Setting("smollm2", tokens=32, steps=3),
     "gsm8k": Setting("smollm2", tokens=96, steps=3, problems=True),
+    "hybrid": Setting("hybrid", tokens=32, steps=3),
 }
 PROBLEMS = Path(__file__).parents[1] / "examples" / "gsm8k" / "sample.jsonl"
 SHOWN_ONCE = """Work out the answer in one line, then give it after ####.
@@ -103,9 +105,23 @@ def conversations(setting: Setting) -> list[list[dict[str, str]]]:
 # --- the model that both sides load ------------------------------------------------------------------------------
 
 
+def hybrid() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    "A Qwen3.5 of 7 million random weights, three of four layers with linear attention, and the tokenizer of `tiny`."
+    _, tokenizer = load_model("tiny")
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False}
+    linear = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
+    linear |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "max_position_embeddings": 1024}
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, **linear)).eval()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(30)  # sharp enough that there is a token which is not drawn
+    return model, tokenizer
+
+
 def save_endless(name: str, folder: str) -> None:
     "Save a model that ends a sequence with the token it is least likely to draw: completions run to the limit."
-    model, tokenizer = load_model(name)
+    model, tokenizer = hybrid() if name == "hybrid" else load_model(name)
     ids = tokenizer.apply_chat_template(conversations(Setting(name))[:4], add_generation_prompt=True, padding=True)
     with torch.no_grad():
         likely = model(**ids.convert_to_tensors("pt")).logits.log_softmax(-1).amax((0, 1))

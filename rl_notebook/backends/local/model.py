@@ -163,7 +163,8 @@ def keeps_state(model: Any) -> bool:
 
 def check_layers(model: Any) -> None:
     "Raises `BackendError` for a model with layers of a kind that is not known."
-    kinds = getattr(model.get_decoder().config, "layer_types", None) or ()
+    config = model.get_decoder().config
+    kinds = [*(getattr(config, "layer_types", None) or ()), *["dynamic_mask"] * hasattr(config, "keep_window_size")]
     if others := sorted({kind for kind in kinds if kind not in KINDS}):
         got = f"{sum(kind in others for kind in kinds)} of {len(kinds)} layers of the kind {', '.join(others)}"
         what, where = "the model cannot be sampled from here", type(model).__name__
@@ -424,6 +425,6 @@ def open_model(
             return causal
         failures.append(f"{route}: logprobs off by {error:.2g} times what rounding explains")
     where, got, expected = type(bare_model(model)).__name__, "; ".join(failures), "logprobs equal to the model's own"
-    fix = "Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'."
+    fix = f"Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'. If it is: {ELSEWHERE}"
     fix = ELSEWHERE if keeps_state(bare_model(model)) else fix
     raise BackendError("the model cannot be run", where=where, got=got, expected=expected, fix=fix)

@@ -1,0 +1,20 @@
+"The table of architectures says what happens."
+
+from __future__ import annotations
+
+import pandas as pd
+import pytest
+from families import TABLE, row_of
+from tiny_models import one_thread  # noqa: F401 (used by every test)
+
+ROWS = pd.read_csv(TABLE, dtype=str, keep_default_na=False).set_index("architecture")
+
+
+@pytest.mark.variant(every=15)
+@pytest.mark.parametrize("name", ROWS.index[ROWS["not made here"] == ""])
+def test_an_architecture_does_what_the_table_says(name: str):
+    row, told = row_of(name), ROWS.loc[name]
+    for column in ("drawn by", "shared prefixes", "refused", "LoRA"):
+        assert row.get(column, "") == told[column]
+    if not row["refused"]:
+        assert max(row["largest gap"], row.get("LoRA gap", 0.0)) < 1e-5
