@@ -110,10 +110,10 @@ def test_what_cannot_be_compared_is_named() -> None:
     found = compare_trainers(replace(blind, groups=()))
     said = {name: " ".join(notes) for name, notes in found.not_compared.items()}
     assert set(found.causes["term"]) == {"denominator", "clip"}
-    assert "KL, since the record lacks the reference's logprobs" in said["SkyRL"]
-    assert "ratio, since the record lacks the sampler's logprobs" in said["tinker-cookbook"]
+    assert "KL, which stays as recorded: the record lacks the reference's logprobs" in said["SkyRL"]
+    assert "ratio, which stays as recorded: the record lacks the sampler's logprobs" in said["tinker-cookbook"]
     assert all(NOT_HERE[name] in said[name] for name in NOT_HERE)
-    assert all("advantage, since the record lacks the rewards" in notes for notes in said.values())
+    assert all("advantage, which stays as recorded: the record lacks the rewards" in notes for notes in said.values())
     own = compare_trainers(frozen(0, {"policy_loss": "ppo"}, drop=True), {"SkyRL": {"micro_batch": 3}})
     assert {"KL of groups that were dropped before training"} < set(own.not_compared["SkyRL"])
     with pytest.raises(LossError, match="trainers: got 'verl'; expected"):

@@ -229,7 +229,7 @@ class TrainerComparison(WhatIf):
         lines, turned = [f"{name}: {self.table.loc[name, 'note']}"], self.table.loc[name, "cosine"] < 1 - SMALL**2 / 2
         for r in rows:
             turn = f"turn {round(r['turn'], 2) + 0.0:>4.0%}  " if turned else ""
-            lost = f"; {r['silenced']} tokens lose their gradient" if r["silenced"] else ""
+            lost = f"; tokens that lose their gradient: {r['silenced']}" if r["silenced"] else ""
             why = f"{r['term']}: {r['theirs']} (recorded: {r['recorded']}){lost}"
             lines += [f"  length × {r['length']:<7.4g} {turn}{why}"] if r["change"] > SMALL else []
         small = ", ".join(f"{r['term']} ({r['theirs']})" for r in rows if r["change"] <= SMALL)
@@ -280,7 +280,7 @@ def explained(
         row |= {"turn": float((ways[i + 1] - ways[i]) @ whole / (whole @ whole or 1.0))}
         row |= {"change": float(np.linalg.norm(after - before)) / (sizes[i + 1] or 1.0)}
         rows.append(row | {"silenced": int(((before != 0) & (after == 0)).sum())})
-    notes = [f"{term}, since the record lacks {what}" for term, what in missing.items()]
+    notes = [f"{term}, which stays as recorded: the record lacks {what}" for term, what in missing.items()]
     gone, size = theirs["counted"] == "all" and dead - {d.group for d in batch.datums}, theirs["micro_batch"]
     notes += ["KL of groups that were dropped before training"] if gone and theirs["kl_beta"] else []
     mixed = gone and size and any(len(g.samples) % size for g in batch.groups)
