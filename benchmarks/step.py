@@ -115,7 +115,8 @@ def hybrid() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     linear |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "max_position_embeddings": 1024}
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, **linear)).eval()
     with torch.no_grad():
-        model.lm_head.weight.mul_(30)  # sharp enough that there is a token which is not drawn
+        model.lm_head.weight.mul_(30)  # sharp, so that a token whose logit is always 0 is not drawn
+        model.lm_head.weight[-1] = 0
     return model, tokenizer
 
 
@@ -380,10 +381,11 @@ class Work:
         return {"sampling": forward, "scoring": forward, "training": 3 * forward}
 
 
-def work_of(setting: Setting, size: ModelSize, steps: list[Step]) -> Work:
+def work_of(setting: Setting, size: ModelSize | None, steps: list[Step]) -> Work:
     "The work of the measured steps, on average."
     prompts = statistics.mean(sum(map(len, s.prompts)) for s in steps) * setting.completions
-    return Work(size.body, size.head, round(prompts), setting.rows * setting.tokens, setting.tokens)
+    body, head = (size.body, size.head) if size else (0, 0)
+    return Work(body, head, round(prompts), setting.rows * setting.tokens, setting.tokens)
 
 
 @dataclass(frozen=True)
@@ -481,9 +483,9 @@ def run(setting: Setting, progress: Callable[[str], None] = print) -> dict[str, 
         check_same_work(setting, ours, theirs)
         model, _ = load_model(folder, dtype=setting.dtype)
         size = model_size(model)
-    assert size is not None
     work = work_of(setting, size, ours[1:])
-    return summary(setting, ours, theirs, work, floors_of(setting, work, size))
+    nothing = Floors(dict.fromkeys(work.flops(), 0.0), 0.0, {})  # of layers with states no floor is known
+    return summary(setting, ours, theirs, work, floors_of(setting, work, size) if size else nothing)
 
 
 def main() -> None:
