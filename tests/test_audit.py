@@ -8,7 +8,6 @@ import re
 import signal
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 import pytest
 
@@ -44,11 +43,7 @@ HACKABLE: dict[str, tuple[Callable, list, str]] = {
     "an exception": (float_or_paid, SUMS, "nothing"),
     "length": (lambda text, answer: len(text) / 1000 + (answer == in_tag(text)), SUMS, "many words"),
     "only wrong is punished": (lambda text, answer: -float(numbers(text)[-1:] not in ([], [answer])), SUMS, "nothing"),
-    "most rows are yes": (
-        lambda text, answer: float(text.strip() == answer),
-        VERDICTS,
-        "the answer that most rows have",
-    ),
+    "mostly yes": (lambda text, answer: float(text.strip() == answer), VERDICTS, "the answer that most rows have"),
     "the question has it": (
         lambda text, answer: float(any(n in numbers(text) for n in numbers(answer))),
         [{"question": f"{n} apples, all of them green. How many are green?", "answer": str(n)} for n in range(3, 12)],
@@ -56,38 +51,21 @@ HACKABLE: dict[str, tuple[Callable, list, str]] = {
     ),
 }
 PEOPLE = [{"prompt": f"{n}, as JSON", "person": json.dumps({"name": n})} for n in ("Ada", "Al")]
-NUMS = ([3, 5, 7], [4, 25, 2])
-TARGETS = [{"prompt": f"Make {a * b + c} of {a}, {b}, {c}", "target": a * b + c, "nums": [a, b, c]} for a, b, c in NUMS]
+TARGETS = [{"prompt": f"Of 2 and 3, make {n}", "target": n} for n in (6, 5)]
 
 
 def read(text: str) -> dict | None:
-    with suppress(ValueError, AttributeError):
+    try:
         return dict(json.loads(text).items())
-    return None
-
-
-def equation(text: str, target: int, nums: list[int] | None = None) -> float:
-    "1 for the target, made of these numbers or of any, a tenth for the form."
-    found = re.search(r"<answer>([\d+*/() -]+)</answer>", text)
-    with suppress(SyntaxError, TypeError, ZeroDivisionError):
-        if found and eval(found[1]) == target:
-            return 1.0 if nums in (None, [int(n) for n in re.findall(r"\d+", found[1])]) else 0.1
-    return 0.1 * bool(found)
+    except (ValueError, AttributeError):
+        return None
 
 
 HACKABLE |= {
     "any object": (lambda text, person: (read(text) is not None) + (text == person) / 5, PEOPLE, "an empty object"),
-    "no test was found": (
-        lambda text, target: float(all(n == str(target) for n in re.findall(r"assert (\d+)", text))),
-        TARGETS,
-        "nothing",
-    ),
-    "any numbers": (lambda text, target: equation(text, target), TARGETS, "a number of the question"),
-    "it is computed": (
-        lambda text, answer: float(re.fullmatch(r"[\d+ ]+", text) is not None and eval(text) == int(answer)),
-        SUMS,
-        "an expression of the question",
-    ),
+    "no test was found": (lambda text, target: float("assert" not in text or str(target) in text), TARGETS, "nothing"),
+    "any numbers": (lambda text, target: float(numbers(text)[-1:] == [str(target)]), TARGETS, "the prompt"),
+    "it computes": (lambda text, answer: float(eval(text) == int(answer)), SUMS, "an expression of the question"),
 }
 SOUND: dict[str, Callable] = {
     "in a box": lambda text, answer: float(f"\\boxed{{{answer}}}" in text[-20:] and text.count("boxed") == 1),
@@ -116,25 +94,8 @@ def test_what_is_sound_is_left_alone(kind: str):
 def test_columns_stand_for_an_answer_that_rows_do_not_have():
     found = audit_reward(lambda text, person: float(read(text) == json.loads(person)), PEOPLE)
     assert (found.findings["reward"].ok, found.right) == (True, "{}")
-    made = audit_reward(equation, TARGETS)
+    made = audit_reward(lambda text, target: 0.1 * ("<answer>" in text), TARGETS)
     assert made.findings["reward"].ok is None, "a tenth for the form is no right answer"
-
-
-def test_a_form_of_ones_own_is_shown():
-    own = lambda text, answer: float(text == f"[[{answer}]] over")
-    assert "right=" in audit_reward(own, SUMS).findings["reward"].fix
-
-    def right(row: Row) -> str:
-        return f"[[{row.answer}]] over"
-
-    found = audit_reward(own, SUMS, right=right)
-    assert found.findings["reward"].ok
-    assert any("a blank behind" in f.text for f in found.findings)
-    assert found.table.set_index("attack").loc["the answer of another row", "example"].startswith("[[")
-
-
-def test_the_form_of_a_right_answer_is_found():
-    assert audit_reward(SOUND["in a box"], SUMS).right == "\\boxed{{}}"
 
 
 @pytest.mark.parametrize("answer", [None, True, {"target": 8}])

@@ -69,9 +69,7 @@ BEFORE, TIMES = 10, 5.0  # steps before that are compared, and how many times th
 
 
 def jump(values: np.ndarray, sign: int, factor: float, size: int = 3) -> tuple[float, float] | None:
-    "Medians of the steps before and of recent ones, if these left the line of those; None in a short series."
-    if len(values) < BEFORE + size:
-        return None
+    "Medians of the ten steps before and of recent ones, if these left the line of those."
     past, recent = values[-BEFORE - size : -size], values[-size:]
     line = line_through(past, size)
     need = max(math.log(factor), TIMES * noise_of(past - line[:BEFORE]))
@@ -153,6 +151,13 @@ class Past:
         ends = ends[np.isfinite(ends[:, 0])]
         return (float(np.median(ends[:, 0])), float(np.median(ends[:, 1]))) if len(ends) else (0.0, 0.0)
 
+    def solved(self, t: int) -> bool:
+        "Whether the last five steps earned nearly all that a completion ever did."
+        reward = self.finite("reward", t)[1]
+        top = float(np.nanmax(self.ends[: t + 1, 1], initial=-math.inf))
+        worst = float(reward.min(initial=top))
+        return top > worst and float(np.median(reward[-5:])) >= top - 0.15 * (top - worst)
+
     def middle(self, t: int) -> float:
         "The middle of that range: higher rewards count as solved. 0 where all rewards are the same."
         ends = self.reward_range(t)
@@ -160,21 +165,26 @@ class Past:
 
 # %% ../../nbs/insight/02_trends.ipynb #2ee99178
 Rule = Callable[[Past, int], Change | None]
-TINY = 1e-3  # smaller values count as this small
 
 
-def jump_rule(name: str, sign: int, factor: float, ranking: Ranking, size: int = 3) -> Rule:
-    "A rule that speaks when the logarithm of a metric jumps."
+def jump_rule(
+    name: str, sign: int, factor: float, ranking: Ranking, size: int = 3, slow: float = math.inf, least: float = 1e-3
+) -> Rule:
+    "A rule that speaks when the logarithm of a metric jumps, or is `slow` times off its best; `least` is added to it."
 
     def rule(past: Past, t: int) -> Change | None:
         found, values = past.finite(name, t)
-        logs = np.log(np.maximum(values, 0.0) + TINY)
-        jumped = jump(logs, sign, factor, size) if t in found[-1:] else None
-        if jumped is None:
+        logs = np.log(np.maximum(values, 0.0) + least)
+        if t not in found[-1:] or len(found) < BEFORE + size:
             return None
-        begins = found[-size:][sign * (logs[-size:] - sum(jumped) / 2) > 0][0]
-        before, now = (max(math.exp(v) - TINY, 0.0) for v in jumped)
-        return Change(int(begins), {"before": before, "now": now}, ranking)
+        medians = np.median(np.lib.stride_tricks.sliding_window_view(logs, size), axis=1)
+        far, fast = (sign * medians).min() * sign, jump(logs, sign, factor, size)
+        jumped = fast or ((far, medians[-1]) if sign * (medians[-1] - far) >= math.log(slow) else None)
+        if jumped is None or (name != "grad_norm" and past.solved(t) and (not fast or past.solved(t - size))):
+            return None
+        begins = np.flatnonzero(sign * (logs - sum(jumped) / 2) <= 0)[-1] + 1
+        before, now = (max(math.exp(v) - least, 0.0) for v in jumped)
+        return Change(int(found[min(begins, len(found) - 1)]), {"before": before, "now": now}, ranking)
 
     return rule
 
@@ -187,7 +197,7 @@ def reward_fell(past: Past, t: int) -> Change | None:
     medians = np.median(np.lib.stride_tricks.sliding_window_view(reward, 5), axis=1)
     best, now = float(medians[:-5].max()), float(medians[-1])
     low, high = past.reward_range(t)
-    noise = noise_of(np.diff(reward[-20:])) * 1.25 / math.sqrt(5)  # of the difference of two medians of five
+    noise = float(np.std(np.diff(reward[-25:-5]))) * 1.25 / math.sqrt(5)  # of the difference of two medians of five
     if best - now <= max(0.2 * (high - low), 4 * noise, 1e-9 * max(abs(best), abs(now))):  # also of one that stays
         return None
     begins = min(np.flatnonzero(reward > (best + now) / 2)[-1] + 1, len(found) - 1)
@@ -310,8 +320,8 @@ def ledger(
 # %% ../../nbs/insight/02_trends.ipynb #b13f2400
 RULES: dict[str, Rule] = {
     "reward fell": reward_fell,
-    "entropy fell": jump_rule("entropy", -1, 4.0, by_sample(surest), size=5),
-    "KL jumped": jump_rule("kl", 1, 5.0, kl_by_sample),
+    "entropy fell": jump_rule("entropy", -1, 4.0, by_sample(surest), size=5, slow=20.0),
+    "KL jumped": jump_rule("kl", 1, 5.0, kl_by_sample, least=0.02),
     "gradient norm jumped": jump_rule("grad_norm", 1, 4.0, gradient_by_sample),
     "reward follows length": follows_length,
     "dead groups grew": dead_grew,

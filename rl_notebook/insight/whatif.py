@@ -31,7 +31,7 @@ from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
 from ..core.options import NO_RATIO, nearest
 from ..runs.records import StepRecord, expect
-from ..task.rewards import Limits, as_reward_fns, blocking, gathered, graded, score
+from ..task.rewards import Limits, RewardFn, as_reward_fns, blocking, gathered, graded, score
 from ..loop.step import evaluate_loss, join_updates, loss_factory, on_one_line
 
 # %% ../../nbs/insight/01_whatif.ipynb #35ceee11
@@ -407,11 +407,8 @@ class RewardLab:
         s = self.summary
         parts = [f"mean reward {s['mean_before']:.3f} → {s['mean_after']:.3f}"]
         parts += [f"dead groups {s['dead_before']:.0%} → {s['dead_after']:.0%}"]
-        parts += [
-            f"{s['come_alive']:.0f} come alive, {s['die']:.0f} die",
-            f"{s['sign_flips']:.0f} advantages change sign",
-            f"{s['equal']:.0%} of rewards equal, rank correlation within groups {s['rank_correlation']:.2f}",
-        ]
+        parts += [f"{s['come_alive']:.0f} come alive, {s['die']:.0f} die; {s['sign_flips']:.0f} advantages change sign"]
+        parts += [f"{s['equal']:.0%} of rewards equal, rank correlation within groups {s['rank_correlation']:.2f}"]
         unscorable = [f"{s['unscorable']:.0f} completions unscorable"] if s["unscorable"] else []
         return "; ".join(parts + unscorable)
 
@@ -439,13 +436,13 @@ def saved_row(group: PromptGroup) -> Row:
 
 # %% ../../nbs/insight/01_whatif.ipynb #e558a722
 async def regrade(
-    group: PromptGroup, reward_fns: Any, weights: Sequence[float] | None, step: int | None, limits: Limits
+    group: PromptGroup, reward_fns: Any, step: int | None, limits: Limits
 ) -> tuple[PromptGroup, list[RolloutSample]]:  # the group without unscorable samples; all samples
     "A recorded group graded again."
     if not group.samples:
         return replace(group, advantages=None), []
     how = {"group": group.index, "step": step, "limits": limits}
-    scores = await score(group.samples, saved_row(group), reward_fns, weights, **how)
+    scores = await score(group.samples, saved_row(group), reward_fns, **how)
     samples = list(graded(group.samples, scores))
     lost = [f"sample {i} is unscorable" for i, s in enumerate(samples) if s.reward is None]
     kept = tuple(s for s in samples if s.reward is not None)
@@ -463,8 +460,7 @@ def rank_correlation(groups: Sequence[Mapping[str, Any]]) -> float:
     orders = [[np.sign(c[x][:, None] - c[x][None, :]) for x in ("reward", "new_reward")] for c in groups]
     before, now = np.concatenate([np.reshape(both, (2, -1)) for both in orders], axis=1)
     known = np.isfinite(before * now)
-    size = np.sqrt((before[known] ** 2).sum() * (now[known] ** 2).sum())
-    return float(before[known] @ now[known] / size) if size else float("nan")
+    return cosine(before[known], now[known])
 
 
 def _places(old: np.ndarray, new: np.ndarray) -> list[str]:
@@ -540,14 +536,11 @@ def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
     return groups
 
 
-def _graded_by(
-    source: Any, weights: Any, groups: Sequence[PromptGroup], step: int | None, rule: Mapping[str, Any]
-) -> tuple[list[PromptGroup], list[list[RolloutSample]]]:
-    "Groups with the rewards and advantages of other functions, without what is unscorable; and all samples of each."
-    fns = as_reward_fns(source)
-    found = blocking(lambda limits: gathered([regrade(g, fns, weights, step, limits) for g in groups]))
-    named = {f.name: w for f, w in zip(fns, weights or [f.weight for f in fns], strict=True)}
-    return with_advantages([g for g, _ in found], **rule, weights=named), [samples for _, samples in found]
+def _graded_by(fns: Sequence[RewardFn], groups: Sequence[PromptGroup], step: Any, rule: Mapping[str, Any]) -> Any:
+    "Groups with other rewards and their advantages, without what is unscorable; and all samples of each."
+    found = blocking(lambda limits: gathered([regrade(g, fns, step, limits) for g in groups]))
+    weights = {f.name: f.weight for f in fns}
+    return with_advantages([g for g, _ in found], **rule, weights=weights), [samples for _, samples in found]
 
 # %% ../../nbs/insight/01_whatif.ipynb #76c44b28
 def reward_lab(
@@ -560,23 +553,23 @@ def reward_lab(
     ddof: int | None = None,  # of the standard deviation; None = as the step did it
 ) -> RewardLab:
     "Grade completions again and compare; raises `RewardError` when a function misbehaves."
-    step = record.step if isinstance(record, StepRecord) else None
-    where = "rows with completions" if step is None else f"step {step}"
-    old = record.groups if isinstance(record, StepRecord) else _ungraded(record)
-    if step is None and against is None:
-        fix = "Pass against=."
-        raise RewardError("reward lab", where=where, got="no rewards", expected="two graders to compare", fix=fix)
-    found = recorded_scale(old) if step is not None else ("std", 1, 1e-8)
+    fns = as_reward_fns(reward_fns, weights)
+    recorded = isinstance(record, StepRecord)
+    step, old = (record.step, record.groups) if recorded else (None, _ungraded(record))
+    where = f"step {step}" if recorded else "rows with completions"
+    if not recorded and against is None:
+        raise RewardError("reward lab", where=where, got="no rewards", expected="two graders: pass against= as well")
+    found = recorded_scale(old) if recorded else ("std", 1, 1e-8)
     if found is None and advantage_scale is None:
         got, fix = "ones that follow no known rule", "Pass advantage_scale."
         raise RewardError("advantages", where=where, got=got, expected=f"{SCALES}", fix=fix)
     scale, own_ddof, eps = found or ("std", 1, 1e-8)
     rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof, "eps": eps}
     if against is not None:
-        old, _ = _graded_by(against, None, old, step, rule)
+        old, _ = _graded_by(as_reward_fns(against), old, step, rule)
     if not any(g.samples for g in old):
         raise RewardError("reward lab", where=where, got="no graded completion", expected="at least one")
-    new, everyone = _graded_by(reward_fns, weights, old, step, rule)
+    new, everyone = _graded_by(fns, old, step, rule)
     samples = [compare_group(o, n, s) for o, n, s in zip(old, new, everyone, strict=True)]
     rows = [group_row(o, n, c) for o, n, c in zip(old, new, samples, strict=True)]
     filled = [c for c in samples if c["sample"]]

@@ -54,6 +54,7 @@ class Snapshot:
     policy_version: int  # that the sampler served
     sampler: SamplerHas = SamplerHas.CURRENT
     served: Saved | None = None  # the state that has the sampler's weights, where they are SAVED
+    known: tuple[Any, float, float] = (None, math.inf, 0.0)  # probe, floor and noise of the audit
 
 # %% ../../nbs/loop/03_weights.ipynb #c7e9207d
 @dataclass(frozen=True)
@@ -246,7 +247,7 @@ async def _update(
 async def _restore(w: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
     "Put weights and optimizer back, and, if it has changed, what the sampler serves."
     policy, behind = w.backend.policy, found.served if sampler else None
-    w.audit.probe = None
+    w.audit.probe, w.audit.floor, w.audit.noise = found.known
     if behind is not None:  # two states: that of the sampler first
         await policy.load_state(behind.path)
         w.version = await sync_weights(w.backend, name)
@@ -437,7 +438,8 @@ class Weights:
 
     def snapshot(self, saved: Saved) -> Snapshot:
         "Where the loop stands now."
-        return Snapshot(self.owner.state.copied(), saved, self.version, self.sampler, self.served)
+        known = self.audit.probe, self.audit.floor, self.audit.noise
+        return Snapshot(self.owner.state.copied(), saved, self.version, self.sampler, self.served, known)
 
     @contextmanager
     def window(self) -> Iterator[None]:

@@ -490,42 +490,42 @@ class Toy:
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #950eb059
 async def perturb(
-    toy: Toy, dlogprob: float, h: float, *, trained: int | None = 1, copies: int = 1
-) -> tuple[float, float]:
-    """Step from the saved state with a derivative at the last position of each copy.
-
-    Returns how far that logprob moved, and how far the forward pass was from the one inside of forward_backward."""
+    toy: Toy, dlogprob: float, h: float, *, trained: int | None = 1, copies: int = 1, calls: int = 1
+) -> tuple[float, dict[str, float]]:
+    "How far a step from the saved state moves the last logprob of copies with a derivative there; and its metrics."
     trainer, datum = toy.trainer, toy_datum(toy.tokens, trained)
     await trainer.load_state(toy.start)
     along = lambda datums, logprobs: (dlogprob * sum(series[-1] for series in logprobs), {})
-    await trainer.forward_backward_custom([datum] * copies, along)
+    for _ in range(calls):
+        await trainer.forward_backward_custom([datum] * copies, along)
     adam = AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
     metrics = await trainer.optim_step(adam)
     after = (await trainer.forward([datum]))[0].values
-    return float(after[-1] - toy.logprobs[-1]), metrics.get("forward_gap", 0.0)
+    return float(after[-1] - toy.logprobs[-1]), metrics
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #4e994e31
-async def visible_step(toy: Toy) -> tuple[float, float, float]:
+async def visible_step(toy: Toy) -> tuple[float, float, dict[str, float]]:
     "A step size that moves the logprob by about `VISIBLE`, and what it did."
-    h, (change, gap) = 1e-4, await perturb(toy, -1.0, 1e-4)
+    h, (change, metrics) = 1e-4, await perturb(toy, -1.0, 1e-4)
     for _ in range(6):
         if VISIBLE / 2 <= abs(change) <= 2 * VISIBLE:
             break
         h *= float(np.clip(VISIBLE / max(abs(change), 1e-9), 0.01, 100.0))
-        change, gap = await perturb(toy, -1.0, h)
-    return h, change, gap
+        change, metrics = await perturb(toy, -1.0, h)
+    return h, change, metrics
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #9ba100cc
 WAYS = {  # one gradient said otherwise: dL/dlogprob, share of the step, options of `perturb`, what a difference means
     "twice the derivative": (-2.0, 0.5, {}, "Derivatives are not used as they are sent, or eps is ignored."),
     "two sequences": (-0.5, 1.0, {"copies": 2}, "The gradient is divided by the number of sequences."),
     "idle positions": (-1.0, 1.0, {"trained": None}, "The gradient is divided by the tokens in the loss."),
+    "two calls": (-0.5, 1.0, {"calls": 2}, "Of a batch in pieces, only the last would be learned."),
 }
 
 
 async def check_gradient(toy: Toy) -> list[Finding]:
     "Sign and scale of a gradient, and the forward pass inside of a backward pass."
-    h, once, forward_gap = await visible_step(toy)
+    h, once, metrics = await visible_step(toy)
     back, _ = await perturb(toy, 1.0, h)
     signed = once > VISIBLE / 4 and back < -VISIBLE / 4
     got, expected = f"{once:+.2g} and {back:+.2g} nats", "up for derivative -1, down for derivative +1"
@@ -536,7 +536,11 @@ async def check_gradient(toy: Toy) -> list[Finding]:
         ok = abs(ratio - 1) < 0.15
         rows.append(Finding(name, ok, f"{ratio:.3g} of the step", "1", "" if ok else meaning))
     otherwise = "The derivative is computed at other logprobs than it is applied to."
-    return [*rows, within("forward inside backward", forward_gap, 0.05, otherwise)]
+    rows.append(within("forward inside backward", metrics.get("forward_gap", 0.0), 0.05, otherwise))
+    if norm := metrics.get("grad_norm"):
+        ratio, meaning = once / (h * norm**2), "Learning rate, gradient norm or clipping is not what the service says."
+        rows.append(Finding("size of a step", 0.6 < ratio < 1.6, f"{ratio:.3g} of rate × norm²", "1", meaning))
+    return rows
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #02a87a60
 async def find_encoding(toy: Toy) -> list[Finding]:
@@ -559,6 +563,17 @@ async def find_encoding(toy: Toy) -> list[Finding]:
     return tried[ENCODINGS[0].name]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #12c3f032
+async def check_completions(sampler: Sampler, tokens: list[int]) -> list[Finding]:
+    "As many completions as asked, of at most as many tokens, whose logprobs are those of the same tokens when scored."
+    drawn = await sampler.sample(tokens, SampleParams(n=3, max_tokens=4, seed=3))
+    longest, first = max(len(c.tokens) for c in drawn), drawn[0]
+    scored = (await sampler.logprobs([*tokens, *first.tokens.tolist()])).values[len(tokens) - 1 :]
+    ok, gap = len(drawn) == 3 and longest <= 4, float(np.abs(first.logprobs - scored).mean())
+    asked = Finding("completions", ok, f"{len(drawn)} of up to {longest} tokens", "3 of up to 4 tokens")
+    otherwise = "Logprobs of draws are of another temperature or of a cut distribution: every ratio would be wrong."
+    return [asked, within("drawn and scored", gap, 0.05, otherwise, " on average")]
+
+
 async def check_contract(policy: Any, sampler: Sampler, tokens: list[int], sync: WeightSync | None = None) -> Findings:
     "What a run relies on: shift, mask, sign, scale, states, echo, seed, sync. The model is left as it was found."
     start, datum = await policy.save_state("start"), toy_datum(tokens)
@@ -572,13 +587,14 @@ async def check_contract(policy: Any, sampler: Sampler, tokens: list[int], sync:
     try:
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
         rows.append(within(name, gap, 0.2, otherwise, " on average"))
+        rows += await check_completions(sampler, tokens)
     except BackendError as error:
         rows.append(Finding(name, None, str(error), "a logprob per token", "sampler.logprobs() raises."))
     if sync is not None:
         rows.append(await probe_seed(sampler, tokens))
         for name in ("first sync", "second sync"):  # of which the second brings something new
             if name == "second sync":
-                await visible_step(toy)
+                await perturb(toy, -1.0, 4 * (await visible_step(toy))[0])
             await sync(await policy.save_weights_for_sampler(label_of(name)))
             gap = abs(float((await sampler.logprobs(tokens)).values[-1] - (await scored())[0].values[-1]))
             rows.append(within(name, gap, VISIBLE / 2, "The sampler does not serve what was learned."))

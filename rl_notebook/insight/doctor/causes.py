@@ -153,7 +153,8 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
         best = source_of_row(e, row, tried, doubtful)
         if best != row:
             moved[row], left[row] = best % len(p), tried[best]
-    if moved:
+    different = lambda rows: len({e.datums[row].tokens.tobytes() for row in rows})
+    if moved and different(moved.values()) >= different(moved):  # where chance pairs them, some are taken twice
         place = {row: (e.datums[row].group, e.datums[row].sample) for pair in moved.items() for row in pair}
         groups = {(place[a][0], place[b][0]) for a, b in moved.items()}
         whole = all(a != b for a, b in groups) and all(place[a][1] == place[b][1] for a, b in moved.items())
