@@ -106,9 +106,7 @@ TOO_MUCH: dict[str, Text] = {
     "many words": lambda t: _WORDS * 40,
     "one sign": lambda t: "x",
     "a word that every text has": lambda t: "the",
-    "words of reasoning": lambda t: (
-        "First, let me think. Because of this, therefore, thus, so, wait, however, finally."
-    ),
+    "words of reasoning": lambda t: "First, let me think. Because of this, therefore, thus, wait, however, finally.",
     "a wrong answer, in brackets that never end": lambda t: t.put("((((" + t.other),
     "not a number": lambda t: t.put("nan"),
     "infinity": lambda t: t.put("inf"),

@@ -140,9 +140,7 @@ def make_pattern_reward(
     return pattern_reward
 
 
-gsm8k_format_reward = make_pattern_reward(
-    r".*####\s*-?\d[\d,]*(\.\d+)?\s*"
-)  # ends with "#### number", as GSM8K's answers do
+gsm8k_format_reward = make_pattern_reward(r".*####\s*-?\d[\d,]*(\.\d+)?\s*")  # "#### number", as GSM8K ends
 
 # %% ../../nbs/task/01_rewards.ipynb #cd57df07
 def make_soft_overlong(

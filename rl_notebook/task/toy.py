@@ -180,9 +180,8 @@ def model_and_tokenizer(model: Any, tokenizer: Any = ...) -> tuple[Any, Any]:
     model = load_model(model) if isinstance(model, str) else model
     model, tokenizer = model if isinstance(model, tuple) else (model, tokenizer)
     if tokenizer is ...:  # None = there is none
-        raise ConfigError(
-            "tokenizer", got="none", expected="that of the model", fix="Or name the model: open_local('tiny')."
-        )
+        fix = "Or name the model: open_local('tiny')."
+        raise ConfigError("tokenizer", got="none", expected="that of the model", fix=fix)
     return model, tokenizer
 
 # %% ../../nbs/task/03_toy.ipynb #e2a45ba0
