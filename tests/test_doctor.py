@@ -38,7 +38,7 @@ from rl_notebook.core.types import (
 )
 from rl_notebook.insight.doctor.causes import CLEAR, draws
 from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose
-from rl_notebook.insight.doctor.evidence import LIKELY, Evidence, Redraw
+from rl_notebook.insight.doctor.evidence import LIKELY, Evidence, Redraw, Stamps, where_it_sits
 from rl_notebook.insight.xray import ROUNDING, check_ratio
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.rollouts import assemble, draw_completions, encode_rows
@@ -449,3 +449,31 @@ def test_chance_has_the_odds_that_are_claimed() -> None:
             drawn = [Redraw(0, k, np.log(law[k]), h[:, k], np.full(len(k), np.nan)) for k, h in places]
             e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), redraws=tuple(drawn))
             assert max(gain for gain, _ in draws(e).values()) < CLEAR
+
+
+# --- where a gap sits -------------------------------------------------------------------------------------------------
+
+AT: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # tokens and places of a sequence: size of its gaps
+    "grows with depth": lambda tokens, at: at / 20,
+    "sits at the ends of turns": lambda tokens, at: tokens == 3,
+    "sits at the first token after a tool or user": lambda tokens, at: at == 10,
+    "sits at digits": lambda tokens, at: tokens == 1,
+    "sits at white space": lambda tokens, at: tokens == 2,
+    "follows neither": lambda tokens, at: np.ones(len(at)),
+}
+
+
+@pytest.mark.parametrize("said", AT)
+@pytest.mark.parametrize("seed", range(3))
+def test_it_is_told_where_a_gap_sits_and_not_where_that_is_chance(said: str, seed: int):
+    rng, datums, sides = np.random.default_rng([seed, 7]), [], []
+    for row in range(24):
+        tokens = np.r_[100 + row, rng.integers(0, 3, 20)]
+        tokens[[8, 20]] = 3
+        scored, trainer = np.r_[np.ones(8), 0, 0, np.ones(10)], -rng.exponential(size=20)
+        gaps = rng.exponential(0.2, 20) * AT[said](tokens[1:], np.arange(20))
+        datums.append(Datum(tokens, scored, group=row))
+        sides.append((trainer, trainer - gaps))
+    decode = type("Words", (), {"decode": lambda self, ids, **_: ["ab", "7", "\n", "<end>"][ids[0]]})()
+    e = Evidence(tuple(datums), *zip(*sides, strict=True), stamps=Stamps(trainer_dtype="float32"))
+    assert where_it_sits(e, decode).startswith(f"the gap {said}")

@@ -47,7 +47,8 @@ def trainer(
     folder: Path, cls: type = GRPOTrainer, rewards: Any = (right, short), peft: Any = None, **settings: Any
 ) -> Any:
     rows = [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in toy_rows(64)]
-    data, more = Dataset.from_list(rows), {k: settings.pop(k) for k in ("rollout_func",) if k in settings}
+    data, own = Dataset.from_list(rows), ("rollout_func", "tools", "processing_class")
+    more = {k: settings.pop(k) for k in own if k in settings}
     more |= {"eval_dataset": data.select(range(8))} if "eval_steps" in settings else {}
     plain: dict[str, Any] = {
         "output_dir": str(folder / "trl"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 8,
@@ -149,6 +150,7 @@ def test_what_a_function_does_not_say_and_what_is_cut_off(tmp_path: Path):
     assert {s.finish_reason for _, s in cut} == {"stop", "length"}
     for d, s in cut:
         assert d.num_loss_tokens == (0 if s.truncated else s.completion_len)
+    assert rln.xray(records[0])["completions"].fix.startswith("Raise max_completion_length, or")
 
 
 def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path):
@@ -172,8 +174,52 @@ def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path)
     written = sample.logprobs[sample.loss_mask == 1]
     assert (written[0], {*written[2:]}) == (-0.5, {-1.5})
     assert math.isnan(written[1])
+    assert np.isnan(sample.logprobs[sample.loss_mask == 0]).all()
     assert datum.num_loss_tokens == sample.completion_len
     np.testing.assert_array_equal(datum.sampler_logprobs[datum.active], written)
+
+
+TOOLS = """{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% for c in m.tool_calls or [] %}\
+<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+CALLS = {"open": "<tool_call>", "close_pattern": "</tool_call>", "repeats": True, "content": "json"}
+CALLS |= {"transform": {"type": "function", "function": "{content}"}}
+
+
+class CallsTools(GRPOTrainer):
+    "Every other completion begins by calling a tool; what follows its answer is drawn."
+
+    def _generate_single_turn(self, prompt_ids, *args, **more):
+        ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **more)
+        if "num_generations" not in more:  # the first turn
+            text = '<tool_call>{"name": "add", "arguments": {"a": 3, "b": 4}}</tool_call><|end|>'
+            ids[::2] = [self._tokenizer.encode(text, add_special_tokens=False)] * len(ids[::2])
+        return ids, logprobs
+
+    def _generate_and_score_completions(self, inputs):
+        self.scored = super()._generate_and_score_completions(inputs)
+        return self.scored
+
+
+def test_what_a_tool_answered_is_masked_as_trl_masks_it(tmp_path: Path):
+    def add(a: int, b: int) -> str:
+        "Add.\n\nArgs:\n    a: One.\n    b: Another."
+        return str(a + b)
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_path(), chat_template=TOOLS)
+    fields = {"tool_calls": CALLS, "content": {"close_pattern": r"<\|end\|>", "content": "text"}}
+    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>", "fields": fields}
+    more = {"tools": [add], "processing_class": tokenizer, "max_completion_length": 160, "max_steps": 1}
+    t, (record,) = recorded(tmp_path, cls=CallsTools, **more)
+    rows = zip(*(t.scored[name] for name in ("completion_ids", "tool_mask", "completion_mask")), strict=True)
+    theirs = {tuple(ids[read > 0].tolist()): mask[read > 0].tolist() for ids, mask, read in rows}
+    masked = set[str]()
+    for d in record.datums:
+        s = record.groups[d.group].samples[d.sample]
+        said, weights = s.tokens[s.prompt_len :], d.weights[s.prompt_len - 1 :]
+        assert weights.tolist() == theirs[tuple(said.tolist())]
+        masked.add(tokenizer.decode(said[weights == 0]))
+    assert masked == {"", "<|tool|>7<|end|><|assistant|>"}
 
 
 PROCESSES = """

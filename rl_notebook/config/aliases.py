@@ -133,6 +133,21 @@ OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL
 }
 RENAMED = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in names.split()}
 
+# %% ../../nbs/config/01_aliases.ipynb #a6ae47c9
+_OF_TRL = ["beta", "epsilon", "epsilon_high", "max_completion_length", "max_grad_norm", "num_generations"]
+_IN_TRL = {RENAMED[theirs]: theirs for theirs in _OF_TRL} | {
+    "overlong and max_seq_len": "mask_truncated_completions",
+    "tis='token' or anchor='rollout'": "vllm_importance_sampling_correction=True",
+    ", prompts of another difficulty, or refill=True": " or prompts of another difficulty",
+}
+
+
+def in_words_of_trl(text: str) -> str:
+    "A sentence with TRL's names of settings in place of ours."
+    for ours, theirs in _IN_TRL.items():
+        text = re.sub(rf"\b{re.escape(ours)}(?!\w)", theirs, text)
+    return text
+
 # %% ../../nbs/config/01_aliases.ipynb #2e285b5e
 OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each of its words is here
     "loss_type": TRL_PRESETS,

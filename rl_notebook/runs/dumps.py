@@ -78,10 +78,14 @@ def load_pt(path: Path, allowed: Sequence[Any] = ()) -> dict[str, Any]:
 OWNERS_SCRIPT = "Whoever trusts it can write a bundle in the trainer's environment: examples/bundles has writers."
 
 
-def whole_pt(files: Mapping[int, list[Path]]) -> dict[int, list[Path]]:
-    "The steps whose files are written to their end; all have as many."
-    count = max(map(len, files.values()), default=0)
-    return {n: paths for n, paths in files.items() if len(paths) == count and all(map(zipfile.is_zipfile, paths))}
+class PtFiles(Reader):
+    "Files of `torch.save`."
+
+    @property
+    def steps(self) -> list[int]:
+        "The steps whose files are written to their end; all have as many."
+        count = max(map(len, self.files.values()), default=0)
+        return [n for n, paths in self.files.items() if len(paths) == count and all(map(zipfile.is_zipfile, paths))]
 
 # %% ../../nbs/runs/02_dumps.ipynb #d8bed490
 _SLIME = {"tokens": "tokens", "loss_masks": "loss_mask", "loss_mask": "loss_mask", "advantages": "advantages"}
@@ -107,17 +111,12 @@ def _row(columns: Mapping[str, Any], drawn: Mapping[str, Any] | None = None) -> 
     )
 
 # %% ../../nbs/runs/02_dumps.ipynb #fafa74b3
-class Miles(Reader):
+class Miles(PtFiles):
     "`train_data/{rollout}_{rank}.pt` of miles, and of slime before its second format."
 
     origin, signature, number = "miles", "train_data/*_*.pt", r"(\d+)_\d+\.pt"
     told = "`log_probs` are read as old logprobs, those of the policy before the update"
     hook = "the policy's logprobs are in the loss function: write a bundle there"
-
-    @property
-    def steps(self) -> list[int]:
-        "The rollouts that are written to their end."
-        return list(whole_pt(self.files))
 
     def _drawn(self, step: int) -> list[dict[str, Any]]:  # the samples of `rollout_data`, if that file is there
         file = self.path / "rollout_data" / f"{step}.pt"

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .dumps import VerlTexts, load_pt
+from .dumps import PtFiles, VerlTexts, load_pt
 from .foreign import Reader, Row, renamed
 from .records import read_table
 
@@ -88,14 +87,19 @@ class Trl(Reader):
             total = None
             if weights is not None and any(v is not None for v in scores.values()):
                 total = float(sum(w * (v or 0.0) for w, v in zip(weights, scores.values(), strict=True)))
-            said, group = row["completion"], f"{step}-{row['group']}"
-            turns = [{"role": "assistant", "content": said}] if isinstance(said, str) else said
-            text = "\n".join(str(m.get("content") or "") for m in turns if m.get("role") == "assistant")
+            text, group = written_text(row["completion"]), f"{step}-{row['group']}"
             facts = {"prompt": row["prompt"], "advantages": row["advantage"], "group": group, "reward": total}
             yield Row(text=text, rewards=scores, **facts)
 
 
 _NO_REWARD = ("step", "prompt", "completion", "advantage")
+
+
+def written_text(said: Any) -> str:
+    "What the policy wrote: a text, or the assistant's messages among those of tools."
+    if isinstance(said, str):
+        return said
+    return "\n".join(str(m.get("content") or "") for m in said if m.get("role") == "assistant")
 
 
 def _plain(value: Any) -> Any:
@@ -118,17 +122,12 @@ _TENSORDICT = ("_td.TensorDict", "tensorclass.NonTensorData", "tensorclass.NonTe
 _ALLOWED = [(_held, "tensordict._reductions._make_td"), *((_Held, f"tensordict.{name}") for name in _TENSORDICT)]
 
 
-class VerlBatches(Reader):
+class VerlBatches(PtFiles):
     "`tq_batch.pt` of verl's `skip.rollout_tq`, with the texts of `rollout_data_dir` where they lie beside it."
 
     origin, signature, number = "verl (batches)", "GBS*/*/*/tq_batch.pt", r"/(\d+)/\d+/tq_batch"
     told = "the rollout's side only"
     hook = VerlTexts.hook
-
-    @property
-    def steps(self) -> list[int]:
-        "The steps that are written to their end."
-        return [step for step, paths in self.files.items() if all(map(zipfile.is_zipfile, paths))]
 
     def _rows(self, step: int) -> Iterator[Row]:
         import torch._dynamo  # noqa: F401  (torch wants it for jagged tensors)

@@ -30,6 +30,7 @@ from ..core.types import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, 
 from ..core.types import RLNotebookError, RolloutSample
 from .records import StepRecord, encode, read_record, staged_folder, write_record
 from .run import Run, RunFolder
+from .tables import written_text
 
 # %% auto #0
 __all__ = ['Watched', 'watch']
@@ -82,7 +83,7 @@ class Generation:
     completions: Sequence[Sequence[int]]
     tool_mask: Sequence[Sequence[int]] | None  # 1 where the policy wrote
     texts: Sequence[str]
-    sampler: Sequence[Sequence[float]] | None
+    sampler: Sequence[Sequence[float | None]] | None
     rewards: Mapping[str, np.ndarray] = field(default_factory=dict)  # by function, NaN = it returned None
     total: np.ndarray = field(default_factory=lambda: np.zeros(0))  # NaN = no function returned anything
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0))
@@ -109,13 +110,6 @@ class Generation:
         return np.array([*self.prompts[row], *self.completions[row]])
 
 # %% ../../nbs/runs/08_watch.ipynb #f70e2229
-def _text(said: Any) -> str:
-    "What the policy wrote: a text, or the assistant's messages among those of tools."
-    if isinstance(said, str):
-        return said
-    return "\n".join(str(m.get("content") or "") for m in said if m.get("role") == "assistant")
-
-
 def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     "The columns of a row that a record can hold; others by their type."
     kept: dict[str, Any] = {}
@@ -167,6 +161,7 @@ class Update:
             seconds=_phases(self.seconds),
             consumed=max(numbers) + 1,
             passes=tuple(len(p["rows"]) for p in self.passes),
+            sources={"trl.GRPOTrainer": version("trl")},
         )
 
     def _group(self, g: Generation, number: int, index: int) -> PromptGroup:
@@ -348,7 +343,10 @@ class Taps:
         if len(ids) % t.num_generations:
             expected = f"a multiple of num_generations={t.num_generations}, so that a group is in one of them"
             raise RecordError("rows of a process", got=len(ids), expected=expected)
-        places, texts = (self.groups + self.rank * count, t.num_generations, loaded), list(map(_text, said))
+        if sampler and tool_mask:  # TRL fills what tools answered with 0
+            rows = zip(sampler, tool_mask, strict=True)
+            sampler = [[v if w else None for v, w in zip(*row, strict=True)] for row in rows]
+        places, texts = (self.groups + self.rank * count, t.num_generations, loaded), list(map(written_text, said))
         self.generation = Generation(*places, (), ids, completions, tool_mask, texts, sampler)
         self.groups += count * self.ranks
 

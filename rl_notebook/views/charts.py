@@ -286,11 +286,9 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "zmin": low,
         "zmax": limit,
         "colorscale": DIVERGING if what == "advantage" else ABOVE,
-        "xgap": 2 if len(values) <= 32 else 1,
-        "ygap": 2 if len(values) <= 32 else 1,
+        **dict.fromkeys(("xgap", "ygap"), 2 if len(values) <= 32 else 1),
         "colorbar": {"thickness": 10, "outlinewidth": 0, "len": 0.9},
-        "hovertemplate": "group %{y} %{customdata[0]}<br>completion %{x}"
-        f"<br>{what} %{{z:.3f}}"
+        "hovertemplate": f"group %{{y}} %{{customdata[0]}}<br>completion %{{x}}<br>{what} %{{z:.3f}}"
         "<br>reward %{customdata[1]:.3f}<extra></extra>",
     }
     part = f"{payload['start']}-{payload['start'] + len(values) - 1} of {total}" if len(values) < total else ""
@@ -360,7 +358,8 @@ def _lying(bars: Sequence[Mapping[str, Any]], start: float, name: str, color: st
     begin = [max(bar["begin"], start) for bar in bars]
     trace = {"type": "bar", "orientation": "h", "base": begin, "width": width, "name": name}
     trace |= {"x": [bar["end"] - b for bar, b in zip(bars, begin, strict=True)], "y": [bar["lane"] for bar in bars]}
-    text = [f"{bar['said']}<br>{bar['end'] - bar['begin']:.3g} s, from {bar['begin']:.4g} s on" for bar in bars]
+    timed = lambda bar: f"{bar['said']}<br>{bar['end'] - bar['begin']:.3g} s, from {bar['begin']:.4g} s on"
+    text = [bar.get("hover") or timed(bar) for bar in bars]
     look: dict[str, Any] = {"marker": {"color": color, "line": {"color": GRID, "width": 1}}, "customdata": text}
     return trace | look | {"hovertemplate": "%{customdata}<extra></extra>"}
 
@@ -427,6 +426,18 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
     legend = {"orientation": "h", "x": 0, "y": 1.09, "yanchor": "bottom", "traceorder": "normal"}
     look = {"barmode": "overlay", "hovermode": "closest", "legend": legend}
     return figure_of(data, "", xaxis=x, yaxis=y, **look, **({"annotations": steps} if data else {}))
+
+# %% ../../nbs/views/02_charts.ipynb #69bdb72a
+def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
+    "Mean difference of trainer and sampler by depth, turn, class of token and likelihood."
+    colors = {"depth": "blue", "turn": "violet", "class": "orange", "likelihood": "green"}
+    said = lambda bar: f"{bar['part']}: {bar['nats']:.3g} nats over {bar['tokens']} tokens"
+    bars = [b | {"begin": 0.0, "end": b["nats"], "lane": i, "hover": said(b)} for i, b in enumerate(payload["bars"])]
+    kinds = {kind: (f"by {kind}", COLORS[color]) for kind, color in colors.items()}
+    lanes = {"tickvals": [*range(len(bars))], "ticktext": [bar["part"] for bar in bars]}
+    y = _y("", **lanes, range=[len(bars) - 0.5, -0.5], showgrid=False)
+    axes = {"xaxis": {**_AXIS, "title": {"text": "nats a token"}}, "yaxis": y}
+    return figure_of(_by_kind(bars, kinds, start=0.0, width=0.8), "", hovermode="closest", **axes)
 
 # %% ../../nbs/views/02_charts.ipynb #9b4a8a67
 PICTURED, PIXELS = 200, 12  # points of a line in a picture; of a cell of a map
@@ -656,6 +667,7 @@ CAPTIONS = {
     "the end are in no record, so the right edge looks emptier than it was.",
     "staleness": "Versions of the weights between the start of a group's rollouts and the update that it goes into.",
     "waits": "A trainer that waits wants faster sampling or a larger bound; an idle sampler was paused, or is at it.",
+    "mismatch": "Mean |trainer − sampler| by place, turn, class and likelihood of tokens (digits with `tokenizer`).",
 }
 
 
@@ -682,15 +694,17 @@ LOOKS = {
     "timeline": Look("Rollouts beside training", CAPTIONS["timeline"], timeline_figure, wide=True),
     "staleness": Look("Staleness of trained groups", CAPTIONS["staleness"], staleness_figure),
     "waits": Look("Who waits", CAPTIONS["waits"], waits_figure),
+    "mismatch": Look("Where trainer and sampler differ", CAPTIONS["mismatch"], mismatch_figure),
 }
 
 # %% ../../nbs/views/02_charts.ipynb #d85acc15
 def chart(
     name: str,  # of `LOOKS`, for example "reward", "kl", "length", "advantages"
     source: Any,  # a loop (the last 100 steps), records, one record; or a payload
+    tokenizer: Any = None,  # tells digits and white space in "mismatch"
 ) -> Chart:
     "One chart, over the steps or of the last of them; raises RecordError where there is none of that name."
-    found = {name: source} if isinstance(source, Mapping) else _payloads_of(source)
+    found = {name: source} if isinstance(source, Mapping) else _payloads_of(source, tokenizer)
     if name not in LOOKS or name not in found:
         known = [n for n in LOOKS if n in (found or LOOKS)]
         near = "" if name in LOOKS else nearest(name, known)
@@ -700,10 +714,11 @@ def chart(
     title, caption, draw, wide = LOOKS[name]
     within = ", ".join(found[name].get("within", ()))
     caption += f" Within rounding, so not drawn: {within}." if within else ""
+    caption = f"{said[0].upper()}{said[1:]}. {caption}" if (said := found[name].get("said")) else caption
     return Chart(title, caption, draw, found[name], wide, name)
 
 
-def _payloads_of(source: Any) -> dict[str, dict[str, Any]]:
+def _payloads_of(source: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
     "The payloads of all charts that a loop, or records, can have; none without a record."
     records: list[StepRecord] = [source] if isinstance(source, StepRecord) else [*getattr(source, "records", source)]
     if not records:
@@ -711,7 +726,7 @@ def _payloads_of(source: Any) -> dict[str, dict[str, Any]]:
     cfg = getattr(source, "cfg", None)
     settings = records[-1].options if cfg is None else flat_settings(cfg)
     over_steps = run_payloads(History(map(history_row, records)), settings)
-    return over_steps | step_payloads(records[-1]) | {"timeline": timeline_payload(records)}
+    return over_steps | step_payloads(records[-1], tokenizer=tokenizer) | {"timeline": timeline_payload(records)}
 
 
 def charts(

@@ -18,11 +18,13 @@ import pandas as pd
 from ..core.datums import sample_of, target_series
 from ..core.gaps import ROUNDING
 from ..core.metrics import dead_marks
-from ..core.types import Datum, DatumError, PromptGroup, RecordError, RolloutSample
+from ..core.types import AlignmentError, Datum, DatumError, PromptGroup, RecordError, RolloutSample
 from ..show.html import prompt_text, shown_text, token_texts
 from ..core.options import SEQUENCE_RATIO
 from ..runs.records import StepRecord, expect, utf8
 from ..runs.run import metrics_row
+from ..insight.doctor.evidence import Evidence, gather, mismatch
+from ..insight.xray import scored_first
 
 # %% auto #0
 __all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']
@@ -365,9 +367,26 @@ def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
     return {"step": record.step, "x": x.tolist(), "width": width, **counts}
 
 # %% ../../nbs/views/01_payloads.ipynb #d35489fb
-def step_payloads(record: StepRecord, start: int = 0) -> dict[str, dict[str, Any]]:
+def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
+    "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
+    record = source if isinstance(source, StepRecord) else None
+    datums = list(source.datums if isinstance(source, StepRecord) else source)
+    given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
+    given = [None] * len(datums) if given is None or not len(given) else given
+    first = lambda d, own: next((s for s in (own, d.old_logprobs, d.ref_logprobs) if s is not None), None)
+    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True)]
+    both = [(d, trainer) for d, trainer in both if trainer is not None and d.sampler_logprobs is not None]
+    kept, trainer = tuple(d for d, _ in both), [t for _, t in both]
+    try:
+        return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
+    except (AlignmentError, DatumError):  # every token is masked, or not a number: the samples say it themselves
+        return None
+
+
+def step_payloads(record: StepRecord, start: int = 0, tokenizer: Any = None) -> dict[str, dict[str, Any]]:
     "What is drawn of one step, by chart."
-    return {"advantages": advantages_payload(record, start, ROWS), "rewards counted": counts_payload(record)}
+    parts = {"advantages": advantages_payload(record, start, ROWS), "rewards counted": counts_payload(record)}
+    return parts | {"mismatch": mismatch(evidence_of(record), tokenizer)}
 
 # %% ../../nbs/views/01_payloads.ipynb #96a32bb2
 def _number(value: float | None) -> float | None:

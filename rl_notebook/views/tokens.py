@@ -18,15 +18,16 @@ import numpy as np
 import traitlets
 from IPython.display import HTML, display, update_display
 
-from ..core.types import AlignmentError, Datum, DatumError
+from ..core.types import Datum, DatumError
 from ..insight.doctor.doctor import SETTLED, Diagnosis, weigh
-from ..insight.doctor.evidence import Evidence, gather, tolerance
+from ..insight.doctor.evidence import Evidence, tolerance
 from ..core.gaps import ROUNDING
-from ..insight.xray import scored_first, version_at_start
+from ..insight.xray import version_at_start
 from ..show.html import HUES, SOFT, folded, number, styled, table, tint, token_strip
 from ..runs.records import StepRecord
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
-from .payloads import NOISE, TokenRow, plain, all_series, token_payload, token_rows, trainer_of
+from .payloads import NOISE, TokenRow, all_series, evidence_of, plain, token_payload, token_rows
+from .payloads import trainer_of
 
 # %% auto #0
 __all__ = ['TokenInspector', 'inspect_tokens']
@@ -102,22 +103,6 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
         comm: Any = getattr(inner, "comm", None)
         if hasattr(comm, "_reply_subshell_for"):  # ipykernel's choice of a thread; None is the main one
             comm._reply_subshell_for = lambda data, subshell: None
-
-# %% ../../nbs/views/03_tokens.ipynb #5bac2726
-def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
-    "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
-    record = source if isinstance(source, StepRecord) else None
-    datums = list(source.datums if isinstance(source, StepRecord) else source)
-    given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
-    given = [None] * len(datums) if given is None or not len(given) else given
-    first = lambda d, own: next((s for s in (own, d.old_logprobs, d.ref_logprobs) if s is not None), None)
-    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True)]
-    both = [(d, trainer) for d, trainer in both if trainer is not None and d.sampler_logprobs is not None]
-    kept, trainer = tuple(d for d, _ in both), [t for _, t in both]
-    try:
-        return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
-    except (AlignmentError, DatumError):  # every token is masked, or not a number: the samples say it themselves
-        return None
 
 # %% ../../nbs/views/03_tokens.ipynb #a2b4a9fb
 HALF = 2 * ROUNDING["bfloat16"].mean  # nats that the rounding of bfloat16 explains at a token, as `tolerance` counts

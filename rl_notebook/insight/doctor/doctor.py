@@ -23,7 +23,7 @@ from .causes import vocabulary, wrong_reference, written
 from ...task.chat import render
 from ...core.types import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
 from .evidence import LIKELY, SURE, Evidence, Cause, Redraw, beyond, differs, floor
-from .evidence import gather, noise_floor, size, tolerance
+from .evidence import gather, noise_floor, size, tolerance, where_it_sits
 from ...runs.records import StepRecord, html_table
 from ...core.gaps import ROUNDING, Rounding
 
@@ -78,6 +78,7 @@ class Diagnosis:
     largest: float = 0.0  # nats, the largest gap
     controls: tuple[str, ...] = ()  # experiments that were made
     refused: Mapping[str, str] = field(default_factory=dict)  # and those that the backend did not run
+    sits: str = ""  # what the gap follows: depth, turn, a class of tokens; empty where the cause is sure
 
     @property
     def ok(self) -> bool:
@@ -95,13 +96,14 @@ class Diagnosis:
         return " ".join(filter(None, self.answer))
 
     @property
-    def answer(self) -> tuple[str, str, str, str]:
-        "How sure and which cause, why, what would settle it, and the fix."
+    def answer(self) -> tuple[str, str, str, str, str]:
+        "How sure and which cause, why, where the gap sits, what would settle it, and the fix."
         sure = "" if self.certainty == "sure" else f", {self.certainty}"
         other = " or ".join(self.undecided)
         doubt = [f"With what is known it cannot be told from {other}."] if other else []
         doubt += [f"To settle it: {self.settles}."] if self.settles else []
-        return f"{self.cause}{sure}:", f"{self.text}.", " ".join(doubt), self.fix
+        sits = f"{self.sits[0].upper()}{self.sits[1:]}." if self.sits else ""
+        return f"{self.cause}{sure}:", f"{self.text}.", sits, " ".join(doubt), self.fix
 
     @property
     def settles(self) -> str:
@@ -452,6 +454,7 @@ async def diagnose(
     controls: Sequence[str] = tuple(CONTROLS),  # "sync" gives the sampler the policy's weights, and nothing undoes it
     untrained: bool | None = None,  # whether the policy still equals its reference; None = the record is of step 1
     max_datums: int = 16,  # that controls look at
+    tokenizer: Any = None,  # tells digits and white space; None = the backend's
 ) -> Diagnosis:
     """Why trainer and sampler disagree. To be awaited: without `await` there is no diagnosis.
 
@@ -472,4 +475,5 @@ async def diagnose(
             e = await CONTROLS[name](e, backend, rows)
         except BackendError as refusal:
             e = replace(e, refused={**e.refused, name: str(refusal)})
-    return weigh(e)
+    found, told = weigh(e), tokenizer or getattr(backend, "tokenizer", None)
+    return found if found.ok or found.certainty == "sure" else replace(found, sits=where_it_sits(e, told))

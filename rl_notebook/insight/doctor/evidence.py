@@ -8,14 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from ...core.datums import sample_of, target_series
 from ...core.types import AlignmentError, Datum, DatumError, Logprobs
 from ...runs.records import StepRecord
-from ...core.gaps import Gap, Rounding, rounding
-from ..xray import scored_first
+from ...core.gaps import Gap, Rounding, rounding, short
+from ..xray import correlation, scored_first
+from ...show.html import token_text
 
 # %% auto #0
 __all__ = ['Evidence']
@@ -341,3 +345,85 @@ def gather(
         e = Evidence(datums, ours, theirs, stamps=Stamps(untrained=bool(untrained)))
     check_comparable(e)
     return e
+
+# %% ../../../nbs/insight/doctor/00_evidence.ipynb #0de635f5
+CHANCE, DRAWS = 0.01, 4999  # of naming a pattern where there is none; draws of signs
+SITS = {  # what a gap may follow: how that is said, and what to look at
+    "depth": ("grows with depth", "what adds up along a completion: positions, a cache of keys and values"),
+    "-depth": ("falls with depth", "how the prompt is read: template, BOS, system message"),
+    "turn": ("grows from turn to turn", "earlier turns that are tokenized again"),
+    "unlikely": ("is larger the less likely a token is, wherever it stands", "prompt, weights and temperature"),
+    "first token": ("the first token of a completion", "where prompt and completion meet: generation prompt"),
+    "after tool or user": ("the first token after a tool or user", "what the template puts between two turns"),
+    "end of a turn": ("the ends of turns", "the end token: stop words, and who appends it"),
+    "digits": ("digits", "how both sides split numbers"),
+    "white space": ("white space", "texts that are decoded, stripped and tokenized again"),
+}
+
+
+def patterns(e: Evidence, tokenizer: Any = None) -> dict[str, np.ndarray]:  # (K,) each, bool for a class of tokens
+    "What a gap may follow. Classes that are told by text need a tokenizer."
+    first = (np.diff(e.row, prepend=-1) > 0) | (np.diff(e.target, prepend=-1) != 1)
+    begins, last = np.searchsorted(e.row, e.row), np.append(first[1:], True)
+    depth, turn = np.arange(len(first)) - begins, np.cumsum(first)
+    turn -= turn[begins]
+    ids, counts = np.unique(e.token[last], return_counts=True)
+    found = {"depth": depth, "-depth": -depth, "turn": turn, "unlikely": -np.fmax(e.p, e.s)}
+    found |= {"first token": depth == 0, "after tool or user": first & (turn > 0)}
+    found |= {"end of a turn": last & (e.token == ids[counts.argmax()])}  # not where a completion was cut
+    if tokenizer is not None:
+        texts = {t: token_text(t, tokenizer) for t in {*e.token.tolist()}}
+        found |= {"digits": np.array([texts[t].strip().isdecimal() for t in e.token.tolist()])}
+        found |= {"white space": np.array([texts[t].isspace() for t in e.token.tolist()])}
+    return found
+
+
+def where_it_sits(e: Evidence, tokenizer: Any = None) -> str:
+    "What the gap follows, in a sentence without its full stop, unless that may be chance; or why it cannot be told."
+    allowed, followed = rounding(e.stamps.trainer_dtype or ""), patterns(e, tokenizer)
+    if allowed.explains(size(e.gap)):
+        return f"where the gap sits cannot be told: it may be rounding ({e.stamps.trainer_dtype or 'dtype unknown'})"
+    salt = np.random.default_rng(0).integers(1, 2**62, max(len(d.tokens) for d in e.datums))  # hashes beginnings
+    begun = [np.cumsum((d.tokens + 1) * salt[: len(d.tokens)])[1:][m] for d, m in zip(e.datums, e.mask, strict=True)]
+    known = np.isfinite(e.gap) & ~pd.Series(np.concatenate(begun)).duplicated().to_numpy()
+    rows, steps = e.row[known], np.floor(np.abs(e.gap[known]) / tolerance(e))  # a step: what rounding explains
+    values = pd.DataFrame({"gap": steps, **{name: v[known].astype(float) for name, v in followed.items()}})
+    plain, ranks = (v - v.groupby(rows).transform("mean") for v in (values, values.groupby(rows).rank(pct=True)))
+    tried = [name for name in followed if np.ptp(ranks[name]) > 1e-9]
+    scores: Any = ranks.mul(ranks["gap"], axis=0).groupby(rows).sum()
+    scores = scores[scores["gap"] > 1e-9][tried]
+    if len(tried) * 2.0 ** -len(scores) > CHANCE:
+        return f"where the gap sits cannot be told from {len(scores)} different sequences"
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, len(scores)))
+    as_large = 1 + (signs @ scores.to_numpy() >= scores.sum().to_numpy() - 1e-9).sum(axis=0)
+    sure = [name for name, n in zip(tried, as_large, strict=True) if len(tried) * n <= CHANCE * (1 + DRAWS)]
+    if not sure:
+        return "the gap follows neither depth nor turn nor a class of tokens by more than chance"
+    best = max(sure, key=lambda name: correlation(plain[name].to_numpy(), plain["gap"].to_numpy()))
+    (words, cause), by, sides, alone = SITS[best], followed[best], ("there", "elsewhere"), True
+    if by.dtype == bool:
+        alone = size(e.gap[~by]).mean <= allowed.mean
+        words = f"{'sits' if alone else 'is largest'} at {words}"
+    else:
+        by, sides = by > np.nanmedian(by), ("in one half", "in the other")
+    words += f": {short(size(e.gap[by]).mean)} nats a token {sides[0]}, {short(size(e.gap[~by]).mean)} {sides[1]}"
+    return f"the gap {words} (p < {CHANCE:g}, {len(scores)} sequences)" + f". Look at {cause}" * alone
+
+# %% ../../../nbs/insight/doctor/00_evidence.ipynb #9c799fff
+def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[str, Any]:
+    "Where the gap sits in a sentence; its mean by depth, turn and class of token, unless it is within rounding."
+    if e is None:
+        return {"said": "no sample has logprobs of both trainer and sampler", "bars": []}
+    found, known = patterns(e, tokenizer), np.isfinite(e.gap)
+    depth, turn = found["depth"], found["turn"]
+    cuts = np.append(np.unique(np.quantile(depth, np.linspace(0, 1, 5)[:-1], method="nearest")), depth.max() + 1)
+    parts = [(f"tokens {a + 1} to {b}", "depth", (a <= depth) & (depth < b)) for a, b in pairwise(cuts.tolist())]
+    parts += [(f"turn {k + 1}", "turn", turn == k) for k in range(min(turn.max() + 1, most)) if turn.max()]
+    classes = {name: v for name, v in found.items() if v.dtype == bool}
+    rest = ~np.any([*classes.values()], axis=0)
+    parts += [(name, "class", v) for name, v in (classes | {"other tokens": rest}).items()]
+    rare = found["unlikely"] > np.nanmedian(found["unlikely"])
+    parts += [("likelier half", "likelihood", ~rare), ("other half", "likelihood", rare)]
+    of = [(name, kind, np.abs(e.gap[which & known])) for name, kind, which in parts if (which & known).any()]
+    bars = [{"part": name, "kind": kind, "nats": float(v.mean()), "tokens": len(v)} for name, kind, v in of]
+    return {"said": where_it_sits(e, tokenizer), "bars": bars if differs(e) else []}
