@@ -153,8 +153,7 @@ class Past:
 
     def solved(self, t: int) -> bool:
         "Whether the last five steps earned nearly all that a completion ever did."
-        reward = self.finite("reward", t)[1]
-        top = float(np.nanmax(self.ends[: t + 1, 1], initial=-math.inf))
+        reward, top = self.finite("reward", t)[1], float(np.nanmax(self.ends[: t + 1, 1], initial=-math.inf))
         worst = float(reward.min(initial=top))
         return top > worst and float(np.median(reward[-5:])) >= top - 0.15 * (top - worst)
 

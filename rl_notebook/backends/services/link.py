@@ -108,7 +108,7 @@ class GradientEncoding:
     name: str
     loss_fn: str = "cross_entropy"  # of the service
     by_position: bool = False  # the service divides by the weights of a sequence
-    by_sequence: bool = False  # the service divides by the number of sequences
+    by_sequence: bool = False  # the service divides by the number of sequences of a pass
 
     @property
     def needs_logprobs(self) -> bool:
@@ -391,12 +391,12 @@ def send_update(link: Link, client: Any, update: Update, encoding: GradientEncod
     "Passes and step of one update; returns what the service measured, in our names."
     sdk, name, (tokens, sequences) = link.sdk, update.normalization, update.counts
     divided_by = 1 if sdk.divides else divisor(name, tokens, sequences)
-    divided_by = divided_by / (sequences if encoding.by_sequence else 1)
     passes = [p for p in update.passes if p.sent_on != link.made]
     waiting = []
     for p in passes:
         series = zip(p.datums, p.dlogprobs, p.logprobs or [None] * len(p.datums), strict=True)
-        data = [carried(sdk, encoding, *each, divided_by) for each in series]
+        own = divided_by / (len(p.datums) if encoding.by_sequence else 1)
+        data = [carried(sdk, encoding, *each, own) for each in series]
         waiting.append(client.forward_backward(data, encoding.loss_fn))
     extra = {"grad_accumulation_normalization": name} if sdk.divides else {}
     step = client.optim_step(sdk_adam(sdk, update.adam), **extra)
