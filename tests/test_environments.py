@@ -153,6 +153,8 @@ WRITTEN = {  # what a policy writes
     "parameters": "<tool_call><function=double>" + "<parameter=number>" * 20_000 + "</function>",
     "lists": "[double(" * 20_000 + ")]" * 20_000,
     "a position": "[double(6)]",
+    "no names": "[double(**{'number': 6})]",
+    "a huge number": f"[double(number={'9' * 400}+1j)]",
     "a list": '<tool_call>{"name": "double", "arguments": [1]}</tool_call>',
 }
 

@@ -528,7 +528,11 @@ def _known(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
 def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
     "Rows and the texts of their completions as groups without rewards."
     groups = []
-    for i, (given, texts) in enumerate(pairs):
+    for i, pair in enumerate(pairs):
+        given, texts = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, ())
+        if not isinstance(given, Row | Mapping) or isinstance(texts, str) or len(texts) < 2:
+            expected = "a row and a list of two texts or more"
+            raise RewardError("reward lab", where=f"pair {i}", got=quoted(pair), expected=expected)
         row = given if isinstance(given, Row) else make_row(given, i)
         masks = [np.arange(0 if text else 2) for text in texts]  # an empty completion is the token of its end
         samples = tuple(RolloutSample(m, 0.0 * m, m, None, text=t) for m, t in zip(masks, texts, strict=True))
@@ -565,13 +569,17 @@ def reward_lab(
         raise RewardError("advantages", where=where, got=got, expected=f"{SCALES}", fix=fix)
     scale, own_ddof, eps = found or ("std", 1, 1e-8)
     rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof, "eps": eps}
+    asked: list[Any] = []
     if against is not None:
-        old, _ = _graded_by(as_reward_fns(against), old, step, rule)
+        old, asked = _graded_by(as_reward_fns(against), old, step, rule)
     if not any(g.samples for g in old):
         raise RewardError("reward lab", where=where, got="no graded completion", expected="at least one")
     new, everyone = _graded_by(fns, old, step, rule)
     samples = [compare_group(o, n, s) for o, n, s in zip(old, new, everyone, strict=True)]
     rows = [group_row(o, n, c) for o, n, c in zip(old, new, samples, strict=True)]
+    for columns, row, group in zip(samples, rows, asked, strict=False):  # without what `against` cannot judge
+        columns["sample"] = [i for i, s in enumerate(group) if s.reward is not None]
+        row["unscorable"] += len(group) - len(columns["sample"])
     filled = [c for c in samples if c["sample"]]
     table = pd.DataFrame({name: [v for c in filled for v in c[name]] for name in filled[0]})
     return RewardLab(table, pd.DataFrame(rows), lab_summary(rows, samples), tuple(new))

@@ -515,7 +515,7 @@ def told_to_template(
         calls = [[_with_values(call) for call in m.get("tool_calls") or ()] for m in messages]
         told = [{**m, **({"tool_calls": c} if c else {})} for m, c in zip(messages, calls, strict=True)]
         return told, {"tools": list(tools)} if tools else {}
-    except (KeyError, TypeError, ValueError, AttributeError) as reason:
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as reason:
         got, expected = f"{type(reason).__name__}: {reason}", "functions with a name, and arguments"
         raise DataError("messages or tools", where=where, got=got, expected=expected) from reason
 
@@ -537,7 +537,7 @@ def _listed(piece: str) -> tuple[list[Any], int]:
     for found in islice(_LISTED.finditer(piece), _MOST):
         with suppress(SyntaxError):
             made: Any = ast.parse(piece[: found.start()] + ")]", mode="eval").body
-            if any(c.args for c in made.elts):
+            if any(c.args or None in [k.arg for k in c.keywords] for c in made.elts):
                 break
             values = [{k.arg: ast.literal_eval(k.value) for k in c.keywords} for c in made.elts]
             return [{"name": c.func.id, "arguments": v} for c, v in zip(made.elts, values, strict=True)], found.end()
@@ -559,7 +559,7 @@ def read_calls(piece: str) -> tuple[list[dict[str, Any]], int]:
         if piece[0] != "[":
             end = _CLOSE.match(piece, end).end()  # type: ignore[union-attr]
         functions = [s | {"arguments": json.dumps(s["arguments"])} for s in said]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError, OverflowError):
         return [], 0
     if not all(isinstance(s["name"], str) and isinstance(s["arguments"], dict) for s in said):
         return [], 0

@@ -155,23 +155,31 @@ def in_dtype(model: Any, name: str, device: str | torch.device) -> nn.Module:
         raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(_DTYPES))
     if name == "float64" and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
+    if kind := getattr(model, "quantization_method", None):
+        fix = "Open the model as it was before; load_in_8bit=True with lora_rank rounds it here."
+        raise ConfigError(
+            "dtype", where="open_local", got=f"a model quantised by {kind}", expected="plain weights", fix=fix
+        )
     if name != "bfloat16":
         return model.to(device=device, dtype=_DTYPES[name]).eval()
     inner = bare_model(model)
     kept, exact = made_in_half(inner), "|".join(getattr(inner, "_keep_in_fp32_modules_strict", None) or [])
     for n, tensor in (*inner.named_parameters(), *inner.named_buffers()):
-        dtype = torch.float32 if exact and re.search(exact, n) else kept.get(n, torch.bfloat16)
-        tensor.data = tensor.data.to(device, dtype)
+        plain = n.replace(".base_layer", "")  # as it is called without LoRA
+        dtype = torch.float32 if exact and re.search(exact, plain) else kept.get(plain, torch.bfloat16)
+        tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
     return model.eval()
 
 
 def made_in_half(model: nn.Module) -> dict[str, torch.dtype]:
-    "The precision in which a model of this kind makes each parameter and buffer where the default is bfloat16."
+    "The precision that a model gives each parameter and buffer where the default is bfloat16; none if it cannot say."
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
             made = type(model)(model.config)
+    except TypeError:  # it is not made from a configuration alone
+        return {}
     finally:
         torch.set_default_dtype(default)
     return {n: tensor.dtype for n, tensor in (*made.named_parameters(), *made.named_buffers())}
