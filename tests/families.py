@@ -1,6 +1,6 @@
 """The architectures that transformers has for causal text, made small, through two steps here.
 
-python tests/families.py    # writes nbs/tutorials/families.csv; takes ten minutes
+python tests/families.py    # writes nbs/tutorials/families.csv; takes half an hour on two busy cores
 """
 
 from __future__ import annotations

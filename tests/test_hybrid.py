@@ -20,7 +20,7 @@ from rl_notebook.core.types import SampleParams
 RARE = pytest.mark.variant(every=3)
 
 
-FAMILIES = [*HYBRID][:12]
+FAMILIES = [*HYBRID][:12]  # the others stand in the table of families alone
 
 
 def loop_for(family: str, lora: int = 0) -> rln.GRPOLoop:

@@ -539,7 +539,8 @@ async def check_gradient(toy: Toy) -> list[Finding]:
     rows.append(within("forward inside backward", metrics.get("forward_gap", 0.0), 0.05, otherwise))
     if norm := metrics.get("grad_norm"):
         ratio, meaning = once / (h * norm**2), "Learning rate, gradient norm or clipping is not what the service says."
-        rows.append(Finding("size of a step", 0.6 < ratio < 1.6 or None, f"{ratio:.3g} of rate × norm²", "1", meaning))
+        ok = 0.6 < ratio < 1.6 or None
+        rows.append(Finding("size of a step", ok, f"{ratio:.3g} of rate × norm²", "1", "" if ok else meaning))
     return rows
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #02a87a60
