@@ -20,7 +20,8 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.openai import open_openai
 from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_datum
 from rl_notebook.core.types import AdamParams, BackendError, Datum, LossError, RLNotebookError, SampleParams
-from rl_notebook.core.losses import LossOptions, make_loss_fn, natural_denominator
+from rl_notebook.core.losses import LossOptions, make_loss_fn
+from rl_notebook.loop.step import step_denominator
 
 __all__ = ["one_thread"]
 
@@ -525,7 +526,7 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
 
     async def three(backend, datums, options, there: bool, divided_by):
         seen, begun = [], len(service().emulator.log)
-        whole = natural_denominator(np.array([d.num_loss_tokens for d in datums]), options.aggregation)
+        whole = step_denominator(datums, options.aggregation)
         for k in range(3):
             for half in (datums[:2], datums[2:])[k % 2 :]:
                 if there:

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_notebook.core.builtin import BUILTIN_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from rl_notebook.core.types import Datum, LossError
-from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, natural_denominator
+from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn
+from rl_notebook.loop.step import in_calls, step_denominator
 
 EXAMPLES = settings(max_examples=25)
 BY_CALL = {"kl_cov", "clip_cov"}  # their means and shares are those of one call
@@ -39,7 +40,8 @@ def samples(draw: st.DrawFn, index: int, has_old: bool) -> tuple[Datum, np.ndarr
 
     series = {"sampler_logprobs": near(), "ref_logprobs": near(), "old_logprobs": near() if has_old else None}
     nowhere = {k: None if v is None else np.where(weights > 0, v, np.nan) for k, v in series.items()}
-    datum = Datum(tokens=range(n + 1), weights=weights, advantage=draw(advantages), sample=index, **nowhere)
+    place = {"group": index // 2, "sample": index}
+    datum = Datum(tokens=range(n + 1), weights=weights, advantage=draw(advantages), **place, **nowhere)
     return datum, np.where(weights > 0, policy, np.nan)
 
 
@@ -119,8 +121,8 @@ def same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
 def test_micro_batches_do_not_change_the_gradient(batch: Batch, options: LossOptions, random: Any) -> None:
     datums, policy = batch
     loss, grads = evaluate(datums, policy, options)
-    step = natural_denominator(np.array([d.num_loss_tokens for d in datums]), options.aggregation)
-    cuts = sorted({0, len(datums), *(random.randrange(len(datums) + 1) for _ in range(2))})
+    calls, step = in_calls(datums, options.aggregation, random.randrange(1, len(datums) + 1), None)
+    cuts = np.cumsum([0, *map(len, calls)]).tolist()
     parts = [evaluate(datums[a:b], policy[a:b], options, step) for a, b in pairwise(cuts)]
     assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-10, abs=1e-12)
     same([g for _, part in parts for g in part], grads)
@@ -335,6 +337,9 @@ class Scalar:
                 return 1 / len(self.places)
             case "sequence_mean":
                 return 1 / samples / sum(k == i for k, _ in self.places)
+            case "prompt_mean":
+                of_prompt = [self.datums[k].group == self.datums[i].group for k, _ in self.places]
+                return 1 / len({d.group for d in self.datums}) / sum(of_prompt)
             case "sample_mean":
                 return 1 / samples
             case "constant":
@@ -442,7 +447,8 @@ def test_a_service_computes_the_same_value_and_gradient(batch: Batch, where: str
 def test_what_is_sent_does_not_depend_on_order_or_split(batch: Batch, options: LossOptions, random: Any) -> None:
     datums, _ = with_old(batch)
     whole = builtin_inputs(datums, options)
-    count = natural_denominator(np.array([d.num_loss_tokens for d in datums]), options.aggregation)
+    assume(options.aggregation != "prompt_mean")  # which is split between prompts alone
+    count = step_denominator(datums, options.aggregation)
     order = random.sample(range(len(datums)), len(datums))
     names = {"weights"} if options.policy_loss == "grpo" else {"logprobs", "advantages"}
     for i, alone in ((i, builtin_inputs([datums[i]], options, count)[0]) for i in order):

@@ -141,6 +141,7 @@ def test_aggregations_are_the_formula():
     divisor = {
         "token_mean": n,
         "sequence_mean": s * per_token,
+        "prompt_mean": 2 * np.repeat([x["n"][:3].sum(), x["n"][3:].sum()], [x["n"][:3].sum(), x["n"][3:].sum()]),
         "sample_mean": s,
         "constant": 16 * s,
         "sum": 1,

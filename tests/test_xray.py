@@ -162,7 +162,7 @@ def deny(record: StepRecord, text: str) -> list[str]:
     active = lambda name: np.concatenate([np.asarray(getattr(d, name))[d.active] for d in record.datums])
     p = np.concatenate([lp.values[d.active] for lp, d in zip(record.loss.logprobs, record.datums, strict=True)])
     to_sampler = np.abs(p - active("sampler_logprobs")).max()
-    a, n = (np.array([f(d) for d in record.datums]) for f in (lambda d: d.advantage, lambda d: d.num_loss_tokens))
+    a, n, group = np.array([(d.advantage, d.num_loss_tokens, d.group) for d in record.datums]).T
     push = sum(np.abs(g).sum() for g in record.loss.dlogprobs)
     to_anchor = 0.0
     if o.anchor == "rollout" or o.policy_loss == "reinforce":
@@ -186,7 +186,10 @@ def deny(record: StepRecord, text: str) -> list[str]:
     )
     claim(r"longer completions had the higher", lambda: np.dot(a, n) > 0 and abs(a.sum()) < 1e-6)
     claim(r"longer completions had the lower", lambda: np.dot(a, n) < 0 and abs(a.sum()) < 1e-6)
-    claim(r"minus the advantages", lambda: close(without_kl, _minus_advantages(a, n, o)))
+    claim(
+        r"minus the advantages",
+        lambda: close(without_kl, _minus_advantages(a, n, o, group)),
+    )
     claim(r"every advantage is 0", lambda: not a.any())
     claim(r"the gradient is 0\b", lambda: push == 0)
     claim(r"Gradient (?:norm|sum)", lambda: push > 0)
@@ -197,11 +200,12 @@ def deny(record: StepRecord, text: str) -> list[str]:
     return wrong
 
 
-def _minus_advantages(a: np.ndarray, n: np.ndarray, o: LossOptions) -> float:
+def _minus_advantages(a: np.ndarray, n: np.ndarray, o: LossOptions, group: np.ndarray) -> float:
     "Minus the advantages, aggregated by the definition of each aggregation."
     by = {
         "token_mean": (a * n).sum() / n.sum(),
         "sequence_mean": a.mean(),
+        "prompt_mean": np.mean([np.average(a[group == g], weights=n[group == g]) for g in set(group)]),
         "sample_mean": (a * n).sum() / len(n),
         "constant": (a * n).sum() / len(n) / (o.max_completion_tokens or 1),
         "sum": (a * n).sum(),

@@ -432,8 +432,10 @@ def schedule_rules(c: Any) -> Iterator[str]:
         yield f"igpo: recipe={c.recipe!r} would ignore it. Set recipe='igpo_loop' or leave it out"
     if c.min_group_size > c.completions_per_prompt:
         yield f"min_group_size: {c.min_group_size} is more than completions_per_prompt={c.completions_per_prompt}"
-    if c.ppo_n_minibatches > 1 and (c.min_samples_per_fwd_bwd is not None or c.pipeline_chunks_per_step > 1):
-        yield "ppo_n_minibatches: the batch is cut before it is whole. Leave min_samples_per_fwd_bwd and chunks out"
+    if c.min_samples_per_fwd_bwd is not None or c.pipeline_chunks_per_step > 1:
+        whole = {"ppo_n_minibatches": c.ppo_n_minibatches > 1, "aggregation": c.aggregation == "prompt_mean"}
+        for name in [name for name, asked in whole.items() if asked]:
+            yield f"{name}: the batch is cut before it is whole. Leave min_samples_per_fwd_bwd and chunks out"
     if c.ppo_n_minibatches > 1 and c.loss_path == "builtin":
         yield "ppo_n_minibatches: with loss_path='builtin' a batch is one update. Set loss_path='client'"
 

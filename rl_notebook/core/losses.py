@@ -39,6 +39,7 @@ class ActiveTokens:
     sample: Tensor  # (T,) long, which of the S samples
     lengths: Tensor  # (S,) active tokens of each sample
     entropy: Tensor | None = None  # (T,) of the policy, with its gradient
+    group: Tensor | None = None  # (S,) long, which prompt each sample answers
 
     def sum_per_sample(self, x: Tensor) -> Tensor:  # (S,)
         "Sum of a (T,) series over the active tokens of each sample."
@@ -47,6 +48,11 @@ class ActiveTokens:
     def mean_per_sample(self, x: Tensor) -> Tensor:  # (S,)
         "Mean of a (T,) series over the active tokens of each sample; 0 for a sample without any."
         return self.sum_per_sample(x) / self.lengths.clamp(min=1)
+
+    def prompt_lengths(self) -> Tensor:  # (S,)
+        "Active tokens of all samples that answer a sample's prompt."
+        assert self.group is not None
+        return torch.zeros_like(self.lengths).index_add(0, self.group, self.lengths)[self.group]
 
 # %% ../../nbs/core/05_losses.ipynb #2a473f2f
 def log_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
@@ -287,19 +293,28 @@ def trained_share(t: ActiveTokens, o: LossOptions) -> Tensor | float:  # (T,) of
     return kept
 
 # %% ../../nbs/core/05_losses.ipynb #8b06b292
-def natural_denominator(lengths: Tensor | np.ndarray, aggregation: str) -> float:
-    "What the sum over token terms is divided by: active tokens, samples, or 1."
-    count = {"token_mean": float(lengths.sum()), "sum": 1.0}.get(aggregation, float(len(lengths)))
-    return max(count, 1.0)
+def natural_denominator(
+    lengths: Sequence[int],  # (S,) active tokens of each sample
+    groups: Sequence[int],  # (S,) the prompt that it answers
+    aggregation: str,
+) -> float:
+    "What the sum over token terms is divided by: active tokens, prompts, samples, or 1."
+    counts = {"token_mean": sum(lengths), "prompt_mean": len(set(groups)), "sum": 1}
+    return float(max(counts.get(aggregation, len(lengths)), 1))
 
 # %% ../../nbs/core/05_losses.ipynb #7c147cf0
 def aggregate(terms: Tensor, t: ActiveTokens, o: LossOptions, denominator: float | None = None) -> Tensor:
     "One number from the (T,) token terms; a denominator overrides the natural one."
     if o.aggregation == "sequence_mean":
         total = t.mean_per_sample(terms).sum()
+    elif o.aggregation == "prompt_mean":
+        total = (t.sum_per_sample(terms) / t.prompt_lengths().clamp(min=1)).sum()
     else:
         total = terms.sum() / (o.max_completion_tokens or 1 if o.aggregation == "constant" else 1)
-    return total / (natural_denominator(t.lengths, o.aggregation) if denominator is None else denominator)
+    if denominator is None:
+        groups = [] if t.group is None else t.group.tolist()
+        denominator = natural_denominator(t.lengths.tolist(), groups, o.aggregation)
+    return total / denominator
 
 # %% ../../nbs/core/05_losses.ipynb #29e8bc02
 def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | None:
@@ -343,6 +358,7 @@ class SideData:
         }
         self.sample = torch.from_numpy(np.repeat(np.arange(len(datums)), lengths))
         self.lengths = torch.from_numpy(lengths)
+        self.group = torch.from_numpy(np.unique([d.group for d in datums], return_inverse=True)[1])
 
     def with_policy(self, policy_logprobs: Sequence[Tensor]) -> ActiveTokens:
         "Select the active positions of the policy's logprobs and put the side data beside them."
@@ -352,7 +368,8 @@ class SideData:
         self._check_finite(p)
         on: dict[str, Any] = {k: None if a is None else torch.as_tensor(a).to(p) for k, a in self.arrays.items()}
         on["old"] = p.detach() if on["old"] is None else on["old"]
-        return ActiveTokens(policy=p, **on, sample=self.sample.to(p.device), lengths=self.lengths.to(p.device))
+        on |= {name: getattr(self, name).to(p.device) for name in ("sample", "lengths", "group")}
+        return ActiveTokens(policy=p, **on)
 
     def with_entropy(self, entropies: Sequence[Tensor] | None) -> Tensor:  # (T,)
         "The policy's entropy at the active positions; raises `LossError` where it is not known."

@@ -228,7 +228,7 @@ def option_class(
 
 # %% ../../nbs/core/04_options.ipynb #27a3ea96
 KLEstimator = Literal["k1", "k2", "k3"]
-Aggregation = Literal["token_mean", "sequence_mean", "sample_mean", "constant", "sum"]
+Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "sample_mean", "constant", "sum"]
 Correction = Literal["off", "token", "sequence", "product"]
 
 

@@ -93,6 +93,7 @@ def own_settings(batch: FrozenBatch) -> dict[str, Any]:
 
 # %% ../../nbs/insight/06_trainers.ipynb #436dd900
 _DIVISOR = {"token_mean": "tokens", "sequence_mean": "own tokens × completions", "sample_mean": "completions"}
+_DIVISOR |= {"prompt_mean": "tokens of each prompt × prompts"}
 _DIVISOR |= {"constant": "completions × max_completion_tokens", "sum": "nothing, a sum over the tokens"}
 _ADVANTAGE = {"std": "(r − mean) / (std + eps)", "none": "r − mean", "loo": "r − mean of others", None: "its own"}
 _LEVEL = {"token": "of tokens", "sequence": "of completions (mean of logs)", "product": "of completions (product)"}
@@ -182,11 +183,12 @@ def adapted(batch: FrozenBatch, variant: Variant, s: Mapping[str, Any]) -> tuple
 
 def counted_share(batch: FrozenBatch, datums: Sequence[Datum], aggregation: str, counted: str | None) -> float:
     "What the datums are divided by, over what a trainer divides by."
-    lengths = np.array([d.num_loss_tokens for d in datums])
     left_out = dead_groups(batch) - {d.group for d in datums}
-    more = [s.completion_len for g in batch.groups if g.index in left_out for s in g.samples]
-    theirs = np.array([*lengths, *more]) if counted == "all" else lengths[lengths > 0] if counted else lengths
-    return natural_denominator(lengths, aggregation) / natural_denominator(theirs, aggregation)
+    own = [(d.num_loss_tokens, d.group) for d in datums]
+    more = [(s.completion_len, g.index) for g in batch.groups if g.index in left_out for s in g.samples]
+    theirs = [*own, *more] if counted == "all" else [one for one in own if one[0] or not counted]
+    size = [natural_denominator([n for n, _ in rows], [g for _, g in rows], aggregation) for rows in (own, theirs)]
+    return size[0] / size[1]
 
 
 def output_of(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:

@@ -168,11 +168,13 @@ TERM_WORDS = {  # losses whose term is not minus the advantage at ratio 1
     "vespo": "−weight of the sequence × advantage × logprob",
     "dppo_tv": "−ratio × advantage × logprob, of tokens inside the bound",
     "dppo_kl": "−ratio × advantage × logprob, of tokens inside the bound",
+    "kl_cov": "−advantage × ratio, plus |log ratio| of tokens of high covariance",
     "clip_cov": "−clipped ratio × advantage, without tokens of high covariance",
 }
 SUMS = {
     "token_mean": "averaged over tokens",
     "sequence_mean": "averaged over completions",
+    "prompt_mean": "averaged over the tokens of each prompt, then over prompts",
     "sample_mean": "summed in each completion and averaged over completions",
     "constant": "summed and divided by a constant",
     "sum": "summed over all tokens",
@@ -194,7 +196,7 @@ def policy_words(record: StepRecord, rest: float, moved: tuple[bool | None, str]
     a, n = (np.array(v) for v in zip(*((np.mean(d.advantage), d.num_loss_tokens) for d in record.datums), strict=True))
     if not n.any():
         return True, "every target is masked"
-    if not any(np.any(d.advantage) for d in record.datums):
+    if o.get("policy_loss") != "kl_cov" and not any(np.any(d.advantage) for d in record.datums):
         return True, "every advantage is 0"
     if m.get("tis/weight_mean") == 0:
         return True, "the correction leaves out every token"

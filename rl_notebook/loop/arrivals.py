@@ -13,18 +13,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/loop/08_arrivals.ipynb #d4c6486d
 from ..core.advantages import OF_BATCH
-from ..core.losses import natural_denominator
 from ..core.types import PromptGroup
 from .groups import Finished, Gate, Graded, Producer
 from .rollouts import groups_per_pass, require_some
-from .step import NORMALIZATION, Listing, LossReport
+from .step import NORMALIZATION, Listing, LossReport, step_denominator
 from .step import list_groups, list_prompts, list_rollouts, merge_outputs, scale_output, score_group
 from .state import Loop, enter, timed
 from .phases import advantages_phase, compared, draw_prompt, encode_numbers, gradient_of, grading
@@ -144,7 +141,7 @@ def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[Loss
     datums = state.put("datums", list_training([d for r in reports for d in r.datums], groups, tokenizer))
     if have_tokens(datums):
         state.put("reference", datums)
-        divisor = natural_denominator(np.array([d.num_loss_tokens for d in datums]), aggregation)
+        divisor = step_denominator(datums, aggregation)
         output = scale_output(merge_outputs([r.output for r in reports]), 1 / divisor)
         state.put("backward", LossReport(output, tuple(datums), tokenizer))
         state.normalization = NORMALIZATION[aggregation]

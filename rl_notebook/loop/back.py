@@ -24,10 +24,11 @@ from ..config.config import Config
 from ..core.types import AdamParams, BackendError, Datum, LossOutput, PhaseError, RecordError, RLNotebookError
 from ..task.data import restore_cursor
 from ..backends.export import describe_export
-from ..core.losses import LossOptions, natural_denominator
+from ..core.losses import LossOptions
 from ..runs.records import StepRecord, staged_folder
 from ..runs.run import Checkpoint, Run, RunFolder, spans
 from .step import LossFactory, LossReport, loss_factory, merge_outputs, scale_output
+from .step import step_denominator
 from ..task.toy import model_source
 from .weights import SamplerHas
 from .state import LOOK_ONLY, PHASES, Loop, StepState
@@ -241,7 +242,7 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
     make, aggregation = recorded_loss(loop, record), record.options["aggregation"]
     chunks = updates_of(record)[update]
     datums = tuple(d for chunk in chunks for d in chunk)
-    natural = natural_denominator(np.array([d.num_loss_tokens for d in datums]), aggregation)
+    natural = step_denominator(datums, aggregation)
     whole = natural if record.divided_by == "none" else 1.0
     await loop.weights.accumulate()
     outputs = [await loop.backend.policy.forward_backward_custom(c, make(c, whole)) for c in chunks]

@@ -37,8 +37,8 @@ from ..runs.records import StepRecord
 from .groups import Gate, Intake, Producer
 from .rollouts import minibatch_slices, require_some
 from .step import Listing, LossFactory, LossReport, Measured, anchored, backward, backward_builtin
-from .step import cache_key, draw, evaluate_loss, join_updates, loss_factory, score_datums, score_group
-from .step import list_datums, list_groups, list_prompts, list_rollouts
+from .step import cache_key, draw, evaluate_loss, in_calls, join_updates, loss_factory, score_datums
+from .step import list_datums, list_groups, list_prompts, list_rollouts, score_group
 from .setup import encode_for
 from .setup import rollout_setup as rollout_setup
 from .state import AWAITED, PHASES, Loop, StepState, enter, now_running, timed
@@ -330,13 +330,13 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
     datums, c = enter(loop.state, "backward"), loop.cfg
     if nothing := skipped(loop, "backward"):
         return nothing
-    parts, size = minibatches(loop, datums), c.max_samples_per_fwd_bwd or len(datums)
+    parts, aggregation = minibatches(loop, datums), chosen_options(loop)["aggregation"]
     with timed(loop, "backward"):
         report = await gradient_pass(loop, parts[0])
-    loop.state.passes = tuple(len(part[i : i + size]) for part in parts for i in range(0, len(part), size))
+    calls = [in_calls(part, aggregation, c.max_samples_per_fwd_bwd, None)[0] for part in parts]
+    loop.state.passes = tuple(len(call) for part in calls for call in part)
     loop.state.updates = tuple(map(len, parts)) if len(parts) > 1 else ()
-    divided = chosen_options(loop)["aggregation"] == "sum"
-    loop.state.normalization = c.grad_accumulation_normalization if divided else "none"
+    loop.state.normalization = c.grad_accumulation_normalization if aggregation == "sum" else "none"
     return loop.state.put("backward", report)
 
 # %% ../../nbs/loop/07_phases.ipynb #c0791365

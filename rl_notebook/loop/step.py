@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -282,11 +283,18 @@ async def backward(
 def in_calls(
     datums: Sequence[Datum], aggregation: str, max_samples: int | None, denominator: float | None
 ) -> tuple[list[Sequence[Datum]], float]:  # datums of each call, and what every call divides by
-    "A step in calls of at most `max_samples` datums."
-    lengths = np.array([d.num_loss_tokens for d in datums])
-    whole = natural_denominator(lengths, aggregation) if denominator is None else denominator
-    size = max_samples or len(datums)
-    return [datums[i : i + size] for i in range(0, len(datums), size)], whole
+    "A step in calls of at most `max_samples` datums; of whole groups, and at least one, if it is a mean over prompts."
+    whole = step_denominator(datums, aggregation) if denominator is None else denominator
+    size, cuts, of_groups = max_samples or len(datums), [0], aggregation == "prompt_mean"
+    ends = [i for i in range(1, len(datums)) if not of_groups or datums[i].group != datums[i - 1].group]
+    for end, next_end in itertools.pairwise([*ends, len(datums)]):
+        cuts += [end] if next_end - cuts[-1] > size else []
+    return [datums[a:b] for a, b in itertools.pairwise([*cuts, len(datums)])], whole
+
+
+def step_denominator(datums: Sequence[Datum], aggregation: str) -> float:
+    "What the loss of a whole step divides by."
+    return natural_denominator([d.num_loss_tokens for d in datums], [d.group for d in datums], aggregation)
 
 # %% ../../nbs/loop/02_step.ipynb #81b28791
 def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
