@@ -4,23 +4,32 @@
 
 The run is made of three steps that the tiny model was trained for, written again under each number. `--keep FOLDER`
 keeps it, or takes one that is there. The goals are 5 s and 300 MB for each command.
+
+    python benchmarks/long_run.py --train 2000 --json FILE
+
+trains for so many steps instead, and says what a step takes as the run grows: processor seconds, those of the record among
+them, bytes on disk, memory and open files of the process.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
+import os
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rl_notebook.config.config import Config
 from rl_notebook.runs.records import write_record
-from rl_notebook.runs.run import Run, metrics_row
+from rl_notebook.runs.run import Run, RunFolder, metrics_row
 
 GOAL = {"seconds": 5.0, "MB": 300.0}
 COMMANDS = ("show", "show --last 5", "show --json", "show --step {last}", "view --once --out {page}", "doctor")
@@ -60,15 +69,47 @@ def measure(command: str, folder: Path, steps: int) -> dict[str, Any]:
     return {"command": command, "exit": done.returncode, "seconds": float(seconds), "MB": float(peak)}
 
 
+def growth(folder: Path, steps: int, every: int = 100) -> list[dict[str, float]]:
+    "What a step takes, as medians of `every` neighbouring steps of a run that is really trained: processor seconds, bytes, memory, open files."
+    from rl_notebook.recipes.rl_loop import train
+
+    add, clock, state = RunFolder.add, time.process_time, []
+
+    def timed(run: RunFolder, record: Any) -> Any:
+        start = clock()
+        path = add(run, record)
+        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+        kept = sum(f.stat().st_size for f in (folder / "steps" / f"{record.step:05d}").rglob("*") if f.is_file()) / 1e3
+        state.append((clock(), clock() - start, kept, memory, len(os.listdir("/proc/self/fd"))))
+        return path
+
+    RunFolder.add = timed  # type: ignore[method-assign]
+    cfg = Config(**SIZES | {"max_completion_tokens": 16}, steps=steps, max_seq_len=96, log_path=str(folder))
+    asyncio.run(train(cfg, say=lambda line: None, progress=False))
+    ends, *rest = zip(*state, strict=True)
+    series = {"step_s": [b - a for a, b in itertools.pairwise(ends)]}
+    series |= {name: values[1:] for name, values in zip(("record_s", "kB", "MB", "files"), rest, strict=True)}
+    medians = lambda end: {name: statistics.median(values[end - every : end]) for name, values in series.items()}
+    return [{"step": end} | medians(end) for end in range(every, steps, every)]
+
+
 def main() -> None:
     "Make the run, measure, print."
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--keep", type=Path, default=None, help="folder of the run")
+    parser.add_argument("--train", type=int, help="train for so many steps, and see how a step grows")
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
         folder = given.keep or Path(place) / "run"
+        if given.train:
+            rows = growth(folder, given.train)
+            for row in rows:
+                print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
+            if given.json:
+                given.json.write_text(json.dumps(rows, indent=1))
+            return
         if not (folder / "run.json").exists():
             make_run(folder, given.steps)
         rows = [measure(command, folder, given.steps) for command in COMMANDS]

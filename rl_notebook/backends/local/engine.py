@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..base import Meter
 from .fast import NOTHING, Past, SlotCache
-from .model import CausalModel, decode_step, padded, prefill
+from .model import CausalModel, RecordedStep, decode_step, padded, prefill
 from .prefixes import sent
 from .routing import Routers, noting, write_notes
 from ...task.chat import turn_ends
@@ -287,8 +287,7 @@ class Engine:
             self.eos_token_ids = turn_ends(self.tokenizer, getattr(model, "generation_config", None), model.config)
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
-        self.cache = SlotCache()
-        self.course: Course | None = None  # of the rows as they are; None = they have changed
+        self.abort()
         self.pasts = Pasts()
         self.prefilled_tokens = 0  # prompt tokens that really went through the model
         self.meter = Meter()  # counts what is drawn
@@ -319,7 +318,10 @@ class Engine:
         "Drop everything, for example after an error."
         self.waiting.clear()
         self.rows.clear()
-        self.cache, self.course = SlotCache(), None
+        self.cache = SlotCache()
+        self.course: Course | None = None  # of the rows as they are; None = they have changed
+        recorded = self.causal.device.type == "cuda" and self.causal.route == "fast"
+        self.step = RecordedStep(self.causal, self.cache) if recorded else partial(decode_step, self.causal, self.cache)
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #1e99732a
 def check_request(engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> Request:
@@ -525,8 +527,7 @@ def course_of(engine: Engine) -> Course:
 def advance(engine: Engine) -> list[Request]:
     "A decode step for every row; returns the requests that it completed."
     course, engine.course = course_of(engine), None
-    step = partial(decode_step, engine.causal, engine.cache, course.tokens, course.at, course.longest)
-    features, experts = watched(engine, step)
+    features, experts = watched(engine, partial(engine.step, course.tokens, course.at, course.longest))
     drawn = draw(engine.causal.logits(features), course.plan, course.uniforms.pop(0))
     course.tokens, course.at, course.longest = drawn[0], course.at + 1, course.longest + 1
     engine.meter.note("sampling", pass_work(engine.causal.size, len(engine.rows), len(engine.rows)))

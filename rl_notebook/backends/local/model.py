@@ -279,6 +279,54 @@ def decode_step(model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: T
     cache.begin_step(lengths, longest, model.windows)
     return model.features(tokens[:, None], lengths[:, None], cache, longest, keep=1)[:, -1]
 
+# %% ../../../nbs/backends/local/04_model.ipynb #702f11ec
+def step_of_all(model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: Tensor) -> Tensor:
+    "(slots, D) of a step of every slot, tokens and lengths (slots,), over every column."
+    rows, cache.rows, cache.hidden = cache.rows, cache.slots, None
+    features = decode_step(model, cache, tokens, lengths, cache.capacity - 1)
+    cache.rows, cache.hidden = rows, None
+    return features
+
+
+class RecordedStep:
+    "`decode_step` on a GPU, recorded once and played again."
+
+    def __init__(self, model: CausalModel, cache: SlotCache):
+        self.model, self.cache = model, cache
+        self.recorded: tuple = ()  # what it was recorded with
+        self.graph: Any = None
+        self.inputs = self.features = torch.empty(2, 0)  # (2, slots) tokens and lengths; (slots, D)
+
+    def __call__(self, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
+        "(B, D), as `decode_step` gives them; the next call writes to the same memory."
+        cache, rows = self.cache, len(tokens)
+        cache.reserve(rows, longest + 1)
+        if self.inputs.shape[1] != cache.slots:
+            self.inputs = tokens.new_zeros(2, cache.slots)
+        self.inputs[:, :rows], self.inputs[:, rows:] = torch.stack((tokens, lengths)), 0
+        if self.found() != self.recorded:
+            self.record()
+            self.recorded = self.found()
+        self.graph.replay()
+        cache.hidden = None
+        return self.features[:rows]
+
+    def found(self) -> tuple:
+        "All that a recording holds on to."
+        weights = ((p.data_ptr(), p._version) for p in self.model.model.parameters())
+        return self.cache.slots, self.cache.capacity, len(self.model.fast.rotary.cos), *weights  # type: ignore[union-attr]
+
+    def record(self) -> None:
+        "Make a step once, so that all it needs is there, and once for the recording."
+        self.graph, apart, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        apart.wait_stream(here)
+        with torch.cuda.stream(apart):
+            step_of_all(self.model, self.cache, *self.inputs)
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            self.features = step_of_all(self.model, self.cache, *self.inputs)
+            self.graph.capture_end()
+        here.wait_stream(apart)
+
 # %% ../../../nbs/backends/local/04_model.ipynb #71522ad9
 _STUMBLES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError)  # of a model run otherwise
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
