@@ -7,8 +7,8 @@ keeps it, or takes one that is there. The goals are 5 s and 300 MB for each comm
 
     python benchmarks/long_run.py --train 2000 --json FILE
 
-trains for so many steps instead, and says what a step takes as the run grows: processor seconds, those of the record among
-them, bytes on disk, memory and open files of the process.
+trains for so many steps instead, and says what a step takes as the run grows: processor seconds, and those of the
+record among them, bytes on disk, memory and open files of the process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def measure(command: str, folder: Path, steps: int) -> dict[str, Any]:
 
 
 def growth(folder: Path, steps: int, every: int = 100) -> list[dict[str, float]]:
-    "What a step takes, as medians of `every` neighbouring steps of a run that is really trained: processor seconds, bytes, memory, open files."
+    "What a step takes, as medians of `every` neighbouring steps of a run that is really trained."
     from rl_notebook.recipes.rl_loop import train
 
     add, clock, state = RunFolder.add, time.process_time, []
@@ -84,7 +84,8 @@ def growth(folder: Path, steps: int, every: int = 100) -> list[dict[str, float]]
         return path
 
     RunFolder.add = timed  # type: ignore[method-assign]
-    cfg = Config(**SIZES | {"max_completion_tokens": 16}, steps=steps, max_seq_len=96, log_path=str(folder))
+    sizes = SIZES | {"max_completion_tokens": 16}
+    cfg = Config(**sizes, steps=steps, epochs=1000, max_seq_len=96, log_path=str(folder))
     asyncio.run(train(cfg, say=lambda line: None, progress=False))
     ends, *rest = zip(*state, strict=True)
     series = {"step_s": [b - a for a, b in itertools.pairwise(ends)]}
