@@ -49,7 +49,7 @@ def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
 # %% ../../nbs/core/07_metrics.ipynb #c60411dc
 def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "Mean, standard deviation and dead share of the rewards of a step, in total and per reward function."
-    rewards = [g.rewards for g in groups if len(g.samples)]
+    rewards = [g.rewards for g in groups if any(s.reward is not None for s in g.samples)]
     ends = Counter(dead_marks(groups))
     out = {
         "reward": _mean(np.concatenate([np.zeros(0), *rewards])),

@@ -435,6 +435,9 @@ async def replay(
     "Take a recorded step again, and compare every phase with its record."
     record = run.record(step)
     run.check(loop.cfg)
+    if record.given:
+        fix = f"await loop.seek({step}, run) makes its update again."
+        raise RecordError("replay", where=f"step {step}", got="given answers", expected="drawn completions", fix=fix)
     settings = recorded_settings(run, record, loop.began_with)
     if settings.diff(loop.settings):
         take_settings(loop, settings, {})

@@ -129,10 +129,10 @@ class Change:
 
 
 class Past:
-    "The records of a run in order, and their numbers as arrays."
+    "The records of a run in order, but for those of a warm-up, and their numbers as arrays."
 
     def __init__(self, records: Iterable[StepRecord]):
-        self.records = tuple(sorted({r.step: r for r in records}.values(), key=lambda r: r.step))
+        self.records = tuple(sorted({r.step: r for r in records if not r.given}.values(), key=lambda r: r.step))
         names = ("reward", "kl", "grad_norm", "completions/mean_length", "frac_reward_zero_std", "entropy")
         self.columns = {n: np.array([r.metrics.get(n, math.nan) for r in self.records]) for n in names}
         rewards = [np.concatenate([np.zeros(0), *(g.rewards for g in r.groups)]) for r in self.records]

@@ -221,6 +221,8 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     value, m, o, custom = record.loss.loss, record.metrics, record.options, custom_loss(record.options)
     if not math.isfinite(value):
         return f"Loss is {value}"
+    if record.given:
+        return f"Loss is {short(value)}: cross-entropy of the given answers, {SUMS['token_mean']}"
     if custom:
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
     kl, entropy = m.get("kl", 0.0), m.get("entropy/exact", 0.0)
@@ -359,7 +361,8 @@ def check_signal(record: StepRecord) -> Finding:
     "Some group has completions that differ in reward."
     dead, solved = sum(is_dead(g.rewards) for g in record.groups), len(solved_groups(record))
     if not record.groups or all(s.reward is None for g in record.groups for s in g.samples):
-        text = "no rewards are recorded" if record.groups else "the record holds no groups"
+        known = "the answers were given" if record.given else "no rewards are recorded"
+        text = known if record.groups else "the record holds no groups"
         return Finding("signal", None, text, notable=True)
     if 2 * dead <= len(record.groups):
         return Finding("signal", True, signal_words(record), notable=True)
@@ -501,7 +504,8 @@ def check_lengths(record: StepRecord) -> Finding:
 # %% ../../nbs/insight/00_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:
     "Why a record has no loss to look at."
-    return "nothing was trained" if record.reason else "the record holds no loss"
+    given = "the answers were given" if record.given else "the record holds no loss"
+    return "nothing was trained" if record.reason else given
 
 # %% ../../nbs/insight/00_xray.ipynb #eca914cb
 def check_temperature(
@@ -535,7 +539,7 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Findi
     "On-policy, policy and sampler give each token the same logprob."
     check = partial(Finding, "on-policy")
     policy = scored_first(record)
-    if not policy:
+    if not policy or record.given:
         return check(None, without_loss(record))
     if apart := check_temperature("on-policy", record.groups, record.datums, policy):
         return apart
@@ -615,7 +619,7 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
 def check_correction(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "A correction has what it needs, and stale samples have a correction."
     check, without = partial(Finding, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
-    if record.loss is None:
+    if record.loss is None or record.given:
         return check(None, without_loss(record))
     moved, words = moved_since_sampling(record, previous)
     if custom_loss(record.options):

@@ -270,7 +270,7 @@ async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float
         await loop.weights.sync()
     cursor = replace(loop.state.cursor, consumed=record.consumed)
     seen = {cursor.index(g.number): known for g, known in zip(record.groups, record.visits, strict=False)}
-    extra = {"pending": record.pending, "bonus": bonus_after(loop.cfg, record)}
+    extra = {"pending": record.pending, "bonus": bonus_after(loop.cfg, record, loop.state.bonus)}
     loop.set_position(record.step, replace(cursor, seen={**cursor.seen, **seen}), extra)
     loop.records.append(record)
     return gap

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import itertools
 import math
 import os
 import warnings
@@ -29,7 +30,8 @@ from ..core.names import named_function, on_interrupt
 from ..runs.records import StepRecord
 from ..runs.run import spans
 from .rollouts import require_some
-from .weights import join_turn
+from .setup import as_rows
+from .weights import SamplerHas, join_turn
 from .state import Loop, no_bar, now_running, timed
 from .change import change, change_settings
 from . import phases
@@ -293,6 +295,25 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
         loop.bar = None
     return done
 
+# %% ../../nbs/loop/11_loop.ipynb #4cf5f747
+async def warm_up(loop: GRPOLoop, rows: Any, steps: int = 10) -> RunRecords:
+    """Train on given answers: so many steps of cross-entropy, each on the next `prompt_groups_per_step` of the rows.
+
+    `rows`: anything that `load_rows` takes, with the answer as `completion`, as the assistant's last message or as
+    `answer`. Its tokens and the end of the turn are trained on; a service computes this loss itself if it can. The
+    sampler has the weights at the end. Raises `DataError` for a row that gives no text."""
+    answered, done, loop.stop_requested = as_rows(rows), RunRecords(), False
+    upcoming, size = itertools.cycle(answered), min(loop.cfg.prompt_groups_per_step, len(answered))
+    while len(done) < steps and not loop.stop_requested:
+        phases.give_answers(loop, [*itertools.islice(upcoming, size)])
+        if (record := await loop.rest_of_step()) is None:
+            break
+        done.append(record)
+        await reach_boundary(loop)
+    if loop.cfg.weight_sync_interval and loop.weights.sampler is not SamplerHas.CURRENT:
+        await loop.weights.settled(loop.weights.sync())
+    return done
+
 # %% ../../nbs/loop/11_loop.ipynb #6b7338b6
 class GRPOLoop(Loop):
     "GRPO, one phase at a time. What uses the backend is done in a turn of its own."
@@ -315,6 +336,7 @@ class GRPOLoop(Loop):
     refill = takes_turn(refill_step)
     evaluate = takes_turn(evaluate_rows)
     run = run_steps
+    warm_up = takes_turn(warm_up)
 
     undo = takes_turn(undo_step)
     branch = takes_turn(branch_off)

@@ -10,7 +10,7 @@ import math
 import warnings
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,13 @@ __all__ = ['prompts_phase', 'sample_phase', 'score_phase', 'advantages_phase', '
 
 # %% ../../nbs/loop/07_phases.ipynb #dd8aa3c2
 from ..core.advantages import advantages_by, is_dead, with_advantages
-from ..core.datums import attach, datums_from_groups
+from ..core.datums import attach, datum_from_sample, datums_from_groups
 from ..core.losses import POLICY_LOSSES, LossOptions
 from ..core.metrics import merge_metrics, step_metrics
 from ..core.names import interrupts_held, source_hash
 from ..core.types import BackendError, ConfigError, Datum, LossOutput, PhaseError, PromptGroup, RewardError
+from ..core.types import RolloutSample
+from ..task.chat import encode_answer
 from ..config.config import Config
 from ..config.settings import lr_factor, next_bonus
 from ..task.data import Cursor, Prompt, Rollouts, Row, graded_rows
@@ -39,7 +41,7 @@ from .rollouts import minibatch_slices, require_some
 from .step import Listing, LossFactory, LossReport, Measured, anchored, backward, backward_builtin
 from .step import cache_key, draw, evaluate_loss, in_calls, join_updates, loss_factory, score_datums
 from .step import list_datums, list_groups, list_prompts, list_rollouts, score_group
-from .setup import encode_for
+from .setup import encode_for, run_tokenizer
 from .setup import rollout_setup as rollout_setup
 from .state import AWAITED, PHASES, Loop, StepState, enter, now_running, timed
 from .change import changed_since_opened, take_settings
@@ -255,16 +257,18 @@ def bonus_now(loop: Loop) -> tuple[float, float] | None:
     return None if cfg.entropy_target is None else loop.state.bonus or (cfg.entropy_coeff, cfg.entropy_coeff)
 
 
-def bonus_after(cfg: Config, record: StepRecord) -> tuple[float, float] | None:
+def bonus_after(cfg: Config, record: StepRecord, before: tuple[float, float] | None) -> tuple[float, float] | None:
     "The same for the step after a recorded one; one without an entropy, which trained on nothing, moves nothing."
     coeff, entropy = (record.metrics.get(name) for name in ("entropy/coeff", "entropy/exact"))
     if cfg.entropy_target is None or coeff is None:
-        return None
+        return before  # of a warm-up
     return (coeff, record.options["entropy_coeff"]) if entropy is None else next_bonus(cfg, coeff, entropy)
 
 
 def step_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
-    "The loss options that this step begins with: the config's, and the weight of an entropy bonus that adapts."
+    "The loss options that this step begins with: the config's, with an entropy bonus that adapts; or cross-entropy."
+    if loop.state.given:
+        return asdict(LossOptions())
     bonus = bonus_now(loop)
     return loop.cfg.loss_options() | ({} if bonus is None else {"entropy_coeff": bonus[1]})
 
@@ -276,7 +280,7 @@ def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
 # %% ../../nbs/loop/07_phases.ipynb #fbe26633
 def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
     "A custom loss unless something else was asked for; else the config's options with changes."
-    if loop.make_loss is not None and not changes:
+    if loop.make_loss is not None and not (changes or loop.state.given):
         return loop.make_loss
     return loss_factory(LossOptions(**step_options(loop) | dict(changes)))
 
@@ -306,7 +310,8 @@ vars(loss_phase)["__signature__"] = inspect.Signature([*inspect.signature(sample
 async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> LossOutput:
     "Accumulate the gradient of datums, with a loss that is computed here or by the service."
     policy, options = loop.backend.policy, LossOptions(**chosen_options(loop))
-    if loop.cfg.loss_path == "client":
+    there_too = loop.state.given and options.policy_loss in loop.backend.capabilities.builtin_losses
+    if loop.cfg.loss_path == "client" and not there_too:
         make = chosen_loss(loop, loop.state.changes)
         return await backward(policy, datums, make, aggregation=options.aggregation, **split)
     there: Any = policy  # a `BuiltinTrainer`, or the loop would not have been opened
@@ -420,6 +425,31 @@ async def made_sync(loop: Loop) -> Measured:
     said, more = (report.sentence, report.metrics) if report else ("sampler has the new weights", {})
     return loop.state.put("sync", Measured(said, {"policy_version": version, **more}))
 
+# %% ../../nbs/loop/07_phases.ipynb #66989142
+def give_answers(loop: Loop, rows: Sequence[Row]) -> Listing[Datum]:
+    "The phases of a fresh step up to `reference`, on the answers of these rows; raises `DataError` and `PhaseError`."
+    if loop.state.values or loop.draws_ahead:
+        got = "rows that are drawn ahead" if loop.draws_ahead else "a step that has begun"
+        fix = "Finish the step with await loop.step(); warm up in a GRPOLoop before an AsyncGRPOLoop over its backend."
+        raise PhaseError("warm_up", where=loop.place, got=got, expected="a fresh step", fix=fix)
+    words, made = run_tokenizer(loop.backend, loop.cfg), list[tuple[Prompt, Rollouts, PromptGroup, Datum]]()
+    told: dict[str, Any] = {"reward": None, "finish_reason": "given", "policy_version": None}
+    told |= {"temperature": loop.backend.capabilities.policy_temperature}
+    for i, row in enumerate(rows):
+        answer = encode_answer(words, row)
+        prompt = replace(encode(loop, [row], i, max_completion_tokens=len(answer))[0], index=i)
+        tokens, text = np.array([*prompt.tokens, *answer]), words.decode(answer, skip_special_tokens=True)
+        spoken, unknown = np.arange(len(tokens)) >= len(prompt.tokens), np.full(len(tokens), np.nan)
+        sample = RolloutSample(tokens, unknown, spoken, text=text, **told)
+        datum = replace(datum_from_sample(sample, advantage=1.0, group=i, key=row.key), sampler_logprobs=None)
+        made.append((prompt, Rollouts(prompt, (sample,)), PromptGroup((sample,), row.data, row.key, i), datum))
+    prompts, drawn, groups, given = zip(*made, strict=True)
+    datums, scored = list_training(given, groups, words), list_groups(groups)
+    values = {"prompts": list_prompts(prompts, words), "sample": list_rollouts(drawn, words), "score": scored}
+    loop.state.values = {**values, "advantages": scored, "datums": datums, "reference": datums}
+    loop.state.policy_version = loop.policy_version
+    return datums
+
 # %% ../../nbs/loop/07_phases.ipynb #7963238f
 def sources_of(loop: Loop, options: Mapping[str, Any]) -> dict[str, str]:  # "reward close_enough": hash
     "The functions that are not ours, each with a hash of its source."
@@ -443,7 +473,7 @@ def other_sources(record: StepRecord, now: Mapping[str, str]) -> list[str]:
 
 def cursor_after(loop: Loop) -> Cursor:
     "Behind the prompts that were taken so far, once this step's have come and were graded."
-    if loop.cursor.floor is None:
+    if loop.cursor.floor is None or loop.state.given:
         return loop.cursor
     groups, passing = loop.state.values["advantages"], loop.cfg.eval_pass_reward
     rates = {g.number: float(np.mean(g.rewards >= passing)) if g.samples else math.nan for g in groups}
@@ -457,12 +487,14 @@ def record_of(loop: Loop) -> StepRecord:
     datums, output = (report.datums, report.output) if report else ((), None)
     metrics = step_metrics(v["advantages"], datums, output, v["optimize"].metrics, policy_version=state.policy_version)
     options = chosen_options(loop)
-    if loop.make_loss is not None and not state.changes:
+    if loop.make_loss is not None and not (state.changes or state.given):
         options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
     extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)} | schedule_now(loop)
-    extra |= {} if (bonus := bonus_now(loop)) is None else {"entropy/coeff": bonus[0]}
+    extra |= {} if state.given or (bonus := bonus_now(loop)) is None else {"entropy/coeff": bonus[0]}
+    extra |= {"warm_up/loss": output.loss} if state.given and output else {}
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
     after, found = cursor_after(loop), state.synced.metrics if state.synced else {}
+    seen = after.floor is not None and not state.given  # whether its rows come more or less often from now on
     more, speed = loop.extra_record_fields(), work_metrics(state.work, known_roofs(loop.backend.size))
     speed |= memory_metrics() if speed else {}
     return StepRecord(
@@ -484,7 +516,7 @@ def record_of(loop: Loop) -> StepRecord:
         changed=changed_since_opened(loop),
         timeline=(*phases, *more.pop("timeline", ())),
         sources=sources_of(loop, options),
-        visits=tuple(after.seen[after.index(g.number)] for g in v["advantages"] if after.floor is not None),
+        visits=tuple(after.seen[after.index(g.number)] for g in v["advantages"] if seen),
         **more,
     )
 
@@ -502,7 +534,7 @@ def finish_phase(loop: Loop) -> StepRecord:
             warnings.warn(f"log_path {folder!r}: a loop writes no folder by itself. {fix}", stacklevel=2)
         loop.records.append(record)
         loop.intake.cursor = cursor_after(loop)
-        bonus = bonus_after(loop.cfg, record)
+        bonus = bonus_after(loop.cfg, record, loop.state.bonus)
         loop.state = StepState(loop.state.number + 1, loop.cursor, tuple(loop.pending), bonus=bonus)
         loop.eval_metrics = {}
         if loop.settings.diff(loop.next_settings):

@@ -109,8 +109,13 @@ class StepState:
 
     @property
     def numbers(self) -> list[int]:
-        "The numbers of its rows."
-        return [prompt.number for prompt in self.values.get("prompts", ())]
+        "The numbers of its rows in the run."
+        return [] if self.given else [prompt.number for prompt in self.values.get("prompts", ())]
+
+    @property
+    def given(self) -> bool:
+        "Whether its answers were given and not drawn: a step of `warm_up`."
+        return any(s.finish_reason == "given" for rollouts in self.values.get("sample", ()) for s in rollouts.samples)
 
 # %% ../../nbs/loop/05_state.ipynb #46e2262e
 def enter(state: StepState, phase: str) -> Any:

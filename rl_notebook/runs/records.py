@@ -70,6 +70,11 @@ class StepRecord:
         return not self.reason
 
     @property
+    def given(self) -> bool:
+        "Whether its answers were given and not drawn: a step of `warm_up`."
+        return "warm_up/loss" in self.metrics
+
+    @property
     def verdict(self) -> str:
         "The step in one line: reward, KL, groups with signal, size of the update."
         m = self.metrics
@@ -81,7 +86,9 @@ class StepRecord:
             return " · ".join([*parts, f"nothing trained: {self.reason}"])
         if "kl" in m:
             parts.append(f"KL {m['kl']:.4f}")
-        if self.groups:
+        if self.given:
+            parts.append(f"warm-up on {len(self.groups)} answers, {m['warm_up/loss']:.4f} nats a token")
+        elif self.groups:
             live = sum(not is_dead(g.rewards) for g in self.groups)
             parts.append(f"live {live}/{len(self.groups)} groups")
         parts += [f"update {m[name]:.1e}" for name in ("update_norm",) if name in m]

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['encode_prompt', 'sample_from_spans', 'unfinished', 'sample_from_completion', 'UnfitTurn', 'Conversation',
-           'start_conversation']
+__all__ = ['encode_prompt', 'encode_answer', 'sample_from_spans', 'unfinished', 'sample_from_completion', 'UnfitTurn',
+           'Conversation', 'start_conversation']
 
 # %% ../../nbs/task/02_chat.ipynb #78754eaa
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool = True) -> None:
@@ -195,6 +195,20 @@ def encode_prompt(
     _check_prompt(tokenizer, ids, row)
     check_fits(len(ids), max_seq_len, room, row.where)
     return ids
+
+# %% ../../nbs/task/02_chat.ipynb #ec50712e
+def encode_answer(tokenizer: Any, row: Row) -> list[int]:
+    "The tokens that a row wants to be said after its prompt; raises `DataError` where it gives no text."
+    told: Any = row.data.get("completion", row.data.get("messages"))
+    if told is not None and not isinstance(told, str):
+        last = read_messages(told, row.where)[-1]
+        told = last["content"] if last["role"] == "assistant" else None
+    said = row.answer if told is None else told
+    if not isinstance(said, str | int | float) or not str(said).strip():
+        fix = "Give it as `completion`, as the assistant's last message, or as `answer`."
+        raise DataError("answer", where=row.where, got=quoted(said), expected="a text for the policy to say", fix=fix)
+    end = None if row.messages is None else template_end(tokenizer)
+    return [*_encode(tokenizer, str(said)), tokenizer.eos_token_id if end is None else end]
 
 # %% ../../nbs/task/02_chat.ipynb #a4303a08
 def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndarray:  # (C,)

@@ -154,6 +154,7 @@ FLAT = 1e-12  # a line that is never farther from 0 says nothing: a policy that 
 _PANELS = (  # name, unit, lines and their metrics, power of the noise floor, what rounding explains
     ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2, FLAT),
     ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2, FLAT),
+    ("policy to given answers", "nats per token", {"cross-entropy": "warm_up/loss"}, 1, FLAT),
     ("trainer to sampler, mean", "nats", {"mean": f"{_GAP}/mean"}, 1, ROUNDING["float32"].mean),
     ("trainer to sampler, largest", "nats", {"max": f"{_GAP}/max"}, 1, ROUNDING["float32"].largest),
 )
