@@ -739,6 +739,34 @@ def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
     assert (calls, calls_) == (here * len(second.passes), there * len(second_.passes))
 
 
+def test_a_warm_up_is_computed_by_the_service(service):
+    "The loss and the weights are those of the local backend, in one pass a step, and `undo` gives the state before."
+    from rl_notebook.loop.loop import GRPOLoop
+
+    rows = [{"prompt": "Hello", "completion": "world"}, {"prompt": "again", "completion": "and on"}]
+    quick = {"prompt_groups_per_step": 2, "lora_rank": 4, "learning_rate": 1e-3, "kl_beta": 0.0, "sync_audit": False}
+
+    async def warmed(opening, name: str):
+        async with opening as backend:
+            loop = GRPOLoop(backend, rows, len, Config(backend=name, **quick))
+            records = await loop.warm_up(rows, 2)
+            await loop.undo()
+            return records, await backend.policy.forward(records[1].datums)
+
+    async def there():
+        return await warmed(await opened(service), "tinker")
+
+    begun = len(service.emulator.log)
+    theirs, undone = run(there())
+    asked = [e.path.rsplit("/", 1)[-1] for e in list(service.emulator.log)[begun:]]
+    ours, undone_ = run(warmed(open_local(tiny_model(), byte_tokenizer(), lora_rank=4), "local"))
+    assert [r.loss.loss for r in ours] == pytest.approx([r.loss.loss for r in theirs], rel=1e-4)
+    for d, a, b, before in zip(theirs[1].datums, undone_, undone, theirs[1].loss.logprobs, strict=True):
+        np.testing.assert_allclose(a.values[d.active], b.values[d.active], atol=1e-4)
+        np.testing.assert_array_equal(b.values[d.active], before.values[d.active])
+    assert (asked.count("forward_backward"), asked.count("forward")) == (3, 0)  # two steps, and what scores
+
+
 def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
     from rl_notebook.config.config import Config
     from rl_notebook.loop.loop import GRPOLoop
