@@ -470,7 +470,7 @@ def other_sources(record: StepRecord, now: Mapping[str, str]) -> list[str]:
     changed = [what for what in record.sources if now.get(what, record.sources[what]) != record.sources[what]]
     return [f"{w}: not the source of step {record.step} ({record.sources[w]}, now {now[w]})" for w in changed]
 
-
+# %% ../../nbs/loop/07_phases.ipynb #843c3d17
 def cursor_after(loop: Loop) -> Cursor:
     "Behind the prompts that were taken so far, once this step's have come and were graded."
     if loop.cursor.floor is None or loop.state.given:
