@@ -69,10 +69,10 @@ def open_page(context: BrowserContext) -> Iterator[Callable[..., Page]]:
     "Open HTML files as a reader does, from disk."
     pages = []
 
-    def open_file(path: Path, width: int = 1280) -> Page:
+    def open_file(path: Path, width: int = 1280, address: str = "") -> Page:
         pages.append(page := context.new_page())
         page.set_viewport_size({"width": width, "height": 900})
-        page.goto(path.resolve().as_uri())
+        page.goto(f"{path.resolve().as_uri()}#{address}" if address else path.resolve().as_uri())
         return page
 
     yield open_file

@@ -32,23 +32,17 @@ def run(tmp_path: Path) -> RunFolder:
     return run
 
 
-@pytest.mark.parametrize("width", [1280, 800])
-def test_a_report_fits_its_window(open_page: Callable[..., Page], run: RunFolder, width: int):
-    page = open_page(write_report(run, run.path / "report.html"), width)
-    page.locator(".js-plotly-plot .main-svg").first.wait_for()
-    assert page.evaluate(LONGEST) >= 6
-    assert page.evaluate(CUT_OFF, width) == []
-    page.screenshot(path=SHOTS / f"report_{width}.png", full_page=True)
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 800])
 @pytest.mark.variant(but="1280-light")
-def test_completions_are_sorted_searched_and_have_an_address(
+def test_a_report_fits_its_window_and_completions_are_sorted_searched_and_have_an_address(
     open_page: Callable[..., Page], run: RunFolder, width: int, scheme: str
 ):
     page = open_page(write_report(run, run.path / "report.html"), width)
     page.emulate_media(color_scheme=scheme)
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert page.evaluate(LONGEST) >= 6
+    assert page.evaluate(CUT_OFF, width) == []
     tables = page.locator(".rltable")
     expect(tables).to_have_count(3)
     first = tables.first
@@ -81,14 +75,6 @@ class Letters:
         return "".join("<img src=x onerror=alert(1)>" if i == ord("#") else chr(i) for i in ids)
 
 
-def opened_at(page: Page, address: str) -> Page:
-    "The page as a link to it opens it."
-    path = page.url.split("#")[0]
-    page.goto("about:blank")
-    page.goto(f"{path}#{address}")
-    return page
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.variant(but="400-light")
@@ -99,9 +85,8 @@ def test_an_address_opens_the_page_at_its_token(
     d, loss = record.datums[-1], record.loss
     at = int(np.flatnonzero(d.active)[-1])  # a target; its token is one further
     path = write_report(run, run.path / "report.html", tokenizer=Letters())
-    page = open_page(path, width)
+    page = open_page(path, width, f"step=6&group={d.group}&sample={d.sample}&token={at + 1}")
     page.emulate_media(color_scheme=scheme)
-    opened_at(page, f"step=6&group={d.group}&sample={d.sample}&token={at + 1}")
     panel, marked = page.locator(".tokens"), page.locator(".tokens [aria-current]")
     expect(panel).to_contain_text(f"step 6 · group {d.group} · sample {d.sample}")
     expect(marked).to_have_text({" ": "·", "\n": "⏎"}.get(said := Letters().decode([d.tokens[at + 1]]), said))
@@ -159,7 +144,7 @@ def test_a_token_is_a_link_to_itself(open_page: Callable[..., Page], run: RunFol
 )
 @pytest.mark.variant(but="step=3")
 def test_an_address_that_is_not_on_the_page(open_page: Callable[..., Page], run: RunFolder, address: str, words: str):
-    page = opened_at(open_page(write_report(run, run.path / "report.html")), address)
+    page = open_page(write_report(run, run.path / "report.html"), address=address)
     page.locator(".rltable").first.wait_for()
     if words:
         expect(page.get_by_text(words)).to_be_in_viewport()
@@ -180,11 +165,11 @@ THERE = "() => sessionStorage.acted && document.scrollingElement.scrollTop === 3
 
 def test_a_page_follows_its_run_and_stays_where_it_is_read(open_page: Callable[..., Page], run: RunFolder):
     path = run.path / "report.html"
-    page = open_page(write_report(run, path, status=Status("running", "Running: step 6."), refresh=0.5))
+    page = open_page(write_report(run, path, status=Status("running", "Running: step 6."), refresh=2))
     page.add_init_script(AT_THE_LAST_MOMENT)
     page.wait_for_function(THERE)
     run.add(synthetic_record(7, steps=7, groups=4, completions=5))
-    write_report(run, path, status=Status("running", "Running: step 7."), refresh=0.5)
+    write_report(run, path, status=Status("running", "Running: step 7."), refresh=2)
     expect(page.locator("body")).to_contain_text("Running: step 7.")
     page.wait_for_function(THERE)
     expect(page.locator("th[aria-sort=ascending]")).to_have_text("reward")  # as it was chosen

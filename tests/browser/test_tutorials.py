@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from .lab import PANEL, Lab
+from .lab import PANEL, Lab, Notebook
 
 TUTORIALS = Path(__file__).parents[2] / "nbs" / "tutorials"
 # What a drawing has lost: pictures that JupyterLab took out, or that the browser cannot draw.
@@ -18,27 +20,53 @@ BROKEN = """outputs => [...outputs.querySelectorAll('.jp-RenderedHTMLCommon')].f
 LOADED = "outputs => [...outputs.querySelectorAll('img')].every(i => i.complete)"
 
 
-@pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda path: path.stem[:3])
-def test_a_tutorial_that_was_never_run_here_shows_all_its_pictures(lab: Lab, path: Path):
-    "JupyterLab does not trust what another machine has stored: it takes scripts, styles and inline SVG out of it."
+def stored_html(path: Path) -> list[dict[str, Any]]:
+    "The cells of a notebook that have an HTML output."
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
-    stored = {
-        i: "".join(o["data"]["text/html"])
-        for i, c in enumerate(cells)
-        for o in c.get("outputs", ())
-        if "text/html" in o.get("data", ())
-    }
-    notebook = lab.open(path, f"fresh_{path.name}")
-    assert not all(notebook.page.evaluate(f"() => {PANEL}.content.widgets.map(c => c.model.trusted)")) or not stored
-    for i, html in stored.items():
+    return [c for c in cells if any("text/html" in o.get("data", ()) for o in c.get("outputs", ()))]
+
+
+@pytest.fixture(scope="module")
+def cells() -> list[dict[str, Any]]:
+    "Of all tutorials, behind two that are run."
+    ours = ["import urllib.request", "urllib.request.urlopen('http://192.0.2.1')"]
+    plain = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
+    stored = [c for path in sorted(TUTORIALS.glob("*.ipynb")) for c in stored_html(path)]
+    return [c | {"id": f"cell-{i}"} for i, c in enumerate([*(plain | {"source": text} for text in ours), *stored])]
+
+
+@pytest.fixture(scope="module")
+def notebook(lab: Lab, cells: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+    "One notebook with what all tutorials have stored; JupyterLab sees it for the first time."
+    kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+    path = tmp_path_factory.mktemp("stored") / "stored.ipynb"
+    path.write_text(json.dumps(made), encoding="utf-8")
+    notebook = lab.open(path)
+    yield notebook
+    notebook.close()
+
+
+def test_a_tutorial_that_was_never_run_here_shows_all_its_pictures(notebook: Notebook, cells: list[dict[str, Any]]):
+    "JupyterLab does not trust what another machine has stored: it takes scripts, styles and inline SVG out of it."
+    assert not any(notebook.page.evaluate(f"() => {PANEL}.content.widgets.map(c => c.model.trusted)")[2:])
+    assert len(cells) > 50
+    for i, cell in enumerate(cells[2:], 2):
+        html = "".join("".join(o["data"].get("text/html", "")) for o in cell["outputs"] if "data" in o)
         outputs = notebook.show(i)
         outputs.locator(".jp-OutputArea-output").first.wait_for()
         notebook.until_true(f"async e => ({LOADED})(e)", outputs.element_handle())
         assert outputs.evaluate(BROKEN) == []
         assert outputs.locator(".jp-RenderedHTMLCommon img").count() >= html.count("<img"), "no picture was taken out"
         assert "<svg" not in html
-    notebook.shot(f"fresh_{path.stem[:3]}")
-    notebook.close()
+    notebook.shot("stored")
+
+
+def test_a_kernel_stays_here_and_its_errors_are_seen(notebook: Notebook):
+    notebook.run_cells(0, 1)
+    (failure,) = notebook.failures()
+    assert "tests do not use the network" in failure
+    assert notebook.ask("urllib.request.__name__") == "urllib.request"
 
 
 @pytest.mark.parametrize("name", ["101_one_step_by_hand", "102_reading_logprobs"])

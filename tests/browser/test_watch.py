@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 from playwright.sync_api import BrowserContext, Page
 
 from . import chromium
-from .lab import Lab, Watch
+from .lab import Watch
 
 BAD = """<!doctype html><title>bad</title><script>
 console.error("said");
@@ -30,15 +29,6 @@ def test_errors_and_requests_are_seen(
     assert "page error: Error: raised" in complaints or "page error: raised" in complaints
     assert "request leaves this machine: GET https://example.com/asked" in complaints
     assert watch.take(context) == []
-
-
-def test_a_kernel_stays_here_and_its_errors_are_seen(lab: Lab):
-    notebook = lab.open(["import urllib.request", "urllib.request.urlopen('http://192.0.2.1')", "1 + 1"])
-    notebook.run_all()
-    assert len(notebook.failures()) == 1
-    assert "tests do not use the network" in notebook.failures()[0]
-    assert notebook.ask("urllib.request.__name__") == urllib.request.__name__
-    notebook.close()
 
 
 def test_without_a_browser_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatch):
