@@ -6,7 +6,7 @@ holds is refused in words."""
 from __future__ import annotations
 
 import asyncio
-import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -23,6 +23,7 @@ from tiny_models import one_thread  # noqa: F401 (the fixture is used by every t
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
+from rl_notebook.core.losses import POLICY_LOSSES
 from rl_notebook.core.types import ConfigError
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import train
@@ -48,30 +49,12 @@ def against_the_worst(groups):
 """
 
 
-def process(*command: str | Path, cwd: Path) -> str:
-    "What a program prints; it has to end well."
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def run_script(path: Path, *options: str) -> Run:
-    "The run of a script, in a process of its own and in a folder that is not its own."
-    elsewhere = path.parent / "elsewhere"
-    elsewhere.mkdir()
-    process(sys.executable, path, "--log-path", path.parent / "log", *options, cwd=elsewhere)
-    return Run.open(path.parent / "log")
-
-
-def execute(folder: Path, *cells: str) -> list[str]:
-    "What cells print in a Jupyter kernel that was started in a folder."
-    import nbformat
-    from nbclient import NotebookClient
-
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
-    return ["".join(out.get("text", "") for out in cell.outputs if out.name == "stdout") for cell in nb.cells]
+def run_script(path: Path, log: Path, *options: str) -> list[StepRecord]:
+    "What a script records, in this process: another one than that in which its functions were written."
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(path), "--log-path", str(log), *options])
+        runpy.run_path(str(path), run_name="__main__")
+    return list(Run.open(log))
 
 
 def assert_same(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> None:
@@ -121,11 +104,10 @@ print(repr(loop.to_script("made/run.py")))
 """
 
 
-def test_functions_of_cells_come_with_their_source(desk):
-    functions = [
-        "%matplotlib inline\nimport os.path\nimport re\nfrom dataclasses import dataclass, replace\nimport numpy as np",
-        'NUMBER = re.compile(r"-?\\d+")\nUNITS = {"far": 0.25, "near": 1.0}',
-        """
+CELLS = [
+    "%matplotlib inline\nimport os.path\nimport re\nfrom dataclasses import dataclass, replace\nimport numpy as np",
+    'NUMBER = re.compile(r"-?\\d+")\nUNITS = {"far": 0.25, "near": 1.0}',
+    """
 @dataclass(frozen=True)
 class Grade:
     "A class of a cell."
@@ -138,14 +120,14 @@ def last(text):
     found = NUMBER.findall(text)
     return int(found[-1]) if found else None
 """,
-        """
+    """
 def graded(text: str, answer: str, tolerance: int = len(UNITS) + 3) -> float:
     said = last(text)
     name = os.path.join("a", "b")
     return 0.0 if said is None else Grade(abs(said - int(answer)) <= tolerance).points() + len(text) / 100
 """,
-        'shape = lambda text: float("#" in text)\nkeep = lambda group: group.rewards.std() > 0.001',
-        """
+    'shape = lambda text: float("#" in text)\nkeep = lambda group: group.rewards.std() > 0.001',
+    """
 @rln.register_loss(name="mine", eps_clip=0.2)
 def ratio(t, tis, o):
     return -t.advantage * t.policy * tis
@@ -155,8 +137,8 @@ def by_rank(groups):
     "Advantages."
     return [replace(g, advantages=np.argsort(np.argsort(g.rewards)) - (len(g.rewards) - 1) / 2) for g in groups]
 """,
-    ]
-    opened = """
+]
+OPENED = """
 cfg = rln.Config(**SMALL, policy_loss="mine")
 backend = open_local(*rln.load_model("tiny"), reference=False)
 from rl_notebook.task.rewards import reward_fn
@@ -164,12 +146,71 @@ reward = [graded, rln.gsm8k_reward, reward_fn(shape, name="form", weight=0.1)]
 rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b), "odd": float("nan")} for a in range(3) for b in range(2)]
 loop = rln.GRPOLoop(backend, rows, reward, cfg, dynamic_filter_fn=keep, advantage_fn=by_rank)
 """
-    said = execute(desk, OPEN, *functions, opened, RUN)[-1]
+
+REFUSED = {
+    "a closure": ("def make(k):\n    return lambda text: k * len(text)\nfn = make(2.0)", "closure over k"),
+    "nested": (
+        "def make():\n    def inner(text):\n        return 1.0\n    return inner\nfn = make()",
+        "without a definition",
+    ),
+    "in a call": ("fn = max([lambda text: 1.0], key=id)", "without a definition of its own at the top level of a cell"),
+    "no source": ("exec('def fn(text): return 1.0')", "without a definition"),
+    "a partial": ("import functools\nfn = functools.partial(lambda text, k: k, k=2)", "partial object"),
+    "kernel state": (
+        "model = rln.load_model('tiny')[0]\ndef fn(text):\n    return float(model.training)",
+        "got model, Qwen3ForCausalLM of the kernel",
+    ),
+    "state it keeps": (
+        "n = 0\ndef fn(text):\n    global n\n    n += 1\n    return float(n)",
+        "got n, which it assigns",
+    ),
+}
+
+
+ASK = """
+backend = open_local(*rln.load_model("tiny"), reference=False)
+def ask():
+    try:
+        loop = rln.GRPOLoop(backend, rln.toy_rows(4), fn, rln.Config(**SMALL))
+        loop.to_script("refused/run.py")
+    except rln.RLNotebookError as error:
+        print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    "A Jupyter kernel in a folder, and what each of its cells printed."
+    import nbformat
+    from nbclient import NotebookClient
+
+    asked = [cell for source, _ in REFUSED.values() for cell in (source, "ask()")]
+    cells = map(nbformat.v4.new_code_cell, [OPEN, *CELLS, OPENED, RUN, ASK, *asked])
+    nb, folder = nbformat.v4.new_notebook(cells=[*cells]), tmp_path_factory.mktemp("kernel")
+    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
+    return folder, ["".join(o.get("text", "") for o in cell.outputs if o.name == "stdout") for cell in nb.cells]
+
+
+def test_functions_of_cells_come_with_their_source(kernel):
+    folder, printed = kernel
+    said = printed[len(CELLS) + 2]
     first = said.splitlines()[0]
     assert first.startswith("run.py, run.yaml, run.rows.jsonl: with the source of ")
     assert {"Grade", "last", "graded", "shape", "keep", "ratio", "by_rank"} <= set(first.split("of ")[-1].split(", "))
     assert "note" not in said
-    assert_same(list(run_script(desk / "made" / "run.py")), list(Run.open(desk / "here")))
+    there = run_script(folder / "made" / "run.py", folder / "log")
+    POLICY_LOSSES.pop("mine")
+    assert_same(there, list(Run.open(folder / "here")))
+
+
+def test_what_only_the_kernel_knows_is_refused_in_words(kernel):
+    folder, printed = kernel
+    for (name, (_, expected)), words in zip(REFUSED.items(), printed[len(CELLS) + 5 :: 2], strict=True):
+        assert expected in words, f"{name}: {words}"
+        assert all(part in words for part in ("reward", "function '", "expected a function in a file", "Write")) or (
+            "Make it inside" in words or "Return it" in words
+        ), words
+    assert not (folder / "refused").exists()
 
 
 # --- a config --------------------------------------------------------------------------------------------------------
@@ -241,48 +282,6 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path):
     assert grpo_loop(toy_reward).to_script(tmp_path / "other.py") == made  # its own it writes again
 
 
-# --- refused ----------------------------------------------------------------------------------------------------------
-
-REFUSED = {
-    "a closure": ("def make(k):\n    return lambda text: k * len(text)\nfn = make(2.0)", "closure over k"),
-    "nested": (
-        "def make():\n    def inner(text):\n        return 1.0\n    return inner\nfn = make()",
-        "without a definition",
-    ),
-    "in a call": ("fn = max([lambda text: 1.0], key=id)", "without a definition of its own at the top level of a cell"),
-    "no source": ("exec('def fn(text): return 1.0')", "without a definition"),
-    "a partial": ("import functools\nfn = functools.partial(lambda text, k: k, k=2)", "partial object"),
-    "kernel state": (
-        "model = rln.load_model('tiny')[0]\ndef fn(text):\n    return float(model.training)",
-        "got model, Qwen3ForCausalLM of the kernel",
-    ),
-    "state it keeps": (
-        "n = 0\ndef fn(text):\n    global n\n    n += 1\n    return float(n)",
-        "got n, which it assigns",
-    ),
-}
-
-
-def test_what_only_the_kernel_knows_is_refused_in_words(desk):
-    ask = """
-backend = open_local(*rln.load_model("tiny"), reference=False)
-def ask():
-    try:
-        loop = rln.GRPOLoop(backend, rln.toy_rows(4), fn, rln.Config(**SMALL))
-        loop.to_script("made/run.py")
-    except rln.RLNotebookError as error:
-        print(error)
-"""
-    cells = [cell for source, _ in REFUSED.values() for cell in (source, "ask()")]
-    said = execute(desk, OPEN, ask, *cells)[3::2]
-    for (name, (_, expected)), words in zip(REFUSED.items(), said, strict=True):
-        assert expected in words, f"{name}: {words}"
-        assert all(part in words for part in ("reward", "function '", "expected a function in a file", "Write")) or (
-            "Make it inside" in words or "Return it" in words
-        ), words
-    assert not (desk / "made").exists()
-
-
 @pytest.mark.parametrize(
     ("opened", "cfg", "match"),
     [
@@ -327,5 +326,5 @@ def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_sa
     cfg = replace(Config.from_dict(Run.open(log).config), log_path=str(log))
     with pytest.raises(ConfigError, match=r"resume: got a run with rows of its own.*script that began it"):
         asyncio.run(train(cfg, resume=True))
-    process(*command, "--resume", "--steps", str(last + 2), cwd=tmp_path)
-    assert_same(list(Run.open(log)), asyncio.run(opened().run(last + 2, progress=False)))
+    resumed = run_script(script, log, "--resume", "--steps", str(last + 2))
+    assert_same(resumed, asyncio.run(opened().run(last + 2, progress=False)))
