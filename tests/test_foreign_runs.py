@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from rl_notebook.cli import main
 from rl_notebook.core.types import RecordError
@@ -158,13 +158,18 @@ def test_one_step_is_read_without_the_others(tmp_path):
     assert (len(run.steps), len(run.record(77).datums)) == (200, 12)
 
 
+class Bad:
+    "Unpickled, it makes a folder."
+
+    def __reduce__(self):
+        return os.mkdir, ("opened",)
+
+
 def test_nothing_is_unpickled_and_the_owner_is_told_how(tmp_path):
     with pytest.raises(RecordError, match=r"pickles of SkyRL(.|\n)*np\.savez"):
         Run.open(FOREIGN / "skyrl")
-    bad = "import os, torch\nclass X:\n def __reduce__(self): return os.mkdir, ('opened',)\n"
-    bad += "torch.save({'samples': X()}, '0.pt')"
     (tmp_path / "train_data").mkdir()
-    subprocess.run([sys.executable, "-c", bad], cwd=tmp_path / "train_data", check=True)
+    torch.save({"samples": Bad()}, tmp_path / "train_data" / "0.pt")
     with pytest.raises(RecordError, match="only unpickling"):
         Run.open(tmp_path).record(0)
     assert not Path("opened").exists()

@@ -20,6 +20,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer
 
 import rl_notebook as rln
+from rl_notebook.cli import main as command
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import ConfigError, RecordError
 from rl_notebook.runs import watch as module
@@ -223,42 +224,45 @@ def test_what_a_tool_answered_is_masked_as_trl_masks_it(tmp_path: Path):
 
 
 PROCESSES = """
-import json, sys
+import json
 from pathlib import Path
 import test_watch as its
-folder, kind, fails = Path(sys.argv[1]), sys.argv[2], len(sys.argv) > 3
-more = dict(per_device_train_batch_size=4, beta=0.04, loss_type=kind, gradient_accumulation_steps=2)
-plain = its.trainer(folder, **more)
-plain.train()
-t = its.trainer(folder, **more)
-watched, record = its.rln.watch(t, folder / "run"), its.module.Update.record
-if fails and not t.accelerator.is_main_process:
-    its.module.Update.record = lambda step: record(step) if step.number < 2 else 1 / 0
-t.train()
-assert its.weights(t) == its.weights(plain)
-if t.accelerator.is_main_process:
-    (folder / "told.json").write_text(json.dumps([t.state.log_history, watched.ended]))
+more = dict(per_device_train_batch_size=4, beta=0.04, gradient_accumulation_steps=2)
+for kind in ("grpo", "dapo", "fails"):
+    how, folder = more | {"loss_type": "dapo" if kind == "dapo" else "grpo"}, Path(kind)
+    plain = its.trainer(folder, **how)
+    plain.train()
+    t = its.trainer(folder, **how)
+    watched, record = its.rln.watch(t, folder / "run"), its.module.Update.record
+    if kind == "fails" and not t.accelerator.is_main_process:
+        its.module.Update.record = lambda step: record(step) if step.number < 2 else 1 / 0
+    t.train()
+    assert its.weights(t) == its.weights(plain)
+    if t.accelerator.is_main_process:
+        (folder / "told.json").write_text(json.dumps([t.state.log_history, watched.ended]))
 """
 
 
-def run_of_two(folder: Path, *words: str) -> tuple[list[dict], str]:
-    "What TRL logged in a run of two processes, and why the first one's recording ended."
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "Runs of two processes, the second of which records no more in one: their folders, with what TRL logged."
+    folder = tmp_path_factory.mktemp("two")
     (folder / "two.py").write_text(PROCESSES)
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "two.py", folder]
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "two.py"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
-    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": False, "timeout": 200}
-    done = subprocess.run([*start, *words], **how)
+    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": False, "timeout": 400}
+    done = subprocess.run(start, **how)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads((folder / "told.json").read_text())
+    return folder
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
-def test_two_processes_bring_one_record(tmp_path: Path, kind: str):
+def test_two_processes_bring_one_record(two: Path, kind: str):
     "The rows of both, and the loss and the gradient that TRL averages over them."
-    logs, ended = run_of_two(tmp_path, kind)
+    logs, ended = json.loads((two / kind / "told.json").read_text())
     assert not ended
     logged = [row for row in logs if "loss" in row]
-    for record, log in zip(rln.Run.open(tmp_path / "run"), logged, strict=True):
+    for record, log in zip(rln.Run.open(two / kind / "run"), logged, strict=True):
         assert (len(record.datums), len(record.groups)) == (16, 4)
         assert [g.number for g in record.groups] == [*range(4 * record.step - 4, 4 * record.step)]
         assert record.metrics["reward"] == pytest.approx(float(log["reward"]), rel=1e-3)
@@ -267,10 +271,9 @@ def test_two_processes_bring_one_record(tmp_path: Path, kind: str):
         agrees_with_its_options(record)
 
 
-def test_a_process_that_records_no_more_is_not_waited_for(tmp_path: Path):
-    _, ended = run_of_two(tmp_path, "grpo", "fails")
-    assert "ZeroDivisionError" in ended
-    assert rln.Run.open(tmp_path / "run").steps == [1]
+def test_a_process_that_records_no_more_is_not_waited_for(two: Path):
+    assert "ZeroDivisionError" in json.loads((two / "fails" / "told.json").read_text())[1]
+    assert rln.Run.open(two / "fails" / "run").steps == [1]
 
 
 def agrees_with_its_options(record: rln.StepRecord) -> None:
@@ -329,18 +332,16 @@ def test_an_error_of_ours_ends_the_recording_and_not_the_training(tmp_path: Path
     assert "of ours" in repr(watched)
 
 
-def test_the_command_line_reads_it(tmp_path: Path):
+def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _, records = recorded(tmp_path)
-    command, run = str(Path(sys.executable).parent / "rl-notebook"), str(tmp_path / "run")
-    asked = {"show": 0, "show --step 2": 0, "view --once": 0, "doctor": 2}
-    done = {}
-    for words, code in asked.items():
+    run, said = str(tmp_path / "run"), {}
+    for words, code in {"show": 0, "show --step 2": 0, "view --once": 0, "doctor": 2}.items():
         name, *more = words.split()
-        done[words] = subprocess.run([command, name, run, *more], capture_output=True, text=True, check=False)
-        assert done[words].returncode == code, done[words].stderr
-    assert f"{records[2].metrics['reward']:.4g}" in done["show"].stdout
-    assert "doctor: step 2: sampler logprobs: got none in this run" in done["show --step 2"].stdout
-    assert "TRL has them with use_vllm or a rollout_func" in done["doctor"].stderr
+        assert command([name, run, *more]) == code
+        said[words] = "".join(capsys.readouterr())
+    assert f"{records[2].metrics['reward']:.4g}" in said["show"]
+    assert "doctor: step 2: sampler logprobs: got none in this run" in said["show --step 2"]
+    assert "TRL has them with use_vllm or a rollout_func" in said["doctor"]
     assert rln.Run.open(run).config["trainer"].startswith("trl 1.")
 
 

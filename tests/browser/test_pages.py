@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import BrowserContext, Page, expect
 from synthetic import synthetic_record
 
 from rl_notebook.runs.run import RunFolder
-from rl_notebook.views.report import Status, write_report
+from rl_notebook.views.report import Status, report_html, write_report
 
-from .lab import SHOTS
+from .hostile import hostile_record
+from .lab import SHOTS, Watch
 
 LONGEST = """() => Math.max(0, ...[...document.querySelectorAll('.js-plotly-plot')].flatMap(
     plot => plot.data.map(trace => trace.x?.length ?? 0)))"""
@@ -178,3 +179,18 @@ def test_a_page_follows_its_run_and_stays_where_it_is_read(open_page: Callable[.
     expect(page.locator("body")).to_contain_text("Finished after step 7.")
     page.wait_for_function(THERE)
     expect(page.locator("th[aria-sort=ascending]")).to_have_text("reward")
+
+
+def test_a_script_that_got_into_the_page_does_not_run(
+    open_page: Callable[..., Page], tmp_path: Path, watch: Watch, context: BrowserContext
+):
+    "The page allows its own two scripts and no other."
+    bad, path = '<script>document.title="owned"</script><img src=x onerror=document.title="owned">', tmp_path / "r.html"
+    path.write_text(report_html([hostile_record(1)], title="Sums").replace("</main>", f"{bad}</main>"))
+    page = open_page(path)
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    assert "Content Security Policy" in "\n".join(watch.take(context))
+    expect(page).to_have_title("Sums")
+    path.write_text(f"<!doctype html><title>Sums</title><main>{bad}</main>")
+    expect(open_page(path)).to_have_title("owned")  # without the policy it would have run
+    watch.take(context)  # and the image is nowhere
