@@ -28,7 +28,7 @@ from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_rows
 from errors import failed
-from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
+from tiny_models import byte_tokenizer, one_thread, tiny_model, uneven  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
     "max_rows": 6,
@@ -39,11 +39,6 @@ SMALL: dict[str, Any] = {
     "learning_rate": 1e-3,
 }
 QUESTION = {"question": "What is 1+1?", "answer": "2"}
-
-
-def uneven(text: str) -> float:
-    "A reward that nearly always differs inside a group."
-    return float(sum(map(ord, text)) % 7)
 
 
 def toy(reward: Any = uneven) -> Problem:

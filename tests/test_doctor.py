@@ -392,6 +392,7 @@ def dtype_of(model: Any) -> str:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["tiny", *FLAT])
+@pytest.mark.variant(every=3)
 def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
     "A tail that did not come up is no cut, and half precision draws otherwise than it scores, honestly."
     for seed in range(10 if SLOW else 2):
@@ -442,7 +443,7 @@ def test_chance_has_the_odds_that_are_claimed() -> None:
     laws += [tail, np.r_[tail.sum(), tail], np.r_[0.55, 0.45, np.full(30, 1e-6)]]
     datum = Datum(np.arange(3), np.array([0.0, 1.0]))
     for law in (weights / weights.sum() for weights in laws):
-        for _ in range(200 if SLOW else 10):
+        for _ in range(200 if SLOW else 4):
             halves = rng.multinomial(128, law, size=(8, 2))
             ids = [np.flatnonzero(h.sum(axis=0)) for h in halves]
             places = zip(ids, halves, strict=True)

@@ -6,12 +6,12 @@ import asyncio
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from markup import Letters, Page
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
@@ -29,46 +29,17 @@ LIMIT = 40_000  # bytes
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m</div></table>"
 
 
-class Page(HTMLParser):
-    "What a page is made of, and the text that stays when pictures and styles are removed, cells apart."
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.names, self.attributes, self.open, self.left = set[str](), set[str](), list[str](), ""
-        self.sources = list[str]()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-        self.sources += [value or "" for name, value in attrs if name == "src"]
-        self.left += "\n" if tag in ("tr", "div", "p", "summary") else " | " if tag in ("td", "th") else ""
-        if tag not in ("br", "img"):
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.add(tag)
-        self.attributes |= {name for name, _ in attrs}
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.left += data
-
-
 def drawn(value: Any) -> Page:
     "What a value shows, held to the rules of every drawing."
     text = value._repr_html_()
-    page = Page(text)
+    page = Page(text, dict.fromkeys(("tr", "div", "p", "summary"), "\n") | dict.fromkeys(("td", "th"), " | "))
     assert len(text.encode()) <= LIMIT
-    assert not page.names & {"script", "style", "svg", "iframe", "object", "link"}, page.names
-    assert all(src.startswith("data:image/svg+xml;base64,") for src in page.sources)
-    assert page.attributes <= {
+    assert not {*page.tags} & {"script", "style", "svg", "iframe", "object", "link"}, page.tags
+    assert all(src.startswith("data:image/svg+xml;base64,") for src in page.links)
+    assert {*page.attributes} <= {
         *("style", "title", "colspan", "width", "height", "alt", "src"),
     }
-    assert page.open == [], "everything is closed"
-    assert not re.search(r"(?<![\w.])[-+]?-0(\.0+)?(?![\w.,]| …)", page.left), "no minus before zero"
+    assert not re.search(r"(?<![\w.])[-+]?-0(\.0+)?(?![\w.,]| …)", page.text), "no minus before zero"
     assert not re.search(r"[\u202e\x1b]", text)
     return page
 
@@ -112,28 +83,21 @@ WORDS = {
 @pytest.mark.parametrize("phase", WORDS)
 def test_every_phase_draws_itself_and_says_the_same_without_its_pictures(phases: dict[str, Any], phase: str):
     page = drawn(phases[phase])
-    assert WORDS[phase] in page.left
-    assert "Ġ" not in page.left
+    assert WORDS[phase] in page.text
+    assert "Ġ" not in page.text
     if phase not in ("optimize", "finish"):
-        assert "Table" in page.left, "the table is one click below"
+        assert "Table" in page.text, "the table is one click below"
     if phase in ("score", "datums", "backward", "optimize", "finish"):
-        assert "img" in page.names
+        assert "img" in page.tags
     if phase == "sample":
         texts = [s.text for r in phases["sample"] for s in r.samples]
-        assert sum(text in page.left for text in texts) == len(texts), "every completion is there"
+        assert sum(text in page.text for text in texts) == len(texts), "every completion is there"
     if phase == "advantages":
         every = [number(float(a), "+.2f") for g in phases["advantages"] for a in g.advantages]
-        assert all(a in page.left for a in every), "every number is there"
+        assert all(a in page.text for a in every), "every number is there"
 
 
 # --- anything else ---------------------------------------------------------------------------------------------------
-
-
-class Letters:
-    "A tokenizer whose tokens are characters."
-
-    def decode(self, ids: Any, **_: Any) -> str:
-        return "".join(chr(i) for i in ids)
 
 
 def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str, Any]:
@@ -188,7 +152,7 @@ def test_a_drawing_stays_small_and_says_what_it_leaves_out(groups: int, completi
     for name, value in many(groups, completions, tokens).items():
         page = drawn(value)
         if groups * completions > 100 and name in ("sample", "loss", "reference"):
-            assert re.search(r"and \d+ more|… \d+ tokens", page.left), name
+            assert re.search(r"and \d+ more|… \d+ tokens", page.text), name
 
 
 def test_whatever_a_model_says_is_text():

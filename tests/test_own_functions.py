@@ -39,7 +39,7 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run, read_checkpoint
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.insight.whatif import what_if
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
     "max_rows": 16,
@@ -117,11 +117,6 @@ def grpo_loop(cfg: Config, **given: Any) -> GRPOLoop:
     "A loop over the toy task."
     rows = load_rows(toy_rows(16))
     return GRPOLoop(open_local(*load_model("tiny"), reference=cfg.kl_beta > 0), rows, uneven, cfg, **given)
-
-
-def uneven(text: str) -> float:
-    "A reward that nearly always differs inside a group."
-    return float(sum(map(ord, text)) % 7)
 
 
 def one_step(**settings: Any) -> StepRecord:

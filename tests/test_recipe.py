@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.backends.local.trainer import open_local, read_folder
@@ -34,11 +34,6 @@ SMALL: dict[str, Any] = {
     "max_seq_len": 64,
     "learning_rate": 1e-3,
 }
-
-
-def uneven(text: str) -> float:
-    "A reward that nearly always differs inside a group."
-    return float(sum(map(ord, text)) % 7)
 
 
 def toy(eval_rows: int = 0) -> Problem:

@@ -10,11 +10,11 @@ import json
 import re
 import shutil
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from markup import Letters, Page
 from synthetic import hostile_record, synthetic_record
 
 from rl_notebook.cli import main as command
@@ -39,50 +39,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         run.add(synthetic_record(step, steps=7, groups=4, completions=5))
     run.log_metrics(7, {"eval/reward": 0.75})
     return run
-
-
-class Page(HTMLParser):
-    "Elements, attributes and text of a page, as a browser would take them."
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.tags: list[str] = []
-        self.links: list[str] = []
-        self.handlers: list[str] = []
-        self.ids: list[str] = []
-        self.open: list[str] = []
-        self.scripts: list[str] = []
-        self.text = ""
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.links += [v or "" for k, v in attrs if k in ("src", "href", "action", "srcset")]
-        self.handlers += [k for k, _ in attrs if k.startswith("on")]
-        self.ids += [v or "" for k, v in attrs if k == "id"]
-        if tag not in ("meta", "img", "br"):
-            self.open.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if self.open and self.open[-1] == "script":
-            self.scripts[-1] += data
-        elif "style" not in self.open:
-            self.text += data
-
-    @property
-    def figures(self) -> dict:
-        "What the page draws."
-        return self.carried("figures")
-
-    def carried(self, name: str) -> dict:
-        "What the page carries for its script, by name."
-        return json.loads(self.scripts[["figures", "tables", "tokens"].index(name)])
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -113,13 +69,6 @@ def test_completions_are_those_of_the_first_groups_with_signal():
     said, table = completions_html(record, "t0", {0, 1}, 0)
     assert "group 0 and 1, as it is named" in said
     assert [row["group"] for row in table["rows"]] == [0] * 4 + [1] * 4
-
-
-class Letters:
-    "A tokenizer whose tokens are characters."
-
-    def decode(self, ids: list[int], **options: object) -> str:
-        return "".join(map(chr, ids))
 
 
 def test_tokens_and_their_numbers_as_a_report_holds_them():
@@ -258,14 +207,13 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
         "Advantages by group",
         "Rewards, counted",
     ]
-    assert (
-        list(page.figures) == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(len(titles))]
-    )
-    mean, held_out = (next(t for t in page.figures["f0"]["data"] if t.get("name") == n) for n in ("mean", "held out"))
+    figures = page.carried("figures")
+    assert [*figures] == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(len(titles))]
+    mean, held_out = (next(t for t in figures["f0"]["data"] if t.get("name") == n) for n in ("mean", "held out"))
     assert mean["y"] == reward_payload(History(m.metrics))["reward"]["y"]
     assert held_out["y"] == [0.25, 0.75]
-    assert page.figures["f8"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
-    title = page.figures["f4"]["layout"]["annotations"][0]["text"]
+    assert figures["f8"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
+    title = figures["f4"]["layout"]["annotations"][0]["text"]
     assert title == "policy to reference · kl_beta = 0.001"
     for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "the first 4 of 4 prompts", "base_model"):
         assert words in page.text
@@ -279,7 +227,6 @@ def test_the_page_needs_nothing_from_outside(run: RunFolder):
     assert page.tags.count("script") == 5
     assert {"link", "iframe", "object"} & set(page.tags) == set()
     assert "default-src 'none'" in text
-    assert page.open == []  # every element is closed
     body = text[text.index("<body>") : text.index("<script")]
     assert "http" not in body
 

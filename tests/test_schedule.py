@@ -21,17 +21,12 @@ from rl_notebook.runs.run import Run
 from rl_notebook.config.settings import UpdateSettings, lr_factor
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.insight.xray import check_gradient
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
 SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "rewards": ["test_schedule:uneven"]}
 LINEAR = {"lr_scheduler_type": "linear", "warmup_steps": 1}
 SHAPES = ["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt"]
-
-
-def uneven(text: str) -> float:
-    "A reward that completions rarely share."
-    return float(sum(map(ord, text)) % 7)
 
 
 def theirs(shape: str, warm: int, of: int) -> list[float]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
+from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.local.trainer import open_local
@@ -68,11 +68,6 @@ def between(n: int, do: Callable[[GRPOLoop], Any], **given: Any) -> Records:
 
 
 # --- ways to go wrong ---------------------------------------------------------------------------------------------
-
-
-def uneven(text: str) -> float:
-    "A reward that nearly always differs inside a group."
-    return float(sum(map(ord, text)) % 7)
 
 
 def always(value: float) -> Callable[[str], float]:

@@ -37,7 +37,7 @@ from rl_notebook.insight.xray import TERM_WORDS, failed_words, first_not_finite,
 from rl_notebook.insight.xray import measure_noise_floor, sentence, time_words, xray
 from rl_notebook.core.findings import Finding
 from synthetic import synthetic_record
-from tiny_models import byte_tokenizer, one_thread, tiny_model  # noqa: F401 (the fixture is used by every test)
+from tiny_models import byte_tokenizer, one_thread, tiny_model, uneven  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
     "prompt_groups_per_step": 4,
@@ -75,11 +75,6 @@ def fresh() -> StepRecord:
 
 
 # --- situations and what is said about them -------------------------------------------------------------------------
-
-
-def uneven(text: str) -> float:
-    "A reward that nearly always differs inside a group."
-    return float(sum(map(ord, text)) % 7)
 
 
 def always(value: float) -> Callable[[str], float]:

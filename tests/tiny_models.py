@@ -28,6 +28,11 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+def uneven(text: str) -> float:
+    "A reward that nearly always differs inside a group."
+    return float(sum(map(ord, text)) % 7)
+
+
 @functools.cache
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     "Ids 0 to 255 are bytes, 256 is <eos>, 257 is <pad>."
