@@ -11,7 +11,7 @@ EXTRAS := dev,lora,math,structured,wandb,trackio,tensorboard,fireworks,tinker,em
 PIP := $(if $(UV),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 PIP += --quiet --constraint constraints.txt
 NB ?= $(wildcard nbs/*.ipynb nbs/*/*.ipynb nbs/*/*/*.ipynb)
-WORKERS ?= 4
+WORKERS ?= 3
 AT_ONCE ?= $(WORKERS)
 unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: bytecode is worth keeping
 CODE := $(wildcard setup.py nbs tests docs benchmarks examples scripts)
