@@ -74,11 +74,12 @@ def make_batch(seed: int) -> Batch:
     return {**series, "mask": mask, "rewards": rewards.flatten()}
 
 
-def verl(peers: Path, **changed: Any) -> Loss:
+def verl(peers: Path, policy_loss: str = "vanilla", cov: dict[str, Any] | None = None, **changed: Any) -> Loss:
     root = peers / "verl/verl"
     words = yaml.safe_load((root / "trainer/config/actor/actor.yaml").read_text().replace("???", "none")) | changed
+    words["policy_loss"] = SimpleNamespace(**words["policy_loss"] | (cov or {}))
     maths = taken(root / "utils/torch_functional.py", "masked_sum", "masked_mean")
-    names = ("compute_grpo_outcome_advantage", "agg_loss", "compute_policy_loss_vanilla")
+    names = ("compute_grpo_outcome_advantage", "agg_loss", f"compute_policy_loss_{policy_loss}")
     m = taken(
         root / "trainer/ppo/core_algos.py", *names, "kl_penalty", "kl_penalty_forward", verl_F=maths, AlgoConfig=int
     )
@@ -96,7 +97,7 @@ def verl(peers: Path, **changed: Any) -> Loss:
         info = {"dp_size": 1, "batch_num_tokens": b["mask"].sum(), "global_batch_size": ROWS}
         config.global_batch_info |= info | {"loss_scale_factor": config.loss_scale_factor}
         at = {"loss_agg_mode": config.loss_agg_mode, "config": config}
-        total, _ = m.compute_policy_loss_vanilla(b["old"], p, a, b["mask"].bool(), **at)
+        total, _ = vars(m)[f"compute_policy_loss_{policy_loss}"](b["old"], p, a, b["mask"].bool(), **at)
         if config.use_kl_loss:
             kl = m.kl_penalty(p, b["ref"], config.kl_loss_type)
             mean = m.agg_loss(kl, b["mask"].bool(), config.loss_agg_mode, **config.global_batch_info)
@@ -123,7 +124,8 @@ def skyrl(peers: Path, micro: int = ROWS, correct: dict[str, Any] | None = None,
         scores = torch.zeros_like(p)
         scores[:, 0] = b["rewards"]
         a, _ = m.compute_grpo_outcome_advantage(scores, b["mask"], np.repeat(np.arange(GROUPS), K))
-        a = m.apply_loss_reduction_to_advantages_minibatch(a, b["mask"], config.loss_reduction, micro, LIMIT)
+        prompts = [(i, i + K) for i in range(0, ROWS, K)]
+        a = m.apply_loss_reduction_to_advantages_minibatch(a, b["mask"], config.loss_reduction, micro, LIMIT, prompts)
         total = torch.zeros((), dtype=p.dtype)
         for rows in torch.arange(ROWS).split(micro):  # as worker.py adds up its micro-batches
             at = [x[rows] for x in (p, b["old"], a)]
@@ -252,6 +254,16 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
     )
     by_constant = {"aggregation": "constant", "max_completion_tokens": LIMIT}
     yield "verl", by_constant, verl(peers, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=LIMIT)
+    bounds = {"dppo_low": 0.05, "dppo_high": 0.1, "dppo_cap": 3.0}
+    for name in ("dppo_tv", "dppo_kl"):
+        theirs = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}
+        yield "verl", {"policy_loss": name, **bounds}, verl(peers, name, **theirs)
+    gmpo = {"policy_loss": "gmpo", "aggregation": "sequence_mean", "eps_clip": 0.4}
+    yield "verl", gmpo, verl(peers, "geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)
+    cov = {"policy_loss": "kl_cov", "cov_share": 0.2, "kl_cov_coef": 0.1}
+    yield "verl", cov, verl(peers, "kl_cov", {"kl_cov_ratio": 0.2})
+    cov = {"policy_loss": "clip_cov", "cov_share": 1.0, "clip_cov_low": 0.1, "eps_clip_c": None}  # all: no draw
+    yield "verl", cov, verl(peers, "clip_cov", {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1})
     yield "prime-rl", {}, prime_rl(peers)
     yield (
         "prime-rl",
@@ -263,6 +275,14 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
     yield "SkyRL", {"micro_batch": 4}, skyrl(peers, 4, loss_reduction="token_mean_legacy")
     yield "SkyRL", by_constant, skyrl(peers, loss_reduction="seq_mean_token_sum_norm")
     yield "SkyRL", {"tis": "token", "tis_cap": 2.0}, skyrl(peers, correct={"tis_ratio_type": "token"})
+    yield "SkyRL", {"aggregation": "prompt_mean"}, skyrl(peers, loss_reduction="prompt_mean")
+    dropped = {"tis_mode": "reject", "tis_floor": 0.9, "tis_cap": 1.2}
+    for level, name, short in (("sequence", "geometric", "geo"), ("product", "product", "product")):
+        theirs = {"sequence_mask_metric": name, f"{short}_mask_low": 0.9, f"{short}_mask_high": 1.2}
+        yield "SkyRL", {"tis": level, **dropped}, skyrl(peers, correct=theirs)
+    theirs = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
+    icepop = {"tis": "token", "tis_cap": 1.2, "icepop_threshold": 2.0}
+    yield "SkyRL", icepop, skyrl(peers, correct=theirs | {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2})
     yield "tinker-cookbook", {}, tinker(peers)
     yield "Fireworks", {}, fireworks(peers)
     yield (
@@ -270,6 +290,23 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
         {"eps_clip_high": 0.28, "icepop_threshold": 1.5},
         fireworks(peers, {"icepop_threshold": 1.5}, eps_clip_high=0.28),
     )
+
+
+def advantages(peers: Path, b: Batch) -> dict[str, list[float]]:
+    "By our name, the advantages that a trainer's own function finds."
+    verls, skyrls = peers / "verl/verl", peers / "skyrl/skyrl/backends/skyrl_train/utils/ppo_utils.py"
+    maths = ("masked_sum", "masked_mean", "masked_var", "masked_whiten")
+    names = ("compute_opo_outcome_advantage", "compute_reinforce_plus_plus_baseline_outcome_advantage")
+    around = taken(verls / "utils/torch_functional.py", *maths)
+    m = taken(verls / "trainer/ppo/core_algos.py", *names, verl_F=around, AlgoConfig=int)
+    maxrl = taken(skyrls, "compute_maxrl_advantage").compute_maxrl_advantage
+    found = {}
+    for name, function in (("opo", vars(m)[names[0]]), ("whiten", vars(m)[names[1]]), ("maxrl", maxrl)):
+        scores = torch.zeros_like(b["mask"])
+        scores[:, 0] = b["rewards"]
+        a, _ = function(scores, b["mask"], np.repeat(np.arange(GROUPS), K), epsilon=0.0)
+        found[name] = [float(f"{v:.12g}") for v in a[:, 0].tolist()]
+    return found
 
 
 def main(peers: Path) -> None:
@@ -291,7 +328,8 @@ def main(peers: Path) -> None:
         {k: x.reshape(ROWS, -1).squeeze(1).tolist() if k == "rewards" else x.tolist() for k, x in b.items()}
         for b in batches
     ]
-    OUT.write_text(json.dumps({**shape, "batches": stored, "cases": cases}) + "\n")
+    found = [advantages(peers, b) for b in batches]
+    OUT.write_text(json.dumps({**shape, "batches": stored, "advantages": found, "cases": cases}) + "\n")
     print(OUT.stat().st_size, "bytes")
 
 

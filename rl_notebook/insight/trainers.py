@@ -285,6 +285,8 @@ def explained(
     notes = [f"{term}, which stays as recorded: the record lacks {what}" for term, what in missing.items()]
     gone, size = theirs["counted"] == "all" and dead - {d.group for d in batch.datums}, theirs["micro_batch"]
     notes += ["KL of groups that were dropped before training"] if gone and theirs["kl_beta"] else []
+    of_all = gone and str(theirs["policy_loss"]).endswith("_cov")
+    notes += ["covariances with groups that were dropped before training"] if of_all else []
     mixed = gone and size and any(len(g.samples) % size for g in batch.groups)
     notes += ["micro-batches in which groups were that the step dropped"] if mixed else []
     notes += ["completions that the step masked"] if any(not d.num_loss_tokens for d in batch.datums) else []
