@@ -129,6 +129,13 @@ def test_what_cannot_be_compared_is_named() -> None:
     assert {"KL of groups that were dropped before training"} < set(own.not_compared["SkyRL"])
     with pytest.raises(LossError, match="trainers: got 'verl'; expected"):
         compare_trainers(batch, "verl")  # type: ignore[arg-type]
+    rows = what_if(own, {"mine": {"aggregation": "prompt_mean"}})
+    assert [*rows.table.index] == [RECORDED, "SkyRL", "mine"]
+    assert rows.table.loc["SkyRL", ["grad_norm", "cosine"]].equals(own.table.loc["SkyRL", ["grad_norm", "cosine"]])
+    assert rows.as_record("SkyRL").loss is own.outputs["SkyRL"]
+    for taken, given in (("'SkyRL'.*a row that is there", {}), ("policy_logprobs", {"policy_logprobs": []})):
+        with pytest.raises(LossError, match=taken):
+            what_if(own, {"SkyRL": {}}, **given)
     with pytest.raises(LossError, match="Did you mean 'verl'"):
         compare_trainers(batch, {"Verl": {}})
     with pytest.raises(LossError, match="micro_batch: got 2 updates"):

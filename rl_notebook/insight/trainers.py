@@ -204,15 +204,16 @@ def output_of(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:
     if size and len(updates) > 1:
         raise LossError("micro_batch", where=batch.where, got=f"{len(updates)} updates", expected="one update a step")
     updates = updates if size is None else tuple(len(datums[i : i + size]) for i in range(0, len(datums), size))
-    loss, total = 0.0, [np.zeros(len(d.weights)) for d in datums]
+    loss, total, seen = 0.0, [np.zeros(len(d.weights)) for d in datums], dict[str, float]()
     for ds, options in parts:
         found = evaluate_variant(replace(batch, datums=ds, updates=updates), Variant("", options))[1]
         by_rows = size and options.aggregation == "token_mean"  # each micro-batch divides by its own tokens
         share = counted_share(batch, ds, "sample_mean" if by_rows else options.aggregation, s.get("counted"))
         loss += share * found.loss
+        seen = seen or {k: v for k, v in found.metrics.items() if k.startswith("clip_ratio/")}
         share /= len(updates) if size else 1
         total = [t + g * share for t, g in zip(total, found.dlogprobs, strict=True)]
-    return LossOutput(loss, {}, batch.policy_logprobs, tuple(total))
+    return LossOutput(loss, seen, batch.policy_logprobs, tuple(total))
 
 # %% ../../nbs/insight/06_trainers.ipynb #84976fb9
 SMALL = 1e-3  # of a gradient: what is below it is not told
@@ -311,5 +312,5 @@ def compare_trainers(
     table = {k: [row[k] for row in found.values()] for k in ("loss", "grad_norm")}
     table |= {"cosine": [cosine(g, first) for g in (first, *others)]}
     told = pd.DataFrame(table | {"note": ["", *(apart(g, first) for g in others)]}, index=[*found])
-    used, own_datums = {RECORDED: own} if own else {}, {RECORDED: batch.datums}
-    return TrainerComparison(batch, used, own_datums, outputs, told, pd.DataFrame(causes), notes)
+    used, datums = {RECORDED: own} if own else {}, dict.fromkeys(outputs, batch.datums)
+    return TrainerComparison(batch, used, datums, outputs, told, pd.DataFrame(causes), notes)

@@ -366,25 +366,31 @@ def evaluate_variant(batch: FrozenBatch, variant: Variant) -> tuple[tuple[Datum,
 
 # %% ../../nbs/insight/01_whatif.ipynb #2c0c80fa
 def what_if(
-    source: StepRecord | FrozenBatch,
+    source: StepRecord | FrozenBatch | WhatIf,  # a comparison keeps its rows: those of trainers, say
     variants: Mapping[str, Mapping[str, Any]],  # name -> fields of LossOptions, ADVANTAGE_SETTINGS
     *,
     policy_logprobs: Sequence[Logprobs | np.ndarray] | None = None,  # of a later policy; None = the step's own
 ) -> WhatIf:
     "What each variant's loss and gradient would have been; raises `LossError` for one that cannot be computed."
-    batch = FrozenBatch.of(source)
-    batch = batch if policy_logprobs is None else batch.moved(policy_logprobs)
     if not isinstance(variants, Mapping):
         raise LossError("variants", got=quoted(variants), expected="{'a name': {'policy_loss': 'ppo'}, ...}")
-    if RECORDED in variants:
-        raise LossError("name of a variant", got=repr(RECORDED), expected="another one: it is the step's own row")
-    own, output = own_output(batch)
-    used, outputs, datums = {RECORDED: own} if own else {}, {RECORDED: output}, {RECORDED: batch.datums}
-    rows = {RECORDED: gradient_row(batch.datums, output)}
+    if isinstance(source, WhatIf):
+        if policy_logprobs is not None:
+            fix = "Compare on the record, with policy_logprobs."
+            raise LossError("policy_logprobs", got="a comparison that has its own", expected="None", fix=fix)
+        batch, used, datums, outputs = source.batch, {**source.variants}, {**source.datums}, {**source.outputs}
+    else:
+        batch = FrozenBatch.of(source)
+        batch = batch if policy_logprobs is None else batch.moved(policy_logprobs)
+        own, output = own_output(batch)
+        used, datums, outputs = {RECORDED: own} if own else {}, {RECORDED: batch.datums}, {RECORDED: output}
+    if taken := outputs.keys() & variants.keys():
+        whose = "the step's own row" if RECORDED in taken else "a row that is there"
+        raise LossError("name of a variant", got=quoted(min(taken)), expected=f"another one: it is {whose}")
     for name, changes in variants.items():
         used[name] = make_variant(batch, name, changes)
         datums[name], outputs[name] = evaluate_variant(batch, used[name])
-        rows[name] = gradient_row(datums[name], outputs[name])
+    rows = {name: gradient_row(datums[name], output) for name, output in outputs.items()}
     gradients = {name: flat(batch.datums, o.dlogprobs) for name, o in outputs.items()}
     for name, row in rows.items():
         row["cosine"] = cosine(gradients[name], gradients[RECORDED])
