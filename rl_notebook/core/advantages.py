@@ -43,6 +43,12 @@ def predicted_dead_fraction(
 AdvantageScale = Literal["std", "none", "loo", "maxrl", "opo", "batch", "whiten", "parts", "gdpo"]
 SCALES = get_args(AdvantageScale)
 WITHOUT_STD = ("none", "loo", "maxrl", "opo")  # they divide by no standard deviation
+DIVISORS: dict[str, Callable[[np.ndarray, int, float], float]] = {  # of (rewards of one group, ddof, eps)
+    "std": lambda r, ddof, eps: r.std(ddof=ddof) + eps,
+    "none": lambda r, ddof, eps: 1.0,
+    "loo": lambda r, ddof, eps: 1 - 1 / len(r),
+    "maxrl": lambda r, ddof, eps: r.mean(),
+}
 OF_BATCH = ("batch", "whiten", "gdpo")  # they need every group of a step
 
 
@@ -63,21 +69,20 @@ def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
 def group_advantages(
     rewards: Sequence[float] | np.ndarray,  # (K,) of one prompt group, all finite
     *,
-    scale: str = "std",  # "std", "none", "loo" or "maxrl"
+    scale: str = "std",  # any of DIVISORS
     ddof: int = 1,  # 1 divides the variance by K-1, 0 by K
     eps: float = 1e-8,  # added to the standard deviation
 ) -> np.ndarray:  # (K,) float64; exactly 0 for a dead group
     "Group-relative advantages of one prompt."
     r = _checked(rewards, scale)
-    if scale not in ("std", "none", "loo", "maxrl"):
+    if scale not in DIVISORS:
         got, fix = f"{scale!r} for the rewards of one group", "Use with_advantages."
         raise LossError("advantage scale", got=got, expected="groups, with their parts and lengths", fix=fix)
     if is_dead(r):
         return np.zeros_like(r)
     if scale == "maxrl" and r.min() < 0:
         raise RewardError("rewards of a group", got=r.tolist(), expected="none below 0 for advantage_scale 'maxrl'")
-    by = {"std": r.std(ddof=ddof) + eps, "none": 1.0, "loo": 1 - 1 / len(r), "maxrl": r.mean()}
-    return (r - r.mean()) / by[scale]
+    return (r - r.mean()) / DIVISORS[scale](r, ddof, eps)
 
 # %% ../../nbs/core/03_advantages.ipynb #eef8570a
 def batch_advantages(
