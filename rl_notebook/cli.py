@@ -185,7 +185,7 @@ def run_train(args: Sequence[str]) -> int:  # exit code
 # %% ../nbs/00_cli.ipynb #5aea4d6e
 def next_commands(cfg: Config) -> str:
     "What can be done with a run that has ended, as commands."
-    run, here = shlex.quote(str(cfg.log_path)), cfg.backend in ("local", "openai")  # whether its weights are here
+    run, here = shlex.quote(str(cfg.log_path)), cfg.trained_here
     told = {"view": "its page, in a browser with --open", "show": "the same as text", "doctor": "trainer and sampler"}
     told |= {"chat": "talk to the policy, also --beside base", "export": "its weights"} if here else {}
     return "\n".join(["next:", *(f"  {f'rl-notebook {name} {run}':<40} {text}" for name, text in told.items())])

@@ -617,7 +617,7 @@ def test_sampling_and_optimizer():
 @pytest.mark.parametrize("backend", ["tinker", "fireworks"])
 @pytest.mark.parametrize("given", [{"min_p": 0.1}, {"repetition_penalty": 1.2}])
 def test_draws_that_a_service_does_not_know_are_refused_by_name(backend, given):
-    with pytest.raises(ConfigError, match=f"{next(iter(given))}: backend='{backend}' has no such setting"):
+    with pytest.raises(ConfigError, match=f"{next(iter(given))}: backend='{backend}' is not asked for it"):
         Config(backend=backend, base_model="accounts/fireworks/models/m", lora_rank=32, **given)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -13,6 +15,8 @@ import pytest
 
 from rl_notebook.config.config import Config
 from rl_notebook.core.options import leaf_types
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.task.toy import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -118,3 +122,21 @@ def test_the_page_of_150_lines_keeps_its_word(sources: ModuleType):
     page = sources.nbformat.read(ROOT / "nbs" / "tutorials" / "100_a_step_in_150_lines.ipynb", as_version=4)
     lines = [line for c in page.cells if c.cell_type == "code" for line in c.source.splitlines() if line.strip()]
     assert len([line for line in lines if not line.strip().startswith("#")]) <= 150
+
+
+def test_the_backend_of_the_recipe_makes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recipe = (ROOT / "CONTRIBUTING.md").read_text().split("### Add a backend")[1].split("```")[1]
+    rows = [{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}]
+    prompt = load_model("tiny")[1].apply_chat_template(rows[0]["messages"], add_generation_prompt=True)["input_ids"]
+    (tmp_path / "drawn.jsonl").write_text(json.dumps({"prompt": prompt, "completions": list("23456789")}))
+    monkeypatch.chdir(tmp_path)
+    exec(recipe.removeprefix("python\n"), known := {})
+    cfg = Config(completions_per_prompt=8, prompt_groups_per_step=1, max_concurrent=3, max_completion_tokens=8)
+
+    async def step():
+        async with known["backend"] as backend:
+            return await GRPOLoop(backend, rows, lambda text, answer: float(text == answer), cfg).step()
+
+    record = asyncio.run(step())
+    assert sorted(s.text for s in record.groups[0].samples) == list("23456789")
+    assert record.metrics["sampling/sampling_logp_difference/max"] < 1e-5

@@ -288,7 +288,10 @@ def agrees_with_its_options(record: rln.StepRecord) -> None:
 
 
 def test_evaluation_is_not_training(tmp_path: Path):
-    _, records = recorded(tmp_path, eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=8)
+    cut = {"top_k": 20, "temperature": 0.5}  # beside TRL's own fields
+    how = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
+    _, records = recorded(tmp_path, **how, generation_kwargs=cut)
+    assert {(s.processed, s.temperature) for r in records for g in r.groups for s in g.samples} == {(True, 0.5)}
     assert [r.step for r in records] == [1, 2, 3]
     assert all(len(r.datums) == 8 for r in records)
 

@@ -25,7 +25,7 @@ from tornado.web import Application, RequestHandler, stream_request_body
 from ..task.chat import Calls, Conversation, UnfitTurn, check_fits, first_difference
 from ..task.chat import split_calls, start_conversation, told_to_template
 from ..core.types import AlignmentError, BackendError, ConfigError, DataError, MissingExtra
-from ..core.types import RolloutRun, SampleParams, plain_text
+from ..core.types import OFF, RolloutRun, SampleParams, plain_text
 from ..task.data import Row, message_text
 from .openai_chat import CHAT_FIELDS, ChatRequest, choice_of, deltas_of, event_lines
 from .openai_chat import message_of, read_chat, reply_of
@@ -42,7 +42,7 @@ OWN = {"model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "
 
 def check_draws(body: Mapping[str, Any], params: SampleParams) -> None:
     "Raise `ConfigError` for what would be ignored, and for draws that are not those of the run."
-    names = "temperature", "top_p", "top_k", "min_p", "repetition_penalty"
+    names = "temperature", *OFF
     allowed = {name: getattr(params, name) for name in names} | {"top_logprobs": 0}
     for name, value in body.items():
         if value is None or name in OWN | CHAT_FIELDS | {"prompt_cache_key"} or value == allowed.get(name, ...):

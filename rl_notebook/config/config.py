@@ -208,16 +208,15 @@ def backend_rules(c: Any) -> Iterator[str]:
         if getattr(c, name) is not None and c.backend not in backends:
             instead = " or ".join(f"backend={b!r}" for b in backends)
             yield f"{name}: backend={quoted(c.backend)} would ignore it. Set {instead} or leave it out"
-    served = c.backend not in TRAINED_HERE
-    for name in not_default(c, "device", "dtype", "weight_decay_on") if served else ():
+    for name in () if c.trained_here else not_default(c, "device", "dtype", "weight_decay_on"):
         yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
     if c.load_in_8bit and c.backend != "local":
         yield f"load_in_8bit: backend={quoted(c.backend)} samples from a base of its own. Set backend='local'"
-    for name in not_default(c, "entropy_coeff", "entropy_target", "top_entropy_quantile") if served else ():
+    for name in () if c.trained_here else not_default(c, "entropy_coeff", "entropy_target", "top_entropy_quantile"):
         yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
-    for name in not_default(c, "min_p", "repetition_penalty") if served else ():
-        yield f"{name}: backend={quoted(c.backend)} has no such setting. Leave it out or set backend='local'"
-    if not served and c.base_model.startswith("accounts/"):
+    for name in () if c.trained_here else not_default(c, "min_p", "repetition_penalty"):
+        yield f"{name}: backend={quoted(c.backend)} is not asked for it. Leave it out or set backend='local'"
+    if c.trained_here and c.base_model.startswith("accounts/"):
         yield f"base_model: {quoted(c.base_model)} lives at Fireworks. Set backend='fireworks' or another model"
     yield from {"fireworks": _fireworks_rules, "tinker": _tinker_rules}.get(c.backend, _no_jobs)(c)
     if c.router_replay and c.backend not in ("local", "fireworks"):
@@ -301,6 +300,11 @@ class Config(  # fields are collected from the last base to the first
         _settle(self)
         _check(self)
         self.eval_params()
+
+    @property
+    def trained_here(self) -> bool:
+        "Whether this process holds the weights."
+        return self.backend in TRAINED_HERE
 
     def loss_options(self) -> dict[str, Any]:
         "Keyword arguments of `make_loss_fn`."

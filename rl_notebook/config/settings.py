@@ -395,7 +395,7 @@ def run_rules(c: Any) -> Iterator[str]:
         yield "log_completions: nothing is reported. Set report_to, or leave it out: `completions_table` has them all"
     if "tensorboard" in c.report_to and c.log_path is None:
         yield "report_to: TensorBoard's event files go into the run folder. Set log_path"
-    if c.dcp_save_interval > 0 and c.log_path is None and c.backend == "local":
+    if c.dcp_save_interval > 0 and c.log_path is None and c.trained_here:
         yield "dcp_save_interval: checkpoints go into the run folder. Set log_path"
 
 # %% ../../nbs/config/00_settings.ipynb #26cb7ba1

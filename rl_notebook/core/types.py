@@ -259,7 +259,7 @@ class SampleParams:
     @property
     def processed(self) -> bool:
         "Whether more than a temperature lies between the model's distribution and the one drawn from."
-        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0 or self.repetition_penalty != 1 or self.grammar != ""
+        return any(getattr(self, name) != off for name, off in OFF.items()) or self.grammar != ""
 
 # %% ../../nbs/core/00_types.ipynb #00c52ce7
 @dataclass(frozen=True, eq=False)

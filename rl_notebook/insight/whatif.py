@@ -255,7 +255,7 @@ def gradient_row(datums: Sequence[Datum], output: LossOutput) -> dict[str, float
     total = float(np.abs(g).sum())
     share = lambda chosen: float(np.abs(g[chosen]).sum()) / total if total else float("nan")
     return {
-        "loss": output.loss if abs(output.loss) > 1e-6 * total else 0.0,  # of rounding alone
+        "loss": 0.0 if abs(output.loss) <= 1e-6 * total else output.loss,  # of rounding alone
         "grad_norm": float(np.sqrt(g @ g)),
         "clipped": output.metrics.get("clip_ratio/region_mean", float("nan")),
         "positive": share(a > 0),

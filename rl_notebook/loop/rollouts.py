@@ -21,7 +21,7 @@ import numpy as np
 from ..backends.base import Endpoint, Sampler
 from ..task.chat import UnfitTurn, encode_prompt, sample_from_completion, sample_from_spans, unfinished
 from ..core.types import AlignmentError, BackendError, Completion, ConfigError, PromptGroup, RewardError
-from ..core.types import RolloutRun, RolloutSample, SampleParams, plain_text, quoted
+from ..core.types import OFF, RolloutRun, RolloutSample, SampleParams, plain_text, quoted
 from ..task.data import Prompt, Rollouts, Row
 from ..core.retries import AdaptiveLimit, Retries, with_retries
 
@@ -364,8 +364,7 @@ class RolloutSetup:
         p = self.params
         stops = {name: ends for name, ends in (("stop", p.stop), ("stop_token_ids", p.stop_token_ids)) if ends}
         said = {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k}
-        rare = {"min_p": (p.min_p, 0), "repetition_penalty": (p.repetition_penalty, 1)}
-        return said | {name: value for name, (value, off) in rare.items() if value != off} | stops
+        return said | {name: value for name, off in OFF.items() if (value := getattr(p, name)) != off} | stops
 
 # %% ../../nbs/loop/01_rollouts.ipynb #3b8c5a02
 def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict[str, Any]:

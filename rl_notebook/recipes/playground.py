@@ -68,7 +68,7 @@ async def open_trained(
 
     run = Run.open(path)
     cfg = Config.from_dict(run.config)
-    if cfg.backend not in ("local", "openai"):
+    if not cfg.trained_here:
         got, fix = f"backend {cfg.backend!r}, which keeps them", "Publish them there: set output_model_id."
         raise ConfigError(what, where=str(path), got=got, expected="a run whose weights are here", fix=fix)
     found = checkpoint_of(run, step, what)

@@ -27,7 +27,7 @@ from ..core.options import TRL_PRESETS
 from ..config.aliases import canonical
 from ..config.settings import LossSettings
 from ..core.types import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError
-from ..core.types import RLNotebookError, RolloutSample
+from ..core.types import OFF, RLNotebookError, RolloutSample, or_off
 from .records import StepRecord, encode, read_record, staged_folder, write_record
 from .run import Run, RunFolder
 from .tables import written_text
@@ -135,8 +135,9 @@ class Update:
         self.passes, self.update, self.seconds = passes, update, seconds
         args, self.number = trainer.args, trainer.state.global_step
         self.ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
-        cut = args.top_k or args.top_p < 1 or args.min_p or args.repetition_penalty != 1
-        self.drawn = {"temperature": float(args.temperature), "processed": bool(cut)}
+        asked = {name: getattr(args, name) for name in ("temperature", *OFF)} | (args.generation_kwargs or {})
+        cut = any(or_off(name, asked[name]) != off for name, off in OFF.items())
+        self.drawn = {"temperature": float(asked["temperature"]), "processed": cut}
         self.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(trainer.model.dtype)[6:]
 
     def record(self) -> StepRecord:

@@ -24,7 +24,7 @@ from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
 from ...core.retries import Retries
 from ...core.types import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
-from ...core.types import quoted
+from ...core.types import OFF, quoted
 
 # %% auto #0
 __all__ = []
@@ -95,7 +95,7 @@ def request_body(
     body |= {"temperature": params.temperature, "seed": seed, **dialect.neutral, **dialect.sample}
     refuse_unknown(params, dialect.path, dialect.neutral)
     defaults = SampleParams()
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "stop", "stop_token_ids"):
+    for name in (*OFF, "stop", "stop_token_ids"):
         value = getattr(params, name)
         if value != getattr(defaults, name):
             body[name] = list(value) if isinstance(value, tuple) else value

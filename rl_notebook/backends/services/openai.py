@@ -27,7 +27,7 @@ from .completions import Dialect, OpenAISampler, probe
 from .wire import Refused, Secret, Wire
 from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, AskAgain, Retries
-from ...core.types import BackendError, RLNotebookError
+from ...core.types import OFF, BackendError, RLNotebookError
 
 # %% auto #0
 __all__ = ['open_openai']
@@ -326,5 +326,5 @@ def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
     lengths = [n for n in (local.max_seq_len, sampler.max_seq_len, sampler.report and sampler.report.max_seq_len) if n]
     sampler.max_seq_len = min(lengths) if lengths else None
     seed = bool(sampler.report and sampler.report.seed)
-    cuts: Any = {n: known and n in sampler.dialect.neutral for n in ("top_k", "min_p", "repetition_penalty")}
+    cuts: Any = {n: known and n in sampler.dialect.neutral for n in OFF if n != "top_p"}
     return replace(local, name="openai", top_p=known, **cuts, seed=seed, max_seq_len=sampler.max_seq_len)
