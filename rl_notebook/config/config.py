@@ -171,7 +171,6 @@ def builtin_rules(c: Any) -> Iterator[str]:
 
 # %% ../../nbs/config/02_config.ipynb #9d8fd761
 BACKENDS = ("local", "openai", "tinker", "fireworks")
-TRAINED_HERE = ("local", "openai")
 ONLY_FOR: dict[str, tuple[str, ...]] = {  # setting -> the backends that look at it
     **dict.fromkeys(("trainer", "deployment", "weight_sync", "output_model_id"), ("fireworks",)),
     "base_url": ("openai", "tinker", "fireworks"),
@@ -300,11 +299,6 @@ class Config(  # fields are collected from the last base to the first
         _settle(self)
         _check(self)
         self.eval_params()
-
-    @property
-    def trained_here(self) -> bool:
-        "Whether this process holds the weights."
-        return self.backend in TRAINED_HERE
 
     def loss_options(self) -> dict[str, Any]:
         "Keyword arguments of `make_loss_fn`."

@@ -192,6 +192,11 @@ class RunSettings:
     router_replay: Opened[Bool] = False  # mixture of experts: the trainer takes the experts that the sampler chose
     router_replay_completion_only: Bool = True  # for sampled tokens only; False = for the prompt as well
 
+    @property
+    def trained_here(self) -> bool:
+        "Whether this process holds the weights."
+        return self.backend in ("local", "openai")
+
 # %% ../../nbs/config/00_settings.ipynb #47b61066
 RecipeName = Literal["rl_loop", "async_rl_loop", "igpo_loop"]
 
