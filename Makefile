@@ -40,7 +40,7 @@ $(STAMP): $(SPECS)
 chromium: $(STAMP)
 	@$(BIN)/python tests/browser/chromium.py
 
-demo: $(STAMP) ## train the tiny model in minutes and write a report
+demo: $(STAMP) ## train the tiny model in half a minute and write a report
 	$(BIN)/rl-notebook demo
 
 lab: $(STAMP) ## open JupyterLab on the tutorials

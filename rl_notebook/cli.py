@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +32,7 @@ from .config.config import Config
 from .core.options import leaf_types, sub_configs
 from .config.aliases import RENAMED, yaml_value
 from .core.types import AlignmentError, ConfigError, DatumError, LossError, RecordError, RewardError
-from .core.types import RLNotebookError
-from .core.types import plain_text, quoted, without_keys
+from .core.types import RLNotebookError, plain_text, quoted, without_keys
 
 # %% auto #0
 __all__ = ['option_values', 'main']
@@ -91,6 +90,7 @@ def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
         raise ConfigError(f"--{name}", got=quoted(text), expected=f"a value ({e})") from e
 
 # %% ../nbs/00_cli.ipynb #c0mment5
+@cache
 def comments_of(cls: type) -> dict[str, str]:  # by field
     "The comment beside each field of a class and of its bases."
     sources = [inspect.getsource(base) for base in reversed(cls.__mro__) if is_dataclass(base)]
@@ -240,7 +240,7 @@ def demo_config(steps: int, log_path: str | Path) -> Config:
 def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
     parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
-    parser.add_argument("--steps", type=int, default=60, help="optimizer steps")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--log-path", default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
 
