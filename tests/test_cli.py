@@ -279,26 +279,22 @@ def test_help(capsys):
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
     assert all(name in usage for name in cli.COMMANDS)
-    for args in (["demo", "--help"], ["view", "--help"], ["train", "--help"], ["train", "--steps", "3", "-h"]):
+    for args in (["demo", "--help"], ["view", "--help"], ["train", "--steps", "3", "-h"], ["train", "--help"]):
         with pytest.raises(SystemExit) as left:
             main(args)
         assert left.value.code == 0
-    said = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
-    missing = [name for name in leaf_types(Config) if f"--{name.replace('_', '-')} " not in said.replace(",", " ")]
-    assert not missing
-    assert "weight of the KL term to the reference" in said
-    assert "--config" in said
-    assert "--resume" in said
-
-
-def test_help_has_sections(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    said = capsys.readouterr().out
-    titles = [line for line in said.splitlines() if re.match(r"[A-Z].*:$", line)]
+        page = capsys.readouterr().out
+    titles = [line for line in page.splitlines() if re.match(r"[A-Z].*:$", line)]
     assert titles[:3] == ["Which model learns which task:", "How completions are drawn:", "From rewards to advantages:"]
     assert len(titles) >= 15
-    assert said.index("--learning-rate FLOAT") > said.index("Optimizer, adapter, batching of the backward passes:")
+    assert page.index("--learning-rate FLOAT") > page.index("Optimizer, adapter, batching of the backward passes:")
+    said = re.sub(r"[\s│]+", " ", page)
+    missing = [name for name in leaf_types(Config) if f"--{name.replace('_', '-')} " not in said.replace(",", " ")]
+    assert (
+        missing == re.findall(r"(--[a-z.-]+) (?:\S+ )?\(default: ", said) == []
+    )  # none is left out, none says nothing
+    assert all(name in said for name in ("--config", "--resume", "weight of the KL term to the reference"))
+    assert "what the centred reward is divided by (default: std)" in said
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
@@ -315,16 +311,6 @@ def test_help_and_mistakes_do_not_wait_for_torch():
     ]
     done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
     assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-def test_help_says_what_every_field_is(capsys):
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
-    said = re.sub(r"[\s│]+", " ", capsys.readouterr().out)
-    bare = re.findall(r"(--[a-z.-]+) (?:\S+ )?\(default: ", said)
-    assert not bare
-    assert "what the centred reward is divided by (default: std)" in said
-    assert "largest correction weight of a token or sequence (default: 5.0)" in said
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from house import MAX_LINES, MAX_NAMES, MAX_TEST_LINES, PACKAGE, RULES, House, measures, public_names
-from house import lines_of_package, lines_of_tests
+from house import MAX_LINES, MAX_NAMES, MAX_TEST_LINES, PACKAGE, RULES, House
 from packaging.specifiers import SpecifierSet
 from pages import readme, relink, write_readme
 
@@ -33,17 +32,6 @@ def house() -> House:
 def test_the_project_keeps(name: str, house: House):
     problems = RULES[name](house)
     assert not problems, f"{RULES[name].__doc__}\n  " + "\n  ".join(problems)
-
-
-def test_report(house: House, say: Callable[[str], None]):
-    "Says how much of each notebook is prose and how much is shown, and how many names and lines there are."
-    rows = measures(house)
-    assert rows[-1].exported == sum(row.exported for row in rows[:-1]) > 0
-    head = f"{'notebook':<28}{'exported lines':>15}{'words a line':>14}{'shown a hundred':>17}"
-    table = [f"{row.name:<28}{row.exported:>15}{row.prose:>14.2f}{row.per_hundred:>17.1f}" for row in rows]
-    names = f"{len(public_names(house))} names in all __all__ together, at most {MAX_NAMES}"
-    lines = f"{lines_of_package(house):,} lines of the package, at most {MAX_LINES:,}"
-    say("\n".join([head, *table, names, f"{lines}; {lines_of_tests(house):,} of tests, at most {MAX_TEST_LINES:,}"]))
 
 
 # --- a small project that keeps every rule -----------------------------------------------------------------------

@@ -122,6 +122,7 @@ def test_undo_branch_and_another_length():
 @pytest.mark.parametrize(
     "more", [{}, {"ppo_n_minibatches": 2}, {"recipe": "async_rl_loop", "synchronous_training": True}]
 )
+@pytest.mark.variant(but="more0")
 def test_resumed_and_replayed_it_is_the_same(more, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     cfg = Config(**SMALL, **LINEAR, steps=4, max_rows=16, dcp_save_interval=2, log_path=str(tmp_path / "run"), **more)

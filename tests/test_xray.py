@@ -262,6 +262,7 @@ def test_a_gradient_that_clipping_removed_is_named(fresh: StepRecord):
     ],
     ids=str,
 )
+@pytest.mark.variant(every=2)
 def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
     records = steps(2, **settings)
     found = {r.step: failed(r, p, weight_sync_interval=1) for r, p in zip(records, [None, *records], strict=False)}
