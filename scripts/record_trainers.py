@@ -238,6 +238,8 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
         trl(peers, loss_type="grpo", epsilon_high=0.28),
     )
     yield "TRL", {"micro_batch": 4}, trl(peers, 4, loss_type="bnpo")
+    yield "TRL", {"aggregation": "sample_mean"}, trl(peers, loss_type="luspo")
+    yield "TRL", {"policy_loss": "vespo"}, trl(peers, loss_type="vespo")
     yield "TRL, vLLM", {}, trl(peers, **vllm)
     yield "TRL, vLLM", {"kl_beta": 0.04}, trl(peers, beta=0.04, **vllm)
     yield (

@@ -114,8 +114,10 @@ def in_words(term: str, s: Mapping[str, Any]) -> str:
             return said + (" with divisor K" if not s["ddof"] and s["advantage_scale"] not in WITHOUT_STD else "")
         case "ratio":
             to = "the sampler" if s["anchor"] == "rollout" else "the policy before the step"
-            knobs = ", ".join(f"{k}={s[k]}" for k in POLICY_LOSSES.get(loss, (None, {}))[1] if s.get(k) is not None)
-            form = "of each token" if loss in TOKEN_RATIO else f"as in {loss} ({knobs}),"
+            defaults = POLICY_LOSSES.get(loss, (None, {}))[1]
+            knobs = ", ".join(f"{k}={s[k]}" for k, usual in defaults.items() if s.get(k) not in (None, usual))
+            own = f"as in {loss} ({knobs})," if knobs else f"as in {loss},"
+            form = "of each token" if loss in TOKEN_RATIO else own
             return "none (REINFORCE)" if loss == "grpo" else f"{form} to {to}"
         case "clip" if loss in ("ppo", "dapo"):
             high = low if s["eps_clip_high"] is None else s["eps_clip_high"]
@@ -158,7 +160,7 @@ def path(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[st
         if term == "advantage" and new["advantage_scale"] in WITHOUT_STD:
             new = {"advantage_scale": new["advantage_scale"]}
         if term == "ratio" and other:
-            new |= {k: theirs[k] for k in reads if theirs.get(k) is not None}
+            new |= {k: theirs[k] for k in reads}
         elif term == "ratio":
             new["policy_loss"] = own["policy_loss"] if own["policy_loss"] in TOKEN_RATIO else "importance_sampling"
         elif term == "clip":
