@@ -5,6 +5,7 @@ message that names what is wrong. No pair is left out.
 """
 
 import asyncio
+import base64
 import functools
 import html
 import json
@@ -34,7 +35,7 @@ from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.recipes.rl_loop import loop_for, main
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run
-from rl_notebook.views.charts import LiveCharts, chart, charts, svg
+from rl_notebook.views.charts import LiveCharts, chart, charts
 from rl_notebook.views.dashboard import Dashboard
 from rl_notebook.views.dashboard import still_html as dashboard_html
 from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
@@ -209,10 +210,11 @@ def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
     "Every chart of the payloads as a figure, a picture, still HTML and live; the lines of those with data."
     json.dumps(payloads, allow_nan=False)
     made = {name: chart(name, payload) for name, payload in payloads.items()}
-    pictures = {name: svg(c.figure, c.title, height=c.height) for name, c in made.items()}
-    for c, picture in zip(made.values(), pictures.values(), strict=True):
-        words(picture)
-        words(c.static_html())
+    stills = {name: c.static_html() for name, c in made.items()}
+    sources = {name: re.search('svg\\+xml;base64,([^"]+)', still)[1] for name, still in stills.items()}
+    pictures = {name: base64.b64decode(source).decode() for name, source in sources.items()}
+    for page in (*stills.values(), *pictures.values()):
+        words(page)
     live().draw(*made.values())
     json.dumps(live().figures, allow_nan=False)
     found = charts(payloads)

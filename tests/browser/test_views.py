@@ -61,18 +61,18 @@ WIDE, NARROW = 1280, 800
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Notebook]:
-    "Every view, displayed once; the dashboard has a file of its own and a loop takes long to make."
+    "The inspector, displayed; charts and the dashboard have a file of their own, and stills of others are in tutorials."
     notebook = lab.open(list(CELLS.values()), "views.ipynb")
-    notebook.run_cells(*range(len(CELLS) - 1))
+    notebook.run_cells(*(list(CELLS).index(name) for name in ("record", "inspector")))
     assert notebook.failures() == []
     yield notebook
     notebook.close()
 
 
 @pytest.fixture(scope="module")
-def with_dashboard(notebook: Notebook) -> None:
-    "And a dashboard among them."
-    notebook.run_cells(len(CELLS) - 1)
+def all_views(notebook: Notebook) -> None:
+    "Every view, displayed once."
+    notebook.run_all()
     assert notebook.failures() == []
 
 
@@ -85,6 +85,7 @@ def view(notebook: Notebook, name: str) -> Locator:
 
 
 @pytest.mark.variant
+@pytest.mark.usefixtures("all_views")
 def test_a_live_chart_takes_new_points(notebook: Notebook):
     plot = view(notebook, "live").locator(".js-plotly-plot")
     plot.wait_for()
@@ -272,7 +273,7 @@ OVERFLOW = """area => [...area.querySelectorAll('.jp-OutputArea-output')].filter
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.variant
-@pytest.mark.usefixtures("with_dashboard")
+@pytest.mark.usefixtures("all_views")
 def test_nothing_is_cut_off(notebook: Notebook, theme: str, width: int):
     notebook.theme(theme)
     notebook.width(width)
@@ -290,7 +291,7 @@ def test_nothing_is_cut_off(notebook: Notebook, theme: str, width: int):
 
 
 @pytest.mark.variant
-@pytest.mark.usefixtures("with_dashboard")
+@pytest.mark.usefixtures("all_views")
 def test_live_first_and_still_after(notebook: Notebook, context: BrowserContext, watch: Watch):
     fallback = view(notebook, "fallback")
     fallback.get_by_role("button", name="live").wait_for()
