@@ -61,7 +61,7 @@ WIDE, NARROW = 1280, 800
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Notebook]:
-    "The inspector, displayed; charts and the dashboard have a file of their own, and stills of others are in tutorials."
+    "The inspector, displayed; charts and dashboard have a file of their own, stills of others are in the tutorials."
     notebook = lab.open(list(CELLS.values()), "views.ipynb")
     notebook.run_cells(*(list(CELLS).index(name) for name in ("record", "inspector")))
     assert notebook.failures() == []
