@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from rl_notebook.backends.roofline import ModelSize, Work
 
 # %% auto #0
-__all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport', 'Capabilities', 'Backend']
+__all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport', 'Capabilities', 'Backend',
+           'with_teacher']
 
 # %% ../../nbs/backends/02_base.ipynb #1598f3a6
 LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
@@ -276,3 +278,22 @@ class Backend:
         close, self.close = self.close, None
         if close is not None:
             await close()
+
+# %% ../../nbs/backends/02_base.ipynb #162166f1
+def with_teacher(backend: Backend, teacher: Backend) -> Backend:
+    "The backend with another's policy as its reference, for `teacher_coeff`; it closes both. Raises `ConfigError`."
+    ours, theirs = (one.tokenizer.get_vocab() for one in (backend, teacher))
+    if other := sorted({*ours.items()} ^ {*theirs.items()}):
+        got, fix = f"{len(other)} tokens that one of them has, such as {other[0]}", "Take one of the policy's family."
+        raise ConfigError("tokenizer of the teacher", got=got, expected="that of the policy", fix=fix)
+    at, asked = (one.capabilities.policy_temperature for one in (teacher, backend))
+    if at != asked:
+        fix = "Open it with the policy's temperature."
+        raise ConfigError("temperature of the teacher", got=f"{at:g}", expected=f"{asked:g}, as the policy's", fix=fix)
+
+    async def close() -> None:
+        for one in (backend, teacher):
+            await one.__aexit__()
+
+    judge: Any = SimpleNamespace(forward=teacher.policy.forward, is_teacher=True)
+    return replace(backend, reference=judge, close=close, score_at=None)

@@ -112,6 +112,7 @@ class LossSettings(LossKnobs):
     "Which loss, with which knobs."
 
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
+    teacher: Past[Text | None] = None  # a model that takes the reference's place, for `teacher_coeff`, as base_model
     kl_metric: AtReference[Bool] = False  # measure the KL even when `kl_beta` is 0
     entropy_target: Float | None = None  # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
     entropy_coeff_step: Float = 0.005  # by which `entropy_coeff`, where it begins, rises or falls after each step

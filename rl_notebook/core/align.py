@@ -44,13 +44,8 @@ def target_from_token(
     return frozen_array(series, np.float64)[1:]
 
 # %% ../../nbs/core/02_align.ipynb #f6c9cf37
-def token_from_target(
-    series: Series,  # (N-1,) in target coordinates
-    *,
-    num_tokens: int | None = None,  # N, to be checked
-    where: str | None = None,  # place named in an error
-) -> np.ndarray:  # (N,) in token coordinates
-    "Put the undefined entry of token 0, NaN, back in front."
+def token_from_target(series: Series, *, num_tokens: int | None = None, where: str | None = None) -> np.ndarray:
+    "Put the undefined entry of token 0, NaN, back in front: (N-1,) in target, (N,) in token coordinates."
     if num_tokens is not None:
         _check_len(series, num_tokens - 1, "target series", where, "Target coordinates have one entry less.")
     return frozen_array([np.nan, *frozen_array(series, np.float64)], np.float64)
@@ -127,14 +122,8 @@ def align_logprobs(
     return frozen_array(series, np.float64)
 
 # %% ../../nbs/core/02_align.ipynb #be7e89ed
-def require_finite(
-    series: np.ndarray,  # (N-1,) in target coordinates
-    weights: np.ndarray,  # (N-1,) 1 where we train
-    *,
-    name: str,  # of the series
-    where: str | None = None,  # place named in an error
-) -> np.ndarray:  # the series, unchanged
-    "Raise if the series is undefined or infinite at a position that enters the loss."
+def require_finite(series: np.ndarray, weights: np.ndarray, *, name: str, where: str | None = None) -> np.ndarray:
+    "A (N-1,) series as it is; raises if it is undefined or infinite at a position that enters the loss."
     _check_len(series, len(weights), name, where, "Series and weights are both in target coordinates.")
     bad = np.flatnonzero(~np.isfinite(series) & (np.asarray(weights) > 0.5))
     if len(bad):

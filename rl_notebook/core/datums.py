@@ -102,11 +102,8 @@ def datum_from_sample(
     return replace(datum, sampler_logprobs=series[:kept], advantage=pushed, routing=routing)
 
 # %% ../../nbs/core/06_datums.ipynb #71389018
-def per_target(
-    sample: RolloutSample,
-    turns: np.ndarray,  # (T,) one value per turn
-) -> np.ndarray:  # (N-1,)
-    "A value per turn as one per target: on every token of its turn, 0 elsewhere."
+def per_target(sample: RolloutSample, turns: np.ndarray) -> np.ndarray:
+    "(T,) values per turn as (N-1,) per target: on every token of its turn, 0 elsewhere."
     out = np.zeros(len(sample.tokens))
     for (start, end), value in zip(sample.turns, turns, strict=True):
         out[start:end] = value

@@ -227,7 +227,8 @@ class LossOptions(LossKnobs):
     @property
     def needs_sampler(self) -> bool:
         "Whether the sampler's logprobs enter the loss."
-        return self.tis != "off" or self.anchor == "rollout" or self.policy_loss == "reinforce"
+        corrected = self.tis != "off" or self.anchor == "rollout" or self.policy_loss == "reinforce"
+        return corrected or self.teacher_coeff > 0
 
     @property
     def needs_entropy(self) -> bool:
@@ -293,12 +294,8 @@ def trained_share(t: ActiveTokens, o: LossOptions) -> Tensor | float:  # (T,) of
     return kept
 
 # %% ../../nbs/core/05_losses.ipynb #8b06b292
-def natural_denominator(
-    lengths: Sequence[int],  # (S,) active tokens of each sample
-    groups: Sequence[int],  # (S,) the prompt that it answers
-    aggregation: str,
-) -> float:
-    "What the sum over token terms is divided by: active tokens, prompts, samples, or 1."
+def natural_denominator(lengths: Sequence[int], groups: Sequence[int], aggregation: str) -> float:
+    "What a sum over tokens is divided by: active tokens, prompts, samples, or 1; of S lengths and prompts."
     counts = {"token_mean": sum(lengths), "prompt_mean": len(set(groups)), "sum": 1}
     return float(max(counts.get(aggregation, len(lengths)), 1))
 
@@ -353,9 +350,11 @@ class SideData:
         self.arrays: dict[str, Any] = {
             "old": _flat(datums, "sampler_logprobs" if by_rollout else "old_logprobs", by_rollout),
             "sampler": _flat(datums, "sampler_logprobs", options.needs_sampler),
-            "ref": _flat(datums, "ref_logprobs", options.kl_beta > 0),
-            "advantage": np.concatenate([np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums]),
+            "ref": _flat(datums, "ref_logprobs", options.kl_beta > 0 or options.teacher_coeff > 0),
         }
+        told = np.concatenate([np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums])
+        taught = self.arrays["ref"] - self.arrays["sampler"] if options.teacher_coeff else 0.0
+        self.arrays["advantage"] = options.reward_coeff * told + options.teacher_coeff * taught
         self.sample = torch.from_numpy(np.repeat(np.arange(len(datums)), lengths))
         self.lengths = torch.from_numpy(lengths)
         self.group = torch.from_numpy(np.unique([d.group for d in datums], return_inverse=True)[1])

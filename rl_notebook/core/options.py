@@ -238,6 +238,8 @@ class LossKnobs:
 
     policy_loss: Text = "grpo"  # of `SURROGATE_KNOBS`, or your own as "module:function"; "grpo" is REINFORCE + KL
     kl_beta: NotNegative = 0.0  # weight of the KL term to the reference; 0 = no reference needed
+    teacher_coeff: NotNegative = 0.0  # weight of teacher less sampler logprob in a token's advantage; 0 = no teacher
+    reward_coeff: NotNegative = 1.0  # weight of what the rewards say in it; 0 = the teacher alone
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
     kl_bias_correction: Bool = False  # multiply the KL term by the token ratio, as TRL does by default
     entropy_coeff: NotNegative = 0.0  # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
@@ -337,11 +339,8 @@ def _without_companion(o: LossKnobs) -> Iterator[LossError]:
         yield LossError("tis", got=o.tis, expected="'token' or 'off' for vespo", fix=fix)
 
 # %% ../../nbs/core/04_options.ipynb #ffb354e3
-def loss_faults(
-    o: LossKnobs,
-    known: Mapping[str, Mapping[str, Any]] = SURROGATE_KNOBS,  # surrogate: its knobs with their defaults
-) -> Iterator[LossError]:
-    "Everything that is wrong with the settings of a loss, each with what to do about it."
+def loss_faults(o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE_KNOBS) -> Iterator[LossError]:
+    "Everything that is wrong with the settings of a loss; `known` are the surrogates, with defaults of their knobs."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
         own = "One of your own is named module:function, or registered before: register_loss(fn)."

@@ -237,9 +237,11 @@ def check_series(batch: FrozenBatch, variant: Variant) -> None:
     o = variant.options
     reader = "policy_loss='reinforce'" if o.policy_loss == "reinforce" else f"tis={o.tis!r}"
     reader = f"anchor={o.anchor!r}" if o.anchor == "rollout" else reader
+    weight, taught = f"kl_beta={o.kl_beta:g}, teacher_coeff={o.teacher_coeff:g}", o.teacher_coeff > 0
+    reader = weight if taught else reader
     needs = [
         ("sampler_logprobs", o.needs_sampler, reader, "Draw the completions from a sampler that reports logprobs."),
-        ("ref_logprobs", o.kl_beta > 0, f"kl_beta={o.kl_beta:g}", "Train with a reference and kl_metric=True."),
+        ("ref_logprobs", o.kl_beta > 0 or taught, weight, "Train with a reference and kl_metric=True, or a teacher."),
     ]
     for name, wanted, what, fix in needs:
         lacking = sum(getattr(d, name) is None for d in batch.datums)

@@ -196,7 +196,8 @@ def policy_words(record: StepRecord, rest: float, moved: tuple[bool | None, str]
     a, n = (np.array(v) for v in zip(*((np.mean(d.advantage), d.num_loss_tokens) for d in record.datums), strict=True))
     if not n.any():
         return True, "every target is masked"
-    if o.get("policy_loss") != "kl_cov" and not any(np.any(d.advantage) for d in record.datums):
+    taught = o.get("teacher_coeff", 0.0) > 0
+    if o.get("policy_loss") != "kl_cov" and not (taught or any(np.any(d.advantage) for d in record.datums)):
         return True, "every advantage is 0"
     if m.get("tis/weight_mean") == 0:
         return True, "the correction leaves out every token"
@@ -230,6 +231,7 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     nothing, words = policy_words(record, value - pull + bonus, moved_since_sampling(record, previous))
     value, words = (0.0, f" because {words}") if nothing and not (pull or bonus) else (value, f": {words}")
     words += f"; the KL term is kl_beta {o['kl_beta']:g} at {short(kl)} nats a token" if pull else ""
+    words += f"; advantages have teacher less sampler at {o['teacher_coeff']:g}" if o.get("teacher_coeff") else ""
     words += f"; the entropy bonus takes off {o['entropy_coeff']:g} at {short(entropy)} nats a token" if bonus else ""
     return f"Loss is {short(value)}{words}"
 
@@ -364,7 +366,7 @@ def check_signal(record: StepRecord) -> Finding:
         known = "the answers were given" if record.given else "no rewards are recorded"
         text = known if record.groups else "the record holds no groups"
         return Finding("signal", None, text, notable=True)
-    if 2 * dead <= len(record.groups):
+    if 2 * dead <= len(record.groups) or record.options.get("teacher_coeff"):
         return Finding("signal", True, signal_words(record), notable=True)
     if 2 * solved > len(record.groups):
         return Finding("signal", None, signal_words(record), fix="Harder prompts, if these are solved.", notable=True)
@@ -594,6 +596,8 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
         return check(None, "no reference logprobs were attached, or every target is masked")
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     allowed = tolerance(policy)
+    if record.options.get("teacher_coeff"):
+        return check(None, f"the reference is a teacher: {text}", notable=True)
     if begins(record):
         if allowed.explains(gap):
             return check(True, f"KL 0 before the first update: {text}")
@@ -773,7 +777,8 @@ def time_words(record: StepRecord) -> str:
         text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times its floor, which is reading the weights"
         more = "twice as many completions, drawn at once (max_concurrent)"
         return f"{text}: {more}, take at most {most:.1f} times as long"
-    if compared >= WASTED and not (o.get("kl_beta") or custom_loss(o) or len(record.updates) > 1):
+    used = o.get("kl_beta") or o.get("teacher_coeff") or custom_loss(o) or len(record.updates) > 1
+    if compared >= WASTED and not used:
         return f"{compared:.0%} of the step is the reference, unused by the loss: kl_metric=False leaves it out"
     if (padding := speed.get("perf/padding_ratio", 0.0)) >= WASTED:
         text = f"{padding:.0%} of the tokens that were computed are padding"

@@ -178,8 +178,9 @@ def advantages_phase(loop: Loop, scale: str | None = None) -> Listing[PromptGrou
 
 # %% ../../nbs/loop/07_phases.ipynb #d41fadcd
 def trains_on(loop: Loop, group: PromptGroup) -> bool:
-    "Whether a group becomes training sequences."
-    return bool(group.samples) and (loop.keep(group) or not loop.cfg.drop_dead)
+    "Whether a group becomes training sequences; a teacher has something to say of each."
+    taught = loop.cfg.teacher_coeff > 0 and loop.given["dynamic_filter_fn"] is None
+    return bool(group.samples) and (loop.keep(group) or taught or not loop.cfg.drop_dead)
 
 # %% ../../nbs/loop/07_phases.ipynb #7ea6ae0c
 def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
@@ -231,7 +232,7 @@ def skipped(loop: Loop, phase: str) -> Measured | None:
 async def with_reference(loop: Loop, datums: Sequence[Datum]) -> list[Datum]:
     "Datums with the reference's logprobs, where the loss or a metric needs them."
     reference = loop.backend.reference
-    if reference is None or not (loop.cfg.kl_beta > 0 or loop.cfg.kl_metric):
+    if reference is None or not (loop.cfg.kl_beta > 0 or loop.cfg.teacher_coeff > 0 or loop.cfg.kl_metric):
         return list(datums)
     return attach(datums, "ref_logprobs", await score_datums(reference, datums, "ref", loop.state.cache))
 

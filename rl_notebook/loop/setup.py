@@ -86,6 +86,11 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     if cfg.load_in_8bit != can.load_in_8bit:
         expected, fix = f"{can.load_in_8bit}, as the backend was opened", "Set it in both places, or in neither."
         yield "load_in_8bit", cfg.load_in_8bit, expected, fix
+    taught = getattr(reference, "is_teacher", False)
+    if taught != (cfg.teacher_coeff > 0):
+        expected = "above 0 with a teacher" if taught else "0 without a teacher"
+        fix = "Set teacher in the config of open_backend, or pass with_teacher(backend, another)."
+        yield "teacher_coeff", cfg.teacher_coeff, expected, fix
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
         yield "kl_beta", cfg.kl_beta, "0 without a reference", "Set kl_beta=0, or open a backend that has a reference."
     if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in OF_BATCH:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..backends.base import Backend, Sampler
+from ..backends.base import Backend, Sampler, with_teacher
 from ..config.config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
 from ..config.config import completions_at_once, was_chosen
 from ..core.types import Completion, ConfigError, SampleParams
@@ -35,7 +36,7 @@ def local_options(cfg: Config) -> dict[str, Any]:
         "lora_alpha": cfg.lora_alpha,
         "dtype": cfg.dtype,
         "device": None if cfg.device == "auto" else cfg.device,
-        "reference": cfg.kl_beta > 0 or cfg.kl_metric,
+        "reference": cfg.teacher is None and (cfg.kl_beta > 0 or cfg.kl_metric),
         "temperature": cfg.temperature,
         "seed": cfg.seed,
     }
@@ -76,7 +77,7 @@ def tinker_options(cfg: Config) -> dict[str, Any]:
         "base_model": cfg.base_model,
         "lora_rank": cfg.lora_rank,
         "tokenizer": cfg.tokenizer_model,
-        "reference": cfg.kl_beta > 0 or cfg.kl_metric,
+        "reference": cfg.teacher is None and (cfg.kl_beta > 0 or cfg.kl_metric),
         "seed": cfg.seed,
     }
 
@@ -108,7 +109,7 @@ async def open_backend(
     leftover: str = "error",  # fireworks: trainers of a killed process in this run folder: "attach", "clean" or "error"
 ) -> Backend:  # `async with` releases what it holds
     "The backend that a config names."
-    for name in ("backend", "base_model", "base_url"):
+    for name in ("backend", "base_model", "base_url", "teacher"):
         check_trusted(getattr(cfg, name), name)  # a service is sent your key
     if cfg.backend not in OPENERS:
         raise ConfigError("backend", got=repr(cfg.backend), expected=" or ".join(OPENERS))
@@ -116,7 +117,16 @@ async def open_backend(
     if own and cfg.backend != "fireworks":
         fix = "Leave it out: nothing of a killed process goes on here."
         raise ConfigError("leftover", where=f"backend {cfg.backend}", got=repr(leftover), expected="'error'", fix=fix)
-    return await OPENERS[cfg.backend](cfg, say, **own)
+    if cfg.teacher is None:
+        return await OPENERS[cfg.backend](cfg, say, **own)
+    off = {"teacher": None, "teacher_coeff": 0.0, "kl_beta": 0.0, "kl_metric": False}
+    off |= {"kl_estimator": "k3", "kl_bias_correction": False}
+    async with AsyncExitStack() as stack:
+        policy = await stack.enter_async_context(await OPENERS[cfg.backend](cfg, say))
+        other = await open_backend(replace(cfg, base_model=cfg.teacher, **off), say)
+        both = with_teacher(policy, await stack.enter_async_context(other))
+        stack.pop_all()
+    return both
 
 # %% ../../nbs/recipes/00_open.ipynb #2c106273
 async def check_backend(

@@ -594,6 +594,8 @@ def _differences(row: TokenRow) -> dict[str, np.ndarray]:
     found, trainer = row.series, trainer_of(row)
     pairs = [(trainer, other) for other in ("sampler", "old", "ref") if trainer and other != trainer]
     out = {f"{a}-{b}": found[a] - found[b] for a, b in pairs if b in found and (a, b) != ("old", "ref")}
+    if "policy-ref" in out and (row.options or {}).get("teacher_coeff"):
+        out = {"ref-policy": -out.pop("policy-ref"), **out}
     if {"policy", "ref"} <= found.keys():
         gap = found["ref"] - found["policy"]
         out["kl"] = np.exp(gap) - gap - 1
@@ -620,6 +622,7 @@ LABELS = {
     "sampler": ("sampler logprob", "logprob"),
     "sampler_raw": ("sampler logprob, raw", "logprob"),
     "ref": ("reference logprob", "logprob"),
+    "ref-policy": ("teacher − policy", "difference"),
     "ratio": ("ratio", "ratio"),
     "ratio_clipped": ("ratio, clipped", "ratio"),
     "kl": ("KL to the reference (k3)", "kl"),
@@ -677,7 +680,8 @@ def roles_of(row: TokenRow) -> str:  # N letters
 def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
     "The series to begin with: a difference that is more than noise, else the trainer's logprobs, else any."
     far = lambda s: bool(s["bad"]) or any(abs(s["values"][t]) > s["floor"] for t in s["worst"][:1])
-    gap = next((s for s in series if s["kind"] == "difference" and s["name"].endswith("-sampler")), None)
+    ends = ("-sampler", "ref-policy")
+    gap = next((s for s in series if s["kind"] == "difference" and s["name"].endswith(ends)), None)
     return gap["name"] if gap and far(gap) else trainer_of(row) or series[0]["name"]
 
 

@@ -1,0 +1,79 @@
+"On-policy distillation: teacher minus sampler as an advantage, by hand, and what the views make of it."
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from test_loop import SMALL, same, weights
+
+from rl_notebook.backends.base import with_teacher
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.config.config import Config
+from rl_notebook.core.types import ConfigError
+from rl_notebook.insight.doctor.doctor import diagnose
+from rl_notebook.insight.whatif import what_if
+from rl_notebook.insight.xray import xray
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.recipes.open import open_backend
+from rl_notebook.runs.run import Run, RunFolder
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.views.payloads import token_payload, token_rows
+
+
+def other():
+    "The shipped model, moved a little."
+    model, tokenizer = load_model("tiny")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        _ = [p.add_(0.02 * torch.randn_like(p)) for p in model.parameters()]
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("how", [{"reward_coeff": 0.0}, {"reward_coeff": 0.5, "policy_loss": "ppo"}])
+def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
+    def taught():
+        pupil, teacher = (open_local(*made, reference=False) for made in (load_model("tiny"), other()))
+        cfg = Config(**SMALL | {"kl_beta": 0.0, "teacher_coeff": 0.7} | how)
+        return GRPOLoop(with_teacher(pupil, teacher), toy_rows(24, seed=3), toy_reward, cfg)
+
+    async def main():
+        loop = taught()
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        begun, record = weights(loop), await loop.step()
+        assert {d.group for d in record.datums} == {g.index for g in record.groups}  # dead ones, too
+        model, count = other()[0], sum(d.num_loss_tokens for d in record.datums)
+        for d, found in zip(record.datums, record.loss.dlogprobs, strict=True):
+            logits = model(torch.tensor(d.input_tokens.copy())[None]).logits[0]
+            theirs = torch.log_softmax(logits, -1)[range(len(d.weights)), d.target_tokens.copy()].detach().numpy()
+            group = record.groups[d.group]
+            pushed = (
+                0.7 * (theirs - group.samples[d.sample].logprobs[1:]) + how["reward_coeff"] * group.advantages[d.sample]
+            )
+            np.testing.assert_allclose(found[d.active], -pushed[d.active] / count, atol=1e-6)
+        assert what_if(record, {"same": {}}).outputs["same"].loss == pytest.approx(record.loss.loss, rel=1e-5)
+        checks = {c.name: c.ok for c in xray(record).checks}
+        assert (checks["reference"], checks["signal"], (await diagnose(record)).ok) == (None, True, True)
+        assert token_payload(token_rows(record)[0])["first"] == "ref-policy"
+        end, again = weights(loop), taught()
+        assert (await again.seek(1, Run.open(folder.path))).gap == 0.0
+        assert same(weights(again), end)
+        await loop.undo()
+        assert same(weights(loop), begun)
+
+    asyncio.run(main())
+
+
+def test_a_config_opens_a_teacher_and_a_loop_needs_one():
+    async def main():
+        async with await open_backend(Config(teacher="tiny", teacher_coeff=1.0, kl_beta=0.1)) as backend:
+            loop = GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL, teacher_coeff=1.0))
+            for d in (await loop.step()).datums:
+                np.testing.assert_allclose(d.ref_logprobs[d.active], d.sampler_logprobs[d.active], atol=1e-4)
+            with pytest.raises(ConfigError, match=r"teacher_coeff: got 0\.0; expected above 0 with a teacher"):
+                loop.change(teacher_coeff=0.0)
+        with pytest.raises(ConfigError, match=r"teacher_coeff: got 1\.0; expected 0 without a teacher"):
+            GRPOLoop(open_local(*load_model("tiny")), toy_rows(8), toy_reward, loop.cfg)
+
+    asyncio.run(main())
