@@ -22,7 +22,7 @@ os.environ["TINKER_TELEMETRY"] = "0"  # else the SDKs report, at the end, to ser
 # so that what passed passes again; SLOW=1 draws new ones.
 SLOW = os.environ.get("SLOW", "")  # "variants": also those marked so; "1": also what rarely says anything new
 settings.register_profile(
-    "house", deadline=None, print_blob=True, derandomize=SLOW != "1", max_examples=100 if SLOW else 40
+    "house", deadline=None, print_blob=True, derandomize=SLOW != "1", max_examples=100 if SLOW else 25
 )
 settings.load_profile("house")
 
@@ -74,14 +74,17 @@ def _no_memory_outlives_its_file() -> Iterator[None]:
 
 # --- several workers ---------------------------------------------------------------------------------------------
 
-# `pytest --numprocesses`. Tests of a file share fixtures and stay on one worker, and so do all browser tests. Those and
-# large files, which take longest, come first: many short ones are left for the end, and the workers end together.
+# `pytest --numprocesses`. Tests of a file share fixtures and stay on one worker, and so do all browser tests that need
+# JupyterLab, and those that need none. These and large files, which take longest, come first: many short ones are left
+# for the end, and the workers end together.
 
 
 def unit(nodeid: str) -> str:
     "What a test is handed to a worker with."
     path = nodeid.partition("::")[0]
-    return "browser" if "/browser/" in path else path
+    if "/browser/" not in path:
+        return path
+    return "browser, pages" if path.endswith(("pages.py", "site.py", "table.py")) else "browser"
 
 
 def left_out(item: pytest.Item, seen: Counter[str]) -> str:
@@ -106,7 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason := left_out(item, seen):
             item.add_marker(pytest.mark.skip(reason=reason))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: -(2**63 if unit(item.nodeid) == "browser" else item.path.stat().st_size))
+        items.sort(key=lambda item: -(2**63 if "/browser/" in item.nodeid else item.path.stat().st_size))
 
 
 @pytest.hookimpl(optionalhook=True)
