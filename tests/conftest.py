@@ -82,9 +82,8 @@ def _no_memory_outlives_its_file() -> Iterator[None]:
 def unit(nodeid: str) -> str:
     "What a test is handed to a worker with."
     path = nodeid.partition("::")[0]
-    if "/browser/" not in path:
-        return path
-    return "browser, pages" if path.endswith(("pages.py", "site.py", "table.py")) else "browser"
+    kind = "browser, pages" if path.endswith(("pages.py", "site.py", "table.py")) else "browser"
+    return kind if "/browser/" in path else path
 
 
 def left_out(item: pytest.Item, seen: Counter[str]) -> str:

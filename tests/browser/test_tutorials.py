@@ -59,7 +59,6 @@ def test_a_tutorial_that_was_never_run_here_shows_all_its_pictures(notebook: Not
         assert outputs.evaluate(BROKEN) == []
         assert outputs.locator(".jp-RenderedHTMLCommon img").count() >= html.count("<img"), "no picture was taken out"
         assert "<svg" not in html
-    notebook.shot("stored")
 
 
 def test_a_kernel_stays_here_and_its_errors_are_seen(notebook: Notebook):
