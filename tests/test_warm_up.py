@@ -1,19 +1,26 @@
-"A warm-up on given answers: loss and gradient of transformers' own, records, undo, seek (on a service: test_tinker)."
+"Steps that learn from given answers (on a service: test_tinker) or from a teacher: loss by hand, records, undo, seek."
 
 import asyncio
 
 import numpy as np
 import pytest
 import torch
-from test_loop import make_loop, same, weights
+from test_loop import SMALL, make_loop, same, weights
 
+from rl_notebook.backends.base import with_teacher
+from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import DataError, PhaseError
+from rl_notebook.core.types import ConfigError, PhaseError, RecordError
+from rl_notebook.insight.doctor.doctor import diagnose
 from rl_notebook.insight.replay import replay
+from rl_notebook.insight.whatif import what_if
 from rl_notebook.insight.xray import xray
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
+from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.recipes.open import open_backend
 from rl_notebook.runs.run import Run, RunFolder
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.views.payloads import token_payload, token_rows
 
 QUESTIONS = {"What is 12+25?": "12+25 is #### 37", "What is 7+1?": "#### 8", "What is 40+32?": "It is #### 72"}
 ROWS = [{"question": q, "completion": a} for q, a in QUESTIONS.items()]
@@ -47,35 +54,88 @@ def test_loss_and_gradient_are_those_of_transformers():
 @pytest.mark.parametrize("how", [{}, {"weight_sync_interval": 3}, {"ppo_n_minibatches": 2, **OWN}])
 def test_its_steps_are_steps_of_the_run(how, tmp_path):
     async def main():
-        loop = make_loop(keep_undo=4, **how)
+        loop = make_loop(keep_undo=5, **how)
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs, loop.on_undo, begun = [folder.add], [folder.rewind], weights(loop)
         warmed = await loop.warm_up(ROWS, 4)
         assert [r.metrics["warm_up/loss"] for r in warmed] == sorted((r.loss.loss for r in warmed), reverse=True)
-        tokens = warmed[0].datums[0].tokens
-        policy, sampler = await loop.backend.policy.forward(warmed[0].datums), loop.backend.sampler
-        spoken = warmed[0].datums[0].active
-        np.testing.assert_allclose(policy[0].values[spoken], (await sampler.logprobs(tokens)).values[spoken], atol=1e-4)
-        later = await loop.step() if "weight_sync_interval" not in how else None
-        end, run = weights(loop), Run.open(folder.path)
-        assert (run.record(4).given, run.record(4).verdict) == (True, warmed[3].verdict)
-        assert "cross-entropy of the given answers" in xray(run.record(3), run.record(2)).sentence
-        assert not any(c.ok is False for c in xray(run.record(3), run.record(2)).checks)
-        if later is not None:
-            assert (later.consumed, later.given) == (3, False)
+        spoken, [policy] = warmed[0].datums[0].active, await loop.backend.policy.forward(warmed[0].datums[:1])
+        sampler = await loop.backend.sampler.logprobs(warmed[0].datums[0].tokens)
+        np.testing.assert_allclose(policy.values[spoken], sampler.values[spoken], atol=1e-4)
+        later, run = await loop.step(), Run.open(folder.path)
+        assert (later.consumed, later.given, run.record(4).given) == (3, False, True)
+        found = xray(run.record(3), run.record(2))
+        assert "cross-entropy of the given answers" in found.sentence
+        assert not found.checks.failed
+        if "weight_sync_interval" not in how:
             other = make_loop(**how)
             assert (await other.seek(5, run)).gap == 0.0
-            assert same(weights(other), end)
-            with pytest.raises(Exception, match=r"got given answers; expected drawn completions\. await loop\.seek"):
+            assert same(weights(other), weights(loop))
+            with pytest.raises(RecordError, match=r"got given answers; expected drawn completions\. await loop\.seek"):
                 await replay(run, 2, make_loop(**how))
+        for _ in range(5):
             await loop.undo()
-        for _ in range(4 if later is None else 3):
-            await loop.undo()
-        assert (loop.state.number, loop.cursor.consumed) == (1 if later is None else 2, 0)
-        assert later is not None or same(weights(loop), begun)
-        with pytest.raises(DataError, match="row '0': answer: got None; expected a text for the policy to say"):
-            await loop.warm_up([{"question": "?"}])
+        assert (loop.state.number, loop.cursor.consumed) == (1, 0)
+        assert same(weights(loop), begun)
         with pytest.raises(PhaseError, match="got rows that are drawn ahead; expected a fresh step"):
             await AsyncGRPOLoop(loop.backend, ROWS, len, Config(recipe="async_rl_loop")).warm_up(ROWS)
+
+    asyncio.run(main())
+
+
+def other():
+    "The shipped model, moved a little."
+    model, tokenizer = load_model("tiny")
+    torch.manual_seed(1)
+    with torch.no_grad():
+        _ = [p.add_(0.02 * torch.randn_like(p)) for p in model.parameters()]
+    return model, tokenizer
+
+
+@pytest.mark.parametrize("how", [{"reward_coeff": 0.0}, {"reward_coeff": 0.5, "policy_loss": "ppo"}])
+def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
+    def taught():
+        pupil, teacher = (open_local(*made, reference=False) for made in (load_model("tiny"), other()))
+        cfg = Config(**SMALL | {"kl_beta": 0.0, "teacher_coeff": 0.7} | how)
+        return GRPOLoop(with_teacher(pupil, teacher), toy_rows(24, seed=3), toy_reward, cfg)
+
+    async def main():
+        loop = taught()
+        folder = RunFolder.create(tmp_path / "run", loop.cfg)
+        loop.outputs.append(folder.add)
+        begun, record = weights(loop), await loop.step()
+        assert {d.group for d in record.datums} == {g.index for g in record.groups}  # dead ones, too
+        model, count = other()[0], sum(d.num_loss_tokens for d in record.datums)
+        for d, found in zip(record.datums, record.loss.dlogprobs, strict=True):
+            logits = model(torch.tensor(d.input_tokens.copy())[None]).logits[0]
+            theirs = torch.log_softmax(logits, -1)[range(len(d.weights)), d.target_tokens.copy()].detach().numpy()
+            group = record.groups[d.group]
+            pushed = (
+                0.7 * (theirs - group.samples[d.sample].logprobs[1:]) + how["reward_coeff"] * group.advantages[d.sample]
+            )
+            np.testing.assert_allclose(found[d.active], -pushed[d.active] / count, atol=1e-6)
+        assert what_if(record, {"same": {}}).outputs["same"].loss == pytest.approx(record.loss.loss, rel=1e-5)
+        checks = {c.name: c.ok for c in xray(record).checks}
+        assert (checks["reference"], checks["signal"], (await diagnose(record)).ok) == (None, True, True)
+        assert token_payload(token_rows(record)[0])["first"] == "ref-policy"
+        end, again = weights(loop), taught()
+        assert (await again.seek(1, Run.open(folder.path))).gap == 0.0
+        assert same(weights(again), end)
+        await loop.undo()
+        assert same(weights(loop), begun)
+
+    asyncio.run(main())
+
+
+def test_a_config_opens_a_teacher_and_a_loop_needs_one():
+    async def main():
+        async with await open_backend(Config(teacher="tiny", teacher_coeff=1.0, kl_beta=0.1)) as backend:
+            loop = GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL, teacher_coeff=1.0))
+            for d in (await loop.step()).datums:
+                np.testing.assert_allclose(d.ref_logprobs[d.active], d.sampler_logprobs[d.active], atol=1e-4)
+            with pytest.raises(ConfigError, match=r"teacher_coeff: got 0\.0; expected above 0 with a teacher"):
+                loop.change(teacher_coeff=0.0)
+        with pytest.raises(ConfigError, match=r"teacher_coeff: got 1\.0; expected 0 without a teacher"):
+            GRPOLoop(open_local(*load_model("tiny")), toy_rows(8), toy_reward, loop.cfg)
 
     asyncio.run(main())
