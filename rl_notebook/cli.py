@@ -316,11 +316,11 @@ def run_view(args: Sequence[str]) -> int:  # exit code
         return view_several(given.run, given.out or Path("comparison.html"), given.open)
     given.run = given.run[0]
     from rl_notebook.core.names import page_place
-    from rl_notebook.runs.run import Run, flat_settings
-    from rl_notebook.views.report import follow, run_status, tokenizer_at_hand, write_report
+    from rl_notebook.runs.run import Run
+    from rl_notebook.views.report import follow, run_status, write_report
 
     run, out = Run.open(given.run), given.out or page_place(given.run)
-    status, more = run_status(run), {"tokenizer": tokenizer_at_hand(flat_settings(run.config)), "show": given.show}
+    status, more = run_status(run), {"tokenizer": run.tokenizer(), "show": given.show}
     goes_on = status.state == "running" and not given.once
     path = write_report(run, out, status=status, refresh=given.every if goes_on else None, **more)
     print(path, flush=True)
@@ -354,40 +354,52 @@ def _worth_a_look(run: Run) -> list[int]:
 
 async def diagnose_run(
     path: Path, step: int | None = None, rescore: bool = False, say: Callable[[str], Any] = print, trust: bool = False
-) -> Diagnosis:
-    "Diagnose the steps of a run; a line each, and one in full."
-    from rl_notebook.insight.doctor.doctor import diagnose
+) -> tuple[Diagnosis, bool]:  # and whether it asks for a fix
+    "Diagnose the steps of a run: a line each, whether weights arrive, and one in full, or those that differ together."
+    from rl_notebook.insight.doctor.doctor import concluded, weigh
+    from rl_notebook.insight.doctor.evidence import POOLED, gather, together
     from rl_notebook.insight.sync import sync_truth
     from rl_notebook.runs.run import Run, readable
 
-    run, found, early = Run.open(path), list[tuple[int, Any]](), list[Any]()
+    run, found, early = Run.open(path), dict[int, tuple[Any, Any]](), list[Any]()
     chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
     for record in readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]:
         early += [record] if record.step in first else []
         if (record.loss is not None or record.origin) and record.step in chosen:
             try:
-                found.append((record.step, await diagnose(record)))
+                e = gather(record)
             except (AlignmentError, DatumError) as missing:
                 if not run.reader:
                     raise
-                raise RecordError("not in these files", where="doctor", got=str(missing), fix=run.reader.hook) from None
-            say(f"step {record.step:4}  {found[-1][1].cause:<18} largest gap {found[-1][1].largest:.2g} nats")
+                what, got = "cannot be seen from these files", str(missing)
+                raise RecordError(what, where="doctor", got=got, fix=run.reader.hook) from None
+            found[record.step] = e, (said := weigh(e))
+            say(f"step {record.step:4}  {said.cause:<18} largest gap {said.largest:.2g} nats")
     if not found:
         got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
         raise RecordError("doctor", where=str(path), got=got, expected="a step with datums and logprobs")
     if step is None and len(chosen) < len(run):
         say(f"{len(chosen)} of {len(run)} steps: the last, those with the largest gap by the metrics (--step N)")
-    if early:
-        say(f"\n{sync_truth(early)}")
-    number, shown = next((pair for pair in found if not pair[1].ok), found[-1])
+    synced = sync_truth(early) if early else None
+    if synced:
+        say(f"\n{synced}")
+    differ = [n for n, (_, said) in found.items() if not said.ok]
+    first = differ[0] if differ else max(found)
+    number = next((n for n in differ if found[n][1].certainty == "sure"), first)
+    e, name = found[number][0], f"step {number}"
+    if number in differ and found[number][1].certainty != "sure":
+        e, several = together([found[n][0] for n in found]) or e, differ[:POOLED]
+        name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
+    shown = concluded(e, run.tokenizer)
     if rescore:
         from rl_notebook.recipes.rl_loop import diagnose_step
 
         shown = await diagnose_step(path, number, trust=trust)
-    say(f"\nstep {number}\n{shown}")
-    return shown
+    say(f"\n{name}\n{shown}")
+    noise = shown.cause == "dtype or batching" and shown.certainty == "likely"
+    return shown, not (shown.ok or noise) or bool(synced and synced.ok is False)
 
-
+# %% ../nbs/00_cli.ipynb #5c27ae74
 def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 something was found
     "Say why trainer and sampler disagree in a run, if they do."
     parser = argparse.ArgumentParser(prog="rl-notebook doctor", description="Trainer against sampler, step by step.")
@@ -396,8 +408,8 @@ def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 somet
     parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
-    found = asyncio.run(diagnose_run(given.run, given.step, given.rescore, trust=given.trust))
-    return 0 if found.ok else 1
+    _, asks = asyncio.run(diagnose_run(given.run, given.step, given.rescore, trust=given.trust))
+    return int(asks)
 
 
 TRUST = "import what the run names, although it was not started here; it is shown before"
@@ -651,14 +663,16 @@ def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  
 # %% ../nbs/00_cli.ipynb #78f1060d
 def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     "The x-ray, the doctor's answer and the completions of a step."
-    from rl_notebook.insight.doctor.doctor import diagnose
+    from rl_notebook.insight.doctor.doctor import concluded
+    from rl_notebook.insight.doctor.evidence import gather
     from rl_notebook.insight.xray import xray
 
     record, before = run.record(step), run.record(step - 1) if step - 1 in run.steps else None
     said, table = xray(record, before), record.completions_table()
     found, unseen = None, ""
     try:
-        found = asyncio.run(diagnose(record)) if record.loss is not None or record.origin else None
+        if record.loss is not None or record.origin:
+            found = concluded(gather(record), run.tokenizer)
     except (AlignmentError, DatumError) as missing:
         unseen = f"doctor: cannot be seen from these files: {run.reader.hook}" if run.reader else f"doctor: {missing}"
     checks = [{"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks]
@@ -673,13 +687,9 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
 def texts_of(run: Run, sample: RolloutSample) -> tuple[list[str], str]:  # of the tokens; why there are none
     "What each token of a sample says, by the tokenizer that made its text; none where that cannot be had."
     from rl_notebook.show.html import token_text
-    from rl_notebook.runs.run import flat_settings
-    from rl_notebook.task.toy import tokenizer_of
 
-    try:
-        tokenizer = tokenizer_of(flat_settings(run.config))
-    except (RLNotebookError, OSError, ImportError) as error:
-        return [], f"no text of tokens: {str(error).strip().splitlines()[0]}"
+    if (tokenizer := run.tokenizer()) is None:
+        return [], f"no text of tokens: the tokenizer of {run.config.get('base_model', 'the model')} is not at hand"
     if sample.text.strip() not in tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()):
         return [], f"no text of tokens: the tokenizer of {run.config['base_model']} did not make this text"
     return [token_text(token, tokenizer) for token in sample.tokens.tolist()], ""

@@ -35,27 +35,15 @@ def of(module, step: int = 0):
         batch |= {"rollout_logprobs": t([[0.0, *SAMPLER]] * 2), "action_log_probs": t([[0.0, *OLD]] * 2)}
         return (batch | {"advantages": t([[0.0, *a] for a in advantages])},)
     if module == "slime_bundle":
-        data = {
-            "tokens": [t(IDS)] * 2,
-            "response_lengths": [2, 2],
-            "raw_reward": [1.0, 0.0],
-            "loss_masks": [t([1, 1])] * 2,
-        }
+        data = {"tokens": [t(IDS)] * 2, "response_lengths": [2, 2], "loss_masks": [t([1, 1])] * 2}
+        data |= {"raw_reward": [0.0, 1.0, 0.0], "partition": [1, 0]}  # the rewards of all ranks
         data |= {"rollout_log_probs": [t(SAMPLER)] * 2, "log_probs": [t(OLD)] * 2}
         return (data | {"advantages": [t(a) for a in advantages]},)
     if module == "tinker_bundle":
         wrap = lambda values: Of(data=values)
-        datums = [
-            Of(
-                model_input=Of(to_ints=lambda: IDS[:-1]),
-                loss_fn_inputs={
-                    "target_tokens": wrap(IDS[1:]),
-                    "logprobs": wrap([0.0, *SAMPLER]),
-                    "advantages": wrap([0.0, *a]),
-                },
-            )
-            for a in advantages
-        ]
+        shared = {"target_tokens": wrap(IDS[1:]), "logprobs": wrap([0.0, *SAMPLER])}
+        inputs = [shared | {"advantages": wrap([0.0, *a])} for a in advantages]
+        datums = [Of(model_input=Of(to_ints=lambda: IDS[:-1]), loss_fn_inputs=own) for own in inputs]
         return (datums, [{"logprobs": wrap([0.0, *OLD])}] * 2)
     row = {"action_log_probs": t([[-2.0, *OLD]] * 2), "rollout_log_probs": t([[0.0, *SAMPLER]] * 2)}
     row |= {"sequences": t([IDS] * 2), "attention_mask": t([[1] * 4] * 2), "action_mask": t([[0, 1, 1]] * 2)}

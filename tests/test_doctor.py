@@ -447,7 +447,7 @@ def test_chance_has_the_odds_that_are_claimed() -> None:
             halves = rng.multinomial(128, law, size=(8, 2))
             ids = [np.flatnonzero(h.sum(axis=0)) for h in halves]
             places = zip(ids, halves, strict=True)
-            drawn = [Redraw(0, k, np.log(law[k]), h[:, k], np.full(len(k), np.nan)) for k, h in places]
+            drawn = [Redraw(0, k, np.log(law[k]), h[:, k]) for k, h in places]
             e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), redraws=tuple(drawn))
             assert max(gain for gain, _ in draws(e).values()) < CLEAR
 

@@ -121,6 +121,22 @@ def test_faults_are_named_from_the_files_alone_and_healthy_ones_raise_nothing(ca
     assert "cannot be seen from these files: an evaluation has one series of logprobs" in capsys.readouterr().out
 
 
+RUNS = {  # of two or three steps: the exit status of the doctor, and what it says
+    "nemo_rl-temp07": (1, "at temperature 0.70: 100% of the gap is gone"),
+    "prime_rl_exports-stale": (1, "✗ sync: the sampler is behind from step 2 on", "stale weights, likely"),
+    "slime-system": (1, "BOS or template, a guess", "though the policy is still its reference"),
+    "slime-healthy_bf16": (0, "small, and without a direction: 0.0031 nats on average in every step"),
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_steps_of_a_run_are_put_together(run, capsys):
+    status, *said = RUNS[run]
+    assert main(["doctor", str(FOREIGN / "faulty" / run)]) == status
+    text = capsys.readouterr().out
+    assert [words for words in said if words not in text] == []
+
+
 @pytest.mark.parametrize("tool", THERE)
 def test_the_command_line_takes_such_a_folder(tool, capsys, tmp_path):
     folder = str(FOREIGN / tool)

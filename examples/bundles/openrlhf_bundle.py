@@ -1,4 +1,4 @@
-"""OpenRLHF 0.11: around `make_experience_batch`. Not run here: it needs Ray and a GPU."""
+"""OpenRLHF 0.11: around `make_experience_batch`. Ran on its own `Experience` and batching; its trainer needs a GPU."""
 
 from write import write_step
 

@@ -1,4 +1,7 @@
-"""prime-rl: `trainer.loss.type = "custom"`, `import_path = "prime_rl_bundle.loss"`. Its conversion is tried."""
+"""prime-rl: `trainer.loss.type = "custom"`, `import_path = "prime_rl_bundle.loss"`.
+
+Ran as the custom loss of its own `setup_rl_loss_fn`, to the last bit its default loss; its trainer needs a GPU.
+"""
 
 import itertools
 import os
@@ -18,10 +21,11 @@ def sample_of(inputs, number):
 
 
 def loss(inputs, **options):
-    "prime-rl's own loss, and a bundle of what it was given."
+    "prime-rl's own loss, with its settings as `kwargs` of the custom one, and a bundle of what it was given."
+    from prime_rl.configs.trainer import DefaultLossConfig
     from prime_rl.trainer.rl.loss import default_loss_fn
 
     folder = os.path.join(os.environ.get("BUNDLES", "bundles"), f"rank_{os.environ.get('RANK', '0')}")
     number = next(COUNT)
     write_step(folder, number, "prime-rl", [sample_of(inputs, number)])
-    return default_loss_fn(inputs, **options)
+    return default_loss_fn(inputs, DefaultLossConfig(**options))

@@ -1,4 +1,4 @@
-"""SkyRL 0.4: a callback. Its conversion is tried on batches of SkyRL's fields; the trainer needs a GPU."""
+"""SkyRL 0.4: a callback. Ran in its own callback handler on its own, padded batches; its trainer needs a GPU."""
 
 import numpy as np
 from write import write_step
@@ -18,11 +18,12 @@ def samples_of(batch):
         yield {"tokens": own, "group": str(own[: len(own) - int(np.sum(said[i]))].tolist()), **known}
 
 
-class Recorder:
+def recorder(folder):
     "Give it to the trainer among its callbacks; the fully asynchronous trainer takes none."
+    from skyrl.train.utils.callbacks import TrainingCallback
 
-    def __init__(self, folder):
-        self.folder = folder
+    class Recorder(TrainingCallback):
+        def on_step_end(self, trainer, callback_input, control):
+            write_step(folder, trainer.global_step, "SkyRL", list(samples_of(callback_input.batch)))
 
-    def on_step_end(self, trainer, callback_input, control):
-        write_step(self.folder, trainer.global_step, "SkyRL", list(samples_of(callback_input.batch)))
+    return Recorder()

@@ -1,4 +1,7 @@
-"""slime: `--rollout-data-postprocess-path slime_bundle.record`. Its conversion is tried; the program needs a GPU."""
+"""slime: `--rollout-data-postprocess-path slime_bundle.record`.
+
+Ran on what its own conversion, schedule and split give to two ranks; its trainer needs a GPU.
+"""
 
 import os
 
@@ -9,13 +12,14 @@ OURS |= {"ref_log_probs": "ref_logprobs", "advantages": "advantages"}
 
 
 def samples_of(data):
-    "One sample for each of the lists of a rank; series are of the response."
+    "One sample for each of the lists of a rank; series are of the response, `raw_reward` is of all ranks."
+    rewards = data.get("local_raw_reward") or [data["raw_reward"][k] for k in data["partition"]]
     for i, tokens in enumerate(data["tokens"]):
         known = {ours: data[name][i] for name, ours in OURS.items() if data.get(name) is not None}
         prompt = len(tokens) - int(data["response_lengths"][i])
         known = {name: values.float().cpu().numpy() for name, values in known.items()}
         own = tokens.tolist()
-        yield {"tokens": own, "group": str(own[:prompt]), "reward": float(data["raw_reward"][i]), **known}
+        yield {"tokens": own, "group": str(own[:prompt]), "reward": float(rewards[i]), **known}
 
 
 def record(args, rollout_id, rollout_data):

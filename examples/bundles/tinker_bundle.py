@@ -1,4 +1,7 @@
-"""tinker-cookbook: around `TrainingClient.forward_backward`. Not run here: its conversion is tried on stand-ins."""
+"""tinker-cookbook: around `TrainingClient.forward_backward`.
+
+Ran on datums of its own `assemble_training_data` in Tinker's types; not against the service.
+"""
 
 from write import write_step
 

@@ -1,4 +1,7 @@
-"""verl 0.9: a subclass of the trainer that `trainer.v1.trainer_mode` names. Its conversion is tried; it needs a GPU."""
+"""verl 0.9: a subclass of the trainer that `trainer.v1.trainer_mode` names.
+
+Ran on jagged tensors in a TensorDict, as its queue gives them; its trainer needs a GPU.
+"""
 
 from write import write_step
 

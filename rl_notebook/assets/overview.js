@@ -41,20 +41,14 @@ export function overview(state, stops) {
   };
 
   const scatter = (g, width, height) => {
-    const { points, line, fit } = data();
-    const { x, y } = points;
+    const { x, y } = data().points;
     const low = Math.min(-0.1, ...x, ...y) * 1.04;
     const size = Math.min(width - 62, height - 46);
     const box = [52, 10, 52 + size, 10 + size];
     const axis = (who) => ({ low, high: 0, marks: ticks(low, 0, 4), text: (v) => form(v), name: `${who} logprob` });
     const [X, Y] = plane(g, box, axis("sampler"), axis("trainer"), state.palette);
-    const draw = ([factor, up], style, wide) => path(g, box, [low, 0].map((v) => [X(v), Y(factor * v + up)]), style, wide);
-    draw([1, 0], hue("ink", 0.4), 1);
-    const placed = dots(g, (k) => X(x[k]), (k) => Y(y[k]));
-    if (line) draw(line, hue("orange"), 1.6);
-    g.fillStyle = line ? hue("orange") : hue("ink", 0.7);
-    g.fillText(fit, 60, 24);
-    return placed;
+    path(g, box, [low, 0].map((v) => [X(v), Y(v)]), hue("ink", 0.4), 1);
+    return dots(g, (k) => X(x[k]), (k) => Y(y[k]));
   };
 
   const byPlace = (g, width, height) => {

@@ -14,7 +14,7 @@ import os
 import re
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import InitVar, dataclass, fields, is_dataclass
 from enum import Enum
@@ -139,6 +139,9 @@ _IN_TRL = {RENAMED[theirs]: theirs for theirs in _OF_TRL} | {
     "overlong and max_seq_len": "mask_truncated_completions",
     "tis='token' or anchor='rollout'": "vllm_importance_sampling_correction=True",
     ", prompts of another difficulty, or refill=True": " or prompts of another difficulty",
+    "Call model.eval() before scoring, and set every dropout rate to 0": "disable_dropout=True, also in the adapter",
+    "Set weights to 1 only where the policy drew the token": "Return an env_mask from rollout_func, 0 where it did not",
+    "rl_notebook.core.align converts, and checks lengths": "see what rollout_func returns as logprobs",
 }
 
 
@@ -147,6 +150,11 @@ def in_words_of_trl(text: str) -> str:
     for ours, theirs in _IN_TRL.items():
         text = re.sub(rf"\b{re.escape(ours)}(?!\w)", theirs, text)
     return text
+
+
+def words_for(sources: Iterable[str]) -> Callable[[str], str]:  # names in `StepRecord.sources`
+    "What puts a sentence into TRL's words where TRL made the record, and leaves it as it is elsewhere."
+    return in_words_of_trl if any(name.startswith("trl.") for name in sources) else str
 
 # %% ../../nbs/config/01_aliases.ipynb #2e285b5e
 OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each of its words is here

@@ -21,7 +21,7 @@ from ..backends.base import Backend, Capabilities, Meter
 from ..task.chat import first_difference
 from ..config.config import Config, completions_at_once
 from ..core.types import ConfigError, Datum, PromptGroup, RewardError, RolloutSample
-from ..task.data import Row
+from ..task.data import Row, Prompt
 from ..core.datums import attach, datums_from_groups
 from ..core.findings import Finding, Findings
 from ..show.html import SOFT, shapes, styled, table
@@ -33,7 +33,6 @@ from ..task.rewards import Limits, gathered, score, reference_answers
 from ..backends.roofline import KEPT, USUAL, ModelSize, Roofs, Work
 from ..backends.roofline import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
 from ..loop.rollouts import bounded, require_some, together
-from ..task.data import Prompt
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
 from ..core.gaps import Gap, Rounding, short, tolerance

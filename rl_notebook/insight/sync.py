@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.findings import Finding
+from ..core.gaps import gap_between
 from .xray import scored_first
 from ..runs.records import StepRecord
 
@@ -18,7 +19,7 @@ from ..runs.records import StepRecord
 __all__ = ['sync_distances', 'sync_truth']
 
 # %% ../../nbs/insight/05_sync.ipynb #1495e28b
-PAIRS = {"policy to sampler": (0, 1), "policy to reference": (0, 2), "reference to sampler": (2, 1)}
+PAIRS = ("policy to sampler", "policy to reference", "reference to sampler")
 
 # %% ../../nbs/insight/05_sync.ipynb #f674341f
 def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a step
@@ -27,13 +28,10 @@ def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a s
     for record in records:
         if len(policy := scored_first(record)) != len(record.datums) or not policy:
             continue
-        parts = [np.zeros((3, 0))]
-        for d, lp in zip(record.datums, policy, strict=True):
-            series: list[np.ndarray | None] = [lp.values, d.sampler_logprobs, d.ref_logprobs]
-            parts.append(np.array([np.full(len(d.weights), np.nan) if s is None else s for s in series])[:, d.active])
-        tokens = np.concatenate(parts, axis=1)
-        apart = {name: np.abs(tokens[a] - tokens[b]) for name, (a, b) in PAIRS.items()}
-        means = {name: float(np.nanmean(x)) if np.isfinite(x).any() else np.nan for name, x in apart.items()}
+        of = {"policy": [lp.values for lp in policy], "sampler": [d.sampler_logprobs for d in record.datums]}
+        of["reference"] = [d.ref_logprobs for d in record.datums]
+        gaps = {name: gap_between(record.datums, *(of[side] for side in name.split(" to "))) for name in PAIRS}
+        means = {name: np.nan if gap is None else gap.mean for name, gap in gaps.items()}
         versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
         lines.append({"step": record.step, **means, "version": max(versions, default=np.nan)})
     return pd.DataFrame(lines, columns=["step", *PAIRS, "version"]).set_index("step")
@@ -41,21 +39,24 @@ def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a s
 # %% ../../nbs/insight/05_sync.ipynb #35f76e26
 CLEAR = 10.0  # times the noise of the first step
 LEAST = 1e-4  # nats: what is smaller is rounding
+NOISE = 0.02  # nats a token: a sampler in 16 bits has less
 
 # %% ../../nbs/insight/05_sync.ipynb #b7a79a93
 def sync_truth(records: Iterable[StepRecord]) -> Finding:
     "Whether the sampler got the weights, from the logprobs of a run; `ok` is None where they cannot tell."
     table = sync_distances(records)
     gap, moved, left = (table[name].to_numpy(np.float64) for name in PAIRS)
-    if len(table) < 4 or table.index[0] > 1 or not np.isfinite(gap).all():
-        lacks = "its first four steps" if np.isfinite(gap).all() else "sampler logprobs in every step"
+    clear = max(CLEAR * gap[0], LEAST) if len(gap) else LEAST
+    behind, complete = gap >= clear, bool(np.isfinite(gap).all())
+    if not complete or not len(table) or table.index[0] > 1 or (len(table) < 4 and not behind.any()):
+        lacks = "its first four steps" if complete else "sampler logprobs in every step"
         return Finding("sync", None, f"whether the sampler got the weights cannot be told without {lacks}")
-    clear = max(CLEAR * gap[0], LEAST)
-    behind = gap >= clear
     known = bool(np.isfinite(moved).all() and max(moved[0], left[0]) < clear)  # the reference is where the run began
     if not behind.any():
-        if known and moved.max() < clear:
-            return Finding("sync", None, f"no sync could be seen: the policy has not moved {clear:.2g} nats a token")
+        apart = f"both sides are {gap[0]:.2g} nats a token apart before anything was trained" * bool(gap[0] > NOISE)
+        if apart or (known and moved.max() < clear):
+            why = apart or f"the policy has not moved {clear:.2g} nats a token"
+            return Finding("sync", None, f"no sync could be seen: {why}")
         return Finding("sync", True, f"the sampler had the policy's weights in every step, to {gap.max():.2g} nats")
     first = int(np.argmax(behind))
     fresh = [table.index[0], *table.index[first:][~behind[first:]]]
@@ -66,6 +67,8 @@ def sync_truth(records: Iterable[StepRecord]) -> Finding:
         text = f"the sampler is behind from step {table.index[first]} on; reference logprobs would tell by how much"
     elif (left < clear).all():
         text = f"the sampler never got new weights: the policy is {gap[-1]:.2g} nats away, the first one {left[-1]:.1g}"
+    elif first > gone and gap[first - 1] < clear / CLEAR:
+        text = f"the sampler got no new weights after step {table.index[first - 1]}"
     elif away > gone:
         text = f"stale by {away - gone}: the sampler left the first weights so many steps after the policy"
         claimed = table.index[-1] - table.index[0] - table["version"].iloc[-1]

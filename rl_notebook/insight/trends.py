@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from ..config.aliases import words_for
 from ..core.advantages import is_dead
 from ..core.types import DataError, PromptGroup
 from ..runs.records import StepRecord
@@ -348,7 +349,8 @@ def watch_run(
                 text = ", ".join(f"{name} {value:.3g}" for name, value in change.numbers.items())
                 text += "".join(f"; see step {n}, group {group}, sample {i}" for n, group, i in places[:1])
                 shows = {"step": began, "seen": now.step, "numbers": change.numbers, "samples": places}
-                found.append(Trend(what, False, text, fix=FIXES[what], where=change.where, **shows))
+                shows |= {"fix": words_for(now.sources)(FIXES[what]), "where": change.where}
+                found.append(Trend(what, False, text, **shows))
             last = t
     return tuple(sorted(found, key=lambda trend: trend.seen))
 

@@ -22,7 +22,7 @@ from ..core.options import NO_RATIO, SURROGATE_KNOBS
 from ..runs.records import StepRecord, expect
 from ..core.datums import sample_of
 from ..core.findings import Finding, Findings
-from ..config.aliases import in_words_of_trl
+from ..config.aliases import words_for
 from ..core.gaps import ROUNDING, Gap, Rounding, gap_between, short, tolerance
 
 # %% auto #0
@@ -820,5 +820,5 @@ def xray(record: StepRecord, previous: StepRecord | None = None, *, weight_sync_
     "A step in plain sentences, and its invariants; raises `RecordError` for what is no record."
     expect(record, StepRecord, "x-ray")
     found = invariants(record, previous, weight_sync_interval=weight_sync_interval)
-    said = in_words_of_trl if any(name.startswith("trl.") for name in record.sources) else str
+    said = words_for(record.sources)
     return XRay((replace(f, fix=said(f.fix)) for f in found), said(sentence(record, previous)))

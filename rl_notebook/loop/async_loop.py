@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..core.types import PhaseError, PromptGroup
-from ..task.data import Cursor
+from ..task.data import Cursor, Prompt, Rollouts
 from .back import branch_off, undo_step
 from .groups import Finished, Graded, Producer, kept
 from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
@@ -25,7 +25,6 @@ from .arrivals import Parts, groups_of, overlapped_half
 from ..runs.records import StepRecord
 from ..runs.run import TIMERS
 from .rollouts import balanced_chunks, require_some
-from ..task.data import Prompt, Rollouts
 from .step import Listing, Measured, list_groups, list_prompts, list_rollouts
 
 # %% auto #0

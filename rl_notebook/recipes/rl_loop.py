@@ -33,12 +33,10 @@ from ..task.data import Row, load_rows
 from ..insight.doctor.doctor import Diagnosis, diagnose
 from ..loop.async_loop import AsyncGRPOLoop
 from ..core.advantages import AdvantageFn
-from ..loop.back import names_code
-from ..loop.loop import GRPOLoop, why_ended
+from ..loop.back import names_code, restore_checkpoint, save_checkpoint
+from ..loop.loop import GRPOLoop, why_ended, verdict_line
 from ..loop.setup import EvaluationFn, as_rows, check_loss, encode_for, own_advantages
 from ..loop.state import no_bar
-from ..loop.back import restore_checkpoint, save_checkpoint
-from ..loop.loop import verdict_line
 from ..loop.phases import other_sources, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
 from ..runs.records import StepRecord, decode, encode

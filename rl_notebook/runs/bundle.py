@@ -72,10 +72,9 @@ for path in sys.argv[1:]:
     names = dict(old_logprobs="action_log_probs", ref_logprobs="base_action_log_probs", advantages="advantages",
                  sampler_logprobs="rollout_logprobs", loss_mask="loss_mask")
     arrays = {name: flat(of) for name, of in names.items() if b.get(of) is not None}
-    arrays["loss_mask"], seq = np.nan_to_num(arrays["loss_mask"]), b["sequences"].numpy()
-    prompts = [str(row[r][: r.sum() - m.sum()].tolist()) for row, r, m in zip(seq, real, said)]
-    arrays |= dict(tokens=seq[real], lengths=real.sum(1))
-    facts = dict(format="rl_notebook.bundle/1", step=step, trainer="SkyRL", samples=[{"group": p} for p in prompts])
+    arrays["loss_mask"] = np.nan_to_num(arrays["loss_mask"])
+    arrays |= dict(tokens=b["sequences"].numpy()[real], lengths=real.sum(1))
+    facts = dict(format="rl_notebook.bundle/1", step=step, trainer="SkyRL", samples=[{}] * len(real))
     np.savez(f"bundle_{step:05d}.npz", **arrays)
     open(f"bundle_{step:05d}.json", "w").write(json.dumps(facts))
 """

@@ -200,9 +200,12 @@ class Areal(Reader):
     "`rollout/{version}/{task}.jsonl` of AReaL's `rollout.dump_to_file`."
 
     origin, signature, number, names = "AReaL", "rollout/*/*.jsonl", r"rollout/(\d+)/", _AREAL
-    keys, kept = ("task_id", "sample_idx", "version_rle"), ("seqlen", "prompt_len", "tail_version", "original_reward")
+    keys, kept = ("task_id", "sample_idx", "head_version"), ("seqlen", "prompt_len", "tail_version", "original_reward")
     told = "texts; a step is the version of the weights that drew a last token"
     hook = "wrap actor.ppo_update(batch): input_ids, loss_mask, logprobs, prox_logp, advantages are in it"
+
+    def _rows(self, step: int) -> Iterator[Row]:  # prompts have version -1 in AReaL, and head_version is the least
+        return (r if (r.policy_version or 0) >= 0 else replace(r, policy_version=None) for r in super()._rows(step))
 
 
 class FireworksCookbook(Reader):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ..core.advantages import group_advantages
+from ..core.gaps import gap_between
 from ..core.metrics import step_metrics
 from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RLNotebookError, RolloutSample
 from .records import StepRecord
@@ -170,11 +171,8 @@ def _measured(record: StepRecord, whole: bool) -> dict[str, float]:
     without += ["staleness/"] if record.datums else ["train/", "staleness/"]  # the trainer's own version is not known
     found = step_metrics(record.groups, record.datums, record.loss)
     policy = [lp.values for lp in record.loss.logprobs] if record.loss else [d.old_logprobs for d in record.datums]
-    pairs = [(d, d.sampler_logprobs, lp) for d, lp in zip(record.datums, policy, strict=True)]
-    gaps = [np.abs(lp - s)[d.active] for d, s, lp in pairs if s is not None and lp is not None]
-    gap = np.concatenate([np.zeros(0), *gaps])
-    known = {f"{GAP}/mean": gap.mean(), f"{GAP}/max": gap.max()} if np.isfinite(gap).any() else {}
-    found |= {name: float(value) for name, value in known.items()}
+    if gap := gap_between(record.datums, policy, [d.sampler_logprobs for d in record.datums]):
+        found |= {f"{GAP}/mean": gap.mean, f"{GAP}/max": gap.largest}
     return {n: v for n, v in found.items() if math.isfinite(v) and not any(word in n for word in without)}
 
 # %% ../../nbs/runs/01_foreign.ipynb #ec8e1817
@@ -267,16 +265,20 @@ class Reader:
         parts = cls.signature.split("/")
         above = [path.parents[k] for k in range(len(parts) - 1) if path.match("/".join(parts[: k + 1]))]
         for pattern in ["*/" * depth + cls.signature for depth in range(4)]:
-            runs = sorted({hit.parents[len(parts) - 1] for start in [path, *above] for hit in start.glob(pattern)})
-            if len(runs) > 1:
-                got = f"{len(runs)} of them: {', '.join(map(str, runs[:5]))}"
+            runs = {hit.parents[len(parts) - 1] for start in [path, *above] for hit in start.glob(pattern)}
+            found = [reader for reader in (cls(run, path) for run in sorted(runs)) if reader._fits]
+            if len(found) > 1:
+                got = f"{len(found)} of them: {', '.join(str(reader.path) for reader in found[:5])}"
                 fix = "Name one of them."
                 raise RecordError(f"{cls.origin} run", where=str(path), got=got, expected="one", fix=fix)
-            if runs:
-                found = cls(runs[0], path)
-                first = next(found._lines(next(iter(found.files))), {}) if cls.keys and found.files else {}
-                return found if {*cls.keys} <= first.keys() else None
+            if found:
+                return found[0]
         return None
+
+    @property
+    def _fits(self) -> bool:  # whether a first line is as this trainer writes it
+        first = next(self._lines(next(iter(self.files))), {}) if self.keys and self.files else {}
+        return {*self.keys} <= first.keys()
 
     @cached_property
     def files(self) -> dict[int, list[Path]]:

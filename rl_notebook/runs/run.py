@@ -25,7 +25,7 @@ import pandas as pd
 from ..config.config import Config
 from ..core.options import marked
 from ..config.aliases import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
-from ..core.types import RecordError
+from ..core.types import RecordError, RLNotebookError
 from ..show.html import html_table
 from ..core.names import from_file, lock_file, names_in, names_noted, note_started, read_file
 from ..core.names import trusted_names, write_file
@@ -309,6 +309,15 @@ class Run:
         if record.step != step:
             raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
         return record
+
+    def tokenizer(self) -> Any:  # None where there is none
+        "That of the model which its settings name, as far as it can be had without a network."
+        from rl_notebook.task.toy import tokenizer_of
+
+        try:
+            return tokenizer_of(flat_settings(self.config))
+        except (OSError, ValueError, ImportError, RLNotebookError):
+            return None
 
     def config_at(self, step: int) -> Mapping[str, Any]:
         "The config that a step was begun with: `config`, or an earlier one, where a resume brought another."

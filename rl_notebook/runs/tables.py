@@ -21,11 +21,8 @@ from .records import read_table
 __all__ = []
 
 # %% ../../nbs/runs/04_tables.ipynb #81f9317c
-def reward_weights(
-    rewards: Sequence[np.ndarray],  # (K, F) of each group
-    advantages: Sequence[np.ndarray],  # (K,) of each group
-) -> np.ndarray | None:  # (F,)
-    "Weights of reward functions that explain the advantages; None where no weights do, or several kinds would."
+def reward_weights(rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarray]) -> np.ndarray | None:
+    "Weights (F,) that make rewards, (K, F) a group, explain advantages, (K,); None where none do, or several kinds."
     count = rewards[0].shape[1] if rewards else 0
     left, there = np.zeros((count, count)), np.zeros(count)
     for scores, advantage in zip(rewards, advantages, strict=True):

@@ -371,13 +371,12 @@ def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
 def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
     "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
     record = source if isinstance(source, StepRecord) else None
-    datums = list(source.datums if isinstance(source, StepRecord) else source)
+    datums = record.datums if record else source
     given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
-    given = [None] * len(datums) if given is None or not len(given) else given
-    first = lambda d, own: next((s for s in (own, d.old_logprobs, d.ref_logprobs) if s is not None), None)
-    both = [(d, first(d, own)) for d, own in zip(datums, given, strict=True)]
-    both = [(d, trainer) for d, trainer in both if trainer is not None and d.sampler_logprobs is not None]
-    kept, trainer = tuple(d for d, _ in both), [t for _, t in both]
+    given = [d.old_logprobs for d in datums] if given is None or not len(given) else given
+    pairs = zip(datums, given, strict=True)
+    both = [(d, own) for d, own in pairs if own is not None and d.sampler_logprobs is not None]
+    kept, trainer = tuple(d for d, _ in both), [own for _, own in both]
     try:
         return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
     except (AlignmentError, DatumError):  # every token is masked, or not a number: the samples say it themselves

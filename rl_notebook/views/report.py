@@ -26,7 +26,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.advantages import is_dead
-from ..core.types import ConfigError, RecordError, RLNotebookError, check_own
+from ..core.types import ConfigError, RecordError, check_own
 from ..show.html import html_table, number, prompt_text, rewards_html, token_texts
 from ..runs.records import StepRecord, read_table, replace_text
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
@@ -314,16 +314,6 @@ def linked(text: str, step: int | None = None) -> str:
         return tag("a", found[0], href="#" + address(int(at), int(found["group"]), int(found["sample"]), token))
 
     return PLACE.sub(link, html.escape(text))
-
-# %% ../../nbs/views/07_report.ipynb #b19cea1f
-def tokenizer_at_hand(settings: Mapping[str, Any]) -> Any:  # None where there is none
-    "The tokenizer of a run by its settings, as far as it can be had without a network."
-    from rl_notebook.task.toy import tokenizer_of
-
-    try:
-        return tokenizer_of(settings)
-    except (OSError, ValueError, RLNotebookError):
-        return None
 
 # %% ../../nbs/views/07_report.ipynb #1eb4ee8a
 def charts_over_steps(m: Material) -> list[Chart]:

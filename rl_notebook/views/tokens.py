@@ -153,9 +153,6 @@ def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str
     return [*out, *filter(None, [syncs_words(source)])] if source.step > 1 else out
 
 # %% ../../nbs/views/03_tokens.ipynb #3cff9a4b
-ALONG = 0.9  # correlation from which points lie along a line
-
-
 def keep_extremes(size: np.ndarray, limit: int) -> np.ndarray:  # sorted indices, at most `limit`
     "The largest fifth of what may be kept, and an even choice of the rest."
     if len(size) <= limit:
@@ -171,26 +168,6 @@ def gap_quantiles(gap: np.ndarray) -> dict[str, float | None]:
     gap = np.abs(gap[np.isfinite(gap)])
     cuts = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
     return dict(zip(cuts, np.quantile(gap, [*cuts.values()]).tolist() if len(gap) else [None] * len(cuts), strict=True))
-
-
-def fitted_line(x: np.ndarray, y: np.ndarray) -> list[float] | None:  # factor and offset: y = factor * x + offset
-    "The line from which points are least far; None where they do not lie along one."
-    if len(x) < 3:
-        return None
-    (xx, xy), (_, yy) = np.cov(x, y)
-    if not xy > ALONG * math.sqrt(xx * yy):
-        return None
-    factor = float((yy - xx + math.hypot(yy - xx, 2 * xy)) / (2 * xy))
-    return [factor, float(y.mean() - factor * x.mean())]
-
-
-def fit_words(line: Sequence[float] | None) -> str:
-    "A fitted line as an equation."
-    if line is None:
-        return "no line fits"
-    factor, offset = line
-    beside = f" {'−' if offset < 0 else '+'} {abs(offset):.2f}" if abs(offset) >= 0.005 else ""
-    return f"trainer ≈ {factor:.2f} × sampler{beside}"
 
 
 def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, list]:
@@ -255,8 +232,6 @@ def overview_payload(
         "floor": tolerance(e),
         "half": HALF,
         "points": points,
-        "line": (line := fitted_line(e.s[finite], e.p[finite])),
-        "fit": fit_words(line),
         "places": gap_by_place(_place(e)[finite], gap[finite]),
         "shift": shift_payload(e),
         "tokens": len(gap),
@@ -329,7 +304,7 @@ def verdict_html(overview: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/views/03_tokens.ipynb #e917571c
 def scatter_figure(overview: Mapping[str, Any]) -> Figure:
-    "Trainer against sampler, the identity line, and the fitted one."
+    "Trainer against sampler, and the identity line."
     x, y = np.array(overview["points"]["x"]), np.array(overview["points"]["y"])
     kept, low = keep_extremes(np.abs(y - x), DOTS), 1.05 * min([-0.1, *x, *y])
     axis = lambda who: {"title": {"text": f"{who} logprob"}, "range": [low, 0]}
@@ -337,16 +312,12 @@ def scatter_figure(overview: Mapping[str, Any]) -> Figure:
     dots = {"x": x[kept].tolist(), "y": y[kept].tolist(), "mode": "markers"}
     data = [base | {"x": [low, 0.0], "y": [low, 0.0], "line": {"color": INK, "width": 1}}]
     data.append(base | dots | {"line": {"color": COLORS["blue"], "width": 1}})
-    if overview["line"]:
-        steep, lift = overview["line"]
-        ends = {"x": [low, 0.0], "y": [steep * low + lift, lift]}
-        data.append(base | ends | {"line": {"color": COLORS["orange"], "width": 1.5}})
     return figure_of(data, "", xaxis=axis("sampler"), yaxis=axis("trainer"))
 
 # %% ../../nbs/views/03_tokens.ipynb #426c7b33
 def summary_html(overview: Mapping[str, Any]) -> str:
     "All samples: the verdict, trainer against sampler, and how large the differences are."
-    drawn = picture_html(scatter_figure(overview), f"Trainer against sampler: {overview['fit']}", 360, 300)
+    drawn = picture_html(scatter_figure(overview), "Trainer against sampler", 360, 300)
     scope = overview["scopes"][0]
     quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
     far = f"|trainer − sampler| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}."

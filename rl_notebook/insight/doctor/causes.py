@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
+import pandas as pd
 
-from .evidence import FEW, LIKELY, PLAUSIBLE, SURE, Evidence, Cause, Redraw, at_temperature
-from .evidence import beyond, coarsest, differs, excess, explained, floor, judged, nearest_at
-from .evidence import size, tolerance
-from ...core.gaps import rounding
+from .evidence import CHANCE, FEW, LIKELY, PLAUSIBLE, SURE, Evidence, Cause, Redraw
+from .evidence import beyond, coarsest, differs, excess, explained, floor
+from .evidence import judged, nearest_at, size, tolerance
+from ...core.gaps import Rounding, rounding
 
 # %% auto #0
 __all__ = []
@@ -28,7 +28,7 @@ FIXES: dict[str, str] = {
     "shift": "Target i is token i + 1, on both sides: rl_notebook.core.align converts, and checks lengths.",
     "temperature": "Divide the logits by the sampling temperature on both sides, or on neither.",
     "top-p or top-k": "Compare raw logprobs with raw ones, or draw with top_p=1 and top_k=0.",
-    "stale weights": "Sync the sampler after every update; if rollouts run ahead on purpose, set tis to token.",
+    "stale weights": "Sync the sampler after every update; if it lags on purpose, tis='token' or anchor='rollout'.",
     "rows permuted": "Keep the logprobs of a row inside its datum instead of pairing rows by order of arrival.",
     "wrong group": "Key prompts and logprobs by group and sample instead of by position.",
     "BOS or template": "Hand over token ids instead of text, so that the prompt is rendered once.",
@@ -43,9 +43,7 @@ FIXES: dict[str, str] = {
 SETTLES = {
     "dtype or batching": "load both sides in float32 and diagnose again: rounding goes, anything else stays",
     "stale weights": "sync, draw a step anew, and diagnose that one",
-    **dict.fromkeys(
-        ("temperature", "top-p or top-k"), "draw a step at temperature 1, top_p 1 and top_k 0, and diagnose that one"
-    ),
+    "top-p or top-k": "draw a step at top_p 1 and top_k 0, and diagnose that one",
     "BOS or template": "compare the token ids that the sampler read with those that were sent",
     NONE: "score two tokens with both programs, then three, until they differ",
 }
@@ -190,10 +188,15 @@ def written(e: Evidence) -> Iterator[Cause]:
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #f632423d
 def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
-    "The logprobs (sampler, trainer at temperature 1) of tokens that were drawn again, for each place with two or more."
+    "The logprobs (sampler, trainer at temperature 1) of each place at which rows part, one for each token."
     t = e.stamps.trainer_temperature or 1.0
-    known = [(r, np.isfinite(r.trainer + r.claimed)) for r in e.redraws]
-    return [(r.claimed[k], t * r.trainer[k]) for r, k in known if k.sum() > 1]
+    rows = pd.DataFrame({"past": e.beginnings(False), "token": e.token, "s": e.s, "p": t * e.p}).dropna()
+    rows = rows.drop_duplicates(["past", "token"])
+    parted = rows[rows.duplicated("past", keep=False)].groupby("past")
+    return [(own["s"].to_numpy(), own["p"].to_numpy()) for _, own in parted]
+
+
+HOTTEST = 20.0  # a temperature that somebody draws at
 
 
 def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
@@ -203,8 +206,18 @@ def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
     return float(s @ p / max(p @ p, 1e-12))
 
 
+def by_chance(places: Sequence[tuple[np.ndarray, np.ndarray]], draws: int = 1999) -> float:
+    "How often one factor explains as much of the gaps when they are shuffled, with random signs."
+    s, p = (np.concatenate([np.diff(x) for x in side]) for side in zip(*places, strict=True))
+    random = np.random.default_rng(0)
+    gaps = random.permuted(np.tile(s - p, (draws, 1)), axis=1) * random.choice([-1.0, 1.0], (draws, len(p)))
+    gaps = np.r_[[s - p], gaps]
+    left = np.abs(gaps - np.outer(gaps @ p / max(p @ p, 1e-12), p)).sum(axis=1)
+    return float((left <= left[0] + 1e-9).mean())
+
+
 def other_logits(e: Evidence) -> Iterator[Cause]:
-    "What tokens that were drawn again say, as far as both sides scored them."
+    "What the tokens of one place say, as far as both sides scored them."
     places = both_scored(e)
     if len(places) < 2 or not differs(e):
         return
@@ -217,10 +230,11 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
     left = np.concatenate([s - a * p - (s - a * p).mean() for a, half in judges for s, p in half])
     before = np.concatenate([s - p - (s - p).mean() for _, half in judges for s, p in half])
     shared = np.array([(s - a * p).mean() for a, half in judges for s, p in half])
-    gone = explained(before, left, tolerance(e))
-    if gone >= SURE and beyond(shared, floor(e)):  # without a number that all share it is another logarithm
-        t = 1 / sharpness_of(places)
-        text = f"{len(left)} tokens drawn again: the sampler's are the trainer's at temperature {t:.2f}"
+    gone, sharpness = explained(before, left, tolerance(e)), sharpness_of(places)
+    possible = sharpness > 1 / HOTTEST and beyond(shared, floor(e))  # without a shared number it is another logarithm
+    if gone >= SURE and possible and by_chance(places) <= CHANCE:
+        t = 1 / sharpness
+        text = f"{len(left)} tokens of {len(places)} places: the sampler's are the trainer's at temperature {t:.2f}"
         yield Cause("temperature", gone, f"{text}: {gone:.0%} of the gap is gone", {"temperature": t})
 
 
@@ -235,42 +249,17 @@ def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
             yield Cause("top-p or top-k", max(0.0, 1 - below), text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
-SHARPNESS = np.geomspace(0.25, 4.0, 81)  # 1/T
-NO_CHANCE = 1e-4  # probability of what is not put down to chance
-
-
-def fitted_temperature(have: np.ndarray, want: np.ndarray, tol: float) -> tuple[float, float]:
-    "Share of the gap that the best temperature explains, fitted on half of the tokens, and that temperature."
-    known = np.isfinite(have) & np.isfinite(want)
-    have, want = have[known][:2048], want[known][:2048]
-    tried = [at_temperature(have, SHARPNESS[:, None], rivals) for rivals in (1, 2, 4, 8, 16, 32)]
-    over = np.maximum(np.abs(np.concatenate(tried) - want) - tol, 0)
-    best = int(over[:, ::2].sum(axis=1).argmin())
-    return explained(want[1::2] - have[1::2], over[best, 1::2] + tol, tol), float(1 / SHARPNESS[best % len(SHARPNESS)])
-
-
 def from_series(e: Evidence) -> Iterator[Cause]:
-    "A temperature, or a cut, from the two series."
-    tol, raw = tolerance(e), e.flat(e.raw)
-    above = not beyond(np.minimum(e.gap, 0), floor(e))
-    equal = explained(e.gap, raw - e.p, tol) >= SURE
-    some = int(((np.abs(e.gap) > tol) & (e.p < np.log(LIKELY))).sum())
-    if above and (equal or LIKELY**some < NO_CHANCE):
-        text = "the sampler's raw logprobs are the trainer's, and its others are" if equal else "the sampler's are"
-        yield Cause("top-p or top-k", PLAUSIBLE, f"{text} above the trainer's wherever they differ")
-    forward, t = fitted_temperature(e.p, e.s, tol)
-    back, inverse = fitted_temperature(e.s, e.p, tol)
-    gone, t = (forward, t) if forward >= back else (back, 1 / inverse)
+    "A temperature, or a cut, from the two series and what is claimed of them."
     claimed = {x for x in (e.stamps.trainer_temperature, e.stamps.sampler_temperature) if x is not None}
     if len(claimed) > 1:
-        yield Cause("temperature", max(SURE * (gone > LIKELY), PLAUSIBLE), f"drawn and scored at {sorted(claimed)}")
-    elif equal and not above:
-        yield Cause("temperature", PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not")
-    else:
-        text = f"the sampler's are the trainer's at temperature {t:.2f}: {gone:.0%} of the gap is gone"
-        yield Cause("temperature", PLAUSIBLE * gone, text, {"temperature": t})
+        yield Cause("temperature", PLAUSIBLE, f"drawn and scored at {sorted(claimed)}")
+    elif explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= SURE:  # a cut lowers none
+        cause = "temperature" if beyond(np.minimum(e.gap, 0), floor(e)) else "top-p or top-k"
+        yield Cause(cause, PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
+NO_CHANCE = 1e-4  # probability of what is not put down to chance
 CLEAR = -float(np.log(NO_CHANCE))  # nats
 COLDER = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
 CUTS = np.array([0.5, 0.1, 0.02, 0.001])  # of "something else", so much is still drawn
@@ -360,24 +349,22 @@ def vocabulary(e: Evidence) -> Iterator[Cause]:
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
 NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
-Pairs = list[tuple[int, int, bool]]  # two compared positions, and whether their rows are of one length
 
 
-def twins(e: Evidence, limit: int = 64) -> Pairs:
-    "The same token behind the same past, in two rows."
-    places, length = dict[bytes, list[int]](), [len(d.tokens) for d in e.datums]
-    for row in np.unique(e.row):
-        for k in np.flatnonzero(e.row == row)[:limit]:
-            places.setdefault(e.datums[row].tokens[: e.target[k] + 2].tobytes(), []).append(int(k))
-    pairs = [pair for found in places.values() for pair in pairwise(sorted(found, key=lambda k: length[e.row[k]]))]
-    return [(a, b, length[e.row[a]] == length[e.row[b]]) for a, b in pairs]
+def twins(e: Evidence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (T,) each
+    "The same token behind the same past, in two rows: both compared positions, and whether the rows are as long."
+    begun, length = e.beginnings(True), np.array([len(d.tokens) for d in e.datums])[e.row]
+    order = np.lexsort((length, begun))
+    a, b = order[:-1], order[1:]
+    a, b = a[begun[a] == begun[b]], b[begun[a] == begun[b]]
+    return a, b, length[a] == length[b]
 
 
-def torn(pairs: Pairs, series: np.ndarray) -> tuple[float, float]:
+def torn(pairs: Sequence[np.ndarray], series: np.ndarray) -> tuple[float, float]:
     "Largest difference of such a pair: in rows of the same length, and of different length."
-    apart = [(alike, float(np.nan_to_num(abs(series[a] - series[b])))) for a, b, alike in pairs]
-    same, other = (max((gap for alike, gap in apart if alike == which), default=0.0) for which in (True, False))
-    return same, other
+    a, b, alike = pairs
+    apart = np.nan_to_num(np.abs(series[a] - series[b]))
+    return float(apart[alike].max(initial=0.0)), float(apart[~alike].max(initial=0.0))
 
 
 def repeated(e: Evidence) -> Iterator[Cause]:
@@ -410,12 +397,6 @@ def self_contradiction(e: Evidence) -> Iterator[Cause]:
         yield Cause("padding side" if same <= allowed < other else "dropout", PLAUSIBLE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
-def drawing(e: Evidence) -> np.ndarray:
-    "(K,) what the sampler claims when it draws a token again, minus what it says when it scores it; NaN = not known."
-    scored = np.where(np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler"))
-    return e.flat("sampler drawing") - scored
-
-
 def stale_weights(e: Evidence) -> Iterator[Cause]:
     "The sampler drew from older weights than the trainer scored with."
     series = e.controls.get("reference", [d.ref_logprobs for d in e.datums])
@@ -430,7 +411,8 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
             text = "the sampler says it until a sync, and after it what the trainer says"
             yield judged(e, "stale weights", said + nearest_at(after, t, now) - now, text)
     since = explained(e.gap, nearest_at(e.flat("sampler"), t, e.p) - e.p, tol)
-    drawn_now = drawing(e)
+    scored = np.where(np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler"))
+    drawn_now = e.flat("sampler drawing") - scored  # of a token that it draws again; NaN = not known
     if since >= SURE and np.isfinite(drawn_now).any() and beyond(drawn_now, coarsest(e)):
         text = "it scores given tokens as the trainer does; drawing, it reads another prompt, or changes the odds"
         yield Cause("BOS or template", LIKELY, text)
@@ -445,6 +427,7 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
 GUESS = 0.3  # nothing speaks against it
 TEMPLATE = 5.0  # nats at a token: a few updates move none so far, another prompt does
 STATISTICAL = 4.0  # standard errors
+HALF, ALIKE = Rounding(0.02, 0.25), 4.0  # what one side in 16 bits makes as a rule, and by how much steps differ
 
 
 def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
@@ -454,18 +437,32 @@ def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
     centred = len(gap) > 1 and abs(gap.mean()) < max(STATISTICAL * gap.std() / len(gap) ** 0.5, tolerance(e))
     again = e.flat("sampler") - e.flat("policy") if e.stamps.trainer_temperature in (None, 1.0) else e.gap
     stays = not np.isfinite(again).any() or beyond(again, floor(e))  # arithmetic is there whenever it is asked
-    if differs(e) and centred and stays and not beyond(gap, rounding("bfloat16")):
-        text = f"small, and without a direction: {size(gap).mean:.2g} nats on average ({' and '.join(dtypes)})"
-        yield Cause("dtype or batching", PLAUSIBLE if "policy" in e.controls or len(dtypes) > 1 else GUESS, text)
+    if differs(e) and centred and stays and not e.stamps.agreed and not beyond(gap, rounding("bfloat16")):
+        by_step = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
+        alike = len(by_step) > 1 and by_step.max() < ALIKE * by_step.min() and not (dtypes or beyond(gap, HALF))
+        how = "in every step, as where one side is in 16 bits" if alike else f"({' and '.join(dtypes)})"
+        text = f"small, and without a direction: {size(gap).mean:.2g} nats on average {how}"
+        known = "policy" in e.controls or len(dtypes) > 1 or alike
+        yield Cause("dtype or batching", PLAUSIBLE if known else GUESS, text)
 
 
 def scatter(e: Evidence) -> Iterator[Cause]:
     "What a record alone leaves open."
-    if differs(e) and "policy" not in e.controls:
-        first = "stale weights" if size(e.gap).largest <= TEMPLATE and not e.stamps.untrained else "BOS or template"
-        text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}; the record alone cannot tell"
-        for cause in ("stale weights", "BOS or template", "dropout"):
-            yield Cause(cause, GUESS if cause == first else GUESS / 2, text)
+    if not differs(e) or "policy" in e.controls:
+        return
+    a, b, _ = twins(e)
+    text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}"
+    left = ["stale weights", "BOS or template"]
+    left = left if size(e.gap).largest <= TEMPLATE else left[::-1]  # the likelier first
+    if e.stamps.agreed:  # so it is nothing that is the same in every step
+        left, text = ["stale weights"], f"{text}, and both sides agree in an earlier step"
+    elif e.stamps.untrained:
+        left, text = ["BOS or template"], f"{text}, though the policy is still its reference"
+    if len(a) < FEW or beyond(e.p[a] - e.p[b], floor(e)):  # of the trainer, in rows that begin alike
+        left.append("dropout")
+    for k, cause in enumerate(left):
+        score = GUESS / 2 if k else PLAUSIBLE if e.stamps.agreed else GUESS
+        yield Cause(cause, score, f"{text}; the record alone cannot tell")
 
 
 def all_well(e: Evidence) -> Iterator[Cause]:

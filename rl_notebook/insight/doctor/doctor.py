@@ -20,6 +20,7 @@ from .causes import dtype_or_batching
 from .causes import from_series, mask_leak, moved_rows, non_finite, other_logits, other_text
 from .causes import other_tokens, repeated, scatter, self_contradiction, shift, stale_weights
 from .causes import vocabulary, wrong_reference, written
+from ...config.aliases import words_for
 from ...task.chat import render
 from ...core.types import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
 from .evidence import LIKELY, SURE, Evidence, Cause, Redraw, beyond, differs, floor
@@ -192,7 +193,7 @@ def weigh(e: Evidence) -> Diagnosis:
         text=best.text,
         numbers=best.numbers,
         tokens=shown_tokens(e, best.positions),
-        fix=FIXES[best.cause],
+        fix=words_for(e.stamps.sources)(FIXES[best.cause]),
         findings=findings,
         undecided=tuple(cause for cause in close if cause != "all well"),
         tolerance=floor(e),
@@ -285,15 +286,10 @@ def behind(d: Datum, prompt: Sequence[int]) -> Datum:
     return Datum(np.r_[np.array(prompt, dtype=np.int64), d.tokens[rest:]], weights, group=d.group, sample=d.sample)
 
 
-def marks_of(tokenizer: Any) -> set[int]:
-    "Ids that no text has: special tokens, and others that were added, for roles and tools."
-    added = getattr(tokenizer, "get_added_vocab", dict)()
-    return {*getattr(tokenizer, "all_special_ids", ()), *added.values()}
-
-
 def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
     "The prompt as it reads when special tokens were lost or doubled."
-    special, bos = marks_of(tokenizer), getattr(tokenizer, "bos_token_id", None)
+    added, bos = getattr(tokenizer, "get_added_vocab", dict)(), getattr(tokenizer, "bos_token_id", None)
+    special = {*getattr(tokenizer, "all_special_ids", ()), *added.values()}  # ids that no text has
     bare = [t for t in prompt if t not in special]
     end = max((i + 1 for i, t in enumerate(prompt) if t not in special), default=0)
     yield "without the first token", list(prompt[1:])
@@ -377,7 +373,7 @@ def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
     claimed = {t: float(np.median(x)) for t, x in says.items()}  # a row of the batch may have settings of its own
     order = sorted(claimed, key=lambda t: -claimed[t])
     counts = np.array([[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in drawn])
-    return Redraw(at, np.array(order), np.array([claimed[t] for t in order]), counts, np.full(len(order), np.nan))
+    return Redraw(at, np.array(order), np.array([claimed[t] for t in order]), counts)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #56e51ba4
 async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
@@ -402,20 +398,7 @@ async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int
     again = [np.full(len(d.weights), np.nan) for d in e.datums]
     for r in redraws:
         again[e.row[r.at]][e.target[r.at]] = next(iter(r.claimed[r.tokens == e.token[r.at]]), np.nan)
-    if differs(e):
-        redraws = await scored_by_trainer(e, redraws, backend)
     return replace(e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)})
-
-
-async def scored_by_trainer(e: Evidence, redraws: Sequence[Redraw], backend: Backend, most: int = 8) -> list[Redraw]:
-    "The trainer scores the likeliest tokens of each place, too."
-    jobs = []
-    for r in redraws:
-        head = e.datums[e.row[r.at]].tokens[: e.target[r.at] + 1]
-        jobs += [Datum(np.r_[head, t], np.r_[np.zeros(len(head) - 1), 1.0]) for t in r.tokens[:most]]
-    values = iter([lp.values[-1] for lp in await backend.policy.forward(jobs)])
-    told = [np.array([next(values) for _ in r.tokens[:most]]) for r in redraws]
-    return [replace(r, trainer=np.r_[x, r.trainer[most:]]) for r, x in zip(redraws, told, strict=True)]
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
@@ -445,6 +428,12 @@ def rows_for_controls(e: Evidence, limit: int) -> list[int]:
     return sorted({*scored[: max(limit - 1, 1)], longest})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa4d0a27
+def concluded(e: Evidence, tokenizer: Callable[[], Any]) -> Diagnosis:
+    "The best explanation and, unless the cause is sure, where the gap sits: only then is the tokenizer asked for."
+    found = weigh(e)
+    return found if found.ok or found.certainty == "sure" else replace(found, sits=where_it_sits(e, tokenizer()))
+
+# %% ../../../nbs/insight/doctor/02_doctor.ipynb #97c62fc0
 async def diagnose(
     source: StepRecord | Sequence[Datum],  # a step, or datums with sampler logprobs
     trainer_logprobs: Sequence[Logprobs | np.ndarray] | None = None,  # (N-1,) per datum; None = the record's
@@ -475,5 +464,4 @@ async def diagnose(
             e = await CONTROLS[name](e, backend, rows)
         except BackendError as refusal:
             e = replace(e, refused={**e.refused, name: str(refusal)})
-    found, told = weigh(e), tokenizer or getattr(backend, "tokenizer", None)
-    return found if found.ok or found.certainty == "sure" else replace(found, sits=where_it_sits(e, told))
+    return concluded(e, lambda: tokenizer or getattr(backend, "tokenizer", None))

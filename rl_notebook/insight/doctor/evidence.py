@@ -35,10 +35,11 @@ class Stamps:
     sampler_temperature: float | None = None
     trainer_version: int | None = None  # weight syncs so far
     sampler_version: int | None = None  # the oldest of the samples
-    unsynced: int | None = None  # steps before this one, less the weight syncs before the oldest sample was drawn
     untrained: bool = False  # the policy was not updated yet, so it must equal its reference
     vocab_size: int | None = None  # of the backend's tokenizer
     raw: bool = False  # the sampler's are its raw ones: what it drew from was cut or penalised, as it was told
+    agreed: bool = False  # both sides agree in an earlier step of the run
+    sources: tuple[str, ...] = ()  # functions that are not ours, such as TRL's
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #47243af2
 @dataclass(frozen=True, eq=False)
@@ -56,8 +57,10 @@ class Evidence:
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
     redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
     refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
+    steps: tuple[int, ...] = ()  # of each datum, where several steps are one evidence
 
     def __post_init__(self):
+        object.__setattr__(self, "steps", self.steps or (0,) * len(self.datums))
         for name in ("raw", "drawn", "gradients"):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (None,) * len(self.datums))
 
@@ -105,6 +108,13 @@ class Evidence:
         "(K,) s - p."
         return self.s - self.p
 
+    def beginnings(self, and_token: bool) -> np.ndarray:
+        "(K,) a number for the tokens of the row before each position, or up to it, and for the step: equal = the same."
+        salt = np.random.default_rng(0).integers(1, 2**62, 1 + max(len(d.tokens) for d in self.datums))
+        rows = [np.r_[step, d.tokens + 1] for step, d in zip(self.steps, self.datums, strict=True)]
+        hashed = [np.cumsum(row * salt[: len(row)]) for row in rows]
+        return np.concatenate([h[1 + and_token :][: len(m)][m] for h, m in zip(hashed, self.mask, strict=True)])
+
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #e8eb71a0
 @dataclass(frozen=True, eq=False)
 class Redraw:
@@ -114,7 +124,6 @@ class Redraw:
     tokens: np.ndarray  # (H,) the different ids that came up, likeliest first
     claimed: np.ndarray  # (H,) logprobs that the sampler reports of them
     counts: np.ndarray  # (2, H) how often each was drawn, in two halves
-    trainer: np.ndarray  # (H,) the trainer's logprobs of the first few, where the two sides differ; NaN = not scored
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
 def noise_floor(e: Evidence) -> float | None:
@@ -189,17 +198,13 @@ LIKELY = 0.5  # and what is below is a guess
 FEW = 3  # tokens off, at least, that a prediction is judged on
 
 
-def unexplained(e: Evidence) -> Rounding:
-    "What a right prediction may leave: rounding, and what the policy has learned since the step."
-    since, allowed = size(e.flat("policy") - e.p), coarsest(e)
-    return Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
-
-
 def judged(e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float) -> Cause:
     "A prediction that leaves so much of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
     off = np.isfinite(left) & (np.abs(e.gap) > tolerance(e))
     gone = explained(e.gap, left, tolerance(e)) if off.sum() >= FEW else 0.0
-    right = gone >= SURE and (noisy or not beyond(left, unexplained(e)))
+    since, allowed = size(e.flat("policy") - e.p), coarsest(e)  # what the policy has learned since the step
+    most = Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
+    right = gone >= SURE and (noisy or not beyond(left, most))
     return Cause(cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #fb8081f7
@@ -230,8 +235,8 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
         sampler_temperature=drawn_at.pop() if len(drawn_at) == 1 else None,
         trainer_version=trainer.policy_version if trainer else None,
         sampler_version=synced,
-        unsynced=None if synced is None or record.origin else record.step - 1 - synced,
         untrained=first if untrained is None else untrained,
+        sources=tuple(record.sources),
     )
 
 
@@ -343,10 +348,28 @@ def gather(
     if record:
         stamps = replace(claims(record, untrained), raw=declared)
         e = Evidence(datums, ours, theirs, *from_samples(record), pass_with_gradients(record), stamps)
+        moved = e.flat([d.ref_logprobs for d in datums]) - e.p
+        if record.origin and untrained is None and np.isfinite(moved).all() and not beyond(moved, floor(e)):
+            e = replace(e, stamps=replace(stamps, untrained=True))
     else:
         e = Evidence(datums, ours, theirs, stamps=Stamps(untrained=bool(untrained)))
     check_comparable(e)
     return e
+
+# %% ../../../nbs/insight/doctor/00_evidence.ipynb #99a09105
+POOLED = 8  # steps
+
+
+def together(parts: Sequence[Evidence]) -> Evidence | None:
+    "The first steps in which both sides differ as one evidence, with the stamps of the first; None = none do."
+    differ = [k for k, e in enumerate(parts) if differs(e)][:POOLED]
+    if not differ:
+        return None
+    own = [parts[k] for k in differ]
+    series = ("datums", "trainer", "sampler", "raw", "drawn", "gradients")
+    joined: dict[str, Any] = {name: tuple(x for e in own for x in getattr(e, name)) for name in series}
+    stamps = replace(own[0].stamps, agreed=differ[0] > 0, untrained=any(e.stamps.untrained for e in own))
+    return Evidence(**joined, stamps=stamps, steps=tuple(k for k, e in enumerate(own) for _ in e.datums))
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #0de635f5
 CHANCE, DRAWS = 0.01, 4999  # of naming a pattern where there is none; draws of signs
@@ -379,37 +402,45 @@ def patterns(e: Evidence, tokenizer: Any = None) -> dict[str, np.ndarray]:  # (K
         found |= {"white space": np.array([texts[t].isspace() for t in e.token.tolist()])}
     return found
 
+# %% ../../../nbs/insight/doctor/00_evidence.ipynb #a204398d
+def within_rows(table: pd.DataFrame) -> pd.DataFrame:
+    "The values less the mean of their sequence, which is the index."
+    return table - table.groupby(level=0).transform("mean")
+
+
+def not_by_chance(scores: pd.DataFrame) -> list[str]:
+    "The columns with a larger sum than random signs of the sequences, the rows, give it."
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, len(scores)))
+    as_large = 1 + (signs @ scores.to_numpy() >= scores.sum().to_numpy() - 1e-9).sum(axis=0)
+    return [n for n, count in zip(scores, as_large, strict=True) if len(as_large) * count <= CHANCE * (1 + DRAWS)]
+
 
 def where_it_sits(e: Evidence, tokenizer: Any = None) -> str:
     "What the gap follows, in a sentence without its full stop, unless that may be chance; or why it cannot be told."
     allowed, followed = rounding(e.stamps.trainer_dtype or ""), patterns(e, tokenizer)
     if allowed.explains(size(e.gap)):
         return f"where the gap sits cannot be told: it may be rounding ({e.stamps.trainer_dtype or 'dtype unknown'})"
-    salt = np.random.default_rng(0).integers(1, 2**62, max(len(d.tokens) for d in e.datums))  # hashes beginnings
-    begun = [np.cumsum((d.tokens + 1) * salt[: len(d.tokens)])[1:][m] for d, m in zip(e.datums, e.mask, strict=True)]
-    known = np.isfinite(e.gap) & ~pd.Series(np.concatenate(begun)).duplicated().to_numpy()
-    rows, steps = e.row[known], np.floor(np.abs(e.gap[known]) / tolerance(e))  # a step: what rounding explains
-    values = pd.DataFrame({"gap": steps, **{name: v[known].astype(float) for name, v in followed.items()}})
-    plain, ranks = (v - v.groupby(rows).transform("mean") for v in (values, values.groupby(rows).rank(pct=True)))
+    once = np.isfinite(e.gap) & ~pd.Series(e.beginnings(True)).duplicated().to_numpy()
+    in_steps = np.floor(np.abs(e.gap) / tolerance(e))  # a step: what rounding explains
+    table = pd.DataFrame({"gap": in_steps, **followed}, index=e.row)[once].astype(float)
+    ranks = within_rows(table.groupby(level=0).rank(pct=True))
     tried = [name for name in followed if np.ptp(ranks[name]) > 1e-9]
-    scores: Any = ranks.mul(ranks["gap"], axis=0).groupby(rows).sum()
-    scores = scores[scores["gap"] > 1e-9][tried]
+    scores = ranks.mul(ranks["gap"], axis=0).groupby(level=0).sum()
+    scores = scores.loc[scores["gap"] > 1e-9, tried]
     if len(tried) * 2.0 ** -len(scores) > CHANCE:
         return f"where the gap sits cannot be told from {len(scores)} different sequences"
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, len(scores)))
-    as_large = 1 + (signs @ scores.to_numpy() >= scores.sum().to_numpy() - 1e-9).sum(axis=0)
-    sure = [name for name, n in zip(tried, as_large, strict=True) if len(tried) * n <= CHANCE * (1 + DRAWS)]
-    if not sure:
+    if not (sure := not_by_chance(scores)):
         return "the gap follows neither depth nor turn nor a class of tokens by more than chance"
+    plain = within_rows(table)
     best = max(sure, key=lambda name: correlation(plain[name].to_numpy(), plain["gap"].to_numpy()))
-    (words, cause), by, sides, alone = SITS[best], followed[best], ("there", "elsewhere"), True
+    (words, cause), by = SITS[best], followed[best]
+    there = by if by.dtype == bool else by > np.nanmedian(by)
+    inside, outside = size(e.gap[there]).mean, size(e.gap[~there]).mean
+    sides, alone = ("in one half", "in the other"), by.dtype != bool or outside <= allowed.mean
     if by.dtype == bool:
-        alone = size(e.gap[~by]).mean <= allowed.mean
-        words = f"{'sits' if alone else 'is largest'} at {words}"
-    else:
-        by, sides = by > np.nanmedian(by), ("in one half", "in the other")
-    words += f": {short(size(e.gap[by]).mean)} nats a token {sides[0]}, {short(size(e.gap[~by]).mean)} {sides[1]}"
-    return f"the gap {words} (p < {CHANCE:g}, {len(scores)} sequences)" + f". Look at {cause}" * alone
+        words, sides = f"{'sits' if alone else 'is largest'} at {words}", ("there", "elsewhere")
+    told = f"the gap {words}: {short(inside)} nats a token {sides[0]}, {short(outside)} {sides[1]}"
+    return f"{told} (p < {CHANCE:g}, {len(scores)} sequences)" + f". Look at {cause}" * alone
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #9c799fff
 def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[str, Any]:
