@@ -371,7 +371,7 @@ def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
 def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
     "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
     record = source if isinstance(source, StepRecord) else None
-    datums = record.datums if record else source
+    datums = source.datums if isinstance(source, StepRecord) else source
     given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
     given = [d.old_logprobs for d in datums] if given is None or not len(given) else given
     pairs = zip(datums, given, strict=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -190,7 +191,7 @@ def written(e: Evidence) -> Iterator[Cause]:
 def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
     "The logprobs (sampler, trainer at temperature 1) of each place at which rows part, one for each token."
     t = e.stamps.trainer_temperature or 1.0
-    rows = pd.DataFrame({"past": e.beginnings(False), "token": e.token, "s": e.s, "p": t * e.p}).dropna()
+    rows: Any = pd.DataFrame({"past": e.beginnings(False), "token": e.token, "s": e.s, "p": t * e.p}).dropna()
     rows = rows.drop_duplicates(["past", "token"])
     parted = rows[rows.duplicated("past", keep=False)].groupby("past")
     return [(own["s"].to_numpy(), own["p"].to_numpy()) for _, own in parted]
@@ -438,7 +439,7 @@ def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
     again = e.flat("sampler") - e.flat("policy") if e.stamps.trainer_temperature in (None, 1.0) else e.gap
     stays = not np.isfinite(again).any() or beyond(again, floor(e))  # arithmetic is there whenever it is asked
     if differs(e) and centred and stays and not e.stamps.agreed and not beyond(gap, rounding("bfloat16")):
-        by_step = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
+        by_step: Any = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
         alike = len(by_step) > 1 and by_step.max() < ALIKE * by_step.min() and not (dtypes or beyond(gap, HALF))
         how = "in every step, as where one side is in 16 bits" if alike else f"({' and '.join(dtypes)})"
         text = f"small, and without a direction: {size(gap).mean:.2g} nats on average {how}"

@@ -403,8 +403,8 @@ def patterns(e: Evidence, tokenizer: Any = None) -> dict[str, np.ndarray]:  # (K
     return found
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #a204398d
-def within_rows(table: pd.DataFrame) -> pd.DataFrame:
-    "The values less the mean of their sequence, which is the index."
+def within_rows(table: Any) -> Any:
+    "The values of a data frame less the mean of their sequence, which is the index."
     return table - table.groupby(level=0).transform("mean")
 
 
@@ -422,7 +422,7 @@ def where_it_sits(e: Evidence, tokenizer: Any = None) -> str:
         return f"where the gap sits cannot be told: it may be rounding ({e.stamps.trainer_dtype or 'dtype unknown'})"
     once = np.isfinite(e.gap) & ~pd.Series(e.beginnings(True)).duplicated().to_numpy()
     in_steps = np.floor(np.abs(e.gap) / tolerance(e))  # a step: what rounding explains
-    table = pd.DataFrame({"gap": in_steps, **followed}, index=e.row)[once].astype(float)
+    table: Any = pd.DataFrame({"gap": in_steps, **followed}, index=e.row)[once].astype(float)
     ranks = within_rows(table.groupby(level=0).rank(pct=True))
     tried = [name for name in followed if np.ptp(ranks[name]) > 1e-9]
     scores = ranks.mul(ranks["gap"], axis=0).groupby(level=0).sum()
