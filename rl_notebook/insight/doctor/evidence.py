@@ -335,7 +335,7 @@ def gather(
         fix = "Hand over trainer_logprobs, or a backend that scores the datums."
         raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)
     if record and record.options.get("teacher_coeff"):  # a teacher never was the policy
-        datums = [replace(d, ref_logprobs=None) for d in datums]
+        datums = tuple(replace(d, ref_logprobs=None) for d in datums)
     ours = tuple(target_series("trainer logprobs", trainer, datums))
     told = [d.sampler_logprobs for d in datums] if sampler is None else sampler
     if record and sampler is None and all(series is None for series in told):
