@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from deviations import KNOWN, TINKER
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightSync
 from rl_notebook.backends.services.fireworks import open_fireworks
+from rl_notebook.config.config import Config
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.openai import open_openai
 from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_datum
@@ -254,28 +256,31 @@ def test_the_list_that_is_asked_of_services_holds(opened):
     opened(test)
 
 
-@pytest.mark.parametrize("named", ["size of a step", "two calls", "drawn and scored"])
-@pytest.mark.parametrize("longer", [0, 4])
-def test_what_a_service_does_otherwise_is_named(named, longer, monkeypatch):
-    backend = open_local(tiny_model(), byte_tokenizer())
-    step, back, sample = backend.policy.optim_step, backend.policy.forward_backward_custom, backend.sampler.sample
+@pytest.fixture(scope="module")
+def emulated():
+    "A service with the model that ships."
+    from rl_notebook.emulator.service import start_emulator
 
-    async def halved(adam, **how):
-        return await step(replace(adam, learning_rate=adam.learning_rate / 2), **how)
+    with start_emulator() as emulator:
+        yield emulator
 
-    async def alone(datums, loss_fn):
-        await backend.policy.discard_gradients()
-        return await back(datums, loss_fn)
 
-    async def other(tokens, params):
-        drawn = await sample(tokens, replace(params, max_tokens=params.max_tokens + longer))
-        return drawn if longer else [replace(c, logprobs=0.7 * c.logprobs) for c in drawn]
+@pytest.mark.parametrize("name", [None, *TINKER])
+@pytest.mark.variant(but="weight decay")
+def test_a_deviation_of_a_service_is_named(name, emulated, monkeypatch):
+    "By `rl-notebook check`, with the SDK over HTTP; a service that does not deviate is accused of nothing."
+    from rl_notebook.recipes.open import check_backend
 
-    monkeypatch.setattr(backend.policy, "optim_step", halved if named == "size of a step" else step)
-    monkeypatch.setattr(backend.policy, "forward_backward_custom", alone if named == "two calls" else back)
-    monkeypatch.setattr(backend.sampler, "sample", other if named == "drawn and scored" else sample)
-    found = asyncio.run(check_contract(backend.policy, backend.sampler, PROMPT, backend.sync))
-    assert [f.name for f in found if not f.ok] == [named]
+    monkeypatch.setenv("TINKER_API_KEY", emulated.key.reveal())
+    TINKER[name].plant(monkeypatch) if name else None
+    KNOWN.clear()
+    asked = {"backend": "tinker", "base_model": "tiny", "tokenizer_model": "tiny", "lora_rank": 2}
+    found = asyncio.run(check_backend(Config.from_dict(asked | {"base_url": emulated.url}), say=lambda line: None))[-1]
+    if name:
+        row = found[TINKER[name].named]
+        assert row.ok is not True or row.text.startswith("advantages"), repr(row)
+    else:
+        assert not found.failed
 
 
 def test_same_seed_same_tokens(opened):

@@ -340,18 +340,6 @@ def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, m
 # --- check ----------------------------------------------------------------------------------------------------------
 
 
-def test_check_asks_a_service(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    from rl_notebook.emulator.service import start_emulator
-
-    with start_emulator() as emulator:
-        monkeypatch.setenv("TINKER_API_KEY", emulator.key.reveal())
-        where = ["--base-url", emulator.url, "--tokenizer-model", "tiny", "--lora-rank", "2"]
-        assert main(["check", "--backend", "tinker", *where]) == 0
-    said = capsys.readouterr().out
-    assert re.search("^✓ gradient sign: ", said, re.MULTILINE)
-    assert re.search("^✓ second sync: ", said, re.MULTILINE)
-
-
 @pytest.mark.parametrize(
     "asked", [["--help"], ["train", "--help"], ["check", "--help"], ["view", "--help"]], ids=" ".join
 )

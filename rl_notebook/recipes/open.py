@@ -10,23 +10,21 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..backends.base import Backend, Sampler, with_teacher
 from ..config.config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
 from ..config.config import completions_at_once, was_chosen
-from ..core.types import Completion, ConfigError, SampleParams
+from ..core.types import Completion, ConfigError, Datum, SampleParams
+from ..core.findings import Finding, Findings
 from ..core.names import check_trusted
 from ..core.retries import AdaptiveLimit, Retries
 from ..task.toy import load_model
 
-if TYPE_CHECKING:
-    from rl_notebook.core.findings import Findings
-
 # %% auto #0
-__all__ = ['open_backend', 'check_backend', 'DeploymentSampler', 'build_deployment_sampler']
+__all__ = ['open_backend', 'check_backend', 'check_frequencies', 'DeploymentSampler', 'build_deployment_sampler']
 
 # %% ../../nbs/recipes/00_open.ipynb #f3f137bd
 def local_options(cfg: Config) -> dict[str, Any]:
@@ -153,12 +151,30 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
         await sampler.close()
 
 
+async def check_frequencies(backend: Backend, tokens: list[int]) -> Finding:
+    "Whether the next token is drawn as often as is said, at the most open places of a few completions."
+    from rl_notebook.insight.doctor.causes import drawn_otherwise
+    from rl_notebook.insight.doctor.doctor import redraw
+    from rl_notebook.insight.doctor.evidence import gather
+
+    drawn = await backend.sampler.sample(np.array(tokens[:-2]), SampleParams(n=16, max_tokens=8))
+    datums = [Datum(np.array(c.full_tokens), np.arange(1, len(c.full_tokens)) >= c.prompt_len) for c in drawn]
+    told = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in drawn]
+    e = gather(datums, await backend.policy.forward(datums), told)
+    e = await redraw(e, backend, range(len(datums)), places=4, draws=48)
+    found, n = next(drawn_otherwise(e), None), sum(int(r.counts.sum()) for r in e.redraws)
+    said = found.text if found else f"{n} draws as they should be"
+    fix = "Draws do not follow the logprobs that come with them: every ratio would be wrong."
+    return Finding("drawn as often as said", found is None, said, "no law that is much likelier", fix)
+
+
 async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
     from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_tokens
 
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
         tokens = toy_tokens(backend.tokenizer)
-        return [backend.probes, await check_contract(backend.policy, backend.sampler, tokens, backend.sync)]
+        found = await check_contract(backend.policy, backend.sampler, tokens, backend.sync, backend.capabilities)
+        return [backend.probes, Findings([*found, await check_frequencies(backend, tokens)], found.title)]
 
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:

@@ -654,7 +654,8 @@ async def check_fireworks(
         backend = await open_fireworks(base_model=base_model, **options)
         note(Finding(doing, True, f"{backend.infra.policy_job_id}, {backend.infra.deployment_id}"))
         doing = "contract"
-        note(*await check_contract(backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync))
+        roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync
+        note(*await check_contract(*roles, backend.capabilities))
         doing = "promotion"
         if output_model_id is not None:
             note(Finding(doing, True, await promote_weights(backend, rlor_mgr, output_model_id)))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
@@ -31,9 +32,10 @@ from .link import ENCODINGS, Limits, Link, Sdk, ServiceReference, ServiceTrainer
 from .link import SdkAdapter, check_reachable, fireworks_sdk, fresh_client, is_lost
 from .link import label_of, load_into, open_tokenizer, read_logprobs, result_of
 from .link import sdk_classes, sdk_datum, status_of
-from ...core.types import AdamParams, BackendError, ConfigError, Completion, Datum, Logprobs, needs
-from ...core.types import SampleParams
+from ...core.types import AdamParams, AlignmentError, BackendError, ConfigError, Completion, Datum, Logprobs
+from ...core.types import LossError, SampleParams, needs
 from ...core.builtin import BUILTIN_LOSSES
+from ...core.losses import LossOptions
 from ...core.findings import Finding, Findings
 from ...core.retries import with_retries
 
@@ -322,10 +324,10 @@ def stops(params: SampleParams, tokenizer: Any) -> list[str] | list[int] | None:
 def ended(sequence: Any, end_ids: Sequence[int]) -> tuple[list[int], np.ndarray, str]:
     "Tokens, logprobs and finish reason of a sampled sequence, up to and with the first id that ends it."
     tokens = [int(t) for t in sequence.tokens]
-    if sequence.logprobs is None or len(sequence.logprobs) != len(tokens):
-        got = "none" if sequence.logprobs is None else f"{len(sequence.logprobs)} for {len(tokens)} tokens"
+    logprobs = np.array(sequence.logprobs or [], dtype=np.float64)  # of no tokens, the SDK says none
+    if len(logprobs) != len(tokens):
+        got = f"{len(logprobs) or 'none'} for {len(tokens)} tokens"
         raise BackendError("logprobs of sampled tokens", got=got, expected="one per token")
-    logprobs = np.array(sequence.logprobs, dtype=np.float64)
     last = next((i for i, t in enumerate(tokens) if t in end_ids), None)
     if last is None:
         return tokens, logprobs, str(sequence.stop_reason)
@@ -393,9 +395,14 @@ def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
     return Datum(np.array(tokens), weights)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #5f078af3
-def within(name: str, gap: float, least: float, otherwise: str, how: str = "") -> Finding:
-    "Whether logprobs that should be one differ by less than `least` nats; `otherwise` is what it means for a run."
-    return Finding(name, gap < least, nats(gap) + how, f"less than {least:g}", "" if gap < least else otherwise)
+def within(name: str, gap: float, least: float, how: str = "") -> Finding:
+    "Whether logprobs that should be one differ by less than `least` nats."
+    return Finding(name, bool(gap < least), nats(gap) + how, f"less than {least:g}")
+
+
+def about(name: str, ratio: float, expected: float, of: str = "of the step") -> Finding:
+    "Whether a change is the share of another that it should be, up to rounding."
+    return Finding(name, bool(abs(ratio - expected) < 0.15), f"{ratio:.3g} {of}", f"{expected:.3g}")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #afba6af6
 def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
@@ -458,18 +465,17 @@ async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Sessio
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #18ae0471
 async def check_scores(trainer: Scorer, tokens: list[int]) -> list[Finding]:
-    "What belongs to which token: another last token, tokens that are missing, weights of zero."
+    "What belongs to which token: another last token, tokens that are missing, weights of zero, other sequences."
     other = [*tokens[:-1], next(t for t in tokens if t != tokens[-1])]
-    toys = [toy_datum(tokens), toy_datum(other), toy_datum(tokens[:-2]), toy_datum(tokens, 1)]
-    whole, last, shorter, masked = (lp.values for lp in await trainer.forward(toys))
-    changed = np.flatnonzero(np.abs(whole - last) > 1e-3).tolist()
-    wrong = "Logprobs belong to other tokens than we think; every ratio would be wrong."
-    ok, expected = changed == [len(tokens) - 2], f"position {len(tokens) - 2} alone"
-    follows = "A token's logprob depends on what follows it, or on its neighbours in the batch."
+    toys = [toy_datum(tokens), toy_datum(other), toy_datum(tokens[:-2]), toy_datum(tokens, 1), toy_datum(tokens)]
+    whole, last, shorter, masked, again = (lp.values for lp in await trainer.forward(toys))
+    alone = (await trainer.forward(toys[:1]))[0].values
+    changed, last_one = np.flatnonzero(np.abs(whole - last) > 1e-3).tolist(), len(tokens) - 2
     return [
-        Finding("shift", ok, f"positions {changed} changed", expected, "" if ok else wrong),
-        within("prefix", float(np.abs(whole[: len(shorter)] - shorter).max()), 0.05, follows),
-        within("mask", abs(float(whole[-1] - masked[-1])), 0.05, "The weights of other positions change a logprob."),
+        Finding("shift", changed == [last_one], f"positions {changed} changed", f"position {last_one} alone"),
+        within("prefix", float(np.abs(whole[: len(shorter)] - shorter).max()), 0.05),
+        within("mask", abs(float(whole[-1] - masked[-1])), 0.05),
+        within("alone and in a batch", float(np.abs([whole - alone, again - alone]).max()), 0.05),
     ]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #0b664b0c
@@ -489,58 +495,61 @@ class Toy:
     logprobs: np.ndarray  # (N-1,)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #950eb059
+def plain_descent(h: float) -> AdamParams:
+    "Adam whose first step is -h times the gradient."
+    return AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
+
+
 async def perturb(
-    toy: Toy, dlogprob: float, h: float, *, trained: int | None = 1, copies: int = 1, calls: int = 1
-) -> tuple[float, dict[str, float]]:
-    "How far a step from the saved state moves the last logprob of copies with a derivative there; and its metrics."
-    trainer, datum = toy.trainer, toy_datum(toy.tokens, trained)
-    await trainer.load_state(toy.start)
+    toy: Toy, dlogprob: float, h: float, trained: int | None = 1, copies=1, calls=1, end: int | None = None
+) -> tuple[np.ndarray, dict[str, float]]:
+    """How far a first step moves each logprob, (N-1,), and the metrics of the step.
+
+    The derivative is at the last logprob of tokens[:end], of `copies` in each of the calls."""
+    trainer, datum = toy.trainer, toy_datum(toy.tokens[:end], trained)
+    await trainer.load_state(toy.start, optimizer=False)
     along = lambda datums, logprobs: (dlogprob * sum(series[-1] for series in logprobs), {})
     for _ in range(calls):
         await trainer.forward_backward_custom([datum] * copies, along)
-    adam = AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
-    metrics = await trainer.optim_step(adam)
-    after = (await trainer.forward([datum]))[0].values
-    return float(after[-1] - toy.logprobs[-1]), metrics
+    metrics = await trainer.optim_step(plain_descent(h))
+    return (await trainer.forward([toy_datum(toy.tokens)]))[0].values - toy.logprobs, metrics
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #4e994e31
-async def visible_step(toy: Toy) -> tuple[float, float, dict[str, float]]:
-    "A step size that moves the logprob by about `VISIBLE`, and what it did."
+async def visible_step(toy: Toy) -> tuple[float, np.ndarray, dict[str, float]]:
+    "A step size that moves the last logprob by about `VISIBLE`, and what it did."
     h, (change, metrics) = 1e-4, await perturb(toy, -1.0, 1e-4)
     for _ in range(6):
-        if VISIBLE / 2 <= abs(change) <= 2 * VISIBLE:
+        if VISIBLE / 2 <= abs(change[-1]) <= 2 * VISIBLE:
             break
-        h *= float(np.clip(VISIBLE / max(abs(change), 1e-9), 0.01, 100.0))
+        h *= float(np.clip(VISIBLE / max(abs(change[-1]), 1e-9), 0.01, 100.0))
         change, metrics = await perturb(toy, -1.0, h)
     return h, change, metrics
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #9ba100cc
-WAYS = {  # one gradient said otherwise: dL/dlogprob, share of the step, options of `perturb`, what a difference means
-    "twice the derivative": (-2.0, 0.5, {}, "Derivatives are not used as they are sent, or eps is ignored."),
-    "two sequences": (-0.5, 1.0, {"copies": 2}, "The gradient is divided by the number of sequences."),
-    "idle positions": (-1.0, 1.0, {"trained": None}, "The gradient is divided by the tokens in the loss."),
-    "two calls": (-0.5, 1.0, {"calls": 2}, "Of a batch in pieces, only the last would be learned."),
+WAYS: dict[str, tuple[float, float, dict[str, Any]]] = {  # dL/dlogprob, share of the step, options of `perturb`
+    "twice the derivative": (-2.0, 0.5, {}),
+    "two sequences": (-0.5, 1.0, {"copies": 2}),
+    "idle positions": (-1.0, 1.0, {"trained": None}),
+    "two calls": (-0.5, 1.0, {"calls": 2}),
 }
 
 
 async def check_gradient(toy: Toy) -> list[Finding]:
-    "Sign and scale of a gradient, and the forward pass inside of a backward pass."
-    h, once, metrics = await visible_step(toy)
-    back, _ = await perturb(toy, 1.0, h)
-    signed = once > VISIBLE / 4 and back < -VISIBLE / 4
-    got, expected = f"{once:+.2g} and {back:+.2g} nats", "up for derivative -1, down for derivative +1"
-    meaning = "" if signed else "Training would move logprobs the wrong way, or not at all."
-    rows = [Finding("gradient sign", signed, got, expected, meaning)]
-    for name, (dlogprob, share, more, meaning) in WAYS.items():
-        ratio = (await perturb(toy, dlogprob, h * share, **more))[0] / (once or math.nan)
-        ok = abs(ratio - 1) < 0.15
-        rows.append(Finding(name, ok, f"{ratio:.3g} of the step", "1", "" if ok else meaning))
-    otherwise = "The derivative is computed at other logprobs than it is applied to."
-    rows.append(within("forward inside backward", metrics.get("forward_gap", 0.0), 0.05, otherwise))
+    "Sign, scale and place of a gradient, and the forward pass inside of a backward pass."
+    h, change, metrics = await visible_step(toy)
+    once, back = change[-1], (await perturb(toy, 1.0, h))[0][-1]
+    signed, got = bool(once > VISIBLE / 4 and back < -VISIBLE / 4), f"{once:+.2g} and {back:+.2g} nats"
+    rows = [Finding("gradient sign", signed, got, "up for derivative -1, down for derivative +1")]
+    for name, (dlogprob, share, more) in WAYS.items():
+        moved = (await perturb(toy, dlogprob, h * share, **more))[0]
+        rows.append(about(name, moved[-1] / (once or math.nan), 1))
+    there, here = change[-2], (await perturb(toy, -1.0, h, end=-1))[0][-1]
+    far, got = max(abs(there), abs(here), VISIBLE) / 4, f"{there:+.2g} and {here:+.2g} nats"
+    rows.append(Finding("one position moves another", bool(abs(there - here) < far), got, "one number"))
+    rows.append(within("forward inside backward", metrics.get("forward_gap", 0.0), 0.05))
     if norm := metrics.get("grad_norm"):
-        ratio, meaning = once / (h * norm**2), "Learning rate, gradient norm or clipping is not what the service says."
-        ok = 0.6 < ratio < 1.6 or None
-        rows.append(Finding("size of a step", ok, f"{ratio:.3g} of rate × norm²", "1", "" if ok else meaning))
+        ratio = once / (h * norm**2)
+        rows.append(Finding("size of a step", bool(0.6 < ratio < 1.6) or None, f"{ratio:.3g} of rate × norm²", "1"))
     return rows
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #02a87a60
@@ -554,7 +563,7 @@ async def find_encoding(toy: Toy) -> list[Finding]:
         try:
             rows = await check_gradient(toy)
         except BackendError as error:
-            rows = [Finding("gradient sign", False, str(error), "a step", "Training does not work as asked.")]
+            rows = [Finding("gradient sign", False, str(error), "a step")]
         tried[encoding.name] = rows
         if all(row.ok is not False for row in rows):
             return [Finding("derivatives travel as", True, encoding.name), *rows]
@@ -564,41 +573,115 @@ async def find_encoding(toy: Toy) -> list[Finding]:
     return tried[ENCODINGS[0].name]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #12c3f032
-async def check_draws(sampler: Sampler, tokens: list[int]) -> Finding:
-    "Whether completions end where they have to, and have the logprobs that the same tokens have when scored."
-    drawn = (await sampler.sample(tokens, SampleParams(max_tokens=4, seed=3)))[0]
-    scored = (await sampler.logprobs([*tokens, *drawn.tokens.tolist()])).values[len(tokens) - 1 :]
-    gap = float(np.abs(drawn.logprobs - scored).mean()) if len(drawn.tokens) <= 4 else math.inf
-    otherwise = "Draws are longer than asked, at another temperature, or cut: every ratio would be wrong."
-    return within("drawn and scored", gap, 0.05, otherwise, " on average")
+async def check_optimizer(toy: Toy, h: float) -> list[Finding]:
+    "What is left of a step in the next one, with a gradient of zero; and again, from a state between the two."
+    trainer, datum, seen = toy.trainer, toy_datum(toy.tokens, 1), list[float]()
+    first = (await perturb(toy, -1.0, h))[0][-1]
+    between = await trainer.save_state("between")
+    for _ in range(2):
+        await trainer.forward_backward_custom([datum], lambda datums, logprobs: (0.0 * logprobs[0][-1], {}))
+        await trainer.optim_step(plain_descent(h))
+        seen.append(float((await trainer.forward([datum]))[0].values[-1] - toy.logprobs[-1] - first))
+        await trainer.load_state(between)
+    momentum = about("momentum", seen[0] / (first or math.nan), 0.474, "of the step before")
+    return [momentum, within("optimizer in a state", abs(seen[1] - seen[0]), VISIBLE / 2)]
+
+# %% ../../../nbs/backends/services/04_tinker.ipynb #aca043a2
+async def check_draws(sampler: Sampler, tokens: list[int]) -> list[Finding]:
+    "Whether completions are as long as they have to be, with their last token, and have the logprobs of scored ones."
+    drawn = await sampler.sample(tokens[:-2], asked := SampleParams(n=4, max_tokens=4, seed=3))
+    scored = [(await sampler.logprobs(c.full_tokens)).values[len(tokens) - 3 :] for c in drawn]
+    gap = float(np.max([np.abs(c.logprobs - s).mean() for c, s in zip(drawn, scored, strict=True) if len(c.tokens)]))
+    if any(len(c.tokens) > 4 or (len(c.tokens) < 4 and c.finish_reason == "length") for c in drawn):
+        gap = math.inf
+    stops = tuple({int(t) for c in drawn for t in c.tokens[:1]})
+    ended = [c.tokens for c in await sampler.sample(tokens[:-2], replace(asked, stop_token_ids=stops))]
+    kept = sum(len(ids) > 0 and int(ids[-1]) in stops for ids in ended)
+    whole = Finding("the end is part of it", kept == len(ended), f"{kept} of {len(ended)}", "all")
+    return [within("drawn and scored", gap, 0.05, " on average"), whole]
+
+# %% ../../../nbs/backends/services/04_tinker.ipynb #21d6b273
+LONGEST = 8192  # tokens that are tried; a longer context is not
 
 
-async def check_contract(policy: Any, sampler: Sampler, tokens: list[int], sync: WeightSync | None = None) -> Findings:
-    "What a run relies on: shift, mask, sign, scale, states, echo, seed, sync. The model is left as it was found."
+async def check_length(policy: Scorer, sampler: Sampler, tokens: list[int], longest: int) -> Finding:
+    "Whether policy and sampler take a sequence as long as is said, whole."
+    whole = (tokens * (longest // len(tokens) + 1))[: min(longest, LONGEST) - 1]
+    try:
+        scored, theirs = await policy.forward([toy_datum(whole)]), await sampler.logprobs(whole)
+    except (BackendError, AlignmentError) as error:
+        return Finding("longest sequence", False, str(error), f"{len(whole)} tokens")
+    gap = float(np.abs(theirs.values - scored[0].values).mean())
+    return within("longest sequence", gap, 0.2, f" on average, of {len(whole)} tokens")
+
+
+async def check_losses(toy: Toy, h: float, names: Sequence[str]) -> Finding:
+    "Whether the service's own losses have the value and the step that they have here, one of two sequences clipped."
+    once, off = (await perturb(toy, -1.0, h))[0][-1], list[str]()
+    anchors = [toy.logprobs - np.log(ratio) for ratio in (0.9, 1.35)]
+    datums = [replace(toy_datum(toy.tokens, 1), advantage=1.0, old_logprobs=a, sampler_logprobs=a) for a in anchors]
+    for name in names:
+        await toy.trainer.load_state(toy.start, optimizer=False)
+        try:
+            out = await toy.trainer.forward_backward_builtin(datums, LossOptions(name, aggregation="sum"))
+            await toy.trainer.optim_step(plain_descent(h / 2))
+            moved = (await toy.trainer.forward(datums[:1]))[0].values[-1] - toy.logprobs[-1]
+            expected = -0.5 * once * sum(d[-1] for d in out.dlogprobs)
+            if abs(moved - expected) > 0.25 * max(abs(expected), VISIBLE):
+                off.append(f"{name}: {moved:+.2g} nats for {expected:+.2g}")
+        except (BackendError, LossError) as error:
+            off.append(f"{name}: {error}")
+    return Finding("its own losses", not off, "; ".join(off or names), "value and step as here")
+
+# %% ../../../nbs/backends/services/04_tinker.ipynb #fd51a242
+async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> list[Finding]:
+    "Two syncs, of which the second brings something new, and what they change."
+    scored = lambda: toy.trainer.forward([toy_datum(toy.tokens)])
+    rows, changed = list[Finding](), 0.0
+    for name, share in (("first sync", 0.0), ("second sync", 4.0)):
+        await perturb(toy, -1.0, h * share)
+        (before,), early = await scored(), await sampler.logprobs(toy.tokens)
+        await sync(await toy.trainer.save_weights_for_sampler(label_of(name)))
+        (after,), late = await scored(), await sampler.logprobs(toy.tokens)
+        changed = max(changed, float(np.abs(after.values - before.values).max()))
+        rows.append(within(name, abs(late.values[-1] - after.values[-1]), VISIBLE / 2))
+    rows.append(within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2))
+    return [*rows, within("trainer after a sync", changed, 0.02)]
+
+
+def texts_of_checks() -> dict[str, list[str]]:
+    "What is done for each check, and what it means for a run where it does not hold."
+    text = (resources.files("rl_notebook") / "assets" / "checks.txt").read_text(encoding="utf-8")
+    return {name: said.split(" | ") for name, _, said in (line.partition(": ") for line in text.splitlines())}
+
+
+async def check_contract(
+    policy: Any, sampler: Sampler, tokens: list[int], sync: WeightSync | None = None, can: Capabilities | None = None
+) -> Findings:
+    """What a run relies on: scores, gradients, steps, states, draws, syncs. The model is left as it was found.
+
+    With `can`, the limit and the losses that it says are tried."""
     start, datum = await policy.save_state("start"), toy_datum(tokens)
-    scored = lambda: policy.forward([datum])
-    toy = Toy(policy, start, tokens, (await scored())[0].values)
+    toy = Toy(policy, start, tokens, (await policy.forward([datum]))[0].values)
     rows = [*await check_scores(policy, tokens), *await find_encoding(toy)]
     await policy.load_state(start)
-    otherwise, moved = "Undo, resume and reconnect would go on from other weights.", (await scored())[0].values
-    rows.append(within("states", float(np.abs(moved - toy.logprobs).max()), 0.02, otherwise))
-    name, otherwise = "policy and sampler", "Policy and sampler are not the same model, or one of them is shifted."
+    moved = (await policy.forward([datum]))[0].values
+    rows.append(within("states", float(np.abs(moved - toy.logprobs).max()), 0.02))
     try:
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
-        rows.append(within(name, gap, 0.2, otherwise, " on average"))
-        rows.append(await check_draws(sampler, tokens))
+        rows += [within("policy and sampler", gap, 0.2, " on average"), *await check_draws(sampler, tokens)]
     except BackendError as error:
-        rows.append(Finding(name, None, str(error), "a logprob per token", "sampler.logprobs() raises."))
+        rows.append(Finding("policy and sampler", None, str(error), "a logprob per token"))
     if sync is not None:
-        rows.append(await probe_seed(sampler, tokens))
-        for name in ("first sync", "second sync"):  # of which the second brings something new
-            if name == "second sync":
-                await perturb(toy, -1.0, 4 * (await visible_step(toy))[0])
-            await sync(await policy.save_weights_for_sampler(label_of(name)))
-            gap = abs(float((await sampler.logprobs(tokens)).values[-1] - (await scored())[0].values[-1]))
-            rows.append(within(name, gap, VISIBLE / 2, "The sampler does not serve what was learned."))
+        h = (await visible_step(toy))[0]
+        if can is not None:
+            await policy.load_state(start)
+            rows += [await check_length(policy, sampler, tokens, n) for n in [can.max_seq_len] if n is not None]
+            rows += [await check_losses(toy, h, can.builtin_losses)] if can.builtin_losses else []
+        rows += [*await check_optimizer(toy, 2 * h), *await check_sync(toy, sampler, sync, h)]
         await policy.load_state(start)
-    return Findings(rows, "does the service do what we think?")
+    told = [replace(f, fix=texts_of_checks()[f.name][1]) for f in rows]
+    return Findings(told, "does the service do what we think?")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #e2a38b7c
 @dataclass
