@@ -24,7 +24,7 @@ from ..core.retries import AdaptiveLimit, Retries
 from ..task.toy import load_model
 
 # %% auto #0
-__all__ = ['open_backend', 'check_backend', 'check_frequencies', 'DeploymentSampler', 'build_deployment_sampler']
+__all__ = ['open_backend', 'check_backend', 'DeploymentSampler', 'build_deployment_sampler']
 
 # %% ../../nbs/recipes/00_open.ipynb #f3f137bd
 def local_options(cfg: Config) -> dict[str, Any]:
@@ -151,7 +151,7 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
         await sampler.close()
 
 
-async def check_frequencies(backend: Backend, tokens: list[int]) -> Finding:
+async def _check_frequencies(backend: Backend, tokens: list[int]) -> Finding:
     "Whether the next token is drawn as often as is said, at the most open places of a few completions."
     from rl_notebook.insight.doctor.causes import drawn_otherwise
     from rl_notebook.insight.doctor.doctor import redraw
@@ -174,7 +174,7 @@ async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
         tokens = toy_tokens(backend.tokenizer)
         found = await check_contract(backend.policy, backend.sampler, tokens, backend.sync, backend.capabilities)
-        return [backend.probes, Findings([*found, await check_frequencies(backend, tokens)], found.title)]
+        return [backend.probes, Findings([*found, await _check_frequencies(backend, tokens)], found.title)]
 
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
