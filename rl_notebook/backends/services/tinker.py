@@ -501,7 +501,7 @@ def plain_descent(h: float) -> AdamParams:
 
 
 async def perturb(
-    toy: Toy, dlogprob: float, h: float, trained: int | None = 1, copies=1, calls=1, end: int | None = None
+    toy: Toy, dlogprob: float, h: float, trained: int | None = 1, copies: int = 1, calls: int = 1, end: int = 6
 ) -> tuple[np.ndarray, dict[str, float]]:
     """How far a first step moves each logprob, (N-1,), and the metrics of the step.
 
