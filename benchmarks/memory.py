@@ -14,6 +14,10 @@ what the allocator keeps back, so the storage of all tensors that are alive is c
 SmolLM2-135M under LoRA, its base in full precision and in 8 bits, each in a process of its own: what the process holds
 more after opening than before loading, after drawing, and at the peak of a training pass. It needs the extras smollm2
 and quantized.
+
+    python benchmarks/memory.py --long
+
+One group of eight completions of 1,024 to 8,192 tokens: how the peak grows with their length.
 """
 
 from __future__ import annotations
@@ -238,6 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--base", action="store_true", help="the base of an adapter in full precision and in 8 bits")
+    parser.add_argument("--long", action="store_true", help="sequences of up to 8,192 tokens")
     parser.add_argument("--kind", choices=BASES, help=argparse.SUPPRESS)
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -254,6 +259,12 @@ def main() -> None:
             command = [sys.executable, __file__, "--kind", kind]
             told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
             print(f"{kind:<8}" + "".join(f"  {name} {size:.0f} MB" for name, size in json.loads(told).items()))
+        return
+    if args.long:
+        for length in (1024, 2048, 4096, 8192):
+            with tempfile.TemporaryDirectory() as folder:
+                case = Case(8_000, length, sequences=8, hidden=128, layers=4, completions=8)
+                print(f"{length:>6} tokens  {measure_apart('ours', case, Path(folder))[0]:.0f} MB", flush=True)
         return
     results = []
     with tempfile.TemporaryDirectory() as folder:
