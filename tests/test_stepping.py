@@ -221,6 +221,9 @@ def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_r
         assert max(s.completion_len for g in second.groups for s in g.samples) <= 9
         assert "from step 3 on" in repr(loop.change(learning_rate=1e-4))
         assert loop.cfg.learning_rate == 1e-4
+        loop.change(epochs=3)
+        await loop.undo()
+        assert (loop.cfg.epochs, loop.cursor.total) == (3, 90)
 
     run(main())
 

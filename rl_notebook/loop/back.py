@@ -83,7 +83,8 @@ async def take_back(loop: Loop, to: str) -> None:
         why = "no update to take back" if weights.undoable.maxlen else "keep_undo=0"
         raise PhaseError("undo", got=why, fix="Open the loop with keep_undo=N to take back the last N steps.")
     entry = await weights.undo(lambda entry: forget_record(loop, entry.state.number))
-    before, loop.state, loop.eval_metrics = loop.state, reopened(entry.state, to), {}
+    before, state, loop.eval_metrics = loop.state, reopened(entry.state, to), {}
+    loop.state = replace(state, cursor=replace(state.cursor, epochs=loop.cfg.epochs))  # a changed setting stays
     loop.reclaim(before)
 
 # %% ../../nbs/loop/10_back.ipynb #dbdca5c2

@@ -290,7 +290,8 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
     """Look at the loss, and at its derivative with respect to every logprob, without an update.
 
     `changes` are options of the loss, such as `policy_loss="ppo"`, `aggregation="sequence_mean"`, `kl_beta=0.1`; all
-    are in `core.losses.LossOptions`. `backward` reads them too; they stay until the step ends or others come."""
+    are in `core.losses.LossOptions`. `backward` reads them too; they stay until the step ends or others come. A KL
+    needs reference logprobs, which `reference` brings where the config has `kl_beta` above 0 or `kl_metric`."""
     datums = enter(loop.state, "loss")
     if nothing := skipped(loop, "loss"):
         return nothing
