@@ -440,7 +440,7 @@ def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
     stays = not np.isfinite(again).any() or beyond(again, floor(e))  # arithmetic is there whenever it is asked
     if differs(e) and centred and stays and not e.stamps.agreed and not beyond(gap, rounding("bfloat16")):
         by_step: Any = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
-        alike = len(by_step) > 1 and by_step.max() < ALIKE * by_step.min() and not (dtypes or beyond(gap, HALF))
+        alike = len(by_step) > 1 and by_step.max() < ALIKE * by_step.min() and not beyond(gap, HALF)
         how = "in every step, as where one side is in 16 bits" if alike else f"({' and '.join(dtypes)})"
         text = f"small, and without a direction: {size(gap).mean:.2g} nats on average {how}"
         known = "policy" in e.controls or len(dtypes) > 1 or alike
