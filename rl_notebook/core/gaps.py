@@ -86,6 +86,6 @@ def rounding(dtype: str) -> Rounding:
     return ROUNDING.get(dtype, ROUNDING["bfloat16"])
 
 
-def tolerance(logprobs: Sequence[Logprobs]) -> Rounding:
+def rounding_of(logprobs: Sequence[Logprobs]) -> Rounding:
     "What the precision of these logprobs explains, if another series of the same tokens differs."
     return max((rounding(lp.dtype) for lp in logprobs), key=lambda r: r.largest, default=rounding("float32"))

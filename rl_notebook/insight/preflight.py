@@ -35,7 +35,7 @@ from ..backends.roofline import expected_seconds, expected_updates, peak_memory,
 from ..loop.rollouts import bounded, require_some, together
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
-from ..core.gaps import Gap, Rounding, short, tolerance
+from ..core.gaps import Gap, Rounding, short, rounding_of
 from .xray import TOO_MANY, check_temperature, measure_noise_floor, sampler_gap
 
 # %% auto #0
@@ -407,7 +407,7 @@ async def preflight(
     del spent.seconds["policy"]  # a step scores the policy in its backward pass
     spent.work.pop("policy", None)
     floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
-    allowed, apart = tolerance(policy), check_temperature("sampler", groups, datums, policy)
+    allowed, apart = rounding_of(policy), check_temperature("sampler", groups, datums, policy)
     live = [g for g in groups if len(g.samples)]
     dead = dead_shares(live, sorted({*GROUP_SIZES, cfg.completions_per_prompt}))
     can = backend.capabilities

@@ -23,7 +23,7 @@ from ..runs.records import StepRecord, expect
 from ..core.datums import sample_of
 from ..core.findings import Finding, Findings
 from ..config.aliases import words_for
-from ..core.gaps import ROUNDING, Gap, Rounding, gap_between, short, tolerance
+from ..core.gaps import ROUNDING, Gap, Rounding, gap_between, short, rounding_of
 
 # %% auto #0
 __all__ = ['measure_noise_floor', 'invariants', 'sentence', 'XRay', 'xray']
@@ -118,7 +118,7 @@ def moved_since_sampling(record: StepRecord, previous: StepRecord | None = None)
     "Whether the policy has moved since it drew the samples of a step."
     known, policy = on_policy(record, previous), scored_first(record)
     gap = sampler_gap(record.groups, record.datums, policy) if policy else None
-    agree = known is True if gap is None else tolerance(policy).explains(gap)
+    agree = known is True if gap is None else rounding_of(policy).explains(gap)
     if agree and known is not False:
         return False, "the policy has not moved since sampling"
     by = f"{short(gap.mean)} nats a token on average" if gap else ""
@@ -548,7 +548,7 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Findi
     gap, known = sampler_gap(record.groups, record.datums, policy), on_policy(record, previous)
     if gap is None:
         return check(None, "the sampler's logprobs are of another distribution (top-p, top-k), absent, or masked")
-    allowed = tolerance(policy)
+    allowed = rounding_of(policy)
     text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     if allowed.explains(gap):
         return check(True, f"ratio 1: {text}")
@@ -595,7 +595,7 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
     if gap is None:
         return check(None, "no reference logprobs were attached, or every target is masked")
     text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    allowed = tolerance(policy)
+    allowed = rounding_of(policy)
     if record.options.get("teacher_coeff"):
         return check(None, f"the reference is a teacher: {text}", notable=True)
     if begins(record):
