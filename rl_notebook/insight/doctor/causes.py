@@ -428,7 +428,7 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
 GUESS = 0.3  # nothing speaks against it
 TEMPLATE = 5.0  # nats at a token: a few updates move none so far, another prompt does
 STATISTICAL = 4.0  # standard errors
-HALF, ALIKE = Rounding(0.02, 0.25), 4.0  # what one side in 16 bits makes as a rule, and by how much steps differ
+HALF, ALIKE = Rounding(0.02, 0.25), 10.0  # what one side in 16 bits makes as a rule, and by how much steps differ
 
 
 def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
