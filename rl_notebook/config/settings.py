@@ -323,8 +323,8 @@ def sampling_rules(c: Any) -> Iterator[str]:
         yield f"completions_per_prompt: got {c.completions_per_prompt}; a group of one has nothing to compare with"
     for name in not_default(c, "ddof", "advantage_eps") if c.advantage_scale in WITHOUT_STD else ():
         yield f"{name}: advantage_scale={c.advantage_scale!r} divides by no standard deviation. Leave it out"
-    if c.refill and not c.drop_dead:
-        yield "refill: with drop_dead=False no group is left out. Set drop_dead=True or leave it out"
+    if c.refill and (not c.drop_dead or c.teacher_coeff > 0):
+        yield "refill: with drop_dead=False or a teacher no group is left out. Leave it out"
     if c.reward_weights is not None and len(c.reward_weights) != len(c.rewards):
         yield f"reward_weights: got {len(c.reward_weights)} for {len(c.rewards)} rewards. Give one per named reward"
     if c.max_completion_tokens >= c.max_seq_len:

@@ -301,6 +301,10 @@ def compare_trainers(
     trainers: Mapping[str, Mapping[str, Any]] | None = None,  # name -> settings over its defaults; None = all
 ) -> TrainerComparison:
     "A recorded step as TRL, verl, prime-rl, SkyRL, tinker-cookbook and the Fireworks cookbook would have computed it."
+    if isinstance(source, StepRecord) and source.given:
+        raise LossError(
+            "compare_trainers", where=f"step {source.step}", got="a warm-up", expected="a step with rewards"
+        )
     batch, asked = FrozenBatch.of(source), {name: {} for name in TRAINERS} if trainers is None else trainers
     if not isinstance(asked, Mapping):
         raise LossError("trainers", got=quoted(asked), expected="{'verl': {'kl_beta': 0.001}, 'SkyRL': {}}")
