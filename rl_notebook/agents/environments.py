@@ -10,6 +10,7 @@ import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transformers.utils.chat_template_utils import get_json_schema
@@ -18,7 +19,7 @@ from ..task.chat import Calls, split_calls
 from ..core.types import ConfigError, DataError, RolloutRun, RolloutSample
 from ..task.data import Row
 from ..task.rewards import RewardFn, as_reward_fns, in_thread, reward_fn, score
-from ..loop.rollouts import RolloutFactory, RolloutFn, RolloutSetup
+from ..loop.rollouts import RolloutFactory, RolloutSetup
 from .serve import PolicyServer, ServedRollout, serve
 
 # %% auto #0
@@ -49,18 +50,15 @@ def agent_rollouts(
     read_calls: Calls = split_calls,  # how the policy writes a call
 ) -> RolloutFactory:
     "A rollout factory of what plays through an OpenAI client: an address for each rollout, one key for all."
-    key = secrets.token_urlsafe(24)
+    how = {"read_calls": read_calls, "key": secrets.token_urlsafe(24)}
 
-    def factory(setup: RolloutSetup) -> RolloutFn:
-        async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutRun:
-            async with serve(setup, read_calls=read_calls, key=key) as server:
-                with server.rollout(rollout_id(sample_prompt)) as rollout:
-                    reward = await played(play, sample_prompt, rollout)
-            return rollout.to_run(reward)
+    async def play_agent(setup: RolloutSetup, sample_prompt: dict[str, Any]) -> RolloutRun:
+        async with serve(setup, **how) as server:
+            with server.rollout(rollout_id(sample_prompt)) as rollout:
+                reward = await played(play, sample_prompt, rollout)
+        return rollout.to_run(reward)
 
-        return rollout_fn
-
-    return RolloutFactory(factory)
+    return RolloutFactory(lambda setup: partial(play_agent, setup))
 
 # %% ../../nbs/agents/02_environments.ipynb #2c8e926e
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
@@ -180,14 +178,7 @@ def tool_rollouts(
     named = environment_factory if isinstance(environment_factory, Mapping) else {None: environment_factory}
     factories = {} if environment_factory is None else named
     game = ToolGame(fns, tuple(tools), factories, max_tool_calling_iterations, read_calls)
-
-    def factory(setup: RolloutSetup) -> RolloutFn:
-        async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutRun:
-            return await play_tools(game, setup, sample_prompt)
-
-        return rollout_fn
-
-    return RolloutFactory(factory)
+    return RolloutFactory(lambda setup: partial(play_tools, game, setup))
 
 
 async def play_tools(game: ToolGame, setup: RolloutSetup, sample_prompt: dict[str, Any]) -> RolloutRun:

@@ -78,18 +78,13 @@ function render({ model, el }) {
   }
   const kernel = model.widget_manager?.kernel; // JupyterLab's; only there is the end of a kernel reported
   kernel?.disposed.connect(gone);
-  model.on("comm_live_update", gone);
-  model.on("change:table", drawTable);
-  model.on("change:completion", drawCompletion);
-  model.on("change:inspecting", drawClose);
+  const heard = { comm_live_update: gone, "change:table": drawTable, "change:completion": drawCompletion, "change:inspecting": drawClose };
+  for (const [event, run] of Object.entries(heard)) model.on(event, run);
   drawTable();
   drawCompletion();
   return () => {
     kernel?.disposed.disconnect(gone);
-    model.off("comm_live_update", gone);
-    model.off("change:table", drawTable);
-    model.off("change:completion", drawCompletion);
-    model.off("change:inspecting", drawClose);
+    for (const [event, run] of Object.entries(heard)) model.off(event, run);
   };
 }
 

@@ -205,7 +205,7 @@ export function makeTable({
       name.type = "button";
       name.setAttribute("aria-pressed", String(here));
     } else name.href = `#${encodeURI(row.id)}`;
-    name.title = `Show ${row.place ?? row.id}`;
+    name.title = `Show ${row.id}`;
     return name;
   }
   function drawRow(page, i, tops) {
@@ -262,7 +262,7 @@ export function makeTable({
       chosen = id;
       const at = (found) => found.findIndex((row) => row.id === id);
       let found = show();
-      if (!reveal || !rows.some((row) => row.id === id)) return false;
+      if (!reveal || !rows.some((row) => row.id === id)) return;
       if (at(found) < 0) {
         Object.assign(view, { search: "", filters: {} });
         search.value = "";
@@ -271,7 +271,6 @@ export function makeTable({
       }
       choose({ page: Math.floor(at(found) / size) });
       [...body.children].find((row) => row.dataset.id === id).scrollIntoView({ block: "nearest" });
-      return true;
     },
   };
 }

@@ -110,7 +110,8 @@ def _band(low: Mapping[str, list], high: Mapping[str, list], name: str, fill: st
 
 # %% ../../nbs/views/02_charts.ipynb #ea0ec6e3
 def reward_figure(payload: Mapping[str, Any]) -> Figure:
-    "Mean reward with the standard deviation inside groups, quartiles between them, and held-out reward."
+    """Mean over all samples of a step. The band is one standard deviation inside a group, up and down: it may pass the
+    best reward. Where it closes, the completions of a prompt are equally good."""
     inside, groups = payload["inside"], payload["groups"]
     data = _band(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
     if groups["q25"]["x"]:
@@ -127,7 +128,7 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
 
 
 def functions_figure(payload: Mapping[str, Any]) -> Figure:
-    "Mean of each reward function."
+    "Each reward function on its own, before weights."
     colors = ["blue", "orange", "green", "violet", "grey"]
     lines = [_line(s, name, colors[i % len(colors)]) for i, (name, s) in enumerate(payload["functions"].items())]
     return figure_of(lines, "mean reward")
@@ -183,7 +184,7 @@ def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> 
 
 
 def kl_figure(payload: Mapping[str, Any]) -> Figure:
-    "KL and logprob differences, each kind on its own scale."
+    "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding makes."
     panels = payload["panels"]
     parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
     data, titles = [t for d, _, _ in parts for t in d], [title for _, _, title in parts]
@@ -199,7 +200,7 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
 
 # %% ../../nbs/views/02_charts.ipynb #cd677848
 def length_figure(payload: Mapping[str, Any]) -> Figure:
-    "Completion length, and the share that was cut."
+    "Sampled tokens. Many cut completions with low reward mean that the token limit is too small."
     right = {"overlaying": "y", "side": "right", "range": [0, 1.03], "showgrid": False, "zeroline": False}
     right |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%", "title": {"text": "cut"}}
     data = [
@@ -226,20 +227,20 @@ def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[
 
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
-    "Share of groups in which all completions are equally good."
+    "Groups whose completions are all equally good teach nothing: the prompts are too easy, or too hard."
     about = {"high": ("all high", tint("blue", 0.55)), "low": ("all low", tint("orange", 0.6))}
     return _shares(payload, about, "share of groups")
 
 # %% ../../nbs/views/02_charts.ipynb #b174912f
 def advantage_spread_figure(payload: Mapping[str, Any]) -> Figure:
-    "Distribution of the advantages of each step."
+    "Ends, middle half and median. An end that runs away is one sample that outweighs the others."
     data = _band(payload["min"], payload["max"], "smallest to largest", tint("violet", 0.12))
     data += _band(payload["q25"], payload["q75"], "middle half", tint("violet", 0.3))
     return figure_of([*data, _line(payload["median"], "median", "violet")], "advantage")
 
 
 def token_share_figure(payload: Mapping[str, Any]) -> Figure:
-    "Share of sampled tokens by sign of their advantage."
+    "Long wrong completions make the blue part small: then most of the gradient says what not to do."
     about = {
         "plus": ("positive", COLORS["blue"]),
         "minus": ("negative", COLORS["orange"]),
@@ -249,7 +250,7 @@ def token_share_figure(payload: Mapping[str, Any]) -> Figure:
 
 
 def counts_figure(payload: Mapping[str, Any]) -> Figure:
-    "Rewards of a step, counted by kind of group."
+    "How many samples earned what, by kind of group."
     kinds = {"live": "with signal", "high": "all high", "low": "all low"}
     colors = {"live": COLORS["violet"], "high": tint("blue", 0.55), "low": tint("orange", 0.6)}
     bars = [
@@ -267,7 +268,7 @@ DIVERGING += [[0.5, "rgba(133,147,163,0.12)"], *([0.501 + 0.499 * at, color] for
 
 
 def advantage_map(payload: Mapping[str, Any]) -> Figure:
-    "Advantages of a step: groups x completions; the only trace is always the map."
+    "A cell is a completion, a row a prompt. Grey rows carry no signal: ▲ all high, ▼ all low."
     values, total = payload["advantages"], payload["total"]
     what, found = payload.get("what", "advantage"), [v for row in values for v in row if v is not None]
     limit = max(map(abs, found), default=0) or 1.0
@@ -309,7 +310,7 @@ def _age(age: int | str) -> tuple[str, str]:  # name and colour
 
 
 def staleness_figure(payload: Mapping[str, Any]) -> Figure:
-    "Staleness of the trained groups, and the bound."
+    "Versions of the weights between the start of a group's rollouts and the update that it goes into."
     mean, bound = payload["mean"], payload["bound"]
     data = _band(payload["min"], payload["max"], "smallest to largest", tint("blue", 0.2))
     data.append(_line(mean, "mean", "blue"))
@@ -322,7 +323,7 @@ def staleness_figure(payload: Mapping[str, Any]) -> Figure:
 
 # %% ../../nbs/views/02_charts.ipynb #e1319354
 def waits_figure(payload: Mapping[str, Any]) -> Figure:
-    "Share of the time in which the trainer, and the sampler, had nothing to do."
+    "A trainer that waits wants faster sampling or a larger bound; an idle sampler was paused, or is at it."
     who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
     percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
     data = [_line(payload[key], name, color, **percent) for key, (name, color) in who.items()]
@@ -340,7 +341,7 @@ PHASE_COLORS = {
 
 
 def time_figure(payload: Mapping[str, Any]) -> Figure:
-    "Seconds of a step by phase, on each other."
+    "How long each phase took. Sampling is waiting for a batch where rollouts run beside training."
     about = PHASE_COLORS | {"sample": ("sampling", COLORS["blue"])}
     bars = [
         {"type": "bar", **s, "name": about[phase][0], "hovertemplate": "%{y:.3g} s"} for phase, s in payload.items()
@@ -408,7 +409,8 @@ def _label_places(payload: Mapping[str, Any]) -> list[tuple[int, float]]:  # ste
 
 
 def timeline_figure(payload: Mapping[str, Any]) -> Figure:
-    "Phases and rows of the last steps over time."
+    """Rows below each other were in flight together; dotted: a weight sync. Rows that no step had taken by the end are
+    in no record, so the right edge looks emptier than it was."""
     start, end, every = payload["begin"], payload["end"], payload["every"]
     count = max((bar["lane"] for bar in payload["rows"]), default=-1) + 1
     high = max(1.0, count / 7)  # lanes that the trainer takes up
@@ -429,7 +431,7 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
 
 # %% ../../nbs/views/02_charts.ipynb #69bdb72a
 def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
-    "Mean difference of trainer and sampler by depth, turn, class of token and likelihood."
+    "Mean |trainer − sampler| by place, turn, class and likelihood of tokens (digits with `tokenizer`)."
     colors = {"depth": "blue", "turn": "violet", "class": "orange", "likelihood": "green"}
     said = lambda bar: f"{bar['part']}: {bar['nats']:.3g} nats over {bar['tokens']} tokens"
     bars = [b | {"begin": 0.0, "end": b["nats"], "lane": i, "hover": said(b)} for i, b in enumerate(payload["bars"])]
@@ -651,50 +653,29 @@ class Chart:
         }
 
 # %% ../../nbs/views/02_charts.ipynb #6b90058a
-CAPTIONS = {
-    "reward": "Mean over all samples of a step. The band is one standard deviation inside a group, up and down: it may "
-    "pass the best reward. Where it closes, the completions of a prompt are equally good.",
-    "functions": "Each reward function on its own, before weights.",
-    "length": "Sampled tokens. Many cut completions with low reward mean that the token limit is too small.",
-    "dead": "Groups whose completions are all equally good teach nothing: the prompts are too easy, or too hard.",
-    "kl": "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding makes.",
-    "advantage spread": "Ends, middle half and median. An end that runs away is one sample that outweighs the others.",
-    "token share": "Long wrong completions make the blue part small: then most of the gradient says what not to do.",
-    "time": "How long each phase took. Sampling is waiting for a batch where rollouts run beside training.",
-    "advantages": "A cell is a completion, a row a prompt. Grey rows carry no signal: ▲ all high, ▼ all low.",
-    "rewards counted": "How many samples earned what, by kind of group.",
-    "timeline": "Rows below each other were in flight together; dotted: a weight sync. Rows that no step had taken by "
-    "the end are in no record, so the right edge looks emptier than it was.",
-    "staleness": "Versions of the weights between the start of a group's rollouts and the update that it goes into.",
-    "waits": "A trainer that waits wants faster sampling or a larger bound; an idle sampler was paused, or is at it.",
-    "mismatch": "Mean |trainer − sampler| by place, turn, class and likelihood of tokens (digits with `tokenizer`).",
-}
-
-
 class Look(NamedTuple):
-    "How a payload is drawn."
+    "How a payload is drawn; how to read it is what `draw` says about itself."
 
     title: str
-    caption: str  # how to read it
     draw: Callable[[Mapping[str, Any]], Figure]
     wide: bool = False
 
 
 LOOKS = {
-    "reward": Look("Reward", CAPTIONS["reward"], reward_figure, wide=True),
-    "functions": Look("Reward functions", CAPTIONS["functions"], functions_figure),
-    "length": Look("Completion length", CAPTIONS["length"], length_figure),
-    "dead": Look("Groups without signal", CAPTIONS["dead"], dead_figure),
-    "kl": Look("KL and logprob differences", CAPTIONS["kl"], kl_figure, wide=True),
-    "advantage spread": Look("Advantages over the steps", CAPTIONS["advantage spread"], advantage_spread_figure),
-    "token share": Look("Tokens by sign of advantage", CAPTIONS["token share"], token_share_figure),
-    "time": Look("Time by phase", CAPTIONS["time"], time_figure),
-    "advantages": Look("Advantages by group", CAPTIONS["advantages"], advantage_map),
-    "rewards counted": Look("Rewards, counted", CAPTIONS["rewards counted"], counts_figure),
-    "timeline": Look("Rollouts beside training", CAPTIONS["timeline"], timeline_figure, wide=True),
-    "staleness": Look("Staleness of trained groups", CAPTIONS["staleness"], staleness_figure),
-    "waits": Look("Who waits", CAPTIONS["waits"], waits_figure),
-    "mismatch": Look("Where trainer and sampler differ", CAPTIONS["mismatch"], mismatch_figure),
+    "reward": Look("Reward", reward_figure, wide=True),
+    "functions": Look("Reward functions", functions_figure),
+    "length": Look("Completion length", length_figure),
+    "dead": Look("Groups without signal", dead_figure),
+    "kl": Look("KL and logprob differences", kl_figure, wide=True),
+    "advantage spread": Look("Advantages over the steps", advantage_spread_figure),
+    "token share": Look("Tokens by sign of advantage", token_share_figure),
+    "time": Look("Time by phase", time_figure),
+    "advantages": Look("Advantages by group", advantage_map),
+    "rewards counted": Look("Rewards, counted", counts_figure),
+    "timeline": Look("Rollouts beside training", timeline_figure, wide=True),
+    "staleness": Look("Staleness of trained groups", staleness_figure),
+    "waits": Look("Who waits", waits_figure),
+    "mismatch": Look("Where trainer and sampler differ", mismatch_figure),
 }
 
 # %% ../../nbs/views/02_charts.ipynb #d85acc15
@@ -711,7 +692,8 @@ def chart(
         expected = None if near or (name in LOOKS and not found) else f"one of {', '.join(map(repr, known))}"
         fix = near or ("" if found else "Take a step first: await loop.step().")
         raise RecordError("chart", got=repr(name), expected=expected, fix=fix)
-    title, caption, draw, wide = LOOKS[name]
+    title, draw, wide = LOOKS[name]
+    caption = " ".join(str(draw.__doc__).split())
     within = ", ".join(found[name].get("within", ()))
     caption += f" Within rounding, so not drawn: {within}." if within else ""
     caption = f"{said[0].upper()}{said[1:]}. {caption}" if (said := found[name].get("said")) else caption

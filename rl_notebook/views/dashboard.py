@@ -39,7 +39,7 @@ from .player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_p
 from ..runs.records import StepRecord, expect, utf8
 from ..runs.run import flat_settings
 from ..loop.step import LossReport
-from .charts import CAPTIONS, Chart, LiveCharts, asset, chart, charts, module
+from .charts import Chart, LiveCharts, asset, chart, charts, module
 from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantages_payload
 from .payloads import completion_row, completions_table, history_row, is_asynchronous
 from .payloads import run_payloads, step_payloads, timeline_payload
@@ -227,22 +227,13 @@ def error_html(error: BaseException, standing: str) -> str:
     return f'<div class="rld-error" role="alert">{"".join(parts)}</div>'
 
 # %% ../../nbs/views/04_dashboard.ipynb #bf1982fa
-ICONS = {
-    "play": "play",
-    "pause": "pause",
-    "drain": "hourglass-half",
-    "phase": "step-forward",
-    "step": "fast-forward",
-    "stop": "stop",
-    "undo": "undo",
-}
 SPEEDS = (("full speed", 0.0), ("½ s after a phase", 0.5), ("2 s after a phase", 2.0), ("5 s after a phase", 5.0))
 
 # %% ../../nbs/views/04_dashboard.ipynb #b391420e
 def make_buttons(press: Callable[[str], Any], beside: bool = True) -> dict[str, ipywidgets.Button]:
     "A button for every action."
-    about = {a: text for a, text in ACTIONS.items() if beside or a != "drain"}
-    buttons = {a: ipywidgets.Button(description=a.capitalize(), icon=ICONS[a], tooltip=t) for a, t in about.items()}
+    about = {a: look for a, look in ACTIONS.items() if beside or a != "drain"}
+    buttons = {a: ipywidgets.Button(description=a.capitalize(), icon=i, tooltip=t) for a, (i, t) in about.items()}
     for action, button in buttons.items():
         button.add_class(f"rld-{action}")
         button.on_click(lambda _, action=action: press(action))
@@ -293,7 +284,7 @@ def named(chart: Chart, phase: str = "") -> Chart:
         return replace(chart, wide=chart.name in WIDE, pixels=220 if chart.name in MAIN else 0)
     what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(chart.payload.get("what", ""))
     title = f"{what or chart.title}, step {chart.payload['step']}" + (f", after {phase}" if phase else "")
-    caption = CAPTIONS["advantages"].split(". ")[0] + "." if what else chart.caption
+    caption = chart.caption.split(". ")[0] + "." if what else chart.caption
     return replace(chart, title=title, caption=caption, wide=False, pixels=280)
 
 # %% ../../nbs/views/04_dashboard.ipynb #4b21b171
@@ -480,7 +471,7 @@ def refresh_head(dashboard: Dashboard) -> None:
     d.watch.look(loop, phase)
     for action, button in d.screen.buttons.items():
         why = refusal(d, action)
-        button.disabled, button.tooltip = bool(why), why or ACTIONS[action]
+        button.disabled, button.tooltip = bool(why), why or ACTIONS[action][1]
     d.screen.settings.look(loop, refusal(d, "change"))
     progress = progress_html(progress_of(loop, d.watch), standing(d)) + ended_html(d)
     d.screen.head.value = strip_html(loop, phase) + progress

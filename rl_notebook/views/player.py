@@ -53,14 +53,14 @@ def run_elsewhere(loop: Loop) -> str:
     return loop.running or ("between two phases" if at_work else "")
 
 # %% ../../nbs/views/00_player.ipynb #ad6d6879
-ACTIONS = {
-    "play": "Run phase after phase until paused, stopped or done.",
-    "pause": "Hold after the running phase; play goes on from there.",
-    "drain": "Pause, and wait for the rows in flight.",
-    "phase": "Run the next phase.",
-    "step": "Run what is left of this step.",
-    "stop": "End the run after the running phase; the loop keeps what it has.",
-    "undo": "Take back the last update and open its step again; what was begun after it is dropped.",
+ACTIONS = {  # icon and sentence of their buttons
+    "play": ("play", "Run phase after phase until paused, stopped or done."),
+    "pause": ("pause", "Hold after the running phase; play goes on from there."),
+    "drain": ("hourglass-half", "Pause, and wait for the rows in flight."),
+    "phase": ("step-forward", "Run the next phase."),
+    "step": ("fast-forward", "Run what is left of this step."),
+    "stop": ("stop", "End the run after the running phase; the loop keeps what it has."),
+    "undo": ("undo", "Take back the last update and open its step again; what was begun after it is dropped."),
 }
 
 # %% ../../nbs/views/00_player.ipynb #b837edfc

@@ -22,7 +22,7 @@ from .charts import COLORS, Chart, Figure, advantage_spread_figure, figure_of, t
 from .payloads import FIVE
 
 # %% auto #0
-__all__ = ['ROWS', 'turn_charts', 'TurnsView', 'view_turns']
+__all__ = ['ROWS', 'view_turns', 'turn_charts', 'TurnsView']
 
 # %% ../../nbs/views/06_turns.ipynb #7daa7a79
 def spread_by_turn(table: pd.DataFrame, name: str) -> dict[str, Any]:
@@ -194,12 +194,15 @@ ROWS = 60  # turns that the table lists
 
 @dataclass(frozen=True, eq=False)
 class TurnsView:
-    "A finished step turn by turn, and one of its conversations."
+    "A finished step turn by turn, and one of its conversations; raises `RecordError` for a sample that is not there."
 
     record: StepRecord
     group: int = 0  # index of the group shown as text
     sample: int = 0  # position in it
     tokenizer: Any = None  # decodes; None = ids are shown
+
+    def __post_init__(self):
+        conversation_payload(self.record, self.group, self.sample, self.tokenizer)
 
     def static_html(self) -> str:
         "Everything as HTML without script."
@@ -214,12 +217,4 @@ class TurnsView:
         return f"TurnsView(step {self.record.step}, {len(igpo_table(self.record))} turns)"
 
 
-def view_turns(
-    record: StepRecord,
-    group: int = 0,  # index of the group shown as text
-    sample: int = 0,  # position in it
-    tokenizer: Any = None,  # decodes; None = ids are shown
-) -> TurnsView:
-    "Show a step turn by turn; raises `RecordError` for a sample that is not there."
-    conversation_payload(record, group, sample, tokenizer)
-    return TurnsView(record, group, sample, tokenizer)
+view_turns = TurnsView
