@@ -10,7 +10,7 @@ import email.utils
 import math
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -189,3 +189,14 @@ def with_retries_blocking(
 ) -> T:
     "`with_retries` for a call that blocks, from a thread of its own; `how`: its `over` and `rng`."
     return Retrying(sleep=sleep, **_policy(retries, again, **how))(call)
+
+# %% ../../nbs/core/08_retries.ipynb #7c37c562
+async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:  # results, in the order of the calls
+    "Await calls side by side; the first error cancels the others, waits for them, and is raised."
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except BaseExceptionGroup as failed:
+        first = failed.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]

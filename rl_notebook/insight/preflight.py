@@ -29,10 +29,11 @@ from ..loop.setup import as_rows, as_task, check_backend, encode_for, first_curs
 from ..loop.state import sign_of_life
 from ..core.losses import LossOptions
 from ..task.audit import FORMS, audit_rows
-from ..task.rewards import Limits, gathered, score, reference_answers
+from ..core.retries import together
+from ..task.rewards import Limits, score, reference_answers
 from ..backends.roofline import KEPT, USUAL, ModelSize, Roofs, Work
 from ..backends.roofline import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
-from ..loop.rollouts import bounded, require_some, together
+from ..loop.rollouts import bounded, require_some
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
 from ..core.gaps import Gap, Rounding, short, rounding_of
@@ -359,7 +360,7 @@ async def first_completions(
     with spent.timed("sample"):
         drawn = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
     with spent.timed("score"):
-        groups = await gathered([score_group(r, task.reward_fns, limits=task.limits) for r in drawn])
+        groups = await together([score_group(r, task.reward_fns, limits=task.limits) for r in drawn])
     require_some(groups)
     how = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": task.part_weights}
     checks = [*await check_reward_fns(task.reward_fns, first, task.limits)]

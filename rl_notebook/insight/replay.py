@@ -19,6 +19,7 @@ __all__ = ['Replay', 'replay', 'compare_loops']
 
 # %% ../../nbs/insight/03_replay.ipynb #c54bab8c
 from ..core.metrics import reward_names
+from ..core.retries import together
 from ..core.types import DataError, Datum, LossOutput, PromptGroup, RecordError
 from ..loop.loop import GRPOLoop
 from ..loop.back import plan_replay, rebuild, recorded_settings, repeat_backward, sync_as_drawn, updates_of
@@ -27,7 +28,7 @@ from ..loop.phases import list_training, other_sources, record_of, side_by_side,
 from ..loop.phases import take_settings, trains_on
 from ..runs.records import StepRecord, html_table
 from ..runs.run import Run, metrics_frame, metrics_row, spans
-from ..task.rewards import as_reward_fns, gathered
+from ..task.rewards import as_reward_fns
 from ..task.data import Prompt, Rollouts
 from ..loop.step import Measured, ScoreCache
 from ..loop.step import list_datums, list_groups, list_prompts, list_rollouts, score_datums, score_group
@@ -229,7 +230,7 @@ async def replay_score(
         return PhaseComparison("score", None, note="graded by the rollout function while it drew")
     source = drawn if loop.task.reward_fns is None else ungraded(record, prompts)
     calls = [score_group(r, loop.task.reward_fns, **grading(loop, min_group_size=1)) for r in source]
-    again = await gathered(calls)
+    again = await together(calls)
     return compare("score", reward_pieces(again, record.groups))
 
 # %% ../../nbs/insight/03_replay.ipynb #23b5e6a4

@@ -30,8 +30,9 @@ from ..show.html import frame_html
 from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
 from ..core.options import NO_RATIO, nearest
+from ..core.retries import together
 from ..runs.records import StepRecord, expect
-from ..task.rewards import Limits, RewardFn, as_reward_fns, blocking, gathered, graded, score
+from ..task.rewards import Limits, RewardFn, as_reward_fns, blocking, graded, score
 from ..loop.step import evaluate_loss, join_updates, loss_factory, on_one_line
 
 # %% ../../nbs/insight/01_whatif.ipynb #35ceee11
@@ -550,7 +551,7 @@ def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
 
 def _graded_by(fns: Sequence[RewardFn], groups: Sequence[PromptGroup], step: Any, rule: Mapping[str, Any]) -> Any:
     "Groups with other rewards and their advantages, without what is unscorable; and all samples of each."
-    found = blocking(lambda limits: gathered([regrade(g, fns, step, limits) for g in groups]))
+    found = blocking(lambda limits: together([regrade(g, fns, step, limits) for g in groups]))
     weights = {f.name: f.weight for f in fns}
     return with_advantages([g for g, _ in found], **rule, weights=weights), [samples for _, samples in found]
 

@@ -18,10 +18,11 @@ __all__ = []
 
 # %% ../../nbs/loop/09_evaluation.ipynb #0dec33e8
 from ..core.metrics import pass_metrics
+from ..core.retries import together
 from ..core.types import ConfigError, PhaseError, PromptGroup, RewardError, RolloutRun
 from ..core.types import RolloutSample, SampleParams
 from ..task.data import Prompt, load_rows
-from .rollouts import RolloutFn, require_some, together
+from .rollouts import RolloutFn, require_some
 from .setup import EvaluationFn, as_rows, rollout_setup
 from .state import Loop, now_running
 from .step import draw, score_group

@@ -9,11 +9,11 @@ import asyncio
 import inspect
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import numpy as np
@@ -23,7 +23,7 @@ from ..task.chat import UnfitTurn, encode_prompt, sample_from_completion, sample
 from ..core.types import AlignmentError, BackendError, Completion, ConfigError, PromptGroup, RewardError
 from ..core.types import OFF, RolloutRun, RolloutSample, SampleParams, plain_text, quoted
 from ..task.data import Prompt, Rollouts, Row
-from ..core.retries import AdaptiveLimit, Retries, with_retries
+from ..core.retries import AdaptiveLimit, Retries, together, with_retries
 
 # %% auto #0
 __all__ = ['RolloutFn', 'prompt_seed', 'encode_rows', 'draw_completions', 'RolloutSetup', 'RolloutFactory']
@@ -77,7 +77,6 @@ def is_transient(error: BaseException) -> bool:
 
 # %% ../../nbs/loop/01_rollouts.ipynb #41a18023
 Sleep = Callable[[float], Awaitable[Any]]
-T = TypeVar("T")
 
 
 def is_stumble(error: BaseException) -> bool:
@@ -549,17 +548,6 @@ async def draw_one(
     if (segments := segments_of(returned, where)) is None:
         return Lost(f"rollout {index} returned None")
     return with_origins(segments, drawn)
-
-# %% ../../nbs/loop/01_rollouts.ipynb #b880838b
-async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:  # results, in the order of the calls
-    "Await calls side by side; the first error cancels the others, waits for them, and is raised."
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as failed:
-        first = failed.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]
 
 # %% ../../nbs/loop/01_rollouts.ipynb #1546b50f
 async def draw_rollouts(

@@ -29,6 +29,7 @@ from ..core.advantages import soft_overlong_penalty
 from ..core.types import Completion, RewardError, RolloutSample, frozen_array, needs, plain_text, quoted
 from .data import ANSWER_COLUMNS, Row
 from ..core.names import NAMED, named_function
+from ..core.retries import together
 from ..core.numbers import MAGNITUDES, evaluated, numeric_equal, parse_number  # noqa: F401 (handed on)
 
 # %% auto #0
@@ -693,16 +694,6 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
             raise _raised(fn, group.where(i), text, e) from (e.with_traceback(theirs) if theirs else e)
 
 # %% ../../nbs/task/01_rewards.ipynb #55cfe6fd
-async def gathered(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    "Results in order; the first failure cancels the rest."
-    tasks = [asyncio.ensure_future(c) for c in calls]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for t in tasks:
-            t.cancel()
-
-# %% ../../nbs/task/01_rewards.ipynb #67ee88c7
 async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> np.ndarray:  # (n,), NaN = unscorable
     "The rewards of one function for one group."
     offered, n = _arguments(fn, group, logs), len(group.texts)
@@ -714,7 +705,7 @@ async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> n
         results = [LATE] * n if found is LATE else _group_values(found, fn, group)
     else:
         calls = [_call(fn, group, i, arguments, limits) for i, arguments in enumerate(offered)]
-        results = [_score_of_dict(r, logs) for r in await gathered(calls)]
+        results = [_score_of_dict(r, logs) for r in await together(calls)]
     if fn.weight:
         late = f"{fn.name} took longer than {limits.timeout} s (reward_timeout)"
         logs.late.update({i: late for i, r in enumerate(results) if r is LATE})
@@ -797,7 +788,7 @@ async def score(
     if not completions:
         raise RewardError("completions", where=row.where, got="none", expected="at least 1")
     g, logs = _make_group(completions, row, group, sample, step), _Logs()
-    values = tuple(await gathered([_values(f, g, logs, limits) for f in fns]))
+    values = tuple(await together([_values(f, g, logs, limits) for f in fns]))
     for column, cells in logs.extra.items():
         if len(cells) != (n := len(g.texts)):
             raise RewardError(f"log_extra({column!r})", where=g.where(), got=len(cells), expected=f"{n} values")

@@ -22,7 +22,7 @@ from ..local.engine import check_tokens
 from .wire import ODD, Refused, Secret, Wire, one_line
 from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
-from ...core.retries import Retries
+from ...core.retries import Retries, together
 from ...core.types import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
 from ...core.types import OFF, quoted
 
@@ -214,17 +214,6 @@ def sort_logprobs(
     if kind == "processed":
         return None, point or values
     return (values if kind == "raw" else None), point
-
-# %% ../../../nbs/backends/services/01_completions.ipynb #756d4e74
-async def together(coroutines: Sequence[Any]) -> list[Any]:
-    "All results in order; when one fails or the caller is cancelled, the rest is cancelled."
-    tasks = [asyncio.create_task(c) for c in coroutines]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #ff9802ba
 _UNKNOWN = "OpenAI-compatible server"

@@ -28,7 +28,7 @@ from ..base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from .completions import DIALECTS, FINISH, OpenAISampler
-from .completions import request_seed, sort_logprobs, together
+from .completions import request_seed, sort_logprobs
 from .wire import Secret, one_line
 from .provision import Infra, OnStatus, check_tokenizer, id_part, setup_infra
 from .provision import training_client
@@ -43,7 +43,7 @@ from ...config.config import ConcurrencyConfig, completions_at_once
 from ...core.types import BackendError, Completion, ConfigError, Logprobs, RLNotebookError, SampleParams
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.findings import Finding, Findings
-from ...core.retries import AdaptiveLimit, Retries, with_retries_blocking
+from ...core.retries import AdaptiveLimit, Retries, together, with_retries_blocking
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #f6b7ba7c
 def completion_of(
