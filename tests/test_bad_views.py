@@ -34,7 +34,6 @@ from rl_notebook.insight.xray import invariants, sentence, xray
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.recipes.rl_loop import loop_for, main
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.runs.run import Run
 from rl_notebook.views.charts import LiveCharts, chart, charts
 from rl_notebook.views.dashboard import Dashboard
 from rl_notebook.views.dashboard import still_html as dashboard_html
@@ -418,7 +417,7 @@ def test_a_step_that_is_damaged_costs_that_step(tmp_path: Path, capsys: pytest.C
         return words(page.read_text())
 
     async def sought() -> str:
-        async with loop_for(run := Run.open(path), 2) as loop:
+        async with loop_for(path, 2) as (run, loop):
             return repr(await loop.seek(1, run))
 
     assert "Step 1" in (whole := viewed())

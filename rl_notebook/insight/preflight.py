@@ -24,7 +24,7 @@ from ..core.types import ConfigError, Datum, PromptGroup, RewardError, RolloutSa
 from ..task.data import Row, Prompt
 from ..core.datums import attach, datums_from_groups
 from ..core.findings import Finding, Findings
-from ..show.html import SOFT, shapes, styled, table
+from ..show.html import SOFT, shapes, table, tag
 from ..loop.setup import as_rows, as_task, check_backend, encode_for, first_cursor, rollout_setup
 from ..loop.state import sign_of_life
 from ..core.losses import LossOptions
@@ -84,8 +84,8 @@ def bars_html(dead: Mapping[int, float | None], planned: int) -> str:
     for size, share in dead.items():
         color, strong = ("#0072b2", "b") if size == planned else ("#9aa5b1", "span")
         bar = shapes([(color, 0, 3, 200 * (share or 0), 12)], 200, 18, f"{BARS_TITLE}: {size}, {percent(share)}")
-        rows.append([styled(strong, f"G={size}"), bar, styled(strong, percent(share))])
-    return styled("div", BARS_TITLE, style=f"font-size:13px;{SOFT}") + table(["", "", ""], rows)
+        rows.append([tag(strong, f"G={size}"), bar, tag(strong, percent(share))])
+    return tag("div", BARS_TITLE, style=f"font-size:13px;{SOFT}") + table(["", "", ""], rows)
 
 # %% ../../nbs/insight/04_preflight.ipynb #084fea18
 def round_trip(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:

@@ -27,13 +27,14 @@ from ..core.datums import attach, datum_from_sample, datums_from_groups
 from ..core.losses import POLICY_LOSSES, LossOptions
 from ..core.metrics import merge_metrics, step_metrics
 from ..core.names import interrupts_held, source_hash
+from ..core.retries import together
 from ..core.types import BackendError, ConfigError, Datum, LossOutput, PhaseError, PromptGroup, RewardError
 from ..core.types import RolloutSample
 from ..task.chat import encode_answer
 from ..config.config import Config
 from ..config.settings import lr_factor, next_bonus
 from ..task.data import Cursor, Prompt, Rollouts, Row, graded_rows
-from ..task.rewards import as_reward_fns, blocking, gathered
+from ..task.rewards import as_reward_fns, blocking
 from ..backends.roofline import known_roofs, memory_metrics, work_metrics
 from ..runs.records import StepRecord
 from .groups import Gate, Intake, Producer
@@ -144,7 +145,7 @@ def score_phase(loop: Loop, reward_fns: Any = None, *, wait: bool | None = None)
 async def grade_groups(loop: Loop, reward_fns: Any, **options: Any) -> list[PromptGroup]:
     "The samples of all groups, graded at once."
     rollouts, how = enter(loop.state, "score"), grading(loop, **options)
-    return await gathered([score_group(r, reward_fns, **how) for r in rollouts])
+    return await together([score_group(r, reward_fns, **how) for r in rollouts])
 
 
 def put_groups(loop: Loop, groups: list[PromptGroup]) -> Listing[PromptGroup]:

@@ -21,7 +21,7 @@ from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, SampleParams
 from ..core.datums import attach, datum_table
 from ..show.html import BUDGET, advantages_html, completions_html, datums_html, folded, frame_html
 from ..show.html import html_table, loss_html, norms_html, number, on_one_line, prompts_html
-from ..show.html import reference_html, rewards_html, styled
+from ..show.html import reference_html, rewards_html, tag
 from ..core.losses import LossFn, LossOptions, make_loss_fn, natural_denominator, reads_entropy
 from ..task.rewards import graded, score
 from .rollouts import RolloutFn, assemble, draw_completions, draw_rollouts, require_some
@@ -77,7 +77,7 @@ def listing_text(headline: str, table: pd.DataFrame) -> str:
 def listing_html(headline: str, drawing: str = "", table: pd.DataFrame | None = None) -> str:
     "A headline, a drawing, and the table one click below it; the table at once where there is no drawing."
     rows = "" if table is None else frame_html(table)
-    return styled("p", html.escape(headline)) + drawing + (folded("Table", rows) if drawing else rows)
+    return tag("p", html.escape(headline)) + drawing + (folded("Table", rows) if drawing else rows)
 
 # %% ../../nbs/loop/02_step.ipynb #b8c62b2e
 def list_prompts(

@@ -530,9 +530,10 @@ def recorded_problem(run: Run, cfg: Config) -> Problem:
 # %% ../../nbs/recipes/01_rl_loop.ipynb #0a0368a3
 @contextlib.asynccontextmanager
 async def loop_for(
-    run: Run, step: int, problem: Problem | None = None, backend: Backend | None = None
-) -> AsyncIterator[GRPOLoop]:
-    "A fresh loop over what a run names, from which a step of it can be reached."
+    path: Any, step: int, trust: bool = False, problem: Problem | None = None, backend: Backend | None = None
+) -> AsyncIterator[tuple[Run, GRPOLoop]]:
+    "A run, and a fresh loop over what it names (with `trust`, wherever it was started), to reach a step of it."
+    run = Run.open(path, trust=trust)
     run.record(step)  # is it there? asked before a model is loaded
     cfg = Config.from_dict(run.config_at(step))
     check_functions(cfg, problem)
@@ -543,31 +544,25 @@ async def loop_for(
         stack.push_async_callback(loop.close)
         if run.latest_checkpoint(at_most=step - 1) is None and (named := named_checkpoint(cfg)):
             await restore_checkpoint(loop, named)
-        yield loop
+        yield run, loop
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #ef90de58
 async def replay_step(
     path: str | os.PathLike[str],  # the `log_path` of a run
     step: int,  # a recorded step
-    *,
-    trust: bool = False,  # import what the run names, also if it was not started here
-    **given: Any,  # `problem` and `backend` of `loop_for`
+    **given: Any,  # `trust`, `problem` and `backend` of `loop_for`
 ) -> Replay:
     "Take a step of a recorded run again, and say which phase is the first that comes out otherwise."
-    run = Run.open(path, trust=trust)
-    async with loop_for(run, step, **given) as loop:
+    async with loop_for(path, step, **given) as (run, loop):
         return await replay(run, step, loop)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #0fe5f131
 async def diagnose_step(
     path: str | os.PathLike[str],  # the `log_path` of a run
     step: int,  # a recorded step
-    *,
-    trust: bool = False,  # import what the run names, also if it was not started here
-    **given: Any,  # `problem` and `backend` of `loop_for`
+    **given: Any,  # `trust`, `problem` and `backend` of `loop_for`
 ) -> Diagnosis:
     "Rebuild the weights before a recorded step, and let the doctor compare trainer and sampler on them."
-    run = Run.open(path, trust=trust)
-    async with loop_for(run, step, **given) as loop:
+    async with loop_for(path, step, **given) as (run, loop):
         await loop.seek(step - 1, run)
         return await diagnose(run.record(step), backend=loop.backend)

@@ -126,10 +126,10 @@ def signed_tint(value: float, limit: float) -> str:
     return tint("blue" if value > 0 else "orange", value / limit) if limit > 0 else ""
 
 
-def styled(name: str, *inside: str, style: str = "") -> str:
-    "An HTML element around safe HTML."
-    look = f' style="{html.escape(style)}"' if style else ""
-    return f"<{name}{look}>{''.join(inside)}</{name}>"
+def tag(name: str, *inside: str, **attributes: Any) -> str:
+    "An HTML element around safe HTML; `kind` is its class, and what is empty is left out."
+    text = "".join(f' {"class" if k == "kind" else k}="{html.escape(str(v))}"' for k, v in attributes.items() if v)
+    return f"<{name}{text}>{''.join(inside)}</{name}>"
 
 # %% ../../nbs/show/00_html.ipynb #cec725fc
 def image(svg: str, label: str, look: str) -> str:  # label: read out; look: attributes of the element
@@ -157,7 +157,7 @@ def shapes(rects: Iterable[_Rect], width: float, height: float, label: str, line
 # %% ../../nbs/show/00_html.ipynb #44590e7c
 def swatch(hue: str) -> str:
     "A small square of a hue, for legends."
-    return styled("span", "■", style=f"color:rgb({HUES[hue]})")
+    return tag("span", "■", style=f"color:rgb({HUES[hue]})")
 
 # %% ../../nbs/show/00_html.ipynb #5f828e2f
 _TABLE = "border-collapse:collapse;margin:4px 0;font-size:13px"
@@ -218,7 +218,7 @@ def within(rows: Iterable[Sequence[str]], budget: int) -> list[Sequence[str]]:
 
 def more(count: int, what: str) -> str:
     "A line that says what is not drawn; empty if everything is."
-    return styled("div", f"and {count} more {what}", style=f"{_SMALL};{SOFT}") if count > 0 else ""
+    return tag("div", f"and {count} more {what}", style=f"{_SMALL};{SOFT}") if count > 0 else ""
 
 
 def fitted(head: Sequence[str], rows: Iterable[Sequence[str]], total: int, what: str, budget: int = BUDGET) -> str:
@@ -245,20 +245,20 @@ _TEXT = "font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;ov
 
 def scale_html(what: str, steps: Iterable[tuple[float, str]], form: str = ".4g", end: str = "") -> str:
     "What a tint means: values, each on its own."
-    shown = (styled("span", f" {number(v, form)} ", style=f"background:{tint or 'none'}") for v, tint in steps)
-    return styled("div", f"colour: {what} {' '.join(shown)}{end}", style=_SMALL)
+    shown = (tag("span", f" {number(v, form)} ", style=f"background:{tint or 'none'}") for v, tint in steps)
+    return tag("div", f"colour: {what} {' '.join(shown)}{end}", style=_SMALL)
 
 
 def token_strip(texts: Sequence[str], tints: Sequence[str] = (), dim: Sequence[bool] = (), most: int = 120) -> str:
     "Tokens one after the other, tinted; neighbours that look alike share an element."
     if (said := "".join(texts)) != (masked := without_keys(said)):  # a key may be cut into many tokens
-        return styled("div", _cell(on_one_line(masked, 3 * most)), style=_TEXT)
+        return tag("div", _cell(on_one_line(masked, 3 * most)), style=_TEXT)
     n, first = len(texts), 2 * most // 3
     shown = [*range(n)] if n <= most else [*range(first), *range(n - (most - first), n)]
     parts, last = list[str](), ""
     for i in shown:
         if n > most and i == n - (most - first):
-            parts.append(styled("i", f" … {n - most} tokens … ", style=SOFT))
+            parts.append(tag("i", f" … {n - most} tokens … ", style=SOFT))
             last = ""
         colour = tints[i] if tints else ""
         style = f"background:{colour}" if colour else SOFT if dim and dim[i] else ""
@@ -266,9 +266,9 @@ def token_strip(texts: Sequence[str], tints: Sequence[str] = (), dim: Sequence[b
         if parts and style == last:
             parts[-1] = parts[-1].removesuffix("</span>") + text + ("</span>" if style else "")
         else:
-            parts.append(styled("span", text, style=style) if style else text)
+            parts.append(tag("span", text, style=style) if style else text)
         last = style
-    return styled("div", *parts, style=_TEXT)
+    return tag("div", *parts, style=_TEXT)
 
 
 def prompts_html(prompts: Sequence[Prompt], tokenizer: Any) -> str:
@@ -291,7 +291,7 @@ def _asked(item: Rollouts | PromptGroup) -> str:
     else:
         row = item.prompt.row
         key, asked = row.key, prompt_text({"messages": row.messages, "prompt": row.prompt})
-    return styled("b", _cell(on_one_line(key, 40))) + " " + styled("span", _cell(on_one_line(asked, 90)), style=SOFT)
+    return tag("b", _cell(on_one_line(key, 40))) + " " + tag("span", _cell(on_one_line(asked, 90)), style=SOFT)
 
 
 def grouped(
@@ -301,7 +301,7 @@ def grouped(
     rows = list[Sequence[str]]()
     for title, items, row_of in groups[:MOST_ITEMS]:
         drawn = within(map(row_of, items), budget // min(len(groups), MOST_ITEMS))
-        rows += [[styled("div", title, style="padding-top:6px")], *drawn]
+        rows += [[tag("div", title, style="padding-top:6px")], *drawn]
         rows += [[more(len(items) - len(drawn), what)]] if len(drawn) < len(items) else []
     return table(head, rows) + more(len(groups) - MOST_ITEMS, "groups")
 
@@ -314,7 +314,7 @@ def _room(groups: int, budget: int = BUDGET) -> int:
 def _said(sample: RolloutSample, tokenizer: Any, most: int) -> str:
     "The tokens of a sample behind its prompt, tinted by logprob; its text where there is no tokenizer."
     if tokenizer is None:
-        return styled("div", _cell(on_one_line(sample.text, 3 * most)), style=_TEXT)
+        return tag("div", _cell(on_one_line(sample.text, 3 * most)), style=_TEXT)
     texts, _ = token_texts(sample.tokens[sample.prompt_len :], tokenizer)
     drawn, values = sample.loss_mask[sample.prompt_len :] > 0, sample.logprobs[sample.prompt_len :]
     tints = [tint("violet", -v / SURPRISE) if d else "" for v, d in zip(values, drawn, strict=True)]
@@ -366,7 +366,7 @@ def _strips(groups: Sequence[PromptGroup]) -> tuple[list[str], str]:  # a strip 
     shown = ", ".join(f"{swatch(_PARTS[i % len(_PARTS)])} {_cell(on_one_line(n, 40))}" for i, n in enumerate(names))
     scale = f"its height, on one scale from {number(low)} to {number(high)}"
     legend = f"a bar is a completion, best first; {scale}: {shown}" if high > low else ""
-    return drawn, styled("div", legend, style=_SMALL) if legend else ""
+    return drawn, tag("div", legend, style=_SMALL) if legend else ""
 
 
 def _strip(group: PromptGroup, parts: np.ndarray, unit: float, zero: float) -> str:
@@ -401,7 +401,7 @@ def _extremes(group: PromptGroup) -> str:
     order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
     ends = order[:1] if is_dead(group.rewards) else order[[0, -1]]
     lines = [(number(group.samples[i].reward), _cell(on_one_line(group.samples[i].text.strip(), 56))) for i in ends]
-    return "".join(styled("div", styled("b", value), " ", text, style=_TEXT) for value, text in lines)
+    return "".join(tag("div", tag("b", value), " ", text, style=_TEXT) for value, text in lines)
 
 
 def rewards_html(groups: Sequence[PromptGroup]) -> str:
@@ -426,8 +426,8 @@ def _advantage_cells(group: PromptGroup, limit: float, numbered: bool) -> str:
     if numbered:
         box = "display:inline-block;min-width:42px;text-align:right;padding:0 3px;margin:0 1px;"
         look = [f"{box}background:{signed_tint(float(v), limit) or 'none'}" for v in values]
-        cells = (styled("span", number(float(v), "+.2f"), style=s) for v, s in zip(values, look, strict=True))
-        return styled("div", " ".join(cells), style="white-space:nowrap;font-variant-numeric:tabular-nums")
+        cells = (tag("span", number(float(v), "+.2f"), style=s) for v, s in zip(values, look, strict=True))
+        return tag("div", " ".join(cells), style="white-space:nowrap;font-variant-numeric:tabular-nums")
     step = min(14.0, 360 / max(1, len(values)))
     rects = [(signed_tint(float(v), limit) or _GREY, i * step, 1, 0.9 * step, 14) for i, v in enumerate(values)]
     label = "advantages " + " ".join(number(float(v), "+.2f") for v in values)[:150]
@@ -450,12 +450,12 @@ def shift_html(datum: Datum, tokenizer: Any = None, before: int = 3, after: int 
     first = int(np.argmax(datum.active)) if datum.active.any() else 0
     window = range(max(0, first - before), min(len(datum.weights), first + after))
     look = lambda on: f"{_TEXT};background:{tint('blue', 0.5)}" if on else f"{_TEXT};{SOFT}"
-    code = lambda text, on: styled("span", html.escape(text), style=look(on))
+    code = lambda text, on: tag("span", html.escape(text), style=look(on))
     rows = [
-        [styled("b", "target"), *(str(j) for j in window)],
-        [styled("b", "reads"), *(code(texts[j], False) for j in window)],
-        [styled("b", "is scored on"), *(code(texts[j + 1], datum.active[j]) for j in window)],
-        [styled("b", "weight"), *(number(float(datum.weights[j])) for j in window)],
+        [tag("b", "target"), *(str(j) for j in window)],
+        [tag("b", "reads"), *(code(texts[j], False) for j in window)],
+        [tag("b", "is scored on"), *(code(texts[j + 1], datum.active[j]) for j in window)],
+        [tag("b", "weight"), *(number(float(datum.weights[j])) for j in window)],
     ]
     return table([""] * (len(window) + 1), rows)
 
@@ -475,7 +475,7 @@ def datums_html(datums: Sequence[Datum], tokenizer: Any = None) -> str:
     if not datums:
         return ""
     unit = min(4.0, 420 / max(len(d.weights) for d in datums))
-    masked = styled("span", "■", style=f"color:{_GREY}")
+    masked = tag("span", "■", style=f"color:{_GREY}")
     head = ["sequence", f"{masked} masked, {swatch('blue')} in the loss", "in the loss", "advantage"]
 
     def row(d: Datum) -> list[str]:
@@ -497,7 +497,7 @@ def _by_group(datums: Sequence[Datum], head: Sequence[str], row_of: Any, budget:
     found: dict[int, list[int]] = {}
     for i, d in enumerate(datums):
         found.setdefault(d.group, []).append(i)
-    titles = {g: styled("b", _cell(on_one_line(datums[at[0]].key or f"group {g}", 60))) for g, at in found.items()}
+    titles = {g: tag("b", _cell(on_one_line(datums[at[0]].key or f"group {g}", 60))) for g, at in found.items()}
     return grouped(head, [(titles[g], at, row_of) for g, at in found.items()], "sequences", budget)
 
 
@@ -526,11 +526,11 @@ def reference_html(datums: Sequence[Datum], policy_logprobs: Sequence[Any] | Non
     who = "the sampler" if policy_logprobs is None else "the policy"
     legend = f"colour: {who}'s logprob minus the reference's, {swatch('orange')} less, {swatch('blue')} more likely; "
     legend += f"strongest at {number(limit, '.2g')} nats, the largest is {number(farthest, '.2g')}"
-    drawn = styled("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row)
+    drawn = tag("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row)
     if farthest >= UNSEEN_GAP or not np.isfinite(every).all():
         return drawn
     agree = f"{who} and the reference agree on all {len(every)} tokens"
-    return styled("div", f"{agree}: the largest difference is {number(farthest, '.2g')} nats") + folded("Tokens", drawn)
+    return tag("div", f"{agree}: the largest difference is {number(farthest, '.2g')} nats") + folded("Tokens", drawn)
 
 # %% ../../nbs/show/00_html.ipynb #e1001dcb
 def loss_html(output: LossOutput, datums: Sequence[Datum], tokenizer: Any = None, budget: int = BUDGET) -> str:
@@ -550,7 +550,7 @@ def loss_html(output: LossOutput, datums: Sequence[Datum], tokenizer: Any = None
     legend = f"colour: the loss makes a token {swatch('blue')} more likely, {swatch('orange')} less likely; "
     legend += f"strongest where |dL/dlogprob| is {number(limit, '.2g')}"
     head = ["tokens", "advantage", "share of |dL/dlogprob|"]
-    return styled("div", legend, style=_SMALL) + _by_group(datums, head, row, budget)
+    return tag("div", legend, style=_SMALL) + _by_group(datums, head, row, budget)
 
 # %% ../../nbs/show/00_html.ipynb #8d4e25bb
 _NORMS = {"grad_norm": "gradient norm", "update_norm": "update norm"}
@@ -583,7 +583,7 @@ def step_html(verdict: str, groups: Sequence[PromptGroup], metrics: Mapping[str,
     head = ["row", "rewards", "advantages", "mean ± std", "best and worst"]
     page = legend + fitted(head, rows, len(groups), "groups", BUDGET // 2) if groups else ""
     return (
-        styled("p", styled("b", _cell(verdict)))
+        tag("p", tag("b", _cell(verdict)))
         + page
         + folded("Gradient and update by layer", norms_html(metrics, BUDGET // 3))
     )

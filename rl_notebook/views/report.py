@@ -27,7 +27,7 @@ import pandas as pd
 
 from ..core.advantages import is_dead
 from ..core.types import ConfigError, RecordError, check_own
-from ..show.html import html_table, number, prompt_text, rewards_html, token_texts
+from ..show.html import html_table, number, prompt_text, rewards_html, tag, token_texts
 from ..runs.records import StepRecord, read_table, replace_text
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
 from ..insight.trends import WATCHED, Trend, watch_run
@@ -194,13 +194,6 @@ def _told(read: Mapping[int, StepRecord], steps: Sequence[int], named: Named) ->
         "named": everything,
         "more": more,
     }
-
-# %% ../../nbs/views/07_report.ipynb #f39fd76c
-def tag(name: str, *inside: str, **attributes: Any) -> str:
-    "An HTML element around safe HTML."
-    names = {"kind": "class"}
-    text = "".join(f' {names.get(k, k)}="{html.escape(str(v))}"' for k, v in attributes.items() if v)
-    return f"<{name}{text}>{''.join(inside)}</{name}>"
 
 # %% ../../nbs/views/07_report.ipynb #7fb658b6
 FACTS = {"model": "base_model", "data": "dataset", "loss": "policy_loss", "learning rate": "learning_rate"}

@@ -23,7 +23,7 @@ from ..insight.doctor.doctor import SETTLED, Diagnosis, weigh
 from ..insight.doctor.evidence import Evidence, tolerance
 from ..core.gaps import ROUNDING
 from ..insight.xray import version_at_start
-from ..show.html import HUES, SOFT, folded, number, styled, table, tint, token_strip
+from ..show.html import HUES, SOFT, folded, number, table, tag, tint, token_strip
 from ..runs.records import StepRecord
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
 from .payloads import NOISE, TokenRow, all_series, evidence_of, plain, token_payload, token_rows
@@ -286,7 +286,7 @@ def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any]) -> str:
     tints = ["", *(BAD if t in series["bad"] else tint(*hue_of(series, v)) for t, v in enumerate(series["values"]))]
     dim = [role != "s" for role in payload["roles"]]
     asked, said = (token_strip(lines[s], tints[s], dim[s], 300) for s in (slice(prompt), slice(prompt, None)))
-    end = styled("i", f"✂ {cut} tokens cut off here", style=SOFT) if cut else ""
+    end = tag("i", f"✂ {cut} tokens cut off here", style=SOFT) if cut else ""
     return folded(f"prompt, {prompt} tokens", asked if prompt else "") + said + end
 
 # %% ../../nbs/views/03_tokens.ipynb #608dba58
@@ -298,9 +298,9 @@ def verdict_html(overview: Mapping[str, Any]) -> str:
     "The verdict, what to do about it, and the versions of both sides."
     v = overview["verdict"]
     edge = f"border-left:4px solid {COLORS[EDGES[v['state']]]};padding:2px 10px;margin:4px 0"
-    lines = [styled("b", html.escape(v["text"]), style="font-size:15px"), html.escape(v["more"])]
-    lines.append(styled("span", html.escape(" · ".join(overview["sides"])), style=SOFT))
-    return styled("div", *(styled("div", line) for line in lines if line), style=edge)
+    lines = [tag("b", html.escape(v["text"]), style="font-size:15px"), html.escape(v["more"])]
+    lines.append(tag("span", html.escape(" · ".join(overview["sides"])), style=SOFT))
+    return tag("div", *(tag("div", line) for line in lines if line), style=edge)
 
 # %% ../../nbs/views/03_tokens.ipynb #e917571c
 def scatter_figure(overview: Mapping[str, Any]) -> Figure:
@@ -321,7 +321,7 @@ def summary_html(overview: Mapping[str, Any]) -> str:
     scope = overview["scopes"][0]
     quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
     far = f"|trainer − sampler| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}."
-    return styled("div", verdict_html(overview), drawn, styled("div", far, style=SOFT), style="font-size:13px")
+    return tag("div", verdict_html(overview), drawn, tag("div", far, style=SOFT), style="font-size:13px")
 
 # %% ../../nbs/views/03_tokens.ipynb #6a4d10ea
 def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
@@ -329,11 +329,11 @@ def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int 
     found = [*series["bad"], *series["worst"]][:most]
     shown = [s for s in payload["series"] if s["kind"] == "logprob"][:3]
     shown += [] if series in shown else [series]
-    text = lambda t: styled("bdi", html.escape(payload["texts"][t + 1][:20]))
+    text = lambda t: tag("bdi", html.escape(payload["texts"][t + 1][:20]))
     value = lambda s, t: "not a number" if t in s["bad"] else number(s["values"][t])
     rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in found]
     head = ["target", "token", *(html.escape(s["label"]) for s in shown)]
-    return styled("div", f"Farthest from {number(series['center'])}:", table(head, rows)) if rows else ""
+    return tag("div", f"Farthest from {number(series['center'])}:", table(head, rows)) if rows else ""
 
 # %% ../../nbs/views/03_tokens.ipynb #449e3fb4
 def tokens_html(
@@ -341,14 +341,14 @@ def tokens_html(
 ) -> str:
     "The verdict on all samples, and the tokens of one of them, as HTML without script."
     if not payload.get("tokens"):
-        return styled("p", html.escape(payload.get("message", "There are no tokens to show.")))
+        return tag("p", html.escape(payload.get("message", "There are no tokens to show.")))
     named = {s["name"]: s for s in payload["series"]}
     chosen = named[series if series in named else payload["first"]]
     facts = [*payload["facts"], *payload["notes"], f"colour: {chosen['label']}"]
-    where = styled("div", styled("b", html.escape(payload["where"])), *(" · " + html.escape(f) for f in facts))
+    where = tag("div", tag("b", html.escape(payload["where"])), *(" · " + html.escape(f) for f in facts))
     verdict = verdict_html(overview) if overview else ""
     parts = [verdict, where, strip_html(payload, chosen), worst_html(payload, chosen)]
-    return styled("div", *parts, style="font-size:13px;max-width:1000px")
+    return tag("div", *parts, style="font-size:13px;max-width:1000px")
 
 # %% ../../nbs/views/03_tokens.ipynb #46b4f235
 def first_target(payload: Mapping[str, Any], series: str = "") -> int:  # -1 without tokens
@@ -436,7 +436,7 @@ class TokenInspector(anywidget.AnyWidget):
 
     def summary(self) -> HTML:
         "The verdict of all samples and trainer against sampler, without the tokens."
-        return HTML(summary_html(self.overview) if self.overview else styled("p", "There is nothing to compare."))
+        return HTML(summary_html(self.overview) if self.overview else tag("p", "There is nothing to compare."))
 
     def _ipython_display_(self) -> None:
         "Live where there is a kernel, still where there is none."

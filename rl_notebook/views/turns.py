@@ -16,7 +16,7 @@ import pandas as pd
 
 from ..core.types import RecordError, RolloutSample
 from ..loop.igpo import answer_scores, igpo_table
-from ..show.html import SOFT, escape_unseen, folded, frame_html, signed_tint, styled
+from ..show.html import SOFT, escape_unseen, folded, frame_html, signed_tint, tag
 from ..runs.records import StepRecord
 from .charts import COLORS, Chart, Figure, advantage_spread_figure, figure_of, tint
 from .payloads import FIVE
@@ -172,21 +172,21 @@ def _piece_html(piece: Mapping[str, Any], limit: float) -> str:
     box = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;padding:3px 8px;border-left:3px solid "
     text = readable(piece["text"])
     if piece["turn"] is None:
-        return styled("div", text, style=f"{box}transparent;{SOFT}")
+        return tag("div", text, style=f"{box}transparent;{SOFT}")
     colour = signed_tint(piece["advantage"], limit) if _known(piece) else ""
     filled = f";background:{colour}" if colour else ""
-    numbers = styled("div", html.escape(_numbers(piece)), style=f"font-size:11px;font-family:sans-serif;{SOFT}")
-    return styled("div", numbers, text, style=f"{box}#7a8896{filled}")
+    numbers = tag("div", html.escape(_numbers(piece)), style=f"font-size:11px;font-family:sans-serif;{SOFT}")
+    return tag("div", numbers, text, style=f"{box}#7a8896{filled}")
 
 # %% ../../nbs/views/06_turns.ipynb #7b64812a
 def conversation_html(payload: Mapping[str, Any]) -> str:  # safe HTML without script
     "One sample, its turns coloured by advantage."
     facts = [] if payload["reward"] is None else [f"reward {payload['reward']:g}"]
     facts += [] if payload["answer"] is None else [f"answer {payload['answer']}"]
-    head = styled("b", readable(payload["where"], 200)) + "".join(" · " + readable(f, 200) for f in facts)
+    head = tag("b", readable(payload["where"], 200)) + "".join(" · " + readable(f, 200) for f in facts)
     pieces = "".join(_piece_html(p, payload["limit"]) for p in payload["pieces"])
     frame = "border:1px solid rgba(130,140,150,.4);border-radius:6px;padding:6px 0;margin:4px 0"
-    return styled("div", styled("div", head), styled("div", pieces, style=frame))
+    return tag("div", tag("div", head), tag("div", pieces, style=frame))
 
 # %% ../../nbs/views/06_turns.ipynb #1e589f1c
 ROWS = 60  # turns that the table lists
@@ -208,7 +208,7 @@ class TurnsView:
         "Everything as HTML without script."
         charts = "".join(c.static_html() for c in turn_charts(turns_payload(self.record)))
         one = conversation_html(conversation_payload(self.record, self.group, self.sample, self.tokenizer))
-        return styled("div", charts, one, folded("every turn", frame_html(igpo_table(self.record), ROWS)))
+        return tag("div", charts, one, folded("every turn", frame_html(igpo_table(self.record), ROWS)))
 
     def _repr_html_(self) -> str:
         return self.static_html()
