@@ -140,15 +140,6 @@ def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
     floor = f" · noise {panel['floor']:.0e}" if panel["floor"] is not None else ""
     return f"{panel['name']}{weight}{floor}"
 
-
-def _place(i: int, count: int) -> tuple[tuple[float, float], tuple[float, float]]:
-    "Left and right, bottom and top of one of several panels, two or three in a row, as shares of the paper."
-    beside = count if count <= 3 else 2
-    rows, width = -(-count // beside), (1 - 0.13 * (beside - 1)) / beside
-    height = (1 - 0.26 * (rows - 1)) / rows
-    left, bottom = i % beside * (width + 0.13), (rows - 1 - i // beside) * (height + 0.26)
-    return (left, left + width), (bottom, bottom + height)
-
 # %% ../../nbs/views/02_charts.ipynb #149308dd
 _PANEL_COLOR = {"k1": "orange", "loss": "green"}
 _PANEL_NAME = {"loss": "as the loss estimates it", "mean": "mean difference", "max": "largest difference"}
@@ -167,20 +158,19 @@ def _noise(panel: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> tuple[list[dict], dict[str, Any], Any]:
     "Traces, axes and title of one of several panels."
-    n, (across, up) = "" if i == 0 else str(i + 1), _place(i, count)
+    n = "" if i == 0 else str(i + 1)
     on: dict[str, Any] = {"xaxis": f"x{n}", "yaxis": f"y{n}"}
     named = len(panel["lines"]) > 1  # one line is named by the title
     data = [t | on | {"showlegend": False} for t in _noise(panel)]
     for k, s in panel["lines"].items():
         name, color = str(_PANEL_NAME.get(k, k)), _PANEL_COLOR.get(k, "blue")
         data.append(_line(s, name, color, **on, showlegend=named))
-    x = {"domain": [*across], "anchor": f"y{n}", "title": {"text": "step" if i + 2 >= count or count == 3 else ""}}
-    axes = {f"xaxis{n}": _X | _step_ticks(data) | x}
-    axes[f"yaxis{n}"] = _y("", domain=[*up], anchor=f"x{n}", nticks=5 if count < 3 else 4)
+    x = {"title": {"text": "step" if i + 2 >= count or count == 3 else ""}}
+    axes = {f"xaxis{n}": _X | _step_ticks(data) | x, f"yaxis{n}": _y("", nticks=5 if count < 3 else 4)}
     text = label(_panel_title(panel, beta), 90)
     text = text.replace(" · ", "<br>").replace(", ", "<br>") if count == 3 else text  # narrow ones
-    title = {"text": text, "align": "left", "x": across[0], "y": up[1], "showarrow": False}
-    return data, axes, title | {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom"}
+    title = {"text": text, "align": "left", "x": 0, "y": 1, "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
+    return data, axes, title | {"xref": f"x{n} domain", "yref": f"y{n} domain"}
 
 
 def kl_figure(payload: Mapping[str, Any]) -> Figure:
@@ -192,7 +182,10 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     legend = {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "font": {"size": 10}}
     margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
     if panels:
-        return figure_of(data, "nats", **axes, annotations=titles, legend=legend, margin=margin)
+        beside = len(panels) if len(panels) <= 3 else 2
+        grid = {"pattern": "independent", "rows": -(-len(panels) // beside), "columns": beside}
+        look = {"grid": grid | {"xgap": 0.28, "ygap": 0.5}, "legend": legend, "margin": margin}
+        return figure_of(data, "nats", **axes, **look, annotations=titles)
     figure, within = figure_of(data, "nats"), "<br>".join(payload.get("within", ()))
     if within:
         figure["layout"]["annotations"][0]["text"] = f"all within rounding:<br>{within}"
