@@ -232,11 +232,6 @@ def show_completions(record: Any, title: str, count: int = 4) -> None:
     print()
 
 # %% ../nbs/00_cli.ipynb #aff51219
-def demo_config(steps: int, log_path: str | Path) -> Config:
-    "The settings of the demonstration."
-    return Config(**DEMO, steps=steps, log_path=str(log_path))
-
-# %% ../nbs/00_cli.ipynb #cbe14abc
 def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
     parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
@@ -246,7 +241,7 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
 
     from rl_notebook.recipes.rl_loop import train
 
-    cfg = demo_config(given.steps, given.log_path or free_folder(Path("runs/demo")))
+    cfg = Config(**DEMO, steps=given.steps, log_path=str(given.log_path or free_folder(Path("runs/demo"))))
     print(STORY.format(k=cfg.completions_per_prompt))
     print(cfg.effective(), "\n")
     seen: list[Any] = []

@@ -56,6 +56,7 @@ def tint(color: str, share: float) -> str:
 # %% ../../nbs/views/02_charts.ipynb #6892bbf9
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "ticks": "", "automargin": True}
 _X = {**_AXIS, "title": {"text": "step"}, "tickformat": "d", "showgrid": False, "zeroline": False}
+_LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}}
 
 
 def _y(title: str, **options: Any) -> dict[str, Any]:
@@ -74,7 +75,7 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "x unified",
         "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": "#d5dce4", "font": {"color": "#1f2933"}},
-        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}},
+        "legend": _LEGEND,
         "uirevision": "keep",
         "xaxis": _X | _step_ticks(data),
         "yaxis": _y(y),
@@ -179,7 +180,7 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
     data, titles = [t for d, _, _ in parts for t in d], [title for _, _, title in parts]
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
-    legend = {"orientation": "h", "x": 0, "y": 1, "yref": "container", "yanchor": "top", "font": {"size": 10}}
+    legend = _LEGEND | {"y": 1, "yref": "container", "yanchor": "top"}
     margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
     if panels:
         beside = len(panels) if len(panels) <= 3 else 2
@@ -204,10 +205,7 @@ def length_figure(payload: Mapping[str, Any]) -> Figure:
     return figure_of(data, "tokens", yaxis2={**_AXIS, **right})
 
 
-_STACKED: dict[str, Any] = {
-    "barmode": "stack",
-    "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
-}
+_STACKED: dict[str, Any] = {"barmode": "stack", "legend": _LEGEND | {"traceorder": "normal"}}
 
 
 def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[str, str]], y: str) -> Figure:
@@ -418,7 +416,7 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
     y = {**_y("", **lanes, range=[bottom, top], showgrid=False), "zeroline": False}
     x = {**_AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end]}
     x |= {"showgrid": False, "zeroline": False}
-    legend = {"orientation": "h", "x": 0, "y": 1.09, "yanchor": "bottom", "traceorder": "normal"}
+    legend = _LEGEND | {"y": 1.09, "traceorder": "normal"}
     look = {"barmode": "overlay", "hovermode": "closest", "legend": legend}
     return figure_of(data, "", xaxis=x, yaxis=y, **look, **({"annotations": steps} if data else {}))
 

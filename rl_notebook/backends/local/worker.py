@@ -76,11 +76,11 @@ class Worker:
         if self.closed:
             raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
 
-    def close(self) -> None:
-        "Wait for what runs, refuse what comes."
+    def close(self, wait: bool = True) -> None:
+        "Refuse what comes, and wait for what runs."
         self.closed = True
         if self.pool is not None:
-            self.pool.shutdown(wait=True, cancel_futures=True)
+            self.pool.shutdown(wait, cancel_futures=True)
 
 # %% ../../../nbs/backends/local/02_worker.ipynb #4be7d1ff
 SMALL_LAYER = 2**20  # weights

@@ -174,12 +174,6 @@ def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, cfg:
     return drawer, scorer
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #9bc87695
-class SyncError(BackendError):
-    "New weights did not reach the deployment."
-
-    kind: str = ""  # a key of `SYNC_FIXES`
-
-# %% ../../../nbs/backends/services/07_fireworks.ipynb #3247410a
 SYNC_FIXES = {
     "not ready": "The deployment has no replica that takes weights: is it scaled to zero, or still starting?",
     "rejected": "Does the deployment belong to this trainer (hot_load_trainer_job), with hotload enabled?",
@@ -188,14 +182,15 @@ SYNC_FIXES = {
     "chain broken": "Save a new snapshot and sync that one; it will be a full one.",
 }
 
+# %% ../../../nbs/backends/services/07_fireworks.ipynb #3247410a
+class SyncError(BackendError):
+    "New weights did not reach the deployment."
 
-def sync_error(kind: str, snapshot: str, got: Any) -> SyncError:
-    "The error of one kind."
-    error = SyncError(f"weight sync {kind}", where=snapshot, got=one_line(got), fix=SYNC_FIXES[kind])
-    error.kind = kind
-    return error
+    def __init__(self, kind: str, snapshot: str, got: Any):  # kind: a key of `SYNC_FIXES`
+        super().__init__(f"weight sync {kind}", where=snapshot, got=one_line(got), fix=SYNC_FIXES[kind])
+        self.kind = kind
 
-
+# %% ../../../nbs/backends/services/07_fireworks.ipynb #382ad595
 class Saves:
     "The training client as the SDK's syncer sees it: the kind of the last snapshot is kept, and why it failed."
 
@@ -238,16 +233,16 @@ class Hotloads:
             with_retries_blocking(ask_for_it, patience, lambda error: isinstance(error, broken))
         except httpx.HTTPStatusError as reason:
             got = f"HTTP {reason.response.status_code} {one_line(reason.response.text, self.manager.api_key)}"
-            self.trouble = sync_error("rejected", snapshot_identity, got)
+            self.trouble = SyncError("rejected", snapshot_identity, got)
             return False
         except httpx.TransportError as reason:
-            self.trouble = sync_error("not ready", snapshot_identity, type(reason).__name__)
+            self.trouble = SyncError("not ready", snapshot_identity, type(reason).__name__)
             return False
         budget = {"timeout_seconds": timeout_seconds, "poll_interval": self.poll_interval_s}
         done = self.manager.wait_for_hotload(*where, **budget)
         if not done:
             kind = "timed out" if time.monotonic() - began >= timeout_seconds else "failed"
-            self.trouble = sync_error(kind, snapshot_identity, self.manager.last_hotload_error_message)
+            self.trouble = SyncError(kind, snapshot_identity, self.manager.last_hotload_error_message)
         return done
 
     def warmup(self, model: str, max_retries: int = 30, retry_interval_s: float = 10.0) -> bool:
@@ -326,7 +321,7 @@ def load_snapshot(sync: FireworksSync, snapshot: str) -> None:
     "Make the deployment serve a snapshot; raises `SyncError`."
     saved = sync.saved[snapshot]
     fits = saved.kind != "delta" or saved.previous == sync.syncer.base_identity
-    trouble = try_snapshot(sync, snapshot, saved.kind) if fits else sync_error("chain broken", snapshot, "a gap")
+    trouble = try_snapshot(sync, snapshot, saved.kind) if fits else SyncError("chain broken", snapshot, "a gap")
     if trouble is None:
         return
     sync.syncer.reset_delta_chain()
@@ -349,10 +344,10 @@ def try_snapshot(sync: FireworksSync, snapshot: str, kind: str) -> SyncError | N
             sync.served = snapshot
             return None
     except TimeoutError as reason:
-        return sync_error("not ready", snapshot, reason)
+        return SyncError("not ready", snapshot, reason)
     finally:
         sync.loading = None
-    return sync.hotloads.trouble or sync_error("failed", snapshot, "no reason")
+    return sync.hotloads.trouble or SyncError("failed", snapshot, "no reason")
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #c69ec3c1
 def has_weights(sync: FireworksSync) -> bool:

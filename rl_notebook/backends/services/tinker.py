@@ -784,9 +784,7 @@ async def close_tinker(
     links = [trainer.link, sampler.link, *([reference.link] if reference else [])]
     for link in links:
         link.closing.set()
-    trainer.run.closed = True
-    if trainer.run.pool is not None:
-        trainer.run.pool.shutdown(wait=False, cancel_futures=True)
+    trainer.run.close(wait=False)
 
     def release() -> None:
         trained = [link.client for link in links if link is not sampler.link and link.client is not None]
