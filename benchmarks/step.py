@@ -4,6 +4,7 @@
     python benchmarks/step.py --setting smollm2 --json FILE
     python benchmarks/step.py --setting gsm8k --json FILE       # SmolLM2 again, with word problems for prompts
     python benchmarks/step.py --setting gsm8k --dtype bfloat16 --json FILE
+    python benchmarks/step.py --setting tiny --profile          # where our time goes
 
 TRL trains; each time it has finished a step, a callback runs one of ours. Both start from the same weights, are given
 the same prompts in the same order, draw the same number of completions of exactly the same length, grade them with the
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import ctypes
 import gc
+import inspect
 import json
 import os
 import platform
@@ -168,10 +170,10 @@ class Ours:
     SAMPLING = ("prompts", "sample", "sync")
     SCORING = ("score", "advantages", "datums", "reference")
 
-    def __init__(self, setting: Setting, folder: str):
+    def __init__(self, setting: Setting, folder: str, inline: bool = False):  # inline: no worker thread
         self.model, tokenizer = load_model(folder)
         how: Any = {"device": setting.device, "dtype": setting.dtype}
-        backend = open_local(self.model, tokenizer, reference=setting.kl_beta > 0, **how)
+        backend = open_local(self.model, tokenizer, reference=setting.kl_beta > 0, inline=inline, **how)
         ends = frozenset() if setting.words else frozenset({tokenizer.eos_token_id})  # not the template's, too
         backend.sampler.engine.eos_token_ids = ends  # type: ignore[attr-defined]
         rows = [{"messages": messages, "answer": ""} for messages in conversations(setting)]
@@ -488,6 +490,36 @@ def run(setting: Setting, progress: Callable[[str], None] = print) -> dict[str, 
     return summary(setting, ours, theirs, work, floors_of(setting, work, size) if size else nothing)
 
 
+async def run_phase(loop: GRPOLoop, phase: str) -> None:
+    "One phase, awaited where it has to be."
+    result = getattr(loop, phase)()
+    if inspect.isawaitable(result):
+        await result
+
+
+def profile(setting: Setting, rows: int = 12) -> str:
+    "The operators of each phase of a step of ours, the second one, by their own processor time."
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_endless(setting.model, folder)
+        side = Ours(setting, folder, inline=True)
+    side.step()
+    lines = []
+    for phase in ("prompts", "sample", "score", "advantages", "datums", "reference", "backward", "optimize", "sync"):
+        with profiled(activities=[ProfilerActivity.CPU]) as seen:
+            side.runner.run(run_phase(side.loop, phase))
+        found = sorted(seen.key_averages(), key=lambda e: -e.self_cpu_time_total)[:rows]
+        total = sum(e.self_cpu_time_total for e in seen.key_averages()) / 1e3
+        if total > 1:
+            lines.append(f"{phase}: {total:.0f} ms in operators")
+        own = [(e.key, e.count, e.self_cpu_time_total / 1e3) for e in found if e.self_cpu_time_total > 10 * total]
+        lines += [f"  {ms:>9.1f} ms {ms / total:>5.0%} {count:>7}  {name}" for name, count, ms in own if total > 1]
+    side.close()
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--setting", choices=SETTINGS, default="tiny")
@@ -496,11 +528,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="tokens of a completion")
     parser.add_argument("--kl-beta", type=float, help="0 = no reference model on either side")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="on both sides; TRL's under autocast")
+    parser.add_argument("--profile", action="store_true", help="the operators of each phase of ours, and no more")
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()
     given = {k: v for k in ("steps", "tokens", "kl_beta", "dtype") if (v := getattr(args, k)) is not None}
     with threads(args.threads):
+        if args.profile:
+            print(profile(replace(SETTINGS[args.setting], **given)))
+            return
         result = run(replace(SETTINGS[args.setting], **given))
     print(table(result))
     if args.json:
