@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -128,7 +128,7 @@ class Exchange:
         return "\n".join([f"you: {self.said}", *(f"{who}: {c.text}" for who, c in self.answers.items())])
 
 # %% ../../nbs/recipes/05_playground.ipynb #ecf4ebd1
-class Playground:
+class Playground(AbstractAsyncContextManager["Playground"]):
     "Models to talk to, side by side; `await playground.ask(text)`. Made by `open_playground`, which closes them."
 
     def __init__(self, samplers: Mapping[str, Any], tokenizer: Any, params: SampleParams, system: str | None = None):
@@ -207,9 +207,6 @@ class Playground:
     async def close(self) -> None:
         "Let go of the models."
         await self.stack.aclose()
-
-    async def __aenter__(self) -> Playground:
-        return self
 
     async def __aexit__(self, *error: object) -> None:
         await self.close()

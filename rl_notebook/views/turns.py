@@ -22,7 +22,7 @@ from .charts import COLORS, Chart, Figure, advantage_spread_figure, figure_of, t
 from .payloads import FIVE
 
 # %% auto #0
-__all__ = ['ROWS', 'view_turns', 'turn_charts', 'TurnsView']
+__all__ = ['view_turns', 'turn_charts', 'TurnsView']
 
 # %% ../../nbs/views/06_turns.ipynb #7daa7a79
 def spread_by_turn(table: pd.DataFrame, name: str) -> dict[str, Any]:
@@ -189,9 +189,6 @@ def conversation_html(payload: Mapping[str, Any]) -> str:  # safe HTML without s
     return tag("div", tag("div", head), tag("div", pieces, style=frame))
 
 # %% ../../nbs/views/06_turns.ipynb #1e589f1c
-ROWS = 60  # turns that the table lists
-
-
 @dataclass(frozen=True, eq=False)
 class TurnsView:
     "A finished step turn by turn, and one of its conversations; raises `RecordError` for a sample that is not there."
@@ -208,7 +205,7 @@ class TurnsView:
         "Everything as HTML without script."
         charts = "".join(c.static_html() for c in turn_charts(turns_payload(self.record)))
         one = conversation_html(conversation_payload(self.record, self.group, self.sample, self.tokenizer))
-        return tag("div", charts, one, folded("every turn", frame_html(igpo_table(self.record), ROWS)))
+        return tag("div", charts, one, folded("every turn", frame_html(igpo_table(self.record), most=60)))
 
     def _repr_html_(self) -> str:
         return self.static_html()

@@ -390,16 +390,6 @@ def load_again(sync: FireworksSync) -> bool:
     return True
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #163ea9af
-class FireworksTrainer(ServiceTrainer):
-    "A policy trainer."
-
-    job_id: str = ""  # of its trainer job
-
-    async def save_state(self, name: str) -> str:
-        "Save weights and optimizer on the service; returns the path, which loads in any later process and job."
-        return foreign_path(await super().save_state(name), self.job_id)
-
-
 CROSS_JOB = "cross_job://"
 
 
@@ -490,11 +480,12 @@ def bundle(
     sampler.is_served = sync.is_served
     ours = f"{CROSS_JOB}{infra.policy_job_id}/"  # how another job names a state of this one
     load = lambda link, client, path, optimizer: load_into(link, client, path.removeprefix(ours), optimizer)
-    adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=load)
+    named = partial(foreign_path, job_id=infra.policy_job_id)
+    adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=load, named=named)
     own = replace(classes, replays=cfg.router_replay)
     reach = lambda client: {"connect": partial(training_client, client), "client": client.inner, **link}
-    policy = FireworksTrainer(sdk=own, limits=limits, adapter=adapter, run=run, meter=meter, **reach(infra.policy))
-    infra.policy.link, policy.job_id, sync.trainer, judge = policy.link, infra.policy_job_id, policy, None
+    policy = ServiceTrainer(sdk=own, limits=limits, adapter=adapter, run=run, meter=meter, **reach(infra.policy))
+    infra.policy.link, sync.trainer, judge = policy.link, policy, None
     if infra.reference is not None:
         infra.reference.link = Link(sdk=classes, **reach(infra.reference))
         judge = ServiceReference(infra.reference.link, limits, run, meter)
@@ -520,7 +511,7 @@ async def open_fireworks(
     attempts: int = 4,  # tries of one call of a trainer
     pause_s: float = 1.0,  # before the second; doubles
     **settings: Any,  # of `Config`
-) -> FireworksBackend:  # policy FireworksTrainer, reference ServiceReference, sampler FireworksSampler
+) -> FireworksBackend:  # policy ServiceTrainer, reference ServiceReference, sampler FireworksSampler
     "Trainers and a deployment at Fireworks as a backend; closing it releases everything."
     cfg = Config(**{"backend": "fireworks", **settings}) if cfg is None else cfg
     check_tokenizer(cfg.deployment)
@@ -597,7 +588,7 @@ async def promote_weights(
         sync.newest = snapshot  # a delta would be one against it
         with as_backend_errors(f"promotion of {snapshot}"):
             mine = lambda row: row.get("promotable") and row["name"].endswith(f"/{snapshot}")
-            while not (rows := [*filter(mine, rlor_mgr.list_checkpoints(policy.job_id))]):
+            while not (rows := [*filter(mine, rlor_mgr.list_checkpoints(backend.infra.policy_job_id))]):
                 if time.monotonic() > end:
                     raise BackendError("the final snapshot", got="not listed", expected=f"a row within {appear_s:g} s")
                 time.sleep(poll_interval_s)

@@ -483,6 +483,7 @@ class SdkAdapter:
     snapshot: Callable[[Link, Any, str], str] = save_for_sampler
     load: Callable[[Link, Any, str, bool], Any] = load_into
     forget: Callable[[str], Any] | None = None  # deletes a saved state; None = it stays
+    named: Callable[[str], str] = str  # path of a saved state as any later process and job names it
 
 # %% ../../../nbs/backends/services/03_link.ipynb #beb35ba0
 class ServiceTrainer:
@@ -552,7 +553,7 @@ class ServiceTrainer:
 
     async def save_state(self, name: str) -> str:
         "Save weights and optimizer on the service; returns the path, which loads in any later process."
-        return await self.run(save_remotely, self, name)
+        return self.adapter.named(await self.run(save_remotely, self, name))
 
     async def load_state(self, path: str, *, optimizer: bool = True) -> None:
         "Go back to a saved state; the sampler follows with the next sync."
