@@ -51,15 +51,16 @@ SMALL: dict[str, Any] = {
 shipped = functools.cache(load_model)
 
 
-def tiny(**options: Any) -> Backend:
-    "The tiny model, as it ships."
-    model, tokenizer = shipped("tiny")
-    return open_local(copy.deepcopy(model), tokenizer, **options)
+def tiny(change: Callable[[Any], Any] = lambda model: None, **options: Any) -> Backend:
+    "The tiny model as it ships, or with something done to it."
+    model, tokenizer = copy.deepcopy(shipped("tiny"))
+    change(model)
+    return open_local(model, tokenizer, **options)
 
 
-def steps(n: int = 1, reward: Any = toy_reward, *, make_loss: Any = None, **settings: Any) -> list[StepRecord]:
+def steps(n: int = 1, reward: Any = toy_reward, *, backend: Any = None, **settings: Any) -> list[StepRecord]:
     "The first steps of a run on sums."
-    loop = GRPOLoop(tiny(), toy_rows(40), reward, Config(**SMALL | settings), make_loss=make_loss)
+    loop = GRPOLoop(backend or tiny(), toy_rows(40), reward, Config(**SMALL | settings))
     return asyncio.run(loop.run(n, progress=False))
 
 
@@ -409,6 +410,38 @@ FAULTS: dict[str, tuple[Callable[[StepRecord], StepRecord], str]] = {
     "answers lost": (groups(lambda g: replace(g, dropped=("rollout 0 returned None",) * 6)), "completions"),
     "one completion repeated": (samples(lambda s, g: replace(g.samples[0], reward=s.reward)), "variety"),
 }
+
+
+def frozen_but_norms(model: Any) -> None:
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("norm" in name)
+
+
+def late(completion_text: str, answer: str, earned: Any = [0.0]) -> float:  # noqa: B006  (remembered)
+    "The reward of the completion before."
+    earned.append(toy_reward(completion_text, answer))
+    return earned[-2]
+
+
+BIG = {"reward": lambda completion_text, answer: 1e6 * toy_reward(completion_text, answer)}
+CHANGES = {"variety": lambda model: model.get_output_embeddings().weight.data.mul_(1000), "update": frozen_but_norms}
+MADE: dict[str, tuple[dict[str, Any], bool | None, str]] = {  # how a step was really made, and what is said of it
+    "variety": ({"reward": always(1.0)}, None, "at an entropy of 0.000 nats a token: solved, or collapsed to one"),
+    "update": ({}, None, "more than the norms of the network moved"),
+    "advantages": (BIG, True, "their scale does not reach the loss, as advantages are scaled"),
+    "advantages, unscaled": (BIG | {"advantage_scale": "none"}, None, "are not scaled: the loss is as large"),
+    "signal": ({"reward": late, "completions_per_prompt": 12}, True, "or rewards belong to other completions"),
+}
+
+
+@pytest.mark.parametrize("fault", MADE)
+def test_a_step_that_is_made_wrongly_says_so(fresh: StepRecord, fault: str):
+    made, ok, words = MADE[fault]
+    (record,) = steps(**made, backend=tiny(CHANGES.get(fault, lambda model: None)))
+    found = named(xray(record), fault.partition(",")[0])
+    assert (found.ok, found.notable) == (ok, True)
+    assert words in sentence(record)
+    assert words not in sentence(fresh)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

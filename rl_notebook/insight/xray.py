@@ -19,7 +19,7 @@ from ..core.align import require_finite
 from ..backends.base import Scorer, SyncReport
 from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RecordError, RolloutSample
 from ..core.options import NO_RATIO, SURROGATE_KNOBS
-from ..runs.records import StepRecord, expect
+from ..runs.records import StepRecord, begins, expect, on_policy, scored_first, version_at_start
 from ..core.datums import sample_of
 from ..core.findings import Finding, Findings
 from ..config.aliases import words_for
@@ -66,53 +66,6 @@ def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: 
     "Policy against sampler; None where no sample can be compared."
     return gap_between(datums, policy, sampler_side(groups, datums, policy))
 
-
-def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
-    "The policy's logprobs of a step, before the first of its updates where it made several; none without a loss."
-    old = [d.old_logprobs for d in record.datums if d.old_logprobs is not None]
-    if record.origin and record.loss is None and len(old) == len(record.datums):  # its trainer kept no loss
-        return tuple(map(Logprobs, old))
-    last = record.loss.logprobs if record.loss else ()
-    known = lambda d, lp: d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()  # NaN is never hidden
-    pairs = zip(record.datums, last, strict=bool(last))
-    first = [replace(lp, values=d.old_logprobs) if known(d, lp) else lp for d, lp in pairs]
-    unmoved = record.updates[0] if record.updates else len(first)  # the entropies behind it are of later policies
-    return (*first[:unmoved], *(replace(lp, entropy=None) for lp in first[unmoved:]))
-
-# %% ../../nbs/insight/00_xray.ipynb #1b48634b
-def version_at_start(record: StepRecord) -> int | None:
-    "Weight syncs before the step; None if the record does not tell."
-    versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
-    lag = record.metrics.get("staleness/mean", math.nan)
-    if versions and math.isfinite(lag):
-        return round(float(np.mean(versions)) + lag)
-    stamps = {lp.policy_version for lp in record.loss.logprobs} if record.loss else set()
-    return stamps.pop() if len(stamps) == 1 else None
-
-# %% ../../nbs/insight/00_xray.ipynb #1bac0128
-def begins(record: StepRecord) -> bool:
-    "Whether a step is the first of a run on fresh weights; of another trainer's it is not known."
-    return record.step == 1 and not record.origin and not version_at_start(record)
-
-
-def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | None:
-    "Whether the samples were drawn from the very weights that the step trained; None = the versions do not tell."
-    start = version_at_start(record)
-    if start is None:
-        return None
-    if record.metrics.get("staleness/max", 0.0) > 0:
-        return False
-    if record.step == 1 and not record.origin:
-        return True
-    if previous is None or previous.step != record.step - 1:
-        return None
-    before = version_at_start(previous)
-    if start > previous.policy_version or (before is not None and previous.policy_version > before):
-        return True  # synced after the last step, or at its end
-    if previous.trained:
-        return None if before is None else False
-    return True if previous.step == 1 else None
-
 # %% ../../nbs/insight/00_xray.ipynb #9f383532
 def moved_since_sampling(record: StepRecord, previous: StepRecord | None = None) -> tuple[bool | None, str]:
     "Whether the policy has moved since it drew the samples of a step."
@@ -137,6 +90,21 @@ def solved_groups(record: StepRecord) -> list[PromptGroup]:
     return [g for g in found if worth and is_dead(g.rewards) and g.rewards[0] >= top - STD_TOLERANCE]
 
 
+def equal_words(groups: Sequence[PromptGroup]) -> str:
+    "Whether equal completions of one prompt earned different rewards, twice or more; empty if not."
+    earned: dict[tuple[int, bytes | str], list[float]] = {}
+    for g in groups:
+        for s in g.samples if len(g.run_starts) == len(g.samples) else ():
+            if s.reward is not None:
+                earned.setdefault((g.index, s.tokens.tobytes() or s.text), []).append(s.reward)
+    every, equal = [r for rewards in earned.values() for r in rewards], [r for r in earned.values() if len(r) > 1]
+    apart = sum(not is_dead(rewards) for rewards in equal)
+    if apart < 2 or 2 * len(set(every)) > len(every):  # a judge gives each completion a reward of its own
+        return ""
+    why = "chance (a judge, a tool) has a part in the reward, or rewards belong to other completions"
+    return f"; equal completions of one prompt earned different rewards, {apart} times of {len(equal)}: {why}"
+
+
 def signal_words(record: StepRecord) -> str:
     "How many groups carry signal, and which of them were not trained, or trained without it."
     groups, trained, solved = record.groups, {d.group for d in record.datums}, solved_groups(record)
@@ -157,7 +125,8 @@ def signal_words(record: StepRecord) -> str:
     lost = len(live - trained) if record.trained and record.datums else 0
     dead = len(trained & {g.index for g in groups} - live)
     words += f"; {lost} of them left out by the filter" if lost else ""
-    return words + (f"; {dead} without signal trained all the same, with advantage 0" if dead else "")
+    words += f"; {dead} without signal trained all the same, with advantage 0" if dead else ""
+    return words + equal_words(groups)
 
 # %% ../../nbs/insight/00_xray.ipynb #97f4770d
 TERM_WORDS = {  # losses whose term is not minus the advantage at ratio 1
@@ -272,8 +241,7 @@ def first_not_finite(record: StepRecord) -> str:
 # %% ../../nbs/insight/00_xray.ipynb #df3c1834
 def gradient_size(record: StepRecord) -> tuple[float, str]:
     "Size of the gradient and how it was measured; NaN if the record does not tell."
-    norm = record.metrics.get("grad_norm", math.nan)
-    if math.isfinite(norm):
+    if math.isfinite(norm := record.metrics.get("grad_norm", math.nan)):
         return norm, f"norm {short(norm)}"
     if record.loss is None or not record.loss.dlogprobs:
         return math.nan, ""
@@ -292,8 +260,7 @@ TOO_MANY = 0.25  # share of completions cut or lost, or of tokens clipped, from 
 
 def check_finite(record: StepRecord) -> Finding:
     "Nothing is NaN or infinite."
-    bad = first_not_finite(record)
-    if bad:
+    if bad := first_not_finite(record):
         fix = "It is the first in the order of the pipeline: fix what computed it; what follows it is a consequence."
         return Finding("finite", False, bad, expected="finite numbers", fix=fix)
     return Finding("finite", True, "every reward, advantage, logprob and gradient is a finite number")
@@ -374,24 +341,36 @@ def check_signal(record: StepRecord) -> Finding:
     return Finding("signal", False, signal_words(record), expected="at least half of the groups", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #56c4de3c
+SHARP = 0.01  # nats a token: entropy below which a policy has one completion to a prompt
+
+
 def check_duplicates(record: StepRecord) -> Finding:
-    "The completions of a group are not all the same, unless they all earned the most."
-    solved = {g.index for g in solved_groups(record)}
-    unsolved = [g for g in record.groups if g.index not in solved and len(g.samples) > 1]
+    "The completions of a group are not all the same; where they all earned the most they may be."
+    check, solved = partial(Finding, "variety"), {g.index for g in solved_groups(record)}
     said = lambda s: s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text.encode()
-    drawn = [list(map(said, g.samples)) for g in unsolved]
+    every = {g.index: list(map(said, g.samples)) for g in record.groups if len(g.samples) > 1}
+    drawn = [completions for i, completions in every.items() if i not in solved]
+    entropy = record.metrics.get("entropy/exact", record.metrics.get("entropy", math.nan))
+    sharp = entropy < SHARP and all(s.temperature >= 1 for g in record.groups for s in g.samples)
+    at = f", at an entropy of {short(entropy)} nats a token" if sharp else ""
+    if not drawn and sharp and every and all(len(set(a)) == 1 for a in every.values()):
+        text = f"all completions of a group are identical in all {len(every)} groups{at}"
+        fix = "Nothing else is explored. If the task is not solved, go back to a step before the entropy fell."
+        return check(None, f"{text}: solved, or collapsed to one completion", fix=fix, notable=True)
     if not drawn:
-        return Finding("variety", None, "no group has two completions, but for those that earn the most")
+        return check(None, "no group has two completions, but for those that earn the most")
     same = sum(len(set(a)) == 1 for a in drawn)
     distinct = sum(len(set(a)) for a in drawn) / sum(map(len, drawn))
-    text = f"{distinct:.0%} of the completions are distinct in their group"
     if 2 * same <= len(drawn):
-        return Finding("variety", True, text)
-    text = f"all completions of a group are identical in {same} of {len(drawn)} groups"
+        return check(True, f"{distinct:.0%} of the completions are distinct in their group")
+    text = f"all completions of a group are identical in {same} of {len(drawn)} groups{at}"
     fix = "Has the policy collapsed, or every draw the same seed? A higher temperature, a smaller learning rate."
-    return Finding("variety", False, text, got=f"{distinct:.0%} distinct", fix=fix)
+    return check(False, text, got=f"{distinct:.0%} distinct", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #2686b5ba
+LARGE = 1000.0  # of an advantage, or of the norm of the gradient of a mean over tokens; healthy ones are around 1
+
+
 def within_groups(groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]) -> np.ndarray:  # (samples,)
     "What a function gives for the samples of each live group, less its mean in the group."
     live = [np.asarray(values(g), np.float64) for g in groups if g.advantages is not None and not is_dead(g.rewards)]
@@ -433,10 +412,17 @@ def check_advantages(record: StepRecord) -> Finding:
     if own_function and apart:
         where = f"in {len(apart)} of {len(live)} live groups"
         text = f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}"
-        told = {"where": f"group {apart[0]}", "got": short(found[apart[0]].sum())}
-        return check(None, text, expected="0", **told, notable=True)
+        got = short(found[apart[0]].sum())
+        return check(None, text, expected="0", where=f"group {apart[0]}", got=got, notable=True)
     if own_function:
         return check(None, "they are those of an advantage_fn, which is not judged")
+    size, spread = (float(np.abs(side).max(initial=0.0)) for side in sides)
+    if spread >= LARGE:
+        text = f"rewards are up to {spread:.3g} from the mean of their group"
+        if size < LARGE:
+            return check(True, f"{text}; their scale does not reach the loss, as advantages are scaled", notable=True)
+        fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing beside them."
+        return check(None, f"{text} and advantages are not scaled: the loss is as large", fix=fix, notable=True)
     return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
 
 # %% ../../nbs/insight/00_xray.ipynb #ff9dc379
@@ -539,8 +525,7 @@ def sampler_words(record: StepRecord, allowed: Rounding) -> str:
 
 def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "On-policy, policy and sampler give each token the same logprob."
-    check = partial(Finding, "on-policy")
-    policy = scored_first(record)
+    check, policy = partial(Finding, "on-policy"), scored_first(record)
     if not policy or record.given:
         return check(None, without_loss(record))
     if apart := check_temperature("on-policy", record.groups, record.datums, policy):
@@ -663,7 +648,6 @@ def check_clipping(record: StepRecord) -> Finding:
     return check(True, text, notable=share > 0)
 
 # %% ../../nbs/insight/00_xray.ipynb #e9e90d60
-LARGE = 1000.0  # norm of the gradient of a mean over tokens; a healthy one is around 1
 SMALL = 1e-8  # norm of an update that does nothing
 COLLAPSE = 100.0  # how many times smaller learning rate and update must be than in the step before to be told
 BOLD = 0.02  # learning rate: AdamW moves a weight by about so much, and few weights are much larger
@@ -678,6 +662,14 @@ def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
     if not all(a >= COLLAPSE * b > 0 for a, b in zip(before, now, strict=True)):
         return ""
     return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
+
+
+def only_norms(metrics: Mapping[str, float]) -> bool:
+    "Whether a network moved by no more than its norms do: a layer with its matrices moves far more than one of them."
+    parts = {name.partition("/")[2]: moved for name, moved in metrics.items() if name.startswith("update_norm/")}
+    norm = parts.pop("norm", 0.0)
+    small = (moved == 0 or (part.startswith("layer") and moved <= 4 * norm) for part, moved in parts.items())
+    return norm > 0 and all(small)
 
 
 def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Finding:
@@ -715,6 +707,9 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Fi
         fix = "Set grad_clip_norm, and look at the size of the rewards and of the loss."
         text = f"the gradient is very large ({measured}) and not clipped"
         return check(False, text, expected=f"below {LARGE:g}", fix=fix)
+    if only_norms(m):
+        text = f"no more than the norms of the network moved (update norm {short(moved)})"
+        return check(None, text, fix="Are all other weights meant to be frozen (requires_grad)?", notable=True)
     text = f"gradient {measured}" + (f", clipped to {short(limit)}" if clipped else "")
     return check(True, text + (f", update norm {short(moved)}" if moved > 0 else ""), notable=True)
 

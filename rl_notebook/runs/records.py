@@ -14,7 +14,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import date, datetime, timedelta
 from datetime import time as dt_time
 from decimal import Decimal
@@ -152,6 +152,53 @@ def expect(value: Any, kind: type, what: str) -> None:
         fix = "Pass one of its records: loop.records[-1]." if hasattr(value, "records") else fix
         fix = "Await it first." if inspect.isawaitable(value) else fix
         raise RecordError(what, got=f"a {type(value).__name__}", expected=f"a {kind.__name__}", fix=fix)
+
+# %% ../../nbs/runs/00_records.ipynb #711dcfd4
+def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
+    "The policy's logprobs of a step, before the first of its updates where it made several; none without a loss."
+    old = [d.old_logprobs for d in record.datums if d.old_logprobs is not None]
+    if record.origin and record.loss is None and len(old) == len(record.datums):  # its trainer kept no loss
+        return tuple(map(Logprobs, old))
+    last = record.loss.logprobs if record.loss else ()
+    known = lambda d, lp: d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()  # NaN is never hidden
+    pairs = zip(record.datums, last, strict=bool(last))
+    first = [replace(lp, values=d.old_logprobs) if known(d, lp) else lp for d, lp in pairs]
+    unmoved = record.updates[0] if record.updates else len(first)  # the entropies behind it are of later policies
+    return (*first[:unmoved], *(replace(lp, entropy=None) for lp in first[unmoved:]))
+
+
+def version_at_start(record: StepRecord) -> int | None:
+    "Weight syncs before the step; None if the record does not tell."
+    versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
+    lag = record.metrics.get("staleness/mean", math.nan)
+    if versions and math.isfinite(lag):
+        return round(float(np.mean(versions)) + lag)
+    stamps = {lp.policy_version for lp in record.loss.logprobs} if record.loss else set()
+    return stamps.pop() if len(stamps) == 1 else None
+
+# %% ../../nbs/runs/00_records.ipynb #4b8cf193
+def begins(record: StepRecord) -> bool:
+    "Whether a step is the first of a run on fresh weights; of another trainer's it is not known."
+    return record.step == 1 and not record.origin and not version_at_start(record)
+
+
+def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | None:
+    "Whether the samples were drawn from the very weights that the step trained; None = the versions do not tell."
+    start = version_at_start(record)
+    if start is None:
+        return None
+    if record.metrics.get("staleness/max", 0.0) > 0:
+        return False
+    if record.step == 1 and not record.origin:
+        return True
+    if previous is None or previous.step != record.step - 1:
+        return None
+    before = version_at_start(previous)
+    if start > previous.policy_version or (before is not None and previous.policy_version > before):
+        return True  # synced after the last step, or at its end
+    if previous.trained:
+        return None if before is None else False
+    return True if previous.step == 1 else None
 
 # %% ../../nbs/runs/00_records.ipynb #e3945a10
 _TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag: kind, to JSON, from JSON
