@@ -5,8 +5,6 @@ chosen before the sentences were.
 """
 
 import asyncio
-import copy
-import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -15,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
+from tiny_models import always, one_thread, tiny, uneven  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import Completion, LossOutput, PromptGroup
@@ -27,18 +24,9 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.step import evaluate_loss
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.task.chat import sample_from_completion
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.toy import toy_reward, toy_rows
 
 Records = list[StepRecord]
-shipped = functools.cache(load_model)
-
-
-def tiny(change: Callable[[Any], Any] = lambda model: None, **options: Any) -> Backend:
-    "The tiny model as it ships, or with something done to it."
-    model, tokenizer = shipped("tiny")
-    model = copy.deepcopy(model)
-    change(model)
-    return open_local(model, tokenizer, **options)
 
 
 def opened(reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **given: Any) -> GRPOLoop:
@@ -68,11 +56,6 @@ def between(n: int, do: Callable[[GRPOLoop], Any], **given: Any) -> Records:
 
 
 # --- ways to go wrong ---------------------------------------------------------------------------------------------
-
-
-def always(value: float) -> Callable[[str], float]:
-    "A reward that tells nothing."
-    return lambda text: value
 
 
 def times(factor: float) -> Any:

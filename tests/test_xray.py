@@ -4,8 +4,6 @@ Every fault that is put into a real step is found, and a clean step raises no al
 """
 
 import asyncio
-import copy
-import functools
 import itertools
 import math
 import re
@@ -21,7 +19,6 @@ from hypothesis import strategies as st
 
 import rl_notebook as rln
 from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import Datum, PromptGroup, RecordError, RolloutSample
 from rl_notebook.core.datums import attach
@@ -31,13 +28,13 @@ from rl_notebook.core.metrics import step_metrics
 from rl_notebook.core.options import SURROGATE_KNOBS
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.step import evaluate_loss, loss_factory
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.insight.preflight import dead_share, preflight, round_trip
 from rl_notebook.insight.xray import TERM_WORDS, failed_words, first_not_finite, invariants
 from rl_notebook.insight.xray import measure_noise_floor, sentence, time_words, xray
 from rl_notebook.core.findings import Finding
 from synthetic import synthetic_record
-from tiny_models import byte_tokenizer, one_thread, tiny_model, uneven  # noqa: F401 (the fixture is used by every test)
+from tiny_models import always, byte_tokenizer, one_thread, tiny, uneven  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
     "prompt_groups_per_step": 4,
@@ -46,16 +43,6 @@ SMALL: dict[str, Any] = {
     "max_seq_len": 96,
     "learning_rate": 5e-4,
 }
-
-
-shipped = functools.cache(load_model)
-
-
-def tiny(change: Callable[[Any], Any] = lambda model: None, **options: Any) -> Backend:
-    "The tiny model as it ships, or with something done to it."
-    model, tokenizer = copy.deepcopy(shipped("tiny"))
-    change(model)
-    return open_local(model, tokenizer, **options)
 
 
 def steps(n: int = 1, reward: Any = toy_reward, *, backend: Any = None, **settings: Any) -> list[StepRecord]:
@@ -76,11 +63,6 @@ def fresh() -> StepRecord:
 
 
 # --- situations and what is said about them -------------------------------------------------------------------------
-
-
-def always(value: float) -> Callable[[str], float]:
-    "A reward that tells nothing."
-    return lambda text: value
 
 
 @pytest.mark.parametrize("loss", SURROGATE_KNOBS)

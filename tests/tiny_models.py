@@ -1,6 +1,9 @@
 "Tiny random models and a tokenizer of one byte a token, made from nothing in milliseconds."
 
+import copy
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from rl_notebook.backends.base import Backend
+from rl_notebook.backends.local.trainer import open_local
+from rl_notebook.task.toy import load_model
 
 EOS = 256
 
@@ -31,6 +38,22 @@ def one_thread():
 def uneven(text: str) -> float:
     "A reward that nearly always differs inside a group."
     return float(sum(map(ord, text)) % 7)
+
+
+def always(value: float) -> Callable[[str], float]:
+    "A reward that tells nothing."
+    return lambda text: value
+
+
+shipped = functools.cache(load_model)
+
+
+def tiny(change: Callable[[Any], Any] = lambda model: None, **options: Any) -> Backend:
+    "The tiny model as it ships, or with something done to it."
+    model, tokenizer = shipped("tiny")
+    model = copy.deepcopy(model)
+    change(model)
+    return open_local(model, tokenizer, **options)
 
 
 @functools.cache
