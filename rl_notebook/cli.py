@@ -571,14 +571,25 @@ def run_check(args: Sequence[str]) -> int:  # exit code
         print(CHECK)
         return 0
     from rl_notebook.recipes.open import check_backend
+    from rl_notebook.runs.records import replace_text
+    from rl_notebook.views.check import check_html
+    from rl_notebook.views.report import place_for
 
-    given = option_values(args)
+    parser = argparse.ArgumentParser(prog="rl-notebook check", add_help=False, allow_abbrev=False)
+    parser.add_argument("--report", type=Path)
+    report, rest = parser.parse_known_args(args)
+    place = report.report and place_for(report.report)  # refused now rather than after the check
+    given = option_values(rest)
     usual = CHECK_DEFAULTS.get(given.get("backend"), {})
     if "base_model" in given:  # then its tokenizer is not the usual one
         usual = {name: value for name, value in usual.items() if name == "lora_rank"}
-    found = asyncio.run(check_backend(Config.from_dict({}, usual | given), say=print))
+    cfg = Config.from_dict({}, usual | given)
+    found = asyncio.run(check_backend(cfg, say=print))
     for findings in found:
         print(f"\n{findings}")
+    if place is not None:
+        replace_text(place, check_html(cfg, found, shlex.join(["rl-notebook", "check", *rest])))
+        print(f"\n{place}")
     return int(bool(found[-1].failed))  # the last are the checks; what comes before are facts
 
 
@@ -590,8 +601,9 @@ CHECK_DEFAULTS: dict[Any, dict[str, Any]] = {  # small, and what most accounts c
     },
 }
 CHECK = """\
-usage: rl-notebook check --backend openai|tinker|fireworks [any option of train]
+usage: rl-notebook check --backend openai|tinker|fireworks [--report FILE.html] [any option of train]
 
+  --report FILE.html                  also writes what was found as one page, to send to who runs the service
   --served-model NAME                 openai: as the server names it; --base-model gives the tokenizer
   --base-url URL                      None = TINKER_BASE_URL or FIREWORKS_BASE_URL; the key is read from the environment
   --base-model NAME                   as the service names it

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import re
 import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
@@ -270,12 +271,17 @@ def emulated():
 def test_a_deviation_of_a_service_is_named(name, emulated, monkeypatch):
     "By `rl-notebook check`, with the SDK over HTTP; a service that does not deviate is accused of nothing."
     from rl_notebook.recipes.open import check_backend
+    from rl_notebook.views.check import check_html
 
     monkeypatch.setenv("TINKER_API_KEY", emulated.key.reveal())
     TINKER[name].plant(monkeypatch) if name else None
     KNOWN.clear()
     asked = {"backend": "tinker", "base_model": "tiny", "tokenizer_model": "tiny", "lora_rank": 2}
-    found = asyncio.run(check_backend(Config.from_dict(asked | {"base_url": emulated.url}), say=lambda line: None))[-1]
+    cfg = Config.from_dict(asked | {"base_url": emulated.url})
+    whole = asyncio.run(check_backend(cfg, say=lambda line: None))
+    found, page = whole[-1], check_html(cfg, whole, "rl-notebook check")
+    failed = page.partition("<h2>What does not hold</h2>")[2].partition("<h2>")[0]
+    assert re.findall(r"✗ ([\w ]+)", failed) == [f.name for f in found.failed]
     if name:
         row = found[TINKER[name].named]
         assert row.ok is not True or row.text.startswith("advantages"), repr(row)

@@ -28,7 +28,7 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.completions import OpenAISampler, probe, request_seed
 from rl_notebook.backends.services.openai import open_openai
 from rl_notebook.backends.services.wire import WaitNotice
-from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, Datum, SampleParams
+from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.core.retries import AdaptiveLimit, Retries
 
 __all__ = ["one_thread"]
@@ -679,11 +679,15 @@ def test_servers_of_other_makes(local, kind):
         asyncio.run(test(url))
 
 
-def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site, capsys):
+def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site, capsys, tmp_path):
     from rl_notebook.cli import run_check
 
     def said(url):
-        code = run_check(["--backend", "openai", "--base-url", url, "--served-model", "tiny"])
+        place = tmp_path / "new" / "check.html"
+        code = run_check(["--backend", "openai", "--base-url", url, "--served-model", "tiny", "--report", str(place)])
+        page = place.read_text(encoding="utf-8")
+        assert f"rl-notebook check --backend openai --base-url {url} --served-model tiny</code>" in page
+        assert ("What does not hold" in page) == bool(code)
         return code, capsys.readouterr().out
 
     with serve(Kin(local, "llama.cpp b9000").app) as url:
@@ -699,6 +703,9 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site,
         code, out = said(url)
     assert code == 1
     assert re.search(r"✗ completions of ids: .*no token ids came back", out)
+    (tmp_path / "mine.html").write_text("mine")
+    with pytest.raises(ConfigError, match=r"mine\.html: report: got something that this package did not"):
+        run_check(["--backend", "openai", "--base-url", "http://127.0.0.1:9", "--report", str(tmp_path / "mine.html")])
 
 
 # --- what comes in -----------------------------------------------------------------------------------------------

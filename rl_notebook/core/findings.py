@@ -8,6 +8,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, Self
 
 # %% auto #0
@@ -89,3 +90,9 @@ class Findings(tuple[Finding, ...]):
             more = f'<br><span style="color:{_MUTED};font-weight:400">{html.escape(f.details)}</span>' * bool(f.details)
             items.append(f'<li style="{style}">{f.mark} <b>{html.escape(f.name)}:</b> {html.escape(f.text)}{more}</li>')
         return "".join([*items, "</ul>"])
+
+# %% ../../nbs/core/11_findings.ipynb #61fd4d9f
+def texts_of_checks() -> dict[str, list[str]]:
+    "What is done for each check of a service, and what it means for training where it does not hold."
+    text = (resources.files("rl_notebook") / "assets" / "checks.txt").read_text(encoding="utf-8")
+    return {name: said.split(" | ") for name, _, said in (line.partition(": ") for line in text.splitlines())}

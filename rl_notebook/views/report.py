@@ -39,7 +39,7 @@ from .payloads import step_payloads, timeline_payload, token_rows
 from ..insight.xray import invariants, sentence
 
 # %% auto #0
-__all__ = ['write_report', 'run_status', 'follow', 'compare']
+__all__ = ['write_report', 'place_for', 'run_status', 'follow', 'compare']
 
 # %% ../../nbs/views/07_report.ipynb #eb65c025
 LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
@@ -455,15 +455,19 @@ def write_report(
     **options: Any,  # of `report_html`
 ) -> Path:
     "Write the report of a run, or of several; raises RecordError or ConfigError where that cannot be."
+    path = place_for(path)
+    replace_text(path, source.page() if hasattr(source, "page") else report_html(source, **options))
+    return path
+
+
+def place_for(path: str | os.PathLike[str]) -> Path:
+    "A path that a page may be written to, with its folder; raises RecordError or ConfigError where there is none."
     check_own(path, MADE, "report")
-    path = Path(path)
-    page = source.page() if hasattr(source, "page") else report_html(source, **options)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
         raise RecordError("cannot write", where=str(path), got=e.strerror, expected="a place for the report") from e
-    replace_text(path, page)
-    return path
+    return Path(path)
 
 # %% ../../nbs/views/07_report.ipynb #82ae54c9
 QUIET = 60.0  # seconds without a line before a run is called quiet, at least

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
@@ -36,7 +35,7 @@ from ...core.types import AdamParams, AlignmentError, BackendError, ConfigError,
 from ...core.types import LossError, SampleParams, needs
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.losses import LossOptions
-from ...core.findings import Finding, Findings
+from ...core.findings import Finding, Findings, texts_of_checks
 from ...core.retries import with_retries
 
 # %% auto #0
@@ -400,9 +399,9 @@ def within(name: str, gap: float, least: float, how: str = "") -> Finding:
     return Finding(name, bool(gap < least), nats(gap) + how, f"less than {least:g}")
 
 
-def about(name: str, ratio: float, expected: float, of: str = "of the step") -> Finding:
+def about(name: str, ratio: float, expected: float, of: str = "of the step", bound: float = 0.15) -> Finding:
     "Whether a change is the share of another that it should be, up to rounding."
-    return Finding(name, bool(abs(ratio - expected) < 0.15), f"{ratio:.3g} {of}", f"{expected:.3g}")
+    return Finding(name, bool(abs(ratio - expected) < bound), f"{ratio:.3g} {of}", f"{expected:.3g} ± {bound:g}")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #afba6af6
 def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
@@ -548,8 +547,8 @@ async def check_gradient(toy: Toy) -> list[Finding]:
     rows.append(Finding("one position moves another", bool(abs(there - here) < far), got, "one number"))
     rows.append(within("forward inside backward", metrics.get("forward_gap", 0.0), 0.05))
     if norm := metrics.get("grad_norm"):
-        ratio = once / (h * norm**2)
-        rows.append(Finding("size of a step", bool(0.6 < ratio < 1.6) or None, f"{ratio:.3g} of rate × norm²", "1"))
+        ratio, bounds = once / (h * norm**2), "0.6 to 1.6"
+        rows.append(Finding("size of a step", bool(0.6 < ratio < 1.6) or None, f"{ratio:.3g} of rate × norm²", bounds))
     return rows
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #02a87a60
@@ -583,7 +582,7 @@ async def check_optimizer(toy: Toy, h: float) -> list[Finding]:
         await trainer.optim_step(plain_descent(h))
         seen.append(float((await trainer.forward([datum]))[0].values[-1] - toy.logprobs[-1] - first))
         await trainer.load_state(between)
-    momentum = about("momentum", seen[0] / (first or math.nan), 0.474, "of the step before")
+    momentum = about("momentum", seen[0] / (first or math.nan), 0.474, "of the step before", 0.1)
     return [momentum, within("optimizer in a state", abs(seen[1] - seen[0]), VISIBLE / 2)]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #aca043a2
@@ -647,12 +646,6 @@ async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> 
         rows.append(within(name, abs(late.values[-1] - after.values[-1]), VISIBLE / 2))
     rows.append(within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2))
     return [*rows, within("trainer after a sync", changed, 0.02)]
-
-
-def texts_of_checks() -> dict[str, list[str]]:
-    "What is done for each check, and what it means for a run where it does not hold."
-    text = (resources.files("rl_notebook") / "assets" / "checks.txt").read_text(encoding="utf-8")
-    return {name: said.split(" | ") for name, _, said in (line.partition(": ") for line in text.splitlines())}
 
 
 async def check_contract(
