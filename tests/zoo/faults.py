@@ -142,6 +142,10 @@ def off_by_one(groups: Sequence[PromptGroup]) -> list[Datum]:
     return retold(groups, lambda values: [np.r_[v[1:], 0.0] for v in values])
 
 
+def first_is_zero(groups: Sequence[PromptGroup]) -> list[Datum]:
+    return retold(groups, lambda values: [np.r_[0.0, v[1:]] for v in values])
+
+
 def of_next_group(groups: Sequence[PromptGroup]) -> list[Datum]:
     n = len(groups[0].samples)
     return retold(groups, lambda values: [*values[n:], *values[:n]])
@@ -179,6 +183,8 @@ FAULTS: dict[str, Fault] = {
     "the server penalises repetition": Fault((NONE,), lambda run: forced(run, repetition_penalty=1.5)),
     "another template": Fault(TEXT, templated),
     "the server adds bos to everything": Fault(TEXT, lambda run: put(run.server, prefix=(run.tokenizer.bos_token_id,))),
+    "the server puts a token of the template in front": Fault(TEXT, lambda run: put(run.server, prefix=(4,))),
+    "and in half precision": Fault(TEXT, lambda run: put(run.server, prefix=(3,)), World(dtype="bfloat16", seed=17)),
     "rollouts are late": Fault(STALE, lambda run: late(run, 2)),
     "the adapter does not travel": Fault(STALE, lambda run: adapter_left_behind(run, 3), LORA),
     "the server computes in half precision":
@@ -191,6 +197,7 @@ FAULTS: dict[str, Fault] = {
     "the server has another vocabulary":
         Fault(("vocabulary",), lambda run: run.server.alter(partial(reordered, ids=slice(40, 240)))),
     "off by one": Fault(("shift",), collated(off_by_one)),
+    "the first logprob is 0": Fault(("filled in",), collated(first_is_zero)),
     "logprobs of another group": Fault(("wrong group",), collated(of_next_group)),
     "logprobs by arrival": Fault(("rows permuted",), collated(by_arrival)),
     "eos has no logprob": Fault(("non-finite",), collated(eos_has_no_logprob)),
@@ -200,5 +207,6 @@ FAULTS: dict[str, Fault] = {
     "several updates": Fault((CLEAN,), lambda run: {"minibatches": 3}, LORA),
     "two turns": Fault((CLEAN,), lambda run: {"turns": 2}),
     "half precision on both sides": Fault((CLEAN, *DTYPE), lambda run: None, World(dtype="bfloat16")),
+    "and hot": Fault((CLEAN, *DTYPE), lambda run: None, World(dtype="bfloat16", temperature=1.3)),
 }
 # fmt: on

@@ -16,14 +16,14 @@ import numpy as np
 
 from ...backends.base import Backend
 from .causes import CONTEXTS, FIXES, NONE, SETTLES, all_well, drawn_otherwise
-from .causes import dtype_or_batching
-from .causes import from_series, mask_leak, moved_rows, non_finite, other_logits, other_text
-from .causes import other_tokens, repeated, scatter, self_contradiction, shift, stale_weights
-from .causes import vocabulary, wrong_reference, written
+from .causes import dtype_or_batching, from_series, mask_leak, moved_rows, non_finite
+from .causes import other_logits, other_text, other_tokens, repeated, scatter
+from .causes import self_contradiction, shift, stale_weights, vocabulary, wrong_reference
+from .causes import written
 from ...config.aliases import words_for
 from ...task.chat import render
 from ...core.types import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
-from .evidence import LIKELY, SURE, Evidence, Cause, Redraw, beyond, differs, floor
+from .evidence import LIKELY, PLAUSIBLE, SURE, Evidence, Cause, Redraw, beyond, differs, floor
 from .evidence import gather, noise_floor, size, tolerance, where_it_sits
 from ...runs.records import StepRecord, html_table
 from ...core.gaps import ROUNDING, Rounding
@@ -174,7 +174,7 @@ def none_of_these(e: Evidence, best: float) -> Iterator[Cause]:
     "What is said when experiments were made, as far as no cause explains the gap."
     if differs(e) and "policy" in e.controls and best < SURE:
         text = f"{size(e.gap).mean:.2g} nats a token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
-        yield Cause(NONE, 1 - best, text)
+        yield Cause(NONE, min(1 - best, PLAUSIBLE), text)  # not all prompts that a server might read were tried
 
 
 def weigh(e: Evidence) -> Diagnosis:
@@ -287,9 +287,9 @@ def behind(d: Datum, prompt: Sequence[int]) -> Datum:
 
 
 def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
-    "The prompt as it reads when special tokens were lost or doubled."
+    "The prompt as it reads when special tokens were lost, doubled, or put in front, those that it has tried first."
     added, bos = getattr(tokenizer, "get_added_vocab", dict)(), getattr(tokenizer, "bos_token_id", None)
-    special = {*getattr(tokenizer, "all_special_ids", ()), *added.values()}  # ids that no text has
+    special = dict.fromkeys([*getattr(tokenizer, "all_special_ids", ()), *sorted(added.values())])  # ids of no text
     bare = [t for t in prompt if t not in special]
     end = max((i + 1 for i, t in enumerate(prompt) if t not in special), default=0)
     yield "without the first token", list(prompt[1:])
@@ -301,6 +301,8 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     if bos is not None:
         yield "a second BOS", [bos, *prompt]
         yield "a second and a third BOS", [bos, bos, *prompt]
+    for t in sorted(special, key=lambda t: t not in prompt)[:16]:
+        yield f"a foreign {tokenizer.decode([t])!r} ({t}) in front", [t, *prompt]
     if getattr(tokenizer, "chat_template", None):
         said = [{"role": "user", "content": tokenizer.decode(prompt)}]
         with contextlib.suppress(DataError):  # a template may refuse its own marks
@@ -333,7 +335,7 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(own))
     made = [*template_prompts(tokenizer, own), *padded_prompts(e, tokenizer, row), *other_prompts(e, row)]
     new = dict[tuple[int, ...], str]()
-    for name, p in made:
+    for name, p in sorted(made, key=lambda named: named[0].startswith("a foreign")):  # a pad token more is padding
         new.setdefault(tuple(p), name)  # the first name of a prompt that several ways come to
     found = {name: behind(d, p) for p, name in new.items() if 0 < len(p) <= room and [*p] != own}
     for by in (1, -1, 2, -2, 3, -3):
