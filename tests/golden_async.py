@@ -150,7 +150,8 @@ class Run:
         self.reasons: dict[int, str] = {}  # of rows that are back
         self.looking = asyncio.Event()
         self.counts: Counter[str] = Counter()
-        self.cfg = SimpleNamespace(drop_dead=True, prompt_groups_per_step=gate.groups_per_step, advantage_scale="batch")
+        steps = {"prompt_groups_per_step": gate.groups_per_step, "advantage_scale": "batch"}
+        self.cfg = SimpleNamespace(drop_dead=True, teacher_coeff=0.0, **steps)
         clock = asyncio.get_running_loop().time
         self.producer: Producer[Graded] = Producer(gate, self.take, self.row, self.useful, clock=clock)
 
