@@ -238,7 +238,8 @@ def check_series(batch: FrozenBatch, variant: Variant) -> None:
     o = variant.options
     reader = "policy_loss='reinforce'" if o.policy_loss == "reinforce" else f"tis={o.tis!r}"
     reader = f"anchor={o.anchor!r}" if o.anchor == "rollout" else reader
-    weight, taught = f"kl_beta={o.kl_beta:g}, teacher_coeff={o.teacher_coeff:g}", o.teacher_coeff > 0
+    taught = o.teacher_coeff > 0
+    weight = f"teacher_coeff={o.teacher_coeff:g}" if taught else f"kl_beta={o.kl_beta:g}"
     reader = weight if taught else reader
     needs = [
         ("sampler_logprobs", o.needs_sampler, reader, "Draw the completions from a sampler that reports logprobs."),
