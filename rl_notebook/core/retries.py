@@ -193,10 +193,10 @@ def with_retries_blocking(
 # %% ../../nbs/core/08_retries.ipynb #7c37c562
 async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:  # results, in the order of the calls
     "Await calls side by side; the first error cancels the others, waits for them, and is raised."
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(call) for call in calls]
-    except BaseExceptionGroup as failed:
-        first = failed.exceptions[0]
-        raise first from first.__cause__
-    return [task.result() for task in tasks]
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
