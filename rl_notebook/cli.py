@@ -352,7 +352,7 @@ async def diagnose_run(
 ) -> tuple[Diagnosis, bool]:  # and whether it asks for a fix
     "Diagnose the steps of a run: a line each, whether weights arrive, and one in full, or those that differ together."
     from rl_notebook.insight.doctor.doctor import concluded, weigh
-    from rl_notebook.insight.doctor.evidence import POOLED, gather, together
+    from rl_notebook.insight.doctor.evidence import POOLED, gather, pooled
     from rl_notebook.insight.sync import sync_truth
     from rl_notebook.runs.run import Run, readable
 
@@ -379,11 +379,10 @@ async def diagnose_run(
     if synced:
         say(f"\n{synced}")
     differ = [n for n, (_, said) in found.items() if not said.ok]
-    first = differ[0] if differ else max(found)
-    number = next((n for n in differ if found[n][1].certainty == "sure"), first)
+    number = next((n for n in differ if found[n][1].certainty == "sure"), min(differ, default=max(found)))
     e, name = found[number][0], f"step {number}"
     if number in differ and found[number][1].certainty != "sure":
-        e, several = together([found[n][0] for n in found]) or e, differ[:POOLED]
+        e, several = pooled([found[n][0] for n in found]) or e, differ[:POOLED]
         name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
     shown = concluded(e, run.tokenizer)
     if rescore:

@@ -12,8 +12,7 @@ import pandas as pd
 
 from ..core.findings import Finding
 from ..core.gaps import gap_between
-from .xray import scored_first
-from ..runs.records import StepRecord
+from ..runs.records import StepRecord, scored_first
 
 # %% auto #0
 __all__ = ['sync_distances', 'sync_truth']

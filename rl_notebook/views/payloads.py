@@ -21,10 +21,9 @@ from ..core.metrics import dead_marks
 from ..core.types import AlignmentError, Datum, DatumError, PromptGroup, RecordError, RolloutSample
 from ..show.html import prompt_text, shown_text, token_texts
 from ..core.options import SEQUENCE_RATIO
-from ..runs.records import StepRecord, expect, utf8
+from ..runs.records import StepRecord, expect, scored_first, utf8
 from ..runs.run import metrics_row
 from ..insight.doctor.evidence import Evidence, gather, mismatch
-from ..insight.xray import scored_first
 
 # %% auto #0
 __all__ = ['History', 'history_row', 'reward_payload', 'advantages_payload']

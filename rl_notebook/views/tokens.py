@@ -22,9 +22,8 @@ from ..core.types import Datum, DatumError
 from ..insight.doctor.doctor import SETTLED, Diagnosis, weigh
 from ..insight.doctor.evidence import Evidence, tolerance
 from ..core.gaps import ROUNDING
-from ..insight.xray import version_at_start
 from ..show.html import HUES, SOFT, folded, number, table, tag, tint, token_strip
-from ..runs.records import StepRecord
+from ..runs.records import StepRecord, version_at_start
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
 from .payloads import NOISE, TokenRow, all_series, evidence_of, plain, token_payload, token_rows
 from .payloads import trainer_of

@@ -673,8 +673,8 @@ async def check_contract(
             rows += [await check_losses(toy, h, can.builtin_losses)] if can.builtin_losses else []
         rows += [*await check_optimizer(toy, 2 * h), *await check_sync(toy, sampler, sync, h)]
         await policy.load_state(start)
-    told = [replace(f, fix=texts_of_checks()[f.name][1]) for f in rows]
-    return Findings(told, "does the service do what we think?")
+    means = texts_of_checks()
+    return Findings([replace(f, fix=means[f.name][1]) for f in rows], "does the service do what we think?")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #e2a38b7c
 @dataclass

@@ -16,9 +16,9 @@ import pandas as pd
 
 from ...core.datums import sample_of, target_series
 from ...core.types import AlignmentError, Datum, DatumError, Logprobs
-from ...runs.records import StepRecord
+from ...runs.records import StepRecord, scored_first
 from ...core.gaps import Gap, Rounding, rounding, short
-from ..xray import correlation, scored_first
+from ..xray import correlation
 from ...show.html import token_text
 
 # %% auto #0
@@ -360,7 +360,7 @@ def gather(
 POOLED = 8  # steps
 
 
-def together(parts: Sequence[Evidence]) -> Evidence | None:
+def pooled(parts: Sequence[Evidence]) -> Evidence | None:
     "The first steps in which both sides differ as one evidence, with the stamps of the first; None = none do."
     differ = [k for k, e in enumerate(parts) if differs(e)][:POOLED]
     if not differ:
