@@ -195,6 +195,12 @@ class CausalModel:
         self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
         self.unknown = frozenset[int]()  # ids that have no share in its logprobs
 
+    def over(self, copied: nn.Module) -> CausalModel:
+        "The same over a copy of the model, which needs no probe of its own."
+        made = CausalModel(copied, self.route)
+        made.no_tree = self.no_tree
+        return mask_ids(made, sorted(self.unknown))
+
     def features(
         self, ids: Tensor, positions: Tensor | None = None, cache: Any = None, highest: int = 0, keep: int = 0
     ) -> Tensor:

@@ -755,12 +755,13 @@ def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | N
             tokenizer.save_pretrained(folder)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #01e608db
-def reference_of(state: PolicyState, run: Worker, score_as: Callable[[nn.Module], Scoring]) -> LocalReference:
-    "What the policy began with: under LoRA its base, else a copy."
-    own: Any = {"source": "reference", "versions": Versions()}
-    if hasattr(state.module, "disable_adapter"):  # the base chooses its experts itself
-        return LocalReference(replace(state.scoring, routers=None, **own), run, state.module.disable_adapter)  # type: ignore[arg-type]
-    return LocalReference(replace(score_as(frozen_copy(state.module, state.params)), **own), run)
+def reference_of(state: PolicyState, run: Worker) -> LocalReference:
+    "What the policy began with: under LoRA its base, else a copy; it chooses its experts itself."
+    scoring = replace(state.scoring, source="reference", versions=Versions(), routers=None)
+    if hasattr(state.module, "disable_adapter"):
+        return LocalReference(scoring, run, state.module.disable_adapter)  # type: ignore[arg-type]
+    copied = scoring.causal.over(frozen_copy(state.module, state.params))
+    return LocalReference(replace(scoring, causal=copied), run)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #7426524a
 def score_at(state: PolicyState, judge: LocalReference | None, temperature: float) -> None:
@@ -815,10 +816,9 @@ def open_local(
     if router_replay:
         engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter)
-    opened_as = {"routes": ("modules", "full"), "sampling": False}
-    score_as = lambda m: Scoring(mask_ids(open_model(m, **opened_as), unknown), *limits)
-    state = PolicyState(module, replace(score_as(module), routers=routers), params, load_in_8bit=load_in_8bit)
-    judge = reference_of(state, run, score_as) if reference else None
+    causal = mask_ids(open_model(module, routes=("modules", "full"), sampling=False), unknown)
+    state = PolicyState(module, Scoring(causal, *limits, routers=routers), params, load_in_8bit=load_in_8bit)
+    judge = reference_of(state, run) if reference else None
     if gradient_checkpointing:
         checkpoint_layers(module)
     policy, sampler = LocalTrainer(state, run), LocalSampler(engine, draws)
