@@ -16,7 +16,7 @@ import torch
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import AGGREGATIONS
-from rl_notebook.core.types import ConfigError, LossError, PhaseError, RewardError, RolloutSample, SampleParams
+from rl_notebook.core.types import ConfigError, LossError, PhaseError, RewardError
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.state import PHASES
 from rl_notebook.task.data import load_rows
@@ -86,30 +86,6 @@ def test_the_error_of_a_reward_function_is_short_and_keeps_its_line():
     assert [f.name for f in traceback.extract_tb(raised.tb)][1:] == ["refused_in_turns", "score_phase"]
 
 
-def test_a_phase_out_of_order_says_what_is_missing():
-    loop = make_loop()
-    with pytest.raises(PhaseError, match=r"score in step 1: got no prompts, sample yet. Run loop.prompts\(\)"):
-        loop.score()
-    loop.prompts()
-    with pytest.raises(PhaseError, match=r"got no sample yet. Run await loop.sample\(\)"):
-        loop.score()
-
-
-def test_running_a_phase_again_discards_what_depended_on_it_and_nothing_else():
-    async def main():
-        loop = make_loop()
-        await up_to(loop, "loss")
-        drawn = loop.state.values["sample"]
-        loop.score(lambda text: float(len(text)))
-        assert loop.state.values["sample"] is drawn
-        assert set(loop.state.values) == {"prompts", "sample", "score"}
-        assert loop.state.current == "advantages"
-        groups = loop.advantages()
-        assert [len(s.text) for s in groups[0].samples] == [s.reward for s in groups[0].samples]
-
-    run(main())
-
-
 @pytest.mark.parametrize("change", [{"aggregation": "sequence_mean"}, {"aggregation": "sum"}, {"policy_loss": "gspo"}])
 def test_what_loss_was_asked_for_is_trained_and_recorded(change):
     async def main():
@@ -156,16 +132,6 @@ def test_backward_again_replaces_the_gradient():
     run(main())
 
 
-def test_after_the_update_earlier_phases_name_undo():
-    async def main():
-        loop = make_loop()
-        await up_to(loop, "optimize")
-        with pytest.raises(PhaseError, match=r"step 1 has updated the weights. Go back with await loop.undo\(\)"):
-            loop.score()
-
-    run(main())
-
-
 # --- undo -----------------------------------------------------------------------------------------------------------
 
 
@@ -191,23 +157,6 @@ def test_undo_restores_weights_optimizer_cursor_and_sampler(finished):
         assert "sync/gap" in first.metrics
         for name in first.metrics:
             assert again.metrics[name] == pytest.approx(first.metrics[name], nan_ok=True), name
-
-    run(main())
-
-
-def test_undo_to_a_phase_keeps_what_came_before():
-    async def main():
-        loop = make_loop()
-        await up_to(loop, "finish")
-        before = loop.cursor.consumed
-        await loop.undo(to="loss")
-        assert set(loop.state.values) == {"prompts", "sample", "score", "advantages", "datums", "reference"}
-        assert loop.cursor.consumed == before
-        await loop.reference()
-        loop.loss(policy_loss="gspo")
-        record = await loop.step()
-        assert record.step == 1
-        assert record.trained
 
     run(main())
 
@@ -313,19 +262,6 @@ def test_a_greedy_step_that_failed_leaves_no_gradient_behind():
 # --- windows --------------------------------------------------------------------------------------------------------
 
 
-def test_a_window_syncs_at_its_end():
-    async def main():
-        loop = make_loop(rows=24, weight_sync_interval=2, reward=lambda text: float(len(text)))
-        records = await loop.run(4, progress=False)
-        assert [r.step for r in records] == [1, 2, 3, 4]
-        versions = [{s.policy_version for g in r.groups for s in g.samples} for r in records]
-        assert versions == [{0}, {0}, {1}, {1}]
-        assert loop.policy_version == 2
-        assert loop.state.cursor.consumed == 12
-
-    run(main())
-
-
 def stop_in(loop, step, phase="backward"):
     "Request a stop during a phase of a step."
     method = getattr(loop, phase)
@@ -341,43 +277,6 @@ def stop_in(loop, step, phase="backward"):
 def texts(record):
     "What a step was trained on, in order."
     return [(g.key, s.text) for g in record.groups for s in g.samples]
-
-
-def test_a_step_that_was_drawn_ahead_keeps_its_groups():
-    async def main():
-        loop = make_loop(weight_sync_interval=2, reward=LENGTH, keep=ALL)
-        _, second = await loop.run(2, progress=False)
-        await loop.undo()
-        assert loop.state.current == "advantages"
-        assert (loop.state.number, loop.cursor.consumed) == (2, 6)
-        again = await loop.step()
-        assert texts(again) == texts(second)
-        assert again.metrics["grad_norm"] == pytest.approx(second.metrics["grad_norm"])
-        assert [p.number for p in loop.prompts()] == [6, 7, 8]
-
-    run(main())
-
-
-# --- running, stopping ----------------------------------------------------------------------------------------------
-
-
-def test_a_stop_takes_effect_after_the_phase_and_nothing_is_lost():
-    async def main():
-        loop = make_loop(rows=12)
-        score = loop.score
-
-        def stopping(*args, **named):
-            loop.stop()
-            return score(*args, **named)
-
-        loop.score = stopping
-        records = await loop.run(progress=False)
-        assert records == []
-        assert loop.state.current == "advantages"
-        loop.score = score
-        assert [r.step for r in await loop.run(progress=False)] == [1, 2, 3, 4]
-
-    run(main())
 
 
 # --- rewards that wait ----------------------------------------------------------------------------------------------
@@ -462,33 +361,6 @@ def test_an_interrupt_ends_the_wait_for_a_reward(plain):
     assert loop.state.current == "score"
     loop.change(reward=LENGTH)
     assert run(loop.step()).step == 1
-
-
-# --- rollouts -------------------------------------------------------------------------------------------------------
-
-
-def test_a_rollout_factory_of_the_seed_documents():
-    def make_rollout_fn(setup):
-        async def rollout_fn(sample_prompt):
-            if sample_prompt["sample_index"] == 5:
-                return None
-            params = SampleParams(**setup.sample_kwargs, seed=sample_prompt["seed"])
-            [c] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
-            return RolloutSample(
-                tokens=list(c.full_tokens),
-                logprobs=[0.0] * c.prompt_len + list(c.sampling_logprobs),
-                loss_mask=[0] * c.prompt_len + [1] * len(c.tokens),
-                reward=toy_reward(c.text, sample_prompt["answer"]) + len(c.text),
-                finish_reason=c.finish_reason,
-                text=c.text,
-            )
-
-        return rollout_fn
-
-    record = run(make_loop(reward=make_rollout_fn).step())
-    assert record.trained
-    assert all(len(g.samples) == 5 for g in record.groups)
-    assert record.metrics["rollout/num_dropped"] == 3
 
 
 # --- what the backend cannot do -------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import time
 import traceback
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import httpx
 import numpy as np
@@ -23,11 +22,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends.services import wire
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.completions import OpenAISampler, probe, request_seed
 from rl_notebook.backends.services.openai import open_openai
-from rl_notebook.backends.services.wire import WaitNotice
 from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.core.retries import AdaptiveLimit, Retries
 
@@ -240,18 +237,6 @@ def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name):
         asyncio.run(test(url))
 
 
-def test_retry_after_is_obeyed(site):
-    app = Moody(site[0], ["429:1"])
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            await sampler.sample(PROMPT, SampleParams(max_tokens=2, seed=1))
-
-    with serve(app) as url:
-        asyncio.run(test(url))
-    assert 0.9 < app.times[1] - app.times[0] < QUICK.deadline_s / 2
-
-
 def test_a_server_that_is_not_there():
     async def test():
         retries = Retries(deadline_s=2.0, first_wait_s=0.05)
@@ -311,30 +296,6 @@ def test_answers_that_cannot_be_used_are_refused(name):
         async with sampler_at(url) as sampler:
             with pytest.raises(kind, match=match):
                 await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-
-    with serve(canned(choice)) as url:
-        asyncio.run(test(url))
-
-
-SCORED = {
-    "not shifted": ({"logprobs": {"token_logprobs": [-0.5] * 6}}, "-0.5 for token 0"),
-    "too short": ({"prompt_logprobs": [None, {"6": {"logprob": -1.0}}]}, "2 entries; expected 5"),
-    "other ids": ({"prompt_logprobs": [None] + [{"3": {"logprob": -1.0}}] * 4}, "none for token 1"),
-    "other echo": (
-        {"logprobs": {"token_logprobs": [None, *[-1.0] * 5], "tokens": [f"token_id:{i}" for i in range(6)]}},
-        "other tokens than were sent",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SCORED)
-def test_scores_that_do_not_fit_are_refused(name):
-    choice, match = SCORED[name]
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            with pytest.raises(AlignmentError, match=match):
-                await sampler.logprobs(PROMPT)
 
     with serve(canned(choice)) as url:
         asyncio.run(test(url))
@@ -529,24 +490,6 @@ def test_a_folder_that_the_server_cannot_see_leaves_the_old_weights(tmp_path):
         asyncio.run(test(url))
 
 
-def test_a_server_that_keeps_its_old_head_is_caught(tmp_path):
-    "It answers 200 and serves a mixture, as vLLM on a CPU does with tied embeddings."
-    server = emulated(model(), byte_tokenizer(), tmp_path)
-    head = server.serving().backend.sync.served.pop("lm_head.weight")
-
-    async def test(url):
-        async with opened(url, tmp_path) as backend:
-            backend.policy.state.module.config.tie_word_embeddings = True
-            snapshot = await step(backend, 1)
-            with pytest.raises(BackendError, match=r"version 1.*differ from the trainer's.*keeps the old output head"):
-                await backend.sync(snapshot)
-            assert backend.sampler.policy_version == 0
-
-    with serve(app_of(server)) as url:
-        asyncio.run(test(url))
-    assert head.shape == (258, 32)
-
-
 def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
     servers = [emulated(model(), byte_tokenizer(), tmp_path / name) for name in ("first", "second")]
 
@@ -570,20 +513,6 @@ def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
 
     with serve(app_of(servers[0])) as first, serve(app_of(servers[1])) as second:
         asyncio.run(test((first, second)))
-
-
-def test_another_model_behind_the_address_is_noticed(tmp_path):
-    server = emulated(tiny_model(seed=7, context=96), byte_tokenizer(), tmp_path)
-
-    async def test(url):
-        with pytest.raises(BackendError, match="the server's model: got logprobs off by"):
-            async with opened(url, tmp_path, lora_rank=4):
-                pass
-        async with opened(url, tmp_path) as backend:  # whole weights are simply sent
-            assert (await gap_to_policy(backend))[0] < 1e-4
-
-    with serve(app_of(server)) as url:
-        asyncio.run(test(url))
 
 
 def test_servers_without_weight_sync(site, tmp_path):
@@ -799,20 +728,6 @@ def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_fr
         asyncio.run(test((first, second)))
 
 
-def spoken(monkeypatch, every_s) -> list[str]:
-    "What is said of silences, which count from so many seconds on."
-    lines = []
-    monkeypatch.setattr(wire, "WaitNotice", partial(WaitNotice, say=lines.append, every_s=every_s))
-    return lines
-
-
-async def said(lines, pattern):
-    "Wait until it is; the thread that says it is not waited for by anything else."
-    async with asyncio.timeout(60):
-        while not any(re.search(pattern, line) for line in lines):
-            await asyncio.sleep(0.01)
-
-
 def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherwise(tmp_path):
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
@@ -828,31 +743,3 @@ def test_a_server_that_was_left_paused_is_resumed_if_it_is_ours_and_named_otherw
 
     with serve(app_of(server)) as url:
         asyncio.run(test(url))
-
-
-def test_what_takes_long_says_so_with_the_time_and_the_reason(site, monkeypatch):
-    lines = spoken(monkeypatch, 0.2)
-    app = Moody(site[0], ["slow:0.7", "503:0.7"])
-
-    async def test(url):
-        async with sampler_at(url) as sampler:
-            for line in (r"waiting for \d s, POST /v1/completions$", "; 1 attempt failed, the last with status 503"):
-                await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-                await said(lines, line)
-
-    with serve(app) as url:
-        asyncio.run(test(url))
-
-
-@pytest.mark.parametrize("key", ["sk-not-a-réal-key", "sk-not-a-real-key\n", "sk-not\x00a-key"])
-def test_a_key_that_no_header_can_carry_is_refused_before_it_is_sent(site, tmp_path, key):
-    before = site[0].running
-
-    async def test():
-        with pytest.raises(BackendError, match=r"a key: got .* expected visible ASCII") as caught:
-            async with opened(site[1], tmp_path, key=key):
-                pass
-        assert not any(part in str(caught.value) for part in (key, "sk-", "real", "a-key"))
-
-    asyncio.run(test())
-    assert site[0].running == before

@@ -163,14 +163,6 @@ def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
     assert Run.open("run").record(3).sources["reward uneven"] not in hashes
 
 
-def test_a_name_that_leads_nowhere_says_where_it_was_looked_for(desk, capsys):
-    assert command(["train", *OPTIONS, "--rewards", "my_rewards:close_enough"]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "rl-notebook train: reward: got 'my_rewards:close_enough'; expected an importable module" in said
-    assert f"Looked in the working directory {desk}, then in " in said
-
-
 def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
     sys.path.insert(0, str(desk))
     import my_functions  # type: ignore[import-not-found]

@@ -188,23 +188,6 @@ def test_in_float32_they_differ_by_rounding(family, rank):
     compare(family, [*a_group(), *a_group(seed=1, count=3)], 10_000, False, rank, "float32", 1e-4, 1e-6)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_layers_that_are_computed_again_leave_the_same_gradient(rank):
-    "To the bit, as a tree and row by row, and nothing else sees the wrapped layers."
-    if rank:
-        pytest.importorskip("peft")
-    for datums in (a_group(), strangers()):
-        found = []
-        for on in (False, True):
-            backend = open_local(tiny_model(), byte_tokenizer(), inline=True, lora_rank=rank, gradient_checkpointing=on)
-            asyncio.run(backend.policy.forward_backward_custom(datums, weighted(False)))
-            scored = asyncio.run(backend.reference.forward(datums))
-            found.append((gradient(backend), np.concatenate([s.values for s in scored])))
-        (a, x), (b, y) = found
-        assert torch.equal(a, b)
-        np.testing.assert_array_equal(x, y)
-
-
 # --- when it is done ---------------------------------------------------------------------------------------------
 
 

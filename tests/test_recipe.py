@@ -16,10 +16,10 @@ from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.backends.local.trainer import open_local, read_folder
 from rl_notebook.cli import main as command
 from rl_notebook.config.config import DeployConfig
-from rl_notebook.core.types import BackendError, ConfigError, DataError, PhaseError, RLNotebookError, RolloutRun
+from rl_notebook.core.types import BackendError, ConfigError, DataError, RLNotebookError, RolloutRun
 from rl_notebook.core.types import RolloutSample, SampleParams
 from rl_notebook.recipes import async_rl_loop, rl_loop
-from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, load_problem, main, make_problem, train
+from rl_notebook.recipes.rl_loop import Config, Problem, RunResult, load_problem, main, make_problem
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.chat import sample_from_completion
@@ -85,15 +85,6 @@ def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
     run = RunFolder.open(tmp_path / "run")
     assert run.steps == [1, 2]
     assert [record.groups[0].row["ground_truth"] for record in run] in (["1", "2"], ["2", "1"])
-
-
-def test_inside_a_running_loop_main_refuses_and_names_train():
-    async def notebook() -> RunResult:
-        with pytest.raises(PhaseError, match=r"In a notebook use: await train\(cfg, \.\.\.\)"):
-            main(Config(**SMALL))
-        return await train(Config(**SMALL, steps=1), problem=toy(), say=lambda line: None, progress=False)
-
-    assert asyncio.run(notebook()).steps == 1
 
 
 # --- what is loaded -------------------------------------------------------------------------------------------------

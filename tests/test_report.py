@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import html
 import json
@@ -23,7 +22,7 @@ from rl_notebook.insight.xray import sentence
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.views.payloads import History, advantages_payload, reward_payload, run_payloads
-from rl_notebook.views.report import completions_html, tokens_payload, Known, Status, charts_of_last_step
+from rl_notebook.views.report import Known, Status, charts_of_last_step
 from rl_notebook.views.report import charts_over_steps, compare, follow, linked, material, report_html, run_status
 from rl_notebook.views.report import write_report
 
@@ -42,60 +41,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
-
-
-def test_completions_are_those_of_the_first_groups_with_signal():
-    record = synthetic_record(2, groups=3, completions=4)
-    same = lambda g: replace(g, samples=tuple(replace(s, reward=1.0) for s in g.samples))
-    record = replace(record, groups=(same(record.groups[0]), *record.groups[1:]))
-    said, table = completions_html(record, "t0", limit=0)
-    group = record.groups[1]
-    assert "the first 1 of 2 prompts with signal; 1 without are left out" in said
-    assert table["rows"] == [
-        {
-            "id": f"step=2&group=1&sample={i}",
-            "group": 1,
-            "sample": i,
-            "prompt": group.row["question"],
-            "text": s.text,
-            "reward": s.reward,
-            "advantage": a,
-            "length": len(s.text),
-            "finish_reason": s.finish_reason,
-        }
-        for i, (s, a) in enumerate(zip(group.samples, group.advantages.tolist(), strict=True))
-    ]
-    assert len(completions_html(record, "t0")[1]["rows"]) == 8
-    said, table = completions_html(record, "t0", {0, 1}, 0)
-    assert "group 0 and 1, as it is named" in said
-    assert [row["group"] for row in table["rows"]] == [0] * 4 + [1] * 4
-
-
-def test_tokens_and_their_numbers_as_a_report_holds_them():
-    record, at = synthetic_record(2, groups=2, completions=3), "step=2&group=1&sample=2"
-    payload = tokens_payload(record, {1}, tokenizer=Letters())
-    assert list(payload) == [f"step=2&group=1&sample={i}" for i in range(3)]
-    i = next(i for i, d in enumerate(record.datums) if (d.group, d.sample) == (1, 2))
-    sample, datum, first = record.groups[1].samples[2], record.datums[i], record.groups[1].samples[2].prompt_len
-    values = payload[at].pop("values")
-    assert payload[at] == {
-        "first": first,
-        "ids": sample.tokens[first:].tolist(),
-        "texts": [{"\n": "⏎", " ": "·"}.get(c, c) for c in sample.text],
-        "roles": "s" * len(sample.text),
-        "series": [
-            ["sampler", "sampler logprob"],
-            ["policy", "policy logprob"],
-            ["old", "old logprob"],
-            ["ref", "reference logprob"],
-            ["dlogprob", "dL/dlogprob"],
-        ],
-    }
-    known = [datum.sampler_logprobs, record.loss.logprobs[i].values, datum.old_logprobs, datum.ref_logprobs]
-    expected = np.array([*known, record.loss.dlogprobs[i]])[:, first - 1 :].astype("<f4")
-    assert base64.b64decode(values) == expected.tobytes()
-    assert "texts" not in tokens_payload(record, {1})[at]
-    assert list(tokens_payload(record, {0, 1}, named={1}, limit=0)) == list(payload)
 
 
 def test_a_run_and_its_records_give_the_same_material(run: RunFolder):

@@ -174,16 +174,6 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return Runs()
 
 
-@pytest.mark.variant
-def test_an_uninterrupted_run_repeats_and_is_worth_comparing(whole, tmp_path):
-    found = numbers(whole["full"])
-    assert list(found) == list(range(STEPS + 1))
-    assert sum("update_norm" in row for row in found.values()) >= STEPS - 1  # nearly every step trains
-    assert [found[s]["policy_version"] for s in range(1, 9)] == sorted(found[s]["policy_version"] for s in range(1, 9))
-    run(SETTINGS | {"log_path": str(tmp_path / "run")})
-    assert_same_run(tmp_path / "run", whole["full"])
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.variant(but="full]")
 def test_kill_9_anywhere_and_resume_gives_the_same_numbers(variant, whole, tmp_path):

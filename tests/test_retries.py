@@ -2,10 +2,8 @@
 
 import asyncio
 import math
-import random
 import time
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,29 +97,3 @@ def test_a_cancelled_call_ends_at_once_and_is_not_made_again(where):
 
     asyncio.run(asyncio.wait_for(cancelled(), 30))
     assert len(tries) == 1
-
-
-def test_ctrl_c_is_no_failure_of_the_network():
-    def once():
-        tries.append(1)
-        raise KeyboardInterrupt
-
-    tries = []
-    with pytest.raises(KeyboardInterrupt):
-        with_retries_blocking(once, Retries())
-    assert len(tries) == 1
-
-
-def test_the_jitter_follows_from_the_seed_alone():
-    "Each call has its own generator: Python's and numpy's global ones do not move it."
-
-    def pauses(seed, around):
-        random.seed(around)
-        np.random.seed(around)
-        return both(["passing"], Retries(5, seed=seed))[0][2]
-
-    assert pauses(seed=1, around=0) == pauses(seed=1, around=1)
-    assert pauses(seed=1, around=0) != pauses(seed=2, around=0)
-
-
-# --- there is no other --------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import asyncio
 import functools
-import math
 import os
 import signal
 import sqlite3
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from errors import failed
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_notebook.core.types import Completion, RewardError, RolloutSample
@@ -22,10 +21,8 @@ from rl_notebook.task.rewards import (
     LIMITS,
     Limits,
     MathVerify,
-    final_answer,
     graded,
     gsm8k_reward,
-    last_boxed,
     make_length_reward,
     make_soft_overlong,
     parse_number,
@@ -33,7 +30,6 @@ from rl_notebook.task.rewards import (
     score,
     score_blocking,
     tagged_integer_reward,
-    weighted_total,
 )
 
 CHAT = make_row({"id": "q17", "question": "48/2+48?", "answer": "72", "level": "easy"})
@@ -58,14 +54,6 @@ def test_any_text_is_read_without_an_exception(text):
     for wrapped in (text, f"<answer>{text}</answer>", f"\\boxed{{{text}}}", f"#### {text}"):
         assert gsm8k_reward(wrapped, "#### 72") in (0.0, 1.0)
         assert tagged_integer_reward(wrapped, "<answer>72</answer>") in (0.0, 1.0)
-
-
-@given(st.text(alphabet="ab{}\\", max_size=30))
-def test_a_boxed_answer_has_matched_braces(text):
-    found = last_boxed(text.replace("ab", "\\boxed{"))
-    if found is not None:
-        bare = found.replace("\\{", "").replace("\\}", "")
-        assert bare.count("{") == bare.count("}")
 
 
 @pytest.mark.parametrize(
@@ -112,15 +100,6 @@ def test_any_of_several_accepted_answers_counts(name):
     wrap = "<answer>{}</answer>".format
     row = make_row({"question": "q", "answer": [wrap(72), wrap(73)]})
     assert score_blocking([wrap(72), wrap(73), wrap(74)], row, name).totals.tolist() == [1, 1, 0]
-
-
-def test_where_the_answer_stands():
-    assert final_answer("<answer>1</answer><answer>2</answer>") == "1"
-    assert final_answer("\\boxed{1} \\boxed{2}") == "2"
-    assert final_answer("#### 1\n#### 2\nmore") == "2"
-    assert final_answer("<answer>\\boxed{5}</answer>") == "5"
-    assert final_answer("<think><answer>1</answer></think>") is None
-    assert gsm8k_reward("<think>#### 72", "72") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -257,120 +236,7 @@ def test_native_gets_what_it_names():
     assert values(lambda text: torch.tensor(0.5)) == [0.5, 0.5]
 
 
-# --- several, weighted, unscorable
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from([0.0, 0.5, 1.0, -2.0]), st.lists(st.none() | st.floats(-5, 5), min_size=3, max_size=3)
-        ),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_weighted_total_against_plain_python(columns):
-    table = [np.array([math.nan if v is None else v for v in cells]) for _, cells in columns]
-    totals = weighted_total(table, [w for w, _ in columns])
-    for i, total in enumerate(totals):
-        said = [w * cells[i] for w, cells in columns if w != 0 and cells[i] is not None]
-        assert math.isnan(total) if not said else total == pytest.approx(sum(said))
-
-
-def test_none_is_unscorable_and_not_zero():
-    samples = [RolloutSample([1, 2], [0, -1], [0, 1], 0.0, text=t) for t in ("ab", "a")]
-    judge, watch = (
-        reward_fn(lambda text: 1.0 if len(text) > 1 else None, name="j"),
-        reward_fn(len, name="w", style="native"),
-    )
-    scores = score_blocking(samples, CHAT, [judge, watch], weights=[1.0, 0.0])
-    assert [s.reward for s in graded(samples, scores)] == [1.0, None]
-    assert graded(samples, scores)[1].rewards == {"j": None, "w": 1.0}
-    failed(lambda: graded(samples[:1], scores), "scores", got="2", expected="1, one per sample")
-
-
 # --- misbehaviour: each message names function, group, sample, row, and what was got
-
-
-@pytest.mark.parametrize(
-    ("bad", "got"),
-    [
-        (math.nan, "nan"),
-        (math.inf, "inf"),
-        ("1.0", "'1.0'"),
-        (np.float32("nan"), "nan"),
-    ],
-)
-def test_a_value_that_is_no_reward(bad, got):
-    def mine(text):
-        return bad if text == "7" else 1.0
-
-    where, number = "group 3, sample 1 (row 'q17')", "a finite number, at most 1e+30 in size, or None"
-    failed(lambda: values(mine, group=3), "'mine'", where=where, got=f"{got} for completion '7'", expected=number)
-    failed(lambda: values(lambda completions: [0, bad], group=3), where=where, got=f"{got} for completion '7'")
-
-
-def test_a_function_that_raises_is_never_zero():
-    def mine(text):
-        return float(text)
-
-    where, said = "group 3, sample 1 (row 'q17')", "ValueError: could not convert"
-    error = failed(lambda: values(mine, texts=["72", "x" * 200], group=3), "'mine' raised", where=where, got=said)
-    assert f"for completion '{'x' * 80}'; expected" in str(error)  # and no more of it
-    assert isinstance(error.__cause__, ValueError)
-
-    async def later(completion, answer):
-        await asyncio.sleep(0)
-        raise KeyError("tests")
-
-    failed(lambda: values(later), "'later' raised", where="sample 0 (row 'q17')", got="KeyError: 'tests'")
-
-
-@pytest.mark.parametrize(
-    ("result", "got"),
-    [([1.0], "1 values"), ([1.0] * 3, "3 values"), (1.0, "1.0"), ("ab", "'ab'"), (None, "None"), ({}, "{}")],
-)
-def test_a_batch_of_the_wrong_shape(result, got):
-    def mine(completions):
-        return result
-
-    wrong = lambda: values(mine, group=0)
-    got = f"{got} for 2 completions, the first '72'"
-    failed(wrong, "'mine'", where="group 0 (row 'q17')", got=got, expected="a list of 2, one per completion")
-
-
-def test_a_row_without_answer_is_an_error_only_for_rewards_that_need_one():
-    bare = make_row({"id": "q19", "question": "?"})
-    for needs, name in (
-        (gsm8k_reward, "answer"),
-        (lambda solution_str, ground_truth: 1, "ground_truth"),
-        (lambda completions, solution: [1, 1], "solution"),
-    ):
-        failed(
-            lambda needs=needs: values(needs, row=bare),
-            where="sample 0 (row 'q19')" if needs is gsm8k_reward else "row 'q19'",
-            got=f"no value for its parameter {name}",
-            fix="Does the row have an answer?" if needs is gsm8k_reward else "",
-        )
-    assert values(lambda text: 1.0, row=bare) == [1, 1]
-
-
-def test_other_refusals():
-    asked = lambda functions, *weights: lambda: score_blocking(["a"], CHAT, functions, *weights)
-    failed(asked([]), "reward functions", got="no reward function")
-    failed(asked([lambda a: 1, lambda b: 1]), got="'<lambda>' twice", expected="different ones")
-    failed(asked("gsm8k", [1, 2]), "weights", got="2", expected="1")
-    failed(asked("gsm8k", [math.nan]), "weight", got="nan", expected="a finite")
-    failed(lambda: score_blocking([], CHAT, "gsm8k"), "completions", got="none", expected="at least 1")
-    failed(lambda: values(lambda: 1.0), got="no value for its parameter (it has none)")
-
-    def half(completions, log_extra):
-        log_extra("note", ["only one"])
-        return [1, 1]
-
-    failed(lambda: values(half), "log_extra('note')", got="1", expected="2 values")
-    assert values(lambda text: asyncio.sleep(0, 0.5)) == [0.5, 0.5]  # a plain function may return an awaitable
 
 
 @pytest.mark.filterwarnings("error")
@@ -394,14 +260,6 @@ def test_a_failure_leaves_no_coroutine_behind():
 def judge():
     pytest.importorskip("math_verify")
     return MathVerify(timeout=5)
-
-
-def test_math_verify_compares_symbolically(judge):
-    row = make_row({"prompt": "?", "answer": r"\frac{1}{2}"})
-    texts = [r"\boxed{0.5}", r"<answer>\frac{2}{4}</answer>", r"\boxed{2}", "0.5"]
-    assert values(judge, texts=texts, row=row) == [1, 1, 0, 0]
-    assert values(judge, texts=["#### 72"], row=make_row({"prompt": "?", "answer": "so\n#### 72"})) == [1]
-    assert judge.timeouts == 0
 
 
 @pytest.mark.parametrize(
@@ -556,12 +414,3 @@ def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
     watched = [reward_fn(judge, weight=0), "format"]  # one of no weight spoils nothing
     assert asyncio.run(score(texts, CHAT, watched, limits=limits)).totals.tolist() == [0, 0]
     never.set()
-
-
-def test_an_interrupt_ends_a_wait_that_blocks():
-    async def forever(text):
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.Event().wait()
-
-    with pytest.raises(KeyboardInterrupt):
-        score_blocking(["a"], CHAT, forever)

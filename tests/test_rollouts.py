@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import AlignmentError, BackendError, Completion, ConfigError, RewardError, RolloutRun
+from rl_notebook.core.types import AlignmentError, BackendError, Completion, RewardError, RolloutRun
 from rl_notebook.core.types import RolloutSample, SampleParams
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.loop.rollouts import Breaker, RolloutSetup, as_rollout_fn, assemble, draw_completions, draw_rollouts
-from rl_notebook.loop.rollouts import draw_seed, is_rollout_fn, prompt_seed
-from rl_notebook.recipes.open import build_deployment_sampler
-from rl_notebook.task.chat import sample_from_completion, start_conversation
+from rl_notebook.loop.rollouts import Breaker, assemble, draw_completions, draw_rollouts
+from rl_notebook.loop.rollouts import draw_seed, prompt_seed
+from rl_notebook.task.chat import start_conversation
 from rl_notebook.task.data import Prompt, Rollouts, Row, load_rows
 from rl_notebook.task.toy import load_model, toy_rows
 
@@ -84,19 +83,6 @@ def test_a_function_gets_the_context_that_it_names_and_nothing_else(names, every
         expected = whole | {"rollout_index": i}
         assert {k: v for k, v in got.items() if k in expected} == {k: expected[k] for k in names}
         assert got.get("more", {}) == ({k: v for k, v in expected.items() if k not in names} if everything else {})
-
-
-def test_what_is_a_rollout_function():
-    class Callable:
-        async def __call__(self, sample_prompt, epoch=0):
-            return sample()
-
-    assert is_rollout_fn(Callable())
-    assert is_rollout_fn(as_rollout_fn(Callable()))
-    assert not is_rollout_fn(lambda text, sample_prompt: 1.0)
-    assert not is_rollout_fn([lambda text: 1.0])
-    with pytest.raises(ConfigError, match="parameter: got tools; expected row_index, epoch, rollout_index, evaluation"):
-        as_rollout_fn(lambda sample_prompt, tools: None)
 
 
 # --- what is tried again ---------------------------------------------------------------------------------------------
@@ -476,28 +462,3 @@ def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_
         assert "no questions" in reason or "differs from the chat template's rendering" in reason
     with pytest.raises(AlignmentError, match=r"rollout 1.*(no questions|differs from the chat template's rendering)"):
         asyncio.run(loop_of(factory, **own, unfit_turns="raise").step())
-
-
-def test_several_requests_of_one_draw_draw_different_tokens():
-    asked = []
-
-    class Noting(Shaky):
-        async def sample(self, prompt_tokens, params):
-            asked.append(params)
-            return await super().sample(prompt_tokens, params)
-
-    setup = RolloutSetup(Noting(), None, SampleParams(max_tokens=5), 4)
-
-    async def twice(sample_prompt):
-        sampler = build_deployment_sampler(setup)
-        first, second = [await sampler.sample_with_prompt_tokens([1, 3], max_tokens=m) for m in (3, 4)]
-        assert (first[0].prompt_len, second[0].text) == (2, "")
-        return sample_from_completion(second[0], reward=1.0)
-
-    draw(twice, n=3)
-    assert [p.max_tokens for p in asked].count(3) == 3
-    assert len({p.seed for p in asked}) == 6
-    assert {p.seed for p in asked if p.max_tokens == 3} == {prompt_seed(0, 41) + i for i in range(3)}
-    asked.clear()
-    asyncio.run(build_deployment_sampler(setup).sample_with_prompt_tokens([1, 3]))
-    assert asked[0].seed is None, "outside a draw there is nothing to derive one from"

@@ -243,23 +243,6 @@ def test_other_families_are_noted_and_replayed(family):
 # --- what replay restores -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_other_choices_alone_are_undone_to_the_last_digit(normalised):
-    "Only the choice is perturbed: full replay leaves float32 noise, no replay leaves half a nat."
-
-    async def main():
-        backend = opened(tiny_mixture(normalised=normalised))
-        datums = await draw(backend)
-        quiet = await gaps(backend, limited(datums, "none"))
-        perturb(backend, only_choice)
-        none, completion, whole = [await gaps(backend, limited(datums, to)) for to in ("none", "completion", "all")]
-        assert whole.max() <= 2 * quiet.max() < 1e-5
-        assert none.mean() > 1e-3
-        assert whole.mean() < completion.mean() < none.mean()
-
-    asyncio.run(main())
-
-
 def test_a_blank_lets_the_trainer_choose():
     "Notes of some tokens only: the pass is that of a model which chooses at the others."
 

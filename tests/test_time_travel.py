@@ -15,7 +15,7 @@ from test_loop import ALL, LENGTH, SMALL, make_loop, same, texts, up_to, weights
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import BackendError, ConfigError, DataError, PhaseError, RecordError, RewardError
-from rl_notebook.insight.replay import compare_loops, replay
+from rl_notebook.insight.replay import replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.state import PHASES, StepState
 from rl_notebook.recipes.rl_loop import replay_step, train
@@ -50,41 +50,6 @@ def assert_equal(ours, theirs, rel=0.0):
 
 
 # --- the phase under way --------------------------------------------------------------------------------------------
-
-
-def watch(loop, seen):
-    "Note which phase the loop says is running whenever it asks something of its backend."
-    backend = loop.backend
-    for owner, names in [
-        (backend.policy, ("forward_backward_custom", "optim_step", "save_weights_for_sampler")),
-        (backend.reference, ("forward",)),
-        (backend.sampler, ("sample",)),
-    ]:
-        for name in names:
-            wrap(owner, name, lambda: seen.append(loop.running))
-
-
-def wrap(owner, name, before):
-    "Call something before a method."
-    method = getattr(owner, name)
-
-    def both(*args, **kwargs):
-        before()
-        return method(*args, **kwargs)
-
-    setattr(owner, name, both)
-
-
-def test_a_loop_says_which_phase_is_running():
-    async def main():
-        loop, seen = make_loop(), []
-        watch(loop, seen)
-        await loop.step()
-        await loop.evaluate(loop.rows[:1])
-        assert list(dict.fromkeys(seen)) == ["sample", "reference", "backward", "optimize", "sync", "evaluate"]
-        assert loop.running == ""
-
-    run(main())
 
 
 SOME = lambda text, question: float(len(text)) if "?" in question else 1.0  # some groups are dead
@@ -368,21 +333,6 @@ def test_an_interrupt_stops_all_loops_that_run_and_the_handler_comes_back():
         assert (len(ours), loop.stop_requested, branch.stop_requested) == (1, True, True)
         assert len(theirs) <= 1
         assert signal.getsignal(signal.SIGINT) is handler
-
-    run(main())
-
-
-def test_loops_are_compared_by_name_and_step():
-    async def main():
-        loop = await begun()
-        branch = await loop.branch(kl_beta=0.5)
-        await asyncio.gather(loop.step(), branch.step())
-        table = compare_loops(loop, branch)
-        assert list(table.index) == [("main", 1), ("main", 2), ("kl_beta=0.5", 2)]
-        assert table.index.names == ["loop", "step"]
-        assert table.loc[("kl_beta=0.5", 2), "kl_beta"] == 0.5
-        assert table["reward"].unstack("loop").loc[2].nunique() == 1  # the same batch
-        assert len(compare_loops()) == 0
 
     run(main())
 

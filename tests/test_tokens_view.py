@@ -62,42 +62,6 @@ def long_datum(size: int, seed: int = 0, **changes) -> Datum:
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
-def test_one_sample_as_plain_values():
-    (row,) = token_rows([small_datum(key="q", truncated_tokens=4)], policy_logprobs=POLICY)
-    payload = token_payload(row, Words("a", " b", "\n", special=(6,)))
-    series = {s["name"]: s for s in payload.pop("series")}
-    assert payload == {
-        "where": "group 0, sample 0 (row 'q')",
-        "address": "",
-        "facts": ["advantage 0.5", "prompt 3 tokens, scored 2, masked 0, cut 4"],
-        "tokens": [5, 6, 7, 8, 9],
-        "texts": ["⏎", "a", "·b", "⏎", "a"],
-        "special": [1],
-        "roles": "pppss",
-        "prompt": 3,
-        "cut": 4,
-        "first": "policy-sampler",
-        "clip": None,
-        "pair": ["policy", "sampler"],
-        "notes": [],
-    }
-    assert list(series) == ["policy", "old", "sampler", "policy-sampler", "policy-old", "ratio", "mask"]
-    assert series["policy-sampler"] == {
-        "name": "policy-sampler",
-        "label": "policy − sampler",
-        "kind": "difference",
-        "values": [None, None, -0.5, 0.25],
-        "center": 0.0,
-        "limit": 3.0,
-        "near": 0.01,
-        "floor": 2e-4,
-        "worst": [2, 3],
-        "bad": [],
-    }
-    assert series["mask"]["values"] == [0.0, 0.0, 1.0, 1.0]
-    assert series["ratio"]["values"] == [None, None, float(f"{np.exp(-0.5):.7g}"), 1.0]
-
-
 @pytest.mark.parametrize(
     ("options", "ratio", "clipped"),
     [

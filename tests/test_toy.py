@@ -36,12 +36,6 @@ def digits_of(question):
     return sorted(int(c) for c in question if c.isdigit())
 
 
-def test_heldout_questions_are_not_even_reorderings_of_train_ones():
-    seen = {tuple(digits_of(row["question"])) for row in toy.toy_rows(3000, seed=1)}
-    for split in ("heldout", "hard"):
-        assert not seen & {tuple(digits_of(row["question"])) for row in toy.toy_rows(1000, seed=2, split=split)}
-
-
 def test_rows_are_right_distinct_and_repeatable():
     for split, count in (("train", 5), ("heldout", 5), ("hard", 6)):
         rows = toy.toy_rows(300, seed=5, split=split)
@@ -49,20 +43,6 @@ def test_rows_are_right_distinct_and_repeatable():
         assert len({row["question"] for row in rows}) == 300
         assert {len(digits_of(row["question"])) for row in rows} == {count}
         assert all(int(row["answer"]) == sum(digits_of(row["question"])) for row in rows)
-
-
-@given(st.integers(-999, 999), st.integers(-999, 999))
-def test_reward_compares_the_number_behind_the_last_marker(said, right):
-    assert toy.toy_reward(f"1 2 #### 7 #### {said}", str(right)) == float(said == right)
-    assert toy.toy_reward(f"#### {said}", f"a worked solution #### {right}") == float(said == right)
-    assert toy.toy_reward(str(right), str(right)) == 0.0
-
-
-@pytest.mark.parametrize(
-    "bad", ["", "25", "####", "#### x", "a #### 25", "#### 25 26", "3 #### 25 #### 25", "-3 #### 2"]
-)
-def test_format_reward_refuses(bad):
-    assert toy.toy_format_reward(bad) == 0.0
 
 
 # ---- tokenizer and chat template

@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 
 from rl_notebook.config.config import Config, WandBConfig
-from rl_notebook.core.types import ConfigError, MissingExtra, RecordError
+from rl_notebook.core.types import RecordError
 from rl_notebook.runs import trackers as m
 from rl_notebook.runs.trackers import open_trackers
 
@@ -232,74 +232,6 @@ def board_of(folder: Path):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     return reader.EventAccumulator(str(folder / "tensorboard")).Reload()
-
-
-def test_tensorboard(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard")
-    monkeypatch.setenv("MY_TOKEN", SECRET)
-    (tracker,) = open_trackers(["tensorboard"], run_name="sums", config=CONFIG, log_path=tmp_path)
-    run(tracker)
-    read = board_of(tmp_path)
-    assert [(e.step, e.value) for e in read.Scalars("reward")] == [(1, 0.25), (2, 1.0)]
-    assert [(e.step, e.value) for e in read.Scalars("kl/k3")] == [(1, 0.5)]
-    assert all(abs(e.wall_time - os.path.getmtime(tmp_path)) < 600 for e in read.Scalars("reward"))
-    (event,) = read.Tensors("config/text_summary")
-    text = event.tensor_proto.string_val[0].decode()
-    assert all(line.startswith("    ") for line in text.splitlines())
-    assert json.loads(text)["learning_rate"] == 5e-5
-    assert "https://***@example.org" in text
-    assert SECRET.encode() not in everything(tmp_path)
-
-
-def test_tensorboard_after_a_resume_shows_one_line(tmp_path):
-    pytest.importorskip("tensorboard")
-    for steps in ([(1, 0.1), (2, 0.2), (3, 0.3)], [(2, 0.25), (3, 0.35)]):
-        (tracker,) = open_trackers(["tensorboard"], run_name=None, config={}, log_path=tmp_path)
-        run(tracker, [(step, {"reward": reward}) for step, reward in steps])
-    read = board_of(tmp_path)
-    assert [(e.step, round(e.value, 3)) for e in read.Scalars("reward")] == [(1, 0.1), (2, 0.25), (3, 0.35)]
-
-
-# ---- opening
-
-
-@pytest.mark.parametrize("name", ["wandb", "trackio", "tensorboard"])
-def test_a_missing_package_names_the_command(name, monkeypatch, tmp_path):
-    for module in [name, *(k for k in sys.modules if k.split(".")[0] == name)]:
-        monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingExtra, match=rf"pip install 'rl-notebook\[{name}\]'"):
-        open_trackers([name], run_name="a", config={}, log_path=tmp_path)
-
-
-def test_what_was_started_is_finished_when_another_fails(monkeypatch, tmp_path):
-    finished = []
-
-    class Fine:
-        def log(self, metrics, step): ...
-
-        def finish(self):
-            finished.append(True)
-
-    def fails(*_):
-        raise RecordError("report_to='wandb' did not start")
-
-    monkeypatch.setitem(m._OPEN, "trackio", lambda *_: Fine())
-    monkeypatch.setitem(m._OPEN, "wandb", fails)
-    with pytest.raises(RecordError, match="did not start"):
-        open_trackers(["trackio", "wandb"], run_name="a", config={}, log_path=tmp_path)
-    assert finished == [True]
-    opened = open_trackers(["trackio", "trackio"], run_name="a", config={}, log_path=tmp_path)
-    assert len(opened) == 1
-    assert finished == [True]
-    assert isinstance(opened[0], m.Tracker)
-
-
-def test_what_cannot_be_opened():
-    with pytest.raises(ConfigError, match="got 'mlflow'; expected any of wandb, trackio, tensorboard"):
-        open_trackers(["mlflow"], run_name=None, config={}, log_path=None)
-    with pytest.raises(ConfigError, match="got no log_path; expected a run folder"):
-        open_trackers(["tensorboard"], run_name=None, config={}, log_path=None)
-    assert open_trackers([], run_name=None, config={}, log_path=None) == []
 
 
 # ---- a whole run

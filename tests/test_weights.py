@@ -318,6 +318,3 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
 
 WeightsInAnyOrder.TestCase.settings = hypothesis.settings(stateful_step_count=40)
 TestWeightsInAnyOrder = WeightsInAnyOrder.TestCase
-
-
-CHANGES = ("append", "appendleft", "pop", "popleft", "clear", "extend", "remove", "add", "update", "setdefault")

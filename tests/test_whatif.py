@@ -14,7 +14,7 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config, TISConfig
 from rl_notebook.core.advantages import group_advantages, with_advantages
-from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, make_loss_fn
+from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import (
     AdamParams,
     AlignmentError,
@@ -133,49 +133,6 @@ def test_ppo_with_kl_and_correction_is_the_formula():
     assert row["loss"] == pytest.approx(value.mean(), rel=1e-12)
 
 
-def test_aggregations_are_the_formula():
-    record, x = made_up(1)
-    names = {a: {"aggregation": a, "max_completion_tokens": 16} for a in AGGREGATIONS}
-    result = what_if(record, names)
-    per_token, n, s = np.repeat(x["n"], x["n"]), x["n"].sum(), len(x["n"])
-    divisor = {
-        "token_mean": n,
-        "sequence_mean": s * per_token,
-        "prompt_mean": 2 * np.repeat([x["n"][:3].sum(), x["n"][3:].sum()], [x["n"][:3].sum(), x["n"][3:].sum()]),
-        "sample_mean": s,
-        "constant": 16 * s,
-        "sum": 1,
-    }
-    for a in AGGREGATIONS:
-        np.testing.assert_allclose(flat(record.datums, result.dlogprobs[a]), -x["A"] / divisor[a], rtol=1e-12)
-    longer = n / (16 * s)
-    assert result.table.note["constant"] == f"direction of recorded, {longer:.3g} times as long"
-    assert result.table.note["token_mean"] == "same gradient as recorded"
-    assert result.table.cosine["sample_mean"] == pytest.approx(1, abs=1e-12)
-
-
-@pytest.mark.parametrize("policy_loss", POLICY_LOSSES)
-def test_every_loss_agrees_with_differences(policy_loss):
-    record, _ = made_up(2)
-    settings = {"policy_loss": policy_loss, "kl_beta": 0.2, "kl_estimator": "k2"}
-    result = what_if(record, {"v": settings})
-    found = result.dlogprobs["v"][0]
-    batch, h = FrozenBatch.of(record), 1e-6
-    if policy_loss in ("gspo", "cispo", "vespo", "dppo_tv", "dppo_kl"):  # their gradient is not that of their value
-        weight = make_loss_fn(batch.datums, **settings)
-        leaves = [torch.tensor(p.values, requires_grad=True) for p in batch.policy_logprobs]
-        weight(batch.datums, leaves)[0].backward()
-        np.testing.assert_allclose(found, leaves[0].grad.nan_to_num().numpy())
-        return
-    for t in np.flatnonzero(record.datums[0].active):
-        value = {}
-        for sign in (1, -1):
-            moved = [p.values.copy() for p in batch.policy_logprobs]
-            moved[0][t] += sign * h
-            value[sign] = what_if(batch.moved(moved), {"v": settings}).table.loss["v"]
-        assert found[t] == pytest.approx((value[1] - value[-1]) / (2 * h), abs=1e-6)
-
-
 ADVANTAGES = {
     "loo": ({"advantage_scale": "loo"}, lambda r, everything: (r - r.mean()) * len(r) / (len(r) - 1)),
     "none": ({"advantage_scale": "none"}, lambda r, everything: r - r.mean()),
@@ -214,6 +171,13 @@ TRAINED = {
     "dr. grpo": {"aggregation": "constant", "advantage_scale": "none"},
     "as groups arrive": {"min_samples_per_fwd_bwd": 6, "aggregation": "sample_mean"},
     "k1, no kl term": {"kl_beta": 0.0, "kl_metric": True, "kl_estimator": "k1"},
+    "several updates": {
+        "policy_loss": "cispo",
+        "aggregation": "sum",
+        "max_samples_per_fwd_bwd": 4,
+        "ppo_n_minibatches": 2,
+    },
+    "several updates, tis": {"policy_loss": "ppo", "tis_enabled": True, "ppo_n_minibatches": 3},
 }
 
 
@@ -231,18 +195,14 @@ def test_the_recorded_loss_and_gradient_come_out_again(name):
     assert output.loss == pytest.approx(record.loss.loss, rel=1e-4, abs=1e-6)
     assert reproduction_error(result.batch, output) < REPRODUCED
     assert "NOT" not in result.headline
+    assert (len(record.updates) > 1) == ("updates" in name)
+    assert "cause is not known" not in sentence(record)
     for ours, theirs in zip(output.dlogprobs, record.loss.dlogprobs, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(np.abs(g).max() for g in record.loss.dlogprobs))
 
 
 def test_a_record_that_lies_is_noticed():
     assert "NOT reproduced" in what_if(synthetic_record(20), {}).headline
-
-
-def test_on_a_fresh_batch_losses_of_the_ratio_are_one(record):
-    names = ("ppo", "gspo", "cispo", "dapo", "sapo", "importance_sampling", "dro")
-    table = what_if(record, {n: {"policy_loss": n} for n in names}).table
-    assert set(table.note[list(names)]) == {"same gradient as recorded"}
 
 
 def test_a_custom_loss_is_compared_by_its_recorded_gradient():
@@ -262,20 +222,13 @@ def length_reward(text: str) -> float:
     return -float(len(text))
 
 
-def test_the_steps_own_rewards_change_nothing(record):
-    lab = reward_lab(record, REWARDS)
-    np.testing.assert_array_equal(lab.samples.new_reward, lab.samples.reward)
-    np.testing.assert_allclose(lab.samples.new_advantage, lab.samples.advantage, atol=1e-12)
-    assert [lab.summary[name] for name in ("sign_flips", "swapped_pairs", "come_alive", "die")] == [0] * 4
-
-
-@pytest.mark.parametrize("settings", [{}, {"advantage_scale": "none"}, {"ddof": 0}])
+@pytest.mark.parametrize("settings", [{}, {"advantage_scale": "none"}])
 def test_another_reward_is_compared_by_the_steps_own_rule(settings):
     record = trained(1, **settings)
     lab = reward_lab(record, length_reward)
     for g in record.groups:
         r = np.array([-float(len(s.text)) for s in g.samples])
-        want = group_advantages(r, scale=settings.get("advantage_scale", "std"), ddof=settings.get("ddof", 1))
+        want = group_advantages(r, scale=settings.get("advantage_scale", "std"))
         rows = lab.samples[lab.samples.group == g.index]
         np.testing.assert_allclose(rows.new_advantage, want)
         swapped = sum((g.rewards[i] - g.rewards[j]) * (r[i] - r[j]) < 0 for i in range(len(r)) for j in range(i))
@@ -403,7 +356,6 @@ def test_what_the_record_lacks_is_named(record):
 # --- what the weights make of it ----------------------------------------------------------------------------------
 
 KINDS = {
-    "qwen3": {},
     "tied llama": {"family": "llama", "tied": True},
     "gpt2": {"family": "gpt2"},
     "lora": {"lora_rank": 4},
@@ -492,7 +444,7 @@ def by_hand(module: torch.nn.Module, datum: Datum, dlogprob: np.ndarray) -> torc
     return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in parts])
 
 
-@pytest.mark.parametrize("options", [{}, {"family": "llama", "tied": True}, {"lora_rank": 4}])
+@pytest.mark.parametrize("options", [{"family": "llama", "tied": True}, {"lora_rank": 4}])
 def test_norms_and_products_are_those_of_autograd(options):
     backend = tiny_backend(dtype="float64", **options)
     datums, dlogprobs = random_datums(2)
@@ -594,27 +546,6 @@ def test_gradients_asked_at_the_wrong_place(stepped):
 
 
 # --- several updates a step ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"policy_loss": "ppo"},
-        {"policy_loss": "gspo", "aggregation": "sequence_mean"},
-        {"policy_loss": "cispo", "aggregation": "sum", "max_samples_per_fwd_bwd": 4},
-        {"policy_loss": "ppo", "tis_enabled": True, "ppo_n_minibatches": 3},
-    ],
-    ids=str,
-)
-def test_a_clean_step_of_several_updates_is_reproduced(settings: dict):
-    record = trained(**{"ppo_n_minibatches": 2} | settings)
-    assert len(record.updates) > 1
-    result = what_if(record, {"sum": {"aggregation": "sum"}})
-    assert "NOT reproduced" not in result.headline
-    assert result.outputs[RECORDED].loss == pytest.approx(record.loss.loss, rel=1e-4)
-    assert "cause is not known" not in sentence(record)
-    assert "cause is not known" not in sentence(result.as_record("sum"))
 
 
 def test_the_change_of_several_updates_is_predicted_and_realised():

@@ -14,13 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import rl_notebook as rln
 from rl_notebook.backends.base import Backend
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import Datum, PromptGroup, RecordError, RolloutSample
+from rl_notebook.core.types import Datum, RecordError, RolloutSample
 from rl_notebook.core.datums import attach
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
@@ -29,9 +27,9 @@ from rl_notebook.core.options import SURROGATE_KNOBS
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.task.toy import toy_reward, toy_rows
-from rl_notebook.insight.preflight import dead_share, preflight, round_trip
+from rl_notebook.insight.preflight import preflight
 from rl_notebook.insight.xray import TERM_WORDS, failed_words, first_not_finite, invariants
-from rl_notebook.insight.xray import measure_noise_floor, sentence, time_words, xray
+from rl_notebook.insight.xray import sentence, time_words, xray
 from rl_notebook.core.findings import Finding
 from synthetic import synthetic_record
 from tiny_models import always, byte_tokenizer, one_thread, tiny, uneven  # noqa: F401 (the fixture is used by every test)
@@ -220,13 +218,6 @@ def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batc
     assert not lies, f"{len(lies)} of {len(combinations(batch))}: {next(iter(lies.items()))}"
 
 
-def test_a_gradient_that_clipping_removed_is_named(fresh: StepRecord):
-    gone = replace(fresh.loss, dlogprobs=[np.zeros_like(g) for g in fresh.loss.dlogprobs])
-    record = replace(fresh, loss=gone, metrics={k: v for k, v in fresh.metrics.items() if "norm" not in k})
-    assert sentence(record).startswith("✗ update: the gradient is 0.")
-    assert "update" in failed(record)
-
-
 # --- invariants -----------------------------------------------------------------------------------------------------
 
 
@@ -245,7 +236,7 @@ def test_a_gradient_that_clipping_removed_is_named(fresh: StepRecord):
     ],
     ids=str,
 )
-@pytest.mark.variant(every=2)
+@pytest.mark.variant(every=3)
 def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
     records = steps(2, **settings)
     found = {r.step: failed(r, p, weight_sync_interval=1) for r, p in zip(records, [None, *records], strict=False)}
@@ -316,15 +307,6 @@ def test_the_first_bad_tensor_is_named(fresh: StepRecord, name: str):
     sentence(record)  # says something, whatever was spoilt
 
 
-def test_the_cause_comes_before_its_consequences(fresh: StepRecord):
-    record = fresh
-    for spoil, _ in reversed(BAD_TENSORS.values()):
-        record = spoil(record)
-    assert first_not_finite(record).startswith("rewards is nan")
-    late = in_loss("logprobs", math.nan)(replace(fresh, loss=replace(fresh.loss, loss=math.nan)))
-    assert sentence(late).startswith("✗ finite: policy_logprobs is nan at group")
-
-
 def hole(r: StepRecord) -> StepRecord:
     first, dlogprob = r.datums[0], r.loss.dlogprobs[0]
     at = first_target(first)
@@ -337,93 +319,21 @@ def metric(name: str, number: float) -> Callable[[StepRecord], StepRecord]:
     return lambda r: replace(r, metrics=dict(r.metrics) | {name: number})
 
 
-def datums(change: Callable[[Datum], Datum], **fields: Any) -> Callable[[StepRecord], StepRecord]:
-    return lambda r: replace(r, datums=[change(d) for d in r.datums], **fields)
-
-
-def groups(change: Callable[[PromptGroup], PromptGroup]) -> Callable[[StepRecord], StepRecord]:
-    return lambda r: replace(r, groups=[change(g) for g in r.groups])
-
-
-def samples(change: Callable[[RolloutSample, PromptGroup], RolloutSample]) -> Callable[[StepRecord], StepRecord]:
-    return groups(lambda g: replace(g, samples=[change(s, g) for s in g.samples]))
-
-
-def test_a_solved_task_gets_no_red_cross():
-    "All completions are the same right one; where they earn nothing, both are said to have failed."
-    for reward, marks in ((1.0, [None, None]), (0.0, [False, False])):
-        same = samples(lambda s, g, reward=reward: replace(g.samples[0], reward=reward))(synthetic_record(1))
-        record = replace(same, datums=(), loss=None, reason="all groups are dead")
-        assert [named(xray(record), name).ok for name in ("signal", "variety")] == marks
-
-
-def over_the_batch(r: StepRecord) -> StepRecord:
-    found = [replace(g, advantages=g.rewards - 0.4) for g in r.groups]
-    own = {(g.index, i): a for g in found for i, a in enumerate(g.advantages)}
-    return replace(r, groups=found, datums=[replace(d, advantage=own[d.group, d.sample]) for d in r.datums])
-
-
 def neighbours(r: StepRecord) -> StepRecord:
     turned = [*r.datums[5:], *r.datums[:5]]
     return replace(r, datums=[replace(d, advantage=e.advantage) for d, e in zip(r.datums, turned, strict=True)])
 
 
-FAULTS: dict[str, tuple[Callable[[StepRecord], StepRecord], str]] = {
-    "shifted sampler logprobs": (
-        datums(lambda d: replace(d, sampler_logprobs=np.roll(d.sampler_logprobs, 1))),
-        "on-policy",
-    ),
-    "wrong reference": (datums(lambda d: replace(d, ref_logprobs=d.ref_logprobs - 0.3)), "reference"),
-    "advantages over the batch": (over_the_batch, "advantages"),
+FAULTS: dict[str, tuple[Callable[[StepRecord], StepRecord], str]] = {  # beside those that the page of the x-ray plants
     "advantages of the neighbour": (neighbours, "advantages"),
-    "prompt in the loss": (datums(lambda d: replace(d, weights=np.ones(len(d.weights)))), "mask"),
     "a sampled token left out": (hole, "mask"),
-    "datums of other samples": (datums(lambda d: replace(d, sample=(d.sample + 1) % 6)), "mask"),
-    "no sampler logprobs for TIS": (
-        datums(lambda d: replace(d, sampler_logprobs=None), options={"tis": "token"}),
-        "correction",
-    ),
-    "stale without correction": (metric("staleness/max", 3.0), "correction"),
     "no gradient": (metric("grad_norm", 0.0), "update"),
-    "no update": (metric("update_norm", 0.0), "update"),
-    "no sync": (lambda r: replace(r, policy_version=0), "weights"),
     "version goes back": (lambda r: replace(r, policy_version=-1), "weights"),
-    "all completions cut": (samples(lambda s, g: replace(s, finish_reason="length")), "completions"),
-    "answers lost": (groups(lambda g: replace(g, dropped=("rollout 0 returned None",) * 6)), "completions"),
-    "one completion repeated": (samples(lambda s, g: replace(g.samples[0], reward=s.reward)), "variety"),
+    "answers lost": (
+        lambda r: replace(r, groups=[replace(g, dropped=("rollout 0 returned None",) * 6) for g in r.groups]),
+        "completions",
+    ),
 }
-
-
-def frozen_but_norms(model: Any) -> None:
-    for name, weight in model.named_parameters():
-        weight.requires_grad_("norm" in name)
-
-
-def late(completion_text: str, answer: str, earned: Any = [0.0]) -> float:  # noqa: B006  (remembered)
-    "The reward of the completion before."
-    earned.append(toy_reward(completion_text, answer))
-    return earned[-2]
-
-
-BIG = {"reward": lambda completion_text, answer: 1e6 * toy_reward(completion_text, answer)}
-CHANGES = {"variety": lambda model: model.get_output_embeddings().weight.data.mul_(1000), "update": frozen_but_norms}
-MADE: dict[str, tuple[dict[str, Any], bool | None, str]] = {  # how a step was really made, and what is said of it
-    "variety": ({"reward": always(1.0)}, None, "at an entropy of 0.000 nats a token: solved, or collapsed to one"),
-    "update": ({}, None, "more than the norms of the network moved"),
-    "advantages": (BIG, True, "their scale does not reach the loss, as advantages are scaled"),
-    "advantages, unscaled": (BIG | {"advantage_scale": "none"}, None, "are not scaled: the loss is as large"),
-    "signal": ({"reward": late, "completions_per_prompt": 12}, True, "or rewards belong to other completions"),
-}
-
-
-@pytest.mark.parametrize("fault", MADE)
-def test_a_step_that_is_made_wrongly_says_so(fresh: StepRecord, fault: str):
-    made, ok, words = MADE[fault]
-    (record,) = steps(**made, backend=tiny(CHANGES.get(fault, lambda model: None)))
-    found = named(xray(record), fault.partition(",")[0])
-    assert (found.ok, found.notable) == (ok, True)
-    assert words in sentence(record)
-    assert words not in sentence(fresh)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -437,36 +347,7 @@ def test_each_fault_fails_its_check(fresh: StepRecord, fault: str):
     assert check.text
 
 
-def test_what_cannot_be_checked_is_not_passed(fresh: StepRecord):
-    cool = replace(
-        fresh,
-        groups=[
-            replace(g, samples=[replace(s, processed=True, raw_logprobs=None) for s in g.samples]) for g in fresh.groups
-        ],
-    )
-    (check,) = [c for c in invariants(cool) if c.name == "on-policy"]
-    assert check.ok is None
-    assert "another distribution" in check.text
-
-
-@pytest.mark.parametrize("raw", [True, False], ids=["raw logprobs", "none"])
-def test_another_temperature_fails_though_the_raw_logprobs_agree(fresh: StepRecord, raw: bool):
-    warm = lambda s: replace(s, temperature=1.5, raw_logprobs=s.raw_logprobs if raw else None)
-    record = replace(fresh, groups=[replace(g, samples=[warm(s) for s in g.samples]) for g in fresh.groups])
-    (check,) = [c for c in invariants(record) if c.ok is False]
-    assert (check.name, check.text) == ("on-policy", "drawn at 1.5, scored at 1: the ratio is not 1")
-    assert sentence(record).startswith("✗ on-policy: drawn at 1.5, scored at 1")
-
-
 # --- noise floor ----------------------------------------------------------------------------------------------------
-
-
-def test_the_noise_floor_grows_with_the_coarseness_of_numbers(fresh: StepRecord):
-    floors = {}
-    for dtype in ("float64", "float32", "bfloat16"):
-        backend = tiny(dtype=dtype)
-        floors[dtype] = asyncio.run(measure_noise_floor(backend.policy, fresh.datums[:12]))
-    assert floors["float64"] < 1e-9 < floors["float32"] < 1e-4 < 1e-3 < floors["bfloat16"] < 1
 
 
 def test_coarse_numbers_are_no_fault_and_hide_none(fresh: StepRecord):
@@ -479,13 +360,6 @@ def test_coarse_numbers_are_no_fault_and_hide_none(fresh: StepRecord):
 
 
 # --- pre-flight -----------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=2, max_size=9), st.integers(2, 9))
-def test_dead_share_counts_the_picks(rewards: list[float], size: int):
-    found = dead_share(rewards, size)
-    picks = list(itertools.combinations(rewards, size))
-    assert found == (pytest.approx(np.mean([len(set(p)) == 1 for p in picks])) if picks else None)
 
 
 def test_preflight_changes_nothing():
@@ -516,20 +390,6 @@ def named(flight: Any, name: str) -> Finding:
     return next(c for c in flight.checks if c.name == name)
 
 
-def test_preflight_finds_a_constant_reward():
-    flight = look(always(0.0))
-    assert named(flight, "reward").text == "every completion earned 0"
-    assert "reward" in [c.name for c in flight.failed]
-    assert flight.dead[8] == 1.0
-
-
-def test_preflight_counts_what_cannot_be_graded():
-    half = lambda text: None if sum(map(ord, text)) % 2 else float("1" in text)
-    check = named(look(half), "lost")
-    assert check.ok is False
-    assert re.search(r"sample \d is unscorable", check.got)
-
-
 def test_preflight_with_a_rollout_function():
     async def rollout(sample_prompt: dict[str, Any]) -> RolloutSample | None:
         if sample_prompt["sample_index"] == 0:
@@ -545,13 +405,6 @@ def test_preflight_with_a_rollout_function():
     assert named(flight, "sampler").ok is False  # the logprobs are made up
 
 
-def test_preflight_shows_the_prompt_as_the_model_reads_it():
-    flight = look(rows=[{"question": "<img src=x onerror=alert(1)>", "answer": "1"}] * 2)
-    assert flight.rendered == "<|bos|><|user|><img src=x onerror=alert(1)><|end|><|assistant|>"
-    assert "<img src=x" not in flight._repr_html_()
-    assert 'src="data:image/svg+xml' in flight._repr_html_()
-
-
 def test_preflight_knows_stale_weights():
     backend = tiny()
 
@@ -565,14 +418,6 @@ def test_preflight_knows_stale_weights():
     check = named(look(backend=backend), "sampler")
     assert check.ok is False
     assert "Sync first" in check.fix
-
-
-def test_the_re_tokenisation_trap_is_shown():
-    tokenizer = byte_tokenizer()
-    whole = np.array(tokenizer.encode("é", add_special_tokens=False))  # two bytes
-    assert round_trip(tokenizer, [whole]) == []
-    (said,) = round_trip(tokenizer, [whole[:1]])
-    assert re.match(rf"tokens \[{whole[0]}\] at position 0 come back as", said)
 
 
 # --- where the time went ---------------------------------------------------------------------------------------------
