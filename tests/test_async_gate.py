@@ -1,7 +1,7 @@
 """Rollouts beside training, in any order: what may happen to rows, counted by somebody who does not look inside.
 
 A state machine drives the real gate and the real producer. Rows end when a rule says so, time passes when a rule says
-so, and a model of its own knows where each row has to be. Then the same from outside, on a loop that really trains.
+so, and a model of its own knows where each row has to be. Loops that really train are in `test_groups.py`.
 """
 
 from __future__ import annotations
@@ -9,24 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rl_notebook.loop.async_loop import AsyncGRPOLoop
-from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.task.chat import sample_from_completion
-from rl_notebook.config.config import Config
-from rl_notebook.core.types import PhaseError, RewardError, RolloutSample
-from rl_notebook.task.data import load_rows
+from rl_notebook.core.types import PhaseError
 from rl_notebook.loop.groups import Finished, Gate, Producer
-from rl_notebook.task.toy import load_model, toy_rows
 
 
 class Broken(Exception):
@@ -375,86 +367,3 @@ def test_every_row_is_trained_in_time_in_the_worst_order(order: str) -> None:
                 check()
         assert rows.trained == {*range(rows.total)}
         rows.teardown()
-
-
-# -- a loop that really trains -----------------------------------------------------------------------------------
-
-
-async def drawn(setup: Any, sample_prompt: dict, reward: float) -> RolloutSample:
-    params = replace(setup.params, seed=sample_prompt["seed"])
-    [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
-    return sample_from_completion(completion, reward=reward)
-
-
-def make_loop(rollouts: Any, rows: int, **options: Any) -> AsyncGRPOLoop:
-    "A loop that trains the small model."
-    small = {"completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 96, "learning_rate": 1e-3}
-    cfg = Config(recipe="async_rl_loop", prompt_groups_per_step=3, kl_beta=0.0, epochs=1, **small | options)
-    model, tokenizer = load_model("tiny")
-    backend = open_local(model, tokenizer, temperature=cfg.temperature, reference=False)
-    return AsyncGRPOLoop(backend, load_rows(toy_rows(rows, seed=3)), rollouts, cfg)
-
-
-def rollouts_with(slow: int, what: str) -> Any:
-    "Quick draws, but those of one row, which end in trouble: once, if they raise."
-    raised: list[int] = []
-
-    def factory(setup: Any) -> Any:
-        async def rollout(sample_prompt: dict, row_index: int, rollout_index: int) -> Any:
-            await asyncio.sleep(0.01)
-            if row_index == slow and not raised:
-                await asyncio.sleep(0.4)
-                if what == "lost":
-                    return None
-                raised.append(rollout_index)
-                raise ValueError("the tool is broken")
-            return await drawn(setup, sample_prompt, float(np.random.default_rng([row_index, rollout_index]).random()))
-
-        return rollout
-
-    return factory
-
-
-async def collect(loop: AsyncGRPOLoop, records: list[Any]) -> None:
-    async for record in loop:  # one by one, so that those before an error are kept
-        records.append(record)  # noqa: PERF401
-
-
-@pytest.mark.parametrize("options", [{}, {"synchronous_training": True}, {"pipeline_chunks_per_step": 3}], ids=str)
-def test_no_row_is_lost_behind_a_rollout_that_raises(options: dict[str, Any]) -> None:
-    loop = make_loop(rollouts_with(5, "raises"), 12, max_head_offpolicy_versions=1, **options)
-
-    async def run() -> list[Any]:
-        records = []
-        with pytest.raises(RewardError, match="the tool is broken"):
-            await collect(loop, records)
-        loop.resume()
-        return [*records, *[record async for record in loop]]
-
-    records = asyncio.run(run())
-    assert sorted(g.number for record in records for g in record.groups) == list(range(12))
-
-
-def test_a_run_may_end_with_rows_that_lost_all_their_samples() -> None:
-    loop = make_loop(rollouts_with(6, "lost"), 7, max_head_offpolicy_versions=1)
-
-    async def run() -> list[Any]:
-        return [record async for record in loop]
-
-    records = asyncio.run(run())
-    assert sorted(g.number for record in records for g in record.groups) == list(range(7))
-    assert records[-1].pending == ()
-
-
-def test_closing_ends_a_step_that_waits() -> None:
-    async def run() -> None:
-        loop = make_loop(rollouts_with(0, "lost"), 6)
-        step = asyncio.ensure_future(loop.step())
-        await asyncio.sleep(0.1)
-        await loop.close()
-        done, _ = await asyncio.wait([step], timeout=60)
-        step.cancel()
-        assert done, "a step waits for rows that were given up"
-        assert isinstance(step.exception(), PhaseError)
-
-    asyncio.run(run())
