@@ -1,18 +1,22 @@
-"A small GRPO run on a service, and what has to be the same when it is made twice."
+"A service for all tests of a file; a small GRPO run on a service, and what has to be the same when it is made twice."
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import numpy as np
+import pytest
+from tiny_models import byte_tokenizer, tiny_model
 
-from rl_notebook.emulator.service import RunningEmulator
+from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.backends.services.tinker import open_tinker
 from rl_notebook.config.config import Config
@@ -24,6 +28,24 @@ from rl_notebook.runs.records import StepRecord
 QWEN = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
 GROUPS, COMPLETIONS = 2, 4
+KEY = "tml-of-the-file"
+
+
+@functools.cache
+def service() -> RunningEmulator:
+    "One emulator of all services, over the model that the local backends have."
+    folder = Path(tempfile.mkdtemp(prefix="service-"))
+    tiny_model().save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    return start_emulator(model=str(folder / "model"), folder=folder / "served", key=KEY)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_service_is_left() -> Iterator[None]:
+    yield
+    if service.cache_info().currsize:
+        service().stop()
+        service.cache_clear()
 
 
 def checksum(completion_text: str) -> float:

@@ -1,10 +1,8 @@
 "What any backend must do, whatever it is made of. A new backend adds itself to `BACKENDS` and passes."
 
 import asyncio
-import functools
 import inspect
 import re
-import tempfile
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from deviations import KNOWN, TINKER
+from service_runs import KEY, no_service_is_left, service
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 from rl_notebook.backends.base import Backend, Sampler, Scorer, Trainer, WeightSync
@@ -26,28 +25,7 @@ from rl_notebook.core.types import AdamParams, BackendError, Datum, LossError, R
 from rl_notebook.core.losses import LossOptions, make_loss_fn
 from rl_notebook.loop.step import step_denominator
 
-__all__ = ["one_thread"]
-
-
-KEY = "tml-contract"
-
-
-@functools.cache
-def service() -> Any:
-    "One emulator of all services, over the model that the local backends have."
-    from rl_notebook.emulator.service import start_emulator
-
-    folder = Path(tempfile.mkdtemp(prefix="contract-"))
-    tiny_model().save_pretrained(folder / "model")
-    byte_tokenizer().save_pretrained(folder / "model")
-    return start_emulator(model=str(folder / "model"), folder=folder / "served", key=KEY)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def no_service_is_left():
-    yield
-    if service.cache_info().currsize:
-        service().stop()
+__all__ = ["no_service_is_left", "one_thread"]
 
 
 def local(**options) -> Backend:
@@ -177,7 +155,7 @@ def gap(a, b) -> float:
     return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
 
 
-def test_roles_have_their_protocols(opened):
+def test_roles_have_their_protocols_and_a_reference_cannot_be_trained(opened):
     async def test(backend):
         assert isinstance(backend.policy, Trainer)
         assert isinstance(backend.reference, Scorer)
@@ -186,12 +164,6 @@ def test_roles_have_their_protocols(opened):
         for role, protocol in ((backend.policy, Trainer), (backend.sampler, Sampler), (backend.reference, Scorer)):
             for name in (n for n in vars(protocol) if not n.startswith("_")):
                 assert inspect.iscoroutinefunction(getattr(role, name)), name
-
-    opened(test)
-
-
-def test_a_reference_cannot_be_trained(opened):
-    async def test(backend):
         assert not isinstance(backend.reference, Trainer)
         with pytest.raises(AttributeError):
             await backend.reference.optim_step(ADAM)
@@ -214,7 +186,7 @@ def test_completions(opened):
     opened(test)
 
 
-def test_policy_reference_and_sampler_agree_at_the_start(opened):
+def test_policy_reference_and_sampler_agree_at_the_start_and_are_stamped(opened):
     async def test(backend):
         completions = await sampled(backend)
         datums = datums_of(completions)
@@ -229,15 +201,8 @@ def test_policy_reference_and_sampler_agree_at_the_start(opened):
             assert len(echoed) == len(d.weights)
             assert np.isfinite(echoed.values).all()
             assert np.abs(echoed.values[d.active] - c.logprobs).max() <= 1e-4
-
-    opened(test)
-
-
-def test_scores_are_stamped_and_unscored_positions_are_nan(opened):
-    async def test(backend):
-        datums = datums_of(await sampled(backend))
-        for scorer, source in ((backend.policy, "policy"), (backend.reference, "reference")):
-            for scored, d in zip(await scorer.forward(datums), datums, strict=True):
+        for series, source in ((policy, "policy"), (reference, "reference")):
+            for scored, d in zip(series, datums, strict=True):
                 assert (scored.coordinate, scored.source, scored.temperature) == ("target", source, 1.0)
                 assert scored.policy_version == 0
                 assert len(scored) == len(d.weights)
@@ -339,7 +304,7 @@ def test_training_moves_the_policy_and_nothing_else(opened):
     opened(test)
 
 
-def test_sync_brings_the_policy_to_the_sampler(opened):
+def test_sync_brings_the_policy_to_the_sampler_and_an_unknown_snapshot_names_the_known_ones(opened):
     async def test(backend):
         for version in (1, 2):
             await backend.policy.forward_backward_custom(datums_of(await sampled(backend)), reinforce)
@@ -351,13 +316,6 @@ def test_sync_brings_the_policy_to_the_sampler(opened):
             policy = await backend.policy.forward(datums)
             assert policy[0].policy_version == version
             assert gap(active(policy, datums), [c.logprobs for c in completions]) <= 1e-4
-
-    opened(test)
-
-
-def test_an_unknown_snapshot_names_the_known_ones(opened):
-    async def test(backend):
-        await publish(backend, "step-1")
         with pytest.raises(BackendError, match=r"'step-9'.*step-1"):
             await backend.sync("step-9")
 

@@ -104,17 +104,6 @@ def test_the_sdk_samples(sdk_sampler, local, name, echo):
         assert got.text == want.text
 
 
-def test_the_sdk_reads_measurements(sdk_sampler):
-    asyncio.run(sdk_sampler.sample_with_prompt_tokens(PROMPT, n=3, max_tokens=5, logprobs=True))
-    metrics = sdk_sampler.drain_metrics()
-    assert len(metrics) == 3
-    for m in metrics:
-        assert m.http_status_code == 200
-        assert 0 <= m.prefill_queue_duration < 5
-        assert (m.prompt_tokens, m.cached_prompt_tokens) == (5, 0)
-        assert 1 <= m.completion_tokens <= 5
-
-
 def test_the_sdk_is_told_what_is_wrong(sdk_sampler):
     for options, said in (
         ({"banana": 1}, "field: 'banana'"),
@@ -125,20 +114,6 @@ def test_the_sdk_is_told_what_is_wrong(sdk_sampler):
             asyncio.run(sdk_sampler.sample_with_prompt_tokens(PROMPT, **{"max_tokens": 5} | options))
         assert caught.value.response.status_code == 400
         assert said in caught.value.response.json()["error"]["message"]
-
-
-# --- hotload ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def manager(fresh):
-    deployment = pytest.importorskip("fireworks.training.sdk.deployment")
-    return fresh[0], deployment.DeploymentManager(api_key=KEY, base_url=str(fresh[1].base_url)), fresh[1]
-
-
-def hotload(manager, name, **options):
-    manager.hotload("d", "base", name, **options)
-    return manager.wait_for_hotload("d", "base", name, timeout_seconds=60, poll_interval=0.02)
 
 
 # --- shapes -------------------------------------------------------------------------------------------------------
