@@ -26,7 +26,7 @@ from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.backends.roofline import peak_memory, roofs_of
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
-from rl_notebook.insight.preflight import preflight
+from rl_notebook.experiments.preflight import preflight
 
 PHASES = ("sample", "reference", "backward", "optimize", "sync")
 

@@ -38,7 +38,7 @@ GALLERY: dict[str, list[tuple[str, str, str]]] = {
     "A step explains itself": [
         ("A step that went well", "insight/00_xray.ipynb", "## A step to look at"),
         ("Samples two syncs old", "insight/00_xray.ipynb", "The same step with samples that are two"),
-        ("Before the first step", "insight/04_preflight.ipynb", "In a notebook the same is drawn. Here with"),
+        ("Before the first step", "experiments/03_preflight.ipynb", "In a notebook the same is drawn. Here with"),
     ],
     "Trainer and sampler disagree": [
         (fault, "tutorials/102_reading_logprobs.ipynb", f"### {fault}\n") for fault in FAULTS

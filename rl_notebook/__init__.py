@@ -38,13 +38,13 @@ _HOMES = {
     "runs.watch": "watch",
     "loop.loop": "GRPOLoop",
     "loop.async_loop": "AsyncGRPOLoop",
-    "insight.replay": "compare_loops replay",
+    "experiments.replay": "compare_loops replay",
     "insight.trends": "ledger watch_run",
-    "insight.preflight": "preflight",
+    "experiments.preflight": "preflight",
     "insight.xray": "measure_noise_floor xray",
     "insight.doctor.doctor": "diagnose",
-    "insight.trainers": "compare_trainers",
-    "insight.whatif": "reward_lab what_if",
+    "experiments.trainers": "compare_trainers",
+    "experiments.whatif": "reward_lab what_if",
     "views.charts": "chart",
     "views.tokens": "inspect_tokens",
     "views.dashboard": "Dashboard",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from .loop.loop import GRPOLoop as GRPOLoop
     from .core.losses import make_loss_fn as make_loss_fn
     from .core.losses import register_loss as register_loss
-    from .insight.preflight import preflight as preflight
+    from .experiments.preflight import preflight as preflight
     from .recipes.rl_loop import main as main
     from .recipes.rl_loop import train as train
     from .runs.run import Run as Run
@@ -90,8 +90,8 @@ if TYPE_CHECKING:
     from .task.toy import toy_format_reward as toy_format_reward
     from .task.toy import toy_reward as toy_reward
     from .task.toy import toy_rows as toy_rows
-    from .insight.replay import compare_loops as compare_loops
-    from .insight.replay import replay as replay
+    from .experiments.replay import compare_loops as compare_loops
+    from .experiments.replay import replay as replay
     from .insight.trends import ledger as ledger
     from .insight.trends import watch_run as watch_run
     from .views.charts import chart as chart
@@ -100,9 +100,9 @@ if TYPE_CHECKING:
     from .views.report import write_report as write_report
     from .views.tokens import inspect_tokens as inspect_tokens
     from .views.whatif import WhatIfPanel as WhatIfPanel
-    from .insight.trainers import compare_trainers as compare_trainers
-    from .insight.whatif import reward_lab as reward_lab
-    from .insight.whatif import what_if as what_if
+    from .experiments.trainers import compare_trainers as compare_trainers
+    from .experiments.whatif import reward_lab as reward_lab
+    from .experiments.whatif import what_if as what_if
     from .insight.xray import measure_noise_floor as measure_noise_floor
     from .insight.xray import xray as xray
 

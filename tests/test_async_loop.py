@@ -17,7 +17,7 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import POLICY_LOSSES
 from rl_notebook.core.types import PhaseError, RolloutRun
-from rl_notebook.insight.replay import replay
+from rl_notebook.experiments.replay import replay
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.back import restore_checkpoint, save_checkpoint, updates_of
 from rl_notebook.loop.loop import GRPOLoop

@@ -22,7 +22,7 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import BackendError, RecordError, RewardError
 from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.insight.preflight import preflight
+from rl_notebook.experiments.preflight import preflight
 from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.rewards import reward_fn

@@ -29,7 +29,7 @@ from rl_notebook.core.losses import LossOptions
 from rl_notebook.core.metrics import step_metrics
 from rl_notebook.core.types import Datum, Logprobs, PromptGroup, RecordError, RLNotebookError
 from rl_notebook.insight.doctor.doctor import diagnose
-from rl_notebook.insight.whatif import attribution, reward_lab, what_if
+from rl_notebook.experiments.whatif import attribution, reward_lab, what_if
 from rl_notebook.insight.xray import invariants, sentence, xray
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.recipes.rl_loop import loop_for, main

@@ -58,7 +58,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
         ("vllm", "tutorials/402_past_one_machine.ipynb"),
         ("custom loss", "core/05_losses.ipynb"),
         ("grpotrainer", "tutorials/403_coming_from_trl.ipynb"),
-        ("memory", "insight/04_preflight.ipynb"),
+        ("memory", "experiments/03_preflight.ipynb"),
         ("vllm", "backends/services/02_openai.ipynb"),
         ("resume", "tutorials/401_scripted_runs.ipynb"),
         ("all settings", "settings.md"),

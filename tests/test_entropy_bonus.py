@@ -18,8 +18,8 @@ from rl_notebook.recipes.rl_loop import main as train_by
 from rl_notebook.recipes.rl_loop import replay_step
 from rl_notebook.runs.run import Run
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
-from rl_notebook.insight.replay import replay_backward
-from rl_notebook.insight.whatif import what_if
+from rl_notebook.experiments.replay import replay_backward
+from rl_notebook.experiments.whatif import what_if
 from rl_notebook.insight.xray import loss_words
 from tiny_models import one_thread
 

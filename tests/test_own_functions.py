@@ -38,7 +38,7 @@ from rl_notebook.recipes.rl_loop import Problem, diagnose_step, load_problem, ma
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run, read_checkpoint
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
-from rl_notebook.insight.whatif import what_if
+from rl_notebook.experiments.whatif import what_if
 from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
 
 SMALL: dict[str, Any] = {
@@ -432,7 +432,7 @@ def _looked_at(path: Path) -> None:
     from rl_notebook.views.report import write_report
     from rl_notebook.views.tokens import inspect_tokens
     from rl_notebook.views.whatif import WhatIfPanel
-    from rl_notebook.insight.whatif import reward_lab
+    from rl_notebook.experiments.whatif import reward_lab
     from rl_notebook.insight.xray import xray
 
     run = Run.open(path)

@@ -10,9 +10,9 @@ from test_loop import SMALL, make_loop
 from rl_notebook.core.advantages import with_advantages
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import LossError, PromptGroup, RolloutSample
-from rl_notebook.insight.replay import replay_advantages
-from rl_notebook.insight.whatif import reward_lab, what_if
-from rl_notebook.insight.preflight import preflight
+from rl_notebook.experiments.replay import replay_advantages
+from rl_notebook.experiments.whatif import reward_lab, what_if
+from rl_notebook.experiments.preflight import preflight
 
 
 def length(text: str) -> float:

@@ -21,7 +21,7 @@ from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.runs.run import metrics_row
 from rl_notebook.backends.roofline import Roofs, Work, model_size, work_between, work_metrics
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
-from rl_notebook.insight.preflight import preflight
+from rl_notebook.experiments.preflight import preflight
 
 __all__ = ["one_thread"]
 

@@ -12,7 +12,7 @@ from tiny_models import one_thread
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError, LossError, PhaseError
-from rl_notebook.insight.replay import replay
+from rl_notebook.experiments.replay import replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.weights import TURNS

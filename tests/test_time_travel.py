@@ -15,7 +15,7 @@ from test_loop import ALL, LENGTH, SMALL, make_loop, same, texts, up_to, weights
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import BackendError, ConfigError, DataError, PhaseError, RecordError, RewardError
-from rl_notebook.insight.replay import replay
+from rl_notebook.experiments.replay import replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.state import PHASES, StepState
 from rl_notebook.recipes.rl_loop import replay_step, train

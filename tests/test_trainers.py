@@ -10,8 +10,8 @@ import pytest
 
 from rl_notebook.core.advantages import with_advantages
 from rl_notebook.core.types import Datum, Logprobs, LossError, PromptGroup, RolloutSample
-from rl_notebook.insight.trainers import NOT_HERE, TRAINERS, compare_trainers
-from rl_notebook.insight.whatif import RECORDED, FrozenBatch, flat, what_if
+from rl_notebook.experiments.trainers import NOT_HERE, TRAINERS, compare_trainers
+from rl_notebook.experiments.whatif import RECORDED, FrozenBatch, flat, what_if
 
 GOLDEN = json.loads((Path(__file__).parent / "golden/trainers/cases.json").read_text())
 WIDTH = GOLDEN["width"]

@@ -12,8 +12,8 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError, PhaseError, RecordError
 from rl_notebook.insight.doctor.doctor import diagnose
-from rl_notebook.insight.replay import replay
-from rl_notebook.insight.whatif import what_if
+from rl_notebook.experiments.replay import replay
+from rl_notebook.experiments.whatif import what_if
 from rl_notebook.insight.xray import xray
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.loop import GRPOLoop

@@ -26,7 +26,7 @@ from rl_notebook.core.types import (
     RecordError,
     RewardError,
 )
-from rl_notebook.insight.whatif import (
+from rl_notebook.experiments.whatif import (
     RECORDED,
     REPRODUCED,
     FrozenBatch,

@@ -5,7 +5,7 @@ import pytest
 from synthetic import synthetic_record
 
 from rl_notebook.core.losses import POLICY_LOSSES
-from rl_notebook.insight.whatif import what_if
+from rl_notebook.experiments.whatif import what_if
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.views.whatif import CHOSEN, WhatIfPanel
 

@@ -27,7 +27,7 @@ from rl_notebook.core.options import SURROGATE_KNOBS
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.task.toy import toy_reward, toy_rows
-from rl_notebook.insight.preflight import preflight
+from rl_notebook.experiments.preflight import preflight
 from rl_notebook.insight.xray import TERM_WORDS, failed_words, first_not_finite, invariants
 from rl_notebook.insight.xray import sentence, time_words, xray
 from rl_notebook.core.findings import Finding

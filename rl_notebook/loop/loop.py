@@ -24,11 +24,13 @@ __all__ = ['GRPOLoop']
 
 # %% ../../nbs/loop/11_loop.ipynb #a898a710
 from ..config.config import Config
-from ..core.types import ConfigError, PhaseError, PromptGroup, shown_as
+from ..core.types import ConfigError, PromptGroup, shown_as
 from .groups import Graded, Producer
 from ..core.names import named_function, on_interrupt
 from ..runs.records import StepRecord
 from ..runs.run import spans
+from ..insight.trends import new_words
+from ..insight.xray import failed_words
 from .rollouts import require_some
 from .setup import as_rows
 from .weights import SamplerHas, join_turn
@@ -250,19 +252,17 @@ class RunRecords(list[StepRecord]):
         return "\n".join([*filter(None, said), count])
 
 # %% ../../nbs/loop/11_loop.ipynb #7805bd1c
-CHECKS = ["rl_notebook.insight.xray:failed_words"]  # each gives, in words, what did not hold in a step
-TRENDS = "rl_notebook.insight.trends:new_words"  # gives, in words by step, what is new from a step on
+CHECKS = [failed_words]  # each gives, in words, what did not hold in a step
 
 
 def verdict_lines(records: Iterable[StepRecord], since: int = 0) -> list[str]:
     "For each step from `since` on its verdict, what failed, and what began in the steps up to it."
     records, lines = [*records], []
-    checks = [named_function(name, "CHECKS", PhaseError) for name in CHECKS]
-    began = named_function(TRENDS, "TRENDS", PhaseError)(records, since)
+    began = new_words(records, since)
     for i, record in enumerate(records):
         if record.step >= since:
             previous = next((r for r in reversed(records[:i]) if r.step == record.step - 1), None)
-            failed = "; ".join(words for check in checks for words in check(record, previous))
+            failed = "; ".join(words for check in CHECKS for words in check(record, previous))
             new = "; ".join(began.get(record.step, ()))
             lines.append(record.verdict + (f" · ✗ {failed}" if failed else "") + (f" · ! {new}" if new else ""))
     return lines

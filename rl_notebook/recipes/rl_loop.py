@@ -47,7 +47,7 @@ from ..loop.rollouts import RolloutFactory, as_rollout_fn
 from ..loop.step import LossFactory
 from ..task.toy import toy_format_reward, toy_reward, toy_rows
 from ..runs.trackers import Tracker, finish_trackers, open_trackers
-from ..insight.replay import Replay, replay
+from ..experiments.replay import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0

@@ -25,7 +25,7 @@ from ..runs.records import StepRecord
 from .charts import COLORS
 from .payloads import token_rows
 from .tokens import TokenInspector, WithFallback, deliver_to_main, overview_payload
-from ..insight.whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
+from ..experiments.whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
 
 # %% ../../nbs/views/05_whatif.ipynb #46a8e870
 CHOSEN = "chosen"  # name of the variant that the sliders stand for

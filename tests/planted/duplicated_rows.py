@@ -6,7 +6,7 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
-from rl_notebook.insight.preflight import preflight
+from rl_notebook.experiments.preflight import preflight
 
 
 def sums():
