@@ -340,8 +340,8 @@ def a_notebook_is_named_after_its_module(house: House) -> list[str]:
 
 @rule
 def numbers_only_go_down(house: House) -> list[str]:
-    """A notebook imports lower folders, and lower numbers of its own; what is not exported may import its own module, and
-    makes the step that a page of insight looks at with the loop, which asks insight about its own."""
+    """A notebook imports lower folders, and lower numbers of its own; what is not exported may import its own module,
+    and makes the step that a page of insight looks at with the loop, which asks insight about its own."""
     step = lambda cell, module: cell.where.startswith("insight/") and module.startswith("loop.") and not cell.exported
     return [
         f"{cell.where} imports {module} ({there})"
