@@ -84,7 +84,7 @@ def naive_gradients(backend, datums, loss_fn) -> dict[str, torch.Tensor]:
     return {name: g for name, g in zip(params, grads, strict=True) if g is not None}
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @example(seed=741, count=7, tokens=10**6, family="qwen3", tied=False, lora=0, temperature=1.0)
 @given(
     seed=st.integers(0, 10**6),
@@ -273,7 +273,7 @@ def test_small_updates_are_not_lost_in_bfloat16():
 # Agreement ------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 10**6),
     family=st.sampled_from(["qwen3", "llama"]),

@@ -1,6 +1,7 @@
 "A trained policy is talked to: streamed, stopped, beside its base, in a real terminal."
 
 import asyncio
+import os
 import re
 import sys
 from pathlib import Path
@@ -116,7 +117,8 @@ def test_what_is_not_there_is_said(folder, capsys):
 def test_a_chat_in_a_terminal(folder):
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["-c", code, "chat", str(folder), "--beside", "base", "--temperature", "0"]
-    terminal = pexpect.spawn(sys.executable, arguments, encoding="utf-8", timeout=60, dimensions=(50, 120))
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    terminal = pexpect.spawn(sys.executable, arguments, env=env, encoding="utf-8", timeout=60, dimensions=(50, 120))
     terminal.expect("tiny after step 1 beside its base model")
     for line, answers in (
         ("What is 3+7+2+9+4?", ["trained> ", "base> "]),

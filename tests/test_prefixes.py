@@ -164,14 +164,14 @@ def compare_pair(once, each, datums, loss, nats, gradients):
 CASES = st.tuples(st.sampled_from(["qwen3", "gpt2", "mistral"]), st.sampled_from([6, 24, 60, 10_000]), st.booleans())
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(batches_of_datums(), CASES)
 def test_trees_give_the_logprobs_and_gradients_of_single_rows(datums, case):
     family, budget, prompt_logprobs = case
     compare(family, datums, budget, prompt_logprobs)
 
 
-@settings(max_examples=10)
+@settings(max_examples=4)
 @given(batches_of_datums(), st.sampled_from([6, 60, 10_000]), st.booleans())
 def test_trees_under_lora(datums, budget, prompt_logprobs):
     pytest.importorskip("peft")

@@ -80,6 +80,7 @@ CURED: dict[str, tuple[str, Any]] = {  # bug: the name in the script that has it
 
 
 @pytest.mark.parametrize("bug", CURED)
+@pytest.mark.variant(but="advantages")
 def test_without_the_bug_it_is_not_said(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planted(bug), *CURED[bug])
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -317,7 +317,7 @@ def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callabl
     for name in sorted(files(run.path).keys() - {"config.yaml", "metrics.jsonl"}):  # these may be edited by hand
         path, outcomes = run.path / name, Counter()
         data = path.read_bytes()
-        for place in rng.integers(0, 8 * len(data), 162 if os.environ.get("SLOW") == "1" else 6).tolist():
+        for place in rng.integers(0, 8 * len(data), 162 if os.environ.get("SLOW") == "1" else 3).tolist():
             flipped = bytearray(data)
             flipped[place // 8] ^= 1 << place % 8
             path.write_bytes(flipped)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from typing import Any
 
@@ -143,7 +142,7 @@ def test_resumed_and_replayed_it_is_the_same(more, tmp_path, monkeypatch):
 
 def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
     pytest.importorskip("tinker")
-    from rl_notebook.recipes.open import open_backend
+    from rl_notebook.backends.services.tinker import open_tinker
     from rl_notebook.emulator import trainer
     from rl_notebook.emulator.service import start_emulator
 
@@ -157,13 +156,12 @@ def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
     monkeypatch.setattr(trainer, "run_step", noting)
 
     async def test(url: str) -> list[float]:
-        where: dict[str, Any] = {"backend": "tinker", "base_url": url, "base_model": "tiny", "lora_rank": 4}
-        cfg = Config(**SMALL, **LINEAR, **where, steps=4)
-        async with await open_backend(cfg, say=lambda line: None) as backend:
-            del told[:]  # what it asked the service when it opened
+        where: dict[str, Any] = {"base_url": url, "base_model": "tiny", "lora_rank": 4}
+        cfg = Config(**SMALL, **LINEAR, **where, backend="tinker", sync_audit=False, steps=4)
+        quick = {"probing": False, "conformance": "off", "reference": False, "say": lambda line: None}
+        async with await open_tinker(**where, **quick, key=key, tokenizer=load_model("tiny")[1]) as backend:
             return rates(await GRPOLoop(backend, toy_rows(16), uneven, cfg).run(progress=False))
 
     with start_emulator(key=key) as running:
-        monkeypatch.setitem(os.environ, "TINKER_API_KEY", key)
         assert asyncio.run(test(running.url)) == EXPECTED
     assert told == EXPECTED

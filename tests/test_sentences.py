@@ -305,6 +305,7 @@ def said(records: Records) -> str:
 
 
 @pytest.mark.parametrize("name", SITUATIONS)
+@pytest.mark.variant(every=3)
 def test_the_sentence_says_the_main_thing_and_nothing_false(name: str) -> None:
     make, must, not_true = SITUATIONS[name]
     text = said(make())

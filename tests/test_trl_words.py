@@ -21,7 +21,7 @@ from rl_notebook.core.losses import LossOptions, make_loss_fn
 from rl_notebook.core.types import ConfigError, Datum, PromptGroup, RolloutSample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROWS, WIDTH, SEEDS, LENGTHS = 6, 7, 5, {"max_completion_length": 256}
+ROWS, WIDTH, SEEDS, LENGTHS = 6, 7, 2, {"max_completion_length": 256}
 
 
 def trls(function: str, first: str, last: str) -> Any:

@@ -52,6 +52,7 @@ def test_loss_and_gradient_are_those_of_transformers():
 
 
 @pytest.mark.parametrize("how", [{}, {"weight_sync_interval": 3}, {"ppo_n_minibatches": 2, **OWN}])
+@pytest.mark.variant(every=2)
 def test_its_steps_are_steps_of_the_run(how, tmp_path):
     async def main():
         loop = make_loop(keep_undo=5, **how)
