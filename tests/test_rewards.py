@@ -285,13 +285,12 @@ def test_math_verify_pays_what_is_the_same(judge, given, truth, reward):
 
 
 def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
-    before = judge.timeouts
-    start = time.perf_counter()
-    row = make_row({"prompt": "?", "answer": "72"})
-    scores = score_blocking([r"\boxed{9^{9^{9^{9}}}!}", r"\boxed{72}"], row, reward_fn(judge, name="math"))
-    assert [scores.reward(0), scores.reward(1)] == [None, 1.0]  # the next one got a fresh worker
+    before, row, fn = judge.timeouts, make_row({"prompt": "?", "answer": "72"}), reward_fn(judge, name="math")
+    judge.timeout = 1
+    assert score_blocking([r"\boxed{9^{9^{9^{9}}}!}"], row, fn).reward(0) is None
+    judge.timeout = 60
+    assert score_blocking([r"\boxed{72}"], row, fn).reward(0) == 1.0  # the next one got a fresh worker
     assert judge.timeouts == before + 1
-    assert time.perf_counter() - start < 120
 
 
 def test_a_worker_that_dies_is_replaced():

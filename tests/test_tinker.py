@@ -92,7 +92,7 @@ async def played(operations, faults=(), **options):
     return t.link.client.table, scores, (t.versions.current, t.versions.published, len(t.pending)), seen, t
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(SCRIPTS, FAULTS)
 def test_faults_at_any_request_leave_the_same_weights(operations, faults):
     without = [("discard",) if name == "refused" else (name, *what) for name, *what in operations]
@@ -148,7 +148,7 @@ async def played_there(operations, faults=(), builtin=True, **options):
     return scores, (t.versions.current, t.versions.published, len(t.pending)), losses, t
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(BUILTIN, FAULTS, st.integers(1, 50))
 @pytest.mark.variant
 def test_faults_around_a_loss_of_the_service_leave_the_same_weights(operations, faults, length):

@@ -92,8 +92,7 @@ def test_the_sidebar_leads_through_the_pages(read: Callable[..., Page]):
     assert page.locator(".sidebar-tree .caption-text").all_text_contents()[:2] == ["Start", "Your own task"]
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
 @pytest.mark.parametrize("name", ["gallery", "core/05_losses", "tutorials/101_one_step_by_hand"])
 def test_pages_fit_their_window(read: Callable[..., Page], name: str, width: int, scheme: str):
     page = read(name, width)
