@@ -71,11 +71,6 @@ def backend(**of_tokenizer: Any) -> Backend:
 # --- data -----------------------------------------------------------------------------------------------------------
 
 DATA: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {  # rows, and the parts of the error
-    "empty data set": ([], {"what": "empty data set", "got": "0 rows from", "expected": "at least 1"}),
-    "row without prompt": (
-        [QUESTION, {"answer": "2"}],
-        {"what": "no prompt", "where": "data.jsonl, line 2", "got": "columns answer", "expected": "question"},
-    ),
     "row without answer": (
         [QUESTION, {"question": "What is 2+2?"}],
         {"what": "no answer", "where": "data.jsonl, line 2", "got": "columns question", "expected": "ground_truth"},
@@ -111,14 +106,6 @@ def test_data(case, tmp_path, capsys):
     assert "Traceback" not in said
 
 
-def test_a_loop_object_says_the_same_and_keeps_its_place():
-    rows = load_rows([QUESTION, {"question": "x" * 100, "answer": "2", "key": "q17"}])
-    loop = GRPOLoop(backend(), rows, uneven, Config(**SMALL | {"prompt_groups_per_step": 1}, shuffle=False))
-    asyncio.run(loop.step())
-    failed(loop.prompts, "prompt too long", where="row 'q17'")
-    assert (loop.cursor.consumed, len(loop.records)) == (1, 1)
-
-
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
@@ -130,8 +117,6 @@ def raises(text: str) -> float:
 FIRST = "group 0, sample 0 (row '3')"
 REWARDS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
     "raises": (raises, {"what": "'raises' raised", "where": FIRST, "got": "ZeroDivisionError: division by zero"}),
-    "nan": (lambda text: float("nan"), {"where": FIRST, "got": "nan for completion", "expected": "a finite number"}),
-    "string": (lambda text: "good", {"where": FIRST, "got": "'good' for completion", "expected": "a finite number"}),
     "wrong number of values": (
         lambda prompts, completions, **columns: [1.0],
         {"where": "group 0 (row '3')", "got": "1 values for 4 completions", "expected": "a list of 4"},
@@ -188,11 +173,10 @@ def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing(
     failed(alone, "tokenizer", got="none", expected="that of the model", fix="open_local('tiny')")
 
 
-@pytest.mark.parametrize(("name", "near"), [("tinny", "tiny"), ("smolm2", "smollm2")])
-def test_a_misspelt_model_is_named_before_the_hub_is_asked(name, near, monkeypatch):
+def test_a_misspelt_model_is_named_before_the_hub_is_asked(monkeypatch):
     for reader in ("AutoTokenizer", "AutoModelForCausalLM"):
         monkeypatch.setattr(f"transformers.{reader}", None)  # nothing is loaded, and nobody is asked
-    failed(lambda: open_local(name), fix=f"Did you mean '{near}'", kind=BackendError)
+    failed(lambda: open_local("smolm2"), fix="Did you mean 'smollm2'", kind=BackendError)
 
 
 def test_what_is_given_in_another_order_is_said_at_once():
@@ -263,15 +247,6 @@ def test_a_checkpoint_of_another_model_by_its_settings(finished, tmp_path):
     assert not (tmp_path / "run").exists()
     before = files(finished)
     failed(lambda: run(replace(cfg, log_path=str(finished)), resume=True), **parts)
-    assert files(finished) == before
-
-
-def test_a_checkpoint_of_another_model_by_its_weights(finished):
-    before = files(finished)
-    stranger = open_local(tiny_model(vocab=264, context=512), load_model("tiny")[1])
-    cfg = Config(**SMALL, log_path=str(finished))
-    resumed = lambda: run(cfg, problem=toy(), backend=stranger, resume=True)
-    failed(resumed, got="float32", fix="Open the backend with", kind=RecordError)
     assert files(finished) == before
 
 

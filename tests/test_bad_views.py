@@ -363,8 +363,8 @@ GIVEN = {
         "2 of 10 completions lost", others={"report": "\\u001b", "tokens": "\\u001b[31m\\u202e"}
     ),
 }  # fmt: skip
-FURTHER = ("512 groups", "1 group", "one NaN of the policy", "NaN sampler", "one -inf of the sampler")
-FURTHER += ("NaN reference", "no answers", "nothing at all")
+FURTHER = ("512 groups", "1 group", "all masked", "no loss", "one NaN of the policy", "NaN sampler")
+FURTHER += ("one -inf of the sampler", "NaN reference", "no answers", "nothing at all")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.variant] * (n in FURTHER)) for n in MADE])

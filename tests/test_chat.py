@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl_notebook.task.chat import check_fits, check_tokenizer, drawn_logprobs, encode_prompt, render
+from rl_notebook.task.chat import drawn_logprobs, encode_prompt, render
 from rl_notebook.task.chat import sample_from_completion, split_calls, start_conversation, template_end, turn_ends
 from rl_notebook.core.types import AlignmentError, Completion, ConfigError, DataError, SampleParams
 from rl_notebook.task.data import load_rows, make_row
@@ -84,17 +84,6 @@ def test_text_gets_the_special_tokens_of_the_tokenizer_and_no_template():
     assert encode_prompt(build("<s>" + CHATML, post="<s> $A", bos_token="<s>"), ROW).count(with_bos.bos_token_id) == 1
 
 
-def test_template_options_reach_the_template():
-    thinker = build(CHATML + "{% if enable_thinking is false %}<think></think>{% endif %}")
-    assert thinker.decode(encode_prompt(thinker, ROW, enable_thinking=False)).endswith("<think></think>")
-    text = message(lambda: encode_prompt(thinker, ROW, enable_thinkin=False), ConfigError)
-    assert "template option 'enable_thinkin': got a chat template that never reads it" in text
-    assert "as enable_thinking" in text
-    assert "row 'q18': template options: got tools" in message(
-        lambda: encode_prompt(thinker, PLAIN, tools=[]), ConfigError
-    )
-
-
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 CALLED = [
@@ -157,26 +146,6 @@ def test_what_a_prompt_cannot_hold_is_refused_with_its_row(tmp_path):
     assert "'enable_thinking': got a chat template that never reads it" in message(
         lambda: encode_prompt(TOKENIZER, thinking), ConfigError
     )
-
-
-def test_tokenizers_that_cannot_be_used():
-    text = message(lambda: encode_prompt(build(template=None), ROW))
-    assert "chat_template: got none; expected a template for messages. Use the tokenizer of an instruct model" in text
-    for row in (ROW, PLAIN):
-        text = message(lambda row=row: encode_prompt(build(eos_token=None), row))
-        assert "eos_token: got none; expected the token that ends a completion. Set it, as tokenizer.eos_token" in text
-    check_tokenizer(TOKENIZER)
-
-
-def test_a_prompt_that_is_too_long_names_row_and_lengths():
-    n = len(encode_prompt(TOKENIZER, ROW))
-    assert len(encode_prompt(TOKENIZER, ROW, max_seq_len=n + 8, room=8)) == n
-    text = message(lambda: encode_prompt(TOKENIZER, ROW, max_seq_len=n + 7, room=8))
-    assert text == (
-        f"row 'q17': prompt too long: got {n} tokens; expected at most {n - 1} (max_seq_len {n + 7} less 8 for the "
-        "completion). Drop the row, or raise max_seq_len."
-    )
-    check_fits(10**9, None)
 
 
 # --- one completion
@@ -311,15 +280,6 @@ def test_turns_of_several_versions_and_temperatures():
     hot = Completion(hot.prompt_tokens, hot.tokens, hot.logprobs, hot.logprobs, params=hot.params)
     text = message(lambda: c.add_completion(hot).to_sample(), AlignmentError)
     assert "temperature: got [0.5, 1.0]; expected one for all turns" in text
-
-
-def test_tools_are_passed_to_a_template_that_reads_them():
-    with_tools = build("{% if tools %}{{ tools | length }} tools\n{% endif %}" + CHATML)
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
-    c = start_conversation(with_tools, ROW, tools=[tool])
-    c = c.add_completion(speak(c, "add(24, 48)<|im_end|>")).add_messages({"role": "tool", "content": "72"})
-    assert c.text.startswith("1 tools\n")
-    assert c.text.endswith("<|im_start|>tool\n72<|im_end|>\n<|im_start|>assistant\n")
 
 
 def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():

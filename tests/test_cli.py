@@ -29,8 +29,6 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.options import leaf_types
 from rl_notebook.runs import run as run_module
 from rl_notebook.runs.run import RunFolder
-from rl_notebook.task.toy import load_model
-from rl_notebook.views.report import run_status, write_report
 
 # --- demo and view --------------------------------------------------------------------------------------------------
 
@@ -54,23 +52,9 @@ def test_the_demo_ends_with_its_result(demo):
     rewards = RunFolder.open(folder).metrics()["eval/reward"].dropna()
     assert rewards.index.tolist() == [0, 2]
     assert [f"{r:.2f}" for r in rewards] == list(found.groups())  # the figures are those that were measured
-
-
-def test_the_demo_tells_a_story(demo):
-    folder, said = demo
-    assert said.startswith("GRPO you can step through")
-    for part in (
-        "step 1 · reward ",
-        "step 2 · reward ",
-        "Completions drawn in the first step:",
-        f"run folder: {folder}",
-    ):
-        assert part in said
-    run = RunFolder.open(folder)
-    assert run.steps == [1, 2]
-    assert run.checkpoints == [2]  # the trained policy is kept
+    assert RunFolder.open(folder).checkpoints == [2]  # the trained policy is kept
     shown = [line for line in said.splitlines() if re.search(r"reward -?\d\.\d +advantage [+-]\d\.\d\d", line)]
-    texts = {s.text for record in run for g in record.groups for s in g.samples}
+    texts = {s.text for record in RunFolder.open(folder) for g in record.groups for s in g.samples}
     assert len(shown) == 8
     assert all(line.partition(" reward")[0].strip() in texts for line in shown)  # as they were drawn
 
@@ -96,15 +80,6 @@ def test_the_report_needs_no_network(demo):
     assert not re.search(r"@import|url\(\s*[\"']?\s*(https?:)?//", styles)
     for part in ("reward", "KL", "advantage", "</html>"):
         assert part in page
-
-
-def test_view_writes_the_report_again(demo, tmp_path, capsys):
-    folder, _ = demo
-    assert main(["view", str(folder), "--out", str(tmp_path / "page.html")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
-    run = RunFolder.open(folder)
-    write_report(run, tmp_path / "direct.html", status=run_status(run), tokenizer=load_model("tiny")[1])
-    assert (tmp_path / "page.html").read_text() == (tmp_path / "direct.html").read_text()
 
 
 def test_view_follows_a_run_until_it_is_finished(demo, tmp_path, capsys):
@@ -146,15 +121,9 @@ def add_a_step(run: Path) -> None:
     folder.add(replace(folder.record(2), step=3))
 
 
-def test_the_doctor_finds_nothing_in_the_demo(demo, capsys):
-    assert main(["doctor", str(demo[0])]) == 0
-    said = capsys.readouterr().out
-    assert re.findall(r"^step +(\d+)  all well", said, flags=re.M) == ["1", "2"]
-
-
 def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, capsys):
     run, read = RunFolder.create(tmp_path / "run", {"base_model": "tiny"}), list[int]()
-    for step in range(1, 121):
+    for step in range(1, 61):
         record = synthetic_record(step, groups=2, completions=4)
         run.add(replace(record, metrics={**record.metrics, cli.GAP: float(step == 7)}))
     whole = run_module.read_record
@@ -165,9 +134,9 @@ def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, cap
         main([name, str(run.path), *options])
         assert len({*read}) <= most, command_
         assert len(read) <= len({*read}) + 9 * (name == "view"), command_  # the last ones, whole
-        assert {*range(101, 121)} <= {*read}
+        assert {*range(41, 61)} <= {*read}
         assert (7 in read) == (name == "doctor")
-    assert "40 of 120 steps" in capsys.readouterr().out
+    assert "40 of 60 steps" in capsys.readouterr().out
     code = "import sys; from rl_notebook.cli import main; main(sys.argv[1:]); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, "doctor", run.path], capture_output=True, text=True, check=True)
     assert not {"torch", "transformers"} & {*done.stdout.splitlines()[-1].split()}
@@ -187,11 +156,6 @@ def test_the_doctor_names_the_step_and_the_cause(demo, tmp_path, capsys):
     assert re.search(r"^step +1  all well", said, flags=re.M)
     assert re.search(r"^step +2  shift", said, flags=re.M)
     assert main(["doctor", str(run), "--step", "1", "--rescore"]) == 0
-
-
-def test_replay_finds_every_phase_the_same(demo, capsys):
-    assert main(["replay", str(demo[0]), "2"]) == 0
-    assert "step 2: every phase is the same, to the last bit" in capsys.readouterr().out
 
 
 def test_view_opens_a_browser_only_when_asked(demo, monkeypatch, capsys):
@@ -230,14 +194,12 @@ def another(hint: Any) -> tuple[list[str], Any]:
     return known[hint] if hint in known else ([[*hint][-1].value], [*hint][-1])
 
 
-@pytest.mark.parametrize("name", leaf_types(Config))
-def test_every_field_can_follow_as_an_option(name):
-    hint = leaf_types(Config)[name]
-    texts, value = another(hint)
-    for option in (f"--{name}", f"--{name.replace('_', '-')}"):
-        ((typed, read),) = option_values([option, *texts]).items()
-        assert typed == name
-        assert pydantic.TypeAdapter(hint).validate_python(read) == value
+def test_every_field_can_follow_as_an_option():
+    for name, hint in leaf_types(Config).items():
+        texts, value = another(hint)
+        for option in (f"--{name}", f"--{name.replace('_', '-')}"):
+            ((typed, read),) = option_values([option, *texts]).items()
+            assert (typed, pydantic.TypeAdapter(hint).validate_python(read)) == (name, value)
 
 
 def test_what_is_typed_is_what_arrives():
@@ -337,19 +299,12 @@ def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, m
     assert not list(tmp_path.iterdir())
 
 
-# --- check ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "asked", [["--help"], ["train", "--help"], ["check", "--help"], ["view", "--help"]], ids=" ".join
-)
-@pytest.mark.variant(but="check")
-def test_a_reader_that_has_read_enough_ends_it_quietly(asked: list[str]) -> None:
+def test_a_reader_that_has_read_enough_ends_it_quietly() -> None:
     "As `rl-notebook ... | head` does: what it says goes into a pipe that nobody reads."
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-c", code, *asked]
+    command = [sys.executable, "-c", code, "check", "--help"]
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     os.close(writing)
     assert ended.stderr == ""

@@ -15,8 +15,6 @@ import torch
 import transformers
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
-from rl_notebook.backends.base import Backend
-from rl_notebook.backends.local.model import CausalModel, open_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.advantages import with_advantages
@@ -48,46 +46,17 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows
 
 SLOW = os.environ.get("SLOW") == "1"
-SCORING = {"routes": ("modules", "full"), "sampling": False}  # how a trainer runs its model
-Case = tuple[StepRecord, Backend]
-Rows = Sequence[np.ndarray]
 
 
-# --- real logprobs, rightly and wrongly computed ------------------------------------------------------------------
-
-
-def logprobs(model: CausalModel, rows: Rows, temperature: float = 1.0) -> list[np.ndarray]:
-    "(N-1,) of each row in one batch, padded on the right."
-    ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-    with torch.no_grad():
-        features = model.features(ids[:, :-1])
-        flat = model.logprobs(features.flatten(0, 1), ids[:, 1:].flatten(), temperature)
-    table = flat.double().reshape(len(rows), -1).numpy()
-    return [x[: len(r) - 1] for x, r in zip(table, rows, strict=True)]
-
-
-class Policy:
-    "A trainer that scores in its own way."
-
-    def __init__(self, inner: Any, score: Callable[[Sequence[Datum]], list[np.ndarray]], dtype: str = "float32"):
-        self.inner, self.score, self.dtype, self.temperature = inner, score, dtype, 1.0
-
-    async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
-        values = self.score(list(datums))
-        masked = [np.where(d.active, v, np.nan) for d, v in zip(datums, values, strict=True)]
-        return [Logprobs(v, dtype=self.dtype, policy_version=0, temperature=self.temperature) for v in masked]
-
-    async def save_weights_for_sampler(self, name: str) -> str:
-        return await self.inner.save_weights_for_sampler(name)
+# --- a step with real logprobs -----------------------------------------------------------------------------------------
 
 
 class Bench:
-    "The tiny model on the embedded backend, and ways to score with copies of it."
+    "The tiny model on the embedded backend."
 
     def __init__(self):
         model, self.tokenizer = load_model("tiny")
         self.backend = open_local(model, self.tokenizer, inline=True)
-        self.live = open_model(model, **SCORING)
         self.moved, self.cache = False, dict[Any, Any]()
 
     async def reset(self) -> None:
@@ -111,10 +80,10 @@ class Bench:
             drawn.append(assemble(rollouts, graded))
         return with_advantages(drawn)
 
-    async def record(self, groups: Sequence[PromptGroup], policy: Any = None) -> StepRecord:
+    async def record(self, groups: Sequence[PromptGroup]) -> StepRecord:
         "A step as the loop would have recorded it."
         datums = datums_from_groups(groups)
-        scored = await (policy or self.backend.policy).forward(datums)
+        scored = await self.backend.policy.forward(datums)
         zeros = tuple(np.zeros(len(d.weights)) for d in datums)
         return StepRecord(3, tuple(groups), tuple(datums), LossOutput(0.0, {}, tuple(scored), zeros))
 
@@ -138,10 +107,6 @@ class Bench:
             await self.backend.policy.forward_backward_custom(datums, make_loss_fn(datums, LossOptions()))
             await self.backend.policy.optim_step(AdamParams(learning_rate=rate))
 
-    def policy(self, score: Callable[[Sequence[Datum]], list[np.ndarray]], dtype: str = "float32") -> Policy:
-        "A trainer that shares the sampler's weights and scores in its own way."
-        return Policy(self.backend.policy, score, dtype)
-
 
 def with_sampler(record: StepRecord, series: Sequence[np.ndarray]) -> StepRecord:
     "The record with other sampler logprobs."
@@ -157,7 +122,7 @@ def with_trainer(record: StepRecord, series: Sequence[np.ndarray]) -> StepRecord
     return replace(record, loss=replace(record.loss, logprobs=scored))
 
 
-# --- three faults ---------------------------------------------------------------------------------------------------
+# --- two faults ---------------------------------------------------------------------------------------------------
 
 
 async def shift(b: Bench) -> StepRecord:
@@ -171,23 +136,6 @@ async def stale_weights(b: Bench, updates: int) -> StepRecord:
     groups = (await b.healthy(100))[0].groups
     await b.train(1100, updates)
     return await b.record(groups)
-
-
-async def dropout(b: Bench) -> Case:
-    "The trainer scores in training mode, with dropout in its attention."
-    noisy = load_model("tiny")[0].train()
-    noisy.set_attn_implementation("eager")
-    for layer in noisy.model.layers:
-        layer.self_attn.attention_dropout = 0.05
-
-    def score(datums: Sequence[Datum]) -> list[np.ndarray]:
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(d.tokens) for d in datums], batch_first=True)
-        with torch.no_grad():
-            table = noisy(input_ids=ids[:, :-1]).logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        return [row[: len(d.weights)].double().numpy() for row, d in zip(table, datums, strict=True)]
-
-    groups, policy = (await b.healthy(100))[0].groups, b.policy(score)
-    return await b.record(groups, policy), replace(b.backend, policy=policy)  # type: ignore[arg-type]
 
 
 # --- what it is given, and what it answers ----------------------------------------------------------------------------
@@ -215,23 +163,6 @@ def test_datums_and_series_do_without_a_record(bench: Bench) -> None:
     assert ask(record.datums, record.loss.logprobs).ok
     assert ask(plain, record.loss.logprobs, late).cause == "shift"
     assert ask(plain, None, late, backend=bench.backend).cause == "shift"
-
-
-def test_a_fault_is_found_at_a_temperature_other_than_one(bench: Bench) -> None:
-    "Both sides at 0.8, as it should be, and the sampler two updates behind."
-
-    async def behind_at(t: float) -> Diagnosis:
-        policy = bench.policy(lambda ds: logprobs(bench.live, [d.tokens for d in ds], t))
-        policy.temperature = t
-        groups = await bench.groups(100, temperature=t)
-        await bench.train(1100, 2)
-        record = await bench.record(groups, policy)
-        return await diagnose(record, backend=replace(bench.backend, policy=policy))  # type: ignore[arg-type]
-
-    try:
-        assert asyncio.run(behind_at(0.8)).cause == "stale weights"
-    finally:
-        asyncio.run(bench.reset())
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -294,9 +225,6 @@ class Deaf:
 
 def test_a_refused_control_is_named(bench: Bench) -> None:
     "What the backend cannot do is listed, and what needs it is left out."
-    record, backend = asyncio.run(dropout(bench))
-    verdict = ask(record, backend=replace(backend, sampler=Deaf()))  # type: ignore[arg-type]
-    assert verdict.cause == "dropout"
     quiet = asyncio.run(stale_weights(bench, 1))
     asyncio.run(bench.reset())
     verdict = ask(quiet, backend=replace(bench.backend, sampler=Deaf()))  # type: ignore[arg-type]
@@ -395,13 +323,14 @@ def dtype_of(model: Any) -> str:
 @pytest.mark.variant(every=3)
 def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
     "A tail that did not come up is no cut, and half precision draws otherwise than it scores, honestly."
-    for seed in range(10 if SLOW else 2):
+    for seed in range(10 if SLOW else 1):
         model = flat_model(family, seed).to(getattr(torch, dtype))
         for verdict in asked_after_a_step(model, seed=seed):
             assert verdict.ok, verdict.sentence
 
 
 @pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 1.4}, {"top_p": 0.9}, {"min_p": 0.05}])
+@pytest.mark.variant(every=2)
 def test_nor_is_one_that_draws_as_it_was_told(settings: dict[str, float]) -> None:
     for verdict in asked_after_a_step(flat_model("Qwen2", 0), **settings):
         assert verdict.ok, verdict.sentence
@@ -427,6 +356,7 @@ class Secret:
         ({"temperature": 1.3}, "temperature"),
     ],
 )
+@pytest.mark.variant(every=2)
 def test_a_secret_cut_or_temperature_is_named_where_the_draws_show_it(settings: dict[str, float], cause: str) -> None:
     "Of a peaked model; of a flat one, too, once a cut leaves so few tokens that all of them come up."
     *_, verdict = asked_after_a_step(load_model("tiny")[0], lambda inner: Secret(inner, **settings))
@@ -465,9 +395,8 @@ AT: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {  # tokens and 
 
 
 @pytest.mark.parametrize("said", AT)
-@pytest.mark.parametrize("seed", range(3))
-def test_it_is_told_where_a_gap_sits_and_not_where_that_is_chance(said: str, seed: int):
-    rng, datums, sides = np.random.default_rng([seed, 7]), [], []
+def test_it_is_told_where_a_gap_sits_and_not_where_that_is_chance(said: str):
+    rng, datums, sides = np.random.default_rng([0, 7]), [], []
     for row in range(24):
         tokens = np.r_[100 + row, rng.integers(0, 3, 20)]
         tokens[[8, 20]] = 3

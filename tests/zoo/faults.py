@@ -186,6 +186,7 @@ FAULTS: dict[str, Fault] = {
     "the server puts a token of the template in front": Fault(TEXT, lambda run: put(run.server, prefix=(4,))),
     "and in half precision": Fault(TEXT, lambda run: put(run.server, prefix=(3,)), World(dtype="bfloat16", seed=17)),
     "rollouts are late": Fault(STALE, lambda run: late(run, 2)),
+    "rollouts are late, and cool": Fault(STALE, lambda run: late(run, 2), World(temperature=0.8)),
     "the adapter does not travel": Fault(STALE, lambda run: adapter_left_behind(run, 3), LORA),
     "the server computes in half precision":
         Fault(DTYPE, lambda run: put(run.server, model=cast(run.server.model, torch.bfloat16))),
