@@ -91,13 +91,6 @@ def test_what_is_sound_is_left_alone(kind: str):
     assert not audit_reward(SOUND[kind], SUMS).findings.failed
 
 
-def test_columns_stand_for_an_answer_that_rows_do_not_have():
-    found = audit_reward(lambda text, person: float(read(text) == json.loads(person)), PEOPLE)
-    assert (found.findings["reward"].ok, found.right) == (True, "{}")
-    made = audit_reward(lambda text, target: 0.1 * ("<answer>" in text), TARGETS)
-    assert made.findings["reward"].ok is None, "a tenth for the form is no right answer"
-
-
 @pytest.mark.parametrize("answer", [None, True, {"target": 8}])
 def test_rows_without_an_answer_are_audited_as_far_as_they_tell(answer):
     rows = [Row(str(n), prompt=f"Say {n}.", answer=answer) for n in range(4)]

@@ -14,7 +14,7 @@ from rl_notebook.core.types import PhaseError, RolloutSample
 from rl_notebook.loop.async_loop import AT_REST, AsyncGRPOLoop
 from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_rows
-from rl_notebook.views.dashboard import BESIDE_MAIN, MAIN, MORE, Dashboard, progress_of, still_html, waiting_rows
+from rl_notebook.views.dashboard import Dashboard, progress_of
 from rl_notebook.views.player import PAUSED, refusal, rows_in_flight
 from rl_notebook.views.report import report_html
 
@@ -145,32 +145,6 @@ def test_a_stop_lets_rows_finish_and_starts_none():
         assert "no row is started: the loop is at rest" in dashboard.screen.head.value
         await dashboard.play(1)
         assert len(loop.records) == 1
-        await loop.close()
-
-    run(main())
-
-
-def test_what_is_shown():
-    async def main():
-        door = Door()
-        dashboard = Dashboard(loop := loop_of(door))
-        await dashboard.play(2)
-        await waiting_for_a_batch(dashboard, door)
-        said = progress_of(loop, dashboard.watch)
-        assert (said["bound"], said["unit"]) == (2, "rows of the batch")
-        dashboard.refresh()
-        assert "0 of 2 rows of the batch · " in dashboard.screen.head.value
-        assert f"{rows_in_flight(loop)} rows in flight, {len(loop.producer.ready)} ready" == said["rows"]
-        kinds = [kind for *_, kind in waiting_rows(loop)]
-        assert kinds.count("in flight") == rows_in_flight(loop) > 0
-        dashboard.screen.more.value = True
-        await asyncio.sleep(0)
-        drawn = [about["name"] for about in dashboard.screen.charts.shown]
-        assert drawn == [*MAIN, *BESIDE_MAIN, *MORE]
-        for title in TITLES:
-            assert f'alt="{title}"' in still_html(dashboard)
-        door.open.set()
-        dashboard.close()
         await loop.close()
 
     run(main())

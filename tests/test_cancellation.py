@@ -314,24 +314,6 @@ def test_a_second_cancellation_leaves_and_the_next_turn_waits_for_the_update():
     asyncio.run(main())
 
 
-def test_what_fails_while_a_cancelled_caller_waits_is_its_cause():
-    async def main():
-        loop = begin(await local(), "sync")
-
-        async def fails():
-            await asyncio.sleep(0.01)
-            raise RuntimeError("the trainer is gone")
-
-        task = asyncio.ensure_future(loop.weights.settled(fails()))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError) as caught:
-            await task
-        assert "the trainer is gone" in str(caught.value.__cause__)
-
-    asyncio.run(main())
-
-
 # --- interrupts ------------------------------------------------------------------------------------------------------
 
 LOOP = ("arrivals", "back", "change", "loop", "phases", "state", "weights")

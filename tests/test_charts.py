@@ -6,7 +6,6 @@ import base64
 import io
 import itertools
 import json
-import math
 import re
 from dataclasses import replace
 from typing import ClassVar
@@ -88,15 +87,6 @@ def test_a_history_goes_back():
     assert series(history, "a") == {"x": [], "y": []}
 
 
-def test_what_is_no_number_is_no_point():
-    history = History(
-        [{"step": 1, "a": math.nan, "b": math.inf, "c": None, "d": "text"}, {"step": 2, "a": 1, "b": 2.0}]
-    )
-    assert series(history, "a") == {"x": [2], "y": [1.0]}
-    assert series(history, "b") == {"x": [1, 2], "y": [None, 2.0]}
-    assert [*history] == ["b", "a"]
-
-
 # --- payloads ---------------------------------------------------------------------------------------------------------
 
 
@@ -172,14 +162,6 @@ def test_a_map_has_a_colour_for_each_sign():
     assert found == [(40, 103, 178, 140), (40, 103, 178, 255), (133, 147, 163, 30), (200, 96, 44, 255)]
 
 
-def test_a_chart_shows_itself_without_script():
-    c = drawn(synthetic_record(20))["reward"]
-    bundle = c._repr_mimebundle_()
-    data = re.search(r'src="data:image/svg\+xml;base64,([^"]+)"', bundle["text/markdown"])[1]
-    assert base64.b64decode(data).decode() == bundle["image/svg+xml"] == svg(c.figure, c.title)
-    assert "<script" not in bundle["text/markdown"]
-
-
 # --- rollouts beside training -----------------------------------------------------------------------------------------
 
 rows_under_way = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 20)), max_size=80)
@@ -205,15 +187,6 @@ def test_a_timeline_is_thinned_evenly_and_says_so(rows: list[tuple[float, float]
     assert [bar["row"] for bar in found["rows"]] == [bar["row"] for bar in whole]
     said = timeline_figure(found)["layout"]["yaxis"]["ticktext"][1]
     assert said == ("rows" if found["every"] == 1 else f"rows, 1 of {found['every']}")
-
-
-def test_a_run_whose_trainer_and_sampler_take_turns_looks_as_before():
-    plain = synthetic_record(20)
-    assert {"timeline", "staleness", "waits"}.isdisjoint(drawn(plain))
-    phases = replace(plain, timeline=[("sample", 0.0, 0.5), ("backward", 0.5, 0.9)])
-    alone = timeline_payload([phases])
-    assert alone["rows"] == []
-    assert len(timeline_figure(alone)["layout"]["yaxis"]["tickvals"]) == 1  # of the trainer
 
 
 # --- live -------------------------------------------------------------------------------------------------------------
@@ -260,16 +233,6 @@ class Stepped:
 
     def __init__(self, *records: StepRecord):
         self.records, self.cfg = records, Config(kl_beta=0.25)
-
-
-def test_a_chart_takes_a_loop_records_or_a_payload():
-    records = [synthetic_record(step) for step in (1, 2, 3)]
-    payload = reward_payload(History(history_row(r) for r in records))
-    drawn = [chart("reward", source).figure for source in (Stepped(*records), records, iter(records), payload)]
-    assert drawn == [drawn[0]] * 4
-    assert chart("kl", Stepped(*records)).payload["kl_beta"] == 0.25
-    last = chart("advantages", advantages_payload(records[-1])).figure
-    assert chart("advantages", records).figure == chart("advantages", records[-1]).figure == last
 
 
 def test_a_chart_that_is_not_there_is_named():

@@ -68,12 +68,6 @@ def message(call, exc=DataError) -> str:
 # --- prompts
 
 
-def test_messages_are_rendered_as_the_tokenizer_does():
-    ids = encode_prompt(TOKENIZER, ROW)
-    assert ids == TOKENIZER.apply_chat_template(list(ROW.messages), add_generation_prompt=True, return_dict=False)
-    assert TOKENIZER.decode(ids) == "<|im_start|>user\nwhat is 24+48?<|im_end|>\n<|im_start|>assistant\n"
-
-
 def test_text_gets_the_special_tokens_of_the_tokenizer_and_no_template():
     with_bos = build(post="<s> $A", bos_token="<s>")
     assert encode_prompt(with_bos, PLAIN) == [with_bos.bos_token_id, *encode("24+48 =", with_bos)]
@@ -247,28 +241,6 @@ def test_a_turn_may_end_with_any_of_the_models_ends(model, ended):
         assert c.text == render(tokenizer, [*ROW.messages, *c.messages]).replace("62" + written, "62" + ended)
     assert c.text.startswith(plain)
     assert c.tokens == encode(c.text, tokenizer)
-
-
-def test_turns_out_of_order_and_foreign_prompts():
-    c0 = start_conversation(TOKENIZER, ROW)
-    c1 = c0.add_completion(speak(c0, "62<|im_end|>"))
-    assert "two completions in a row" in message(lambda: c1.add_completion(speak(c1, "7")), AlignmentError)
-    assert "the policy is next" in message(lambda: c0.add_messages({"role": "user", "content": "a"}), AlignmentError)
-    assert "messages: got none; expected at least 1" in message(lambda: c1.add_messages())
-    assert "Use add_completion" in message(lambda: c1.add_messages({"role": "assistant", "content": "a"}))
-    assert "row 'q18': messages: got none" in message(lambda: start_conversation(TOKENIZER, PLAIN))
-    assert "turns: got none" in message(lambda: c0.to_sample(), AlignmentError)
-    tokens = c0.tokens
-    for foreign, got in (
-        (tokens[:-1], "at token 18: got 282 'ss', 307 'istant', [the end] (18 tokens); expected"),
-        ([*tokens, 24], "at token 19: got 307 'istant', 201 '\\n', [24 '6'] (20 tokens); expected"),
-        ([24, *tokens[1:]], "at token 0: got [24 '6'], "),
-    ):
-        completion = Completion(foreign, [5], [-1.0])
-        text = message(lambda completion=completion: c0.add_completion(completion), AlignmentError)
-        assert "row 'q17': prompt of turn 0 differs at token" in text
-        assert got in text
-        assert "Sample from conversation.tokens." in text
 
 
 def test_turns_of_several_versions_and_temperatures():

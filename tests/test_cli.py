@@ -220,13 +220,6 @@ def test_what_is_typed_is_what_arrives():
     assert cfg("--steps", "1", "--steps", "2").steps == 2
 
 
-def test_options_win_over_the_file(tmp_path):
-    (tmp_path / "c.yaml").write_text("steps: 5\nlearning_rate: 0.5\ntis_enabled: true\ntis: {cap: 3}\n")
-    cfg, how = parse_train(["--config", str(tmp_path / "c.yaml"), "--steps", "7", "--tis.cap", "4"])
-    assert (cfg.steps, cfg.learning_rate, cfg.tis, cfg.tis_cap) == (7, 0.5, "token", 4.0)
-    assert how == {"resume": False, "leftover": "error", "trust": False}
-
-
 def test_resume_takes_the_recorded_settings(tmp_path):
     RunFolder.create(tmp_path / "run", Config(learning_rate=0.5, steps=3))
     cfg, how = parse_train(["--resume", "--log-path", str(tmp_path / "run"), "--steps", "9", "--leftover", "attach"])

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import threading
 import time
 from dataclasses import replace
 
@@ -14,7 +13,7 @@ from tiny_models import one_thread
 
 from rl_notebook.core.types import PhaseError
 from rl_notebook.runs.records import utf8
-from rl_notebook.views.dashboard import COLUMNS, Dashboard, dashboards_of, step_table, tick
+from rl_notebook.views.dashboard import COLUMNS, Dashboard, dashboards_of, step_table
 from rl_notebook.views.player import ACTIVE_PLAYERS
 
 __all__ = ["one_thread"]
@@ -187,79 +186,6 @@ def test_a_run_of_a_cell_is_shown_can_be_stopped_and_is_not_run_twice():
     run(main())
 
 
-def test_progress_counts_what_the_phase_does():
-    async def main():
-        loop = make_loop(rows=24)
-        dashboard = Dashboard(loop)
-        seen, sample = [], loop.backend.sampler.sample
-
-        async def looking(tokens, params):
-            result = await sample(tokens, params)
-            tick(dashboard)
-            seen.append(dashboard.screen.head.value)
-            return result
-
-        loop.backend.sampler.sample = looking
-        await dashboard.step()
-        drawn = loop.records[0].metrics["rollout/num_samples"] * loop.records[0].metrics["completions/mean_length"]
-        assert f"{round(drawn):,} of at most {3 * 6 * 16:,} tokens sampled" in seen[-1]
-        assert 'class="rld-running" title="running">sample<' in seen[-1]
-        assert "next: prompts" in dashboard.screen.head.value
-
-    run(main())
-
-
-# --- errors -------------------------------------------------------------------------------------------------------
-
-
-def broken_at(step):
-    def reward(completion_text, step_number=None):
-        if loop_of[0].state.number == step and not mended:
-            raise ValueError("<b>cannot</b> grade")
-        return float(len(completion_text))
-
-    loop_of, mended = [None], []
-    return reward, loop_of, mended
-
-
-def test_an_error_is_shown_and_raised_and_play_can_be_pressed_again():
-    async def main():
-        reward, loop_of, mended = broken_at(2)
-        loop = loop_of[0] = make_loop(rows=24, reward=lambda completion_text: reward(completion_text))
-        dashboard = Dashboard(loop)
-        with pytest.raises(Exception, match="cannot") as raised:
-            await dashboard.play(3)
-        assert dashboard.error is raised.value
-        said = dashboard.screen.trouble.value
-        assert "rld-error" in said
-        assert "&lt;b&gt;cannot&lt;/b&gt; grade" in said
-        assert "<b>cannot" not in said
-        assert "step 2, next: score" in said
-        assert (loop.state.number, loop.state.current, len(loop.records)) == (2, "score", 1)
-        press(dashboard, "step")  # again, and nobody awaits it
-        await until(lambda: not dashboard.doing)
-        assert "cannot" in str(dashboard.error)
-        mended.append(True)
-        press(dashboard, "step")
-        await until(lambda: len(loop.records) == 2 and not dashboard.doing)
-        assert (dashboard.error, dashboard.screen.trouble.value) == (None, "")
-
-    run(main())
-
-
-def test_what_a_view_stumbles_over_does_not_stop_the_training(monkeypatch):
-    async def main():
-        loop = make_loop(rows=24)
-        dashboard = Dashboard(loop)
-        monkeypatch.setattr("rl_notebook.views.dashboard.words_html", lambda *args: 1 / 0)
-        await dashboard.play(2)
-        assert len(loop.records) == 2
-        await until(lambda: dashboard.error)
-        assert "ZeroDivisionError" in dashboard.screen.trouble.value
-
-    run(main())
-
-
 # --- one dashboard ------------------------------------------------------------------------------------------------
 
 
@@ -307,29 +233,6 @@ def test_a_new_loop_on_the_same_backend_pauses_the_old_one():
         assert len(new.records) == 1
 
     run(main())
-
-
-def test_an_event_of_another_thread_is_handled_at_home():
-    async def main():
-        dashboard = Dashboard(make_loop(rows=24))
-        threads = []
-        dashboard.changed = lambda: threads.append(threading.current_thread())
-        threading.Thread(target=press, args=(dashboard, "phase")).start()
-        await until(lambda: dashboard.loop.state.current == "sample" and not dashboard.doing)
-        assert set(threads) == {threading.current_thread()}
-
-    run(main())
-
-
-# --- drawing ------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def dashboard():
-    dashboard = Dashboard(make_loop(rows=24))
-    dashboard.screen.more.value = True
-    yield dashboard
-    dashboard.close()
 
 
 # --- completions --------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import tracemalloc
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import pandas as pd
@@ -18,7 +17,7 @@ from hypothesis import strategies as st
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.task.data import Cursor, Row, find_answer, load_rows, make_row, restore_cursor
+from rl_notebook.task.data import Cursor, Row, load_rows, restore_cursor
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import load_problem
 
@@ -45,11 +44,6 @@ def test_jsonl_parquet_frame_list_and_hf_dataset_agree(tmp_path):
     failed(lambda: load_rows(splits), "splits", got="['train']", expected="one data set", fix="Pick a split")
 
 
-@pytest.mark.parametrize("name", ["answer", "ground_truth", "label", "solution"])
-def test_answer_columns(name):
-    assert make_row({"prompt": "x", name: "7"}).answer == "7"
-
-
 def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
     records = [{"problem": "1+1?", "result": "2"}]
     for columns, named in (
@@ -60,23 +54,6 @@ def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
         failed(call, fix=f"columns={{{named}}} of load_rows, which is dataset_columns in a config")
     (row,) = load_rows(records, columns={"question": "problem", "answer": "result"}, require_answer=True)
     assert (row.messages[0]["content"], row.answer) == ("1+1?", "2")
-
-
-def test_answer_of_verl_and_precedence():
-    assert find_answer({"reward_model": {"ground_truth": "72"}}) == "72"
-    assert find_answer({"solution": "long", "answer": "72"}) == "72"
-    assert find_answer({"answer": "1", "gold": "2"}, "gold") == "2"
-    assert find_answer({"answer": "1"}, "gold") is None
-
-
-def test_prompt_forms():
-    assert make_row({"question": "1+1?"}).messages == ({"role": "user", "content": "1+1?"},)
-    assert make_row({"prompt": "1+1="}).prompt == "1+1="
-    assert make_row({"prompt": CHAT}).messages == tuple(CHAT)
-    assert make_row({"prompt_token_ids": [3, 4], "messages": CHAT}).prompt_tokens == (3, 4)
-    few_shot = [*CHAT, {"role": "assistant", "content": "72"}, *CHAT]
-    assert make_row({"messages": few_shot}).messages == tuple(few_shot)  # only a final assistant message is dropped
-    assert make_row({"messages": [*few_shot, {"role": "assistant", "content": "72"}]}).messages == tuple(few_shot)
 
 
 def test_empty_cells_count_as_absent():
@@ -92,39 +69,11 @@ def test_empty_cells_count_as_absent():
 # --- bad input says what, where, got, expected, fix
 
 
-@pytest.mark.parametrize(
-    ("content", "line", "what", "got"),
-    [
-        (b'{"question": "a"}\n{"question": \n', 2, "malformed line", "b'{\"question\": \\n'"),
-        (b'{"question": "a"}\n[1]\n', 2, "record", "[1]"),
-        (b'{"question": "a"}\n\n{"id": "q9"}\n', 3, "no prompt", "columns id"),
-        (b'{"prompt": 5}\n', 1, "prompt", "5"),
-        (b'{"question": "\xed\xa0\x80"}\n', 1, "malformed line", "b'"),  # half a character
-        (b"", 0, "empty data set", "0 rows from"),
-    ],
-)
-def test_malformed_files(tmp_path, content, line, what, got):
-    (tmp_path / "d.jsonl").write_bytes(content)
-    failed(lambda: load_rows(tmp_path / "d.jsonl"), what, where=f"d.jsonl, line {line}" * bool(line), got=got)
-
-
 def test_missing_answer_is_an_error_only_when_asked():
     records = [{"question": "a", "answer": "1"}, {"question": "b", "answer": None}]
     assert load_rows(records)[1].answer is None
     asked = lambda: load_rows(records, require_answer=True)
     failed(asked, "no answer", where="record 1", got="columns question, answer", fix="a reward that needs no answer")
-
-
-def test_other_refusals(tmp_path):
-    failed(lambda: load_rows([{"prompt": "a"}], max_rows=0), "max_rows", got="0", expected="1 or more")
-    failed(lambda: load_rows(3), expected="a path, URL, DataFrame")
-    failed(
-        lambda: load_rows([{"prompt": "a"}], split="test"), "split", got="[{'prompt': 'a'}]", expected="a data set of"
-    )
-    (tmp_path / "d.parquet").write_bytes(b"PAR1 not really PAR1")
-    failed(lambda: load_rows(tmp_path / "d.parquet"), "unreadable file")
-    with patch("builtins.open", side_effect=PermissionError(13, "denied")):  # root may read all
-        failed(lambda: load_rows(tmp_path / "d.parquet"), "unreadable file", got="[Errno 13] denied")
 
 
 # --- files of every kind

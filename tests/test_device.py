@@ -18,9 +18,6 @@ from rl_notebook.core.types import AdamParams, ConfigError, Datum, SampleParams
 __all__ = ["one_thread"]
 
 
-# --- the books themselves ----------------------------------------------------------------------------------------
-
-
 # --- the decode loop ---------------------------------------------------------------------------------------------
 
 
@@ -45,7 +42,7 @@ def test_a_decode_step_waits_only_where_it_is_looked_at(route, say):
 # --- the whole backend -------------------------------------------------------------------------------------------
 
 
-def group_datums(prompt: int = 24, tokens: int = 12, count: int = 6) -> list[Datum]:
+def group_datums(prompt: int = 24, tokens: int = 12, count: int = 4) -> list[Datum]:
     "Completions of one prompt, of different lengths."
     rng = np.random.default_rng(0)
     rows = [np.concatenate([np.arange(1, prompt + 1), rng.integers(0, 200, tokens + i)]) for i in range(count)]
@@ -84,7 +81,7 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
         backend = open_local(tiny_model(), byte_tokenizer(), device=DEVICE, inline=True, **settings)
         assert not books.strays
         books.forget()
-        await backend.sampler.sample([1, 2, 3], SampleParams(n=4, max_tokens=17))
+        await backend.sampler.sample([1, 2, 3], SampleParams(n=4, max_tokens=9))
         note("sampling")
         await backend.sampler.logprobs(datums[0].tokens)
         note("echo")
@@ -107,8 +104,8 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     with Pretend() as books:
         asyncio.run(step(books))
     assert not books.strays
-    assert found["sampling"] <= 17 + 1  # a look at the tokens of each step
-    batches = 6 if "tokens_per_batch" in settings else 1
+    assert found["sampling"] <= 9 + 1  # a look at the tokens of each step
+    batches = 4 if "tokens_per_batch" in settings else 1
     assert found["reference"] <= 1 + batches  # one read back, and transformers looks once at the positions of a pass
     assert found["training"] <= 3 + 2 * batches
     assert found["update"] <= 5  # whatever the number of tensors and layers

@@ -143,12 +143,8 @@ def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str
     }
 
 
-@pytest.mark.parametrize(("groups", "completions", "tokens"), [(1, 1, 1), (2, 64, 300), (48, 8, 40), (12, 16, 700)])
+@pytest.mark.parametrize(("groups", "completions", "tokens"), [(1, 2, 1), (2, 64, 300), (12, 16, 700)])
 def test_a_drawing_stays_small_and_says_what_it_leaves_out(groups: int, completions: int, tokens: int):
-    if completions == 1:  # one answer cannot be compared
-        sample = many(1, 2, 1)["sample"]
-        drawn(sample)
-        return
     for name, value in many(groups, completions, tokens).items():
         page = drawn(value)
         if groups * completions > 100 and name in ("sample", "loss", "reference"):

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import httpx
 import pytest
 import torch
 
-from rl_notebook.emulator.faults import KEY_VARIABLE, parse_faults
+from rl_notebook.emulator.faults import KEY_VARIABLE
 from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.emulator.testing import emulator, emulator_fixture  # noqa: F401  (the fixture)
 from rl_notebook.cli import main
@@ -141,14 +140,6 @@ def test_another_host_name_is_refused(http: httpx.Client) -> None:
     assert http.get("/v1/accounts", headers={"Host": "rebound.example:8600"}).status_code == 403
 
 
-def test_it_listens_on_this_machine_only(shared: RunningEmulator) -> None:
-    port = int(shared.url.rsplit(":", 1)[1])
-    others = {a[4][0] for a in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)} - {"127.0.0.1"}
-    for address in others:
-        with pytest.raises(OSError, match=r"refused|network"):
-            socket.create_connection((address, port), timeout=2)
-
-
 def test_the_key_comes_from_the_environment_and_shows_itself_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "not-a-real-key-1")
     with start_emulator() as running, by_hand(running) as client:
@@ -183,13 +174,6 @@ def test_ids_cannot_leave_their_folder(tmp_path: Path) -> None:
 # --- jobs and deployments over time -----------------------------------------------------------------------------------
 
 
-def test_a_job_that_makes_no_sense_is_refused(http: httpx.Client) -> None:
-    long = {"trainingConfig": {"baseModel": MODEL, "maxContextLength": 10**6}}
-    for body, query in (({"trainingConfig": {}}, {}), ([], {}), (long, {}), (WANTED, {"deploymentId": "../nobody"})):
-        assert http.post(JOBS, params={"rlorTrainerJobId": "bad", **query}, json=body).status_code == 400
-    assert http.get(f"{JOBS}/bad").status_code == 404
-
-
 def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> None:
     with start_emulator(folder=tmp_path) as running:
         managers = Managers(running)
@@ -209,52 +193,6 @@ def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> Non
         policy.load_state_with_optimizer("step-1").result()
         assert loss_of(policy) == pytest.approx(trained, rel=1e-6)
         managers.close()
-
-
-# --- the SDK's managers -----------------------------------------------------------------------------------------------
-
-
-def test_a_job_from_creation_to_deletion(managers: Managers) -> None:
-    config = sdk.TrainerJobConfig(base_model=MODEL, training_shape_ref=SHAPE, requested_job_id="whole-life")
-    endpoint = managers.trainers.create_and_wait(config, **FAST)
-    assert endpoint.max_context_length == 512
-    assert managers.trainers.create(config).job_name == endpoint.job_name  # 409, and the SDK fetches the first
-    learn(managers.policy(endpoint.base_url))
-    managers.services.pop().close()  # while there is a trainer: afterwards the SDK tries for half a minute
-    cancel = managers.trainers._post("/v1/accounts/local/rlorTrainerJobs/whole-life:cancel")  # as the cookbook does
-    assert cancel.json()["state"] == "JOB_STATE_CANCELLED"
-    again = managers.trainers.resume_and_wait("whole-life", **FAST)
-    assert again.base_url == endpoint.base_url
-    assert managers.trainers.reconnect_and_wait("whole-life", **FAST).base_url == endpoint.base_url
-    managers.trainers.delete("whole-life")
-    assert managers.trainers.get("whole-life")["state"] == "JOB_STATE_DELETED"
-    with pytest.raises(RuntimeError, match="archived"):
-        managers.trainers.wait_for_existing("whole-life", **FAST)
-    with pytest.raises(RuntimeError, match="archived"):
-        managers.trainers.create(config)
-    assert managers.trainers.try_get("nobody") is None
-
-
-def test_checkpoints_are_listed_and_promoted(managers: Managers) -> None:
-    policy = managers.policy(managers.job("saves").base_url)
-    learn(policy)
-    policy.save_state("state-1").result()
-    base = policy.save_weights_for_sampler_ext("weights-1", checkpoint_type="base").snapshot_name
-    delta = policy.save_weights_for_sampler_ext("weights-2", checkpoint_type="delta").snapshot_name
-    managers.services.pop().close()
-    managers.trainers.delete("saves")
-    rows = {r["name"].rsplit("/", 1)[1]: r for r in managers.trainers.list_checkpoints("saves", page_size=1)}
-    kinds = {id: (r["checkpointType"].removeprefix("CHECKPOINT_TYPE_"), r["promotable"]) for id, r in rows.items()}
-    assert kinds == {"state-1": ("TRAINING", False), base: ("INFERENCE_BASE", True), delta: ("INFERENCE_ARC_V2", False)}
-    promote = {"output_model_id": "promoted", "base_model": MODEL}
-    for _ in range(2):  # asked twice, made once
-        model = managers.trainers.promote_checkpoint(name=rows[base]["name"], **promote)
-        assert (model["name"], model["state"]) == ("accounts/local/models/promoted", "READY")
-    with pytest.raises(RuntimeError, match="cannot be promoted"):
-        managers.trainers.promote_checkpoint(name=rows[delta]["name"], **promote)
-    with pytest.raises(RuntimeError, match="has no checkpoint"):
-        managers.trainers.promote_checkpoint(name=rows[base]["name"] + "0", **promote)
-    assert managers.trainers.model_is_moe(MODEL) is False
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------
@@ -283,84 +221,7 @@ def test_a_model_at_hand_is_served() -> None:
         assert client.get("/emulator/v1/status").json()["model"] == "given"
 
 
-def test_a_spec_that_means_nothing_is_refused() -> None:
-    for spec in ("nonsense:0.1", "slow:2", "429:0.1:burst=3", "hotload_error:x", "slow:s=inf", "slow:s=nan"):
-        with pytest.raises(ConfigError, match="expected"):
-            parse_faults(spec)
-    with pytest.raises(ConfigError, match="nonsense"):
-        start_emulator(faults="nonsense:0.1")
-    with pytest.raises(ConfigError, match="startup_delay_s"):
-        start_emulator(startup_delay_s=math.nan)
-
-
 # --- what programs of others send -------------------------------------------------------------------------------------
-
-
-def test_one_key_opens_in_the_form_that_each_sdk_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    tinker = pytest.importorskip("tinker")
-    for key in ("abcdefgh12", "fw_abcdefgh12", "tml-abcdefgh12"):
-        with start_emulator(key=key) as running:
-            told = running.environment()
-            for name in ("FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY"):
-                headers = {"Authorization": f"Bearer {told[name]}"}
-                assert httpx.get(f"{running.url}/v1/accounts", headers=headers).status_code == 200
-            service = tinker.ServiceClient(base_url=running.url, api_key=told["TINKER_API_KEY"])  # refuses other forms
-            service.close("success").result(timeout=60)
-            managed = sdk.FiretitanServiceClient.from_firetitan_config(
-                api_key=told["FIREWORKS_API_KEY"], base_url=running.url, base_model=MODEL, lora_rank=0,
-                training_shape_id=SHAPE, create_deployment=False, cleanup_trainer_on_close=True,
-            )  # fmt: skip
-            managed.create_training_client(MODEL, lora_rank=0)  # wants no key of Tinker's
-            managed.close()
-
-
-def test_whether_a_trainer_is_up_is_told_without_a_key(managers: Managers, shared: RunningEmulator) -> None:
-    managers.job("open")
-    said = managers.trainers.get("open")
-    assert said["directRouteHandle"] == f"{shared.url}/training/v1/rlorTrainerJobs/local/open"
-    for base in (said["directRouteHandle"], shared.url):
-        assert httpx.get(f"{base}/api/v1/healthz").status_code == 200
-        assert httpx.post(f"{base}/api/v1/create_session", json={}).status_code == 401
-    managers.trainers.delete("open")
-    assert httpx.get(f"{said['directRouteHandle']}/api/v1/healthz").status_code == 404
-
-
-JOB_FIELDS: dict[str, Any] = {
-    "keepAlive": False, "displayName": "grpo", "inactivityTimeout": "600s", "nodeCount": 1,
-    "trainingConfig.acceleratorType": "NVIDIA_H200_141GB", "trainingConfig.extraArgs": ["--x"],
-}  # fmt: skip
-DEPLOYMENT_FIELDS: dict[str, Any] = {
-    "placement": {"region": "US_VIRGINIA_1"}, "hotLoadBucketType": "FW_HOSTED", "enableHotLoad": True,
-    "deploymentShape": "accounts/fireworks/deploymentShapes/x/versions/v1",
-}  # fmt: skip
-SAMPLE_FIELDS: dict[str, Any] = {
-    "raw_output": True, "prompt_cache_key": "x", "user": "me", "include_routing_matrix": True, "images": ["x"],
-    "routing_matrix_format": "parquet_v1", "top_logprobs": 3,
-}  # fmt: skip
-
-
-def accepted_or_named(reply: httpx.Response, field: str) -> bool:
-    "Whether a field was taken; if not, the refusal names it."
-    if reply.status_code != 200:
-        assert reply.status_code == 400
-        assert field.rpartition(".")[2] in reply.text
-    return reply.status_code == 200
-
-
-def test_fields_that_sdks_send_are_accepted_or_named(http: httpx.Client) -> None:
-    for i, (field, value) in enumerate(JOB_FIELDS.items()):
-        part, _, name = field.rpartition(".")
-        body = WANTED | ({name: value} if not part else {part: WANTED[part] | {name: value}})
-        assert accepted_or_named(http.post(f"{JOBS}?rlorTrainerJobId=field-{i}", json=body), field), field
-    for i, (field, value) in enumerate(DEPLOYMENT_FIELDS.items()):
-        reply = http.post(f"{DEPLOYMENTS}?deploymentId=field-{i}", json={"baseModel": MODEL, field: value})
-        assert accepted_or_named(reply, field), field
-    refused = set()
-    for field, value in SAMPLE_FIELDS.items():
-        wanted = {"model": f"{DEPLOYMENTS[4:]}/field-0", "prompt": [5, 6], "max_tokens": 2, field: value}
-        if not accepted_or_named(http.post("/inference/v1/completions", json=wanted), field):
-            refused.add(field)
-    assert refused == {"include_routing_matrix", "images", "routing_matrix_format", "top_logprobs"}
 
 
 def masked(tokens: list[int], prompt: int, *names: str) -> Any:

@@ -9,8 +9,6 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
 pytest.importorskip("starlette")
@@ -20,10 +18,10 @@ from live_server import serve
 from starlette.applications import Starlette
 
 from rl_notebook.emulator import models as model_module, trainer as trainer_module
-from rl_notebook.emulator.messages import ON_ERROR, SERVED_LOSSES, Batch, proto_batch
-from rl_notebook.emulator.messages import read_protobuf, served_datum, served_loss
+from rl_notebook.emulator.messages import ON_ERROR, SERVED_LOSSES, Batch
+from rl_notebook.emulator.messages import served_datum, served_loss
 from rl_notebook.emulator.models import Models, Serving, Snapshots
-from rl_notebook.emulator.trainer import EmulatedTrainer, InOrder
+from rl_notebook.emulator.trainer import EmulatedTrainer
 from rl_notebook.core.types import BackendError, Datum
 
 __all__ = ["one_thread"]
@@ -157,64 +155,10 @@ def test_a_batch_in_pieces_is_one_batch(tinker_service, tinker):
     assert (metrics["num_sequences"], metrics["num_loss_tokens"]) == (1100, 2200)
 
 
-def test_a_message_of_the_sdk_is_read_whole(tinker):
-    from tinker.proto import tinker_public_pb2 as public
-
-    sent = public.ForwardBackwardRequest(model_id="m", seq_id=4, loss_fn="ppo", forward_only=True)
-    sent.loss_fn_config_v2["clip_low_threshold"].number = 0.7
-    for _ in range(2):
-        datum = sent.data.add()
-        datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
-        datum.model_input.add().encoded_text.tokens = np.array([3], np.int32).tobytes()
-        tensor = datum.loss_fn_inputs["target_tokens"]
-        tensor.dense, tensor.dtype = np.array([2, 3, 4]).tobytes(), public.DTYPE_INT64
-        tensor.shape.append(3)
-    body, message = read_protobuf(sent.SerializeToString())
-    batch = proto_batch(message)
-    assert body == {"model_id": "m", "seq_id": 4}
-    assert (batch.loss_fn, batch.config, batch.forward_only) == ("ppo", {"clip_low_threshold": 0.7}, True)
-    assert [d.tokens.tolist() for d in batch.datums] == [[1, 2, 3, 4]] * 2
-
-
 # Order, and each once
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.permutations(range(1, 8)), st.lists(st.integers(1, 7), max_size=5))
-def test_any_order_of_arrival_runs_in_the_order_of_numbers(arrival, repeated):
-    async def go():
-        ran, order = [], InOrder("m")
-
-        def work(n):
-            async def run():
-                await asyncio.sleep(0)
-                ran.append(n)
-                return {"n": n}
-
-            return run
-
-        promises = []
-        for n in [*arrival, *repeated]:
-            promises.append((n, order.submit(n, work(n))))
-            await asyncio.sleep(0)
-        await order.task
-        assert ran == list(range(1, 8))
-        assert all(p.result == {"n": n} for n, p in promises)
-
-    asyncio.run(go())
-
-
 # What is refused
-
-
-def test_what_cannot_be_read_is_refused(running):
-    assert "model" in running.post("optim_step", step_body("nobody", 1), 404)["detail"]
-    assert "session" in running.post("session_heartbeat", {"session_id": "none"}, 404)["detail"]
-    assert "request" in running.post("retrieve_future", {"request_id": "none"}, 404)["detail"]
-    url, headers = "forward_backward", {"content-type": "application/json"}
-    assert running.http.post(url, content=b"{", headers=headers).status_code == 422
-    assert running.http.post(url, content=b"[]", headers=headers).status_code == 422
-    assert running.http.post(url, content=b"x", headers=headers | {"content-encoding": "gzip"}).status_code == 415
 
 
 @pytest.mark.parametrize(

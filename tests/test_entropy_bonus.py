@@ -57,6 +57,7 @@ def by_hand(backend, datums, coeff, aggregation):
     ],
 )
 @pytest.mark.parametrize("share", [False, True])
+@pytest.mark.variant(every=3)
 def test_value_and_gradient_are_those_of_autograd(family, tokens, aggregation, options, share):
     backend = backend_of(family, dtype="float64", tokens_per_batch=tokens, reference=False, **options)
     torch.manual_seed(1)

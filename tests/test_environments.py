@@ -147,13 +147,10 @@ def test_two_calls_in_a_turn_under_a_template_that_alternates():
 
 WRITTEN = {  # what a policy writes
     "openings": "<tool_call>" * 20_000,
-    "closings": "<tool_call>{" + "</tool_call>" * 20_000,
     "nested": '<tool_call>{"name": "double", "arguments": ' + '{"a":' * 100_000 + "}" * 100_001 + "</tool_call>",
     "tags": "<tool_call><function=double>" * 20_000,
-    "parameters": "<tool_call><function=double>" + "<parameter=number>" * 20_000 + "</function>",
     "lists": "[double(" * 20_000 + ")]" * 20_000,
     "a position": "[double(6)]",
-    "no names": "[double(**{'number': 6})]",
     "a huge number": f"[double(number={'9' * 400}+1j)]",
     "a list": '<tool_call>{"name": "double", "arguments": [1]}</tool_call>',
 }

@@ -164,17 +164,17 @@ def openai_agent() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, monkeypatch: pytest.MonkeyPatch):
-    train = openai_agent.train
+@pytest.mark.parametrize("agent", ["agent", "library"])
+@pytest.mark.variant(but="agent")
+def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, agent: str, monkeypatch):
+    if agent == "library":
+        pytest.importorskip("pydantic_ai", reason="pydantic_ai is not installed")
+    train, said = openai_agent.train, list[str]()
     monkeypatch.setattr(train.rln, "gsm8k_reward", odd_is_right)
-    for agent in ("agent", "library"):
-        if not hasattr(openai_agent, agent):
-            continue
-        said: list[str] = []
-        cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL))
-        found = asyncio.run(train.run(cfg, 30, getattr(openai_agent, agent).solve, said.append, held_out=4))
-        assert len(found) == 3
-        assert [line[:8].strip() for line in said] == ["base mod", "after wa", "step   1", "step   2", "after RL"]
+    cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL))
+    found = asyncio.run(train.run(cfg, 30, getattr(openai_agent, agent).solve, said.append, held_out=4))
+    assert len(found) == 3
+    assert [line[:8].strip() for line in said] == ["base mod", "after wa", "step   1", "step   2", "after RL"]
 
 
 # --- the calculator ----------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tiny_models import one_thread  # noqa: F401 (used by every test)
 ROWS = pd.read_csv(TABLE, dtype=str, keep_default_na=False).set_index("architecture")
 
 
-@pytest.mark.variant(every=15)
+@pytest.mark.variant(every=30)
 @pytest.mark.parametrize("name", ROWS.index[ROWS["not made here"] == ""])
 def test_an_architecture_does_what_the_table_says(name: str):
     row, told = row_of(name), ROWS.loc[name]

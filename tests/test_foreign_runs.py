@@ -138,6 +138,7 @@ def test_the_steps_of_a_run_are_put_together(run, capsys):
 
 
 @pytest.mark.parametrize("tool", THERE)
+@pytest.mark.variant(every=3)
 def test_the_command_line_takes_such_a_folder(tool, capsys, tmp_path):
     folder = str(FOREIGN / tool)
     assert main(["show", folder]) == 0

@@ -272,22 +272,3 @@ def test_descriptions(name: str, pick: int, new: Any, finished: Path, tmp_path: 
     "Values of other kinds, signed again: an error of ours, or one of Python's at once."
     with suppress(TypeError, ValueError, AttributeError, KeyError, IndexError):
         try_run(finished, tmp_path, name, changed_json(pick, new))
-
-
-def changed_bytes(at: float, new: bytes) -> Callable[[bytes], bytes]:
-    def change(data: bytes) -> bytes:
-        place = int(at * len(data))
-        return data[:place] + new + data[place + len(new) :]
-
-    return change
-
-
-@cases(25)
-@given(
-    name=st.sampled_from(FILES),
-    at=st.floats(0, 1),
-    new=st.binary(min_size=1, max_size=4)
-    | st.sampled_from([b"\n", b"[" * 3000, b"9" * 5000, b'{"step": "x"}\n', b'{"step": 1, "reward": "x"}\n']),
-)
-def test_flipped_bytes(name: str, at: float, new: bytes, finished: Path, tmp_path: Path) -> None:
-    try_run(finished, tmp_path, name, changed_bytes(at, new))

@@ -17,7 +17,7 @@ import rl_notebook as rln
 from rl_notebook.backends.local.loading import in_dtype
 from rl_notebook.core.types import SampleParams
 
-RARE = pytest.mark.variant(every=3)
+RARE = pytest.mark.variant(every=5)
 
 
 FAMILIES = [*HYBRID][:12]  # the others stand in the table of families alone

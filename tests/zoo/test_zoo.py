@@ -38,7 +38,7 @@ IN_DOUBT = ("raw is reported where a temperature was asked",)  # another cause i
 
 
 @pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.variant(every=9)
+@pytest.mark.variant(every=15)
 def test_the_doctor_names_the_fault(name: str):
     "Or is undecided about it; where nothing is wrong there is no alarm. The record alone is never surely wrong."
     fault = FAULTS[name]
