@@ -354,28 +354,34 @@ async def diagnose_run(
     from rl_notebook.insight.doctor.doctor import concluded, weigh
     from rl_notebook.insight.doctor.evidence import POOLED, gather, pooled
     from rl_notebook.insight.sync import sync_truth
+    from rl_notebook.insight.trends import steps_words
     from rl_notebook.runs.run import Run, readable
 
-    run, found, early = Run.open(path), dict[int, tuple[Any, Any]](), list[Any]()
+    run, found, seen = Run.open(path), dict[int, tuple[Any, Any]](), list[Any]()
     chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
     for record in readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]:
-        early += [record] if record.step in first else []
+        seen.append(record)
         if (record.loss is not None or record.origin) and record.step in chosen:
             try:
                 e = gather(record)
-            except (AlignmentError, DatumError) as missing:
+            except (AlignmentError, DatumError):
                 if not run.reader:
                     raise
-                what, got = "cannot be seen from these files", str(missing)
-                raise RecordError(what, where="doctor", got=got, fix=run.reader.hook) from None
+                continue  # not trained, or not yet
             found[record.step] = e, (said := weigh(e))
             say(f"step {record.step:4}  {said.cause:<18} largest gap {said.largest:.2g} nats")
+    for words in (wrong := steps_words(seen) if run.reader else []):
+        say(f"\n{words}")
+    if seen and run.reader and not found:
+        what, got = "cannot be seen from these files", run.origin.splitlines()[2]
+        raise RecordError(what, where="doctor", got=got, fix=run.reader.hook)
     if not found:
         got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
         raise RecordError("doctor", where=str(path), got=got, expected="a step with datums and logprobs")
-    if step is None and len(chosen) < len(run):
-        say(f"{len(chosen)} of {len(run)} steps: the last, those with the largest gap by the metrics (--step N)")
-    synced = sync_truth(early) if early else None
+    if step is None and len(found) < len(run):
+        which = "those with both series; of a long run the last, and those with the largest gap by the metrics"
+        say(f"{len(found)} of {len(run)} steps: {which} (--step N)")
+    synced = sync_truth([record for record in seen if record.step in first]) if first else None
     if synced:
         say(f"\n{synced}")
     differ = [n for n, (_, said) in found.items() if not said.ok]
@@ -391,7 +397,8 @@ async def diagnose_run(
         shown = await diagnose_step(path, number, trust=trust)
     say(f"\n{name}\n{shown}")
     noise = shown.cause == "dtype or batching" and shown.certainty == "likely"
-    return shown, not (shown.ok or noise) or bool(synced and synced.ok is False)
+    asks = not (shown.ok or noise) or bool(synced and synced.ok is False)
+    return shown, asks or any(words.startswith("✗") for words in wrong)
 
 # %% ../nbs/00_cli.ipynb #5c27ae74
 def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 something was found

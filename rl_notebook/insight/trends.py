@@ -18,6 +18,7 @@ import pandas as pd
 from ..config.aliases import words_for
 from ..core.advantages import is_dead
 from ..core.types import DataError, PromptGroup
+from .xray import equal_words, failed_words
 from ..runs.records import StepRecord
 from ..core.findings import Finding
 
@@ -361,3 +362,15 @@ def new_words(records: Iterable[StepRecord], since: int) -> dict[int, list[str]]
     for trend in watch_run(records, since):
         said.setdefault(trend.seen, []).append(trend.sentence)
     return said
+
+# %% ../../nbs/insight/02_trends.ipynb #13924981
+def steps_words(records: Sequence[StepRecord]) -> list[str]:
+    "The checks that do not hold, each with its first step, and whether equal completions earned different rewards."
+    failed = [(words, r.step) for r in reversed(records) for words in failed_words(r)]
+    first = {words.partition(":")[0]: f"✗ {words} (x-ray of step {step}, the first)" for words, step in failed}
+    equal = equal_words([g for record in records for g in record.groups])
+    first |= {"equal": f"– rewards: {equal}"} if equal else {}
+    return [first[name] for name in (*BY_THE_PIPELINE, "equal") if name in first]
+
+
+BY_THE_PIPELINE = ("finite", "prompts", "advantages", "mask")  # checks that do not depend on what was drawn

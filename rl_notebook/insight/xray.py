@@ -93,16 +93,16 @@ def solved_groups(record: StepRecord) -> list[PromptGroup]:
 def equal_words(groups: Sequence[PromptGroup]) -> str:
     "Whether equal completions of one prompt earned different rewards, twice or more; empty if not."
     earned: dict[tuple[int, bytes | str], list[float]] = {}
-    for g in groups:
+    for number, g in enumerate(groups):
         for s in g.samples if len(g.run_starts) == len(g.samples) else ():
             if s.reward is not None:
-                earned.setdefault((g.index, s.tokens.tobytes() or s.text), []).append(s.reward)
+                earned.setdefault((number, s.tokens.tobytes() or s.text), []).append(s.reward)
     every, equal = [r for rewards in earned.values() for r in rewards], [r for r in earned.values() if len(r) > 1]
     apart = sum(not is_dead(rewards) for rewards in equal)
     if apart < 2 or 2 * len(set(every)) > len(every):  # a judge gives each completion a reward of its own
         return ""
     why = "chance (a judge, a tool) has a part in the reward, or rewards belong to other completions"
-    return f"; equal completions of one prompt earned different rewards, {apart} times of {len(equal)}: {why}"
+    return f"equal completions of one prompt earned different rewards, {apart} times of {len(equal)}: {why}"
 
 
 def signal_words(record: StepRecord) -> str:
@@ -126,7 +126,7 @@ def signal_words(record: StepRecord) -> str:
     dead = len(trained & {g.index for g in groups} - live)
     words += f"; {lost} of them left out by the filter" if lost else ""
     words += f"; {dead} without signal trained all the same, with advantage 0" if dead else ""
-    return words + equal_words(groups)
+    return "; ".join(filter(None, [words, equal_words(groups)]))
 
 # %% ../../nbs/insight/00_xray.ipynb #97f4770d
 TERM_WORDS = {  # losses whose term is not minus the advantage at ratio 1
@@ -452,7 +452,7 @@ def check_mask(record: StepRecord) -> Finding:
     for d, dlogprob in zip(record.datums, dlogprobs, strict=True):
         what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), dlogprob)
         if what:
-            fix = "Make datums with datums_from_groups."
+            fix = "See what builds the loss mask." if record.origin else "Make datums with datums_from_groups."
             return check(False, what, expected=expected, fix=fix, where=d.where, got=got)
     if begins := prompt_in_loss(record.groups):
         text = f"the prompt is in the loss: all completions of a group begin with the same {begins} tokens or more"

@@ -39,7 +39,8 @@ class NemoRL(Reader):
             line: dict[str, Any] = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in wrapped.items()}
             cut = {name: values[: int(line["input_lengths"])] for name, values in renamed(line, self.names).items()}
             weights = np.array(cut["loss_mask"]) * float(line.get("sample_loss_mask", 1.0))
-            prompt, *said = line.get("content") or [None]
+            content = line.get("content")  # messages, or the completion alone
+            prompt, *said = content if isinstance(content, list) and content else [None, content or ""]
             reward, text = line.get("filtered_rewards", line.get("rewards")), "\n".join(map(str, said))
             yield Row(**cut, weights=weights, reward=reward, prompt=prompt, text=text)
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -66,7 +66,8 @@ def renamed(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 # %% ../../nbs/runs/01_foreign.ipynb #36bdb1f9
 def placed(row: Row) -> Row:
     "The row with every series as long as its tokens, NaN where it has none; raises RecordError for other lengths."
-    n, found = len(row.tokens), dict[str, Any](tokens=np.asarray(row.tokens))
+    n = len(row.tokens)
+    found: dict[str, Any] = {"tokens": np.asarray(row.tokens), "text": row.text or "(no text)" * (not n)}
     for name in PER_TOKEN:
         values = getattr(row, name)
         if values is not None and np.ndim(values) > 0:
@@ -79,6 +80,10 @@ def placed(row: Row) -> Row:
     if n and len(row.loss_mask) < n and not found["loss_mask"].any():  # a sample that was taken out of the loss
         found |= {"weights": found["loss_mask"], "loss_mask": np.arange(n) >= n - len(row.loss_mask)}
     if "sampler_logprobs" in found:
+        drawn, mask = np.nan_to_num(found["sampler_logprobs"]) != 0, found["loss_mask"] > 0
+        beside = drawn & ~mask
+        if beside.any() and not (beside & ~np.convolve(mask, np.ones(3), "same").astype(bool)).any():
+            found |= {"weights": found.get("weights", found["loss_mask"]), "loss_mask": (drawn | mask).astype(float)}
         found["sampler_logprobs"] = np.where(found["loss_mask"] > 0, found["sampler_logprobs"], np.nan)
     return replace(row, **found)
 
@@ -94,7 +99,7 @@ def group_keys(rows: Sequence[Row], whole: bool = True) -> list[str]:
     "What names the group of each row; raises RecordError where nothing does, and the format keeps whole groups."
     if all(row.group is not None for row in rows):
         return [str(row.group) for row in rows]
-    asked = lambda row: np.asarray(row.tokens)[: int(np.argmax(row.loss_mask))].tolist()
+    asked = lambda row: row.tokens[: int(np.argmax(row.loss_mask)) if row.loss_mask.any() else None].tolist()
     keys = [json.dumps(asked(row) if len(row.tokens) else row.prompt, default=str) for row in rows]
     if whole and len(rows) > 1 and len({*keys}) == len(rows):
         got, expected = f"{len(rows)} completions of as many prompts, and no group ids", "groups of two or more"
@@ -108,7 +113,8 @@ def _advantage(row: Row) -> float | np.ndarray:  # (N-1,) where it is not the sa
         return math.nan if row.advantages is None else float(row.advantages)
     trained = row.loss_mask if row.weights is None or not row.weights.any() else row.weights
     own = row.advantages[trained > 0]
-    return float(own[0]) if np.ptp(own) <= 1e-6 * np.abs(own).max() else np.where(trained, row.advantages, 0.0)[1:]
+    alike = np.isnan(own).all() or np.ptp(own) <= 1e-6 * np.abs(own).max()
+    return float(own[0]) if alike else np.where(trained, row.advantages, 0.0)[1:]
 
 
 def _datum(row: Row, group: int, sample: int) -> Datum:
@@ -129,19 +135,21 @@ def _sample(row: Row, ours: float | None) -> RolloutSample:
 _AS_THEY_ARE = ("tokens", "loss_mask", "reward", "rewards", "finish_reason", "text", "policy_version", "temperature")
 
 
-def _group(rows: Sequence[Row], index: int, whole: bool) -> PromptGroup:
-    "Rows of one prompt, those of one rollout side by side."
+def _group(every: Sequence[Row], index: int, whole: bool) -> PromptGroup:
+    "Rows of one prompt, those of one rollout side by side; those without a sampled token are counted as dropped."
+    rows = [row for row in every if not len(row.tokens) or row.loss_mask.any()]
     rewards, runs = [row.reward for row in rows], list(dict.fromkeys(row.run for row in rows))
     known = len(rows) > 1 and all(r is not None and math.isfinite(r) for r in rewards)
     ours: list[Any] = group_advantages(np.array(rewards, float)).tolist() if known else [None] * len(rows)
-    found = [float(np.nanmean(_advantage(row))) for row in rows if row.advantages is not None]
+    found = [float(np.mean(_advantage(row))) for row in rows if row.advantages is not None]
     return PromptGroup(
         tuple(map(_sample, rows, ours)),
-        row={} if rows[0].prompt is None else {"prompt": rows[0].prompt},
-        key=rows[0].group if isinstance(rows[0].group, str) else "",
+        row={} if every[0].prompt is None else {"prompt": every[0].prompt},
+        key=every[0].group if isinstance(every[0].group, str) else "",
         index=index,
         number=index,
         advantages=np.array(found) if whole and len(found) == len(rows) else None,
+        dropped=("no token was sampled",) * (len(every) - len(rows)),
         runs=tuple(runs.index(row.run) for row in rows) if None not in runs and len(runs) < len(rows) else (),
     )
 
@@ -187,7 +195,7 @@ def record_of(
     updates: Sequence[int] = (),  # datums of each optimizer step
 ) -> StepRecord:
     "A step of another trainer; raises RecordError where its groups are not known."
-    drawn = without_filler([row for row in map(placed, rows) if not len(row.tokens) or row.loss_mask.any()])
+    drawn = without_filler([placed(row) for row in rows])
     names = group_keys(drawn, whole)
     by_group: dict[str, list[Row]] = {}
     for row, name in zip(drawn, names, strict=True):
@@ -195,7 +203,8 @@ def record_of(
     groups = list(by_group.values())
     scored = any(row.policy_logprobs is not None for row in drawn)
     known = lambda r: r.policy_logprobs is not None if scored else not (r.advantages is None and r.old_logprobs is None)
-    place = [(r, k, i) for k, own in enumerate(groups) for i, r in enumerate(own) if len(r.tokens)]
+    sampled = [[row for row in own if len(row.tokens) and row.loss_mask.any()] for own in groups]
+    place = [(r, k, i) for k, own in enumerate(sampled) for i, r in enumerate(own)]
     place = [(row, *at) for row, *at in place if row.trained is not False and known(row)]
     record = StepRecord(
         step,
@@ -317,9 +326,15 @@ class Reader:
         "The record of a step; raises RecordError where its files are not as this trainer writes them."
         if step not in self.steps:
             raise RecordError("no such step", where=str(self.path), got=step, expected=f"one of {self.steps}"[:200])
-        try:
+        with self.as_written(step):
             facts = {"origin": self.origin, "whole": self.whole, **self._about(step)}
             return record_of(list(self._rows(step)), step, **facts)
+
+    @contextmanager
+    def as_written(self, step: int) -> Iterator[None]:
+        "Raise RecordError with the place for what a file of a step should not hold."
+        try:
+            yield
         except (RLNotebookError, ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
             if isinstance(e, RecordError) and e.where:
                 raise
@@ -328,11 +343,14 @@ class Reader:
 
 # %% ../../nbs/runs/01_foreign.ipynb #055c2f75
 def told_reader(reader: Reader) -> str:
-    "The trainer, its steps, the series of the last one, what the format does to them, and what would bring the others."
+    "The trainer, its steps, the series of the last three, what the format does to them, what would bring the others."
     steps = reader.steps
     if not steps:
         return f"{reader.origin} at {reader.path}: no step is written to its end yet"
-    rows = without_filler([placed(row) for row in reader._rows(steps[-1])])
+    rows = list[Row]()
+    for step in steps[-3:]:  # the newest may not be trained yet
+        with reader.as_written(step):
+            rows += without_filler([placed(row) for row in reader._rows(step)])
     there = [n for n in SHOWN if any(getattr(r, n) is not None and np.size(getattr(r, n)) for r in rows)]
     lines = [f"{reader.origin} at {reader.path}: {len(steps)} step{'s' * (len(steps) > 1)}, {steps[0]} to {steps[-1]}"]
     lines += [f"there: {', '.join(there)}", f"absent: {', '.join(n for n in SHOWN if n not in there)}"]

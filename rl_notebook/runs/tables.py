@@ -31,7 +31,7 @@ def reward_weights(rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarra
             along = np.outer(advantage, advantage @ centred) / size**2
             left += (centred - along).T @ (centred - along)
         there += (centred**2).sum(axis=0)
-    weights, vary, limit = np.ones(count), np.flatnonzero(there > 0), 1e-8 * there.sum()
+    weights, vary, limit = np.full(count, float(count == 1)), np.flatnonzero(there > 0), 1e-8 * there.sum()
     values, vectors = np.linalg.eigh(left[np.ix_(vary, vary)])
     unique = len(vary) > 0 and values[0] <= limit and (len(vary) == 1 or values[1] > limit)
     if unique:
@@ -43,7 +43,7 @@ class Trl(Reader):
     "`completions_*.parquet`, which TRL writes with `log_completions=True`."
 
     origin, signature, number = "TRL", "completions/completions_*.parquet", r"completions_(\d+)"
-    told = "no total reward: weights of reward functions are recovered from the advantages; repeats are left out"
+    told = "a total of the columns whose weights the advantages tell, 0 for one that varies in no group; no repeats"
     hook = "rln.watch(trainer, folder) records tokens, logprobs and gradients"
 
     @cached_property
@@ -70,9 +70,9 @@ class Trl(Reader):
         return table.assign(group=(asked != asked.shift()).cumsum()), list(numeric)
 
     @cached_property
-    def _weights(self) -> np.ndarray | None:  # of the reward functions, from the first steps
+    def _weights(self) -> np.ndarray | None:  # of the reward functions, from steps of all of the run
         scores, advantages = [], []
-        for table, functions in map(self._table, self.steps[:20]):
+        for table, functions in map(self._table, self.steps[:: 1 + len(self.steps) // 20]):
             scores += [own[functions].to_numpy(float) for _, own in table.groupby("group")]
             advantages += [own["advantage"].to_numpy(float) for _, own in table.groupby("group")]
         return reward_weights(scores, advantages)

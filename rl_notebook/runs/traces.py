@@ -67,7 +67,8 @@ def trace_rows(episode: Mapping[str, Any], notes: Mapping[str, Mapping[str, Any]
     task, work = episode.get("task") or {}, (episode.get("run") or {}).get("work") or {}
     group = (episode.get("group") or {}).get("id") or task.get("key") or (task.get("data") or {}).get("idx")
     version = (work.get("policy") or {}).get("start")
-    for trace in episode.get("traces") or []:
+    every = episode.get("traces") or []
+    for trace in (t for t in every if (t.get("agent") or {}).get("trainable", True)):  # those of a judge aside
         note, calls, scores = (notes or {}).get(trace["id"], {}), trace.get("calls") or [{}], trace.get("rewards") or {}
         worth = [r["score"] * r.get("weight", 1.0) for r in scores.values() if r.get("score") is not None]
         drawn_at = {call.get("sampling", {}).get("temperature") for call in calls} - {None}
