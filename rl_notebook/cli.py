@@ -362,14 +362,10 @@ async def diagnose_run(
     for record in readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]:
         seen.append(record)
         if (record.loss is not None or record.origin) and record.step in chosen:
-            try:
+            with contextlib.suppress(*((AlignmentError, DatumError) if run.reader else ())):  # not trained, or not yet
                 e = gather(record)
-            except (AlignmentError, DatumError):
-                if not run.reader:
-                    raise
-                continue  # not trained, or not yet
-            found[record.step] = e, (said := weigh(e))
-            say(f"step {record.step:4}  {said.cause:<18} largest gap {said.largest:.2g} nats")
+                found[record.step] = e, (said := weigh(e))
+                say(f"step {record.step:4}  {said.cause:<18} largest gap {said.largest:.2g} nats")
     for words in (wrong := steps_words(seen) if run.reader else []):
         say(f"\n{words}")
     if seen and run.reader and not found:

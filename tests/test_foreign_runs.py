@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -173,6 +174,41 @@ def test_one_step_is_read_without_the_others(tmp_path):
     shutil.copy(next((FOREIGN / "nemo_rl").rglob("*.jsonl")), tmp_path / "train_data_step77.jsonl")
     run = Run.open(tmp_path)
     assert (len(run.steps), len(run.record(77).datums)) == (200, 12)
+
+
+def edited(place, tool: str, pattern: str, edit) -> Run:
+    "The run of a tool with every line of the matching files as `edit(row, number)` leaves it."
+    for path in shutil.copytree(FOREIGN / tool, place).rglob(pattern):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text("".join(json.dumps(row | edit(row, k)) + "\n" for k, row in enumerate(rows)))
+    return Run.open(place)
+
+
+def test_what_writers_leave_beside_the_ordinary(tmp_path, capsys):
+    "An empty completion, a text in place of messages, a reward of NaN, a mask one token off, a judge's trace."
+    later = lambda row, k: {"token_loss_mask": [[0, *row["token_loss_mask"][0][:-1]]]}
+    odd = edited(tmp_path / "mask", "nemo_rl", "*.jsonl", later).record(1)
+    assert ([len(g.samples) for g in odd.groups], xray(odd).failed[0].name) == ([4, 4, 4], "mask")
+    assert main(["doctor", str(tmp_path / "mask")]) == 1
+    assert "✗ mask: a sampled token" in capsys.readouterr().out
+    broken = {"content": ["1+1"], "rewards": [math.nan], "advantages": [[math.nan] * 99]}
+    unsaid = lambda mask: {"token_loss_mask": [[0] * 99], "input_lengths": [mask.index(1)]}
+    nothing = lambda row, k: broken | (unsaid(row["token_loss_mask"][0]) if k == 5 else {})
+    odd = edited(tmp_path / "nan", "nemo_rl", "*.jsonl", nothing).record(1)
+    assert [g.dropped for g in odd.groups] == [(), ("no token was sampled",), ()]
+    assert (odd.groups[0].samples[0].text, odd.groups[0].row) == ("1+1", {})
+    assert np.isnan([*odd.groups[0].advantages, odd.datums[0].advantage]).all()
+    texts = edited(tmp_path / "text", "fw_cookbook", "*.jsonl", lambda row, k: {"completion": "" if k == 1 else "4"})
+    assert [s.text for s in texts.record(0).groups[0].samples][:2] == ["4", "(no text)"]
+    judge = lambda row, k: {"traces": [*row["traces"], {**row["traces"][0], "agent": {"trainable": False}}]}
+    run = edited(tmp_path / "judge", "prime_rl_rollouts", "traces.jsonl", judge)
+    assert [len(g.samples) for g in run.record(0).groups] == [4, 4]
+    (tmp_path / "nemo").mkdir()
+    for step, more in ((1, {}), (2, {"prev_logprobs": [[0.0] * 99]})):
+        rows = [json.loads(line) | more for line in next((FOREIGN / "nemo_rl").rglob("*.jsonl")).open()]
+        (tmp_path / f"nemo/train_data_step{step}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert main(["doctor", str(tmp_path / "nemo")]) == 0
+    assert "1 of 2 steps: those with both" in capsys.readouterr().out
 
 
 class Bad:

@@ -363,7 +363,7 @@ def new_words(records: Iterable[StepRecord], since: int) -> dict[int, list[str]]
         said.setdefault(trend.seen, []).append(trend.sentence)
     return said
 
-# %% ../../nbs/insight/02_trends.ipynb #13924981
+# %% ../../nbs/insight/01_trends.ipynb #13924981
 def steps_words(records: Sequence[StepRecord]) -> list[str]:
     "The checks that do not hold, each with its first step, and whether equal completions earned different rewards."
     failed = [(words, r.step) for r in reversed(records) for words in failed_words(r)]

@@ -46,7 +46,6 @@ class Row:
     rewards: Mapping[str, float | None] = field(default_factory=dict)
     group: Any = None  # names the group
     run: Any = None  # names the rollout, where several sequences are of one
-    trained: bool | None = None  # None = where an advantage or a trainer's series is there
     text: str = ""
     prompt: Any = None  # as text or messages
     finish_reason: str = "unknown"
@@ -81,8 +80,7 @@ def placed(row: Row) -> Row:
         found |= {"weights": found["loss_mask"], "loss_mask": np.arange(n) >= n - len(row.loss_mask)}
     if "sampler_logprobs" in found:
         drawn, mask = np.nan_to_num(found["sampler_logprobs"]) != 0, found["loss_mask"] > 0
-        beside = drawn & ~mask
-        if beside.any() and not (beside & ~np.convolve(mask, np.ones(3), "same").astype(bool)).any():
+        if (drawn & ~mask).any() and not (drawn & (np.convolve(mask, np.ones(3), "same") == 0)).any():
             found |= {"weights": found.get("weights", found["loss_mask"]), "loss_mask": (drawn | mask).astype(float)}
         found["sampler_logprobs"] = np.where(found["loss_mask"] > 0, found["sampler_logprobs"], np.nan)
     return replace(row, **found)
@@ -160,9 +158,8 @@ def _loss(rows: Sequence[Row], value: float | None) -> LossOutput | None:
         return None
     target = lambda values: None if values is None else values[1:]
     policy = [Logprobs(r.policy_logprobs[1:], temperature=r.temperature, entropy=target(r.entropy)) for r in rows]
-    known = [row.dlogprobs[1:] for row in rows if row.dlogprobs is not None]
-    known = known if len(known) == len(rows) else []
-    return LossOutput(math.nan if value is None else value, {}, tuple(policy), tuple(known))
+    known = tuple(row.dlogprobs[1:] for row in rows if row.dlogprobs is not None)
+    return LossOutput(math.nan if value is None else value, {}, tuple(policy), known if len(known) == len(rows) else ())
 
 
 GAP = "sampling/sampling_logp_difference"  # TRL's name
@@ -200,12 +197,12 @@ def record_of(
     by_group: dict[str, list[Row]] = {}
     for row, name in zip(drawn, names, strict=True):
         by_group.setdefault(name, []).append(row)
-    groups = list(by_group.values())
+    groups = [own for own in by_group.values() if any(not len(row.tokens) or row.loss_mask.any() for row in own)]
     scored = any(row.policy_logprobs is not None for row in drawn)
     known = lambda r: r.policy_logprobs is not None if scored else not (r.advantages is None and r.old_logprobs is None)
     sampled = [[row for row in own if len(row.tokens) and row.loss_mask.any()] for own in groups]
     place = [(r, k, i) for k, own in enumerate(sampled) for i, r in enumerate(own)]
-    place = [(row, *at) for row, *at in place if row.trained is not False and known(row)]
+    place = [(row, *at) for row, *at in place if known(row)]
     record = StepRecord(
         step,
         tuple(_group(own, index, whole) for index, own in enumerate(groups)),
@@ -295,7 +292,7 @@ class Reader:
         found: dict[int, list[Path]] = {}
         for path in sorted(self.path.glob(self.signature)):
             if at := re.search(self.number, path.relative_to(self.path).as_posix()):
-                found.setdefault(int(at[1]), []).append(path)
+                found.setdefault(int(at[1] or 0), []).append(path)
         return dict(sorted(found.items()))
 
     @property

@@ -161,17 +161,8 @@ def _parsed(places: Places) -> list[dict[str, Any]]:
     return [row for line in lines for row in parsed([line])]
 
 # %% ../../nbs/runs/03_traces.ipynb #7743c5cb
-class Verifiers(Reader):
-    "`traces.jsonl` of verifiers 0.4."
+class Verifiers(PrimeRollouts):
+    "`traces.jsonl` of verifiers 0.4, all of it as step 0."
 
-    origin, signature = "verifiers", "traces.jsonl"
-    told = ROUNDED
+    origin, signature, number = "verifiers", "traces.jsonl", r"traces(\d*)"
     hook = "an evaluation has one series of logprobs: score the tokens with the model to compare"
-
-    @cached_property
-    def files(self) -> dict[int, list[Path]]:
-        "All of it as step 0."
-        return {0: [self.path / self.signature]}
-
-    def _rows(self, step: int) -> Iterator[Row]:
-        return (row for episode in self._lines(step) for row in trace_rows(episode))
