@@ -198,16 +198,14 @@ def test_what_writers_leave_beside_the_ordinary(tmp_path, capsys):
     assert [g.dropped for g in odd.groups] == [(), ("no token was sampled",), ()]
     assert (odd.groups[0].samples[0].text, odd.groups[0].row) == ("1+1", {})
     assert np.isnan([*odd.groups[0].advantages, odd.datums[0].advantage]).all()
-    texts = edited(tmp_path / "text", "fw_cookbook", "*.jsonl", lambda row, k: {"completion": "" if k == 1 else "4"})
-    assert [s.text for s in texts.record(0).groups[0].samples][:2] == ["4", "(no text)"]
+    texts = edited(tmp_path / "text", "fw_cookbook", "*.jsonl", lambda row, k: {"completion": "4" * k}).record(0)
     judge = lambda row, k: {"traces": [*row["traces"], {**row["traces"][0], "agent": {"trainable": False}}]}
-    run = edited(tmp_path / "judge", "prime_rl_rollouts", "traces.jsonl", judge)
-    assert [len(g.samples) for g in run.record(0).groups] == [4, 4]
-    (tmp_path / "nemo").mkdir()
+    odd = edited(tmp_path / "judge", "prime_rl_rollouts", "traces.jsonl", judge).record(0)
+    assert ([len(g.samples) for g in odd.groups], texts.groups[0].samples[0].text) == ([4, 4], "(no text)")
     for step, more in ((1, {}), (2, {"prev_logprobs": [[0.0] * 99]})):
         rows = [json.loads(line) | more for line in next((FOREIGN / "nemo_rl").rglob("*.jsonl")).open()]
-        (tmp_path / f"nemo/train_data_step{step}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    assert main(["doctor", str(tmp_path / "nemo")]) == 0
+        (tmp_path / f"train_data_step{step}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    assert main(["doctor", str(tmp_path)]) == 0
     assert "1 of 2 steps: those with both" in capsys.readouterr().out
 
 
