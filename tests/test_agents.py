@@ -83,21 +83,6 @@ def test_what_is_shown_is_what_was_recorded(demo: Path, capsys: pytest.CaptureFi
     assert "rl-notebook show:" in capsys.readouterr().err
 
 
-def test_every_step_is_shown_or_as_many_as_are_asked_for(demo: Path, capsys: pytest.CaptureFixture[str]):
-    def said(*more: str) -> str:
-        assert main(["show", str(demo / "runs/demo"), *more]) == 0
-        return capsys.readouterr().out
-
-    steps = lambda text: re.findall(r"^(\d+) +[\d.]+ ", text, re.MULTILINE)
-    assert steps(said()) == ["1", "2", "3"]
-    assert steps(said("--last", "2")) == ["2", "3"]
-    assert "1 earlier ones: --last 3" in said("--last", "2")
-    assert [row["step"] for row in json.loads(said("--json"))["metrics"]] == [1, 2, 3]
-    fewer = json.loads(said("--json", "--last", "2"))
-    assert [[row["step"] for row in fewer[part]] for part in ("steps", "metrics")] == [[2, 3], [2, 3]]
-    assert main(["show", str(demo / "runs/demo"), "--last", "0"]) == 2
-
-
 @pytest.mark.parametrize(
     ("model", "why"),
     [("nowhere/model", "no text of tokens: "), ("other", "the tokenizer of .*other did not make this text")],

@@ -12,7 +12,6 @@ from typing import ClassVar
 from xml.etree import ElementTree
 
 import comm
-import numpy as np
 import plotly.graph_objects as go
 import pytest
 from hypothesis import given, settings
@@ -25,7 +24,7 @@ from rl_notebook.core.types import RecordError
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.views.charts import COLORS, LOOKS, Chart, LiveCharts, asset, chart, charts, plotly_script, svg
 from rl_notebook.views.charts import timeline_figure
-from rl_notebook.views.payloads import BARS, DRAWN, History, advantages_payload, counts_payload, dead_marks, downsample
+from rl_notebook.views.payloads import BARS, DRAWN, History, advantages_payload, downsample
 from rl_notebook.views.payloads import history_row, kl_payload, packed_lanes, reward_payload, run_payloads, series
 from rl_notebook.views.payloads import step_payloads, timeline_payload
 
@@ -71,36 +70,7 @@ def test_only_drawing_is_thin():
     assert all(len(svg(c.figure, c.title)) < 24_000 for c in charts(payloads).values())
 
 
-# --- metrics that grow ------------------------------------------------------------------------------------------------
-
-
-def test_a_history_goes_back():
-    history = History({"step": s, "a": float(s), "b": 1.0} for s in range(1, 6))
-    history.rewind(2)
-    assert series(history, "a") == {"x": [1, 2], "y": [1.0, 2.0]}
-    with pytest.raises(RecordError, match="got step 1 after step 2"):
-        history.add({"step": 1, "a": 0.0})
-    history.add({"step": 3, "a": 9.0})
-    history.add({"step": 3, "a": 8.0})  # the later value of a step wins
-    assert series(history, "a")["y"] == [1.0, 2.0, 8.0]
-    history.rewind(0)
-    assert series(history, "a") == {"x": [], "y": []}
-
-
 # --- payloads ---------------------------------------------------------------------------------------------------------
-
-
-def test_counts_add_up_to_the_samples():
-    record = synthetic_record(20)
-    marks = dead_marks(record.groups)
-    counted = counts_payload(record)
-    for kind, mark in (("live", ""), ("high", "high"), ("low", "low")):
-        assert sum(counted[kind]) == sum(len(g.samples) for g, m in zip(record.groups, marks, strict=True) if m == mark)
-    assert len(counted["x"]) == len(counted["live"]) <= 20
-    few = counts_payload(record)  # rewards are 0, 0.2, 1 and 1.2, so each has its own bar
-    values, counts = np.unique(np.concatenate([g.rewards for g in record.groups]).round(9), return_counts=True)
-    bars = {x: sum(few[k][i] for k in ("live", "high", "low")) for i, x in enumerate(few["x"])}
-    assert {x: n for x, n in bars.items() if n} == dict(zip(values.tolist(), counts.tolist(), strict=True))
 
 
 def test_what_is_only_rounding_is_named_and_not_drawn():

@@ -1,7 +1,6 @@
 "Difficulty sampling: which rows come follows from their pass rates, and is the same by every way to a step."
 
 import asyncio
-import math
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -13,8 +12,7 @@ from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import ConfigError, RecordError
-from rl_notebook.task.data import Cursor, coming_share, graded_rows, load_rows, restore_cursor
-from rl_notebook.loop.groups import Intake
+from rl_notebook.task.data import Cursor, graded_rows, load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import Problem, replay_step, train
 from rl_notebook.runs.run import Run
@@ -151,30 +149,3 @@ def test_beside_rollouts_too():
         await loop.close()
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("floor", [0.05, 0.5, 1.0])
-def test_a_row_comes_in_its_share_of_the_epochs(floor):
-    rates = [0.0, 0.1, 0.5, 0.9, 1.0, math.nan]
-    cursor = graded_rows(Cursor(ROWS, epochs=None, floor=floor), dict(enumerate(rates)))
-    rates = {cursor.index(i): rate for i, rate in enumerate(rates)}
-    behind = cursor.take(6000)[1]
-    times = Counter(cursor.index(p) for p in cursor.positions(6000))
-    for i, rate in rates.items():
-        assert times[i] / (behind.consumed / 6) == pytest.approx(coming_share(rate, floor), abs=0.04)
-    assert behind.exhausted is False
-
-
-def test_the_place_comes_back_from_a_checkpoint_and_rows_that_were_passed_over_do_not():
-    known = graded_rows(Cursor(ROWS, epochs=30, floor=0.1), {i: float(i % 2) for i in range(6)})
-    cursor = known.take(7)[1]
-    restored = restore_cursor(Cursor(ROWS, epochs=30, floor=0.1), cursor.state())
-    assert restored == cursor
-    intake = Intake(known)
-    taken = [intake.take() for _ in range(4)]
-    assert taken == known.positions(4)
-    intake.give_back(taken[2:])
-    assert intake.upcoming(4)[:2] == taken[2:]
-    intake.stand(known, taken=[taken[0], taken[3]])
-    assert intake.upcoming(3) == [taken[1], taken[2], replace(known, consumed=taken[3] + 1).positions(1)[0]]
-    assert [row.key for row in intake.row(taken[1])] == [ROWS[known.index(taken[1])].key]

@@ -254,15 +254,6 @@ def test_a_grammar_that_cannot_be_followed_is_refused_at_once(monkeypatch):
 # The batch ------------------------------------------------------------------------------------------------------
 
 
-def test_equal_prompts_are_prefilled_once_whoever_asks():
-    engine = engine_of(tiny_model())
-    for seed in range(5):
-        engine.submit(PROMPTS[3], SampleParams(n=3, max_tokens=4, seed=seed))
-    engine.submit(PROMPTS[0], SampleParams(max_tokens=4))
-    finish(engine)
-    assert engine.prefilled_tokens == len(PROMPTS[3]) + len(PROMPTS[0])
-
-
 def conversation(engine: Engine, turns: int = 4, n: int = 3) -> list:
     "Completions of turns, each after the first completion of the turn before and some tokens of an answer."
     prompt, completions = list(range(30, 50)), []
@@ -342,26 +333,6 @@ def test_stop_strings_span_tokens():
         assert stop not in tokenizer.decode(c.tokens.tolist()[:-1])
         return
     pytest.fail("no seed gave three plain letters in a row")
-
-
-# Refusals -------------------------------------------------------------------------------------------------------
-
-
-def test_what_does_not_fit_is_refused():
-    engine = engine_of(tiny_model(context=64))
-    with pytest.raises(BackendError, match="60 prompt tokens \\+ 5 new tokens = 65; expected at most 64"):
-        engine.submit([1] * 60, SampleParams(max_tokens=5))
-    with pytest.raises(BackendError, match="prompt: tokens: got none; expected at least one"):
-        engine.submit([], SampleParams())
-    with pytest.raises(BackendError, match="token id: got 999; expected 0 to 257"):
-        engine.submit([1, 999], SampleParams(max_tokens=5))
-    with pytest.raises(BackendError, match="expected at least 2"):
-        echo(engine, [[5]])
-    with pytest.raises(BackendError, match="expected at most 64"):
-        echo(engine, [[5] * 65])
-    with pytest.raises(BackendError, match="expected a tokenizer"):
-        Engine(engine.causal).submit([1], SampleParams(max_tokens=5, stop=("x",)))
-    assert engine.idle
 
 
 # Windows and states ---------------------------------------------------------------------------------------------

@@ -219,11 +219,6 @@ def test_rounds_and_room_end_a_conversation():
     assert short.segments[0].turns[-1][0] < 700
 
 
-def test_a_tool_must_be_described():
-    with pytest.raises(ConfigError, match="Args:"):
-        Scripted("nothing").play(tool_rollouts(len, tools=[lambda number: number]))
-
-
 async def hiding(sample_prompt: dict[str, Any], rollout: Any, **asked: Any) -> float | None:
     "An agent that hides every failure."
     async with AsyncOpenAI(base_url=rollout.url, api_key=rollout.key, max_retries=0) as client:
