@@ -33,12 +33,16 @@ class Fault:
     right: tuple[str, ...]  # causes that are right answers
     make: Callable[[Run], Any]  # (run) -> arguments of `Run.step`, or nothing, or an awaitable of it
     world: World = PLAIN
+    later: int = 0  # updates, and syncs, between the step and its diagnosis
 
     async def step(self) -> tuple[Run, StepRecord]:
         "A run, and its step with the fault."
         run = await opened(self.world)
         found = self.make(run)
-        return run, await run.step(**((await found if inspect.isawaitable(found) else found) or {}))
+        record = await run.step(**((await found if inspect.isawaitable(found) else found) or {}))
+        if self.later:
+            await run.update(self.later)
+        return run, record
 
 
 def put(machine: Any, **fields: Any) -> None:
@@ -117,6 +121,18 @@ def dropped(run: Run, p: float) -> None:
     put(run.trainer, training=True)
 
 
+def packed(run: Run) -> None:
+    "The trainer reads the sequence before in front of each: rows are packed, and not kept apart."
+    score = run.trainer.score
+
+    def leaking(datums: Sequence[Datum]) -> list[torch.Tensor]:
+        fronts = [datums[0].tokens[:0], *(d.tokens for d in datums[:-1])]
+        longer = [Datum(np.r_[x, d.tokens], np.r_[0.0 * x, d.weights]) for x, d in zip(fronts, datums, strict=True)]
+        return [s[len(x) :] for s, x in zip(score(longer), fronts, strict=True)]
+
+    put(run.trainer, score=leaking)
+
+
 async def other_reference(run: Run) -> None:
     "The reference is a later policy."
     await run.update(1, publish=False)
@@ -185,6 +201,9 @@ FAULTS: dict[str, Fault] = {
     "the server adds bos to everything": Fault(TEXT, lambda run: put(run.server, prefix=(run.tokenizer.bos_token_id,))),
     "the server puts a token of the template in front": Fault(TEXT, lambda run: put(run.server, prefix=(4,))),
     "and in half precision": Fault(TEXT, lambda run: put(run.server, prefix=(3,)), World(dtype="bfloat16", seed=17)),
+    "the server loses the first token, and both learn before they are asked":
+        Fault(TEXT, lambda run: put(run.server, reads=lambda ids: ids[1:]), World(warm_up=0, learning_rate=1e-3), 3),
+    "the server reports the likeliest token": Fault((NONE,), lambda run: put(run.server, reports="likeliest")),
     "rollouts are late": Fault(STALE, lambda run: late(run, 2)),
     "rollouts are late, and cool": Fault(STALE, lambda run: late(run, 2), World(temperature=0.8)),
     "the adapter does not travel": Fault(STALE, lambda run: adapter_left_behind(run, 3), LORA),
@@ -194,6 +213,7 @@ FAULTS: dict[str, Fault] = {
     "the server has another rope base": Fault((NONE,), lambda run: run.server.alter(partial(rotary, base=1e5))),
     "the trainer pads on the left and does not say so":
         Fault(("padding side",), lambda run: put(run.trainer, pads_left=True, tells=(), batch=16)),
+    "the trainer packs rows and reads across them": Fault(("padding side",), packed),
     "dropout": Fault(("dropout",), lambda run: dropped(run, 0.1)),
     "the server has another vocabulary":
         Fault(("vocabulary",), lambda run: run.server.alter(partial(reordered, ids=slice(40, 240)))),

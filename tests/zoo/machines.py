@@ -55,7 +55,9 @@ class Server:
     model: Any  # of its own
     tokenizer: Any
     forced: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`, whatever was asked for
-    reports: str = "both"  # "both", or only "raw" or "processed" logprobs, under either name
+    reports: str = (
+        "both"  # "both", only "raw" or "processed" logprobs, under either name, or those of the "likeliest" token
+    )
     reads: Callable[[list[int]], list[int]] = list  # what it makes of a prompt
     prefix: tuple[int, ...] = ()  # ids that it puts before everything that it reads
     can_echo: bool = True
@@ -93,13 +95,15 @@ class Server:
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **told)
         drawn = out.sequences[:, ids.shape[1] :]
         laws = [torch.stack(parts, 1).float() for parts in (out.logits, out.scores)]
-        series = [_picked(law, drawn) for law in laws]
+        series = [_picked(law, law.argmax(-1) if self.reports == "likeliest" else drawn) for law in laws]
         ends = [next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row)) for row in drawn]
         return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
                 for row, r, p, n in zip(drawn.numpy(), *series, ends, strict=True)]  # fmt: skip
 
     def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
-        told = {"both": (raw, processed), "raw": (raw, raw), "processed": (processed, processed)}[self.reports]
+        told = {"both": (raw, processed), "raw": (raw, raw), "processed": (processed, processed)}.get(
+            self.reports, (raw, processed)
+        )
         logprobs, sampling_logprobs = told
         text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         reason = "stop" if tokens[-1] in eos else "length"

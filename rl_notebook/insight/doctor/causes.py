@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -162,16 +163,17 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
     "Rows, or whole groups, have the numbers of others."
     s, p = by_row(e, e.s, width), by_row(e, e.p, width)
     left, moved = s - p, dict[int, int]()
-    for row in np.flatnonzero((np.abs(left) > tolerance(e)).any(axis=1))[:limit].tolist():
+    off = np.flatnonzero((np.abs(left) > tolerance(e)).any(axis=1))[:limit].tolist()
+    for row in off:
         tried = np.concatenate([s[row] - p, from_place(e, row, width) - p[row]])
         doubtful = np.repeat([s[row] < np.log(SURE), p[row] < np.log(SURE)], len(p), axis=0)
         best = source_of_row(e, row, tried, doubtful)
-        if best != row:
+        if best != row and explained(left[row], tried[best], tolerance(e)) >= SURE:
             moved[row], left[row] = best % len(p), tried[best]
     different = lambda rows: len({e.datums[row].tokens.tobytes() for row in rows})
     fits = np.isin(e.row[np.abs(e.gap) > tolerance(e)], [*moved]).sum() * np.log(tolerance(e))  # by chance, in nats
     clear = fits + len(moved) * np.log(len(p)) < np.log(CHANCE)  # a coarse precision lets some row fit a token or two
-    if moved and clear and different(moved.values()) >= different(moved):  # by chance, some are taken twice
+    if moved and clear and different(moved.values()) > LIKELY * different(moved):  # by chance, some are taken twice
         place = {row: (e.datums[row].group, e.datums[row].sample) for pair in moved.items() for row in pair}
         groups = {(place[a][0], place[b][0]) for a, b in moved.items()}
         whole = all(a != b for a, b in groups) and all(place[a][1] == place[b][1] for a, b in moved.items())
@@ -180,7 +182,9 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
         known = by_row(e, np.arange(len(e.row)), width)
         flat = np.full(len(e.row), np.nan)
         flat[known[np.isfinite(known)].astype(int)] = left[np.isfinite(known)]
-        yield judged(e, cause, flat, f"rows paired anew ({pairs})", True, rows=len(moved))
+        found = judged(e, cause, flat, f"rows paired anew ({pairs})", True, rows=len(moved))
+        least = PLAUSIBLE if len(moved) > LIKELY * len(off) else 0.0  # what is longer than its source was filled up
+        yield replace(found, score=max(found.score, least))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5e2b35a8
 def written(e: Evidence) -> Iterator[Cause]:
@@ -298,7 +302,7 @@ def gains(r: Redraw, half: int, tol: float) -> dict[str, np.ndarray]:
     claim = counts @ own + rest * np.log(other + tol)  # what rounding took from the others is theirs
     of_named = np.array([counts @ (a * own) - counts.sum() * np.logaddexp.reduce(a * own) for a in (1.0, *COLDER)])
     cut = rest * np.log(CUTS * other) + counts.sum() * (np.log1p(-CUTS * other) - all_named) + counts @ own
-    prior = LOOSE[:, None] * np.r_[np.exp(own), other + tol]
+    prior = LOOSE[:, None] * np.r_[np.maximum(np.exp(own), 1e-300), other + tol]  # a claim may be a mark such as -9999
     seen, total = np.r_[counts, rest], prior.sum(axis=1)
     loose = log_gamma(total) - log_gamma(total + seen.sum()) + (log_gamma(prior + seen) - log_gamma(prior)).sum(axis=1)
     return {"temperature": of_named[1:] - of_named[0], "top-p or top-k": cut - claim, NONE: loose - claim}
@@ -335,22 +339,25 @@ CONTEXTS = {  # first words of a control: its cause
     "a second": "BOS or template",
     "a foreign": "BOS or template",
     "prompt of group": "wrong group",
+    "only the last": "BOS or template",
     "padding": "padding side",
+    "behind row": "padding side",
     "ids moved": "vocabulary",
 }
 
 
 def other_text(e: Evidence) -> Iterator[Cause]:
-    "One side reads another text, or other ids."
-    for side, given in (("policy", e.s), ("sampler", e.p)):
+    "One side reads another text, or other ids: what this changes is the gap, whatever was learned since."
+    for side, recorded, given in (("policy", e.p, e.s), ("sampler", e.s, e.p)):
+        wanted = given + np.nan_to_num(e.flat(f"{side}, as it stands") - recorded)
         for start, cause in CONTEXTS.items():
             tried = [name for name in e.controls if name.startswith(f"{side}, {start}")]
             left, used = np.full(len(given), np.nan), dict[str, None]()
             for row in sorted({row for name in tried for row, x in enumerate(e.controls[name]) if x is not None}):
                 at = e.row == row
                 fresh = {name: x[e.target[at]] for name in tried if (x := e.controls[name][row]) is not None}
-                name = min(fresh, key=lambda x: excess(given[at] - fresh[x], tolerance(e)))
-                left[at] = given[at] - fresh[name]
+                name = min(fresh, key=lambda x: excess(wanted[at] - fresh[x], tolerance(e)))
+                left[at] = wanted[at] - fresh[name]
                 used[name.partition(", ")[2]] = None
             if used:
                 other = "sampler" if side == "policy" else "trainer"
@@ -424,17 +431,23 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
     if not e.stamps.untrained and any(x is not None for x in series):
         yield judged(e, "stale weights", e.s - e.flat(series), "the sampler says what the reference says")
     t, tol = e.stamps.trainer_temperature or 1.0, tolerance(e)
+    today = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)  # it may have learned since
     if "sampler synced" in e.controls:
         before, after, raw = e.flat("sampler"), e.flat("sampler synced"), e.flat(e.raw)
         said = raw - before if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(before, t, e.s)
-        now = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)  # which may have learned since
         if excess(after - before, tol) > LIKELY * excess(e.gap, tol):
             text = "the sampler says it until a sync, and after it what the trainer says"
-            yield judged(e, "stale weights", said + nearest_at(after, t, now) - now, text)
-    since = explained(e.gap, nearest_at(e.flat("sampler"), t, e.p) - e.p, tol)
+            yield judged(e, "stale weights", said + nearest_at(after, t, today) - today, text)
+        if excess(after - before, tol) > (1 - SURE) * excess(e.gap, tol):
+            moved = size(after - before).mean
+            text = f"a sync changes what the sampler says, by {moved:.2g} nats a token: it was behind"
+            yield Cause("stale weights", LIKELY, text)
+    since = explained(e.gap, nearest_at(e.flat("sampler"), t, today) - today, tol)
     scored = np.where(np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler"))
     drawn_now = e.flat("sampler drawing") - scored  # of a token that it draws again; NaN = not known
-    if since >= SURE and np.isfinite(drawn_now).any() and beyond(drawn_now, coarsest(e)):
+    if since >= SURE and any(np.logaddexp.reduce(r.claimed) > coarsest(e).largest for r in e.redraws):
+        yield Cause(NONE, PLAUSIBLE, "what the sampler says of the tokens of one place adds up to more than 1")
+    elif since >= SURE and size(drawn_now).mean > LIKELY * size(e.gap[np.isfinite(drawn_now)]).mean:
         text = "it scores given tokens as the trainer does; drawing, it reads another prompt, or changes the odds"
         yield Cause("BOS or template", LIKELY, text)
     elif since >= SURE:

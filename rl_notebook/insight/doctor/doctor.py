@@ -167,6 +167,9 @@ def departs(e: Evidence) -> str:
     off = [side for side, gap in again.items() if beyond(gap, floor(e))]
     if not off:
         return "both sides say again what was recorded: two programs, or two models, that compute otherwise"
+    today = e.flat("sampler") - e.flat("policy") if len(off) == 2 else np.full(1, np.nan)
+    if np.isfinite(today).any() and not beyond(today, floor(e)):
+        return "both have learned since, and agree today: take the update back (loop.undo) and diagnose again"
     return f"scored again, the {' and the '.join(off)} says something else: look at what is done only then"
 
 
@@ -329,11 +332,24 @@ def other_prompts(e: Evidence, row: int, limit: int = 8) -> Iterator[tuple[str, 
         yield f"prompt of group {group}", prompts[group]
 
 
+def cut_prompts(e: Evidence, row: int) -> Iterator[tuple[str, list[int]]]:
+    "The end of the prompt: as long as a power of two, or as prompts of rows without a gap, or a little longer."
+    prompt, off = prompt_of(e.datums[row]), {*e.row[np.abs(e.gap) > tolerance(e)].tolist()}
+    agree = (len(prompt_of(d)) for r, d in enumerate(e.datums) if d.num_loss_tokens and r not in off)
+    known = max(agree, default=8)
+    for most in sorted({*range(known, known + 8), *(2**k for k in range(3, 20))}):
+        if most < len(prompt):
+            yield f"only the last {most} tokens", prompt[-most:]
+
+
 def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     "A datum behind every other prompt that fits the model, and with its ids moved."
     d, tokenizer, own = e.datums[row], backend.tokenizer, prompt_of(e.datums[row])
     room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(own))
     made = [*template_prompts(tokenizer, own), *padded_prompts(e, tokenizer, row), *other_prompts(e, row)]
+    made += cut_prompts(e, row)
+    packed = [[t for d in e.datums[max(0, row - n) : row] for t in d.tokens.tolist()] for n in (1, 2)]
+    made += [(f"behind row {row - n}", [*before, *own]) for n, before in enumerate(packed, 1)]
     new = dict[tuple[int, ...], str]()
     for name, p in sorted(made, key=lambda named: named[0].startswith("a foreign")):  # a pad token more is padding
         new.setdefault(tuple(p), name)  # the first name of a prompt that several ways come to
@@ -347,9 +363,12 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
 async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     "Both sides score the three worst rows behind other prompts."
     few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][:3]
-    jobs = [(name, r, d) for r in few for name, d in contexts(e, backend, r).items()]
-    scored = {"policy": await backend.policy.forward([d for *_, d in jobs])}
-    if "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0):  # an echo is at temperature 1
+    jobs = [(name, r, d) for r in few for name, d in [("as it stands", e.datums[r]), *contexts(e, backend, r).items()]]
+    before = backend.reference if e.stamps.untrained and beyond(e.flat("policy") - e.p, floor(e)) else None
+    scored = {"policy": await (before or backend.policy).forward([d for *_, d in jobs])}
+    if before:  # both have learned since, and had its weights
+        scored["sampler"] = scored["policy"]
+    elif "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0):  # an echo is at temperature 1
         scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
     series: dict[str, list[np.ndarray | None]] = {}
     for side, found in scored.items():
