@@ -264,13 +264,15 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
 
 def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
     "All tokens of a place differ by one number, (places,): by the mass that one side has cut off."
-    tol = max(tolerance(e), floor(e).largest)
-    for side, sign in (("sampler", 1), ("trainer", -1)):
-        if (sign * level > -tol).all() and (sign * level > tol).any():
-            below = excess(np.minimum(sign * e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
-            most = 1 - float(np.exp(-np.abs(level).max()))
+    tol = tolerance(e)
+    for side, high in (("sampler", level), ("trainer", -level)):
+        if (high > -tol).all() and (high > tol).any():
+            below = excess(np.minimum(e.gap if side == "sampler" else -e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
+            most = 1 - float(np.exp(-high.max()))
             text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
-            yield Cause("top-p or top-k", max(0.0, 1 - below), text, {"below": below, "kept": 1 - most})
+            noise = high.max() <= floor(e).largest and 2.0 ** -(high > tol).sum() > CHANCE  # and not the signs of many
+            score = max(0.0, 1 - below) * (PLAUSIBLE if noise else 1)
+            yield Cause("top-p or top-k", score, text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
 def from_series(e: Evidence) -> Iterator[Cause]:

@@ -265,7 +265,11 @@ def from_samples(record: StepRecord) -> Found:
                 continue
             of = (g for g, p in prompts.items() if p != prompts[d.group] and d.tokens[: len(p)].tolist() == p)
             foreign[row], s = next(of, None), None
-        raw.append(None if s is None or s.raw_logprobs is None else as_long(d, s.raw_logprobs[1:], np.nan))
+        raw.append(None)
+        if s is not None and s.raw_logprobs is not None and d.sampler_logprobs is not None:
+            own = as_long(d, s.logprobs[1:], np.nan)[d.active]
+            if np.allclose(own, d.sampler_logprobs[d.active], equal_nan=True):  # else the datum has lost its numbers
+                raw[-1] = as_long(d, s.raw_logprobs[1:], np.nan)
         drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
     return tuple(raw), tuple(drawn), foreign
 
