@@ -16,7 +16,7 @@ from rl_notebook.config.config import Config, IGPOConfig
 from rl_notebook.core.datums import datums_from_groups
 from rl_notebook.core.losses import POLICY_LOSSES, make_loss_fn
 from rl_notebook.core.types import BackendError, DataError, Datum, Logprobs, PromptGroup
-from rl_notebook.core.types import RolloutRun, RolloutSample, SampleParams
+from rl_notebook.core.types import RolloutSample, SampleParams
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.igpo import AnswerScorer, AnswerTokens, answer_tokens, has_turn_signal, igpo_advantages
 from rl_notebook.loop.igpo import igpo_table, information_gain, prefix_ends, sample_scores
@@ -215,25 +215,6 @@ def test_a_rollout_that_is_cancelled_does_not_take_the_scores_of_others_with_it(
 
 
 # --- around a rollout ------------------------------------------------------------------------------------------------
-
-
-def setup_with(sampler) -> RolloutSetup:
-    return RolloutSetup(sampler, build_tokenizer(), SampleParams(), 4)
-
-
-def test_what_a_rollout_returns_passes_through():
-    sampler = Counting()
-    given = iter([None, talk((3, 1)), RolloutRun((talk((3, 1)),) * 2, 0.5)])
-
-    async def rollout(sample_prompt, *, epoch=None):
-        return next(given)
-
-    fn = with_information_gain(rollout)(setup_with(sampler))
-    dropped, sample, run = (asyncio.run(fn({"answer": "5"}, epoch=1, evaluation=False)) for _ in range(3))
-    assert dropped is None
-    assert len(sample.info["answer_scores"]) == 2
-    assert [len(s.info["answer_scores"]) for s in run.segments] == [2, 2]
-    assert run.reward == run.segments[1].reward == 0.5
 
 
 # --- the real model --------------------------------------------------------------------------------------------------

@@ -424,8 +424,7 @@ def test_an_engine_that_fails_tells_everybody_and_recovers():
 
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"dtype": "bfloat16"}])
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_a_saved_state_gives_the_same_next_steps(tmp_path, options, on_disk):
+def test_a_state_on_disk_gives_the_same_next_steps(tmp_path, options):
     backend, datums = backend_of(reference=False, **options), random_datums(1, 4)
 
     def step(b):
@@ -434,17 +433,15 @@ def test_a_saved_state_gives_the_same_next_steps(tmp_path, options, on_disk):
 
     step(backend)
     run(backend.sync(run(backend.policy.save_weights_for_sampler("s"))))
-    path = run(backend.policy.save_state(str(tmp_path / "deep" / "state") if on_disk else "state"))
+    path = run(backend.policy.save_state(str(tmp_path / "deep" / "state")))
     first = [step(backend) for _ in range(2)]
-    other = backend_of(reference=False, **options) if on_disk else backend
+    other = backend_of(reference=False, **options)
     run(other.policy.load_state(path))
-    assert other.policy.state.steps == 1
-    assert other.policy.versions.current == 1
+    assert (other.policy.state.steps, other.policy.versions.current) == (1, 1)
     assert run(other.sync(run(other.policy.save_weights_for_sampler("s")))) == 1
     assert [step(other) for _ in range(2)] == first
     assert run(other.sync(run(other.policy.save_weights_for_sampler("s")))) == 2
-    if on_disk:
-        assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["state"]
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["state"]
 
 
 def test_weights_without_the_optimizer():
@@ -471,20 +468,6 @@ def test_a_state_of_another_model_names_what_differs(tmp_path):
     (tmp_path / "s" / "state.json").write_text(json.dumps(meta | {"format": 99}))
     with pytest.raises(RecordError, match="format of the saved state: got 99; expected 1"):
         run(backend_of(reference=False).policy.load_state(path))
-
-
-def test_states_that_are_not_there_or_broken(tmp_path):
-    backend = backend_of(reference=False)
-    run(backend.policy.save_state("known"))
-    with pytest.raises(RecordError, match=r"'lost'; expected one of \['known'\]"):
-        run(backend.policy.load_state("lost"))
-    with pytest.raises(RecordError, match="No such file"):
-        run(backend.policy.load_state(str(tmp_path / "lost")))
-    path = run(backend.policy.save_state(str(tmp_path / "cut")))
-    data = (tmp_path / "cut" / "state.safetensors").read_bytes()
-    (tmp_path / "cut" / "state.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(RecordError, match="load_state"):
-        run(backend.policy.load_state(path))
 
 
 def shorter(t):

@@ -15,11 +15,11 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rl_notebook.core.builtin import BUILTIN_LOSSES, builtin_inputs, builtin_loss, check_builtin
-from rl_notebook.core.types import Datum, LossError
+from rl_notebook.core.types import Datum
 from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn
 from rl_notebook.loop.step import in_calls, step_denominator
 
-EXAMPLES = settings(max_examples=25)
+EXAMPLES = settings(max_examples=15)
 BY_CALL = {"kl_cov", "clip_cov"}  # their means and shares are those of one call
 Batch = tuple[list[Datum], list[np.ndarray]]  # datums and the policy's logprobs
 
@@ -462,25 +462,6 @@ def one_datum(**changes: Any) -> Datum:
     return Datum(**{"tokens": [5, 6, 7, 8], "weights": [0, 1, 1], "advantage": 1.0, **series, **changes})
 
 
-REFUSED = [
-    ({"kl_beta": 0.1}, "kl_beta: got 0.1"),
-    ({"policy_loss": "reinforce"}, "It is importance_sampling with anchor='rollout'"),
-    ({"policy_loss": "sapo"}, "policy_loss: got 'sapo'"),
-    ({"tis": "token", "tis_anchor": "policy"}, "Set tis_anchor='old'"),
-    ({"policy_loss": "dro"}, "Set aggregation='sum'"),
-    ({"policy_loss": "gspo", "tis": "token", "icepop_threshold": 2.0}, "'gspo' also looks at its logprob"),
-]
-
-
-@pytest.mark.parametrize(("given", "said"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
-def test_what_no_service_computes_is_refused_in_both_places(given: dict[str, Any], said: str) -> None:
-    options = LossOptions(**given)
-    for call in (lambda: builtin_loss(options), lambda: builtin_inputs([one_datum()], options)):
-        with pytest.raises(LossError, match="cannot compute this loss") as caught:
-            call()
-        assert said in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("given", "changes", "said"),
     [
@@ -497,16 +478,6 @@ def test_what_cannot_be_sent_is_refused(given: dict[str, Any], changes: dict[str
     with pytest.raises(ValueError, match=r".") as caught:
         builtin_inputs([one_datum(**changes)], LossOptions(**{"policy_loss": "ppo", **given}))
     assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("theirs", [0.0, math.nan, math.inf, -4.0])
-def test_another_loss_under_the_same_name_is_noticed(theirs: float) -> None:
-    datum, options = one_datum(), LossOptions("ppo", aggregation="sum")
-    p = [torch.tensor([math.nan, -1.0, -2.3])]
-    right = make_loss_fn([datum], options)([datum], p)[0].item()
-    assert check_builtin([datum], options, p, right) < 1e-6
-    with pytest.raises(LossError, match="the service's ppo"):
-        check_builtin([datum], options, p, theirs)
 
 
 def test_icepop_counts_what_it_leaves_out_and_not_what_a_cap_of_zero_does() -> None:

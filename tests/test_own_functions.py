@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,18 +249,6 @@ def test_advantages_by_name_and_as_an_object(desk, record):
         return [*(await loop.branch(advantage_fn="my_functions:centred")).advantage_fn.__name__.split()]
 
     assert asyncio.run(branched()) == ["centred"]
-
-
-def test_a_loss_that_nobody_registered(capsys):
-    with pytest.raises(ConfigError, match=r"policy_loss: got 'gropo'; expected 'grpo' or .* Did you mean 'grpo'\?"):
-        Config(policy_loss="gropo")
-    with pytest.raises(ConfigError, match=r"One of your own is named module:function, or registered before"):
-        Config(policy_loss="zzzzz")
-    for taken in ("ppo", "", "a b"):
-        with pytest.raises(LossError, match="name of a loss: got"):
-            register_loss(lambda t, tis, o: t.policy, name=taken)
-    with pytest.raises(LossError, match=r"got none: functools\.partial\(.* has none of its own; .* name='mine'"):
-        register_loss(partial(lambda weight, t, tis, o: weight * t.policy, 2.0))
 
 
 # --- a run folder that somebody sent ----------------------------------------------------------------------------------
@@ -510,14 +497,6 @@ def test_what_is_refused_is_listed_and_can_be_trusted(sent, desk, capsys):
     command(["replay", str(trap.path), "2", "--trust"])
     assert f"{trap.path}: trusted with what it names: evil:f, evil:g" in capsys.readouterr().err
     assert trap.sprung
-
-
-def test_a_service_of_a_foreign_folder_gets_no_key(sent, desk, capsys, monkeypatch):
-    monkeypatch.setenv("TINKER_API_KEY", "tml-not-a-real-key")
-    trap = Trap(sent, desk)
-    trap.settings(backend="tinker", lora_rank=8, base_url="http://127.0.0.1:9")
-    assert command(["replay", str(trap.path), "2"]) == 2
-    assert "'http://127.0.0.1:9', which" in capsys.readouterr().err
 
 
 REACHING = {  # settings that reach out of the run: what is named in the message

@@ -179,13 +179,8 @@ def test_trees_under_lora(datums, budget, prompt_logprobs):
 
 
 @pytest.mark.parametrize("family", MODELS)
-@pytest.mark.parametrize("rank", [0, 2])
-def test_in_float32_they_differ_by_rounding(family, rank):
-    if rank:
-        pytest.importorskip("peft")
-    if rank and family == "gpt2":
-        pytest.skip("peft adapts no Conv1D under all-linear")
-    compare(family, [*a_group(), *a_group(seed=1, count=3)], 10_000, False, rank, "float32", 1e-4, 1e-6)
+def test_in_float32_they_differ_by_rounding(family):
+    compare(family, [*a_group(), *a_group(seed=1, count=3)], 10_000, False, 0, "float32", 1e-4, 1e-6)
 
 
 # --- when it is done ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from markup import Letters, Page
+from markup import Page
 from synthetic import hostile_record, synthetic_record
 
 from rl_notebook.cli import main as command
@@ -122,18 +122,6 @@ def test_a_check_that_fails_leads_to_its_token(run: RunFolder):
     assert address.rpartition("&")[0] in Page(page).carried("tokens")
 
 
-def test_what_an_address_names_is_there(run: RunFolder):
-    page = Page(report_html(run, show=["report.html#step=3&group=2&sample=1&token=9"], tokenizer=Letters()))
-    assert "Step 3" in page.text
-    assert "group 2, as it is named" in page.text
-    rows = page.carried("tables")["t1"]["rows"]
-    assert {row["id"] for row in rows} == {f"step=3&group=2&sample={i}" for i in range(5)}
-    assert "".join(page.carried("tokens")["step=3&group=2&sample=1"]["texts"]).startswith(rows[1]["text"][:1])
-    for wrong in ("step=99&group=0&sample=0", "7-0-2", "step=3"):
-        with pytest.raises(RecordError, match="of a step from 1 to 7"):
-            report_html(run, show=[wrong])
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
@@ -163,17 +151,6 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "the first 4 of 4 prompts", "base_model"):
         assert words in page.text
     assert "Settings (4)" in page.text  # `note` says nothing
-
-
-def test_the_page_needs_nothing_from_outside(run: RunFolder):
-    text = report_html(run)
-    page = Page(text)
-    assert all(link.startswith("data:image/svg+xml;base64,") for link in page.links)
-    assert page.tags.count("script") == 5
-    assert {"link", "iframe", "object"} & set(page.tags) == set()
-    assert "default-src 'none'" in text
-    body = text[text.index("<body>") : text.index("<script")]
-    assert "http" not in body
 
 
 def test_everything_from_a_run_is_escaped(tmp_path: Path):
@@ -240,29 +217,6 @@ def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
     slow = growing(tmp_path / "d")
     slow.add(replace(synthetic_record(3), seconds={"sample": 1000.0}))
     assert run_status(slow, age(slow, 600)).state == "running"
-
-
-def test_following_a_run(tmp_path: Path):
-    run, out = growing(tmp_path / "run", steps=4), tmp_path / "page.html"
-    seen: list[str] = []
-
-    async def train() -> None:
-        for step in (3, 4):
-            while not out.exists() or f"Running: step {step - 1}" not in out.read_text(encoding="utf-8"):
-                await asyncio.sleep(0.05)
-            seen.append(out.read_text(encoding="utf-8"))
-            run.add(synthetic_record(step, groups=2, completions=3))
-
-    async def both() -> None:
-        await asyncio.wait_for(asyncio.gather(follow(run.path, out, every=0.05), train()), 60)
-
-    asyncio.run(both())
-    assert "Running: step 2 of at most 4." in seen[0]
-    assert 'data-refresh="0.05"' in seen[0]
-    assert "Running: step 3 of at most 4." in seen[1]
-    last = out.read_text(encoding="utf-8")
-    assert "Finished after step 4." in last
-    assert "data-refresh" not in last
 
 
 def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):

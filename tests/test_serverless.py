@@ -49,11 +49,11 @@ def test_a_run_trains_in_one_session_and_leaves_none(running: Any, monkeypatch: 
             assert not backend.checks.failed
             assert len(pool(running).sessions) == 1
             loop = rln.GRPOLoop(backend, rln.toy_rows(16), lambda text: float(sum(map(ord, text)) % 2), cfg)
-            records = [await loop.step() for _ in range(3)]
+            records = [await loop.step() for _ in range(2)]
             for record in records:
                 assert "No mismatch found" in (await rln.diagnose(record)).sentence
             versions = [s.policy_version for r in records for g in r.groups for s in g.samples]
-            assert sorted(set(versions)) == [0, 1, 2]
+            assert sorted(set(versions)) == [0, 1]
         assert not pool(running).sessions
         assert not pool(running).learners
 

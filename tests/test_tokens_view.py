@@ -239,33 +239,6 @@ def test_a_still_picture_is_small_and_honest():
 # --- the widget -------------------------------------------------------------------------------------------------------
 
 
-def largest_gap(record: StepRecord) -> float:
-    "The largest difference of a step."
-    gaps = (lp.values - d.sampler_logprobs for d, lp in zip(record.datums, record.loss.logprobs, strict=True))
-    return max(float(np.nanmax(np.abs(gap[d.active]))) for gap, d in zip(gaps, record.datums, strict=True))
-
-
-def test_another_sample_is_fetched_when_it_is_asked_for():
-    record = synthetic_record(1, groups=3, completions=4)
-    inspector = inspect_tokens(record, series="policy")
-    assert f"max |policy − sampler| {largest_gap(record):.2g}" in inspector.items[inspector.item]["label"]
-    inspector.set_state({"item": 5, "target": 2})  # as the browser does it
-    assert inspector.payload["where"].startswith("group 1, sample 1")
-    assert (inspector.payload["item"], inspector.target) == (5, 2)
-    inspector.select(2, 3)
-    policy = next(s for s in inspector.payload["series"] if s["name"] == inspector.payload["first"])
-    assert inspector.target in (policy["worst"] or [inspector.target])
-    inspector.select(0, 1, target=3)
-    assert (inspector.item, inspector.target) == (1, 3)
-    assert "group 0, sample 1" in repr(inspector)
-    for group, sample, target, what in ((9, 0, None, "no such sample"), (0, 0, 10**6, "target")):
-        with pytest.raises(DatumError, match=what):
-            inspector.select(group, sample, target)
-    assert (inspector.item, inspector.target) == (1, 3)
-    inspector.set_state({"item": 99})
-    assert "message" in inspector.payload
-
-
 def test_live_and_still_are_two_outputs(monkeypatch: pytest.MonkeyPatch):
     shown: list[dict] = []
     monkeypatch.setattr(views, "display", lambda data, raw, display_id=None: shown.append(data))

@@ -17,13 +17,11 @@ from rl_notebook.core.advantages import group_advantages, with_advantages
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import (
     AdamParams,
-    AlignmentError,
     BackendError,
     Datum,
     Logprobs,
     LossError,
     LossOutput,
-    RecordError,
     RewardError,
 )
 from rl_notebook.experiments.whatif import (
@@ -297,19 +295,6 @@ def test_a_misbehaving_reward_is_named(record):
 # --- attribution --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo, tis, in parts", "as groups arrive"])
-def test_attribution_adds_up_to_the_metric(name):
-    record = trained_like(name)
-    a = attribution(record)
-    assert a.total == pytest.approx(record.metrics["grad/abs_sum"], rel=1e-4)
-    assert a.total == pytest.approx(sum(float(np.abs(g).sum()) for g in record.loss.dlogprobs), rel=1e-12)
-    for table in (a.by_sample, a.by_group, a.by_token):
-        assert table.mass.sum() == pytest.approx(a.total)
-        assert table.share.sum() == pytest.approx(1)
-    positive = a.by_token.mass[a.by_token.advantage > 0].sum() / a.total
-    assert positive == pytest.approx(record.metrics["grad/positive_share"], rel=1e-3)
-
-
 def test_each_token_is_at_its_place(record):
     a, batch = attribution(record), FrozenBatch.of(record)
     assert len(a.by_token) == sum(d.num_loss_tokens for d in record.datums)
@@ -319,17 +304,6 @@ def test_each_token_is_at_its_place(record):
         assert d.tokens[row.target + 1] == row.token
         assert record.loss.dlogprobs[row.datum][row.target] == row.dlogprob
     assert a.top_tokens(5).mass.is_monotonic_decreasing
-
-
-def test_attribution_of_a_variant_and_of_nothing(record):
-    result = what_if(record, {"none": {"kl_beta": 0.0, "advantage_scale": "std"}})
-    a = attribution(record, result.dlogprobs["none"])
-    assert set(a.by_sample.push[a.by_sample.advantage > 0]) == {"up"}
-    zero = attribution(record, [np.zeros(len(d.weights)) for d in record.datums])
-    assert zero.total == 0
-    assert "no token has a gradient" in repr(zero)
-    with pytest.raises(AlignmentError, match="dlogprobs"):
-        attribution(record, result.dlogprobs["none"][:1])
 
 
 # --- bad input ----------------------------------------------------------------------------------------------------
@@ -532,17 +506,6 @@ def test_the_change_of_a_step_and_its_prediction(stepped):
     assert change.summary["better"] == sum(better) > 0
     assert change.summary["better_up"] == sum(u and b for u, b in zip(up, better, strict=True))
     assert change.by_sample.realised.sum() == pytest.approx(change.tokens.realised.sum())
-
-
-def test_gradients_asked_at_the_wrong_place(stepped):
-    loop, record, before = stepped
-    policy = loop.backend.policy
-    with pytest.raises(BackendError, match=r"step 2: .*not those of the step.*save_state"):
-        asyncio.run(true_gradients(policy, record))
-    with pytest.raises(RecordError, match="'nowhere'"):
-        asyncio.run(predicted_change(policy, record, "nowhere"))
-    with pytest.raises(BackendError, match="sample_gradients"):
-        asyncio.run(true_gradients(loop.backend.reference, record, before))
 
 
 # --- several updates a step ---------------------------------------------------------------------------------------

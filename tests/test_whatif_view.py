@@ -23,10 +23,6 @@ def shifted(record: StepRecord) -> list[np.ndarray]:
 
 SETTINGS = [
     {"policy_loss": "ppo", "eps_clip": 0.07},
-    {"policy_loss": "gspo", "aggregation": "sequence_mean"},
-    {"kl_beta": 0.2, "kl_estimator": "k1"},
-    {"tis": "token", "tis_cap": 1.5},
-    {"advantage_scale": "loo"},
     {"policy_loss": "dro", "tis": "sequence", "advantage_scale": "batch", "kl_beta": 1.0},
 ]
 
