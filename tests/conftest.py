@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 from offline import heartbeats, stay_here
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small are faster on one thread; torch reads it once
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
 NOTES = tempfile.TemporaryDirectory(prefix="rl-notebook-state-")  # of the runs that tests begin
 os.environ["XDG_STATE_HOME"] = NOTES.name

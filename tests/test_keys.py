@@ -71,7 +71,7 @@ def leaks(folder: Path) -> dict[str, list[str]]:
 def environment(**more: str) -> Mapping[str, str]:
     "That of this process with the key in every variable that is read for one."
     path = os.pathsep.join([str(HERE), *filter(None, sys.path)])
-    return {**os.environ, **dict.fromkeys(VARIABLES, KEY), "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+    return {**os.environ, **dict.fromkeys(VARIABLES, KEY), "PYTHONPATH": path, **more}
 
 
 # --- the search finds what is there -----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tiny_models import byte_tokenizer, one_thread, tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 
 import rl_notebook.backends.local.trainer as local_module
 from rl_notebook.backends.local.engine import plan_batches
@@ -27,8 +27,6 @@ from rl_notebook.core.types import (
     RecordError,
     SampleParams,
 )
-
-__all__ = ["one_thread"]
 
 
 ADAM = AdamParams(learning_rate=1e-2)

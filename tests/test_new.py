@@ -22,7 +22,7 @@ PROGRAM = Path(sys.executable).with_name("rl-notebook")
 
 def run(*command: str | Path, cwd: Path) -> str:
     "What a program prints; it has to end well."
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": PATHS}
+    env = os.environ | {"PYTHONPATH": PATHS}
     done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -284,8 +284,7 @@ def test_a_tokenizer_of_the_hub_is_taken_from_this_machine_without_a_request(sen
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
-        env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "0"}
-        env |= {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
+        env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
         env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "PYTHONPATH": str(Path(__file__).parents[1])}
         code = "from rl_notebook.task.toy import tokenizer_of; print(len(tokenizer_of({'base_model': 'some/model'})))"
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)

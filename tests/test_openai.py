@@ -20,15 +20,13 @@ from live_server import app_of, emulated, serve
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from tiny_models import byte_tokenizer, one_thread, tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.completions import OpenAISampler, probe, request_seed
 from rl_notebook.backends.services.openai import open_openai
 from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.core.retries import AdaptiveLimit, Retries
-
-__all__ = ["one_thread"]
 
 
 PROMPT = [72, 101, 108, 108, 111]

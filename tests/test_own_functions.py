@@ -38,7 +38,7 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run, read_checkpoint
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.experiments.whatif import what_if
-from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
+from tiny_models import uneven
 
 SMALL: dict[str, Any] = {
     "max_rows": 16,

@@ -1,7 +1,6 @@
 "A trained policy is talked to: streamed, stopped, beside its base, in a real terminal."
 
 import asyncio
-import os
 import re
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pexpect
 import pytest
-from tiny_models import one_thread
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main
@@ -18,7 +16,6 @@ from rl_notebook.core.types import BackendError, ConfigError, SampleParams
 from rl_notebook.recipes.playground import Playground, open_playground, streamed
 from rl_notebook.task.toy import load_model
 
-__all__ = ["one_thread"]
 
 SMALL = "--max-rows 4 --prompt-groups-per-step 2 --completions-per-prompt 4 --max-completion-tokens 24 --steps 1"
 
@@ -117,8 +114,7 @@ def test_what_is_not_there_is_said(folder, capsys):
 def test_a_chat_in_a_terminal(folder):
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["-c", code, "chat", str(folder), "--beside", "base", "--temperature", "0"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    terminal = pexpect.spawn(sys.executable, arguments, env=env, encoding="utf-8", timeout=60, dimensions=(50, 120))
+    terminal = pexpect.spawn(sys.executable, arguments, encoding="utf-8", timeout=60, dimensions=(50, 120))
     terminal.expect("tiny after step 1 beside its base model")
     for line, answers in (
         ("What is 3+7+2+9+4?", ["trained> ", "base> "]),

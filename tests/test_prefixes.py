@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_models import byte_tokenizer, one_thread, tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM
 
 from rl_notebook.backends.local.engine import plan_batches
@@ -20,8 +20,6 @@ from rl_notebook.backends.local.scoring import Batch, Scoring
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.local.prefixes import plan_trees, prefix_tree
 from rl_notebook.core.types import Datum
-
-__all__ = ["one_thread"]
 
 
 tokens = st.lists(st.integers(2, 4), min_size=1, max_size=12)  # few values: many common prefixes

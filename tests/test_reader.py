@@ -19,7 +19,6 @@ from rl_notebook.core.advantages import with_advantages
 from rl_notebook.insight.doctor.doctor import diagnose
 from rl_notebook.task.toy import toy_rows
 from rl_notebook.insight.xray import sentence
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 LINE, XRAY, DOCTOR, PREFLIGHT = "line of loop.run", "sentence of the x-ray", "doctor, from the record", "pre-flight"
 SAID: tuple[tuple[str, str, int, str], ...] = (  # bug, display, step (0 = before the first), words

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
+from tiny_models import uneven
 
 from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.backends.local.trainer import open_local, read_folder

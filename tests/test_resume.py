@@ -55,13 +55,10 @@ def uneven(text: str, answer: str) -> float:
 
 def body(settings: dict[str, Any], resume: bool, stop_in: str | None = None) -> None:
     "What the process does; `stop_in` names a phase in which it sends itself an interrupt, in step 4."
-    import torch
-
     from rl_notebook.loop.loop import GRPOLoop
     from rl_notebook.recipes.rl_loop import main
 
     sys.stdout = sys.stderr = open(f"{settings['log_path']}.out", "a", buffering=1)  # noqa: SIM115 (until it ends)
-    torch.set_num_threads(1)
     if stop_in is not None:
         phase = getattr(GRPOLoop, stop_in)
 
@@ -76,12 +73,9 @@ def body(settings: dict[str, Any], resume: bool, stop_in: str | None = None) -> 
 
 def cli_body(args: list[str], out: str) -> None:
     "The same through the command."
-    import torch
-
     from rl_notebook.cli import main
 
     sys.stdout = sys.stderr = open(out, "a", buffering=1)  # noqa: SIM115 (until it ends)
-    torch.set_num_threads(1)
     sys.exit(main(args))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from test_router_replay import tiny_mixture
-from tiny_models import byte_tokenizer, one_thread, tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from rl_notebook.backends import roofline as roofs
@@ -22,8 +22,6 @@ from rl_notebook.runs.run import metrics_row
 from rl_notebook.backends.roofline import Roofs, Work, model_size, work_between, work_metrics
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
-
-__all__ = ["one_thread"]
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import EOS, byte_tokenizer, one_thread
+from tiny_models import EOS, byte_tokenizer
 from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM, PreTrainedModel
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -28,8 +28,6 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.core.datums import datum_from_sample
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.run import RunFolder
-
-__all__ = ["one_thread"]
 
 
 PROMPT, NEW, TOP_K = 16, 24, 2

@@ -20,7 +20,7 @@ from rl_notebook.runs.run import Run
 from rl_notebook.config.settings import UpdateSettings, lr_factor
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.insight.xray import check_gradient
-from tiny_models import one_thread, uneven  # noqa: F401 (the fixture is used by every test)
+from tiny_models import uneven
 
 SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
 SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "rewards": ["test_schedule:uneven"]}

@@ -6,7 +6,6 @@ holds is refused in words."""
 from __future__ import annotations
 
 import asyncio
-import os
 import runpy
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
@@ -34,7 +32,6 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
-ONE = os.environ | {"OMP_NUM_THREADS": "1"}  # as this process, which `one_thread` holds to one
 SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
 SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "steps": 2}
 
@@ -189,8 +186,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     asked = [cell for source, _ in REFUSED.values() for cell in (source, "ask()")]
     cells = map(nbformat.v4.new_code_cell, [OPEN, *CELLS, OPENED, RUN, ASK, *asked])
     nb, folder = nbformat.v4.new_notebook(cells=[*cells]), tmp_path_factory.mktemp("kernel")
-    at = {"metadata": {"path": str(folder)}}
-    NotebookClient(nb, timeout=300, kernel_name="python3", resources=at).execute(env=ONE)
+    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
     return folder, ["".join(o.get("text", "") for o in cell.outputs if o.name == "stdout") for cell in nb.cells]
 
 
@@ -318,7 +314,7 @@ def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_sa
     opened = lambda: grpo_loop(toy_reward, cfg=settings, rows=toy_rows(40, seed=3))
     script, log = opened().to_script(tmp_path / "run.py").path, tmp_path / "night"
     command = [sys.executable, script, "--log-path", log]
-    running = subprocess.Popen(command, env=ONE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     while running.poll() is None and not ((log / "run.json").exists() and len(Run.open(log)) >= 2):
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)

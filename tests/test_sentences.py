@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import always, one_thread, tiny, uneven  # noqa: F401 (the fixture is used by every test)
+from tiny_models import always, tiny, uneven
 
 from rl_notebook.backends.base import Backend
 from rl_notebook.config.config import Config

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import BaseModel, Field
-from tiny_models import one_thread, tiny_model  # noqa: F401
+from tiny_models import tiny_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -253,7 +253,7 @@ def half_a_run(running: RunningEmulator, folder: Path) -> None:
     script = Path(__file__).parent / "service_runs.py"
     command = [sys.executable, str(script), str(folder), str(STEPS), str(EVERY), folder.name]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FIREWORKS_", "TINKER_"))}
-    env = inherited | running.environment() | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = inherited | running.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
         assert client.stdout is not None
         said = []

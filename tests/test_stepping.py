@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from test_async_loop import begin
 from test_loop import ALL, LENGTH, SMALL, make_loop, same, up_to, weights
-from tiny_models import one_thread
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
@@ -21,8 +20,6 @@ from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import Dashboard, asked, tick
-
-__all__ = ["one_thread"]
 
 
 def run(coroutine):

@@ -15,7 +15,7 @@ from live_server import serve
 from starlette.applications import Starlette
 from starlette.responses import RedirectResponse
 from starlette.routing import Route
-from tiny_models import byte_tokenizer, one_thread, tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 from tinker_run import PROMPT, reinforce, trained
 from toy_service import TOY, Dropped, Service
 
@@ -28,8 +28,6 @@ from rl_notebook.recipes.open import open_backend
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, LossError, MissingExtra, SampleParams
 from rl_notebook.core.losses import LossOptions, make_loss_fn
-
-__all__ = ["one_thread"]
 
 
 KEY = "tml-not-to-be-seen"

@@ -5,7 +5,6 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from tiny_models import one_thread
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main
@@ -18,7 +17,6 @@ from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 from rl_notebook.insight.trends import ledger, watch_run
 
-__all__ = ["one_thread"]
 
 BROKEN = 16  # the step at which something is changed
 SETTINGS = {

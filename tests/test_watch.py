@@ -249,7 +249,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two")
     (folder / "two.py").write_text(PROCESSES)
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "two.py"]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1", "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1"}
     how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": False, "timeout": 400}
     done = subprocess.run(start, **how)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from synthetic import prompt_group, synthetic_record
-from tiny_models import byte_tokenizer, one_thread, tiny_model
+from tiny_models import byte_tokenizer, tiny_model
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config, TISConfig
@@ -42,7 +42,6 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
-__all__ = ["one_thread"]
 
 SMALL = {
     "prompt_groups_per_step": 3,

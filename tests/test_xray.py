@@ -32,7 +32,7 @@ from rl_notebook.insight.xray import TERM_WORDS, failed_words, first_not_finite,
 from rl_notebook.insight.xray import sentence, time_words, xray
 from rl_notebook.core.findings import Finding
 from synthetic import synthetic_record
-from tiny_models import always, byte_tokenizer, one_thread, tiny, uneven  # noqa: F401 (the fixture is used by every test)
+from tiny_models import tiny, uneven
 
 SMALL: dict[str, Any] = {
     "prompt_groups_per_step": 4,
