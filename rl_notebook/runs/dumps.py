@@ -91,7 +91,7 @@ class PtFiles(Reader):
 # %% ../../nbs/runs/02_dumps.ipynb #d8bed490
 _SLIME = {"tokens": "tokens", "loss_masks": "loss_mask", "loss_mask": "loss_mask", "advantages": "advantages"}
 _SLIME |= {"rollout_log_probs": "sampler_logprobs", "log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs"}
-_SLIME |= {"entropy": "entropy", "response": "text", "prompt": "prompt", "group_index": "group"}
+_SLIME |= {"entropy": "entropy", "response": "text", "prompt": "prompt", "group_index": "group", "rollout_ids": "run"}
 _ENDS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 

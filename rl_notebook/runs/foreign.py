@@ -195,7 +195,8 @@ def record_of(
     drawn = without_filler([placed(row) for row in rows])
     names = group_keys(drawn, whole)
     by_group: dict[str, list[Row]] = {}
-    for row, name in zip(drawn, names, strict=True):
+    order = {row.run: i for i, row in reversed([*enumerate(drawn)])}  # what is of one rollout stands side by side
+    for row, name in sorted(zip(drawn, names, strict=True), key=lambda found: order[found[0].run]):
         by_group.setdefault(name, []).append(row)
     groups = [own for own in by_group.values() if any(not len(row.tokens) or row.loss_mask.any() for row in own)]
     scored = any(row.policy_logprobs is not None for row in drawn)
