@@ -452,6 +452,8 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
     elif since >= SURE and size(drawn_now).mean > LIKELY * size(e.gap[np.isfinite(drawn_now)]).mean:
         text = "it scores given tokens as the trainer does; drawing, it reads another prompt, or changes the odds"
         yield Cause("BOS or template", LIKELY, text)
+        if not e.stamps.untrained:
+            yield Cause("stale weights", GUESS, "drawing, it may read a cache that older weights have filled")
     elif since >= SURE:
         text = "the sampler says today what the trainer says, and not what it drew with"
         yield Cause("stale weights", LIKELY, text)

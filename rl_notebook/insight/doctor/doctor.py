@@ -336,8 +336,8 @@ def cut_prompts(e: Evidence, row: int) -> Iterator[tuple[str, list[int]]]:
     "The end of the prompt: as long as a power of two, or as prompts of rows without a gap, or a little longer."
     prompt, off = prompt_of(e.datums[row]), {*e.row[np.abs(e.gap) > tolerance(e)].tolist()}
     agree = (len(prompt_of(d)) for r, d in enumerate(e.datums) if d.num_loss_tokens and r not in off)
-    known = max(agree, default=8)
-    for most in sorted({*range(known, known + 8), *(2**k for k in range(3, 20))}):
+    near = range(known, known + 8) if (known := max(agree, default=0)) else ()
+    for most in sorted({*near, *(2**k for k in range(3, 20))}):
         if most < len(prompt):
             yield f"only the last {most} tokens", prompt[-most:]
 
