@@ -597,16 +597,13 @@ def run_check(args: Sequence[str]) -> int:  # exit code
 
 CHECK_DEFAULTS: dict[Any, dict[str, Any]] = {  # small, and what most accounts can use
     "tinker": {"base_model": "Qwen/Qwen3-8B", "lora_rank": 8},
-    "fireworks": {
-        "base_model": "accounts/fireworks/models/qwen3-8b",
-        "deployment.tokenizer_model": "Qwen/Qwen3-8B",
-    },
+    "fireworks": {"base_model": "accounts/fireworks/models/qwen3-8b", "deployment.tokenizer_model": "Qwen/Qwen3-8B"},
 }
 CHECK = """\
 usage: rl-notebook check --backend openai|tinker|fireworks [--report FILE.html] [any option of train]
 
   --report FILE.html                  also writes what was found as one page, to send to who runs the service
-  --served-model NAME                 openai: as the server names it; --base-model gives the tokenizer
+  --served-model NAME                 openai: as the server names it; --base-model: its tokenizer, a folder: its weights
   --base-url URL                      None = TINKER_BASE_URL or FIREWORKS_BASE_URL; the key is read from the environment
   --base-model NAME                   as the service names it
   --lora-rank N                       of the adapter that is tried

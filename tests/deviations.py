@@ -1,5 +1,6 @@
 "Services that deviate in one way: what is patched in the emulator, and the check that has to name it."
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,9 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from rl_notebook.emulator import trainer
+from rl_notebook.backends.local.engine import Request
+from rl_notebook.backends.local.trainer import LocalSampler, open_local
+from rl_notebook.emulator import models, server, trainer
+from rl_notebook.task.toy import load_model
 
 KNOWN: dict[tuple, Any] = {}  # what a service remembers
+COUNT = itertools.count()
 RNG = np.random.default_rng(0)
 
 
@@ -153,22 +158,28 @@ def live(asample):
     return deviating
 
 
-def draws(named: str, change=None, report=None, echo=None, front=(), **params) -> Deviation:
-    "Completions are drawn or reported otherwise; or, with `echo`, the logprobs of given tokens are."
+def samples(named: str, report=None, echo=None, prompt=None, change=None, both=False, **params) -> Deviation:
+    """Completions are drawn or reported otherwise, or from another prompt; or given tokens are scored otherwise.
 
-    def wrap(draw):
-        async def deviating(sampler, prompt, body):
-            if body.get("prompt_logprobs"):
-                found = await draw(sampler, prompt, body)
-                return replace(found, prompt_logprobs=echo(prompt, found.prompt_logprobs)) if echo else found
-            given = dict(body.get("sampling_params") or {})
-            given |= params | (change(given) if change else {})
-            found = await draw(sampler, [*front, *prompt], {**body, "sampling_params": given})
-            return replace(found, completions=[report(c) for c in found.completions]) if report else found
+    With `both`, given tokens are scored in that prompt, too."""
+
+    def wrap(post):
+        async def deviating(sampler, item):
+            if isinstance(item, Request):
+                given = replace(item.params, **params | (change(item.params) if change else {}))
+                ends = item.stop_ids | {*given.stop_token_ids}
+                read = tuple(prompt(item.prompt)) if prompt else item.prompt
+                drawn = await post(sampler, replace(item, prompt=read, params=given, stop_ids=ends))
+                return [report(c) for c in drawn] if report else drawn
+            if callable(item):
+                return await post(sampler, item)
+            scores = await post(sampler, np.array(prompt(item)) if both else item)
+            values = scores.values[1 - len(item) :]
+            return replace(scores, values=echo(tuple(item), values) if echo else values)
 
         return deviating
 
-    return Deviation(named, "draw_and_score", wrap)
+    return Deviation(named, "post", wrap, LocalSampler)
 
 
 def processed(c):
@@ -234,21 +245,133 @@ TINKER: dict[str, Deviation] = {
     "half the layers": sends("second sync", 0.0, "layers.0"),
     "adapter twice": sends("second sync", 2.0),
     "one sync late": Deviation("second sync", "snapshot_weights", one_late),
-    "scores remembered": draws("second sync", echo=lambda prompt, scores: KNOWN.setdefault(tuple(prompt), scores)),
     "sync rounds the trainer": Deviation("trainer after a sync", "snapshot_weights", rounding),
     "sampler follows": Deviation("sampler before a sync", "asample", live, trainer.POSTS),
-    "drawn at 0.5": draws("drawn as often as said", temperature=0.5),
-    "top-p 0.8": draws("drawn as often as said", top_p=0.8),
-    "greedy": draws("drawn as often as said", temperature=0.0),
-    "top-k 3, reported after the cut": draws("drawn and scored", report=processed, top_k=3),
-    "reported at 0.7": draws("drawn and scored", report=processed, temperature=0.7),
-    "longer than asked": draws("drawn and scored", lambda given: {"max_tokens": given["max_tokens"] + 4}),
-    "shorter than asked": draws("drawn and scored", max_tokens=1),
-    "BOS in front of draws": draws("drawn and scored", front=(0,)),
-    "end tokens cut off": draws("the end is part of it", report=without_end),
-    "echo a place early": draws("policy and sampler", echo=lambda prompt, scores: np.append(scores[1:], scores[-1:])),
-    "prompts cut": draws("longest sequence", echo=lambda prompt, scores: scores[-100:]),
     "sequences cut": says("longest sequence", lambda s, n: np.where(np.arange(len(s)) < 100, s, 0)),
     "says twice its context": Deviation("longest sequence", "get_server_capabilities", boastful, trainer.GETS),
     "ppo does not clip": Deviation("its own losses", "served_loss", unclipped),
+}
+SAMPLERS: dict[str, Deviation] = {  # whatever it speaks
+    "drawn at 0.5": samples("drawn as often as said", temperature=0.5),
+    "top-p 0.8": samples("drawn as often as said", top_p=0.8),
+    "greedy": samples("drawn as often as said", temperature=0.0),
+    "top-k 3, reported after the cut": samples("drawn and scored", processed, top_k=3),
+    "reported at 0.7": samples("drawn and scored", processed, temperature=0.7),
+    "longer than asked": samples("how it ended", change=lambda p: {"max_tokens": 2 * p.max_tokens - 1}),
+    "shorter than asked": samples("how it ended", max_tokens=1),
+    "BOS in front of draws": samples("drawn and scored", prompt=lambda ids: (1, *ids)),
+    "end tokens cut off": samples("how it ended", without_end),
+    "echo a place early": samples("policy and sampler", echo=lambda ids, s: np.append(s[1:], s[-1:])),
+    "prompts cut": samples("longest sequence", echo=lambda ids, s: np.where(np.arange(len(s)) < 100, s, 0)),
+    "two replicas": samples("scored again", echo=lambda ids, s: s - 0.3 * (next(COUNT) % 2)),
+}
+TINKER |= SAMPLERS | {"scores remembered": samples("second sync", echo=lambda ids, s: KNOWN.setdefault(ids, s))}
+
+
+def scaled(change) -> dict[str, Callable]:
+    "All logprobs, of what is drawn and of what is given."
+    report = lambda c: replace(c, logprobs=change(c.logprobs), sampling_logprobs=None)
+    return {"report": report, "echo": lambda ids, scores: change(scores)}
+
+
+def on_behind(c):
+    more = {"tokens": [*c.tokens, 84], "logprobs": [*c.logprobs, -1], "sampling_logprobs": None}
+    return replace(c, **more) if c.finish_reason == "stop" else c
+
+
+def has(named: str, change) -> Deviation:
+    "A choice in a response has other fields: `change(choice)` returns some of them."
+    altered = lambda choice: choice | change(choice)
+    return Deviation(named, "choice_of", lambda make: lambda *a: altered(make(*a)), server)
+
+
+def quantised(w):
+    step = w.abs().amax(-1, keepdim=True) / 7 + 1e-9
+    return (w / step).round() * step if w.ndim == 2 else w
+
+
+def of_quantised(load):
+    def deviating(self):
+        model, tokenizer = load(self)
+        with torch.no_grad():
+            [p.copy_(quantised(p)) for p in model.parameters()]
+        return model, tokenizer
+
+    return deviating
+
+
+OPENAI: dict[str, Deviation] = SAMPLERS | {
+    "prompts of draws cut": samples("longest sequence", prompt=lambda ids: ids[-100:]),
+    "top-k 3": samples("drawn as often as said", top_k=3),
+    "min-p 0.2": samples("drawn as often as said", min_p=0.2),
+    "repetition penalty 1.3": samples("drawn as often as said", repetition_penalty=1.3),
+    "a model's own settings": samples("drawn as often as said", temperature=0.6, top_p=0.95, top_k=20),
+    "seed of its own": samples("drawn as often as said", seed=7),
+    "seed ignored": samples("seed", seed=None),
+    "temperature at least 0.7": samples("temperature", change=lambda p: {"temperature": max(0.7, p.temperature)}),
+    "temperature at most 1": samples("temperature", change=lambda p: {"temperature": min(1.0, p.temperature)}),
+    "base 10": samples("policy and sampler", **scaled(lambda s: s / np.log(10))),
+    "-100 where it is rare": samples("policy and sampler", **scaled(lambda s: np.where(s < -4, -100, s))),
+    "16 tokens at most": samples("how it ended", change=lambda p: {"max_tokens": min(p.max_tokens, 16)}),
+    "BOS in front of all": samples("policy and sampler", prompt=lambda ids: (1, *ids), both=True),
+    "zeros for what is in the cache": samples("scored again", echo=lambda ids, s: s * (KNOWN.setdefault(ids, s) is s)),
+    "other ids": samples("drawn and scored", lambda c: replace(c, tokens=np.minimum(c.tokens + 1, 263))),
+    "always stop": samples("how it ended", lambda c: replace(c, finish_reason="stop")),
+    "always length": samples("how it ended", lambda c: replace(c, finish_reason="length")),
+    "draws on behind the end": samples("how it ended", on_behind),
+    "ends at a token of its own": samples("how it ended", stop_token_ids=(226,)),
+    "quantised": Deviation("policy and sampler", "load", of_quantised, models.Models),
+    "text stripped": has("text", lambda c: {"text": c["text"][1:].strip()}),
+    "special tokens in the text": has("text", lambda c: {"text": c["text"] + "<|end|>"}),
+    "no logprobs": has("completions of ids", lambda c: {"logprobs": None}),
+    "BOS in front, and said": has("completions of ids", lambda c: {"prompt_token_ids": [1, 2]}),
+}
+
+
+def loads(named: str, change) -> Deviation:
+    "A deployment loads `change(the new weights, the old ones)`."
+
+    def wrap(swap):
+        async def deviating(self, name, new):
+            old = {n: p.detach().clone() for n, p in self.backend.sync.served.items()}
+            return await swap(self, name, change(new, old))
+
+        return deviating
+
+    return Deviation(named, "swap", wrap, models.Serving)
+
+
+def without(part: str) -> Callable:
+    return lambda new, old: {n: old[n] if part in n else t for n, t in new.items()}
+
+
+def one_load_late(new, old):
+    KNOWN["late"], late = new, KNOWN.get("late", old)
+    return late
+
+
+def keeps(named: str, when) -> Deviation:
+    "What is asked `when` is answered by the first weights."
+
+    def wrap(post):
+        async def deviating(sampler, item):
+            if "old" not in KNOWN:
+                KNOWN["old"] = open_local(*load_model("tiny"), mask_unknown=False).sampler
+            return await post(KNOWN["old"] if not callable(item) and when(item) else sampler, item)
+
+        return deviating
+
+    return Deviation(named, "post", wrap, LocalSampler)
+
+
+FIREWORKS: dict[str, Deviation] = SAMPLERS | {
+    "end tokens cut off": samples("set up", without_end),  # the first of all is empty
+    "weights not loaded": loads("second sync", lambda new, old: old),
+    "one load late": loads("second sync", one_load_late),
+    "difference added twice": loads("second sync", lambda new, old: {n: 2 * t - old[n] for n, t in new.items()}),
+    "a layer not loaded": loads("second sync", without("layers.0")),
+    "head not loaded": loads("second sync", without("embed")),
+    "quantised when loaded": loads("first sync", lambda new, old: {n: quantised(t) for n, t in new.items()}),
+    "a replica keeps its weights": keeps("second sync", lambda item: next(COUNT) % 2),
+    "draws keep their weights": keeps("draws after a sync", lambda item: isinstance(item, Request)),
 }

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from deviations import KNOWN, TINKER
+from deviations import FIREWORKS, KNOWN, OPENAI, TINKER
 from service_runs import KEY, no_service_is_left, service
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
@@ -231,24 +231,36 @@ def emulated():
         yield emulator
 
 
-@pytest.mark.parametrize("name", [None, *TINKER])
+DEVIATIONS = {
+    "tinker": (TINKER, {"base_model": "tiny", "tokenizer_model": "tiny", "lora_rank": 2}),
+    "openai": (OPENAI, {"base_model": "tiny", "served_model": "tiny"}),
+    "fireworks": (FIREWORKS, {"base_model": "accounts/fireworks/models/tiny", "deployment.tokenizer_model": "tiny"}),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [(k, n) for k, (table, _) in DEVIATIONS.items() for n in (None, *table)])
 @pytest.mark.variant(but="weight decay")
-def test_a_deviation_of_a_service_is_named(name, emulated, monkeypatch):
-    "By `rl-notebook check`, with the SDK over HTTP; a service that does not deviate is accused of nothing."
+def test_a_deviation_of_a_service_is_named(kind, name, emulated, monkeypatch):
+    "By `rl-notebook check`, over HTTP; a service that does not deviate is accused of nothing."
+    from rl_notebook.backends.services import fireworks
     from rl_notebook.recipes.open import check_backend
     from rl_notebook.views.check import check_html
 
-    monkeypatch.setenv("TINKER_API_KEY", emulated.key.reveal())
-    TINKER[name].plant(monkeypatch) if name else None
+    quick = functools.partial(fireworks.open_fireworks, poll_interval_s=0.02, grace_s=0)
+    monkeypatch.setattr(fireworks, "open_fireworks", quick)
+    for variable, value in emulated.environment().items():
+        monkeypatch.setenv(variable, value)
+    table, asked = DEVIATIONS[kind]
+    emulated.emulator.site.servers.clear()
     KNOWN.clear()
-    asked = {"backend": "tinker", "base_model": "tiny", "tokenizer_model": "tiny", "lora_rank": 2}
-    cfg = Config.from_dict(asked | {"base_url": emulated.url})
+    table[name].plant(monkeypatch) if name else None
+    cfg = Config.from_dict(asked | {"backend": kind, "base_url": emulated.url})
     whole = asyncio.run(check_backend(cfg, say=lambda line: None))
     found, page = whole[-1], check_html(cfg, whole, "rl-notebook check")
     failed = page.partition("<h2>What does not hold</h2>")[2].partition("<h2>")[0]
     assert re.findall(r"✗ ([\w ]+)", failed) == [f.name for f in found.failed]
     if name:
-        row = found[TINKER[name].named]
+        row = next(f for findings in whole for f in findings if f.name == table[name].named)
         assert row.ok is not True or row.text.startswith("advantages"), repr(row)
     else:
         assert not found.failed
@@ -322,23 +334,6 @@ def test_sync_brings_the_policy_to_the_sampler_and_an_unknown_snapshot_names_the
     opened(test)
 
 
-def test_gradients_accumulate_until_the_step(opened):
-    async def test(backend):
-        datums = datums_of(await sampled(backend, n=6))
-        path = await backend.policy.save_state("start")
-        norms = []
-        for groups in ([datums], [datums[:1], datums[1:4], datums[4:]]):
-            await backend.policy.load_state(path)
-            for group in groups:
-                await backend.policy.forward_backward_custom(group, reinforce)
-            metrics = await backend.policy.optim_step(ADAM, grad_accumulation_normalization="num_sequences")
-            norms.append((metrics["grad_norm"], active(await backend.policy.forward(datums), datums)))
-        assert norms[0][0] == pytest.approx(norms[1][0], rel=1e-4)
-        assert gap(norms[0][1], norms[1][1]) < 2e-2
-
-    opened(test)
-
-
 @pytest.mark.variant(but="local]")
 def test_normalizations_divide_once(opened):
     async def test(backend):
@@ -346,8 +341,8 @@ def test_normalizations_divide_once(opened):
         path, norms = await backend.policy.save_state("start"), {}
         for kind in backend.capabilities.grad_accumulation_normalization:
             await backend.policy.load_state(path)
-            for d in datums:
-                await backend.policy.forward_backward_custom([d], reinforce)
+            for part in [datums] if kind == "none" else [[d] for d in datums]:
+                await backend.policy.forward_backward_custom(part, reinforce)
             norms[kind] = (await backend.policy.optim_step(ADAM, grad_accumulation_normalization=kind))["grad_norm"]
         counts = {"none": 1, "num_sequences": 5, "num_loss_tokens": sum(d.num_loss_tokens for d in datums)}
         for kind, norm in norms.items():

@@ -389,11 +389,6 @@ def test_probes_and_conformance_of_a_right_service(service):
             assert backend.capabilities.seed
             assert backend.policy.encoding == ENCODINGS[0]
             assert backend.sampler.raw_always
-            completions = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=4, seed=3))
-            datums = drawn_datums(completions)
-            policy, base = await backend.policy.forward(datums), await backend.reference.forward(datums)
-            for p, r in zip(policy, base, strict=True):
-                assert np.array_equal(p.values, r.values, equal_nan=True)  # the policy is as it was before the checks
             shown = f"{backend.probes!r}{backend.checks._repr_html_()}{backend!r}"
             assert KEY not in shown
 

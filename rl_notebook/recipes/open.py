@@ -9,7 +9,9 @@ import os
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +19,11 @@ import numpy as np
 from ..backends.base import Backend, Sampler, with_teacher
 from ..config.config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
 from ..config.config import completions_at_once, was_chosen
-from ..core.types import Completion, ConfigError, Datum, SampleParams
+from ..core.types import BackendError, Completion, ConfigError, Datum, RLNotebookError, SampleParams
 from ..core.findings import Finding, Findings
 from ..core.names import check_trusted
 from ..core.retries import AdaptiveLimit, Retries
-from ..task.toy import load_model
+from ..task.toy import load_model, model_source
 
 # %% auto #0
 __all__ = ['open_backend', 'check_backend', 'DeploymentSampler', 'build_deployment_sampler']
@@ -146,54 +148,80 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
     quick = Retries(attempts=3, first_wait_s=0.1)
     sampler = OpenAISampler(cfg.base_url or "", cfg.served_model or cfg.base_model, words, key, retries=quick)
     try:
-        return await check_openai(sampler)
+        facts, first = await check_openai(sampler)
+        rows = [] if first.failed else await _check_sampling(sampler, words, partial(_check_weights, cfg))
+        return [facts, Findings([*first, *rows], first.title)]
     finally:
         await sampler.close()
 
 
-async def _check_frequencies(backend: Backend, tokens: list[int]) -> Finding:
+async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[Finding]:
+    "Whether a server has the weights of the base model, where they are at hand, and takes a sequence whole."
+    from rl_notebook.backends.local.trainer import open_local
+    from rl_notebook.backends.services.tinker import check_draws, check_length, toy_datum, within
+
+    rows = await check_draws(sampler, tokens)
+    if not Path(model_source(cfg.base_model)).is_dir():
+        return [*rows, Finding("policy and sampler", None, f"{cfg.base_model} is no folder here", "its weights")]
+    weights = load_model(cfg.base_model, dtype=cfg.dtype)
+    policy = open_local(*weights, reference=False, mask_unknown=False, inline=True).policy
+    (ours,), theirs = await policy.forward([toy_datum(tokens)]), await sampler.logprobs(tokens)
+    rows.append(within("policy and sampler", float(np.abs(theirs.values - ours.values).mean()), 0.2, " on average"))
+    return rows + [await check_length(policy, sampler, tokens, n) for n in [sampler.max_seq_len] if n is not None]
+
+
+async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether the next token is drawn as often as is said, at the most open places of a few completions."
     from rl_notebook.insight.doctor.causes import drawn_otherwise
     from rl_notebook.insight.doctor.doctor import redraw
     from rl_notebook.insight.doctor.evidence import gather
 
-    drawn = await backend.sampler.sample(np.array(tokens[:-2]), SampleParams(n=16, max_tokens=8))
+    async def sample(*asked: Any) -> list[Completion]:  # what is drawn from has to be the raw logprobs
+        return [replace(c, sampling_logprobs=None) for c in await sampler.sample(*asked)]
+
+    bundle: Any = SimpleNamespace(sampler=SimpleNamespace(sample=sample))
+    drawn = await sample(tokens, SampleParams(n=16, max_tokens=8))
     datums = [Datum(np.array(c.full_tokens), np.arange(1, len(c.full_tokens)) >= c.prompt_len) for c in drawn]
     told = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in drawn]
-    e = gather(datums, await backend.policy.forward(datums), told)
-    e = await redraw(e, backend, range(len(datums)), places=4, draws=48)
+    e = await redraw(gather(datums, told, told), bundle, range(len(datums)), places=8, draws=48)
     found, n = next(drawn_otherwise(e), None), sum(int(r.counts.sum()) for r in e.redraws)
-    said = found.text if found else f"{n} draws as they should be"
-    fix = "Draws do not follow the logprobs that come with them: every ratio would be wrong."
-    return Finding("drawn as often as said", found is None, said, "no law that is much likelier", fix)
+    said = e.refused.get("redraw") or (found.text if found else f"{n} draws as they should be")
+    return [Finding("drawn as often as said", not found and not e.refused, said, "no law that is much likelier")]
+
+
+async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) -> list[Finding]:
+    "What is asked of a sampler beside its trainer; what cannot be asked is left open, by name."
+    from rl_notebook.backends.services.openai import CHECK_TEXT
+    from rl_notebook.backends.services.tinker import check_endings, check_temperature, explained
+
+    tokens, rows = tokenizer.encode(CHECK_TEXT), list[Finding]()
+    asked: dict[str, Any] = {"how it ended": partial(check_endings, tokenizer), "temperature": check_temperature}
+    asked |= {"drawn as often as said": _check_frequencies} | ({"drawn and scored": more} if more else {})
+    for name, ask in asked.items():
+        try:
+            rows += await ask(sampler, tokens)
+        except RLNotebookError as error:
+            rows.append(Finding(name, None if isinstance(error, BackendError) else False, str(error)))
+    return explained(rows)
 
 
 async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
     from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_tokens
 
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
-        tokens = toy_tokens(backend.tokenizer)
-        found = await check_contract(backend.policy, backend.sampler, tokens, backend.sync, backend.capabilities)
-        return [backend.probes, Findings([*found, await _check_frequencies(backend, tokens)], found.title)]
+        roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync
+        found = await check_contract(*roles, backend.capabilities)
+        found = Findings([*found, *await _check_sampling(backend.sampler, backend.tokenizer)], found.title)
+        return [backend.probes, found]
 
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
     from rl_notebook.backends.services.fireworks import check_fireworks
-    from rl_notebook.backends.services.provision import check_tokenizer
 
-    deploy = cfg.deployment or DeployConfig()
-    check_tokenizer(deploy)
-    found = await check_fireworks(
-        cfg.base_model,
-        deploy.tokenizer_model or "",
-        training_shape_id=(cfg.trainer or TrainerConfig()).training_shape_id,
-        lora_rank=cfg.lora_rank,
-        output_model_id=cfg.output_model_id,
-        base_url=cfg.base_url,
-        log_path=cfg.log_path,
-        say=say,
-    )
-    return [found]
+    names = ("lora_rank", "output_model_id", "base_url", "log_path")
+    same: dict[str, Any] = {name: getattr(cfg, name) for name in names} | {"say": say, "also": _check_sampling}
+    same["training_shape_id"] = (cfg.trainer or TrainerConfig()).training_shape_id
+    return [await check_fireworks(cfg.base_model, (cfg.deployment or DeployConfig()).tokenizer_model or "", **same)]
 
 # %% ../../nbs/recipes/00_open.ipynb #8cac16b7
 CHECKERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[list[Findings]]]] = {

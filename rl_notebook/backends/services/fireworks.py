@@ -621,6 +621,7 @@ async def check_fireworks(
     training_shape_id: str | None = None,  # None = the service chooses
     lora_rank: int = 0,
     output_model_id: str | None = None,  # also publish the weights under this id; None = leave promotion out
+    also: Callable[..., Awaitable[list[Finding]]] | None = None,  # more, of sampler and tokenizer
     say: Callable[[str], Any] = print,  # gets a line per check, and what setting up says
     **options: Any,  # of `open_fireworks`: key, base_url, tokenizer, log_path, grace_s, poll_interval_s
 ) -> Findings:
@@ -642,6 +643,7 @@ async def check_fireworks(
         doing = "contract"
         roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync
         note(*await check_contract(*roles, backend.capabilities))
+        note(*await also(backend.sampler, backend.tokenizer) if also else ())
         doing = "promotion"
         if output_model_id is not None:
             note(Finding(doing, True, await promote_weights(backend, rlor_mgr, output_model_id)))

@@ -30,7 +30,7 @@ from ...core.retries import AdaptiveLimit, AskAgain, Retries
 from ...core.types import OFF, BackendError, RLNotebookError
 
 # %% auto #0
-__all__ = ['open_openai']
+__all__ = ['CHECK_TEXT', 'open_openai']
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #7bacd643
 ADAPTER = "policy"  # name of the adapter, when the policy is one
@@ -252,7 +252,7 @@ async def refuse_sync(snapshot: str) -> int:
     raise BackendError("weight sync", got=repr(snapshot), expected="none: the server's weights stay", fix=fix)
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #906d5eff
-_CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
+CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
 
 
 async def open_openai(
@@ -292,7 +292,7 @@ async def open_openai(
     try:
         if transport is None and dialect in (None, "vllm"):
             await check_not_paused(sampler.wire, ours=sync == "vllm")
-        words = tokenizer.encode(_CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
+        words = tokenizer.encode(CHECK_TEXT)[: (sampler.max_seq_len or 512) // 2]
         sampler.report = await probe(sampler, words)
         if sync == "vllm":
             where = Path(folder or own or "")
@@ -312,7 +312,7 @@ async def check_openai(sampler: OpenAISampler) -> list[Findings]:
     facts, name = Findings(()), "completions of ids"
     try:
         await check_not_paused(sampler.wire, ours=False)
-        facts = (await probe(sampler, sampler.tokenizer.encode(_CHECK_TEXT))).findings
+        facts = (await probe(sampler, sampler.tokenizer.encode(CHECK_TEXT))).findings
         row = Finding(name, True, "ids, with a logprob each")
     except RLNotebookError as reason:
         meaning = "Nothing can be trained on text alone, or on ids without logprobs."

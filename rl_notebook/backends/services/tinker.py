@@ -399,6 +399,12 @@ def within(name: str, gap: float, least: float, how: str = "") -> Finding:
     return Finding(name, bool(gap < least), nats(gap) + how, f"less than {least:g}")
 
 
+def explained(rows: Sequence[Finding]) -> list[Finding]:
+    "With what each means for training where it does not hold."
+    means = texts_of_checks()
+    return [replace(f, fix=means[f.name][1]) for f in rows]
+
+
 def about(name: str, ratio: float, expected: float, of: str = "of the step", bound: float = 0.15) -> Finding:
     "Whether a change is the share of another that it should be, up to rounding."
     return Finding(name, bool(abs(ratio - expected) < bound), f"{ratio:.3g} {of}", f"{expected:.3g} ± {bound:g}")
@@ -588,29 +594,35 @@ async def check_optimizer(toy: Toy, h: float) -> list[Finding]:
 # %% ../../../nbs/backends/services/04_tinker.ipynb #aca043a2
 async def check_draws(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether completions are as long as they have to be, with their last token, and have the logprobs of scored ones."
-    drawn = await sampler.sample(tokens[:-2], asked := SampleParams(n=4, max_tokens=4, seed=3))
+    asked = SampleParams(n=4, max_tokens=4, seed=3)
+    drawn = [c for c in await sampler.sample(tokens[:-2], asked) if len(c.tokens)]
     scored = [(await sampler.logprobs(c.full_tokens)).values[len(tokens) - 3 :] for c in drawn]
-    gap = float(np.max([np.abs(c.logprobs - s).mean() for c, s in zip(drawn, scored, strict=True) if len(c.tokens)]))
+    gap = max([float(np.abs(c.logprobs - s).mean()) for c, s in zip(drawn, scored, strict=True)], default=math.nan)
     if any(len(c.tokens) > 4 or (len(c.tokens) < 4 and c.finish_reason == "length") for c in drawn):
         gap = math.inf
-    stops = tuple({int(t) for c in drawn for t in c.tokens[:1]})
-    ended = [c.tokens for c in await sampler.sample(tokens[:-2], replace(asked, stop_token_ids=stops))]
-    kept = sum(len(ids) > 0 and int(ids[-1]) in stops for ids in ended)
+    stops = tuple({int(c.tokens[0]) for c in drawn})
+    known = {*stops, *turn_ends(getattr(sampler, "tokenizer", None)), *(int(c.tokens[-1]) for c in drawn)}
+    ended = await sampler.sample(tokens[:-2], replace(asked, stop_token_ids=stops))
+    kept = sum(c.finish_reason != "stop" or not known.isdisjoint(c.tokens[-1:].tolist()) for c in ended)
     whole = Finding("the end is part of it", kept == len(ended), f"{kept} of {len(ended)}", "all")
-    return [within("drawn and scored", gap, 0.05, " on average"), whole]
+    spread = np.ptp([(await sampler.logprobs(tokens)).values for _ in range(6)], axis=0).mean()
+    same = within("scored again", float(spread), 0.05, " on average")
+    return [within("drawn and scored", gap, 0.05, " on average"), whole, same]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #21d6b273
 LONGEST = 8192  # tokens that are tried; a longer context is not
 
 
 async def check_length(policy: Scorer, sampler: Sampler, tokens: list[int], longest: int) -> Finding:
-    "Whether policy and sampler take a sequence as long as is said, whole."
+    "Whether policy and sampler take a sequence as long as is said, whole, also where a token is drawn behind it."
     whole = (tokens * (longest // len(tokens) + 1))[: min(longest, LONGEST) - 1]
     try:
         scored, theirs = await policy.forward([toy_datum(whole)]), await sampler.logprobs(whole)
+        (c,) = await sampler.sample(whole[:-1], SampleParams(max_tokens=1, seed=3))
+        behind = (await sampler.logprobs(c.full_tokens)).values[len(whole) - 2 :] - c.logprobs
     except (BackendError, AlignmentError) as error:
         return Finding("longest sequence", False, str(error), f"{len(whole)} tokens")
-    gap = float(np.abs(theirs.values - scored[0].values).mean())
+    gap = max(float(np.abs(series).mean()) for series in (theirs.values - scored[0].values, behind))
     return within("longest sequence", gap, 0.2, f" on average, of {len(whole)} tokens")
 
 
@@ -632,6 +644,33 @@ async def check_losses(toy: Toy, h: float, names: Sequence[str]) -> Finding:
             off.append(f"{name}: {error}")
     return Finding("its own losses", not off, "; ".join(off or names), "value and step as here")
 
+# %% ../../../nbs/backends/services/04_tinker.ipynb #b85fb5f5
+async def check_endings(tokenizer: Any, sampler: Sampler, tokens: list[int]) -> list[Finding]:
+    "Whether completions, a few long ones and some that are cut, end as they say and have the text of their tokens."
+    asked, odd, other = SampleParams(n=6, max_tokens=32, seed=3), list[str](), list[str]()
+    ends, says = turn_ends(tokenizer), partial(tokenizer.decode, skip_special_tokens=True)
+    for c in [c for most in (32, 4) for c in await sampler.sample(tokens, replace(asked, max_tokens=most))]:
+        ids, most, stopped = c.tokens.tolist(), c.params.max_tokens, c.finish_reason == "stop"
+        right = not {*tokenizer.all_special_ids, *ends}.isdisjoint(ids[-1:]) if stopped else len(ids) == most
+        if not right or len(ids) > most or not ends.isdisjoint(ids[:-1]):
+            odd.append(f"{len(ids)} tokens of {most}, the last {ids[-1:]}, {c.finish_reason!r}")
+        own = [says(ids), says(c.full_tokens).removeprefix(says(c.prompt_tokens))]  # some drop a space in front
+        if c.text.rstrip("\ufffd") not in [text.rstrip("\ufffd") for text in own]:
+            other.append(f"{c.text!r} for {own[0]!r}")
+    said = ["; ".join(bad[:1]) or "as it should be" for bad in (odd, other)]
+    return [Finding("how it ended", not odd, said[0], "as asked"), Finding("text", not other, said[1], "of the ids")]
+
+# %% ../../../nbs/backends/services/04_tinker.ipynb #c2413573
+async def check_temperature(sampler: Sampler, tokens: list[int]) -> list[Finding]:
+    "Whether the likeliest token is drawn at temperature 0, and at 2 none of the odds of temperature 1."
+    asked = [SampleParams(n=n, max_tokens=1, temperature=t, seed=5) for n, t in ((128, 2.0), (8, 0.0))]
+    hot, cold = [[c for c in await sampler.sample(tokens, params) if len(c.tokens)] for params in asked]
+    told = {int(c.tokens[0]): float(c.logprobs[0]) for c in [*hot, *cold]}
+    other = sum(told[int(c.tokens[0])] < max(told.values()) - 0.05 for c in cold)
+    gain = sum(c.logprobs[0] for c in hot) / 2 + len(hot) * np.logaddexp.reduce(np.array([*told.values()]) / 2)
+    said = f"at 0, {other} of {len(cold)} were not the likeliest; at 2, {gain:+.0f} nats in favour of temperature 1"
+    return [Finding("temperature", bool(not other and gain < 9.2), said, "0, and less than 9.2: 1 in 10,000 by chance")]
+
 # %% ../../../nbs/backends/services/04_tinker.ipynb #fd51a242
 async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> list[Finding]:
     "Two syncs, of which the second brings something new, and what they change."
@@ -641,10 +680,14 @@ async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> 
         await perturb(toy, -1.0, h * share)
         (before,), early = await scored(), await sampler.logprobs(toy.tokens)
         await sync(await toy.trainer.save_weights_for_sampler(label_of(name)))
-        (after,), late = await scored(), await sampler.logprobs(toy.tokens)
+        (after,), late = await scored(), [(await sampler.logprobs(toy.tokens)).values[-1] for _ in range(4)]
         changed = max(changed, float(np.abs(after.values - before.values).max()))
-        rows.append(within(name, abs(late.values[-1] - after.values[-1]), VISIBLE / 2))
+        rows.append(within(name, float(np.abs(np.array(late) - after.values[-1]).max()), VISIBLE / 2))
     rows.append(within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2))
+    drawn = await sampler.sample(toy.tokens[:-2], SampleParams(n=4, max_tokens=4, seed=3))
+    told = [(c.logprobs, toy_datum(c.full_tokens, len(c.tokens))) for c in drawn if len(c.tokens)]
+    gaps = [abs(s - (await toy.trainer.forward([d]))[0].values[-len(s) :]).mean() for s, d in told]
+    rows.append(within("draws after a sync", float(max(gaps, default=math.nan)), VISIBLE / 2, " on average"))
     return [*rows, within("trainer after a sync", changed, 0.02)]
 
 
@@ -673,8 +716,7 @@ async def check_contract(
             rows += [await check_losses(toy, h, can.builtin_losses)] if can.builtin_losses else []
         rows += [*await check_optimizer(toy, 2 * h), *await check_sync(toy, sampler, sync, h)]
         await policy.load_state(start)
-    means = texts_of_checks()
-    return Findings([replace(f, fix=means[f.name][1]) for f in rows], "does the service do what we think?")
+    return Findings(explained(rows), "does the service do what we think?")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #e2a38b7c
 @dataclass
