@@ -345,11 +345,6 @@ def without(part: str) -> Callable:
     return lambda new, old: {n: old[n] if part in n else t for n, t in new.items()}
 
 
-def one_load_late(new, old):
-    KNOWN["late"], late = new, KNOWN.get("late", old)
-    return late
-
-
 def keeps(named: str, when) -> Deviation:
     "What is asked `when` is answered by the first weights."
 
@@ -367,7 +362,6 @@ def keeps(named: str, when) -> Deviation:
 FIREWORKS: dict[str, Deviation] = SAMPLERS | {
     "end tokens cut off": samples("set up", without_end),  # the first of all is empty
     "weights not loaded": loads("second sync", lambda new, old: old),
-    "one load late": loads("second sync", one_load_late),
     "difference added twice": loads("second sync", lambda new, old: {n: 2 * t - old[n] for n, t in new.items()}),
     "a layer not loaded": loads("second sync", without("layers.0")),
     "head not loaded": loads("second sync", without("embed")),
