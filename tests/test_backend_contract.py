@@ -246,8 +246,8 @@ def test_a_deviation_of_a_service_is_named(kind, name, emulated, monkeypatch):
     from rl_notebook.recipes.open import check_backend
     from rl_notebook.views.check import check_html
 
-    quick = functools.partial(fireworks.open_fireworks, poll_interval_s=0.02, grace_s=0)
-    monkeypatch.setattr(fireworks, "open_fireworks", quick)
+    unhurried = fireworks.open_fireworks
+    monkeypatch.setattr(fireworks, "open_fireworks", lambda **o: unhurried(**o, poll_interval_s=0.02, grace_s=0))
     for variable, value in emulated.environment().items():
         monkeypatch.setenv(variable, value)
     table, asked = DEVIATIONS[kind]
