@@ -154,7 +154,7 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
     finally:
         await sampler.close()
 
-
+# %% ../../nbs/recipes/00_open.ipynb #6430dc4f
 async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[Finding]:
     "Whether a server has the weights of the base model, where they are at hand, and takes a sequence whole."
     from rl_notebook.backends.local.trainer import open_local
@@ -204,7 +204,7 @@ async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) ->
             rows.append(Finding(name, None if isinstance(error, BackendError) else False, str(error)))
     return explained(rows)
 
-
+# %% ../../nbs/recipes/00_open.ipynb #87ba3a72
 async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
     from rl_notebook.backends.services.tinker import check_contract, open_tinker, toy_tokens
 
