@@ -30,7 +30,7 @@ from ...core.retries import AdaptiveLimit, AskAgain, Retries
 from ...core.types import OFF, BackendError, RLNotebookError
 
 # %% auto #0
-__all__ = ['CHECK_TEXT', 'open_openai']
+__all__ = ['open_openai']
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #7bacd643
 ADAPTER = "policy"  # name of the adapter, when the policy is one
@@ -246,15 +246,15 @@ async def start(sync: VLLMSync) -> None:
 _SAME_MODEL = 0.25  # nats, largest over the check tokens
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #4ba70fd9
+CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
+
+
 async def refuse_sync(snapshot: str) -> int:
     "A `WeightSync` for servers whose weights stay as they are; raises `BackendError`."
     fix = "Set weight_sync_interval=0, or let vLLM load weights with sync='vllm'."
     raise BackendError("weight sync", got=repr(snapshot), expected="none: the server's weights stay", fix=fix)
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #906d5eff
-CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
-
-
 async def open_openai(
     model: nn.Module,  # Hugging Face causal LM; becomes the policy
     tokenizer: Any,  # its tokenizer
