@@ -590,8 +590,9 @@ class Emulator:
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
         self.folder = Path(self.temporary.name if self.temporary else str(folder))
-        self._lock = lock_folder(self.folder)
         self.site = Site(self.folder, model, self.faults, startup_delay_s)
+        self.site.models.original()  # a wrong name fails before the folder is made
+        self._lock = lock_folder(self.folder)
         self.app = FaultMiddleware(application(self), key, self.faults)
 
     @property
@@ -784,6 +785,4 @@ def start_emulator(
     **settings: Any,  # of `Emulator`: folder, key, startup_delay_s, faults, seed
 ) -> RunningEmulator:
     "Start an emulator in a thread of this process."
-    emulator = Emulator(model, **settings)
-    emulator.site.models.original()  # read now, so that a wrong name fails here
-    return RunningEmulator(emulator, port)
+    return RunningEmulator(Emulator(model, **settings), port)
