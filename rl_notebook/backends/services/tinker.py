@@ -441,7 +441,7 @@ async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Findin
         drawn = [int(t) for t in sequence.tokens]
         raw = (await prefilled(sampler, link, [*tokens, *drawn]))[len(tokens) - 1 :]
         gap = float(np.abs(np.array(sequence.logprobs, dtype=np.float64) - raw).max())
-    except (BackendError, TypeError) as error:
+    except (BackendError, TypeError, ValueError) as error:
         return Finding(name, None, str(error), fix="Sample at temperature 1.")
     sampler.raw_always = gap < 0.02
     meaning = "" if sampler.raw_always else "Completions at other temperatures are scored once more."
