@@ -406,7 +406,7 @@ class Floors:
 
 
 def floors_of(setting: Setting, work: Work, size: ModelSize) -> Floors:
-    "Measure the machine at the rows of this setting, for longer than `rl-notebook roofs` does, and divide."
+    "Measure the machine at the rows of this setting, for longer than `roofs_of` does, and divide."
     how = {"seconds": 0.5, "most": torch.get_num_threads()}
     few, many = (gemm_rate(size, rows, **how) for rows in (setting.rows, work.prompt_tokens + work.completion_tokens))
     read = read_rate(size.nbytes, seconds=2.0, most=torch.get_num_threads())

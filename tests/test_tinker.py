@@ -20,10 +20,9 @@ from tinker_run import PROMPT, reinforce, trained
 from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.services.wire import Secret
-from rl_notebook.backends.services.link import ENCODINGS, Limits, Link, ServiceTrainer, SdkAdapter, label_of
+from rl_notebook.backends.services.link import ENCODINGS, Limits, ServiceTrainer, SdkAdapter, label_of
 from rl_notebook.backends.services.link import state_name, version_in
-from rl_notebook.backends.services.tinker import Session, TinkerSampler, load_or_remake, open_tinker, tinker_sdk
+from rl_notebook.backends.services.tinker import TinkerSampler, open_tinker, tinker_sdk
 from rl_notebook.recipes.open import open_backend
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, LossError, MissingExtra, SampleParams
@@ -468,23 +467,6 @@ def test_a_service_that_averages_trains_the_same(model, monkeypatch):
     TINKER["averaged"].plant(monkeypatch)
     with start_emulator(model=model, key=KEY) as running:
         run(test(running))
-
-
-def test_a_client_made_from_a_state_where_loading_is_gone(service):
-    async def test():
-        async with await opened(service) as backend:
-            await trained(backend, 1)
-            path, wanted = await backend.policy.save_state("kept"), await trained(backend, 1)
-            session = Session(service.url, Secret(KEY))
-            link = Link(lambda: None, session.sdk)
-            client = await asyncio.to_thread(load_or_remake, session, link, object(), path, True)
-            other = ServiceTrainer(lambda: client, session.sdk)
-            backend.policy, kept = other, backend.policy
-            got = await trained(backend, 1)
-            backend.policy = kept
-            assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(wanted, got, strict=True))
-
-    run(test())
 
 
 class Drawer:

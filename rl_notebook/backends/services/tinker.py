@@ -196,19 +196,15 @@ def unload(client: Any, wait_s: float = 10.0) -> None:
         client.holder.run_coroutine_threadsafe(ask()).result(timeout=wait_s)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #c70177bc
-def load_or_remake(session: Session, link: Link, client: Any, path: str, optimizer: bool) -> Any:
-    "Load a state into a client, or make a client from the state; returns the client to use."
-    name = "load_state_with_optimizer" if optimizer else "load_state"
-    if hasattr(client, name):
-        try:
-            return load_into(link, client, path, optimizer)
-        except link.sdk.errors as error:
-            if status_of(error) != 400 or "not permitted" not in str(error):
-                raise
-        link.made += 1  # it loads into a fresh model alone, before anything else
-        return load_into(link, link.connect(), path, optimizer)
-    maker = f"create_training_client_from_state{'_with_optimizer' if optimizer else ''}"
-    return session.make(lambda service: getattr(service, maker)(path))
+def load_or_remake(link: Link, client: Any, path: str, optimizer: bool) -> Any:
+    "Load a state into a client, or into a new one; returns the client to use."
+    try:
+        return load_into(link, client, path, optimizer)
+    except link.sdk.errors as error:
+        if status_of(error) != 400 or "not permitted" not in str(error):
+            raise
+    link.made += 1  # it loads into a fresh model alone, before anything else
+    return load_into(link, link.connect(), path, optimizer)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #2b2ce9e6
 class CheckpointCleaner:
@@ -764,7 +760,7 @@ async def open_tinker(
     link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
     meter, run, first = Meter(), Worker(), sessions[0]
     forget = None if pooled else CheckpointCleaner(first)
-    adapter = SdkAdapter(load=partial(load_or_remake, first), forget=forget)
+    adapter = SdkAdapter(load=load_or_remake, forget=forget)
     policy, judge = (training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1]))
     own = {"limits": limits, "run": run, "meter": meter, "journal_steps": journal_steps, **link}
     trainer = ServiceTrainer(policy, sessions[0].sdk, adapter=adapter, **own)
