@@ -309,6 +309,7 @@ def test_a_backend_that_the_config_would_not_open(opened, cfg, match, monkeypatc
 # --- in the background ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.variant
 def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_same_numbers(tmp_path: Path):
     settings = {"steps": 60, "max_completion_tokens": 6, "log_path": None}
     opened = lambda: grpo_loop(toy_reward, cfg=settings, rows=toy_rows(40, seed=3))

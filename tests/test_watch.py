@@ -256,6 +256,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.variant
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
 def test_two_processes_bring_one_record(two: Path, kind: str):
     "The rows of both, and the loss and the gradient that TRL averages over them."
@@ -271,6 +272,7 @@ def test_two_processes_bring_one_record(two: Path, kind: str):
         agrees_with_its_options(record)
 
 
+@pytest.mark.variant
 def test_a_process_that_records_no_more_is_not_waited_for(two: Path):
     assert "ZeroDivisionError" in json.loads((two / "fails" / "told.json").read_text())[1]
     assert rln.Run.open(two / "fails" / "run").steps == [1]
