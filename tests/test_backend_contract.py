@@ -260,7 +260,7 @@ def test_a_deviation_of_a_service_is_named(kind, name, emulated, monkeypatch):
     failed = page.partition("<h2>What does not hold</h2>")[2].partition("<h2>")[0]
     assert re.findall(r"✗ ([\w ]+)", failed) == [f.name for f in found.failed]
     if name:
-        row = next(f for findings in whole for f in findings if f.name == table[name].named)
+        row = next(f for findings in reversed(whole) for f in findings if f.name == table[name].named)
         assert row.ok is not True or row.text.startswith("advantages"), repr(row)
     else:
         assert not found.failed
