@@ -193,7 +193,7 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
 async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) -> list[Finding]:
     "What is asked of a sampler beside its trainer; what cannot be asked is left open, by name."
     from rl_notebook.backends.services.openai import CHECK_TEXT
-    from rl_notebook.backends.services.tinker import check_endings, check_temperature, explained
+    from rl_notebook.backends.services.tinker import check_endings, check_temperature, with_meanings
 
     tokens, rows = tokenizer.encode(CHECK_TEXT), list[Finding]()
     asked: dict[str, Any] = {"how it ended": partial(check_endings, tokenizer), "temperature": check_temperature}
@@ -203,7 +203,7 @@ async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) ->
             rows += await ask(sampler, tokens)
         except RLNotebookError as error:
             rows.append(Finding(name, None if isinstance(error, BackendError) else False, str(error)))
-    return explained(rows)
+    return with_meanings(rows)
 
 # %% ../../nbs/recipes/00_open.ipynb #87ba3a72
 async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:

@@ -53,6 +53,11 @@ class Row:
     temperature: float = 1.0
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def drawn(self) -> bool:
+        "Whether it holds a sampled token, or is text alone."
+        return not len(self.tokens) or bool(self.loss_mask.any())
+
 
 LOGPROBS = ("sampler_logprobs", "old_logprobs", "policy_logprobs", "ref_logprobs")
 PER_TOKEN = ("loss_mask", "weights", *LOGPROBS, "entropy", "dlogprobs", "advantages")
@@ -80,6 +85,7 @@ def placed(row: Row) -> Row:
         found |= {"weights": found["loss_mask"], "loss_mask": np.arange(n) >= n - len(row.loss_mask)}
     if "sampler_logprobs" in found:
         drawn, mask = np.nan_to_num(found["sampler_logprobs"]) != 0, found["loss_mask"] > 0
+        # one token beside its place, a mask of the loss says nothing of what was sampled
         if (drawn & ~mask).any() and not (drawn & (np.convolve(mask, np.ones(3), "same") == 0)).any():
             found |= {"weights": found.get("weights", found["loss_mask"]), "loss_mask": (drawn | mask).astype(float)}
         found["sampler_logprobs"] = np.where(found["loss_mask"] > 0, found["sampler_logprobs"], np.nan)
@@ -135,7 +141,7 @@ _AS_THEY_ARE = ("tokens", "loss_mask", "reward", "rewards", "finish_reason", "te
 
 def _group(every: Sequence[Row], index: int, whole: bool) -> PromptGroup:
     "Rows of one prompt, those of one rollout side by side; those without a sampled token are counted as dropped."
-    rows = [row for row in every if not len(row.tokens) or row.loss_mask.any()]
+    rows = [row for row in every if row.drawn]
     rewards, runs = [row.reward for row in rows], list(dict.fromkeys(row.run for row in rows))
     known = len(rows) > 1 and all(r is not None and math.isfinite(r) for r in rewards)
     ours: list[Any] = group_advantages(np.array(rewards, float)).tolist() if known else [None] * len(rows)
@@ -198,12 +204,11 @@ def record_of(
     order = {row.run: i for i, row in reversed([*enumerate(drawn)])}  # what is of one rollout stands side by side
     for row, name in sorted(zip(drawn, names, strict=True), key=lambda found: order[found[0].run]):
         by_group.setdefault(name, []).append(row)
-    groups = [own for own in by_group.values() if any(not len(row.tokens) or row.loss_mask.any() for row in own)]
+    groups = [own for own in by_group.values() if any(row.drawn for row in own)]
     scored = any(row.policy_logprobs is not None for row in drawn)
     known = lambda r: r.policy_logprobs is not None if scored else not (r.advantages is None and r.old_logprobs is None)
-    sampled = [[row for row in own if len(row.tokens) and row.loss_mask.any()] for own in groups]
-    place = [(r, k, i) for k, own in enumerate(sampled) for i, r in enumerate(own)]
-    place = [(row, *at) for row, *at in place if known(row)]
+    sampled = [[row for row in own if row.drawn and len(row.tokens)] for own in groups]
+    place = [(row, k, i) for k, own in enumerate(sampled) for i, row in enumerate(own) if known(row)]
     record = StepRecord(
         step,
         tuple(_group(own, index, whole) for index, own in enumerate(groups)),

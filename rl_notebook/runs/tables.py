@@ -53,8 +53,10 @@ class Trl(Reader):
 
         kept, last = dict[int, list[Path]](), None
         for step, paths in super().files.items():
-            if not paths[0].read_bytes().endswith(b"PAR1"):
-                continue
+            with paths[0].open("rb") as f:
+                f.seek(max(0, paths[0].stat().st_size - 4))
+                if f.read() != b"PAR1":
+                    continue
             drawn = pq.read_table(paths[0], columns=["prompt", "completion"])
             if last is None or not drawn.equals(last):
                 kept[step] = paths

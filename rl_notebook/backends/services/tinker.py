@@ -395,7 +395,7 @@ def within(name: str, gap: float, least: float, how: str = "") -> Finding:
     return Finding(name, bool(gap < least), nats(gap) + how, f"less than {least:g}")
 
 
-def explained(rows: Sequence[Finding]) -> list[Finding]:
+def with_meanings(rows: Sequence[Finding]) -> list[Finding]:
     "With what each means for training where it does not hold."
     means = texts_of_checks()
     return [replace(f, fix=means[f.name][1]) for f in rows]
@@ -712,7 +712,7 @@ async def check_contract(
             rows += [await check_losses(toy, h, can.builtin_losses)] if can.builtin_losses else []
         rows += [*await check_optimizer(toy, 2 * h), *await check_sync(toy, sampler, sync, h)]
         await policy.load_state(start)
-    return Findings(explained(rows), "does the service do what we think?")
+    return Findings(with_meanings(rows), "does the service do what we think?")
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #e2a38b7c
 @dataclass
