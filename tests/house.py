@@ -1,6 +1,6 @@
-"""The rules of the house, each a function from a project folder to the list of its offences.
+"""The rules of the project, each a function from a project folder to the list of places that break it.
 
-`test_house.py` holds the project to them, and shows for every rule a small project that breaks it.
+`test_house.py` applies them to this checkout.
 """
 
 from __future__ import annotations
@@ -31,24 +31,6 @@ PACKAGE = "rl_notebook"
 INDEX = "_modidx.py"  # of nbdev: made with every export, not kept
 CLOSING = "What you can change here"
 
-MAX_CELL = 60  # lines of an exported cell
-MAX_CLASS = 120  # lines of one that is a class: it is not cut into a ladder of classes to fit
-MAX_HIDDEN = 4  # hidden cells a notebook
-MAX_BYTES = 300_000  # a notebook with its outputs
-MAX_NAMES = 300  # names in all `__all__` of the package together
-MAX_LINES = 33_817  # lines of exported Python, JavaScript and CSS together; a commit may only lower it
-MAX_TEST_LINES = 27_486  # lines of Python in tests/; a commit may only lower it, too
-PROSE_GOAL, PROSE_FLOOR = 2.0, 1.0  # words of prose an exported line: of the package, of any notebook
-SHOWN_GOAL, SHOWN_FLOOR = 6.0, 3.0  # shown cells per hundred exported lines: of the package, of any notebook
-
-RULED_OUT = {  # words that a reader of this field would not search for, and what is said instead
-    "under way": "in flight, running, current",
-    "slopes?": "dlogprobs, or a derivative",
-    "who pushed": "gradient attribution",
-    "nothing to mend": "no mismatch found",
-    "the same say": "equal weight per sequence",
-    r"(?<!per_token_)logps|(?<![\w`\"])log_probs": "logprobs",  # other trainers' keys aside
-}
 
 NETWORK = {
     "aiohttp",
@@ -98,37 +80,16 @@ class Cell:
         "Its directives."
         return directives(self.source) if self.kind == "code" else set()
 
-    @cached_property
-    def lines(self) -> list[str]:
-        "Its lines that are neither blank nor directives."
-        return [line for line in self.source.splitlines() if line.strip() and not line.startswith("#|")]
-
     @property
     def exported(self) -> bool:
         "Whether it goes into the module."
         return any(mark.split()[0] in ("export", "exporti", "exports") for mark in self.marks)
-
-    @property
-    def hidden(self) -> bool:
-        "Whether a reader of the page does not see it."
-        return bool(self.marks & {"hide", "include:false"})
-
-    @property
-    def shown(self) -> bool:
-        "Whether it shows something that runs."
-        setup = any(mark.startswith("default_exp") for mark in self.marks)
-        return self.kind == "code" and bool(self.lines) and not (self.exported or self.hidden or setup)
 
     @cached_property
     def tree(self) -> ast.Module:
         "Its code; magics and shell lines count as blank."
         text = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in self.source.splitlines())
         return parsed(text, self.where)
-
-    @property
-    def imports_only(self) -> bool:
-        "Whether it holds nothing but imports."
-        return all(isinstance(node, ast.Import | ast.ImportFrom) for node in self.tree.body)
 
     @property
     def output_text(self) -> str:
@@ -175,14 +136,6 @@ class Notebook:
     def exported(self) -> list[Cell]:
         "The cells that go into the module."
         return [cell for cell in self.cells if cell.exported]
-
-    @cached_property
-    def words(self) -> int:
-        "Words of prose: markdown without code, formulas and headings."
-        text = "\n\n".join(cell.source for cell in self.cells if cell.kind == "markdown")
-        text = re.sub(r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$", " ", text, flags=re.DOTALL)
-        text = re.sub(r"^#.*$|\]\([^)]*\)", " ", text, flags=re.MULTILINE)
-        return len(re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", text))
 
 
 @dataclass(frozen=True)
@@ -264,12 +217,10 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
-def own_imports(house: House, shown: bool = False) -> Iterator[tuple[Place, Cell, Place, str]]:
-    """Every import of our own modules: place of the importer, cell, place and name of the imported.
-
-    Of exported cells, and where `shown` says so of all others."""
+def package_imports(house: House) -> Iterator[tuple[Place, Cell, Place, str]]:
+    "Every import of a module of the package: place of the importer, cell, place and name of the imported."
     for place, _, nb in house.modules:
-        for cell in (cell for cell in nb.cells if cell.kind == "code") if shown else nb.exported:
+        for cell in (cell for cell in nb.cells if cell.kind == "code"):
             for name in set(imported(cell.tree)):
                 parts = name.split(".")
                 if parts[0] != PACKAGE:
@@ -345,7 +296,7 @@ def numbers_only_go_down(house: House) -> list[str]:
     step = lambda cell, module: cell.where.startswith("insight/") and module.startswith("loop.") and not cell.exported
     return [
         f"{cell.where} imports {module} ({there})"
-        for here, cell, there, module in own_imports(house, shown=True)
+        for here, cell, there, module in package_imports(house)
         if (there > here and not step(cell, module)) or (cell.exported and there == here)
     ]
 
@@ -372,50 +323,6 @@ def the_layers_name_every_folder(house: House) -> list[str]:
 
 
 @rule
-def a_cell_fits_a_glance(house: House) -> list[str]:
-    "No exported cell is longer than sixty lines, or a hundred and twenty where it is a class."
-    most = lambda cell: MAX_CLASS if any(line.startswith("class ") for line in cell.lines) else MAX_CELL
-    return [
-        f"{cell.where} has {len(cell.lines)} lines, at most {most(cell)}"
-        for _, _, nb in house.modules
-        for cell in nb.exported
-        if len(cell.lines) > most(cell)
-    ]
-
-
-def code_lines(text: str, *comments: str) -> int:
-    "Lines that are neither blank nor only a comment."
-    return sum(1 for line in map(str.strip, text.splitlines()) if line and not line.startswith(comments))
-
-
-def lines_of_package(house: House) -> int:
-    "Lines of exported cells, JavaScript and CSS; what others minified is theirs."
-    assets = [p for s in ("*.js", "*.css") for p in house.package.rglob(s) if ".min." not in p.name]
-    return sum(code_lines(cell.source, "#") for nb in house.notebooks for cell in nb.exported) + sum(
-        code_lines(path.read_text(encoding="utf-8"), "//", "/*", "*") for path in assets
-    )
-
-
-def lines_of_tests(house: House) -> int:
-    "Lines of Python in tests/."
-    return sum(code_lines(path.read_text(encoding="utf-8"), "#") for path in (house.root / "tests").rglob("*.py"))
-
-
-@rule
-def the_number_of_lines_only_falls(house: House) -> list[str]:
-    "Exported Python, JavaScript and CSS together, and the tests: what comes in takes the place of something."
-    whole = {
-        "MAX_LINES": (lines_of_package(house), MAX_LINES),
-        "MAX_TEST_LINES": (lines_of_tests(house), MAX_TEST_LINES),
-    }
-    return [
-        f"{lines:,} lines, {name} in tests/house.py is {most:,}: delete what the change made superfluous, or simplify"
-        for name, (lines, most) in whole.items()
-        if lines > most
-    ]
-
-
-@rule
 def a_notebook_reads_as_a_page(house: House) -> list[str]:
     "`# Name`, `> promise`; a module's notebook ends with what the reader can change."
     problems = []
@@ -430,63 +337,25 @@ def a_notebook_reads_as_a_page(house: House) -> list[str]:
 
 
 @rule
-def little_is_hidden(house: House) -> list[str]:
-    "At most four hidden cells a notebook."
-    counts = {nb.name: sum(cell.hidden for cell in nb.cells) for nb in house.notebooks}
-    return [f"{name} hides {count} cells, at most {MAX_HIDDEN}" for name, count in counts.items() if count > MAX_HIDDEN]
-
-
-@dataclass(frozen=True)
-class Measure:
-    "How much of a notebook is prose and how much of it is shown."
-
-    name: str
-    exported: int  # lines
-    words: int
-    shown: int  # cells
-
-    @property
-    def prose(self) -> float:
-        "Words of prose an exported line."
-        return self.words / max(1, self.exported)
-
-    @property
-    def per_hundred(self) -> float:
-        "Shown cells per hundred exported lines."
-        return 100 * self.shown / max(1, self.exported)
-
-
-def measures(house: House) -> list[Measure]:
-    "One measure a module, and the whole package last."
-    rows = [
-        Measure(nb.name, sum(len(c.lines) for c in nb.exported), nb.words, sum(c.shown for c in nb.cells))
-        for _, _, nb in house.modules
-    ]
-    return [*rows, Measure("the package", *(sum(getattr(r, f) for r in rows) for f in ("exported", "words", "shown")))]
+def a_page_is_named_after_its_module(house: House) -> list[str]:
+    "The H1 of a module's page is the module, or the end of its dotted name."
+    problems = []
+    for _, module, nb in house.modules:
+        title = nb.cells[0].source.splitlines()[0].removeprefix("# ") if nb.cells else ""
+        if not f".{module}".endswith(f".{title}"):
+            problems.append(f"{nb.name}: the title is {title!r}; expected {module!r} or the end of it")
+    return problems
 
 
 @rule
-def there_is_enough_prose(house: House) -> list[str]:
-    "Two words of prose an exported line over the package; no notebook below half of that."
-    *notebooks, package = measures(house)
-    rows = [(row, PROSE_FLOOR) for row in notebooks] + [(package, PROSE_GOAL)]
-    return [
-        f"{r.name}: {r.prose:.2f} words of prose an exported line, at least {goal}"
-        for r, goal in rows
-        if r.prose < goal
-    ]
-
-
-@rule
-def enough_is_shown(house: House) -> list[str]:
-    "Shown cells per hundred exported lines: the wish is ten, and this is the least."
-    *notebooks, package = measures(house)
-    rows = [(row, SHOWN_FLOOR) for row in notebooks] + [(package, SHOWN_GOAL)]
-    return [
-        f"{row.name}: {row.per_hundred:.1f} shown cells per hundred exported lines, at least {goal}"
-        for row, goal in rows
-        if row.per_hundred < goal
-    ]
+def module_docstrings_are_sentences(house: House) -> list[str]:
+    "The docstring of a module is the promise of its page: one line, so that nbdev takes it whole."
+    problems = []
+    for path in house.python_files():
+        docstring = ast.get_docstring(parsed(path.read_text(encoding="utf-8"), str(path))) or ""
+        if not docstring.endswith((".", "?")):
+            problems.append(f"{path.relative_to(house.root)}: the docstring does not end a sentence: {docstring!r}")
+    return problems
 
 
 def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
@@ -516,37 +385,6 @@ def public_names_have_docstrings(house: House) -> list[str]:
         for name, node in definitions(cell.tree)
         if not ast.get_docstring(node) and not _decorators(node) & {"overload", "setter"}
     ]
-
-
-def public_names(house: House) -> list[tuple[str, str, ast.stmt | None]]:
-    "Module, name, and where it is defined there, of every name that an `__all__` lists."
-    found = []
-    for path in house.python_files():
-        tree = parsed(path.read_text(encoding="utf-8"), str(path))
-        made = {
-            node.name: node
-            for node in tree.body
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        }
-        for node in tree.body:
-            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-                module = path.relative_to(house.root).as_posix()
-                found += [(module, name, made.get(name)) for name in ast.literal_eval(node.value)]
-    return found
-
-
-@rule
-def few_names_are_public(house: House) -> list[str]:
-    "`__all__` lists what a page teaches a user, with a docstring; a cell that only the package needs is `#| exporti`."
-    names = public_names(house)
-    grown = (
-        f"{len(names)} names in all __all__ together, at most {MAX_NAMES}: mark cells of internal names `#| exporti`"
-    )
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    bare = [
-        f"{where}: {name}" for where, name, node in names if isinstance(node, kinds) and not ast.get_docstring(node)
-    ]
-    return [grown] * (len(names) > MAX_NAMES) + [f"{name} is in __all__ and has no docstring" for name in bare]
 
 
 @rule
@@ -585,19 +423,6 @@ def _habit(node: ast.AST, module: str) -> str | None:
 
 
 @rule
-def the_words_are_those_of_the_field(house: House) -> list[str]:
-    "Prose, messages and names use the words that people in this field use."
-    words = {re.compile(rf"(?<![a-z])(?:{word})(?![a-z])", re.IGNORECASE): say for word, say in RULED_OUT.items()}
-    cells = [cell for nb in house.notebooks for cell in nb.cells]
-    return [
-        f"{cell.where}: {found[0]!r}; say {say}"
-        for cell in cells
-        for pattern, say in words.items()
-        if (found := pattern.search(cell.source))
-    ]
-
-
-@rule
 def no_bad_habits(house: House) -> list[str]:
     "No `@patch`, no star imports, no relative imports, no `__file__`; only recipes and the command line start a loop."
     return [
@@ -618,24 +443,6 @@ def readme_is_what_the_index_makes(house: House) -> list[str]:
         stored = house.root / path
         stale += [] if stored.exists() and stored.read_bytes() == data else [path]
     return [f"{name} is not what nbs/index.ipynb makes: run make prep" for name in stale]
-
-
-@rule
-def the_map_lists_every_notebook(house: House) -> list[str]:
-    "The tables of CONTRIBUTING.md link every notebook, and name the module of each."
-    rows = [line for line in house.text("CONTRIBUTING.md").splitlines() if line.startswith("|")]
-    listed = {target: row for row in rows for _, target in LINK.findall(row) if target.endswith(".ipynb")}
-    pages = [nb for nb in house.notebooks if nb.path.stem != "index"]
-    there = {nb.path.relative_to(house.root).as_posix(): nb for nb in pages}
-    return (
-        [f"the map does not list {name}" for name in there if name not in listed]
-        + [f"the map lists {name}, which does not exist" for name in listed if name not in there]
-        + [
-            f"the map does not say that {name} is `{nb.numbered[1]}`"
-            for name, nb in there.items()
-            if nb.numbered and name in listed and f"`{nb.numbered[1]}`" not in listed[name]
-        ]
-    )
 
 
 @rule
@@ -698,13 +505,6 @@ def outputs_are_stable(house: House) -> list[str]:
         if any(out["output_type"] == "error" for out in cell.outputs):
             problems.append(f"{cell.where} stores a traceback")
     return problems
-
-
-@rule
-def notebooks_are_small(house: House) -> list[str]:
-    "At most 300 kB a notebook."
-    sizes = {nb.name: nb.path.stat().st_size for nb in house.notebooks}
-    return [f"{name} has {size:,} bytes, at most {MAX_BYTES:,}" for name, size in sizes.items() if size > MAX_BYTES]
 
 
 @rule
