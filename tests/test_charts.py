@@ -84,6 +84,8 @@ def test_what_is_only_rounding_is_named_and_not_drawn():
     assert len(kl_payload(History(rounding), {})["panels"]) == 2
     alone = kl_payload(History([{"step": 1, f"{gap}/mean": 1e-7}]), {})
     assert "all within rounding" in svg(chart("kl", alone).figure)
+    axes = [chart("kl", alone).figure["layout"][axis] for axis in ("xaxis", "yaxis")]
+    assert [axis["showticklabels"] for axis in axes] == [False, False]  # no scale where nothing is drawn
 
 
 # --- figures and pictures ---------------------------------------------------------------------------------------------
@@ -102,6 +104,9 @@ def test_plotly_takes_every_figure(name: str):
     assert json.loads(json.dumps(payload, allow_nan=False)) == payload
     assert json.loads(json.dumps(found[name].figure, allow_nan=False)) == found[name].figure
     assert "script" not in elements(svg(found[name].figure, name))
+    axes = [axis for key, axis in found[name].figure["layout"].items() if key[1:5] == "axis"]
+    rounded = [axis for axis in axes if axis.get("tickformat") in ("d", ".0%")]  # would write a number twice
+    assert all("dtick" in axis or "tickvals" in axis for axis in rounded)
 
 
 def test_the_picture_draws_the_numbers():

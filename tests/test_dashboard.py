@@ -3,17 +3,18 @@
 import asyncio
 import json
 import math
+import re
 import time
 from dataclasses import replace
 
 import pytest
-from synthetic import hostile_record
+from synthetic import hostile_record, synthetic_record
 from test_loop import make_loop
 from tiny_models import one_thread
 
 from rl_notebook.core.types import PhaseError
 from rl_notebook.runs.records import utf8
-from rl_notebook.views.dashboard import COLUMNS, Dashboard, dashboards_of, step_table
+from rl_notebook.views.dashboard import COLUMNS, HINT_GROUPS, Dashboard, dashboards_of, hint_html, step_table
 from rl_notebook.views.player import ACTIVE_PLAYERS
 
 __all__ = ["one_thread"]
@@ -103,10 +104,37 @@ def test_phase_step_and_undo():
         assert (loop.state.number, len(loop.records), dashboard.record) == (1, 0, None)
         assert dashboard.history.column("reward")[0].tolist() == []
         assert "No step is finished" in dashboard.screen.now.value
-        with pytest.raises(PhaseError, match="dashboard: undo: got There is no update to take back"):
+        refused = r"undo: got There is no update to take back: keep_undo=1 keeps the last update\. Open the loop with"
+        with pytest.raises(PhaseError, match=refused) as caught:
             await dashboard.undo()
+        assert "press stop" not in str(caught.value)
+        assert "keep_undo=N" in dashboard.screen.buttons["undo"].tooltip
 
     run(main())
+
+
+def test_the_sentence_is_never_of_another_step_than_the_charts():
+    async def main():
+        dashboard = Dashboard(make_loop(rows=24, keep_undo=2))
+        steps_of = lambda: {int(n) for n in re.findall(r"Step (\d+)\.", dashboard.screen.words.value)}
+        for step in (1, 2, 3):
+            await dashboard.step()
+            assert steps_of() == {dashboard.record.step} == {step}
+        await until(lambda: "…" not in dashboard.screen.words.value)
+        await dashboard.undo()
+        assert steps_of() == {dashboard.record.step} == {2}
+        assert dashboard.screen.pane.table["title"] == "Completions of step 2"
+        await until(lambda: "Gradient norm" in dashboard.screen.words.value)
+        assert steps_of() == {2}
+
+    run(main())
+
+
+def test_the_rewards_next_to_the_map_are_few_enough_to_be_shown_whole():
+    groups = synthetic_record(3, groups=20, completions=4).groups
+    assert hint_html(groups).count("<tr") == 1 + HINT_GROUPS
+    assert "and 12 more groups" in hint_html(groups)
+    assert "more groups" not in hint_html(groups[:HINT_GROUPS])
 
 
 def test_two_things_are_never_run_at_once():

@@ -102,6 +102,7 @@ async function render({ model, el, signal }) {
     again = true;
     if (busy) return;
     busy = true;
+    grid.classList.add("rld-behind"); // pale, where it takes long: what is around the charts is of a later step already
     try {
       while (again) {
         again = false;
@@ -111,6 +112,7 @@ async function render({ model, el, signal }) {
       }
     } finally {
       busy = false;
+      grid.classList.remove("rld-behind");
     }
   }
   model.on("change:figures", update);

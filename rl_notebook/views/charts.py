@@ -55,7 +55,7 @@ def tint(color: str, share: float) -> str:
 
 # %% ../../nbs/views/02_charts.ipynb #6892bbf9
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "ticks": "", "automargin": True}
-_X = {**_AXIS, "title": {"text": "step"}, "tickformat": "d", "showgrid": False, "zeroline": False}
+_X = {**_AXIS, "title": {"text": "step"}, "tickformat": ",", "showgrid": False, "zeroline": False}
 _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}}
 
 
@@ -78,7 +78,7 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
         "legend": _LEGEND,
         "uirevision": "keep",
         "xaxis": _X | _step_ticks(data),
-        "yaxis": _y(y),
+        "yaxis": _y(y) | ({} if drawn else {"showticklabels": False}),
         "annotations": [] if drawn else [note],
     }
     return {"data": data, "layout": look | layout}
@@ -87,8 +87,9 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
 def _step_ticks(data: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "One tick a step where there are few, so that no step is written twice."
     ends = [(t["x"][0], t["x"][-1]) for t in data if t.get("x")]
-    few = ends and max(e for _, e in ends) - min(s for s, _ in ends) < 8
-    return {"dtick": 1} if few else {}
+    if not ends:
+        return {"showticklabels": False}
+    return {"dtick": 1} if max(e for _, e in ends) - min(s for s, _ in ends) < 8 else {}
 
 # %% ../../nbs/views/02_charts.ipynb #953c7880
 def _line(s: Mapping[str, list], name: str, color: str, width: float = 2, **options: Any) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
 def length_figure(payload: Mapping[str, Any]) -> Figure:
     "Sampled tokens. Many cut completions with low reward mean that the token limit is too small."
     right = {"overlaying": "y", "side": "right", "range": [0, 1.03], "showgrid": False, "zeroline": False}
-    right |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%", "title": {"text": "cut"}}
+    right |= {"tickvals": [0, 0.5, 1], "tickformat": "~%", "title": {"text": "cut"}}
     data = [
         _line(payload["mean"], "mean", "blue"),
         _line(payload["max"], "longest", "grey", 1),
@@ -214,7 +215,7 @@ def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[
         {"type": "bar", **series[key], "name": name, "marker": {"color": color}, "hovertemplate": "%{y:.1%}"}
         for key, (name, color) in about.items()
     ]
-    return figure_of(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat=".0%"), **_STACKED, bargap=0)
+    return figure_of(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat="~%"), **_STACKED, bargap=0)
 
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
@@ -318,7 +319,7 @@ def waits_figure(payload: Mapping[str, Any]) -> Figure:
     who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
     percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
     data = [_line(payload[key], name, color, **percent) for key, (name, color) in who.items()]
-    return figure_of(data, "share of the time", yaxis=_y("share of the time", range=[0, 1.02], tickformat=".0%"))
+    return figure_of(data, "share of the time", yaxis=_y("share of the time", range=[0, 1.02], tickformat="~%"))
 
 # %% ../../nbs/views/02_charts.ipynb #4801b950
 PHASE_COLORS = {
@@ -526,12 +527,14 @@ def _dress(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
     for axis, about, most in ((axes.xaxis, x, 7), (axes.yaxis, y, 5)):
-        share, whole = about.get("tickformat", "").endswith("%"), about.get("tickformat") == "d"
+        share, whole = about.get("tickformat", "").endswith("%"), about.get("tickformat") in ("d", ",")
         axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=whole))
         axis.set_major_formatter(PercentFormatter(1, 0) if share else StrMethodFormatter("{x:g}"))
         axis.set_label_text(html.unescape(about["title"]["text"]))
         if "tickvals" in about:
             axis.set_ticks(about["tickvals"], about.get("ticktext"))
+        if not about.get("showticklabels", True):
+            axis.set_ticks([])
     if "range" in y:
         axes.set_ylim(*y["range"])
     elif y.get("rangemode") == "tozero" and axes.dataLim.y0 >= 0:

@@ -198,12 +198,26 @@ def value_html(loop: Loop, phase: str) -> str:
     "What a phase of the current step has returned, as it displays itself."
     value = loop.state.values[phase]
     drawn = getattr(value, "_repr_html_", lambda: None)() or f"<pre>{html.escape(utf8(repr(value)))}</pre>"
-    return f"<h4>Step {loop.state.number}, after {phase}</h4><div class='rld-drawn'>{drawn}</div>"
+    look = "rld-drawn rld-compact" if phase == "score" else "rld-drawn"
+    return f"<h4>Step {loop.state.number}, after {phase}</h4><div class='{look}'>{drawn}</div>"
 
 
 HINT = "Click a cell of the map, or a row of the table, to read that completion here."
+HINT_GROUPS = 8  # whose rewards stand next to the map
+
+
+def hint_html(groups: Sequence[PromptGroup]) -> str:
+    "What is next to the map while no completion is open: how to open one, and the rewards of the first groups."
+    left = len(groups) - HINT_GROUPS
+    more = f"<p>and {left} more groups, all of them in map and table</p>" if left > 0 else ""
+    return f"<p>{HINT}</p><div class='rld-drawn rld-compact rld-hint'>{rewards_html(groups[:HINT_GROUPS])}{more}</div>"
 
 # %% ../../nbs/views/04_dashboard.ipynb #2b7fe13d
+def pending_words_html(record: StepRecord) -> str:
+    "What stands in the place of the words of a step until they are there."
+    return f'<p class="rld-sentence rld-pending"><b>Step {record.step}.</b> …</p>'
+
+
 def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
     "What failed in the last step, and what happened in it."
     if record is None:
@@ -285,7 +299,8 @@ def named(chart: Chart, phase: str = "") -> Chart:
     what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(chart.payload.get("what", ""))
     title = f"{what or chart.title}, step {chart.payload['step']}" + (f", after {phase}" if phase else "")
     caption = chart.caption.split(". ")[0] + "." if what else chart.caption
-    return replace(chart, title=title, caption=caption, wide=False, pixels=280)
+    pixels = 280 if len(chart.payload.get("index", ())) < 7 else 370  # as much as the rewards next to it
+    return replace(chart, title=title, caption=caption, wide=False, pixels=pixels)
 
 # %% ../../nbs/views/04_dashboard.ipynb #4b21b171
 def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) -> ipywidgets.Box:
@@ -348,6 +363,7 @@ class Screen:
         for widget in (self.pane, self.charts):
             widget.on_msg(lambda _, message, buffers: call(asked, d, message))
         names = {"speed": self.speed, "more": self.more, "groups": self.rows, "value": self.value, "place": self.now}
+        names |= {"words": self.words}
         for name, widget in names.items():
             widget.add_class(f"rld-{name}")
         chosen = [self.speed, self.more, self.rows, self.settings.shown]
@@ -516,7 +532,7 @@ def look_at_step(dashboard: Dashboard) -> None:
     text = f"{under}{html.escape(headline)}{older}"
     none = "" if d.record else '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
     d.screen.now.value = f'<p class="rld-sentence rld-now">{text}</p>' if under else none
-    hint = f"<p>{HINT}</p><div class='rld-drawn'>{rewards_html(d.shown.groups)}</div>" if d.shown else ""
+    hint = hint_html(d.shown.groups) if d.shown else ""
     d.screen.value.value = value_html(loop, d.after) if d.after else hint
 
 
@@ -548,6 +564,8 @@ def draw_record(dashboard: Dashboard) -> None:
     draw_samples(d)
     if d.home is None or d.record is None:
         d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
+    elif d.said is not d.record:  # `follow` will find them; until then the words of another step would be wrong
+        d.said, d.screen.words.value = None, pending_words_html(d.record)
     refresh_head(d)
     d.stale = True
 

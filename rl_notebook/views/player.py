@@ -64,6 +64,14 @@ ACTIONS = {  # icon and sentence of their buttons
 }
 
 # %% ../../nbs/views/00_player.ipynb #b837edfc
+def nothing_to_undo(loop: Loop) -> str:
+    "Why no update can be taken back, and the setting that decides how many can."
+    kept = loop.weights.undoable.maxlen
+    updates = "no update" if not kept else "the last update" if kept == 1 else f"the last {kept} updates"
+    fix = "Open the loop with keep_undo=N to take back N steps, one after the other."
+    return f"There is no update to take back: keep_undo={kept} keeps {updates}. {fix}"
+
+
 def refusal(player: Player, action: str) -> str:  # a sentence; empty when the action makes sense
     "Why an action makes no sense now."
     loop = player.loop
@@ -84,7 +92,7 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
     if action == "change":
         return ""
     if action == "undo":
-        return "" if loop.weights.undoable else "There is no update to take back."
+        return "" if loop.weights.undoable else nothing_to_undo(loop)
     if action == "phase" and by_windows(loop):
         return "Single phases are not available with windows: the prompts of several steps are drawn together."
     return "All steps are done." if loop.done and player.window is None else ""
@@ -141,7 +149,8 @@ class Player:
     def start(self, action: str, steps: int | None = None) -> asyncio.Task[None]:
         "Begin an action in a task of its own; raises PhaseError with the reason when it makes no sense now."
         if why := refusal(self, action):
-            raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix="Wait for it, or press stop.")
+            fix = "Wait for it, or press stop." if self.doing or run_elsewhere(self.loop) else ""
+            raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix=fix)
         if action == "play" and (steps is not None or self.left <= 0):
             self.left = math.inf if steps is None else steps
         self.task = asyncio.get_running_loop().create_task(act(self, action))
