@@ -18,12 +18,14 @@ import signal
 import sys
 import traceback
 import typing
+import warnings
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +33,9 @@ from typing import TYPE_CHECKING, Any
 from .config.config import Config
 from .core.options import leaf_types, sub_configs
 from .config.aliases import RENAMED, yaml_value
-from .core.types import AlignmentError, ConfigError, DatumError, LossError, RecordError, RewardError
-from .core.types import RLNotebookError, plain_text, quoted, without_keys
+from . import __version__
+from .core.types import AlignmentError, ConfigError, DatumError, RecordError
+from .core.types import RLNotebookError, is_users, plain_text, quoted, without_keys
 
 # %% auto #0
 __all__ = ['option_values', 'main']
@@ -127,11 +130,36 @@ def option_groups() -> dict[str, list[tuple[str, str, str, str]]]:  # name, shap
     return found
 
 # %% ../nbs/00_cli.ipynb #c6b13b61
-def show_options() -> None:
-    "Print every option of `train`, by what it is about, and leave."
+Options = dict[str, list[tuple[str, str, str, str]]]  # as `option_groups` has them
+
+
+def find_options(groups: Options, words: Sequence[str]) -> Options:
+    "The options with all of these words in name, meaning or group; raises ConfigError where there are none."
+    asked = "_".join(words).lstrip("-").replace("-", "_").lower()
+    asked = RENAMED.get(asked, asked)
+    parts = [part for part in asked.split("_") if part]
+    found: Options = {}
+    for title, options in groups.items():
+        texts = [f"{name} {meaning} {title}".lower() for name, _, _, meaning in options]
+        named = [option for option, text in zip(options, texts, strict=True) if all(part in text for part in parts)]
+        found |= {title: named} if named else {}
+    if not found:
+        names = [option[0] for options in groups.values() for option in options]
+        near = [f"Did you mean {name}? " for name in get_close_matches(asked, names, 1)]
+        fix = f"{''.join(near)}rl-notebook train --help lists all options."
+        raise ConfigError("--help", got=quoted(" ".join(words)), expected="words of an option or of its group", fix=fix)
+    return found
+
+
+def show_options(words: Sequence[str] = ()) -> None:
+    "Print the options of `train` by what they are about, all or those with these words, and leave."
     usage = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean] [--trust] [OPTIONS]"
     parser = argparse.ArgumentParser(usage=usage, description=TRAIN, allow_abbrev=False)
-    for title, options in option_groups().items():
+    if words:
+        parser = argparse.ArgumentParser(usage="rl-notebook train [OPTIONS]", add_help=False)
+        parser.add_argument("--help", action="help", help=argparse.SUPPRESS)
+    groups = option_groups()
+    for title, options in (find_options(groups, words) if words else groups).items():
         group = parser.add_argument_group(title)
         for name, shape, default, text in options:
             above, dot, last = name.replace("_", "-").rpartition(".")
@@ -145,14 +173,16 @@ TRAIN = (
     "Run a config. --config names a YAML file, any option wins over it; --resume goes on with the run in --log-path; "
     "--leftover says what becomes of trainers that a killed process left on a service; --trust imports what a run "
     "names that was not started here. Functions of your own: --rewards my_rewards:fn, --policy-loss my_losses:fn, "
-    "--advantage-fn my_rewards:fn, looked for in the working directory first."
+    "--advantage-fn my_rewards:fn, looked for in the working directory first. --help WORD lists only the options with "
+    "this word, such as loss or learning_rate."
 )
 
 # %% ../nbs/00_cli.ipynb #bbd5eb88
 def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, options of `train`)
     "The config that a command line stands for, and how to go on with an earlier run."
-    if {"-h", "--help"} & set(args):
-        show_options()
+    asked = next((i for i, arg in enumerate(args) if arg in ("-h", "--help")), None)
+    if asked is not None:
+        show_options(args[asked + 1 :])
     parser = argparse.ArgumentParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", action="store_true")
@@ -277,7 +307,7 @@ def run_new(args: Sequence[str]) -> int:  # exit code
     folder = Path(named)
     print(f"{folder}: {', '.join(file.name for file in new_task(folder))}\n")
     print(f"cd {shlex.quote(str(folder))}")
-    print("python -m pytest                          # the task does what it should")
+    print("python -m pytest                          # the task does what it should; first: pip install pytest")
     print("rl-notebook train --config config.yaml    # 30 steps on the model that ships with the package")
     print("jupyter lab step_through.ipynb            # one step, phase by phase")
     return 0
@@ -534,7 +564,7 @@ def run_chat(args: Sequence[str]) -> int:  # exit code
 # %% ../nbs/00_cli.ipynb #a30b3e7b
 def emulate_parser() -> argparse.ArgumentParser:
     "The options of `emulate`."
-    told = "A local service that the Fireworks and Tinker SDKs, and OpenAI clients, talk to."
+    told = "A local service that the Fireworks and Tinker SDKs talk to; OpenAI clients for completions, not for chat."
     parser = argparse.ArgumentParser(prog="rl-notebook emulate", description=told, allow_abbrev=False)
     parser.add_argument("--model", default="tiny", help="serves every base-model name: tiny, smollm2, a folder")
     parser.add_argument("--port", type=int, default=8600, help="0 takes a free one")
@@ -582,7 +612,9 @@ def run_check(args: Sequence[str]) -> int:  # exit code
     report, rest = parser.parse_known_args(args)
     place = report.report and place_for(report.report)  # refused now rather than after the check
     given = option_values(rest)
-    usual = CHECK_DEFAULTS.get(given.get("backend"), {})
+    if "backend" not in given:
+        raise ConfigError("--backend", got="none", expected="openai, tinker or fireworks", fix="Name the service.")
+    usual = CHECK_DEFAULTS.get(given["backend"], {})
     if "base_model" in given:  # then its tokenizer is not the usual one
         usual = {name: value for name, value in usual.items() if name == "lora_rank"}
     cfg = Config.from_dict({}, usual | given)
@@ -727,8 +759,12 @@ def run_show(args: Sequence[str]) -> int:  # exit code
 
     run, place = Run.open(given.run), (given.group, given.sample)
     given.step = given.number if given.step is None else given.step
-    if (None in place and place != (None, None)) or (given.step is None and place != (None, None)):
-        raise RecordError("show", got="part of a place", expected="--step, --group and --sample together")
+    named = {"--step": given.step, "--group": given.group, "--sample": given.sample}
+    if place != (None, None) and None in named.values():
+        got = " and ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+        missing = " and ".join(name for name, value in named.items() if value is None)
+        fix = f"Add {missing}; --step alone lists the completions of a step with their groups and samples."
+        raise RecordError("one completion", got=got, expected="--step, --group and --sample together", fix=fix)
     if given.step is None:
         data, text = told_run(run, given.last)
     else:
@@ -751,11 +787,35 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "check": (run_check, "ask a service what it does: --backend openai, tinker or fireworks"),
 }
 LISTED = "\n".join(f"  {name:<8} {told}" for name, (_, told) in COMMANDS.items())
-USAGE = f"usage: rl-notebook COMMAND [options]\n\n{LISTED}\n\nrl-notebook COMMAND --help lists the options."
+HELP = "rl-notebook COMMAND --help lists the options; rl-notebook --version."
+USAGE = f"usage: rl-notebook COMMAND [options]\n\n{LISTED}\n\n{HELP}"
 
 # %% ../nbs/00_cli.ipynb #4603eb1f
+def users_traceback(error: BaseException) -> str:
+    "The traceback of an error from the first line of the user on; of a file that is no Python its line; else empty."
+    place = error.__traceback__
+    while place is not None and not is_users(place.tb_frame):
+        place = place.tb_next
+    if place is not None:
+        text = "".join(traceback.format_exception(type(error), error, place))
+    else:
+        text = "".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else ""
+    return without_keys(plain_text(text))
+
+# %% ../nbs/00_cli.ipynb #2bd5cc32
+def version_line() -> str:
+    "The versions that a report of a bug should name; nothing is imported for it."
+    found = [f"rl-notebook {__version__}", f"Python {sys.version.split()[0]}"]
+    for name in ("torch", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    return ", ".join(found)
+
+# %% ../nbs/00_cli.ipynb #71381728
 def main(argv: Sequence[str] | None = None) -> int:  # exit code
     "The rl-notebook command; prints all that it has to say, or as much as is read (`| head` reads the first lines)."
+    format_before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"warning: {plain_text(message)}\n"  # without a line of the source
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))
@@ -764,12 +824,14 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is printed from now on
         return 128 + signal.SIGPIPE
+    finally:
+        warnings.formatwarning = format_before
 
 
 def _run(args: list[str]) -> int:
     "Run the command that the arguments name; a mistake is one line."
-    if args[:1] in ([], ["-h"], ["--help"]):
-        print(USAGE)
+    if args[:1] in ([], ["-h"], ["--help"], ["-V"], ["--version"]):
+        print(version_line() if args[:1] in (["-V"], ["--version"]) else USAGE)
         return 0 if args else 2
     if args[0] not in COMMANDS:
         near = [f" Did you mean {name!r}?" for name in get_close_matches(args[0], COMMANDS, 1)]
@@ -779,10 +841,8 @@ def _run(args: list[str]) -> int:
     try:
         return COMMANDS[args[0]][0](args[1:])
     except RLNotebookError as error:
-        own = isinstance(error, LossError) or (isinstance(error, RewardError) and " raised" in error.what)
-        if own and error.__cause__ is not None:
-            trace = "".join(traceback.format_exception(error.__cause__))  # of the user's own function
-            print(without_keys(plain_text(trace)), file=sys.stderr)
+        if error.__cause__ is not None and (trace := users_traceback(error.__cause__)):
+            print(trace, file=sys.stderr)
         print(f"rl-notebook {args[0]}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # a reader that has read enough

@@ -279,7 +279,17 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         (["train", "--config", "no-such-file.yaml"], "config file: got No such file or directory"),
         (["train", "--resume"], "resume: got no log_path; expected the run folder to go on with"),
         (["train", "--base-model", "no/such/model"], "model: got no such folder; expected 'tiny', 'smollm2'"),
-        (["view", "no-such-run"], "no-such-run: no run here: got no run.json"),
+        (
+            ["view", "no-such-run"],
+            "no-such-run: no run here: got no such folder; expected the folder that was given",
+        ),
+        (
+            ["show", "."],
+            "no run here: got a folder without run.json; expected the folder that was given as log_path",
+        ),
+        (["check"], "check: --backend: got none; expected openai, tinker or fireworks"),
+        (["train", "--help", "zebra"], "--help: got 'zebra'; expected words of an option or of its group"),
+        (["train", "--help", "lerning-rate"], "Did you mean learning_rate?"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
@@ -290,6 +300,87 @@ def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, m
     assert message in said.err
     assert "Traceback" not in said.err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "among", "not_among"),
+    [
+        (["learning_rate"], {"--learning-rate", "--warmup-steps"}, {"--temperature", "--config"}),
+        (["learning", "rate"], {"--learning-rate"}, {"--temperature"}),
+        (["loss"], {"--policy-loss", "--eps-clip", "--kl-beta", "--aggregation"}, {"--base-model"}),
+        (["--beta"], {"--kl-beta"}, {"--steps"}),  # as TRL calls it
+    ],
+)
+def test_help_with_a_word_lists_the_options_that_have_it(words, among, not_among, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["train", "--help", *words])
+    assert left.value.code == 0
+    page = capsys.readouterr().out
+    listed = {*re.findall(r"^  (--[a-z.-]+)", page, re.M)}
+    assert among <= listed
+    assert not not_among & listed
+    assert len(page.splitlines()) < 150
+
+
+def test_the_version_names_what_a_report_of_a_bug_needs(capsys):
+    assert main(["--version"]) == 0
+    said = capsys.readouterr().out
+    assert re.fullmatch(r"rl-notebook \d\S*, Python 3\S+, torch \S+, transformers \S+\n", said)
+
+
+@pytest.mark.parametrize("setting", ["--rewards", "--policy-loss", "--advantage-fn", "--dataset"])
+def test_an_error_of_your_own_file_shows_your_lines_only(setting, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    named = setting.strip("-").replace("-", "_")
+    (tmp_path / f"open_{named}.py").write_text("def mine(text:\n    return 1.0\n")
+    (tmp_path / f"raises_{named}.py").write_text("import json\n\nTABLE = json.loads('{')\n")
+    for module, last in ((f"open_{named}", "'(' was never closed"), (f"raises_{named}", "JSONDecodeError")):
+        assert main(["train", setting, f"{module}:mine", "--steps", "1", "--log-path", "run"]) == 2
+        said = capsys.readouterr().err
+        assert f"{module}.py" in said.splitlines()[0] + said.splitlines()[1]
+        assert last in said
+        assert "importlib" not in said
+        assert "named_function" not in said
+
+
+def test_a_warning_is_a_line(capsys):
+    with pytest.warns(UserWarning, match="All connection attempts failed"):
+        main(["check", "--backend", "openai", "--base-url", "http://127.0.0.1:9/v1", "--base-model", "tiny"])
+    code = (
+        "import sys, warnings; from rl_notebook import cli; cli._run = lambda args: warnings.warn('busy'); cli.main([])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == "warning: busy\n"
+
+
+def test_runs_near_by_are_named(demo, tmp_path, monkeypatch, capsys):
+    shutil.copytree(demo[0], tmp_path / "runs" / "first")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "progress.csv").write_text("step,reward\n1,0.5\n")
+    for path in ("nope", "runs", "runs/frist", "runs/first/steps", "."):
+        assert main(["show", path]) == 2
+        assert "Runs near by: runs/first." in capsys.readouterr().err.replace("./", ""), path
+    for path in ("runs/first/metrics.jsonl", "progress.csv"):
+        assert main(["show", path]) == 2
+        said = capsys.readouterr().err
+        assert f"got a file ({Path(path).name} is a log of metrics: it has no completions, tokens or logprobs)" in said
+        assert "Runs near by: runs/first." in said
+
+
+def test_a_part_of_a_place_says_which_part_is_missing(demo, capsys):
+    for options, got, missing in (
+        (["--group", "0"], "--group 0", "Add --step and --sample"),
+        (["--step", "1", "--sample", "2"], "--step 1 and --sample 2", "Add --group;"),
+    ):
+        assert main(["show", str(demo[0]), *options]) == 2
+        said = capsys.readouterr().err
+        assert f"got {got}; expected --step, --group and --sample together. {missing}" in said
+
+
+def test_a_second_export_says_what_to_do(demo, tmp_path, capsys):
+    for code in (0, 2):
+        assert main(["export", str(demo[0]), "--out", str(tmp_path / "weights")]) == code
+    assert "Name another folder; on the command line: --out FOLDER." in capsys.readouterr().err
 
 
 def test_a_reader_that_has_read_enough_ends_it_quietly() -> None:

@@ -264,6 +264,17 @@ def test_what_changed_on_the_way_is_noted(tmp_path):
     )
     text = (tmp_path / "run.py").read_text()
     assert "main(cfg, **how)" in text  # all of it has a name
+    assert "note: the script makes 2 steps (steps=2), this loop has made 1: --steps 1 ends it there" in said
+
+
+def test_the_settings_of_a_script_name_the_file_that_has_its_rows(tmp_path):
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1)} for i in range(4)]
+    grpo_loop(toy_reward, rows=rows).to_script(tmp_path / "sums.py")
+    cfg = Config.from_yaml(tmp_path / "sums.yaml")
+    assert (cfg.dataset, cfg.rewards) == ("sums.rows.jsonl", ("rl_notebook.task.toy:toy_reward",))
+    loop = grpo_loop([toy_reward, reward_fn(toy_format_reward, weight=0.0)], rows=rows)  # those of the built-in data
+    loop.to_script(tmp_path / "sums.py")
+    assert Config.from_yaml(tmp_path / "sums.yaml").reward_weights == (1.0, 0.0)
 
 
 # --- a script ---------------------------------------------------------------------------------------------------------

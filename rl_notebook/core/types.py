@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -83,14 +84,20 @@ def _sentence(what: str, where: str | None, got: Any, expected: str | None, fix:
     return without_keys(plain_text(f"{text.removesuffix('.')}. {fix}" if fix else text))
 
 
+def is_users(frame: FrameType) -> bool:
+    "Whether a frame is of a cell or of a file of the user: not of this package, of Python, or of what pip installs."
+    module, path = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
+    return module.partition(".")[0] not in {"rl_notebook", *sys.stdlib_module_names} and "site-packages" not in path
+
+
 def users_lines(error: BaseException) -> list[str]:
     "The lines of cells, and of files of the user, that an error went through, and those of what caused it before it."
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     lines = [] if cause is None else users_lines(cause)
     lines += [without_keys(f"{type(cause).__name__}: {plain_text(cause)}")] if lines else []
     for frame, number in traceback.walk_tb(error.__traceback__):
-        module, path, name = frame.f_globals.get("__name__", ""), frame.f_code.co_filename, frame.f_code.co_name
-        if module.partition(".")[0] not in {"rl_notebook", *sys.stdlib_module_names} and "site-packages" not in path:
+        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        if is_users(frame):
             place = f"{os.path.basename(path) if os.path.exists(path) else 'cell'}, line {number}"
             place += f", in {name}" if name.isidentifier() else ""
             lines.append(f"{place}: {linecache.getline(path, number, frame.f_globals).strip()}")

@@ -569,6 +569,8 @@ def reward_lab(
     "Grade completions again and compare; raises `RewardError` when a function misbehaves."
     fns = as_reward_fns(reward_fns, weights)
     recorded = isinstance(record, StepRecord)
+    if isinstance(record, str) or not isinstance(record, Sequence):
+        expect(record, StepRecord, "reward lab")
     step, old = (record.step, record.groups) if recorded else (None, _ungraded(record))
     where = f"step {step}" if recorded else "rows with completions"
     if not recorded and against is None:

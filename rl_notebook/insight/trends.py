@@ -19,7 +19,7 @@ from ..config.aliases import words_for
 from ..core.advantages import is_dead
 from ..core.types import DataError, PromptGroup
 from .xray import equal_words, failed_words
-from ..runs.records import StepRecord
+from ..runs.records import StepRecord, expect_records
 from ..core.findings import Finding
 
 # %% auto #0
@@ -134,6 +134,7 @@ class Past:
     "The records of a run in order, but for those of a warm-up, and their numbers as arrays."
 
     def __init__(self, records: Iterable[StepRecord]):
+        expect_records(records, "trends")
         self.records = tuple(sorted({r.step: r for r in records if not r.given}.values(), key=lambda r: r.step))
         names = ("reward", "kl", "grad_norm", "completions/mean_length", "frac_reward_zero_std", "entropy")
         self.columns = {n: np.array([r.metrics.get(n, math.nan) for r in self.records]) for n in names}

@@ -194,7 +194,8 @@ async def export_policy(
         fix = "Publish them there: set output_model_id, or call backend.promote."
         raise BackendError("export", where=where, got=got, expected="a backend that holds its weights", fix=fix)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise RecordError("export", where=str(folder), got="something that is there", expected="a free name")
+        fix = "Name another folder; on the command line: --out FOLDER."
+        raise RecordError("export", where=str(folder), got="something that is there", expected="a free name", fix=fix)
     tokenizer = backend.tokenizer if cfg is None else with_template(backend.tokenizer, cfg.chat_template, None)
     with staged_folder(folder) as inside:
         await backend.export(inside, to, tokenizer)

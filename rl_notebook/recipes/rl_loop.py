@@ -51,7 +51,8 @@ from ..experiments.replay import Replay, replay
 from ..views.report import write_report
 
 # %% auto #0
-__all__ = ['Problem', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step', 'diagnose_step']
+__all__ = ['Problem', 'config_rewards', 'load_problem', 'make_problem', 'RunResult', 'train', 'main', 'replay_step',
+           'diagnose_step']
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #9a500205
 @dataclass(frozen=True)
@@ -68,13 +69,19 @@ class Problem:
     make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
 
 
+def config_rewards(cfg: Config) -> list[Any]:
+    "The rewards that a config names, or those of its data set."
+    of_toy = [toy_reward, reward_fn(toy_format_reward, weight=0.0)]
+    return list(cfg.rewards) or (of_toy if cfg.dataset == "toy" else ["gsm8k"])
+
+
 def load_problem(cfg: Config, grades: bool = True) -> Problem:  # grades: whether the config's rewards do
     "Rows and rewards that a config names; raises for an unknown function, and for rows without what one reads."
     needed = columns_read(list(cfg.rewards) or ["gsm8k"]) if grades else []
     if cfg.dataset == "toy":
         rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed))
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
-        return Problem(rows, held_out, list(cfg.rewards) or [toy_reward, reward_fn(toy_format_reward, weight=0.0)])
+        return Problem(rows, held_out, config_rewards(cfg))
     read: Any = partial(load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
     check_trusted(cfg.dataset, "dataset")
     named = NAMED.fullmatch(cfg.dataset) is not None and not Path(cfg.dataset).exists()
@@ -84,12 +91,12 @@ def load_problem(cfg: Config, grades: bool = True) -> Problem:  # grades: whethe
         hub = {"config": cfg.dataset_config, "streaming": cfg.dataset_streaming, "split": cfg.dataset_split}
     if cfg.dataset_eval_split:
         held_out = read(source, max_rows=cfg.eval_rows, **hub | {"split": cfg.dataset_eval_split})
-        return Problem(read(source, max_rows=cfg.max_rows, **hub), held_out, list(cfg.rewards) or ["gsm8k"])
+        return Problem(read(source, max_rows=cfg.max_rows, **hub), held_out, config_rewards(cfg))
     rows = read(source, max_rows=None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows, **hub)
     split = len(rows) - cfg.eval_rows
     if split < 1:
         raise ConfigError("eval_rows", got=cfg.eval_rows, expected=f"fewer than the {len(rows)} rows of {cfg.dataset}")
-    return Problem(rows[:split], rows[split:], list(cfg.rewards) or ["gsm8k"])
+    return Problem(rows[:split], rows[split:], config_rewards(cfg))
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #e50d46a8
 def make_problem(
@@ -114,10 +121,10 @@ def make_problem(
     graded: Any = reward if rollout_fn is None else as_rollout_fn(rollout_fn)
     if rollout_fn_factory is not None:
         graded = RolloutFactory(rollout_fn_factory)
-    if rows is None or graded is None:
+    if rows is None:
         named = load_problem(cfg, grades=graded is None)
-        rows, eval_rows = (named.rows, named.eval_rows) if rows is None else (rows, eval_rows)
-        graded = named.reward if graded is None else graded
+        rows, eval_rows = named.rows, named.eval_rows
+    graded = config_rewards(cfg) if graded is None else graded
     own = dynamic_filter_fn, advantage_fn, evaluation_fn, rollout_extras, make_loss
     read = [] if reward is None else columns_read(reward)
     held_out = as_rows(eval_rows, read) if len(eval_rows) else []

@@ -280,9 +280,15 @@ def settled(loop: Loop, cfg: Config | None = None) -> Config:
     return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest or cfg.max_seq_len))
 
 
-def described(loop: Loop, sources: Sources) -> tuple[Config, dict[str, str], bool]:
+def described(
+    loop: Loop,
+    sources: Sources,
+    rows_file: str = "rows.jsonl",  # what the config calls rows that need a file
+) -> tuple[Config, dict[str, str], bool]:
     "(config, keywords of `main` as text, whether the rows need a file) that make the steps of a loop."
     cfg, given, parts = settled(loop), loop.given, dict[str, str]()
+    named_data = named_rows(cfg, loop.rows, loop.eval_rows)
+    cfg = named_data or replace(cfg, dataset=rows_file, eval_rows=0)
     if fns := given_rewards(loop):
         named = named_rewards(cfg, fns)
         parts |= {} if named else {"reward": f"[{', '.join(reward_text(fn, sources) for fn in fns)}]"}
@@ -307,8 +313,7 @@ def described(loop: Loop, sources: Sources) -> tuple[Config, dict[str, str], boo
             raise ConfigError("extras", where=f"loop {loop.name!r}", got=got, expected="plain values", fix=fix)
         parts["rollout_extras"] = text
     registered_loss(cfg, sources)
-    named = named_rows(cfg, loop.rows, loop.eval_rows)
-    return named or replace(cfg, eval_rows=0), parts, named is None
+    return cfg, parts, named_data is None
 
 # %% ../../nbs/recipes/04_script.ipynb #7d2fe24c
 def loop_config(loop: Loop) -> Config:
@@ -381,7 +386,12 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     if changed := settled(loop, loop.began_with).diff(settled(loop)):
         names = ", ".join(name for name, *_ in changed.rows)
         notes.append(f"{names}: changed since the loop was opened; the script has the last value from step 1 on")
-    cfg, parts, own_rows = described(loop, sources)
+    cfg, parts, own_rows = described(loop, sources, path.with_suffix(".rows.jsonl").name)
+    steps, done = loop.planned_steps, loop.state.number - 1
+    if steps is not None and 0 < done < steps:
+        reason = "all its rows" if cfg.steps is None else f"steps={cfg.steps}"
+        ends = f"--steps {done} ends it there"
+        notes.append(f"the script makes {steps} steps ({reason}), this loop has made {done}: {ends}")
     for name in filter(NAMED.fullmatch, names_in(cfg.to_dict())):
         sources.note_path(name.partition(":")[0])
     files, marks = [path, path.with_suffix(".yaml")], [HEAD.splitlines()[0], OWN_YAML]

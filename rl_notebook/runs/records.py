@@ -27,7 +27,7 @@ import pandas as pd
 from ..core.advantages import is_dead
 from ..core.metrics import reward_names
 from ..backends.base import GradNormalization
-from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
 from ..show.html import folded, html_table, prompt_text, step_html
 from ..core.names import from_file, new_folder, read_file, write_file
 
@@ -150,8 +150,23 @@ def expect(value: Any, kind: type, what: str) -> None:
     if not isinstance(value, kind):
         fix = "Pass the loop that made it." if isinstance(value, StepRecord) else ""
         fix = "Pass one of its records: loop.records[-1]." if hasattr(value, "records") else fix
+        fix = f"Read a step of it: {_opening(value)}.record(n)." if _opening(value) else fix
         fix = "Await it first." if inspect.isawaitable(value) else fix
         raise RecordError(what, got=f"a {type(value).__name__}", expected=f"a {kind.__name__}", fix=fix)
+
+
+def expect_records(value: Any, what: str) -> None:
+    "Raises `RecordError` for the path of a run in place of its records."
+    if isinstance(value, str | os.PathLike):
+        fix = f"Open the folder: {_opening(value)}."
+        raise RecordError(what, got=f"a {type(value).__name__}", expected="records of steps, such as a Run", fix=fix)
+
+
+def _opening(value: Any) -> str:
+    "A run that was passed in place of a record, as code: opened, if it was passed as its folder; else empty."
+    if isinstance(value, str | os.PathLike):
+        return f"rl_notebook.Run.open({quoted(os.fspath(value))})"
+    return "run" if hasattr(value, "record") and hasattr(value, "steps") else ""
 
 # %% ../../nbs/runs/00_records.ipynb #711dcfd4
 def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:

@@ -228,6 +228,33 @@ def open_foreign(path: Path) -> Reader | None:
     "The reader for a folder of another trainer; None where it is of none that is known."
     return next((found for kind in READERS if (found := kind.find(path))), None)
 
+
+LOGS = ("metrics.jsonl", "trainer_state.json", "events.out.tfevents*", "*.wandb", "progress.csv")  # numbers alone
+
+
+def runs_near(path: Path, most: int = 5) -> list[Path]:
+    "Run folders above and below a path, beside it, and in `runs`, the newest first."
+    around = [path, *path.parents[:2], path.parent / "runs", Path("runs")]
+    marks = [*(folder / "run.json" for folder in path.parents[:2]), *(m for f in around for m in f.glob("*/run.json"))]
+    found = {mark.resolve(): mark for mark in marks if os.path.isfile(mark)}
+    newest_first = sorted(found.values(), key=os.path.getmtime, reverse=True)
+    return [mark.parent for mark in newest_first[:most]]
+
+
+def no_run_error(path: Path) -> RecordError:
+    "What to say of a path that is no run: what is there, and which runs are near by."
+    logs = [path] if path.is_file() else [log for name in LOGS for log in sorted(path.glob(name))]
+    got = "no such folder" if not path.exists() else "a file" if path.is_file() else "a folder without run.json"
+    if logs and any(logs[0].match(name) for name in LOGS):
+        got += f" ({logs[0].name} is a log of metrics: it has no completions, tokens or logprobs)"
+    expected = "the folder that was given as log_path"
+    if path.exists():
+        expected += f", or what one of these left: {', '.join(reader.origin for reader in READERS)}"
+    near = ", ".join(map(str, runs_near(path)))
+    fix = f"Runs near by: {near}." if near else "No run is near by."
+    fix += " A bundle can be written of any trainer's step: examples/bundles." if path.exists() and not near else ""
+    return RecordError("no run here", where=str(path), got=got, expected=expected, fix=fix)
+
 # %% ../../nbs/runs/07_run.ipynb #ef104c34
 @dataclass(frozen=True, repr=False)
 class Run:
@@ -253,9 +280,7 @@ class Run:
         if not there and (reader := open_foreign(path)):
             return cls(path, {"trainer": reader.origin}, reader=reader)
         if not there:
-            got, fix = "no run.json", "Name the folder that was given as log_path, or write a bundle: examples/bundles."
-            expected = f"the log_path of a run, or what one of these left: {', '.join(r.origin for r in READERS)}"
-            raise RecordError("no run here", where=str(path), got=got, expected=expected, fix=fix)
+            raise no_run_error(path)
         read_described(path, "run.json", RUN_FORMAT)
         config, (_, notes) = _read_config(path / "config.yaml"), _read_lines(path / "metrics.jsonl")
         for note in notes:

@@ -23,7 +23,7 @@ from plotly.offline import get_plotlyjs
 
 from ..core.types import RecordError
 from ..show.html import escape_unseen, image
-from ..runs.records import StepRecord
+from ..runs.records import StepRecord, expect_records
 from ..runs.run import flat_settings
 from ..core.options import nearest
 from .payloads import History, downsample, history_row, run_payloads, step_payloads, timeline_payload
@@ -696,6 +696,7 @@ def chart(
 
 def _payloads_of(source: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
     "The payloads of all charts that a loop, or records, can have; none without a record."
+    expect_records(source, "chart")
     records: list[StepRecord] = [source] if isinstance(source, StepRecord) else [*getattr(source, "records", source)]
     if not records:
         return {}

@@ -526,7 +526,7 @@ def token_rows(
     extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
 ) -> list[TokenRow]:  # ordered by group and sample
     "Every sequence of a step with all its series; raises AlignmentError where one does not fit its tokens."
-    if not isinstance(source, Sequence):
+    if isinstance(source, str) or not isinstance(source, Sequence):
         expect(source, StepRecord, "tokens to look at")
     record = source if isinstance(source, StepRecord) else StepRecord(0, datums=tuple(source))
     if wrong := [type(d).__name__ for d in record.datums if not isinstance(d, Datum)]:

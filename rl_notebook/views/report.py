@@ -28,7 +28,7 @@ import pandas as pd
 from ..core.advantages import is_dead
 from ..core.types import ConfigError, RecordError, check_own
 from ..show.html import html_table, number, prompt_text, rewards_html, tag, token_texts
-from ..runs.records import StepRecord, read_table, replace_text
+from ..runs.records import StepRecord, expect_records, read_table, replace_text
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
 from ..insight.trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
@@ -144,6 +144,7 @@ def _named(trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]) -
 # %% ../../nbs/views/07_report.ipynb #78d3bce2
 def material(source: Run | Iterable[StepRecord], known: Known | None = None, show: Iterable[str] = ()) -> Material:
     "Read what a report needs; `show` are addresses of completions; raises RecordError for one that is not there."
+    expect_records(source, "report")
     if not isinstance(source, Run):
         read = {record.step: record for record in source}
         steps, trends = sorted(read), watch_run(list(read.values())[-WATCHED:])

@@ -25,7 +25,7 @@ from ...task.chat import render
 from ...core.types import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
 from .evidence import LIKELY, PLAUSIBLE, SURE, Evidence, Cause, Redraw, beyond, differs, floor
 from .evidence import gather, noise_floor, size, tolerance, where_it_sits
-from ...runs.records import StepRecord, html_table
+from ...runs.records import StepRecord, expect, html_table
 from ...core.gaps import ROUNDING, Rounding
 
 # %% auto #0
@@ -468,7 +468,9 @@ async def diagnose(
 ) -> Diagnosis:
     """Why trainer and sampler disagree. To be awaited: without `await` there is no diagnosis.
 
-    Raises DatumError, AlignmentError or ConfigError for what cannot be compared."""
+    Raises RecordError for what is no record, DatumError, AlignmentError or ConfigError for what cannot be compared."""
+    if isinstance(source, str) or not isinstance(source, Sequence):
+        expect(source, StepRecord, "doctor")
     chosen = chosen_controls(controls)
     recorded = isinstance(source, StepRecord) and source.loss is not None
     if trainer_logprobs is None and backend is not None and not recorded:
