@@ -56,6 +56,7 @@ from rl_notebook.task.rewards import (
     final_answer,
     gsm8k_reward,
     last_boxed,
+    parse_figure,
     parse_number,
     tagged_integer,
     tagged_integer_reward,
@@ -1060,6 +1061,7 @@ def echoed_completion(case: Case, tokens: Sequence[int]) -> Outcome:
 
 NO_TRUTH = "a row whose own answer cannot be read is unscorable, not wrong"
 WHOLE_NUMBERS = "gsm8k_reward reads whole numbers and other markers; the recorded rule is tagged_integer_reward"
+TO_DO = "arithmetic that a completion leaves to do is not its result"
 UNITS = "gsm8k_reward allows a unit beside the number; math-verify, like the recorded rule, does not"
 
 
@@ -1086,6 +1088,9 @@ def boxed_reward(case: Case) -> Outcome:
     if e["gt_number"] is not None:
         assert parse_number(final_answer(truth)) == parse_number(e["gt_number"])
     ours = gsm8k_reward(text, truth)
+    if e["reward"] == 1 and parse_number(e["boxed"]) is not None and parse_figure(e["boxed"]) is None:
+        assert (ours, math_verdict(text, truth)) == (0, 0)
+        return Outcome((TO_DO,))
     if e["decided_by"] != "math_verify":
         assert ours == e["reward"]
         return AGREED

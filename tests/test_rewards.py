@@ -65,7 +65,7 @@ def test_any_text_is_read_without_an_exception(text):
         ("-$5", "-5", 1),
         ("±7", "7", 0),
         ("2³", "2", 0),
-        ("10²", "100", 1),
+        ("10²", "100", 0),
         ("2.998×10⁸", "299800000", 1),
         ("3½", "3", 0),
         ("-3½", "-3.5", 1),
@@ -87,6 +87,14 @@ def test_any_text_is_read_without_an_exception(text):
         ("1e-7", "0", 0),
         (str(2**100 + 1), str(2**100), 0),
         ("1e400", "1", 0),
+        ("48/2+48", "72", 0),  # copied from the question
+        ("48/2+48 = 72", "72", 1),
+        ("72", "48/2+48", 1),
+        ("144/2", "72", 0),
+        ("-(-72)", "72", 0),
+        (r"\frac{6}{8}", "0.75", 0),
+        (r"\frac{3}{4}", "0.75", 1),
+        ("2^{10}", "2^{10}", 1),
     ],
 )
 def test_a_number_is_read_as_what_is_written(given, truth, reward):
@@ -104,15 +112,15 @@ def test_any_of_several_accepted_answers_counts(name):
 
 @pytest.mark.parametrize(
     ("boxed", "truth", "reward"),
-    [  # what the reward of the reference's multi-turn example gives, executed
+    [  # what the reward of the reference's multi-turn example gives, executed; but it pays for arithmetic left to do
         ("1e2", "#### 100", 1.0),
         ("1e3", "#### 100", 0.0),
-        ("3+4", "#### 7", 1.0),
+        ("3+4", "#### 7", 0.0),
         ("3+4", "#### 8", 0.0),
-        (r"\sqrt{16}", "#### 4", 1.0),
+        (r"\sqrt{16}", "#### 4", 0.0),
         (r"\sqrt{17}", "#### 4", 0.0),
-        (r"\frac{8}{2}", "#### 4", 1.0),
-        (r"2 \times 2", "#### 4", 1.0),
+        (r"\frac{8}{2}", "#### 4", 0.0),
+        (r"2 \times 2", "#### 4", 0.0),
         ("４", "#### 4", 1.0),
         ("٤٢", "#### 42", 1.0),
         ("4", "4+0\n#### 4\n#### 5", 1.0),
@@ -120,10 +128,31 @@ def test_any_of_several_accepted_answers_counts(name):
         ("6", "4+0\n#### 4\n#### 5", 0.0),
     ],
 )
-def test_boxed_answers_are_graded_as_the_reference_grades_them(boxed, truth, reward, judge):
+def test_boxed_answers_are_graded_as_the_reference_grades_figures(boxed, truth, reward, judge):
     text = f"so \\boxed{{{boxed}}}"
     assert gsm8k_reward(text, truth) == reward
     assert asyncio.run(judge(text, truth)) == reward
+
+
+SIZES = ["9^9^9^9", "9**9**9", "2^{10^9}", "10^{-100000000}", "1e-400", "1e-999999999", "-.5E-99999999", "0e999999999"]
+SIZES += ["1e-" + "1" * 150, "1e+" + "9" * 90, "9" * 5000, "(" * 90 + "1" + ")" * 90, "-" * 190 + "1", "100000!"]
+SIZES += [
+    "\\sqrt{" * 30 + "2" + "}" * 30,
+    "9*" * 90 + "9",
+    "9^999+1/" * 20 + "1",
+    "1e-99999999 million",
+]
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_strict", "format", "gsm8k_format", "countdown"])
+def test_whatever_an_answer_or_a_row_holds_it_is_graded_at_once(name):
+    begin = time.process_time()
+    for wrap in ("<answer>{}</answer>", "\\boxed{{{}}}", "#### {}"):
+        for size in map(wrap.format, SIZES):
+            for answer in ("72", size, [size, 10**5000]):
+                row = make_row({"question": "q", "answer": answer, "target": 3, "nums": [1, 2]})
+                score_blocking([size], row, name)
+    assert time.process_time() - begin < 5
 
 
 # --- every signature
@@ -291,6 +320,14 @@ def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
     judge.timeout = 60
     assert score_blocking([r"\boxed{72}"], row, fn).reward(0) == 1.0  # the next one got a fresh worker
     assert judge.timeouts == before + 1
+
+
+def test_a_time_limit_is_that_of_each_comparison_not_of_those_before_it(judge):
+    judge.timeout = 60
+    row, texts = make_row({"question": "?", "answer": ["x+1", "x+2"]}), [r"\boxed{9^{9^{9^{8}}}!}", r"\boxed{1+x}"]
+    scores = asyncio.run(score(texts, row, judge, limits=Limits(timeout=2)))
+    assert scores.totals[1] == 1.0
+    assert scores.late == {0: "MathVerify took longer than 2 s (reward_timeout)"}
 
 
 def test_a_worker_that_dies_is_replaced():

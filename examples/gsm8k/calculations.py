@@ -33,7 +33,7 @@ def results(text: str) -> list[tuple[float, bool]]:
     text = re.sub(r"\s[x×]\s", " * ", text.translate(MINUS))
     for left, said in CALCULATION.findall(text):
         left, said = re.sub(r"[\d.]+", lambda n: right.get(n[0], n[0]), plain(left)), plain(said)
-        value, same = parse_number(left), bool(numeric_equal(left, said, CENT))
+        value, same = parse_number(left), bool(numeric_equal(said, left, CENT))
         right.pop(said, None)
         if value is not None and not same:
             right[said] = f"({value})"

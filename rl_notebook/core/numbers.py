@@ -38,38 +38,53 @@ _COUNTS = rf"(?:pi|{'|'.join(MAGNITUDES)})s?"
 _WORD, _MARK = r"[^\W\d_][^\W\d_']+", r"[^\w\s+*/^=\\<>≤≥≠±√π(){}.:,!|-]"  # in any alphabet; what is no arithmetic
 
 # %% ../../nbs/core/10_numbers.ipynb #744232d1
+def _mixed(m: re.Match[str]) -> str:
+    "The fraction that a mixed number is: `3 1/2` as `(7/2)`."
+    whole, top, bottom = m.groups()
+    return f"({int(whole) * int(bottom) + int(top)}/{bottom})"
+
+# %% ../../nbs/core/10_numbers.ipynb #1b791a97
 _REWRITES = (  # again and again, until nothing changes
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*"), r" \1\2 "),
-    (re.compile(r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?"), ""),
+    (re.compile(r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?|\^\s*\{?\\circ\}?"), ""),
     (re.compile(r"\b(?:minus|negative)\s+(?=[\d.])"), "-"),
     (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=\d)\s*x\s*(?=\d)"), "*"),
     (re.compile(r"\\div(?![a-zA-Z])"), "/"),
-    (re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"), r"(\1+\2/\3)"),
+    (re.compile(r"(?<![\d.])(\d+)\s*\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}"), _mixed),
     (re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}"), r"((\1)/(\2))"),
     (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"((\1)**(1/2))"),
     (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
-    (re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])"), r"(\1+\2/\3)"),  # 3 1/2
-    (re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(MAGNITUDES)})s?\b"), lambda m: f"*{MAGNITUDES[m[1].lower()]}"),
+    (re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])"), _mixed),  # 3 1/2
+    (re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(MAGNITUDES)})s?\b"), lambda m: f"@{MAGNITUDES[m[1].lower()]}"),
     (re.compile(r"(?<![\w.])0+(?=\d)"), ""),
     (re.compile(rf"^\s*(?:{_WORD}[\s:,.]+|{_MARK}\s*)+(?=[\d.(-])"), ""),  # before the number
     (re.compile(rf"(?<=[\d)])\s*(?!{_COUNTS}\b)(?:[-/(]?{_WORD}|[mglhs]\b|</|{_MARK})[^\d+*=^]*$"), ""),  # behind it
 )
+MAX_EXPONENT = 400  # of ten
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "{": "(", "}": ")"})
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATORS[ast.MatMult] = operator.mul
 
 
-def parse_number(answer: Any) -> Fraction | None:  # exact; None = not one number
-    "The one number that a final answer is, or comes to as arithmetic, apart from words and decoration."
-    before, text = "", in_ascii(str(answer)[:201])
+def as_expression(answer: Any) -> str:
+    "A final answer as an expression in Python, apart from words and decoration; empty where it is too long."
+    if isinstance(answer, int) and answer.bit_length() > 660:  # 200 digits
+        return ""
+    before, text = "", in_ascii(str(answer)[:201].replace("@", " "))
     if len(text) > 200:
-        return None  # not a number, whatever it is
+        return ""
     if text.count("=") == 1:
         text = text.partition("=")[2]
     while text != before:
         before = text
         for pattern, python in _REWRITES:
             text = pattern.sub(python, text)
-    return evaluated(text.translate(_SIGNS).strip("\t\n *_`").rstrip(".,:"))
+    return text.translate(_SIGNS).strip("\t\n *_`").rstrip(".,:")
+
+
+def parse_number(answer: Any) -> Fraction | None:  # exact; None = not one number
+    "The one number that a final answer is, or comes to as arithmetic, apart from words and decoration."
+    return evaluated(as_expression(answer))
 
 
 def evaluated(text: str) -> Fraction | None:
@@ -78,7 +93,7 @@ def evaluated(text: str) -> Fraction | None:
     def value(node: ast.AST) -> Fraction:
         match node:
             case ast.Constant(value=int() | float() as n) if abs(n) < math.inf:
-                return Fraction(ast.get_source_segment(text, node) or "")
+                return _constant(ast.get_source_segment(text, node) or "")
             case ast.UnaryOp(op=ast.USub() | ast.UAdd()):
                 return value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
             case ast.BinOp(op=ast.Pow()):
@@ -93,6 +108,13 @@ def evaluated(text: str) -> Fraction | None:
         return None
 
 
+def _constant(digits: str) -> Fraction:
+    "A number as it is written; `ValueError` for one whose power of ten would fill the memory."
+    if abs(int(digits.lower().partition("e")[2] or 0)) > MAX_EXPONENT:
+        raise ValueError("exponent")
+    return Fraction(digits)
+
+
 def _power(a: Fraction, b: Fraction) -> Fraction:
     "A whole power that stays small, or an exact square root; else `ValueError`."
     if b == Fraction(1, 2) and a >= 0:
@@ -104,17 +126,42 @@ def _power(a: Fraction, b: Fraction) -> Fraction:
         raise ValueError("power")
     return a ** int(b)
 
+# %% ../../nbs/core/10_numbers.ipynb #a50960e3
+def _is_written_out(node: ast.AST) -> bool:
+    "Whether a syntax tree is a number that needs no more arithmetic, with at most one sign."
+    if isinstance(node, ast.UnaryOp):
+        node = node.operand
+    match node:
+        case ast.Constant():
+            return True
+        case ast.BinOp(ast.Constant(value=int() as top), ast.Div(), ast.Constant(value=int() as bottom)):
+            return bottom > 1 and math.gcd(top, bottom) == 1
+        case ast.BinOp(ast.Constant(value=a), ast.Mult(), ast.BinOp(ast.Constant(value=10), ast.Pow(), exponent)):
+            return 1 <= a < 10 and isinstance(getattr(exponent, "operand", exponent), ast.Constant)
+        case ast.BinOp(number, ast.MatMult(), ast.Constant()):
+            return _is_written_out(number)
+    return False
+
+
+def parse_figure(answer: Any) -> Fraction | None:  # exact; None = not one number, or arithmetic that is left to do
+    "The one number that a final answer writes out, apart from words and decoration."
+    text = as_expression(answer)
+    number = evaluated(text)
+    return number if number is not None and _is_written_out(ast.parse(text, mode="eval").body) else None
+
 # %% ../../nbs/core/10_numbers.ipynb #4718f4e3
 def numeric_equal(
-    a: Any,  # a number, or text with one
-    b: Any,  # the other
+    answer: Any,  # of a completion: a number that is written out, or text with one
+    reference: Any,  # of the row; may be arithmetic
     tolerance: float | None = None,  # absolute; None = none for whole numbers and fractions, 1e-6 for decimals
 ) -> bool | None:  # None = at least one is not a number
-    "Whether two answers are the same number."
-    x, y = parse_number(a), parse_number(b)
+    "Whether an answer is the number of a reference; one that leaves arithmetic to do is not, unless both say the same."
+    x, y = parse_number(answer), parse_number(reference)
     if x is None or y is None:
         return None
+    if parse_figure(answer) is None:
+        return as_expression(answer) == as_expression(reference)
     if tolerance is not None:
         return abs(x - y) < Fraction(tolerance)
-    rounded = any(re.search(r"\.\d|\d[eE][-+]?\d", str(text)) for text in (a, b))
+    rounded = any(re.search(r"\.\d|\d[eE][-+]?\d", str(text)) for text in (answer, reference))
     return abs(x - y) <= (Fraction(1, 10**6) * min(1, max(abs(x), abs(y))) if rounded else 0)

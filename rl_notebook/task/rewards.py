@@ -30,7 +30,7 @@ from ..core.types import Completion, RewardError, RolloutSample, frozen_array, n
 from .data import ANSWER_COLUMNS, Row
 from ..core.names import NAMED, named_function
 from ..core.retries import together
-from ..core.numbers import MAGNITUDES, evaluated, numeric_equal, parse_number  # noqa: F401 (handed on)
+from ..core.numbers import MAGNITUDES, evaluated, numeric_equal, parse_figure, parse_number
 
 # %% auto #0
 __all__ = ['format_reward', 'gsm8k_format_reward', 'REWARDS', 'final_answer', 'gsm8k_reward', 'tagged_integer_reward',
@@ -91,7 +91,7 @@ def gsm8k_reward(
     answer: Any,  # of the row: "… #### 72", "<answer>72</answer>", "72" or 72
 ) -> float | None:  # 1 right, 0 wrong or no answer, None where the row's own answer is not a number
     "Whether the final answer is the right number."
-    truths = [t for t in reference_answers(answer) if numeric_equal(t, t)]
+    truths = [t for t in reference_answers(answer) if parse_number(t) is not None]
     if not truths:
         return None
     given = final_answer(text)
@@ -217,36 +217,52 @@ async def in_thread(call: Callable[[], Any], start: Callable[[Callable[[], bool]
 
 # %% ../../nbs/task/01_rewards.ipynb #56faeb8b
 _JUDGE = """
-import json, logging, signal, sys
+import json, logging, resource, signal, sys
 from math_verify import parse, verify
 
 logging.disable(logging.CRITICAL)
+with __import__("contextlib").suppress(ValueError, OSError):  # a limit that is lower already
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+sums = [parse(text, parsing_timeout=None) for text in ("$x+1$", "$1+x$")]  # loads what the first comparison needs
+verify(*sums, timeout_seconds=None)
 print(flush=True)
 for line in sys.stdin:
-    gold, text, patience = json.loads(line)
-    signal.setitimer(signal.ITIMER_REAL, patience)  # nothing handles the alarm, so it ends this process
-    truth = parse(gold, parsing_timeout=None)
-    verdict = verify(truth, parse(text, parsing_timeout=None), timeout_seconds=None) if truth else None
+    text, golds, is_figure, seconds = json.loads(line)
+    signal.setitimer(signal.ITIMER_REAL, seconds)  # nothing handles the alarm, so it ends this process
+    answer = parse(text, parsing_timeout=None)
+    to_do = not is_figure and any(e.is_number and e.is_rational is not False for e in answer if hasattr(e, "is_number"))
+    verdicts = []
+    for truth in filter(None, (parse(gold, parsing_timeout=None) for gold in golds)):
+        same = verify(truth, answer, timeout_seconds=None)
+        verdicts.append(same and not (to_do and getattr(truth[0], "is_rational", None)))
     signal.setitimer(signal.ITIMER_REAL, 0)
-    print(json.dumps(verdict), flush=True)
+    print(json.dumps(any(verdicts) if verdicts else None), flush=True)
 """
 
 
 _NOT_NUMBERS = re.compile(rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+")
+_LAYOUT = r"(?:text|math|left|right|circ|degree|display|quad|underline|boxed|fbox)"
+_OPERATION = re.compile(rf"[-+*/^!|×÷·√]|\d\s+\d|\\(?!{_LAYOUT})[a-zA-Z]")
 
 
 class MathVerify:
     "Symbolic equality of the final answer and the row's, judged in a process of its own; use it as a reward function."
 
-    def __init__(self, timeout: float = 5.0):  # seconds for one comparison
+    def __init__(self, timeout: float = 5.0):  # seconds for one completion
         with needs("math", "the math_verify reward"):
             import math_verify  # noqa: F401
         self.timeout, self.timeouts = timeout, 0  # of them: comparisons that were given up
         self._lock = threading.Lock()
         self._worker: Any = None  # subprocess.Popen
 
-    def compare(self, text: str, gold: str) -> bool | None:  # None = unscorable
-        "Whether two mathematical texts mean the same; blocks until the verdict or the time limit."
+    def compare(
+        self,
+        text: str,
+        *golds: str,  # those that count as right
+        is_figure: bool = True,  # False: where it comes to a number, arithmetic is left to do
+        seconds: float | None = None,  # None = the time limit of this object
+    ) -> bool | None:  # None = unscorable
+        "Whether a mathematical text means the same as one of several; blocks until the verdict or the time limit."
         with self._lock:
             if self._worker is None or self._worker.poll() is not None:
                 pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
@@ -255,7 +271,8 @@ class MathVerify:
                     fix = 'See what `python -c "import math_verify"` says.'
                     raise RewardError("math_verify", got="a process that ended", expected="its first line", fix=fix)
             try:
-                print(json.dumps([gold, text, self.timeout]), file=self._worker.stdin, flush=True)
+                request = json.dumps([text, golds, is_figure, seconds or self.timeout])
+                print(request, file=self._worker.stdin, flush=True)
                 verdict = self._worker.stdout.readline()
             except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
                 self._worker.kill()
@@ -264,23 +281,31 @@ class MathVerify:
             if not verdict:
                 self._worker.wait()
                 self.timeouts += 1
+                if seconds:
+                    raise TimeoutError
             return json.loads(verdict or "null")
 
-    async def __call__(self, text: str, answer: Any) -> float | None:
-        "1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided."
+    async def __call__(self, text: str, answer: Any, reward_timeout: float | None = None) -> float | None:
+        """1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided.
+
+        Raises TimeoutError where that takes longer than a `reward_timeout` below the object's own limit."""
         if (given := final_answer(text)) is None:
             return 0.0
-        verdicts = [await self._same(given, truth) for truth in reference_answers(answer)]
-        return None if not verdicts or set(verdicts) == {None} else float(True in verdicts)
+        truths = {str(truth): _equal_numbers(given, truth) for truth in reference_answers(answer)}
+        verdicts, unsure = set(truths.values()), [truth for truth, same in truths.items() if same is None]
+        if unsure and True not in verdicts:
+            seconds = None if reward_timeout is None or reward_timeout >= self.timeout else reward_timeout
+            is_figure = parse_figure(given) is not None or not _OPERATION.search(given) or given in unsure
+            call = functools.partial(self.compare, is_figure=is_figure, seconds=seconds)
+            verdict, error = await in_thread(lambda: call(*(f"\\boxed{{{t}}}" for t in (given, *unsure))))
+            if error is not None:
+                raise error
+            verdicts.add(verdict)
+        return None if verdicts <= {None} else float(True in verdicts)
 
-    async def _same(self, given: str, truth: Any) -> bool | None:
-        same = None if _NOT_NUMBERS.search(f"{given} {truth}") else numeric_equal(given, truth)
-        if same is not None:
-            return same
-        verdict, error = await in_thread(lambda: self.compare(f"\\boxed{{{given}}}", f"\\boxed{{{truth}}}"))
-        if error is not None:
-            raise error
-        return verdict
+
+def _equal_numbers(given: str, truth: Any) -> bool | None:  # None = for math-verify to say
+    return None if _NOT_NUMBERS.search(f"{given} {truth}") else numeric_equal(given, truth)
 
 # %% ../../nbs/task/01_rewards.ipynb #6a6215c0
 def innermost(function: Any) -> Any:
@@ -597,7 +622,7 @@ OF_THREADS = "main thread", "created in a thread", "event loop in thread", "no r
 
 
 def is_ours(function: Any) -> bool:
-    "Whether a function is one of this package, which need no limit of time and no thread."
+    "Whether a function is one of this package, which end within a second and need no thread."
     return _home(innermost(function)) == "rl_notebook"
 
 
@@ -670,11 +695,12 @@ LATE = object()  # in place of a reward that did not come in time
 # %% ../../nbs/task/01_rewards.ipynb #1b2c786b
 async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
     "One call, with its exceptions named; `LATE` when it took too long."
-    text, timeout = group.texts[i or 0], None if is_ours(fn.function) else limits.timeout
-    first = [text] if fn.style == "native" else []
+    text, first = group.texts[i or 0], [group.texts[i or 0]] if fn.style == "native" else []
+    limits_itself = isinstance(fn.function, MathVerify)  # its time begins once its process is free
+    arguments = {**arguments, "reward_timeout": limits.timeout} if limits_itself else arguments
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
     async with limits.place():
-        clock = asyncio.timeout(timeout)  # from when there is room
+        clock = asyncio.timeout(None if limits_itself else limits.timeout)  # from when there is room
         try:
             async with clock:
                 result, error = await limits.outcome(fn.function, call)
@@ -685,7 +711,7 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # whatever a user's function raises, sys.exit() too
-            if clock.expired():
+            if clock.expired() or (limits_itself and isinstance(e, TimeoutError)):
                 return LATE
             task = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
