@@ -21,8 +21,8 @@ from rl_notebook.config.config import HotloadConfig, InfraConfig, ISConfig, Resu
 from rl_notebook.config.config import WandBConfig, WeightSyncConfig, WeightSyncScope
 from rl_notebook.config.settings import AdvantageScale
 from rl_notebook.cli import parse_train
-from rl_notebook.core.types import ConfigError, SampleParams
-from rl_notebook.core.losses import POLICY_LOSSES
+from rl_notebook.core.types import ConfigError, LossError, SampleParams
+from rl_notebook.core.losses import POLICY_LOSSES, LossOptions
 from rl_notebook.core.options import KLEstimator
 from rl_notebook.runs.run import Run, RunFolder, differing
 
@@ -196,22 +196,50 @@ def test_a_name_that_means_something_else_is_refused_with_the_one_to_take(name):
 
 
 @pytest.mark.parametrize("asked", ["Config", "change", "branch"])
-def test_what_is_said_of_a_function_works(asked):
-    def mine(t, tis, o):
-        return -t.advantage * t.policy
+def test_a_loss_is_passed_as_a_function(asked):
+    def mine(policy_logprobs, advantages):
+        return -advantages * policy_logprobs
 
     small = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 64}
     loop = rln.GRPOLoop(rln.open_local(*rln.load_model("tiny")), rln.toy_rows(8), rln.toy_reward, Config(**small))
     ways = {"Config": Config, "change": loop.change, "branch": lambda **s: asyncio.run(loop.branch(**s))}
-    with pytest.raises(ConfigError, match=r"Call rln\.register_loss\(mine\) and set policy_loss='mine', or name it"):
-        ways[asked](policy_loss=mine)
-    rln.register_loss(mine)
     try:
-        made = ways[asked](policy_loss="mine")
+        made = ways[asked](policy_loss=mine)
         settings = {"Config": made, "change": loop.cfg, "branch": getattr(made, "cfg", None)}[asked]
         assert settings.policy_loss == "mine"
+        assert Config.from_dict(settings.to_dict()) == settings
+        assert POLICY_LOSSES["mine"][0] is mine
+        with pytest.raises(ConfigError, match=r"got a lambda; .*Write it as def my_loss\(.*rln\.register_loss") as e:
+            ways[asked](policy_loss=lambda policy_logprobs, advantages: -advantages * policy_logprobs)
+        assert "0x" not in str(e.value)
     finally:
-        POLICY_LOSSES.pop("mine")
+        for name in [name for name in POLICY_LOSSES if name == "mine" or "lambda" in name]:
+            POLICY_LOSSES.pop(name)
+
+
+RANGES = {
+    "learning_rate": "a finite number above 0",
+    "top_p": "a finite number above 0, at most 1",
+    "epochs": "a whole number, at least 1",
+    "kl_beta": "a finite number, at least 0",
+    "min_p": "a finite number from 0 to 1",
+    "igpo.gamma": "a finite number from 0 to 1",
+}
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_type_is_named_with_its_range(name):
+    with pytest.raises(ConfigError) as error:
+        Config(**{name: "fast"})
+    assert f"{name}: got 'fast'; expected {RANGES[name]}" in str(error.value)
+    assert "expected a finite number above 0, from 1e-37 to 1e38 in size" in refused(learning_rate=1e-50)
+
+
+@pytest.mark.parametrize("word", ["clip_low", "clip_range", "cliprange", "clip_ratio_low", "clip_eps"])
+def test_a_clip_leads_to_eps_clip(word):
+    for made in (Config, LossOptions):
+        with pytest.raises((ConfigError, LossError), match=f"unknown setting {word!r}. Did you mean 'eps_clip'?"):
+            made(policy_loss="ppo", **{word: 0.1})
 
 
 @pytest.mark.parametrize(

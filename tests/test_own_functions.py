@@ -28,7 +28,7 @@ import yaml
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.cli import main as command
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import ConfigError, LossError, RecordError
+from rl_notebook.core.types import ConfigError, Logprobs, LossError, RecordError
 from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
@@ -61,7 +61,7 @@ import torch
 
 
 def plain(t, tis, o):
-    return -t.advantage * t.policy * tis
+    return -t.advantages * t.policy_logprobs * tis
 
 
 def doubled(t, tis, o):
@@ -72,9 +72,18 @@ def mean(t, tis, o):
     return plain(t, tis, o).mean()
 
 
-def clipped(t, tis, o):
-    r = torch.exp(t.policy - t.old)
-    return torch.maximum(-r * t.advantage, -r.clamp(*o.clip_range) * t.advantage) * tis
+def clipped(tokens, tis, options):
+    r = torch.exp(tokens.policy_logprobs - tokens.old_logprobs)
+    return torch.maximum(-r * tokens.advantages, -r.clamp(*options.clip_range) * tokens.advantages) * tis
+
+
+def by_name(policy_logprobs, old_logprobs, advantages, eps_clip=0.2):
+    ratio = torch.exp(policy_logprobs - old_logprobs)
+    return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip) * advantages)
+
+
+def misspelled(logprobs, old_logprobs, advantages):
+    return -logprobs * advantages
 
 
 def uneven(text: str) -> float:
@@ -190,8 +199,80 @@ def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
     assert asyncio.run(looked_at()).options["policy_loss"] == "my_functions:doubled"
 
 
+def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, record):
+    sys.path.insert(0, str(desk))
+    from my_functions import by_name
+
+    assert all(f"`{name}`" in register_loss.__doc__ for name in ("policy_logprobs", "old_logprobs", "advantages"))
+    small = {"eps_clip": 0.01, "anchor": "rollout", "tis": "token"}
+    variants: dict[str, Any] = {"ppo": {"policy_loss": "ppo"}, "small": {"policy_loss": "ppo", **small}}
+    variants |= {"fn": {"policy_loss": by_name}, "fn small": {"policy_loss": by_name, **small}}
+    variants |= {"named": {"policy_loss": "my_functions:by_name"}}
+    variants |= {"lambda": {"policy_loss": lambda policy_logprobs, advantages: -policy_logprobs * advantages}}
+    moved = [Logprobs(lp.values + 0.3 * np.sin(np.arange(len(lp.values)))) for lp in record.loss.logprobs]
+    result = what_if(record, variants, policy_logprobs=moved)
+    alike = [note.removeprefix("same gradient as ") for note in result.table.note[-4:]]
+    assert alike == ["ppo", "small", "ppo", "recorded"]
+    assert result.outputs["fn small"].metrics["clip_ratio/region_mean"] > 0
+
+    async def looked_at() -> tuple[StepRecord, StepRecord]:
+        "A step whose loss is passed when it is looked at, after one of a config that has knobs of another."
+        loop = grpo_loop(Config(**SMALL, policy_loss="ppo", eps_clip=0.1))
+        loop.prompts()
+        await loop.sample()
+        loop.score(), loop.advantages(), loop.datums()
+        await loop.reference()
+        assert loop.loss(by_name).output.loss == loop.loss("my_functions:by_name", eps_clip=0.2).output.loss
+        loop.loss(by_name)
+        return await loop.step(), await loop.step()
+
+    first, second = asyncio.run(looked_at())
+    assert (first.options["policy_loss"], first.options["eps_clip"]) == ("by_name", None)
+    assert second.options["policy_loss"] == "ppo"
+    assert first.sources["policy_loss by_name"] == source_hash(by_name)
+    assert one_step(policy_loss=by_name).options["policy_loss"] == "by_name"
+    own = ["--policy-loss", "my_functions:by_name", "--eps-clip", "0.1", "--rewards", "my_functions:uneven"]
+    assert command(["train", *OPTIONS, *own, "--log-path", "run"]) == 0
+    assert Run.open("run").record(1).options["eps_clip"] == 0.1
+
+
+def test_what_a_loss_needs_is_there_or_named(desk, record):
+    def needs(ref_logprobs, policy_logprobs, sampler_logprobs, entropy, advantages):
+        return -policy_logprobs * advantages + (policy_logprobs - ref_logprobs) ** 2 - 0.1 * entropy
+
+    with pytest.raises(LossError, match=r"policy_loss 'needs': got a loss .*no ref_logprobs, .* Set kl_metric=True"):
+        grpo_loop(Config(**SMALL, policy_loss=needs))
+    backend = open_local(*load_model("tiny"))
+    loop = GRPOLoop(backend, load_rows(toy_rows(16)), uneven, Config(**SMALL, policy_loss=needs, kl_metric=True))
+    assert asyncio.run(loop.step()).trained
+    with pytest.raises(LossError, match=r"policy_loss='needs': got 8 of 8 datums without ref_logprobs"):
+        what_if(record, {"x": {"policy_loss": needs}})
+    with pytest.raises(LossError, match=r"make_loss 'needs': .* loss of single tokens is passed as Config\(policy"):
+        grpo_loop(Config(**SMALL), make_loss=needs)
+
+
+def test_short_names_of_an_earlier_release_are_announced_and_others_listed(record):
+    short = lambda t, tis, o: -t.advantage * t.policy_logprobs * tis
+    with pytest.warns(UserWarning, match="ActiveTokens.advantage is called advantages now"):
+        result = what_if(record, {"short": {"policy_loss": short}})
+    assert result.table.loc["short", "note"] == "same gradient as recorded"
+    with pytest.raises(LossError, match=r"'advantag': the tokens .* have policy_logprobs, old_.* mean 'advantages'\?"):
+        what_if(record, {"x": {"policy_loss": lambda t, tis, o: t.advantag}})
+
+
+def test_losses_that_share_a_name_are_kept_apart(desk, record):
+    def factory(scale):
+        def made(policy_logprobs, advantages):
+            return -scale * advantages * policy_logprobs
+
+        return made
+
+    table = what_if(record, {str(scale): {"policy_loss": factory(scale)} for scale in (2, 3)}).table
+    assert [*table.note[1:]] == [f"direction of recorded, {scale} times as long" for scale in (2, 3)]
+
+
 def test_knobs_are_those_that_were_declared(desk, record):
-    with pytest.raises(LossError, match=r"eps_clip: got none\. Give your loss a default: register_loss"):
+    with pytest.raises(LossError, match=r"eps_clip: got none\. Give your loss a default: a parameter"):
         what_if(record, {"clipped": {"policy_loss": "my_functions:clipped"}})
     with pytest.raises(LossError, match=r"does not read eps_clip: .* If it does, say so: register"):
         what_if(record, {"clipped": {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}})
@@ -209,7 +290,8 @@ def test_knobs_are_those_that_were_declared(desk, record):
 
 MISTAKES = [
     ("mean", r"got a tensor of shape \(\); expected a tensor of shape \(\d+,\), one term per token. Return the terms"),
-    ("uneven", r"got TypeError: uneven\(\) takes 1 positional argument but 3 were given; expected a term per token"),
+    ("uneven", r"policy_loss 'uneven': got a parameter 'text'; expected some of policy_logprobs, old_logprobs"),
+    ("misspelled", r"got a parameter 'logprobs'; expected some of .* advantages, .* Did you mean 'policy_logprobs'\?"),
     ("nothing", r"got 'my_functions:nothing'; expected a function of my_functions \(.*py\), which has plain, doubled"),
 ]
 

@@ -129,7 +129,7 @@ def graded(text: str, answer: str, tolerance: int = len(UNITS) + 3) -> float:
     """
 @rln.register_loss(name="mine", eps_clip=0.2)
 def ratio(t, tis, o):
-    return -t.advantage * t.policy * tis
+    return -t.advantages * t.policy_logprobs * tis
 
 
 def by_rank(groups):

@@ -75,7 +75,7 @@ def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(loss: 
 
 
 def test_a_registered_loss_is_not_taken_apart():
-    register_loss(lambda t, tis, o: -t.advantage * t.policy, name="tilted")
+    register_loss(lambda t, tis, o: -t.advantages * t.policy_logprobs, name="tilted")
     try:
         record = steps(policy_loss="tilted", kl_beta=0.0)[0]
         said = " ".join(c.text for c in invariants(record))

@@ -71,7 +71,7 @@ class TaskSettings:
 class SamplingSettings:
     "How completions are drawn."
 
-    completions_per_prompt: Whole = 4  # completions per prompt, the K of the group
+    completions_per_prompt: Int = 4  # completions per prompt, the K of the group
     prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
     max_completion_tokens: Count = 1024  # tokens after which a completion is cut
     max_seq_len: AtPrompts[Count] = 4096  # tokens, prompt and completion together
@@ -277,6 +277,9 @@ def loss_rules(c: Any) -> Iterator[str]:
         from rl_notebook.core.losses import POLICY_LOSSES
 
         known = {name: defaults for name, (_, defaults) in POLICY_LOSSES.items()}
+    if c.policy_loss.startswith("<lambda>"):
+        how = "Write it as def my_loss(...), or name it: rln.register_loss(fn, name='my_loss')"
+        yield f"policy_loss: got a lambda; expected a function with a name, by which configs and records keep it. {how}"
     yield from map(str, loss_faults(c, known))
 
 # %% ../../nbs/config/00_settings.ipynb #8f65bccc
@@ -319,14 +322,15 @@ def sampling_rules(c: Any) -> Iterator[str]:
         yield "advantage_fn: advantage_scale, advantage_eps and ddof would be ignored. Leave them out"
     if c.advantage_fn is not None and c.recipe == "igpo_loop":
         yield "advantage_fn: recipe='igpo_loop' compares turns by itself. Leave it out or set another recipe"
-    if c.completions_per_prompt < 2:
-        yield f"completions_per_prompt: got {c.completions_per_prompt}; a group of one has nothing to compare with"
     for name in not_default(c, "ddof", "advantage_eps") if c.advantage_scale in WITHOUT_STD else ():
         yield f"{name}: advantage_scale={c.advantage_scale!r} divides by no standard deviation. Leave it out"
     if c.refill and (not c.drop_dead or c.teacher_coeff > 0):
         yield "refill: with drop_dead=False or a teacher no group is left out. Leave it out"
     if c.reward_weights is not None and len(c.reward_weights) != len(c.rewards):
         yield f"reward_weights: got {len(c.reward_weights)} for {len(c.rewards)} rewards. Give one per named reward"
+    if c.completions_per_prompt < 2:
+        got = f"got {c.completions_per_prompt}; expected at least 2"
+        yield f"completions_per_prompt: {got}: a group of one has nothing to compare with"
     if c.max_completion_tokens >= c.max_seq_len:
         few = f"leaves no prompt room (max_seq_len={c.max_seq_len}). Set it to at most {c.max_seq_len // 2}"
         yield f"max_completion_tokens: {c.max_completion_tokens} {few}, or raise max_seq_len"

@@ -115,9 +115,9 @@ def builtin_inputs(
     if o.policy_loss != "grpo" or o.tis != "off":
         _flat(datums, anchor, required=True)
     t = SideData(datums, o).with_policy([torch.zeros(len(d.weights), dtype=torch.float64) for d in datums])
-    ones = torch.ones_like(t.old, requires_grad=True)
+    ones = torch.ones_like(t.old_logprobs, requires_grad=True)
     (share,) = torch.autograd.grad(aggregate(ones, t, o, denominator), ones)  # what a term counts in the loss
-    pushes = (t.advantage * tis_weights(t, o) * share).split(t.lengths.tolist())
+    pushes = (t.advantages * tis_weights(t, o) * share).split(t.lengths.tolist())
     return [_service_series(d, anchor, push.numpy(), o.policy_loss == "grpo") for d, push in zip(datums, pushes)]
 
 

@@ -5,11 +5,14 @@
 # %% ../../nbs/core/05_losses.ipynb #029c03ee
 from __future__ import annotations
 
+import inspect
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import torch
@@ -20,22 +23,23 @@ from .align import require_finite
 from .types import AlignmentError, Datum, LossError, RLNotebookError
 from .names import NAMED, named_function
 from .options import KNOBS, SEQUENCE_RATIO, SURROGATE_KNOBS, TRL_PRESETS, Aggregation, LossKnobs
-from .options import loss_faults, option_class
+from .options import loss_faults, nearest, option_class
 
 # %% auto #0
-__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'ActiveTokens', 'LossOptions', 'register_loss',
-           'loss_terms', 'make_loss_fn', 'make_grpo_loss_fn', 'make_offpolicy_grpo_loss_fn']
+__all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LOSS_PARAMETERS', 'ActiveTokens', 'LossOptions',
+           'loss_parameters', 'register_loss', 'knobs_of', 'loss_terms', 'make_loss_fn', 'make_grpo_loss_fn',
+           'make_offpolicy_grpo_loss_fn']
 
 # %% ../../nbs/core/05_losses.ipynb #c8214c91
 @dataclass(frozen=True, eq=False)
 class ActiveTokens:
     "All positions that enter a loss, of S samples end to end. Series that were not provided are None."
 
-    policy: Tensor  # (T,) p, carries the gradient
-    old: Tensor  # (T,) o, the anchor of the ratio; equals p without gradient when nothing older is known
-    sampler: Tensor | None  # (T,) b
-    ref: Tensor | None  # (T,) f
-    advantage: Tensor  # (T,) A
+    policy_logprobs: Tensor  # (T,) p, carries the gradient
+    old_logprobs: Tensor  # (T,) o, the anchor of the ratio; equals p without gradient when nothing older is known
+    sampler_logprobs: Tensor | None  # (T,) b
+    ref_logprobs: Tensor | None  # (T,) f
+    advantages: Tensor  # (T,) A
     sample: Tensor  # (T,) long, which of the S samples
     lengths: Tensor  # (S,) active tokens of each sample
     entropy: Tensor | None = None  # (T,) of the policy, with its gradient
@@ -54,35 +58,54 @@ class ActiveTokens:
         assert self.group is not None
         return torch.zeros_like(self.lengths).index_add(0, self.group, self.lengths)[self.group]
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            if name in _EARLIER_FIELDS:
+                now = _EARLIER_FIELDS[name]
+                warnings.warn(f"ActiveTokens.{name} is called {now} now; the short name goes away", stacklevel=2)
+                return getattr(self, now)
+            known = [f.name for f in fields(self)]
+            raise AttributeError(f"{name!r}: the tokens of a loss have {', '.join(known)}. {nearest(name, known)}")
+
+
+_EARLIER_FIELDS = {
+    "policy": "policy_logprobs",
+    "old": "old_logprobs",
+    "sampler": "sampler_logprobs",
+    "ref": "ref_logprobs",
+    "advantage": "advantages",
+}
+
 # %% ../../nbs/core/05_losses.ipynb #2a473f2f
 def log_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
     "p - o, clamped to ±cap."
     reach = 20.0 if cap is None else cap
-    return torch.clamp(t.policy - t.old, -reach, reach)
+    return torch.clamp(t.policy_logprobs - t.old_logprobs, -reach, reach)
 
 # %% ../../nbs/core/05_losses.ipynb #adbcd323
 def grpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-A p T."
-    return -t.advantage * t.policy * tis
+    return -t.advantages * t.policy_logprobs * tis
 
 # %% ../../nbs/core/05_losses.ipynb #303e9aa7
 def reinforce(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-exp(p - b) A; the sampler's logprob is its anchor, so no further correction applies."
-    assert t.sampler is not None
-    return -torch.exp(torch.clamp(t.policy - t.sampler, -20.0, 20.0)) * t.advantage
+    assert t.sampler_logprobs is not None
+    return -torch.exp(torch.clamp(t.policy_logprobs - t.sampler_logprobs, -20.0, 20.0)) * t.advantages
 
 # %% ../../nbs/core/05_losses.ipynb #2cf00f13
 def importance_sampling(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-r A T, without clipping besides the cap of the log ratio."
-    return -torch.exp(log_ratio(t, o.knob("ratio_log_cap"))) * t.advantage * tis
+    return -torch.exp(log_ratio(t, o.knob("ratio_log_cap"))) * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #b280bcc6
 def clipped_surrogate(r: Tensor, t: ActiveTokens, o: LossOptions) -> Tensor:
     "max(-rA, -clip(r) A), and at most -cA where A < 0 if `eps_clip_c` is set."
     low, high = o.clip_range
-    loss = torch.maximum(-r * t.advantage, -torch.clamp(r, low, high) * t.advantage)
+    loss = torch.maximum(-r * t.advantages, -torch.clamp(r, low, high) * t.advantages)
     if o.eps_clip_c is not None:
-        loss = torch.where(t.advantage < 0, torch.minimum(-o.eps_clip_c * t.advantage, loss), loss)
+        loss = torch.where(t.advantages < 0, torch.minimum(-o.eps_clip_c * t.advantages, loss), loss)
     return loss
 
 # %% ../../nbs/core/05_losses.ipynb #f16314c8
@@ -93,8 +116,9 @@ def ppo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 # %% ../../nbs/core/05_losses.ipynb #827d0b55
 def sequence_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
     "exp of the mean log ratio of a sample, as value; its gradient with respect to each p is the ratio itself."
-    log_s = t.mean_per_sample((t.policy - t.old).detach())[t.sample]
-    return torch.exp(torch.clamp(t.policy - t.policy.detach() + log_s, max=10.0 if cap is None else cap))
+    log_s = t.mean_per_sample((t.policy_logprobs - t.old_logprobs).detach())[t.sample]
+    ratio = t.policy_logprobs - t.policy_logprobs.detach() + log_s
+    return torch.exp(torch.clamp(ratio, max=10.0 if cap is None else cap))
 
 # %% ../../nbs/core/05_losses.ipynb #e4ce08af
 def gspo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
@@ -105,48 +129,49 @@ def gspo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 def cispo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-sg(clip(r)) p A T: clipped tokens keep a gradient."
     weight = torch.clamp(torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), *o.clip_range).detach()
-    return -weight * t.policy * t.advantage * tis
+    return -weight * t.policy_logprobs * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #ab25ddee
 def dro(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-(p A T - beta/2 (p - o)^2), the quadratic term only where the advantage is not zero."
-    pull = o.knob("dro_beta") / 2 * (t.policy - t.old) ** 2 * (t.advantage != 0)
-    return -(t.policy * t.advantage * tis - pull)
+    pull = o.knob("dro_beta") / 2 * (t.policy_logprobs - t.old_logprobs) ** 2 * (t.advantages != 0)
+    return -(t.policy_logprobs * t.advantages * tis - pull)
 
 # %% ../../nbs/core/05_losses.ipynb #e9862da1
 def sapo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-sigmoid(tau (r - 1)) 4/tau A T with tau by the sign of A (https://arxiv.org/abs/2511.20347)."
     r = torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
-    tau = torch.where(t.advantage > 0, o.knob("sapo_temperature_pos"), o.knob("sapo_temperature_neg"))
-    return -torch.sigmoid(tau * (r - 1)) * 4 / tau * t.advantage * tis
+    tau = torch.where(t.advantages > 0, o.knob("sapo_temperature_pos"), o.knob("sapo_temperature_neg"))
+    return -torch.sigmoid(tau * (r - 1)) * 4 / tau * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #29a0f672
 def vespo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-sg(phi(w)) A p, where phi(w) = e^lambda w^k e^(-lambda w) and w is the product of a sample's ratios and of T."
-    moved = torch.clamp(t.policy.detach() - t.old, -20.0, 20.0) + torch.clamp(tis.log(), math.log(1e-8), 20.0)
-    log_w = torch.clamp(t.sum_per_sample(moved), math.log(1e-8), 20.0)[t.sample]
-    good = t.advantage >= 0
+    moved = torch.clamp(t.policy_logprobs.detach() - t.old_logprobs, -20.0, 20.0)
+    corrected = moved + torch.clamp(tis.log(), math.log(1e-8), 20.0)
+    log_w = torch.clamp(t.sum_per_sample(corrected), math.log(1e-8), 20.0)[t.sample]
+    good = t.advantages >= 0
     k = torch.where(good, o.knob("vespo_k_pos"), o.knob("vespo_k_neg"))
     rate = torch.where(good, o.knob("vespo_lambda_pos"), o.knob("vespo_lambda_neg"))
-    return -torch.exp(rate + k * log_w - rate * log_w.exp()) * t.advantage * t.policy
+    return -torch.exp(rate + k * log_w - rate * log_w.exp()) * t.advantages * t.policy_logprobs
 
 # %% ../../nbs/core/05_losses.ipynb #718557fb
 def gmpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-exp(mean of the clipped log ratio) A T; a log ratio is clipped only where the advantage asks for more of it."
-    gap, sign = log_ratio(t, o.knob("ratio_log_cap")), torch.sign(t.advantage)
+    gap, sign = log_ratio(t, o.knob("ratio_log_cap")), torch.sign(t.advantages)
     low, high = o.clip_range
     clipped = sign * torch.minimum(sign * gap, sign * torch.clamp(gap, math.log(low), math.log(high)))
-    return -torch.exp(t.mean_per_sample(clipped))[t.sample] * t.advantage * tis
+    return -torch.exp(t.mean_per_sample(clipped))[t.sample] * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #5a4e6112
 def dppo(gone: Callable[[Tensor, Tensor], Tensor], t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-sg(min(r, cap)) A p T, without tokens that the advantage pushes on although they have gone beyond their bound."
-    p, before = t.policy.detach(), t.old
+    p, before = t.policy_logprobs.detach(), t.old_logprobs
     far, direction = gone(p, before), torch.sign(p - before)
-    beyond = torch.where(t.advantage > 0, far > o.knob("dppo_high"), far > o.knob("dppo_low"))
-    kept = ~(beyond & (direction == torch.sign(t.advantage)))
+    beyond = torch.where(t.advantages > 0, far > o.knob("dppo_high"), far > o.knob("dppo_low"))
+    kept = ~(beyond & (direction == torch.sign(t.advantages)))
     ratio = torch.exp(log_ratio(t, 20.0)).detach().clamp(max=o.knob("dppo_cap"))
-    return -ratio * t.advantage * t.policy * kept * tis
+    return -ratio * t.advantages * t.policy_logprobs * kept * tis
 
 
 def variation(p: Tensor, o: Tensor) -> Tensor:
@@ -162,8 +187,8 @@ def binary_kl(p: Tensor, o: Tensor) -> Tensor:
 # %% ../../nbs/core/05_losses.ipynb #f0484ca6
 def covariance(t: ActiveTokens) -> Tensor:  # (T,)
     "(A - mean) (p - mean) of every token."
-    p = t.policy.detach()
-    return (t.advantage - t.advantage.mean()) * (p - p.mean())
+    p = t.policy_logprobs.detach()
+    return (t.advantages - t.advantages.mean()) * (p - p.mean())
 
 
 def kl_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
@@ -172,13 +197,13 @@ def kl_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     top = torch.zeros_like(gap).detach()
     if len(gap):
         top[covariance(t).topk(max(1, int(len(gap) * o.knob("cov_share")))).indices] = o.knob("kl_cov_coef")
-    return (-torch.exp(gap) * t.advantage + top * gap.abs()) * tis
+    return (-torch.exp(gap) * t.advantages + top * gap.abs()) * tis
 
 
 def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "`ppo` without some tokens of high covariance, which a fixed seed draws."
     r, (low, high) = torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), o.clip_range
-    clipped = -torch.clamp(r, low, high) * t.advantage > -r * t.advantage
+    clipped = -torch.clamp(r, low, high) * t.advantages > -r * t.advantages
     cov = torch.where(clipped, -torch.inf, covariance(t)) if len(r) else r
     among = torch.nonzero((cov > o.knob("clip_cov_low")) & (cov < o.knob("clip_cov_high"))).flatten()
     drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
@@ -187,7 +212,7 @@ def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     return clipped_surrogate(r, t, o) * kept * tis
 
 # %% ../../nbs/core/05_losses.ipynb #2d4e9651
-PolicyLoss = Callable[[ActiveTokens, Tensor, "LossOptions"], Tensor]
+PolicyLoss = Callable[..., Tensor]  # ours take (t, tis, o); yours ask by name, see `register_loss`
 
 POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     name: (function, SURROGATE_KNOBS[name])
@@ -219,7 +244,7 @@ class LossOptions(LossKnobs):
         "Lowest and highest ratio that is not clipped."
         low, high = self.knob("eps_clip"), self.knob("eps_clip_high")
         if low is None:
-            fix = "Give your loss a default: register_loss(fn, eps_clip=0.2)."
+            fix = "Give your loss a default: a parameter eps_clip=0.2, or register_loss(fn, eps_clip=0.2)."
             raise LossError("eps_clip", where=f"policy_loss {self.policy_loss!r}", got="none", fix=fix)
         high = low if high is None else high
         return (math.exp(-low), math.exp(high)) if self.policy_loss == "gmpo" else (1 - low, 1 + high)
@@ -228,12 +253,24 @@ class LossOptions(LossKnobs):
     def needs_sampler(self) -> bool:
         "Whether the sampler's logprobs enter the loss."
         corrected = self.tis != "off" or self.anchor == "rollout" or self.policy_loss == "reinforce"
-        return corrected or self.teacher_coeff > 0
+        return corrected or self.teacher_coeff > 0 or self.asks_for("sampler_logprobs")
+
+    @property
+    def needs_ref(self) -> bool:
+        "Whether the reference's logprobs enter the loss."
+        return self.kl_beta > 0 or self.teacher_coeff > 0 or self.asks_for("ref_logprobs")
 
     @property
     def needs_entropy(self) -> bool:
         "Whether the policy's entropy enters the loss."
-        return self.entropy_coeff > 0 or self.top_entropy_quantile < 1
+        return self.entropy_coeff > 0 or self.top_entropy_quantile < 1 or self.asks_for("entropy")
+
+    def asks_for(self, series: str) -> bool:
+        "Whether a loss of your own takes this series and cannot do without; False before it is imported."
+        if self.policy_loss in SURROGATE_KNOBS or self.policy_loss not in POLICY_LOSSES:
+            return False
+        asked = loss_parameters(POLICY_LOSSES[self.policy_loss][0]).get(series)
+        return asked is not None and asked.default is asked.empty
 
 # %% ../../nbs/core/05_losses.ipynb #17388cc7
 AGGREGATIONS = get_args(Aggregation)
@@ -256,9 +293,9 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 # %% ../../nbs/core/05_losses.ipynb #55f94ce2
 def raw_tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     "exp(o - b) before any cap, by token or by sample."
-    assert t.sampler is not None
-    anchor = t.policy.detach() if o.tis_anchor == "policy" else t.old
-    d = torch.clamp(anchor - t.sampler, -20.0, 20.0)
+    assert t.sampler_logprobs is not None
+    anchor = t.policy_logprobs.detach() if o.tis_anchor == "policy" else t.old_logprobs
+    d = torch.clamp(anchor - t.sampler_logprobs, -20.0, 20.0)
     if o.tis != "token":
         d = (t.sum_per_sample(d) if o.tis == "product" else t.mean_per_sample(d))[t.sample]
     return torch.exp(torch.clamp(d, -20.0, 20.0))
@@ -272,7 +309,7 @@ def outside_icepop(raw: Tensor, threshold: float) -> Tensor:  # (T,) of bool
 def tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
     "The correction that multiplies the policy loss; ones when it is off."
     if o.tis == "off":
-        return torch.ones_like(t.old)
+        return torch.ones_like(t.old_logprobs)
     raw = raw_tis_weights(t, o)
     weight = torch.clamp(raw, o.tis_floor, o.tis_cap)
     left_out = raw != weight if o.tis_mode != "truncate" else torch.zeros_like(raw, dtype=torch.bool)
@@ -285,9 +322,9 @@ def trained_share(t: ActiveTokens, o: LossOptions) -> Tensor | float:  # (T,) of
     "Which tokens the policy loss keeps, by how far off-policy their sample is and by entropy."
     kept: Tensor | float = 1.0
     if o.off_policy_mask_threshold is not None:
-        gap = (t.old if t.sampler is None else t.sampler) - t.policy.detach()
+        gap = (t.old_logprobs if t.sampler_logprobs is None else t.sampler_logprobs) - t.policy_logprobs.detach()
         far = t.mean_per_sample(gap)[t.sample] > o.off_policy_mask_threshold
-        kept = kept * ~(far & (t.advantage < 0))
+        kept = kept * ~(far & (t.advantages < 0))
     if o.top_entropy_quantile < 1 and t.entropy is not None and len(t.entropy):
         entropy = t.entropy.detach()
         kept = kept * (entropy >= torch.quantile(entropy, 1 - o.top_entropy_quantile))
@@ -321,6 +358,8 @@ def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | No
         return None
     if missing:
         fix = f"{len(missing)} datums have none."
+        if name == "ref_logprobs":
+            fix += " In a loop, kl_beta above 0 or kl_metric=True brings them, from a backend with a reference."
         raise LossError(name, where=missing[0], got="none", expected="one per target", fix=fix)
     series = [require_finite(getattr(d, name), d.weights, name=name, where=d.where)[d.active] for d in datums]
     return np.concatenate(series) if series else np.zeros(0)
@@ -348,13 +387,15 @@ class SideData:
         lengths = np.array([d.num_loss_tokens for d in datums])
         by_rollout = options.anchor == "rollout"
         self.arrays: dict[str, Any] = {
-            "old": _flat(datums, "sampler_logprobs" if by_rollout else "old_logprobs", by_rollout),
-            "sampler": _flat(datums, "sampler_logprobs", options.needs_sampler),
-            "ref": _flat(datums, "ref_logprobs", options.kl_beta > 0 or options.teacher_coeff > 0),
+            "old_logprobs": _flat(datums, "sampler_logprobs" if by_rollout else "old_logprobs", by_rollout),
+            "sampler_logprobs": _flat(datums, "sampler_logprobs", options.needs_sampler),
+            "ref_logprobs": _flat(datums, "ref_logprobs", options.needs_ref),
         }
-        told = np.concatenate([np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums])
-        taught = self.arrays["ref"] - self.arrays["sampler"] if options.teacher_coeff else 0.0
-        self.arrays["advantage"] = options.reward_coeff * told + options.teacher_coeff * taught
+        by_reward = np.concatenate([np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums])
+        by_teacher = 0.0
+        if options.teacher_coeff:
+            by_teacher = self.arrays["ref_logprobs"] - self.arrays["sampler_logprobs"]
+        self.arrays["advantages"] = options.reward_coeff * by_reward + options.teacher_coeff * by_teacher
         self.sample = torch.from_numpy(np.repeat(np.arange(len(datums)), lengths))
         self.lengths = torch.from_numpy(lengths)
         self.group = torch.from_numpy(np.unique([d.group for d in datums], return_inverse=True)[1])
@@ -366,9 +407,9 @@ class SideData:
         p = p if p.dtype == torch.float64 else p.float()
         self._check_finite(p)
         on: dict[str, Any] = {k: None if a is None else torch.as_tensor(a).to(p) for k, a in self.arrays.items()}
-        on["old"] = p.detach() if on["old"] is None else on["old"]
+        on["old_logprobs"] = p.detach() if on["old_logprobs"] is None else on["old_logprobs"]
         on |= {name: getattr(self, name).to(p.device) for name in ("sample", "lengths", "group")}
-        return ActiveTokens(policy=p, **on)
+        return ActiveTokens(policy_logprobs=p, **on)
 
     def with_entropy(self, entropies: Sequence[Tensor] | None) -> Tensor:  # (T,)
         "The policy's entropy at the active positions; raises `LossError` where it is not known."
@@ -393,26 +434,96 @@ class SideData:
             raise AlignmentError("policy_logprobs", where=self.where[i], got=got, expected="a finite number")
 
 # %% ../../nbs/core/05_losses.ipynb #839c5b36
+LOSS_PARAMETERS = (*(f.name for f in fields(ActiveTokens)), "tis", "tokens", "options", *KNOBS)
+_EARLIER_PARAMETERS = ("t", "o")  # tokens, options: as our own losses call them
+_ELSEWHERE = {  # as other trainers call them
+    **dict.fromkeys(("logprobs", "logps", "log_probs", "log_prob", "per_token_logps"), "policy_logprobs"),
+    **dict.fromkeys(("old_logps", "old_log_prob", "old_log_probs", "old_per_token_logps"), "old_logprobs"),
+    **dict.fromkeys(("ref_logps", "ref_log_prob", "ref_log_probs", "ref_per_token_logps"), "ref_logprobs"),
+    **dict.fromkeys(("rollout_log_probs", "rollout_logprobs", "behavior_logprobs"), "sampler_logprobs"),
+    **dict.fromkeys(("adv", "advs", "reward", "rewards"), "advantages"),
+    **dict.fromkeys(("config", "cfg", "args"), "options"),
+}
+
+
+def loss_parameters(function: PolicyLoss) -> Mapping[str, inspect.Parameter]:
+    "What a loss asks for, by name; raises `LossError` for a name that no loss is given."
+    what = f"policy_loss {getattr(function, '__name__', type(function).__name__)!r}"
+    series = [name for name in LOSS_PARAMETERS if name not in KNOBS]
+    expected = f"some of {', '.join(series)}, or a setting of the loss, such as eps_clip"
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # made in C
+        raise LossError(what, got="a function whose parameters cannot be read", expected=expected) from None
+    for p in parameters.values():
+        known = p.name in LOSS_PARAMETERS or p.name in _EARLIER_PARAMETERS or p.kind is p.VAR_KEYWORD
+        if not known and p.default is p.empty:
+            near = f"Did you mean {_ELSEWHERE[p.name]!r}?" if p.name in _ELSEWHERE else nearest(p.name, LOSS_PARAMETERS)
+            if "mask" in p.name:
+                near = "Leave it out: a loss is given no tokens but those that are trained on."
+            raise LossError(what, got=f"a parameter {p.name!r}", expected=expected, fix=near)
+    return parameters
+
+# %% ../../nbs/core/05_losses.ipynb #425d2e8f
 def register_loss(
-    function: PolicyLoss | None = None,  # (t, tis, o) -> (T,) terms; None = to be used as a decorator with arguments
+    function: PolicyLoss | None = None,  # asks by name and returns (T,) terms; None = a decorator with arguments
     *,
     name: str | None = None,  # for `policy_loss`; None = the function's own
-    **knobs: Any,  # settings that it reads, of KNOBS, with their defaults
+    **knobs: Any,  # settings of KNOBS that it reads by `options`, with defaults; its parameters count by themselves
 ) -> Any:  # the function
-    "Make a loss of your own one that `policy_loss` can name: in a config, in `loop.loss` and in `what_if`."
+    """Make a loss of your own one that `policy_loss` can name: in a config, in `loop.loss` and in `what_if`.
+
+    Its parameters are asked for by name, each a series with one value per trained token: `policy_logprobs` (with the
+    gradient), `old_logprobs`, `sampler_logprobs`, `ref_logprobs`, `advantages`, `entropy`, `sample`; or a setting, such
+    as `eps_clip=0.2`; or `tis`, the correction; or `tokens` and `options`, which have everything. It returns one term
+    per token, which the loop masks, corrects (unless it takes `tis`) and averages:
+
+        @rln.register_loss
+        def clipped(policy_logprobs, old_logprobs, advantages, eps_clip=0.2):
+            ratio = torch.exp(policy_logprobs - old_logprobs)
+            return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip) * advantages)
+
+    Raises `LossError` for a parameter, a knob or a name that cannot be used."""
     if function is None:
         return partial(register_loss, name=name, **knobs)
     called = name or getattr(function, "__name__", "")
     if called in SURROGATE_KNOBS or not called.isidentifier():
-        expected, fix = "a name that is not one of ours", "Say another one: register_loss(fn, name='mine')."
-        got = repr(called) if called else f"none: {function!r} has none of its own"
+        expected, fix = "a name that is not one of ours", "Choose another: register_loss(fn, name='mine')."
+        got = repr(called) if called.isidentifier() else "a function without a name, such as a lambda or a partial"
         raise LossError("name of a loss", got=got, expected=expected, fix=fix)
     if unknown := sorted(set(knobs) - set(KNOBS)):
         fix = "Bind what is yours alone: register_loss(partial(fn, ...), name='mine')."
         got, expected = ", ".join(unknown), f"some of {', '.join(KNOBS)}"
         raise LossError(f"knob of the loss {called!r}", got=got, expected=expected, fix=fix)
-    POLICY_LOSSES[called] = (function, knobs)
+    POLICY_LOSSES[called] = (function, knobs_of(function) | knobs)
     return function
+
+
+def knobs_of(function: PolicyLoss) -> dict[str, Any]:
+    "The settings that a loss names among its parameters, with their defaults."
+    asked = loss_parameters(function).values()
+    return {p.name: None if p.default is p.empty else p.default for p in asked if p.name in KNOBS}
+
+# %% ../../nbs/core/05_losses.ipynb #11646941
+def loss_name(function: PolicyLoss) -> str:
+    "The name under which a function is known as a loss, registered if it was not; raises `LossError` for one of ours."
+    registered = next((name for name, (known, _) in POLICY_LOSSES.items() if known is function), None)
+    if registered is not None:
+        return registered
+    inner = getattr(function, "func", function)  # of a functools.partial
+    own = getattr(inner, "__name__", type(function).__name__)
+    if own in SURROGATE_KNOBS:
+        register_loss(function, name=own)  # raises
+    names = itertools.chain([own], (f"{own}_{i}" for i in itertools.count(2)))
+    name = next(n for n in names if n not in POLICY_LOSSES or _is_redefined(POLICY_LOSSES[n][0], function))
+    POLICY_LOSSES[name] = function, knobs_of(function)
+    return name
+
+
+def _is_redefined(before: PolicyLoss, now: PolicyLoss) -> bool:
+    "Whether two functions are one definition that was run twice, as a cell is."
+    places = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (before, now)]
+    return places[0] == places[1] and (places[0][1] or "<lambda>").isidentifier()
 
 # %% ../../nbs/core/05_losses.ipynb #31961aff
 def policy_loss_fn(o: LossOptions) -> PolicyLoss:
@@ -420,44 +531,64 @@ def policy_loss_fn(o: LossOptions) -> PolicyLoss:
     name = o.policy_loss
     if NAMED.fullmatch(name):
         function = named_function(name, "policy_loss", LossError)
-        POLICY_LOSSES[name] = function, next((k for f, k in POLICY_LOSSES.values() if f is function), {})
+        registered = next((knobs for known, knobs in POLICY_LOSSES.values() if known is function), None)
+        POLICY_LOSSES[name] = function, knobs_of(function) if registered is None else registered
         _check_options(o)
     function = POLICY_LOSSES[name][0]
     return function if name in SURROGATE_KNOBS else partial(_own_terms, name, function)
 
 
+def _call_by_name(function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Any:
+    "What a loss returns for what it asks for."
+    values: dict[str, Any] = {f.name: getattr(t, f.name) for f in fields(t)}
+    values |= {"tis": tis, "tokens": t, "options": o, "t": t, "o": o} | {knob: o.knob(knob) for knob in KNOBS}
+    parameters = loss_parameters(function)
+    asked = {name: values[name] for name, p in parameters.items() if name in values}
+    asked = {k: v for k, v in asked.items() if v is not None or parameters[k].default is inspect.Parameter.empty}
+    if none := [name for name, value in asked.items() if value is None]:
+        fix = f"Give it a default, as in def {o.policy_loss}(..., {none[0]}=0.2), or set it."
+        raise LossError(f"{none[0]} of policy_loss {o.policy_loss!r}", got="none", expected="a value", fix=fix)
+    bound = inspect.signature(function).bind_partial()
+    bound.arguments |= asked
+    for p in parameters.values():
+        if p.kind is p.VAR_KEYWORD:
+            bound.arguments[p.name] = {f.name: values[f.name] for f in fields(t) if f.name not in asked}
+    return function(*bound.args, **bound.kwargs)
+
+
 def _own_terms(name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:  # (T,)
-    "The terms of a loss that is not ours, checked."
+    "The terms of a loss that is not ours, checked; times the correction, unless it takes that itself."
     refuse = partial(LossError, f"policy_loss {name!r}")
     try:
-        terms = function(t, tis, o)
+        terms = _call_by_name(function, t, tis, o)
     except RLNotebookError:
         raise
     except Exception as e:  # whatever the function does
         got, expected = f"{type(e).__name__}: {e}", "a term per token"
         raise LossError(f"policy_loss {name!r} raised", got=got, expected=expected) from e
-    if not isinstance(terms, Tensor) or terms.shape != t.policy.shape:
+    if not isinstance(terms, Tensor) or terms.shape != t.policy_logprobs.shape:
         got = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else type(terms).__name__
         fix = "Return the terms; `aggregation` sums and divides them."
-        raise refuse(got=got, expected=f"a tensor of shape ({len(t.policy)},), one term per token", fix=fix)
+        raise refuse(got=got, expected=f"a tensor of shape ({len(t.policy_logprobs)},), one term per token", fix=fix)
     if not bool(torch.isfinite(terms).all()):
         first = int(torch.nonzero(~torch.isfinite(terms))[0])
         raise refuse(got=f"{terms[first].item()} for token {first}", expected="finite numbers")
-    if len(terms) and t.policy.requires_grad and torch.is_grad_enabled() and not terms.requires_grad:
-        raise refuse(got="terms without a gradient", expected="terms that depend on t.policy")
-    return terms
+    if len(terms) and t.policy_logprobs.requires_grad and torch.is_grad_enabled() and not terms.requires_grad:
+        raise refuse(got="terms without a gradient", expected="terms that depend on policy_logprobs")
+    return terms if "tis" in loss_parameters(function) else terms * tis
 
 # %% ../../nbs/core/05_losses.ipynb #df936ba9
 def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,), (T,)
     "Per-token policy loss with its correction, and the KL term already times beta."
     surrogate = policy_loss_fn(o)(t, tis_weights(t, o), o) * trained_share(t, o)
-    if o.kl_beta == 0 or t.ref is None:
+    if o.kl_beta == 0 or t.ref_logprobs is None:
         return surrogate, torch.zeros_like(surrogate)
-    kl = KL_ESTIMATORS[o.kl_estimator](t.policy, t.ref)
+    kl = KL_ESTIMATORS[o.kl_estimator](t.policy_logprobs, t.ref_logprobs)
     if o.kl_bias_correction:
         gap = log_ratio(t, None)
         if o.policy_loss in SEQUENCE_RATIO:
-            gap = torch.clamp(t.mean_per_sample(t.policy - t.old)[t.sample], max=o.knob("seq_ratio_log_cap"))
+            mean = t.mean_per_sample(t.policy_logprobs - t.old_logprobs)[t.sample]
+            gap = torch.clamp(mean, max=o.knob("seq_ratio_log_cap"))
         kl = kl * torch.exp(gap)
     return surrogate, o.kl_beta * kl
 
@@ -480,6 +611,7 @@ def make_loss_fn(
 ) -> LossFn:  # (datums, policy_logprobs) -> (scalar loss with gradient, metrics)
     "A loss function over exactly these datums."
     o = replace(options, **changes) if options else LossOptions(**changes)
+    policy_loss_fn(o)  # imports it if it is named module:function: what it asks for is known from then on
     side = SideData(datums, o)
 
     def loss_fn(
@@ -498,16 +630,16 @@ def make_loss_fn(
 # %% ../../nbs/core/05_losses.ipynb #1137e724
 def loss_metrics(t: ActiveTokens, o: LossOptions, denominator: float | None = None) -> dict[str, float]:
     "What the loss saw: counts, ratios, clipping, KL, correction, and who moved the policy."
-    leaf = replace(t, policy=t.policy.detach())
+    leaf = replace(t, policy_logprobs=t.policy_logprobs.detach())
     kept = trained_share(leaf, o)
-    out = {"num_loss_tokens": float(len(t.policy)), "num_datums": float(len(t.lengths))}
-    if len(t.policy) == 0:
+    out = {"num_loss_tokens": float(len(t.policy_logprobs)), "num_datums": float(len(t.lengths))}
+    if len(t.policy_logprobs) == 0:
         return out
     out |= _ratio_metrics(leaf, o) | _gradient_shares(t, o, denominator)
-    if t.ref is not None:
+    if t.ref_logprobs is not None:
         for k, name in (("k1", "kl/k1"), ("k3", "kl/k3"), (o.kl_estimator, "kl")):
-            out[name] = KL_ESTIMATORS[k](leaf.policy, t.ref).mean().item()
-    if t.sampler is not None:
+            out[name] = KL_ESTIMATORS[k](leaf.policy_logprobs, t.ref_logprobs).mean().item()
+    if t.sampler_logprobs is not None:
         out |= _sampler_metrics(leaf, o)
     if isinstance(kept, Tensor):
         out["kept_tokens_frac"] = kept.double().mean().item()
@@ -519,13 +651,14 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     if o.policy_loss in SEQUENCE_RATIO:
         r = sequence_ratio(t, o.knob("seq_ratio_log_cap"))
     else:
-        by_sampler = o.policy_loss == "reinforce" and t.sampler is not None
-        r = torch.exp(log_ratio(replace(t, old=t.sampler) if by_sampler else t, o.knob("ratio_log_cap")))
+        by_sampler = o.policy_loss == "reinforce" and t.sampler_logprobs is not None
+        anchored = replace(t, old_logprobs=t.sampler_logprobs) if by_sampler else t
+        r = torch.exp(log_ratio(anchored, o.knob("ratio_log_cap")))
     out = {"ratio/mean": r.mean().item(), "ratio/min": r.min().item(), "ratio/max": r.max().item()}
-    out["ppo_kl"] = KL_ESTIMATORS["k3"](t.old, t.policy).mean().item()
+    out["ppo_kl"] = KL_ESTIMATORS["k3"](t.old_logprobs, t.policy_logprobs).mean().item()
     if o.policy_loss in SURROGATE_KNOBS and o.knob("eps_clip") is not None:
         low, high = o.clip_range
-        is_low, is_high = (r < low) & (t.advantage < 0), (r > high) & (t.advantage > 0)
+        is_low, is_high = (r < low) & (t.advantages < 0), (r > high) & (t.advantages > 0)
         for name, clipped in (("low", is_low), ("high", is_high), ("region", is_low | is_high)):
             out[f"clip_ratio/{name}_mean"] = clipped.double().mean().item()
     return out
@@ -533,12 +666,13 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
 # %% ../../nbs/core/05_losses.ipynb #11bf108b
 def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     "Trainer against sampler: gap, KL, perplexity, effective sample size; and the correction before and after its cap."
-    assert t.sampler is not None
-    before = t.policy if o.anchor == "rollout" else t.old  # what this step's earlier updates moved is no mismatch
-    log_ratio = (before - t.sampler).double()
+    assert t.sampler_logprobs is not None
+    # what this step's earlier updates moved is no mismatch
+    before = t.policy_logprobs if o.anchor == "rollout" else t.old_logprobs
+    log_ratio = (before - t.sampler_logprobs).double()
     gap, both = log_ratio.abs(), torch.logsumexp(torch.stack([log_ratio, 2 * log_ratio]), dim=1)
     out = {f"sampling/sampling_logp_difference/{k}": v.item() for k, v in (("mean", gap.mean()), ("max", gap.max()))}
-    out["sampling/kl"] = KL_ESTIMATORS["k3"](t.sampler, before).mean().item()
+    out["sampling/kl"] = KL_ESTIMATORS["k3"](t.sampler_logprobs, before).mean().item()
     out["sampling/perplexity_ratio"] = (-log_ratio.mean()).exp().item()
     out["sampling/ess"] = (2 * both[0] - both[1]).exp().item() / len(log_ratio)
     if o.tis != "off":
@@ -555,20 +689,21 @@ def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
 def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None) -> dict[str, float]:
     "Shares of the sum of |dL/dp|: of tokens with positive advantage, and of the KL term."
     with torch.enable_grad():
-        leaf = replace(t, policy=t.policy.detach().requires_grad_())
+        leaf = replace(t, policy_logprobs=t.policy_logprobs.detach().requires_grad_())
         surrogate, kl = loss_terms(leaf, o)
-        pg = torch.autograd.grad(aggregate(surrogate, leaf, o, denominator), leaf.policy, allow_unused=True)[0]
-        pull = torch.autograd.grad(aggregate(kl, leaf, o, denominator), leaf.policy)[0] if kl.requires_grad else None
-    pg = torch.zeros_like(t.old) if pg is None else pg
+        p = leaf.policy_logprobs
+        pg = torch.autograd.grad(aggregate(surrogate, leaf, o, denominator), p, allow_unused=True)[0]
+        pull = torch.autograd.grad(aggregate(kl, leaf, o, denominator), p)[0] if kl.requires_grad else None
+    pg = torch.zeros_like(t.old_logprobs) if pg is None else pg
     pull = torch.zeros_like(pg) if pull is None else pull
     total, parts = (pg + pull).abs().sum().item(), (pg.abs().sum() + pull.abs().sum()).item()
-    positive = (pg + pull).abs()[t.advantage > 0].sum().item()
+    positive = (pg + pull).abs()[t.advantages > 0].sum().item()
     shares = {"positive_share": positive / total if total else 0.0}
     shares["kl_share"] = pull.abs().sum().item() / parts if parts else 0.0
     out = {"grad/abs_sum": total} | {f"grad/{name}": share for name, share in shares.items()}
     own_clip = o.policy_loss not in SURROGATE_KNOBS and o.knob("eps_clip") is not None
     if own_clip or o.knob("dppo_low") is not None:  # what such a loss leaves out has no gradient
-        out["clip_ratio/region_mean"] = ((pg == 0) & (t.advantage != 0)).double().mean().item()
+        out["clip_ratio/region_mean"] = ((pg == 0) & (t.advantages != 0)).double().mean().item()
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #102f2b01

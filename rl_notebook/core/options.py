@@ -24,7 +24,7 @@ from .types import ConfigError, LossError, RLNotebookError, quoted
 from .names import NAMED
 
 # %% auto #0
-__all__ = ['TRL_PRESETS', 'nearest']
+__all__ = ['MEANT', 'TRL_PRESETS', 'nearest']
 
 # %% ../../nbs/core/04_options.ipynb #f53643cc
 def _number(value: Any) -> Any:
@@ -78,10 +78,19 @@ def several(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _loss_name(value: Any) -> str:
+    if callable(value):
+        from rl_notebook.core.losses import loss_name
+
+        return loss_name(value)
+    return _text(value)
+
+
 AnyText = Annotated[str, PlainValidator(_any_text)]  # may be blank
 Text = Annotated[str, PlainValidator(_text)]
 AnyTexts = Annotated[tuple[AnyText, ...], BeforeValidator(several)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(several)]
+LossName = Annotated[str, PlainValidator(_loss_name)]  # a function is registered, and its name kept
 Plain = Annotated[Mapping[str, Any], AfterValidator(_plain)]  # what YAML and JSON hold
 
 # %% ../../nbs/core/04_options.ipynb #4d70f45a
@@ -93,12 +102,12 @@ def sub_configs(cls: type) -> dict[str, Any]:  # name: dataclass
 
 
 @functools.cache
-def leaf_types(cls: type) -> dict[str, Any]:  # dotted name: annotation, without ranges
+def leaf_types(cls: type, ranges: bool = False) -> dict[str, Any]:  # dotted name: annotation, with `ranges` or without
     "Every setting of a config class, sub-configs laid flat."
     leaves: dict[str, Any] = {}
-    for name, hint in typing.get_type_hints(cls).items():
+    for name, hint in typing.get_type_hints(cls, include_extras=ranges).items():
         sub = sub_configs(cls).get(name)
-        leaves |= {f"{name}.{k}": v for k, v in leaf_types(sub).items()} if sub else {name: hint}
+        leaves |= {f"{name}.{k}": v for k, v in leaf_types(sub, ranges).items()} if sub else {name: hint}
     return leaves
 
 
@@ -108,8 +117,25 @@ def marked(cls: type, *marks: str) -> tuple[str, ...]:
     return tuple(name for name, hint in hints if any(mark in getattr(hint, "__metadata__", ()) for mark in marks))
 
 # %% ../../nbs/core/04_options.ipynb #e33c0569
+_MEANT = {  # setting: what it is called elsewhere
+    "eps_clip": "clip clip_low clip_eps clip_epsilon clip_range cliprange clip_ratio clip_ratio_low eps eps_low "
+    "epsilon epsilon_low ppo_clip",
+    "eps_clip_high": "clip_high clip_eps_high clip_ratio_high cliprange_high eps_high epsilon_high",
+    "eps_clip_c": "clip_ratio_c delta dual_clip",
+    "kl_beta": "beta kl kl_coef kl_coeff kl_weight kl_penalty kl_loss_coef",
+    "entropy_coeff": "entropy_coef entropy_bonus entropy_weight",
+    "policy_loss": "loss loss_fn loss_type surrogate",
+    "aggregation": "loss_agg_mode loss_reduction reduction",
+    "tis": "importance_sampling_correction vllm_importance_sampling_correction",
+    "tis_cap": "importance_sampling_cap vllm_importance_sampling_cap",
+}
+MEANT = {theirs: ours for ours, names in _MEANT.items() for theirs in names.split()}
+
+
 def nearest(name: str, known: Sequence[str]) -> str:
-    "A question that names the nearest known spelling, or nothing."
+    "A question that names the known setting that is meant, or the nearest spelling, or nothing."
+    if MEANT.get(name) in known:
+        return f"Did you mean {MEANT[name]!r}?"
     by_key = {k.casefold(): k for k in reversed(known)}
     close = [k for k in by_key if sorted(k) == sorted(str(name).casefold())]  # letters in another order
     close += difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
@@ -139,7 +165,7 @@ _BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than
 _BOUNDS |= {"less_than_equal": "at most"}
 _KINDS = {
     int: "a whole number",
-    float: "a finite number, 0 or from 1e-37 to 1e38 in size",
+    float: "a finite number",
     bool: "true or false",
     str: "text that is not blank, without NUL and halves of surrogate pairs",
     tuple: "a list",
@@ -147,20 +173,30 @@ _KINDS = {
 }
 
 
-def _expected(found: Mapping[str, Any], hint: Any) -> str:
-    "What a field takes, where pydantic found something else."
-    if found["type"] in _BOUNDS:
-        return f"{_BOUNDS[found['type']]} {next(iter(found['ctx'].values())):.10g}"
+def _range(marks: Sequence[Any]) -> str:  # " from 0 to 1"; "" without one
+    "The bounds in the annotations of a field."
+    inside = [bound for mark in marks for bound in getattr(mark, "metadata", ())]
+    bounds = {n: getattr(b, n) for b in inside for n in ("gt", "ge", "lt", "le") if hasattr(b, n)}
+    bounds = {n: f"{bound:.10g}" for n, bound in bounds.items() if bound < 2**31}
+    if bounds.keys() == {"ge", "le"}:
+        return f" from {bounds['ge']} to {bounds['le']}"
+    words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
+    return (" " if "gt" in bounds else ", " if bounds else "") + ", ".join(f"{words[n]} {b}" for n, b in bounds.items())
+
+
+def expected_value(hint: Any, element: bool = False) -> str:
+    "What a field with this annotation takes, or with `element` what its list holds."
+    marks = getattr(hint, "__metadata__", ())
+    if marks:
+        hint = hint.__origin__
     kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
-    if len(kinds) < len(typing.get_args(hint)):
-        return _expected(found, kinds[0])
-    if typing.get_origin(hint) is tuple and any(isinstance(part, int) for part in found["loc"]):
-        return _expected({**found, "loc": ()}, kinds[0])
+    if len(kinds) < len(typing.get_args(hint)) or (element and typing.get_origin(hint) is tuple):
+        return expected_value(kinds[0], element and typing.get_origin(hint) is not tuple)
     if isinstance(hint, type) and issubclass(hint, Enum):
-        kinds, hint = [member.value for member in hint], Literal
-    if hint is Literal or typing.get_origin(hint) is Literal:
+        return " or ".join(repr(member.value) for member in hint)
+    if typing.get_origin(hint) is Literal:
         return " or ".join(map(repr, kinds))
-    return _KINDS.get(typing.get_origin(hint) or hint, "a sub-config or a mapping")
+    return _KINDS.get(typing.get_origin(hint) or hint, "a sub-config or a mapping") + _range(marks)
 
 
 def _complaint(cls: type, found: Mapping[str, Any]) -> str:
@@ -168,7 +204,11 @@ def _complaint(cls: type, found: Mapping[str, Any]) -> str:
     parts, value = [part for part in found["loc"] if isinstance(part, str)], found["input"]
     dotted = ".".join(parts[:2])
     name = dotted if dotted in leaf_types(cls) else next(iter(parts), "a value without a name")
-    expected = _expected(found, leaf_types(cls).get(name))
+    expected = expected_value(leaf_types(cls, ranges=True).get(name), any(isinstance(p, int) for p in found["loc"]))
+    if found["type"] in _BOUNDS:
+        expected = f"{_BOUNDS[found['type']]} {next(iter(found['ctx'].values())):.10g}"
+    elif "not in float32" in found["msg"]:
+        expected += ", from 1e-37 to 1e38 in size" if " above 0" in expected else ", 0 or from 1e-37 to 1e38 in size"
     fix = nearest(value, re.findall(r"'(\w+)'", expected)) if isinstance(value, str) else _where_it_goes(name, value)
     return str(ConfigError(name, got=quoted(value), expected=expected, fix=fix))
 
@@ -177,7 +217,6 @@ def _where_it_goes(name: str, value: Any) -> str:
     "How a function is given that was given as a setting; empty for what is no function."
     mine = getattr(value, "__name__", "it")
     ways = {
-        "policy_loss": f"Call rln.register_loss({mine}) and set policy_loss={mine!r}, or",
         "rewards": f"Pass it to the loop, or to loop.change and loop.branch, as reward={mine}, or",
         "advantage_fn": f"Pass it when the loop is made, GRPOLoop(..., advantage_fn={mine}), or",
     }
@@ -236,7 +275,7 @@ Correction = Literal["off", "token", "sequence", "product"]
 class LossKnobs:
     "Which loss: surrogate, KL, aggregation and correction. Knobs left at None take the default of their surrogate."
 
-    policy_loss: Text = "grpo"  # of `SURROGATE_KNOBS`, or your own as "module:function"; "grpo" is REINFORCE + KL
+    policy_loss: LossName = "grpo"  # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
     kl_beta: NotNegative = 0.0  # weight of the KL term to the reference; 0 = no reference needed
     teacher_coeff: NotNegative = 0.0  # weight of teacher less sampler logprob in a token's advantage; 0 = no teacher
     reward_coeff: NotNegative = 1.0  # weight of what the rewards say in it; 0 = the teacher alone
@@ -343,11 +382,13 @@ def loss_faults(o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE
     "Everything that is wrong with the settings of a loss; `known` are the surrogates, with defaults of their knobs."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
-        own = "One of your own is named module:function, or registered before: register_loss(fn)."
+        own = "One of your own is passed as a function, registered by register_loss(fn), or named 'module:function'."
         word, fix = loss.casefold(), nearest(loss, [*known]) or own
         if word in TRL_PRESETS.keys() - known.keys():
             fix = f"TRL's loss of this name is Config(loss_type={word!r}), which is {dict(TRL_PRESETS[word])}."
-        yield LossError("policy_loss", got=quoted(o.policy_loss), expected=" or ".join(map(repr, known)), fix=fix)
+        names = [repr(name) for name in known if name.isidentifier()]
+        expected = f"{' or '.join(names)}, or 'module:function'"
+        yield LossError("policy_loss", got=quoted(o.policy_loss), expected=expected, fix=fix)
         return
     read = known.get(loss, {})
     unread = [k for k in KNOBS if getattr(o, k) is not None and k not in read]
@@ -357,7 +398,8 @@ def loss_faults(o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE
         if unread[0] == "eps_clip":
             fix += " It is TRL's epsilon, for 'ppo'; the GRPO paper's loss has aggregation='sequence_mean' beside it."
         if loss not in SURROGATE_KNOBS:
-            fix = f"If it does, say so: register_loss(fn, {unread[0]}={getattr(o, unread[0])!r})."
+            value = getattr(o, unread[0])
+            fix = f"If it does, say so: register_loss(fn, {unread[0]}={value!r}), or a parameter of that name."
         expected = f"only {', '.join(read)}" if read else "no knob"
         yield LossError(f"policy_loss={loss!r} does not read {', '.join(unread)}", expected=expected, fix=fix)
     yield from _out_of_range(o, read)

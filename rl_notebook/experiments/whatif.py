@@ -236,14 +236,16 @@ def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
 def check_series(batch: FrozenBatch, variant: Variant) -> None:
     "Raises `LossError` when the batch lacks a series that the variant reads."
     o = variant.options
-    reader = "policy_loss='reinforce'" if o.policy_loss == "reinforce" else f"tis={o.tis!r}"
+    by_loss = o.policy_loss == "reinforce" or o.asks_for("sampler_logprobs")
+    reader = f"policy_loss={o.policy_loss!r}" if by_loss else f"tis={o.tis!r}"
     reader = f"anchor={o.anchor!r}" if o.anchor == "rollout" else reader
     taught = o.teacher_coeff > 0
     weight = f"teacher_coeff={o.teacher_coeff:g}" if taught else f"kl_beta={o.kl_beta:g}"
+    weight = f"policy_loss={o.policy_loss!r}" if o.asks_for("ref_logprobs") else weight
     reader = weight if taught else reader
     needs = [
         ("sampler_logprobs", o.needs_sampler, reader, "Draw the completions from a sampler that reports logprobs."),
-        ("ref_logprobs", o.kl_beta > 0 or taught, weight, "Train with a reference and kl_metric=True, or a teacher."),
+        ("ref_logprobs", o.needs_ref, weight, "Train with a reference and kl_metric=True, or a teacher."),
     ]
     for name, wanted, what, fix in needs:
         lacking = sum(getattr(d, name) is None for d in batch.datums)

@@ -24,7 +24,7 @@ __all__ = ['prompts_phase', 'sample_phase', 'score_phase', 'advantages_phase', '
 # %% ../../nbs/loop/07_phases.ipynb #dd8aa3c2
 from ..core.advantages import advantages_by, is_dead, with_advantages
 from ..core.datums import attach, datum_from_sample, datums_from_groups
-from ..core.losses import POLICY_LOSSES, LossOptions
+from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions, PolicyLoss, loss_name
 from ..core.metrics import merge_metrics, step_metrics
 from ..core.names import interrupts_held, source_hash
 from ..core.retries import together
@@ -277,21 +277,30 @@ def step_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
 
 def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
     "The loss options of this step, with what `loss()` was last asked for."
-    return step_options(loop) | dict(loop.state.changes)
+    return changed_options(loop, loop.state.changes)
+
+
+def changed_options(loop: Loop, changes: Mapping[str, Any]) -> dict[str, Any]:  # fields of LossOptions
+    "The options that the step began with, with changes; the knobs of a loss that is changed are not the new one's."
+    options = step_options(loop)
+    if changes.get("policy_loss", options["policy_loss"]) != options["policy_loss"]:
+        options |= dict.fromkeys(KNOBS)
+    return options | dict(changes)
 
 # %% ../../nbs/loop/07_phases.ipynb #fbe26633
 def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
     "A custom loss unless something else was asked for; else the config's options with changes."
     if loop.make_loss is not None and not (changes or loop.state.given):
         return loop.make_loss
-    return loss_factory(LossOptions(**step_options(loop) | dict(changes)))
+    return loss_factory(LossOptions(**changed_options(loop, changes)))
 
 # %% ../../nbs/loop/07_phases.ipynb #1c29cb41
-def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
+def loss_phase(loop: Loop, policy_loss: PolicyLoss | str | None = None, **changes: Any) -> LossReport | Measured:
     """Look at the loss, and at its derivative with respect to every logprob, without an update.
 
-    `changes` are options of the loss, such as `policy_loss="ppo"`, `aggregation="sequence_mean"`, `kl_beta=0.1`; all
-    are in `core.losses.LossOptions`. `backward` reads them too; they stay until the step ends or others come. A KL
+    `policy_loss` is a function, which takes what it needs by name (see `register_loss`), or the name of one; None = as
+    before. `changes` are options of the loss, such as `aggregation="sequence_mean"`, `kl_beta=0.1`; all are in
+    `core.losses.LossOptions`. `backward` reads them too; they stay until the step ends or others come. A KL
     needs reference logprobs, which `reference` brings where the config has `kl_beta` above 0 or `kl_metric`."""
     datums = enter(loop.state, "loss")
     if nothing := skipped(loop, "loss"):
@@ -299,6 +308,8 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
     scored = [s for d in datums if (s := loop.state.cache.get(cache_key("policy", d))) is not None]
     if len(scored) < len(datums):
         raise PhaseError("loss", got="no policy logprobs in this step", fix="Run await loop.reference().")
+    if policy_loss is not None:
+        changes["policy_loss"] = loss_name(policy_loss) if callable(policy_loss) else policy_loss
     asked = changes or loop.state.changes
     with timed(loop, "loss"):
         output = evaluate_loss(datums, scored, chosen_loss(loop, asked))
@@ -307,7 +318,8 @@ def loss_phase(loop: Loop, **changes: Any) -> LossReport | Measured:
 
 
 _own = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(LossOptions).parameters.values()]
-vars(loss_phase)["__signature__"] = inspect.Signature([*inspect.signature(sample_phase).parameters.values(), *_own])
+_taken = [p for p in inspect.signature(loss_phase).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+vars(loss_phase)["__signature__"] = inspect.Signature([*_taken, *(p for p in _own if p.name != "policy_loss")])
 
 # %% ../../nbs/loop/07_phases.ipynb #e89bf00d
 async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> LossOutput:

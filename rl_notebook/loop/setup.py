@@ -15,7 +15,7 @@ __all__ = ['run_tokenizer', 'encode_for', 'rollout_setup']
 
 # %% ../../nbs/loop/04_setup.ipynb #0939aced
 from ..core.advantages import OF_BATCH, AdvantageFn
-from ..core.losses import POLICY_LOSSES, LossOptions, policy_loss_fn
+from ..core.losses import LossOptions, policy_loss_fn
 from ..core.names import named_function
 from ..core.types import OFF, ConfigError, LossError, quoted
 from ..config.config import Config
@@ -139,8 +139,11 @@ def own_advantages(given: AdvantageFn | str | None) -> AdvantageFn | None:
 
 def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
     "Refuse a loss that cannot be found or called, and a custom one where the service computes its own."
-    policy_loss_fn(LossOptions(**cfg.loss_options()))
-    check_takes("policy_loss", POLICY_LOSSES[cfg.policy_loss][0], ("t", "tis", "o"))
+    options = LossOptions(**cfg.loss_options())
+    policy_loss_fn(options)
+    if options.needs_ref and not (cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric):
+        expected, fix = "no ref_logprobs, which nothing else here computes", "Set kl_metric=True, or kl_beta."
+        raise LossError(f"policy_loss {cfg.policy_loss!r}", got="a loss that takes them", expected=expected, fix=fix)
     if make_loss is not None:
         check_takes("make_loss", make_loss, ("datums", "denominator"))
         if cfg.loss_path == "builtin":
@@ -155,6 +158,8 @@ def check_takes(role: str, function: Any, names: Sequence[str]) -> None:
     except TypeError as error:
         called = f"{role} {getattr(function, '__name__', type(function).__name__)!r}"
         fix = f"Write it as def {role}({', '.join(names)})."
+        if role == "make_loss":
+            fix += " A loss of single tokens is passed as Config(policy_loss=fn)."
         raise LossError(called, got=str(error), expected=f"a function of {', '.join(names)}", fix=fix) from None
     except ValueError:  # made in C: its signature is not known
         pass
