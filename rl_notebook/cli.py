@@ -21,7 +21,8 @@ import typing
 import warnings
 import webbrowser
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
+from datetime import date
 from difflib import get_close_matches
 from enum import Enum
 from functools import cache, partial
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config.config import Config
 from .core.options import leaf_types, sub_configs
-from .config.aliases import RENAMED, yaml_value
+from .config.aliases import RENAMED, was_chosen, yaml_value
 from . import __version__
 from .core.types import AlignmentError, ConfigError, DatumError, RecordError
 from .core.types import RLNotebookError, is_users, plain_text, quoted, without_keys
@@ -173,7 +174,9 @@ TRAIN = (
     "Run a config. --config names a YAML file, any option wins over it; --resume goes on with the run in --log-path; "
     "--leftover says what becomes of trainers that a killed process left on a service; --trust imports what a run "
     "names that was not started here. Functions of your own: --rewards my_rewards:fn, --policy-loss my_losses:fn, "
-    "--advantage-fn my_rewards:fn, looked for in the working directory first. --help WORD lists only the options with "
+    "--advantage-fn my_rewards:fn, looked for in the working directory first. Without a log_path a run is kept in "
+    "runs/<date>-<name>. The built-in task is learned with 16 prompts of 8 completions a step, unless options say "
+    "otherwise. --help WORD lists only the options with "
     "this word, such as loss or learning_rate."
 )
 
@@ -193,12 +196,28 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     how = {"resume": given.resume, "leftover": given.leftover, "trust": given.trust}
     if given.config is not None:
         return Config.from_yaml(given.config, options, trust=given.trust), how
-    recorded: Mapping[str, Any] = {}
     if given.resume and options.get("log_path"):
         from rl_notebook.runs.run import Run
 
-        recorded = Run.open(options["log_path"], trust=given.trust).config
-    return Config.from_dict(recorded, options), how
+        return Config.from_dict(Run.open(options["log_path"], trust=given.trust).config, options), how
+    chosen = {RENAMED.get(name, name): value for name, value in options.items()}
+    built_in = chosen.get("dataset", "toy") == "toy" and chosen.get("base_model", "tiny") == "tiny"
+    usual = {name: value for name, value in TOY.items() if built_in and name not in chosen}
+    return Config.from_dict(usual | options), how
+
+
+TOY: dict[str, Any] = {  # settings with which the built-in task is learned: 30 steps, most groups with a signal
+    "prompt_groups_per_step": 16,
+    "completions_per_prompt": 8,
+    "learning_rate": 1e-4,
+    "max_rows": 480,
+}
+
+
+def run_folder(cfg: Config) -> Path:
+    "Where a run is kept that names no folder: runs/<date>-<name>, the first that is free."
+    name = re.sub(r"\W+", "-", cfg.run_name or cfg.dataset.rstrip("/").rpartition("/")[2].partition(".")[0]).strip("-")
+    return free_folder(Path("runs") / f"{date.today()}-{name or 'run'}")
 
 
 def run_train(args: Sequence[str]) -> int:  # exit code
@@ -206,6 +225,9 @@ def run_train(args: Sequence[str]) -> int:  # exit code
     cfg, how = parse_train(args)
     from rl_notebook.recipes.rl_loop import train  # only now: it loads torch, which --help and a typo need not wait for
 
+    if cfg.log_path is None and not how["resume"] and not was_chosen(cfg, "log_path"):
+        cfg = replace(cfg, log_path=str(run_folder(cfg)))
+        print(f"run folder: {cfg.log_path}  (--log-path names another; --log-path None keeps nothing)")
     print(cfg.effective())
     result = asyncio.run(train(cfg, **how))
     print(result)

@@ -28,7 +28,8 @@ from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config.config import Config
 from rl_notebook.core.options import leaf_types
 from rl_notebook.runs import run as run_module
-from rl_notebook.runs.run import RunFolder
+from rl_notebook.core.advantages import is_dead
+from rl_notebook.runs.run import Run, RunFolder
 
 # --- demo and view --------------------------------------------------------------------------------------------------
 
@@ -326,6 +327,31 @@ def test_the_version_names_what_a_report_of_a_bug_needs(capsys):
     assert main(["--version"]) == 0
     said = capsys.readouterr().out
     assert re.fullmatch(r"rl-notebook \d\S*, Python 3\S+, torch \S+, transformers \S+\n", said)
+
+
+def test_a_run_is_kept_and_learns_by_default(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    short = ["train", "--steps", "1", "--max-completion-tokens", "24"]
+    assert main(short) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d-toy", run.name)
+    said = capsys.readouterr().out
+    assert said.index(f"run folder: runs/{run.name}") < said.index("step 1 ·")
+    assert f"rl-notebook view runs/{run.name}" in said
+    record = Run.open(run).record(1)
+    assert len(record.groups) == 16
+    assert sum(not is_dead(group.rewards) for group in record.groups) >= 8  # those that train
+    assert main([*short, "--prompt-groups-per-step", "2", "--num-generations", "4"]) == 0
+    (other,) = {*(tmp_path / "runs").iterdir()} - {run}
+    assert [len(group.samples) for group in Run.open(other).record(1).groups] == [4, 4]
+    capsys.readouterr()
+    assert main([*short, "--log-path", "None", "--prompt-groups-per-step", "1"]) == 0
+    said = capsys.readouterr()
+    assert len([*(tmp_path / "runs").iterdir()]) == 2
+    lines = (said.out + said.err).splitlines()
+    kept = next(i for i, line in enumerate(lines) if "are not kept. Set log_path=" in line)
+    assert kept < next(i for i, line in enumerate(lines) if "step 1 ·" in line)
 
 
 @pytest.mark.parametrize("setting", ["--rewards", "--policy-loss", "--advantage-fn", "--dataset"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+import re
 import warnings
 from dataclasses import replace
 from enum import Enum
@@ -21,7 +22,7 @@ from rl_notebook.config.config import HotloadConfig, InfraConfig, ISConfig, Resu
 from rl_notebook.config.config import WandBConfig, WeightSyncConfig, WeightSyncScope
 from rl_notebook.config.settings import AdvantageScale
 from rl_notebook.cli import parse_train
-from rl_notebook.core.types import ConfigError, LossError, SampleParams
+from rl_notebook.core.types import BackendError, ConfigError, LossError, SampleParams
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions
 from rl_notebook.core.options import KLEstimator
 from rl_notebook.runs.run import Run, RunFolder, differing
@@ -215,6 +216,29 @@ def test_a_loss_is_passed_as_a_function(asked):
     finally:
         for name in [name for name in POLICY_LOSSES if name == "mine" or "lambda" in name]:
             POLICY_LOSSES.pop(name)
+
+
+WAYS = [
+    ({"backend": "vllm"}, r"expected one of local, openai, .* is backend='openai' with base_url='http"),
+    ({"backend": "transformers"}, r"got 'transformers'; .* trains in this process is backend='local'"),
+    ({"wandb_project": "sums"}, r"Set wandb\.project, on the command line --wandb\.project"),
+    ({"wandb": True}, r"wandb: got True; .* --report-to wandb"),
+    ({"optimizer": "adamw"}, r"optimizer: got a choice of optimizers\. It is AdamW: set learning_rate"),
+    ({"log_with": "wandb"}, r"Set report_to to some of wandb, trackio, tensorboard"),
+]
+
+
+@pytest.mark.parametrize(("given", "said"), WAYS, ids=[next(iter(given)) for given, _ in WAYS])
+def test_a_near_miss_gets_the_way(given, said):
+    assert re.search(said, refused(**given))
+
+
+@pytest.mark.parametrize("data", [None, [("steps", 1)], "steps: 1", 3])
+def test_a_config_is_read_from_a_mapping(data):
+    with pytest.raises(ConfigError, match=r"from_dict: config: got .*; expected a mapping of settings"):
+        Config.from_dict(data)
+    with pytest.raises(BackendError, match=r"load_model\(.*: model: got a value of type|no such folder"):
+        rln.load_model(data)
 
 
 RANGES = {

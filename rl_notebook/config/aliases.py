@@ -365,17 +365,25 @@ def flat(given: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
         elif name == "tis" and isinstance(value, str | bool):  # a sub-config of the cookbook's, and a word here
             leaves[name] = value
         else:
-            raise ConfigError(name, where="Config", got=quoted(value), expected="a sub-config or a mapping")
+            fix = _TRACKERS if name == "wandb" else None
+            raise ConfigError(name, where="Config", got=quoted(value), expected="a sub-config or a mapping", fix=fix)
     return leaves
 
 # %% ../../nbs/config/01_aliases.ipynb #d34a9fbe
+_ADAMW = "It is AdamW: set learning_rate, adam_beta1, adam_beta2, adam_eps and weight_decay."
+_WANDB = "Set wandb.{0}, on the command line --wandb.{0}; with it the run reports to Weights & Biases."
+_TRACKERS = "Set report_to to some of wandb, trackio, tensorboard, on the command line --report-to wandb."
 ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to take here)
     "load_in_4bit": ("4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."),
     "max_prompt_length": ("a length to cut prompts at", "Prompts are never cut: set max_seq_len, of both parts."),
     "gradient_checkpointing": ("a way to train", "Open the backend with open_local(gradient_checkpointing=True)."),
     "vllm_*": ("a setting of TRL's vLLM", "The backend samples: backend='openai' with base_url takes a vLLM server."),
     "deepspeed": ("training on several GPUs", "Past one machine: backend='fireworks' or 'tinker'."),
-    "optim": ("a choice of optimizers", "It is AdamW: set learning_rate, adam_beta1, adam_beta2 and weight_decay."),
+    **dict.fromkeys(("optim", "optimizer", "optimizer_type"), ("a choice of optimizers", _ADAMW)),
+    **dict.fromkeys(("wandb_project", "project"), ("a project of Weights & Biases", _WANDB.format("project"))),
+    **dict.fromkeys(("wandb_entity", "entity"), ("a team of Weights & Biases", _WANDB.format("entity"))),
+    **dict.fromkeys(("wandb_run_name", "wandb_name"), ("a run's name at Weights & Biases", _WANDB.format("run_name"))),
+    **dict.fromkeys(("use_wandb", "log_with", "logger", "loggers", "tracker", "tracking"), ("a tracker", _TRACKERS)),
     "disable_dropout": ("a switch", "Leave it out: there is no dropout, a model is always in evaluation mode."),
     "peft_config": ("PEFT's config", "Set lora_rank and lora_alpha."),
     "push_to_hub": ("an upload", "await loop.export(folder) writes what the hub takes."),
@@ -637,6 +645,10 @@ class Stored:
         overrides: Mapping[str, Any] | None = None,  # settings that win over `data`, such as a command line's
     ) -> Self:
         "A config from plain values; raises ConfigError naming the setting."
+        for what, given in (("config", data), ("overrides", {} if overrides is None else overrides)):
+            if not isinstance(given, Mapping):
+                fix = "Config() has the defaults; Config.from_yaml(path) reads a file."
+                raise ConfigError(what, where="from_dict", got=quoted(given), expected="a mapping of settings", fix=fix)
         settings, notes = overlaid(cls, data, overrides or {})
         _announce(notes)
         return typing.cast(Any, cls)(**settings)

@@ -171,6 +171,12 @@ def builtin_rules(c: Any) -> Iterator[str]:
 
 # %% ../../nbs/config/02_config.ipynb #9d8fd761
 BACKENDS = ("local", "openai", "tinker", "fireworks")
+MEANT_BACKENDS = {
+    "vllm sglang ollama tgi lmdeploy llama.cpp llamacpp trtllm server http": ". A server that speaks OpenAI's API, as "
+    "vLLM and SGLang do, is backend='openai' with base_url='http://127.0.0.1:8000'",
+    "hf huggingface transformers torch pytorch trl cuda gpu cpu mps peft": ". What trains in this process is "
+    "backend='local'; device says where",
+}
 ONLY_FOR: dict[str, tuple[str, ...]] = {  # setting -> the backends that look at it
     **dict.fromkeys(("trainer", "deployment", "weight_sync", "output_model_id"), ("fireworks",)),
     "base_url": ("openai", "tinker", "fireworks"),
@@ -203,7 +209,8 @@ def concurrency_rules(c: Any) -> Iterator[str]:
 def backend_rules(c: Any) -> Iterator[str]:
     "Settings that the backend would ignore, and those that it needs."
     if c.backend not in BACKENDS:
-        yield f"backend: got {quoted(c.backend)}; expected one of {', '.join(BACKENDS)}"
+        meant = next((told for names, told in MEANT_BACKENDS.items() if c.backend.casefold() in names.split()), "")
+        yield f"backend: got {quoted(c.backend)}; expected one of {', '.join(BACKENDS)}{meant}"
     for name, backends in ONLY_FOR.items():
         if getattr(c, name) is not None and c.backend not in backends:
             instead = " or ".join(f"backend={b!r}" for b in backends)

@@ -208,6 +208,8 @@ async def begin_run(loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any], tr
     elif step := step_there(cfg):
         loop.set_position(step, loop.state.cursor, {})
         say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
+    if cfg.log_path is None:
+        say("no log_path: records and weights of this run are not kept. Set log_path='runs/NAME' to keep them")
     if plan.changed:
         say(f"as it was changed in the run:\n{loop.change(**plan.changed)}")
     if cfg.log_path is None or plan.begun is None:

@@ -21,7 +21,7 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from ..core.types import BackendError, ConfigError, DataError, RewardError, needs, plain_text
+from ..core.types import BackendError, ConfigError, DataError, RewardError, needs, plain_text, quoted
 from ..core.names import new_folder
 from ..core.options import nearest
 
@@ -149,15 +149,18 @@ def convert_gguf(gguf: Path, target: Path) -> None:
         tokenizer.save_pretrained(draft)
 
 # %% ../../nbs/task/03_toy.ipynb #6dee1dee
-def _model_error(name: str, got: str) -> BackendError:
+def _model_error(name: Any, got: str) -> BackendError:
     "The error of a name that leads to no model."
     expected = f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id"
     fix = "The first two and a folder need no network; a hub id needs one, or a copy in the Hugging Face cache."
-    return BackendError("model", where=f"load_model({name!r})", got=got, expected=expected, fix=fix)
+    return BackendError("model", where=f"load_model({quoted(name)})", got=got, expected=expected, fix=fix)
 
 
-def model_source(name: str) -> str:
+def model_source(name: str | os.PathLike[str]) -> str:
     "The folder or hub id that a name stands for; converts SmolLM2 on first use."
+    if not isinstance(name, str | os.PathLike):
+        raise _model_error(name, f"a value of type {type(name).__name__}")
+    name = os.fspath(name)
     if name == "tiny":
         return str(tiny_path())
     if name == "smollm2":
@@ -177,7 +180,7 @@ def model_source(name: str) -> str:
 # %% ../../nbs/task/03_toy.ipynb #92e7815c
 def model_and_tokenizer(model: Any, tokenizer: Any = ...) -> tuple[Any, Any]:
     "A model and its tokenizer from a name, from a pair, or as they are; raises `ConfigError` where one is missing."
-    model = load_model(model) if isinstance(model, str) else model
+    model = load_model(model) if isinstance(model, str | os.PathLike) else model
     model, tokenizer = model if isinstance(model, tuple) else (model, tokenizer)
     if tokenizer is ...:  # None = there is none
         fix = "Or name the model: open_local('tiny')."
@@ -212,7 +215,7 @@ def _check_loaded(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 # %% ../../nbs/task/03_toy.ipynb #104e3f23
 def load_model(
-    name: str,  # "tiny", "smollm2", a folder, or a hub id
+    name: str | os.PathLike[str],  # "tiny", "smollm2", a folder, or a hub id
     *,
     dtype: str = "float32",  # "float32", "bfloat16" or "float16"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
