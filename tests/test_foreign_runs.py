@@ -149,12 +149,17 @@ def test_the_command_line_takes_such_a_folder(tool, capsys, tmp_path):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_is_being_written_is_read_up_to_the_last_whole_record(tmp_path):
+def test_what_is_being_written_waits_or_is_said(tmp_path):
     run = shutil.copytree(FOREIGN / "nemo_rl", tmp_path / "nemo")
     file = next(run.rglob("train_data_step1.jsonl"))
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:8]) + lines[8][:500])
-    assert sum(len(g.samples) for g in Run.open(run).record(1).groups) == 8
+    with pytest.raises(RecordError, match="line 9: damaged: got half a line: it is still being written"):
+        Run.open(run).record(1)
+    file.write_bytes(b"".join(lines))
+    file.with_name("train_data_step2.jsonl").write_bytes(b"".join(lines[:8]))
+    assert "step 2 has 8 completions, 12 before: is it still being written?" in Run.open(run).origin
+    file.with_name("train_data_step2.jsonl").unlink()
     file.write_bytes(b"".join([*lines[:3], lines[3][:500] + b"\n", *lines[4:]]))
     with pytest.raises(RecordError, match="line 4"):
         Run.open(run).record(1)
@@ -162,6 +167,14 @@ def test_what_is_being_written_is_read_up_to_the_last_whole_record(tmp_path):
     for rank in (0, 1):
         (dump / f"1_{rank}.pt").write_bytes((dump / f"0_{rank}.pt").read_bytes()[: 900 if rank else None])
     assert Run.open(tmp_path / "miles").steps == [0]
+    exports = shutil.copytree(FOREIGN / "faulty/prime_rl_exports-stale", tmp_path / "exports")
+    next(exports.rglob("step_2/STABLE")).unlink()
+    assert Run.open(exports).steps == [0, 1]
+    rollouts = shutil.copytree(FOREIGN / "prime_rl_rollouts", tmp_path / "rollouts")
+    shutil.copytree(
+        next(rollouts.rglob("step_0/train/all")), next(rollouts.rglob("step_0")).parent / "step_1/train/all"
+    )
+    assert Run.open(rollouts).steps == [0]
     monitors = shutil.copytree(FOREIGN / "prime_rl_monitors", tmp_path / "prime")
     sealed = next(monitors.rglob("stream/00000.jsonl.zst"))
     sealed.write_bytes(sealed.read_bytes()[:-300])

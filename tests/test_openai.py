@@ -632,7 +632,7 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site,
 
 TORTS = {
     "html": (200, b"<html><body>Welcome</body></html>", "got a page of HTML"),
-    "escapes": (400, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\x1b\]0;owned\\x07 \\x1b\[31mno"),
+    "escapes": (400, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\u001b\]0;owned\\u0007 \\u001b\[31mno"),
 }
 
 

@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import signal
+import stat
 import sys
 import threading
 import warnings
@@ -222,11 +223,24 @@ def new_folder(path: Path, replace: bool = False, flush: bool = True) -> Iterato
     _flush(path.parent)
 
 # %% ../../nbs/core/01_names.ipynb #489737e6
-def read_file(path: Path) -> bytes:
-    "The bytes of a file; raises OSError for what is no ordinary one."
-    if path.exists() and not path.is_file():
+MAX_FILE = 2**32  # bytes that are read of a file
+MAX_TEXT = 2**29  # bytes of JSON or YAML, whose objects take several times as much memory
+
+
+def open_file(path: Path, limit: int = MAX_FILE) -> IO[bytes]:
+    "A file to read; raises OSError for a pipe, a device or a folder, and for one of more bytes than the limit."
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not an ordinary file", str(path))
-    return path.read_bytes()
+    if status.st_size > limit:
+        raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, and at most {limit:,} are read", str(path))
+    return path.open("rb")
+
+
+def read_file(path: Path, limit: int = MAX_FILE) -> bytes:
+    "The bytes of a file; raises OSError as `open_file` does."
+    with open_file(path, limit) as file:
+        return file.read()
 
 
 def lock_file(path: Path) -> int:  # its handle: close it to let go

@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import traceback
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -59,17 +60,34 @@ def quoted(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else text[:limit] + " …"
 
 
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories of what acts and does not show: escapes, directions
+_OTHERS = re.compile(r"[^ -~]")
+
+
+def escape_unseen(text: str, keep: str = "\n\t") -> str:
+    "A text in which characters that act and do not show are written out by number, for pages, terminals and logs."
+
+    def written(match: re.Match[str]) -> str:
+        char = match[0]
+        acts = unicodedata.category(char) in UNSEEN and char not in keep
+        return f"\\u{ord(char):04x}" if acts else char
+
+    return _OTHERS.sub(written, text)
+
+
 def plain_text(value: Any) -> str:
-    "A value as text that every terminal and file takes: control characters and lone surrogates are written out."
+    "A value as text that every terminal and file takes, see `escape_unseen`."
     try:
         text = str(value)
     except Exception:  # a foreign str, such as an exception's
         text = quoted(value)
-    text = _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
-    return text.encode("utf-8", "backslashreplace").decode()
+    return escape_unseen(text)
 
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a terminal obeys; line ends and tabs aside
+def say(value: Any) -> None:
+    "Print a value as plain text, with what the encoding of the output lacks written out."
+    text, encoding = plain_text(value), getattr(sys.stdout, "encoding", None) or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
 
 # %% ../../nbs/core/00_types.ipynb #e00884f1
 _NOTHING = object()

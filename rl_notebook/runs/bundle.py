@@ -5,7 +5,6 @@
 # %% ../../nbs/runs/06_bundle.ipynb #3063625f
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 
 from ..core.types import RecordError
 from .foreign import Reader, Row
-from .records import BUNDLE_FORMAT
+from .records import BUNDLE_FORMAT, read_arrays, read_json
 
 # %% auto #0
 __all__ = []
@@ -28,16 +27,17 @@ class Bundles(Reader):
 
     def _read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:  # facts, arrays
         path = self.files[step][0]
-        facts, arrays = json.loads(path.read_bytes()), path.with_suffix(".npz")
+        facts = read_json(path, BUNDLE_FORMAT)
         if facts.get("format") != BUNDLE_FORMAT:
             got, fix = str(facts.get("format")), "Read it with the version of rl_notebook that knows it."
             raise RecordError("format", where=str(path), got=got, expected=BUNDLE_FORMAT, fix=fix)
-        if arrays.exists():
-            with np.load(arrays, allow_pickle=False) as found:
-                return facts, dict(found)
-        from safetensors.numpy import load
-
-        return facts, load(path.with_suffix(".safetensors").read_bytes())
+        packed = path.with_suffix(".npz")
+        arrays = read_arrays(packed if packed.exists() else path.with_suffix(".safetensors"))
+        for name, values in arrays.items():
+            if values.ndim != 1 or values.dtype.kind not in "biuf":
+                got, where = f"{values.ndim} dimensions of {values.dtype}", str(path)
+                raise RecordError(f"array {name}", where=where, got=got, expected="one dimension of numbers")
+        return facts, arrays
 
     def _rows(self, step: int) -> Iterator[Row]:
         facts, arrays = self._read(step)

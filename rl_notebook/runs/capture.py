@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
@@ -18,23 +19,43 @@ from typing import Any
 
 import numpy as np
 
+from ..core.names import open_file
 from ..core.types import RecordError
-from .foreign import Reader, Row, parsed, text_lines
+from .foreign import MAX_LINE, Reader, Row, parsed, text_lines
+from .records import check_unpacked, parsing
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/runs/05_capture.ipynb #c3113872
+QUERY_LIMIT_S = 30.0  # seconds that a query may take
+
+
+def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[Any], packed: int) -> list[tuple[Any, ...]]:
+    "The rows of a query, which ends after a time, and raises ValueError where they are larger than they may be."
+    end, rows, size = time.monotonic() + QUERY_LIMIT_S, list[tuple[Any, ...]](), 0
+    connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_LINE)
+    for row in connection.execute(query, values):
+        size += 64 * len(row) + sum(len(value) for value in row if isinstance(value, str | bytes))
+        check_unpacked(packed, size)
+        rows.append(row)
+    return rows
+
+
 def _ask(path: Path, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
     "Rows of a store that may be written to meanwhile; raises RecordError where it cannot be read."
-    error = ""
-    for how in ("mode=ro", "mode=ro&immutable=1"):  # the second where no journal can be made beside it
+    with parsing(path, "a capture store of tinker-cookbook"):
+        files = [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))]
+        for file in files[:1] + [file for file in files[1:] if file.exists()]:
+            open_file(file).close()
+        address, size = path.resolve().as_uri(), path.stat().st_size
         try:
-            with closing(sqlite3.connect(f"{path.resolve().as_uri()}?{how}", uri=True)) as connection:
-                return connection.execute(query, values).fetchall()
-        except sqlite3.Error as e:
-            error = str(e)
-    raise RecordError("cannot read", where=str(path), got=error, expected="a capture store of tinker-cookbook")
+            with closing(sqlite3.connect(f"{address}?mode=ro", uri=True)) as connection:
+                return _fetch(connection, query, values, size)
+        except sqlite3.OperationalError:  # where no journal can be made beside it
+            with closing(sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)) as connection:
+                return _fetch(connection, query, values, size)
 
 
 _ITERATION, _SESSION = re.compile(rb'"iteration":\s*(\d+)'), re.compile(rb'"sampling_session_id":\s*"([^"]*)"')

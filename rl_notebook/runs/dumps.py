@@ -5,18 +5,23 @@
 # %% ../../nbs/runs/02_dumps.ipynb #58aa8ac2
 from __future__ import annotations
 
+import io
+import math
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 
+from ..core.names import open_file, read_file
 from ..core.types import RecordError
 from .foreign import Reader, Row, renamed
-from .records import read_table
+from .records import check_unpacked, check_zip, parsing, read_table
 
 # %% auto #0
 __all__ = []
@@ -58,22 +63,47 @@ class PrimeExports(Reader):
     told = "no samples without advantage, so groups are incomplete and advantages are not compared with rewards"
     hook = "rewards and versions are in `rollouts/` or `monitors/` of the same run"
 
+    @cached_property
+    def files(self) -> dict[int, list[Path]]:
+        "The files of each step; where steps are marked as `STABLE`, one that is not yet is left out."
+        found = super().files
+        stable = {step: paths for step, paths in found.items() if (paths[0].parent / "STABLE").exists()}
+        return stable or found
+
 # %% ../../nbs/runs/02_dumps.ipynb #422a6139
+def element_count(value: Any, counts: dict[int, float]) -> float:
+    "Elements of nested lists and tensors, a shared one as often as it stands there; infinite where one holds itself."
+    if hasattr(value, "numel"):
+        return value.numel()
+    if not isinstance(value, Mapping | list | tuple | set):
+        return 1
+    if id(value) not in counts:
+        counts[id(value)] = math.inf
+        parts = value.values() if isinstance(value, Mapping) else value
+        counts[id(value)] = 1 + sum(
+            1 if isinstance(part, int | float) else element_count(part, counts) for part in parts
+        )
+    return counts[id(value)]
+
+
 def load_pt(path: Path, allowed: Sequence[Any] = ()) -> dict[str, Any]:
     "The dict in a file of `torch.save`, without unpickling; raises RecordError for what needs that."
     import torch
 
-    try:
-        with torch.serialization.safe_globals(list(allowed)):
-            found = torch.load(path, map_location="cpu", weights_only=True)
-        if isinstance(found, Mapping):
-            return dict(found)
-        got, fix = type(found).__name__, None
-    except UnpicklingError:
-        got, fix = "objects that only unpickling brings back, which may run any code", OWNERS_SCRIPT
-    except (OSError, RuntimeError, EOFError, ValueError) as e:
-        got, fix = f"{type(e).__name__}: {e}".splitlines()[0][:120], "Is it still being written?"
-    raise RecordError("not readable", where=str(path), got=got, expected="tensors, lists, texts and numbers", fix=fix)
+    expected = "tensors, lists, texts and numbers"
+    with parsing(path, expected, fix="Is it still being written?"):
+        data = read_file(path)
+        check_zip(data)
+        try:
+            with torch.serialization.safe_globals(list(allowed)):
+                found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except UnpicklingError as e:
+            got = "objects that only unpickling brings back, which may run any code"
+            raise RecordError("not readable", where=str(path), got=got, expected=expected, fix=OWNERS_SCRIPT) from e
+        check_unpacked(len(data), 8 * element_count(found, {}))
+        if not isinstance(found, Mapping):
+            raise TypeError(f"a {type(found).__name__}")
+        return dict(found)
 
 
 OWNERS_SCRIPT = "Whoever trusts it can write a bundle in the trainer's environment: examples/bundles has writers."
@@ -86,7 +116,14 @@ class PtFiles(Reader):
     def steps(self) -> list[int]:
         "The steps whose files are written to their end; all have as many."
         count = max(map(len, self.files.values()), default=0)
-        return [n for n, paths in self.files.items() if len(paths) == count and all(map(zipfile.is_zipfile, paths))]
+        return [n for n, paths in self.files.items() if len(paths) == count and all(map(_written, paths))]
+
+
+def _written(path: Path) -> bool:
+    "Whether a file of `torch.save` has its end, or is none at all, which reading it says."
+    with suppress(OSError), open_file(path) as file:
+        return zipfile.is_zipfile(file)
+    return True
 
 # %% ../../nbs/runs/02_dumps.ipynb #d8bed490
 _SLIME = {"tokens": "tokens", "loss_masks": "loss_mask", "loss_mask": "loss_mask", "advantages": "advantages"}

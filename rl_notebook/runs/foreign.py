@@ -8,21 +8,23 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import IO, Any, ClassVar, Self
 
 import numpy as np
 
 from ..core.advantages import group_advantages
 from ..core.gaps import gap_between
 from ..core.metrics import step_metrics
-from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RLNotebookError, RolloutSample
-from .records import StepRecord
+from ..core.names import open_file
+from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from .records import StepRecord, check_kinds, check_unpacked, parsing
 
 # %% auto #0
 __all__ = []
@@ -70,8 +72,10 @@ def renamed(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 # %% ../../nbs/runs/01_foreign.ipynb #36bdb1f9
 def placed(row: Row) -> Row:
     "The row with every series as long as its tokens, NaN where it has none; raises RecordError for other lengths."
-    n = len(row.tokens)
-    found: dict[str, Any] = {"tokens": np.asarray(row.tokens), "text": row.text or "(no text)" * (not n)}
+    n, tokens = len(row.tokens), np.asarray(row.tokens)
+    if (n and not np.equal(tokens, np.round(tokens)).all()) or np.isinf(tokens).any():
+        raise RecordError("tokens of a completion", got="a number that is no whole one", expected="ids")
+    found: dict[str, Any] = {"tokens": tokens, "text": row.text or "(no text)" * (not n)}
     for name in PER_TOKEN:
         values = getattr(row, name)
         if values is not None and np.ndim(values) > 0:
@@ -218,28 +222,42 @@ def record_of(
         updates=tuple(updates) if sum(updates) == len(place) else (),
         origin=origin,
     )
-    return replace(record, metrics={**(metrics or {}), **_measured(record, whole)})
+    record = replace(record, metrics={**(metrics or {}), **_measured(record, whole)})
+    check_kinds(record)
+    return record
 
 # %% ../../nbs/runs/01_foreign.ipynb #1439faaa
+MAX_LINE = 2**28  # bytes of a line of JSON
+
+
+def _unpacked(file: IO[bytes]) -> IO[bytes]:
+    "The content of a `.zst` as far as it is written."
+    import pyarrow as pa
+
+    content = io.BytesIO()
+    with pa.CompressedInputStream(pa.PythonFile(file), "zstd") as stream, suppress(OSError):  # its end may be cut
+        while part := stream.read(1 << 20):
+            content.write(part)
+            check_unpacked(os.fstat(file.fileno()).st_size, content.tell())
+    content.seek(0)
+    return content
+
+
 def text_lines(path: Path) -> Iterator[bytes]:
     "The lines of a file, or of a `.zst` as far as it is written; raises RecordError where it cannot be read."
-    try:
-        if path.suffix != ".zst":
-            with path.open("rb") as f:
-                yield from f
-            return
-        import pyarrow as pa
-
-        parts = list[bytes]()
-        with pa.input_stream(str(path), compression="zstd") as stream, suppress(OSError):  # the last frame may be cut
-            while part := stream.read(1 << 20):
-                parts.append(part)
-        yield from io.BytesIO(b"".join(parts))
-    except OSError as e:
-        raise RecordError("cannot read", where=str(path), got=e.strerror or str(e)) from e
+    with parsing(path, "lines of JSON"), open_file(path) as file:
+        lines = _unpacked(file) if path.suffix == ".zst" else file
+        while line := lines.readline(MAX_LINE):
+            if len(line) == MAX_LINE:
+                raise ValueError(f"a line of {MAX_LINE:,} bytes or more")
+            yield line
 
 
-def parsed(lines: Iterable[bytes], path: Path | str = "a line") -> Iterator[dict[str, Any]]:
+def parsed(
+    lines: Iterable[bytes],
+    path: Path | str = "a line",
+    grows: bool = True,  # later steps are added to the file, so that its last line may be cut; else the step waits
+) -> Iterator[dict[str, Any]]:
     "The objects of JSON lines up to the last whole one; raises RecordError for a damaged one before it."
     for number, line in enumerate(lines, start=1):
         try:
@@ -247,9 +265,9 @@ def parsed(lines: Iterable[bytes], path: Path | str = "a line") -> Iterator[dict
             if not isinstance(row, dict):
                 raise ValueError(f"a {type(row).__name__}")
         except (ValueError, RecursionError) as e:
-            if not line.endswith(b"\n"):
+            if grows and not line.endswith(b"\n"):
                 return
-            got = f"{type(e).__name__}: {e}"[:120]
+            got = f"{type(e).__name__}: {e}"[:120] if line.endswith(b"\n") else "half a line: it is still being written"
             raise RecordError("damaged", where=f"{path}, line {number}", got=got, expected="a JSON object") from e
         yield row
 
@@ -264,6 +282,7 @@ class Reader:
     kept: ClassVar[tuple[str, ...]] = ()  # fields that go into `info` as they are
     names: ClassVar[Mapping[str, str]] = {}  # of its fields, theirs to ours
     whole: ClassVar[bool] = True  # whether every completion of a group is in the files
+    grows: ClassVar[bool] = False  # whether later steps are added to its files
     logged: ClassVar[str] = ""  # a file of metrics, lines with `step`
     told: ClassVar[str] = ""  # what the format rounds, leaves out or writes twice
     hook: ClassVar[str] = ""  # what brings the series that are absent
@@ -289,8 +308,10 @@ class Reader:
 
     @property
     def _fits(self) -> bool:  # whether a first line is as this trainer writes it
-        first = next(self._lines(next(iter(self.files))), {}) if self.keys and self.files else {}
-        return {*self.keys} <= first.keys()
+        for step in self.files if self.keys else ():
+            with suppress(RecordError):  # a damaged step says nothing about the others
+                return {*self.keys} <= next(self._lines(step), {}).keys()
+        return not self.keys
 
     @cached_property
     def files(self) -> dict[int, list[Path]]:
@@ -307,7 +328,7 @@ class Reader:
         return list(self.files)
 
     def _lines(self, step: int) -> Iterator[dict[str, Any]]:
-        return (line for path in self.files[step] for line in parsed(text_lines(path), path))
+        return (line for path in self.files[step] for line in parsed(text_lines(path), path, self.grows))
 
     def _rows(self, step: int) -> Iterable[Row]:  # the completions of a step
         for line in self._lines(step):
@@ -315,15 +336,15 @@ class Reader:
             yield Row(**renamed(line, self.names), info=info)
 
     @cached_property
-    def _metrics(self) -> dict[Any, dict[str, float]]:  # that the trainer logged, by step
-        path, found = self.path / self.logged, dict[Any, dict[str, float]]()
+    def _metrics(self) -> dict[str, dict[str, float]]:  # that the trainer logged, by step
+        path, found = self.path / self.logged, dict[str, dict[str, float]]()
         for line in parsed(text_lines(path), path) if path.is_file() else ():
-            told = {n: float(v) for n, v in line.items() if isinstance(v, int | float) and n not in ("step", "time")}
-            found.setdefault(line.get("step"), {}).update(told)
+            told = {n: v for n, v in line.items() if isinstance(v, int | float) and n not in ("step", "time")}
+            found.setdefault(str(line.get("step")), {}).update(told)
         return found
 
     def _about(self, step: int) -> dict[str, Any]:  # further arguments of `record_of`
-        return {"metrics": self._metrics.get(step, {})}
+        return {"metrics": self._metrics.get(str(step), {})}
 
     def record(self, step: int) -> StepRecord:
         "The record of a step; raises RecordError where its files are not as this trainer writes them."
@@ -333,16 +354,9 @@ class Reader:
             facts = {"origin": self.origin, "whole": self.whole, **self._about(step)}
             return record_of(list(self._rows(step)), step, **facts)
 
-    @contextmanager
-    def as_written(self, step: int) -> Iterator[None]:
+    def as_written(self, step: int) -> AbstractContextManager[None]:
         "Raise RecordError with the place for what a file of a step should not hold."
-        try:
-            yield
-        except (RLNotebookError, ValueError, TypeError, KeyError, IndexError, AttributeError) as e:
-            if isinstance(e, RecordError) and e.where:
-                raise
-            got, expected = f"{type(e).__name__}: {e}"[:200], f"what {self.origin} writes"
-            raise RecordError(f"step {step}", where=str(self.path), got=got, expected=expected) from e
+        return parsing(self.path, f"what {self.origin} writes in step {step}")
 
 # %% ../../nbs/runs/01_foreign.ipynb #055c2f75
 def told_reader(reader: Reader) -> str:
@@ -350,12 +364,16 @@ def told_reader(reader: Reader) -> str:
     steps = reader.steps
     if not steps:
         return f"{reader.origin} at {reader.path}: no step is written to its end yet"
-    rows = list[Row]()
+    rows, counts = list[Row](), list[int]()
     for step in steps[-3:]:  # the newest may not be trained yet
-        with reader.as_written(step):
-            rows += without_filler([placed(row) for row in reader._rows(step)])
+        with suppress(RecordError), reader.as_written(step):  # a damaged step is left out by name where it is read
+            found = without_filler([placed(row) for row in reader._rows(step)])
+            rows += found
+            counts.append(len(found))
     there = [n for n in SHOWN if any(getattr(r, n) is not None and np.size(getattr(r, n)) for r in rows)]
     lines = [f"{reader.origin} at {reader.path}: {len(steps)} step{'s' * (len(steps) > 1)}, {steps[0]} to {steps[-1]}"]
+    if counts[1:] and counts[-1] < counts[-2]:
+        lines += [f"step {steps[-1]} has {counts[-1]} completions, {counts[-2]} before: is it still being written?"]
     lines += [f"there: {', '.join(there)}", f"absent: {', '.join(n for n in SHOWN if n not in there)}"]
     lines += [f"to have what is absent: {reader.hook}", *filter(None, [reader.told])]
     return "\n".join(lines)

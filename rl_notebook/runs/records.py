@@ -12,12 +12,16 @@ import io
 import json
 import math
 import os
+import types
+import typing
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime, timedelta
 from datetime import time as dt_time
 from decimal import Decimal
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,11 +29,12 @@ import numpy as np
 import pandas as pd
 
 from ..core.advantages import is_dead
+from ..core.losses import LossOptions
 from ..core.metrics import reward_names
 from ..backends.base import GradNormalization
 from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
 from ..show.html import folded, html_table, prompt_text, step_html
-from ..core.names import from_file, new_folder, read_file, write_file
+from ..core.names import MAX_FILE, MAX_TEXT, from_file, new_folder, read_file, write_file
 
 # %% auto #0
 __all__ = ['StepRecord']
@@ -407,6 +412,42 @@ def _loss(plain: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray]) -> 
     logprobs = tuple(Logprobs(v, **decode(s), entropy=h) for v, h, s in parts)
     return LossOutput(logprobs=logprobs, dlogprobs=tuple(dlogprobs), **others)
 
+# %% ../../nbs/runs/00_records.ipynb #22a761b6
+_hints = cache(typing.get_type_hints)
+
+
+def misfit(value: Any, hint: Any, place: str) -> str:
+    "The place of the first value that is not of its annotated kind; empty where all are."
+    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    if kind in (typing.Union, types.UnionType):
+        return "" if any(not misfit(value, part, place) for part in parts) else place
+    if kind is tuple and isinstance(value, tuple):
+        each = parts[:1] * len(value) if parts[1:] == (...,) else parts
+        inside = [(v, part, f"{place}[{i}]") for i, (v, part) in enumerate(zip(value, each, strict=False))]
+        return next(filter(None, (misfit(*at) for at in inside)), "" if len(value) == len(each) else place)
+    if kind is Mapping and isinstance(value, Mapping):
+        inside = [at for k, v in value.items() for at in ((k, parts[0], place), (v, parts[1], f"{place}[{k!r:.40}]"))]
+        return next(filter(None, (misfit(*at) for at in inside)), "")
+    if is_dataclass(hint) and isinstance(value, hint):
+        inside = [(getattr(value, name), part, f"{place}.{name}") for name, part in _hints(hint).items()]
+        return next(filter(None, (misfit(*at) for at in inside)), "")
+    if hint in (int, float):
+        numbers = int | float | np.number if hint is float else int | np.integer
+        fits = isinstance(value, numbers) and (hint is float or not isinstance(value, bool))
+        return "" if fits and not (isinstance(value, int) and abs(value) >= 2**63) else place
+    fits = hint is Any or (value in parts if kind is typing.Literal else isinstance(value, kind or hint))
+    return "" if fits else place
+
+
+def check_kinds(record: StepRecord) -> None:
+    "Raise RecordError for the first value of a record that is not of the kind that its field is annotated with."
+    place = misfit(record, StepRecord, "record")
+    for name, hint in _hints(LossOptions).items():  # of those, a view computes with the numbers
+        if name in record.options and not {*typing.get_args(hint)} - {int, float, type(None)}:
+            place = place or misfit(record.options[name], hint | None, f"record.options[{name!r}]")
+    if place:
+        raise RecordError("a value of another kind", got=place, expected="the kind that its field is annotated with")
+
 # %% ../../nbs/runs/00_records.ipynb #bb39a4cc
 def restore_record(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray], tokens: pd.DataFrame) -> StepRecord:
     "The record that was written; raises RecordError where the parts do not fit each other."
@@ -414,10 +455,12 @@ def restore_record(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray], t
         groups, datums = _groups(plain["groups"], tokens), _datums(plain["datums"], arrays)
         parts = {"groups": groups, "datums": datums, "loss": _loss(plain["loss"], arrays)}
         others = {name: decode(v) for name, v in plain.items() if name not in parts and name != "format"}
-        return StepRecord(**others, **parts)
+        record = StepRecord(**others, **parts)
     except MISFITS as e:
         got = f"{type(e).__name__} ({e})"
         raise RecordError("parts of a record do not fit", got=got, expected=f"what {RECORD_FORMAT} holds") from e
+    check_kinds(record)
+    return record
 
 # %% ../../nbs/runs/00_records.ipynb #9e34e1ce
 @contextmanager
@@ -456,7 +499,7 @@ def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
     "The JSON file that describes a folder, once its format is the one known here and its files are all there."
     path = folder / name
     with os_errors("cannot read", path):
-        text = read_file(path)
+        text = read_file(path, MAX_TEXT)
     try:
         plain = json.loads(text)
         found, listed_files = plain["format"], [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
@@ -471,9 +514,9 @@ def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
         raise RecordError("damaged", where=str(path), got=got, expected=expected, fix=fix)
     with os_errors("cannot read", folder):
         for file, size, listed in listed_files:
-            there = _fingerprint(folder / file) if (folder / file).is_file() else None
-            if there != listed:
-                got = "missing" if there is None else f"{there['bytes']} bytes of other content"
+            there = (folder / file).stat().st_size if (folder / file).is_file() else None
+            if str(there) != size or _fingerprint(folder / file) != listed:
+                got = "missing" if there is None else f"{there} bytes of other content"
                 expected = f"the {size} bytes that were written"
                 raise RecordError("damaged", where=str(folder / file), got=got, expected=expected, fix=fix)
     return plain
@@ -490,6 +533,92 @@ def write_described(folder: Path, name: str, plain: Mapping[str, Any]) -> None:
     whole = json.loads(json.dumps({**plain, "files": files}, allow_nan=False))
     (folder / name).write_text(json.dumps({**whole, "sha256": _digest(whole)}, indent=1), encoding="utf-8")
 
+# %% ../../nbs/runs/00_records.ipynb #b424ac8f
+@contextmanager
+def parsing(path: Path, expected: str, fix: str | None = None) -> Iterator[None]:
+    "Raise RecordError, with the name of the file, for whatever a library raises over its bytes."
+    try:
+        yield
+    except Exception as e:  # of pyarrow, numpy, zlib, torch or sqlite, and for want of memory
+        if isinstance(e, RecordError) and e.where:
+            raise
+        words = e.strerror if isinstance(e, OSError) and e.strerror else f"{type(e).__name__}: {e}"
+        got = " ".join(words.split())[:160]
+        raise RecordError("not readable", where=str(path), got=got, expected=expected, fix=fix) from e
+
+
+UNPACKED = 64  # times the bytes of a packed file that it may become, or `ALWAYS_UNPACKED` bytes
+ALWAYS_UNPACKED = 2**28
+
+
+def check_unpacked(packed: int, unpacked: float) -> None:
+    "Raise ValueError where a file of so many bytes becomes more than it may."
+    limit = min(MAX_FILE, max(ALWAYS_UNPACKED, UNPACKED * packed))
+    if unpacked > limit:
+        raise ValueError(f"{packed:,} bytes become more than {limit:,}")
+
+
+def check_zip(data: bytes) -> None:
+    "Raise ValueError where the files in an archive are larger than they may be; `BadZipFile` for no archive."
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        check_unpacked(len(data), sum(entry.file_size for entry in archive.infolist()))
+
+# %% ../../nbs/runs/00_records.ipynb #5f756244
+def read_json(path: Path, expected: str = "JSON") -> Any:
+    "The value in a JSON file; raises RecordError where it cannot be read."
+    with parsing(path, expected):
+        return json.loads(read_file(path, MAX_TEXT))
+
+
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
+    "The arrays in a safetensors or npz file; raises RecordError where it cannot be read."
+    from safetensors.numpy import load
+
+    with parsing(path, "arrays of numbers"):
+        data = read_file(path)
+        if path.suffix != ".npz":
+            return load(data)
+        check_zip(data)
+        with np.load(io.BytesIO(data), allow_pickle=False) as archive:
+            return dict(archive)
+
+# %% ../../nbs/runs/00_records.ipynb #c71e9cd4
+def _text_bytes(values: Any) -> int:
+    "Bytes of the texts in an Arrow array whose equal texts are kept once."
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if pa.types.is_dictionary(values.type):
+        return pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0
+    if pa.types.is_struct(values.type):
+        return sum(map(_text_bytes, values.flatten()))
+    return _text_bytes(values.flatten()) if pa.types.is_nested(values.type) else 0
+
+
+def _check_table(data: bytes) -> None:
+    "Raise ValueError where a parquet file becomes larger than it may: packed pages, repeated numbers or texts."
+    import pyarrow.parquet as pq
+
+    source = pq.ParquetFile(io.BytesIO(data))
+    about, schema = source.metadata, source.schema
+    chunks = [about.row_group(g).column(c) for g in range(about.num_row_groups) for c in range(about.num_columns)]
+    widths = [max(8, schema.column(c).length or 0) for c in range(about.num_columns)] * about.num_row_groups
+    sizes = [max(c.total_uncompressed_size, w * c.num_values) for c, w in zip(chunks, widths, strict=True)]
+    check_unpacked(len(data), sum(sizes))
+    texts = [c for c in chunks if c.physical_type == "BYTE_ARRAY"]
+    if sum(c.num_values * c.total_uncompressed_size for c in texts) > ALWAYS_UNPACKED:
+        names = sorted({c.path_in_schema for c in texts})
+        table = pq.ParquetFile(io.BytesIO(data), read_dictionary=names).read()
+        check_unpacked(len(data), sum(_text_bytes(part) for column in table.columns for part in column.chunks))
+
+
+def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
+    "A parquet file of a step; raises RecordError where it cannot be read, or lacks a column."
+    with parsing(path, f"a parquet table with {', '.join(columns)}" if columns else "a parquet table"):
+        data = read_file(path)
+        _check_table(data)
+        return pd.read_parquet(io.BytesIO(data), columns=columns)
+
 # %% ../../nbs/runs/00_records.ipynb #42049c47
 def write_record(record: StepRecord, folder: Path) -> None:
     "Write a record as four files."
@@ -504,24 +633,14 @@ def write_record(record: StepRecord, folder: Path) -> None:
     write_described(folder, "record.json", plain)
 
 
-def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
-    "A parquet file of a step; raises RecordError where it cannot be read."
-    try:
-        return pd.read_parquet(io.BytesIO(read_file(path)), columns=columns)
-    except (OSError, ValueError) as e:
-        raise RecordError("not readable", where=str(path), got=" ".join(str(e).split())[:120]) from e
-
-
 def read_record(folder: str | os.PathLike[str], trusted: Collection[str] | None = ()) -> StepRecord:
     "Read a record; raises RecordError with the reason when a file is missing, damaged or of another format."
-    from safetensors.numpy import load
-
     folder = Path(folder)
     plain = read_described(folder, "record.json", RECORD_FORMAT)
     plain.pop("files")
     plain |= {"options": from_file(plain.get("options"), str(folder), trusted)}
-    with os_errors("cannot read", folder):
-        arrays, tokens = load(read_file(folder / "arrays.safetensors")), read_table(folder / "tokens.parquet")
+    arrays = read_arrays(folder / "arrays.safetensors")
+    tokens = read_table(folder / "tokens.parquet")
     try:
         return restore_record(plain, arrays, tokens)
     except RecordError as e:

@@ -9,6 +9,7 @@ import html
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -27,7 +28,7 @@ from ..core.options import marked
 from ..config.aliases import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
 from ..core.types import RecordError, RLNotebookError
 from ..show.html import html_table
-from ..core.names import from_file, lock_file, names_in, names_noted, note_started, read_file
+from ..core.names import MAX_TEXT, from_file, lock_file, names_in, names_noted, note_started, read_file
 from ..core.names import trusted_names, write_file
 from .bundle import Bundles, SkyRL, VerlPickles
 from .capture import TinkerCookbook
@@ -36,7 +37,17 @@ from .dumps import VerlTexts
 from .foreign import Reader, told_reader
 from .tables import Trl, VerlBatches
 from .traces import PrimeMonitors, PrimeRollouts, Verifiers
-from .records import MISFITS, StepRecord, decode, encode, os_errors, read_described, read_record
+from rl_notebook.runs.records import (
+    MISFITS,
+    StepRecord,
+    decode,
+    encode,
+    misfit,
+    os_errors,
+    read_described,
+    read_json,
+    read_record,
+)
 from .records import replace_text, staged_folder, utf8, write_described, write_record
 
 # %% auto #0
@@ -66,7 +77,7 @@ def _config_yaml(config: Config | Mapping[str, Any]) -> str:
 def _read_config(path: Path) -> dict[str, Any]:
     "The settings in a `config.yaml`; raises RecordError where it holds none."
     with os_errors("cannot read", path):
-        text = read_file(path)
+        text = read_file(path, MAX_TEXT)
     try:
         config = yaml_value(text.decode())
         if not isinstance(config, dict):
@@ -89,7 +100,7 @@ def differing(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, A
 
 def _kept_configs(path: Path, step: int) -> list[Path]:
     "Earlier settings that hold for a step or later ones: `config-LAST.yaml`, up to its last step."
-    found = {int(p.stem[7:]): p for p in path.glob("config-*.yaml") if p.stem[7:].isdecimal() and p.is_file()}
+    found = {int(p.stem[7:]): p for p in path.glob("config-*.yaml") if _NUMBER.fullmatch(p.stem[7:]) and p.is_file()}
     return [found[last] for last in sorted(found) if last >= step]
 
 
@@ -186,12 +197,12 @@ def _append_line(path: Path, line: str) -> None:
 def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:  # objects, and notes about what is left out
     "The objects of a JSON Lines file; lines that are damaged are left out and reported."
     with os_errors("cannot read", path):
-        *whole, tail = read_file(path).split(b"\n")
+        *whole, tail = read_file(path, MAX_TEXT).split(b"\n")
     rows, notes = [], []
     for number, line in enumerate(whole, start=1):
         try:
             rows.append(_open_row(line))
-        except (ValueError, RecursionError) as e:
+        except (RecordError, *MISFITS) as e:
             got = f"{type(e).__name__}: {e}".splitlines()[0][:80]
             notes.append(f"{path.name}, line {number}: damaged and left out ({got})")
     return rows, notes + ([f"{path.name}: the last line was half written and is left out"] if tail else [])
@@ -203,7 +214,10 @@ def _open_row(line: bytes) -> dict[str, Any]:
     if not isinstance(row, dict) or type(row.get("step")) is not int:
         raise ValueError("no object with a step")
     row.pop("crc32", None)  # of earlier runs
-    if any(not isinstance(v, int | float | dict | None) for k, v in row.items() if k != "reason"):
+    values = {name: decode(value) for name, value in row.items()}
+    if place := misfit({name: v for name, v in values.items() if v is not None}, Mapping[str, str | float], "row"):
+        raise ValueError(f"a value that is no number: {place}")
+    if any(isinstance(value, str) for name, value in values.items() if name != "reason"):
         raise ValueError("a value that is no number")
     return row
 
@@ -213,10 +227,13 @@ RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "steps", "checkpoints",
 RUN_FILES += ("report.html",)
 
 
+_NUMBER = re.compile(r"[0-9]{1,15}")
+
+
 def _numbered(folder: Path) -> list[int]:
     "Numbers of the finished folders in a folder, in order."
     with os_errors("cannot read", folder):
-        return sorted(int(p.name) for p in folder.iterdir() if p.name.isdigit()) if folder.is_dir() else []
+        return sorted(int(p.name) for p in folder.iterdir() if _NUMBER.fullmatch(p.name)) if folder.is_dir() else []
 
 # %% ../../nbs/runs/07_run.ipynb #fa2fe998
 READERS: tuple[type[Reader], ...] = (Bundles, NemoRL, PrimeExports, PrimeRollouts, PrimeMonitors, Verifiers)
@@ -634,11 +651,11 @@ def read_best(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(folder) / BEST
     if not path.exists():
         return None
+    found = read_json(path, "step, metric, value and checkpoint")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
         numbers = {"step": int(found["step"]), "value": float(found["value"])}
         return numbers | {name: str(found[name]) for name in ("metric", "checkpoint")}
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except MISFITS as error:
         expected = "step, metric, value and checkpoint"
         raise RecordError(BEST, where=str(folder), got=str(error), expected=expected) from error
 

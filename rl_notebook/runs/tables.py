@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from ..core.types import RecordError
 from .dumps import PtFiles, VerlTexts, load_pt
 from .foreign import Reader, Row, renamed
 from .records import read_table
@@ -49,15 +51,13 @@ class Trl(Reader):
     @cached_property
     def files(self) -> dict[int, list[Path]]:
         "The files that are whole and do not repeat the generation before them."
-        import pyarrow.parquet as pq
-
         kept, last = dict[int, list[Path]](), None
         for step, paths in super().files.items():
-            with paths[0].open("rb") as f:
-                f.seek(max(0, paths[0].stat().st_size - 4))
-                if f.read() != b"PAR1":
-                    continue
-            drawn = pq.read_table(paths[0], columns=["prompt", "completion"])
+            try:
+                drawn = read_table(paths[0], ["prompt", "completion"]).map(repr)
+            except RecordError:  # reading the step says why
+                kept[step] = paths
+                continue
             if last is None or not drawn.equals(last):
                 kept[step] = paths
             last = drawn
@@ -72,9 +72,11 @@ class Trl(Reader):
     @cached_property
     def _weights(self) -> np.ndarray | None:  # of the reward functions, from steps of all of the run
         scores, advantages = [], []
-        for table, functions in map(self._table, self.steps[:: 1 + len(self.steps) // 20]):
-            scores += [own[functions].to_numpy(float) for _, own in table.groupby("group")]
-            advantages += [own["advantage"].to_numpy(float) for _, own in table.groupby("group")]
+        for step in self.steps[:: 1 + len(self.steps) // 20]:
+            with suppress(RecordError), self.as_written(step):
+                table, functions = self._table(step)
+                scores += [own[functions].to_numpy(float) for _, own in table.groupby("group")]
+                advantages += [own["advantage"].to_numpy(float) for _, own in table.groupby("group")]
         return reward_weights(scores, advantages)
 
     def _rows(self, step: int) -> Iterator[Row]:

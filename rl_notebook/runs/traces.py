@@ -104,6 +104,13 @@ class PrimeRollouts(Reader):
 
     origin, signature, number = "prime-rl (rollouts)", "rollouts/step_*/train/*/traces.jsonl", r"step_(\d+)"
     told, logged = ROUNDED, "metrics.jsonl"
+
+    @property
+    def steps(self) -> list[int]:
+        "The steps that have `effective` beside `all`, as the others."
+        count = max(map(len, self.files.values()), default=0)
+        return [step for step, paths in self.files.items() if len(paths) == count]
+
     hook = "trainer logprobs are in `token_exports/` of the same run, with trainer.enable_token_export"
 
     def _rows(self, step: int) -> Iterator[Row]:
@@ -164,5 +171,5 @@ def _parsed(places: Places) -> list[dict[str, Any]]:
 class Verifiers(PrimeRollouts):
     "`traces.jsonl` of verifiers 0.4, all of it as step 0."
 
-    origin, signature, number = "verifiers", "traces.jsonl", r"traces(\d*)"
+    origin, signature, number, grows = "verifiers", "traces.jsonl", r"traces(\d*)", True
     hook = "an evaluation has one series of logprobs: score the tokens with the model to compare"

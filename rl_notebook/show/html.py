@@ -17,7 +17,7 @@ import pandas as pd
 
 from ..core.advantages import is_dead
 from ..core.metrics import reward_names
-from ..core.types import Datum, LossOutput, PromptGroup, RolloutSample, without_keys
+from ..core.types import UNSEEN, Datum, LossOutput, PromptGroup, RolloutSample, escape_unseen, without_keys
 
 if TYPE_CHECKING:
     from rl_notebook.task.data import Prompt, Rollouts
@@ -49,7 +49,6 @@ def number(value: float | None, form: str = ".4g") -> str:
     return text.replace("-", "+" if form.startswith("+") else "") if not text.strip("-+0.%") else text
 
 # %% ../../nbs/show/00_html.ipynb #3112d673
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories of what would act and not show: escapes, directions
 _SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥"}
 _UNSEEN = (*UNSEEN, "Co", "Cn", "Zs")  # in a token also white space that is not a plain blank, and unassigned signs
 LONGEST_TEXT = 120  # signs of a token that are shown
@@ -61,11 +60,6 @@ def _sign(c: str) -> str:
         return _SHOWN[c]
     plain = unicodedata.category(c) not in _UNSEEN and c not in _SHOWN.values()
     return c if plain else f"\\u{ord(c):04x}"
-
-
-def escape_unseen(text: str, keep: str = "\n\t") -> str:
-    "A text in which signs that act and do not show are written out by number."
-    return "".join(f"\\u{ord(c):04x}" if unicodedata.category(c) in UNSEEN and c not in keep else c for c in text)
 
 
 def shown_text(text: str, limit: int = LONGEST_TEXT) -> str:
