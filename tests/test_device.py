@@ -119,7 +119,13 @@ def test_rates_of_another_device_come_from_many_calls():
     assert found > 0
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-def test_a_device_that_is_not_there_is_refused_at_once():
-    with pytest.raises(ConfigError, match="device: got cuda; expected a device that torch finds here"):
-        open_local(tiny_model(), byte_tokenizer(), device="cuda")
+def test_a_device_that_is_not_there_is_rejected_at_once():
+    here = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "xpu": torch.xpu.is_available(),
+    }
+    absent = [name for name, found in here.items() if not found]
+    for device in [*absent, "cuda:99", "meta", "gpu", "hpu", torch.device("xla")]:
+        with pytest.raises(ConfigError, match=rf"device: got {device}; expected a device that torch finds here: cpu"):
+            open_local(tiny_model(), byte_tokenizer(), device=device)

@@ -126,6 +126,106 @@ def test_an_adapter_is_what_peft_loads(tied, tmp_path):
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(byte_tokenizer())
 
 
+def trained_adapter(base: Path, **settings: Any) -> Any:
+    "A PeftModel over the model of a folder whose adapter says something, as after a warm-up on answers."
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=4, lora_alpha=8, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "up_proj"], **settings}
+    )
+    torch.manual_seed(0)
+    module = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            if "lora_B" in name or "lora_embedding_B" in name:
+                p.normal_(std=0.2)
+    return module.eval()
+
+
+def updated(backend: Backend) -> torch.Tensor:
+    "Logits of the policy after an update."
+    run(backend.policy.forward_backward_custom([Datum(np.array(IDS), np.ones(len(IDS) - 1))], loss))
+    run(backend.policy.optim_step(AdamParams(learning_rate=0.03)))
+    return logits(backend.policy.state.module)
+
+
+ADAPTERS = {
+    "plain": {},
+    "head and embedding": {"target_modules": ["q_proj", "lm_head", "embed_tokens"]},
+    "a head of its own": {"modules_to_save": ["lm_head"]},
+    "dora": {"use_dora": True},
+}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_adapter_that_was_trained_before_goes_on_and_leaves_with_all_that_it_is_made_of(kind, tied, tmp_path):
+    from peft import PeftModel
+
+    for part in (tiny_model("llama", tied=tied), byte_tokenizer()):
+        part.save_pretrained(tmp_path / "base")
+    module = trained_adapter(tmp_path / "base", **ADAPTERS[kind])
+    began = logits(module).log_softmax(-1)[0, :-1].gather(-1, torch.tensor(IDS[1:])[:, None])[:, 0]
+    next(p for name, p in module.named_parameters() if "lora_A" in name).requires_grad_(False)  # still a part of it
+    backend, datum = open_local(module, byte_tokenizer(), inline=True), Datum(np.array(IDS), np.ones(len(IDS) - 1))
+    want = updated(backend)
+    assert np.abs(run(backend.reference.forward([datum]))[0].values - began.numpy()).max() < 1e-4
+    assert np.abs(run(backend.policy.forward([datum]))[0].values - began.numpy()).max() > 0.01
+    run(backend.export(tmp_path / "adapter", None))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    assert (logits(PeftModel.from_pretrained(whole, tmp_path / "adapter")) - want).abs().max() <= 1e-4
+    run(backend.export(tmp_path / "merged", "merged"))
+    assert (logits(loads(tmp_path / "merged")) - want).abs().max() <= 1e-3
+    again = open_local(*load_model(str(tmp_path / "adapter")), inline=True)  # and goes on from there
+    assert (logits(again.policy.state.module) - want).abs().max() <= 1e-4
+
+
+def test_what_an_adapter_alone_would_leave_out_leaves_as_the_whole_model(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    merged = trained_adapter(tmp_path / "base").merge_and_unload()
+    unfrozen = trained_adapter(tmp_path / "base")
+    unfrozen.get_base_model().model.norm.weight.requires_grad_()
+    two = trained_adapter(tmp_path / "base")
+    two.add_adapter("other", two.peft_config["default"])
+    two.base_model.set_adapter(["default", "other"])
+    cases = {
+        "up_proj.weight of its base is not that of": (merged, 4),
+        "norm.weight was trained as well": (unfrozen, 0),
+        "2 adapters are active": (two, 0),
+        "its base is in no folder": (tiny_model(), 4),
+    }
+    for i, (reason, (model, rank)) in enumerate(cases.items()):
+        backend = open_local(model, byte_tokenizer(), lora_rank=rank, inline=True)
+        want = updated(backend)
+        with pytest.raises(ConfigError, match=rf"export: got 'adapter', but .*{reason}.*Export 'merged'"):
+            run(backend.export(tmp_path / f"no{i}", "adapter"))
+        run(backend.export(tmp_path / f"out{i}", None))
+        assert (logits(loads(tmp_path / f"out{i}")) - want).abs().max() <= 1e-4, reason
+
+
+def test_an_adapter_that_cannot_be_trained_as_it_is_says_what_to_do(tmp_path):
+    from peft import PromptTuningConfig, get_peft_model
+
+    tiny_model().save_pretrained(tmp_path / "base")
+    trained_adapter(tmp_path / "base").save_pretrained(tmp_path / "adapter")
+    prompts = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    inside = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    cases = [
+        (
+            trained_adapter(tmp_path / "base"),
+            8,
+            r"lora_rank: got 8 for a PeftModel.*Leave lora_rank out.*merge_and_unload",
+        ),
+        (inside, 0, r"with an adapter inside.*PeftModel\.from_pretrained\(base, folder, is_trainable=True\)"),
+        (inside, 8, "with an adapter inside"),
+        (prompts, 0, "got a PROMPT_TUNING adapter"),
+        (trained_adapter(tmp_path / "base").requires_grad_(False), 0, "is_trainable=True"),
+    ]
+    for model, rank, message in cases:
+        with pytest.raises((ConfigError, BackendError), match=message):
+            open_local(model, byte_tokenizer(), lora_rank=rank)
+
+
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
     backend = trained(tmp_path)
     loop = GRPOLoop(open_local(*load_model("tiny"), inline=True), toy_rows(4), lambda text: 0.0, Config())

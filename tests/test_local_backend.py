@@ -5,6 +5,8 @@ import copy
 import errno
 import json
 import sys
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import byte_tokenizer, tiny_model
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rl_notebook.backends.local.trainer as local_module
 from rl_notebook.backends.local.engine import plan_batches
@@ -223,19 +226,73 @@ def test_adamw_is_torchs_with_this_steps_parameters():
         run(backend.policy.optim_step(AdamParams(weight_decay_on="norms")))
 
 
-def test_infinite_gradients_do_not_reach_the_weights():
-    backend, datums = backend_of(reference=False), random_datums(4, 3)
-    run(backend.policy.forward_backward_custom(datums, mixing_loss))
-    before = {n: p.detach().clone() for n, p in backend.policy.state.params.items()}
-    next(p for p in backend.policy.state.params.values() if p.grad is not None).grad[0] = torch.inf
-    with pytest.raises(BackendError, match="gradient norm: got inf"):
-        run(backend.policy.optim_step(ADAM))
-    assert all(torch.equal(p, before[n]) for n, p in backend.policy.state.params.items())
-
-
 def captured(backend) -> dict[str, torch.Tensor]:
     "Weights, masters and moments."
     return local_module.capture(backend.policy.state)[0]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_rejected_update_leaves_weights_moments_and_gradient(dtype):
+    "The same gradient at a lower rate gives what it would have given at once."
+    datums, adams = random_datums(4, 3), [ADAM, AdamParams(learning_rate=1e-3, grad_clip_norm=0.01)]
+    backend, calm = backend_of(dtype=dtype, reference=False), backend_of(dtype=dtype, reference=False)
+    for adam in adams:
+        for b in (backend, calm):
+            run(b.policy.forward_backward_custom(datums, mixing_loss))
+        before = captured(backend)
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"update rejected: .*as before\. Lower learning_rate \(1e\+38\)"):
+                run(backend.policy.optim_step(replace(adam, learning_rate=1e38), **BY_TOKENS))
+            assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
+        assert run(backend.policy.optim_step(adam, **BY_TOKENS)) == run(calm.policy.optim_step(adam, **BY_TOKENS))
+    assert captured(backend).keys() == captured(calm).keys()
+    assert all(torch.equal(t, captured(backend)[n]) for n, t in captured(calm).items())
+
+
+BY_TOKENS: Any = {"grad_accumulation_normalization": "num_loss_tokens"}
+
+
+def test_infinite_gradients_do_not_reach_the_weights():
+    backend, datums = backend_of(reference=False), random_datums(4, 3)
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    before = captured(backend)
+    next(p for p in backend.policy.state.params.values() if p.grad is not None).grad[0] = torch.inf
+    with pytest.raises(
+        BackendError, match=r"gradient norm: got inf; .* as before\. Run the backward pass with another"
+    ):
+        run(backend.policy.optim_step(ADAM))
+    assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
+
+
+def test_an_update_copies_a_few_weights_at_a_time(monkeypatch):
+    "Its metrics need no second copy of the model."
+    monkeypatch.setattr(local_module, "TRIED_AT_ONCE", 200)
+    backend, whole, datums = backend_of(reference=False), backend_of(reference=False), random_datums(4, 3)
+    for b in (backend, whole):
+        run(b.policy.forward_backward_custom(datums, mixing_loss))
+        run(b.policy.optim_step(ADAM))  # moments are made in the first update
+        run(b.policy.forward_backward_custom(datums, mixing_loss))
+
+    state = backend.policy.state
+    held = {
+        t.untyped_storage().data_ptr()
+        for p in state.params.values()
+        for t in (p, p.grad, *state.optimizer.state[p].values())
+    }
+    copies = list[int]()
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in held:
+                copies.append(out.numel())
+            return out
+
+    with Copies():
+        metrics = local_module.update(state, ADAM)
+    assert 0 < max(copies) <= 200 < max(t.numel() for t in state.targets)
+    monkeypatch.undo()
+    assert metrics == pytest.approx(run(whole.policy.optim_step(ADAM)), rel=1e-5)
 
 
 def test_an_injected_nan_reaches_neither_update_nor_sampler_nor_disk(tmp_path):
@@ -243,7 +300,9 @@ def test_an_injected_nan_reaches_neither_update_nor_sampler_nor_disk(tmp_path):
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     good = run(backend.policy.save_state(str(tmp_path / "good")))
     backend.policy.state.params["model.layers.1.mlp.up_proj.weight"].data[3, 5] = torch.nan
-    with pytest.raises(BackendError, match=r"update 1: update refused: got NaN or infinity in model.layers.1.mlp.up_"):
+    with pytest.raises(
+        BackendError, match=r"update 1: not finite: got NaN or infinity in model.layers.1.mlp.up_.*undo"
+    ):
         run(backend.policy.optim_step(ADAM))
     with pytest.raises(BackendError, match=r"save_weights_for_sampler: not finite: got NaN .*layers.1.mlp.up_proj"):
         run(backend.policy.save_weights_for_sampler("s"))

@@ -224,7 +224,7 @@ def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint
     assert command(["train", *options(folder, 2, 1e-3)]) == 0
     assert command(["train", "--resume", *options(folder, 4, 9e37)]) == 2
     said = capfd.readouterr()
-    assert re.search(r"step 3: optim_step, update \d: update refused: got NaN or infinity in model\.\S+", said.err)
+    assert re.search(r"step 3: optim_step, update \d: update rejected: got NaN or infinity in model\.\S+", said.err)
     assert "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume" in said.out + said.err
     assert (RunFolder.open(folder).checkpoints, RunFolder.open(folder).steps) == ([2], [1, 2])
     (folder / "steps/00001/tokens.parquet").write_bytes(b"spoiled")  # costs that record, not the run

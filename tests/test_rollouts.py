@@ -344,6 +344,25 @@ def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_
     assert drawn.redrawn == ("completion 0 is empty", "completion 3 is empty", "completion 3 is empty")
 
 
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [(None, "got None"), ("text", "got 'text'"), ([None], "got None as completion 0"), ((), "0 completions")],
+)
+def test_a_sampler_that_returns_no_completions_is_named(returned, said):
+    class Custom:
+        async def sample(self, prompt_tokens, params):
+            return returned
+
+    class Plain(Custom):
+        def sample(self, prompt_tokens, params):
+            return returned
+
+    with pytest.raises(BackendError, match=rf"group 3 \(row 'q17'\): .*: got {said.removeprefix('got ')}"):
+        simulate(draw_completions(Custom(), PROMPT, SampleParams(n=2)))
+    with pytest.raises(BackendError, match=r"Plain\.sample: got .*; expected something to await\. Write `async def"):
+        simulate(draw_completions(Plain(), PROMPT, SampleParams(n=2)))
+
+
 def test_a_lost_request_is_an_error_unless_a_breaker_watches():
     params = SampleParams(n=4)
     with pytest.raises(BackendError, match="down"):

@@ -5,18 +5,21 @@ import signal
 from dataclasses import replace
 
 import pytest
+import torch
 from test_async_loop import begin
 from test_loop import ALL, LENGTH, SMALL, make_loop, same, up_to, weights
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import ConfigError, LossError, PhaseError
+from rl_notebook.core.types import BackendError, ConfigError, DivergedError, LossError, PhaseError
 from rl_notebook.experiments.replay import replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.loop import GRPOLoop
+from rl_notebook.loop.rollouts import RolloutFactory
 from rl_notebook.loop.weights import TURNS
 from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.runs.run import Run, RunFolder
+from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.views.dashboard import Dashboard, asked, tick
@@ -222,6 +225,59 @@ def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_r
         loop.change(epochs=3)
         await loop.undo()
         assert (loop.cfg.epochs, loop.cursor.total) == (3, 90)
+
+    run(main())
+
+
+def test_a_rejected_update_is_tried_again_in_its_step_at_a_lower_rate_or_with_another_gradient():
+    async def main():
+        settings = {"keep": ALL, "ppo_n_minibatches": 2, "prompt_groups_per_step": 2, "completions_per_prompt": 4}
+        loop, calm = make_loop(**settings, learning_rate=9e37), make_loop(**settings)
+        want = [await calm.step(), await calm.step()]
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"step 1: .*rejected.*as before.*loop\.change\(learning_rate="):
+                await loop.step()
+        changed = repr(loop.change(learning_rate=1e-3, epochs=2))
+        assert changed == "epochs: 1 -> 2, from step 2 on\nlearning_rate: 9e+37 -> 0.001, from step 1 on"
+        first = await loop.step()
+        assert first.changed == {"learning_rate": 1e-3}
+        await up_to(loop, "backward")
+        next(p for p in loop.backend.policy.state.params.values() if p.grad is not None).grad[0] = torch.inf
+        for _ in range(2):
+            with pytest.raises(BackendError, match=r"step 2: .*norm: got inf.*as before.*await loop\.backward\(\)"):
+                await loop.optimize()
+        await loop.backward()
+        second = await loop.step()
+        assert [first.metrics["update_norm"], second.metrics["update_norm"]] == [r.metrics["update_norm"] for r in want]
+        assert same(weights(loop), weights(calm))
+
+    run(main())
+
+
+def played(setup):
+    "Rollouts of one turn, by a function of the user."
+
+    async def play(sample_prompt):
+        (completion,) = await setup.sampler.sample(sample_prompt["prompt_token_ids"], setup.params)
+        return sample_from_completion(completion, reward=float(len(completion.text)))
+
+    return play
+
+
+@pytest.mark.parametrize("reward", [LENGTH, RolloutFactory(played)], ids=["reward", "rollout_fn"])
+def test_weights_that_have_diverged_are_named_at_the_next_sample_and_undo_brings_back_those_before(reward):
+    async def main():
+        loop = make_loop(reward, keep=ALL, prompt_groups_per_step=2, completions_per_prompt=4, learning_rate=1e25)
+        before = weights(loop)
+        await loop.step()  # finite weights whose logits are not
+        for _ in range(2):
+            with pytest.raises(DivergedError, match=r"sampling, token 1 .*logits: got NaN or infinity.*loop\.undo\(\)"):
+                await loop.step()
+        await loop.undo()
+        assert same(weights(loop), before)
+        loop.change(learning_rate=1e-3)
+        assert (await loop.step()).metrics["update_norm"] < 10
+        assert (await loop.step()).step == 2
 
     run(main())
 

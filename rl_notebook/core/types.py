@@ -22,8 +22,8 @@ import numpy as np
 
 # %% auto #0
 __all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
-           'BackendError', 'PhaseError', 'RecordError', 'MissingExtra', 'needs', 'SampleParams', 'Logprobs',
-           'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
+           'BackendError', 'DivergedError', 'PhaseError', 'RecordError', 'MissingExtra', 'needs', 'SampleParams',
+           'Logprobs', 'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
            'LossOutput']
 
 # %% ../../nbs/core/00_types.ipynb #f51b9f4b
@@ -173,6 +173,10 @@ class RewardError(RLNotebookError, ValueError):
 # %% ../../nbs/core/00_types.ipynb #bdee11d6
 class BackendError(RLNotebookError, RuntimeError):
     "A backend cannot do what was asked."
+
+
+class DivergedError(BackendError):
+    "Weights whose logits are NaN or infinite: there is nothing to sample from."
 
 
 class PhaseError(RLNotebookError, RuntimeError):

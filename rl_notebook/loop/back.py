@@ -46,7 +46,7 @@ def reopened(state: StepState, to: str) -> StepState:
     kept = [p for p in UNDO_TO[: UNDO_TO.index(to)] if p in state.values and p not in LOOK_ONLY]
     values = {p: state.values[p] for p in kept}
     seconds = {p: s for p, s in state.seconds.items() if p in kept}
-    fresh = {"changes": {}, "made": (), "updates": (), "spans": []}
+    fresh = {"changes": {}, "made": (), "updates": (), "rejected": False, "spans": []}
     return replace(state, values=values, seconds=seconds, **fresh)
 
 # %% ../../nbs/loop/10_back.ipynb #96585608
@@ -201,7 +201,7 @@ async def export_policy(
         await backend.export(inside, to, tokenizer)
         if cfg is not None:
             trained = "adapter" if (inside / "adapter_config.json").is_file() else "hf"
-            kind = "merged" if cfg.lora_rank and to == "hf" else to or trained
+            kind = "merged" if cfg.lora_rank and trained == "hf" else to or trained
             describe_export(inside, kind, cfg, step, metrics or {}, tokenizer, _base_of(tokenizer, cfg.base_model))
     return folder
 

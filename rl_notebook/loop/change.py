@@ -26,6 +26,10 @@ from .step import LossFactory
 GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on
 
 # %% ../../nbs/loop/06_change.ipynb #dfe13ffc
+READ_BY_UPDATE = (
+    "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "min_lr_rate", "adam_beta1", "adam_beta2",
+    "adam_eps", "weight_decay", "weight_decay_on", "grad_clip_norm",
+)  # fmt: skip
 DRAWN_WITHOUT = (  # what can change while rows are drawn and graded ahead
     *(f.name for f in (*fields(LossSettings), *fields(UpdateSettings))), "make_loss",
     *(name for phase in PHASES[PHASES.index("datums") :] for name in marked(Config, phase)),
@@ -94,14 +98,17 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
         fix = "Run await loop.step() to finish it first."
         raise PhaseError(f"another {' and '.join(functions)}", where=loop.place, got="a step that is updated", fix=fix)
     what_follows(loop, cfg, functions)  # refused here, and not when the step ends
-    begun = bool(state.values)
-    if functions or not begun:
-        take_settings(loop, loop.settings if begun else cfg, functions)
+    begun, at_once = bool(state.values), dict[str, Any]()
+    if state.rejected and "optimize" not in state.values:  # the update is to be tried again
+        at_once = {name: now for name, _, now in rows if name in READ_BY_UPDATE}
+    if functions or at_once or not begun:
+        now = Config.from_dict(loop.settings.to_dict(), at_once) if begun else cfg
+        take_settings(loop, now, functions)
     loop.next_settings = cfg
     if functions:  # what another one has made is made again
         kept = PHASES.index("score" if "reward" in functions else "loss")
         state.values = {p: v for p, v in state.values.items() if PHASES.index(p) < kept}
-    first = {name: state.number + (begun and name not in functions) for name, *_ in rows}
+    first = {name: state.number + (begun and name not in {*functions, *at_once}) for name, *_ in rows}
     return Changed(tuple((*row, f"from step {first[row[0]]} on") for row in rows))
 
 
@@ -161,6 +168,8 @@ def change(
     make_loss: LossFactory | None = None,  # None = the one that it has
     **settings: Any,  # fields of Config
 ) -> Changed:
-    "Change settings, from the next step on, or functions, at once. Records say what was changed."
+    """Change settings, from the next step on, or functions, at once. Records say what was changed.
+
+    A step whose update was rejected takes settings of the update at once, such as a lower `learning_rate`."""
     functions = {"reward": reward, "make_loss": make_loss}
     return change_settings(loop, settings, **{name: fn for name, fn in functions.items() if fn is not None})

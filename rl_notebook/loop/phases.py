@@ -404,6 +404,7 @@ async def update(loop: Loop, report: LossReport) -> None:
         adam = replace(adam, learning_rate=adam.learning_rate * schedule_now(loop).get("learning_rate/schedule", 1.0))
         measured = await weights.update(adam, state.normalization, before, rows)
     except BackendError as error:
+        state.rejected = True
         if type(error) is not BackendError:
             raise
         raise BackendError(str(error), where=f"step {state.number}") from error

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,8 @@ import numpy as np
 
 from ..backends.base import Endpoint, Sampler
 from ..task.chat import UnfitTurn, encode_prompt, sample_from_completion, sample_from_spans, unfinished
-from ..core.types import AlignmentError, BackendError, Completion, ConfigError, PromptGroup, RewardError
+from ..core.types import AlignmentError, BackendError, Completion, ConfigError, DivergedError, PromptGroup
+from ..core.types import RewardError
 from ..core.types import OFF, RolloutRun, RolloutSample, SampleParams, plain_text, quoted
 from ..task.data import Prompt, Rollouts, Row
 from ..core.retries import AdaptiveLimit, Retries, together, with_retries
@@ -73,7 +75,7 @@ def is_transient(error: BaseException) -> bool:
         return all(is_transient(e) for e in error.exceptions)
     if isinstance(error, httpx.HTTPStatusError):
         return error.response.status_code == 429 or error.response.status_code >= 500
-    return isinstance(error, TRANSIENT)
+    return isinstance(error, TRANSIENT) and not isinstance(error, DivergedError)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #41a18023
 Sleep = Callable[[float], Awaitable[Any]]
@@ -182,6 +184,21 @@ def is_reward(value: Any) -> bool:
         return False
 
 # %% ../../nbs/loop/01_rollouts.ipynb #358279d3
+async def sampled(sampler: Sampler, prompt_tokens: Any, params: SampleParams, where: str = "") -> list[Completion]:
+    "What a sampler returns, which may be a user's; raises `BackendError` for anything but a list of completions."
+    returned = sampler.sample(prompt_tokens, params)
+    refuse = partial(BackendError, f"{type(sampler).__name__}.sample", where=where or None)
+    if not inspect.isawaitable(returned):
+        raise refuse(got=quoted(returned), expected="something to await", fix="Write `async def sample`.")
+    completions = await returned
+    if not isinstance(completions, list | tuple):
+        raise refuse(got=quoted(completions), expected=f"a list of {params.n} Completion")
+    for i, completion in enumerate(completions):
+        if not isinstance(completion, Completion):
+            raise refuse(got=f"{quoted(completion)} as completion {i}", expected="a Completion")
+    return [*completions]
+
+# %% ../../nbs/loop/01_rollouts.ipynb #96e84c6b
 def _from_completion(completion: Completion, i: int, prompt: Prompt) -> Segments | Lost:
     "A completion as a draw."
     if not len(completion.tokens):
@@ -209,7 +226,8 @@ async def draw_completions(
         own = replace(params, n=len(missing), seed=seed)
         try:
             patience = Retries(1 + retries, deadline_s=math.inf, seed=seed)
-            drawn = await with_retries(lambda: sampler.sample(prompt.tokens, own), patience, is_stumble, sleep=sleep)
+            call = lambda: sampled(sampler, prompt.tokens, own, prompt.where)
+            drawn = await with_retries(call, patience, is_stumble, sleep=sleep)
         except TRANSIENT as error:
             if breaker is None or not is_transient(error):
                 raise
@@ -265,9 +283,9 @@ class NotedSampler:
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         "As the sampler does, with a seed from the draw if there is none."
         if (note := DRAW.get()) is None:
-            return await self.sampler.sample(prompt_tokens, params)
+            return await sampled(self.sampler, prompt_tokens, params)
         seed = note.next_seed() if params.seed is None else params.seed
-        completions = await self.sampler.sample(prompt_tokens, replace(params, seed=seed))
+        completions = await sampled(self.sampler, prompt_tokens, replace(params, seed=seed))
         note.drawn += completions
         return completions
 
@@ -299,7 +317,7 @@ class BoundedSampler:
             if first and seed is not None:
                 seed = int(np.random.SeedSequence([seed % 2**64, first]).generate_state(1)[0])
             async with self.limit.slot(n):
-                found += await self.sampler.sample(prompt_tokens, replace(params, n=n, seed=seed))
+                found += await sampled(self.sampler, prompt_tokens, replace(params, n=n, seed=seed))
         return found
 
     def __getattr__(self, name: str) -> Any:
@@ -509,7 +527,7 @@ async def _called(
             raise
         raise RewardError("rollout_fn cancelled itself", where=where, fix="Catch it, and return None.") from error
     except (Exception, SystemExit) as error:  # the user's code
-        if is_transient(error) or getattr(error, "where", None) == where:
+        if is_transient(error) or isinstance(error, DivergedError) or getattr(error, "where", None) == where:
             raise
         raise blame(error, where) from error
     finally:

@@ -70,6 +70,7 @@ class StepState:
     passes: tuple[int, ...] = ()  # datums of each backward pass
     updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
     made: tuple[tuple[LossReport, dict[str, float]], ...] = ()  # updates of this step so far, and their measurements
+    rejected: bool = False  # whether an update was rejected: settings of the update then count at once
     synced: SyncReport | None = None  # what a sync after this step, or before it, brought; None = it was not looked at
     batch: Any = None  # what an asynchronous loop knows of the samples beside their values
     idle: float = 0.0  # seconds without a row in flight, until the step began

@@ -214,8 +214,23 @@ def _check_loaded(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
         raise _model_error(name, f"a tokenizer of {len(tokenizer)} tokens for {rows} embeddings")
 
 # %% ../../nbs/task/03_toy.ipynb #104e3f23
+def _load_adapter(name: str, folder: Path, dtype: str) -> tuple[Any, PreTrainedTokenizerBase]:
+    "The model that an adapter in a folder belongs to, with the adapter, which learns; and the tokenizer."
+    with needs("lora", f"the adapter in {folder}"):
+        from peft import PeftConfig, PeftModel
+    from transformers import AutoTokenizer
+
+    base = PeftConfig.from_pretrained(str(folder)).base_model_name_or_path or ""
+    if (Path(os.path.expanduser(base)) / "adapter_config.json").is_file():
+        raise _model_error(name, f"an adapter over another adapter, {base}")
+    model, tokenizer = load_model(base, dtype=dtype)
+    if (folder / "tokenizer_config.json").is_file():
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return PeftModel.from_pretrained(model, folder, is_trainable=True).eval(), tokenizer
+
+# %% ../../nbs/task/03_toy.ipynb #0df2de49
 def load_model(
-    name: str | os.PathLike[str],  # "tiny", "smollm2", a folder, or a hub id
+    name: str | os.PathLike[str],  # "tiny", "smollm2", a folder (of a model or an adapter), or a hub id
     *,
     dtype: str = "float32",  # "float32", "bfloat16" or "float16"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -225,6 +240,8 @@ def load_model(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = model_source(name)
+    if Path(source, "adapter_config.json").is_file():
+        return _load_adapter(name, Path(source), dtype)
     try:
         with no_bars(quiet=Path(source).is_dir()):
             how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}

@@ -23,7 +23,7 @@ from .prefixes import sent
 from .routing import Routers, noting, write_notes
 from ...task.chat import turn_ends
 from ..roofline import pass_work
-from ...core.types import BackendError, Completion, ConfigError, Logprobs, SampleParams, needs
+from ...core.types import BackendError, Completion, ConfigError, DivergedError, Logprobs, SampleParams, needs
 
 # %% auto #0
 __all__ = []
@@ -56,7 +56,8 @@ def draw_tokens(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[:, -1:].contiguous()
     below = torch.nextafter(total, torch.zeros_like(total))
     level = torch.minimum(uniforms[:, None].to(total.dtype) * total, below)
-    return torch.searchsorted(cumulative, level, right=True).squeeze(-1)
+    tokens = torch.searchsorted(cumulative, level, right=True).squeeze(-1)
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # past the end for NaN, which `check_sampled` names
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #5400a0ee
 @dataclass(frozen=True, eq=False)
@@ -445,14 +446,25 @@ def numbers_of(rows: Sequence[Row], steps: int, device: torch.device | str) -> l
     return [*sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device).unbind(0)]
 
 
+def check_sampled(row: Row, raw: float, used: float) -> None:
+    "Raise `DivergedError` where a token came from logits that are no numbers: its logprobs are NaN then."
+    if math.isnan(raw) or math.isnan(used):
+        where = f"sampling, token {len(row.tokens) + 1} after a prompt of {len(row.request.prompt)} tokens"
+        fix = "The weights have diverged. Load an earlier state (in a loop: await loop.undo()); lower learning_rate."
+        raise DivergedError("logits", where=where, got="NaN or infinity", expected="finite values", fix=fix)
+
+
 def emit(
     engine: Engine, drawn: tuple[Tensor, Tensor, Tensor], start: int = 0, experts: np.ndarray | None = None
 ) -> list[Request]:
-    "Give the rows from `start` on what was drawn (ids, raw and used logprobs); returns the completed requests."
+    """Give the rows from `start` on what was drawn (ids, raw and used logprobs); returns the completed requests.
+
+    Raises `DivergedError`."""
     series = torch.stack([part.double() for part in drawn]).tolist()
     rows, ended = engine.rows[start:], dict[int, str]()
     engine.meter.tokens_sampled += len(rows)
     for i, (row, token, raw, used) in enumerate(zip(rows, *series, strict=True), start):
+        check_sampled(row, raw, used)
         row.tokens.append(int(token))
         if row.matcher is not None:
             row.matcher.consume_token(int(token))

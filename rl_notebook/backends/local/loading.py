@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import threading
 import warnings
@@ -16,6 +17,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -82,6 +85,24 @@ def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool
         made: Any = get_peft_model(clone_frozen(model, Tensor.detach), config)  # type: ignore[arg-type]
     return in_8bit(made) if packed else made
 
+
+def check_adapter(model: Any, lora_rank: int) -> None:
+    "Raises `ConfigError` for an adapter that is not trained here as it is, or that another one would be put over."
+    if not (adapters := getattr(model, "peft_config", None)):
+        return
+    load = "PeftModel.from_pretrained(base, folder, is_trainable=True)"
+    if not hasattr(model, "get_base_model"):
+        got, fix = f"{type(model).__name__} with an adapter inside", f"Load it with {load}."
+        raise ConfigError("model", where="open_local", got=got, expected="a model or a PeftModel", fix=fix)
+    if others := [c for c in adapters.values() if getattr(c, "is_prompt_learning", False)]:
+        got, expected = f"a {others[0].peft_type.value} adapter", "one that changes layers, such as LoRA"
+        raise ConfigError("model", where="open_local", got=got, expected=expected, fix="Train a LoRA adapter.")
+    if lora_rank:
+        got = f"{lora_rank} for a PeftModel, which has an adapter"
+        fix = f"Leave lora_rank out to train that adapter, loaded with {load}. For a new one, put the first into the "
+        fix += "weights: model.merge_and_unload().save_pretrained(folder), then load_model(folder)."
+        raise ConfigError("lora_rank", where="open_local", got=got, expected="0", fix=fix)
+
 # %% ../../../nbs/backends/local/07_loading.ipynb #b72ad7a7
 class _Int8Product(torch.autograd.Function):
     "x W^T for a matrix in 8 bits, which is unpacked in each direction and kept in none."
@@ -144,6 +165,23 @@ def in_8bit(module: nn.Module) -> nn.Module:
         layer.base_layer = Int8Linear(base.in_features, base.out_features, base.bias is not None, device="meta")
         layer.base_layer.weight, layer.base_layer.bias = base.weight, base.bias
     return module
+
+# %% ../../../nbs/backends/local/07_loading.ipynb #a01a189c
+def find_device(device: str | torch.device | None) -> torch.device:  # None = a GPU if there is one
+    "A device that computes; raises `ConfigError` for one that torch does not find here."
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        found = torch.device(device)
+        torch.zeros(1, device=found).item()
+    except Exception as reason:  # AssertionError, RuntimeError, ImportError: another one for each kind of device
+        accelerator, count = torch.accelerator.current_accelerator(True), torch.accelerator.device_count()
+        more = [] if accelerator is None else [f"{accelerator.type}:{i}" for i in range(count)]
+        expected = f"a device that torch finds here: {', '.join(['cpu', *more])}"
+        raise ConfigError(
+            "device", where="open_local", got=str(device), expected=expected, fix="device='cpu'"
+        ) from reason
+    return found
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #150e65c0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -210,16 +248,72 @@ def checkpoint_layers(module: nn.Module) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #c7f7bdb3
-def write_weights(module: nn.Module, weights: Mapping[str, Tensor], folder: Path) -> None:
+def adapter_weights(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    "What PEFT keeps in the file of the active adapter, what does not learn included; `weights` replace the module's."
+    from peft import get_peft_model_state_dict
+
+    whole = {**module.state_dict(), **weights}
+    return get_peft_model_state_dict(module, whole, module.active_adapter, save_embedding_layers=False)
+
+
+def write_weights(module: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
     "Write weights as `save_pretrained` does, the adapter alone under PEFT; no half-written folder is ever seen."
     folder.parent.mkdir(parents=True, exist_ok=True)
     with new_folder(folder, replace=True, flush=False) as draft, no_bars():
         if not hasattr(module, "peft_config"):
-            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})  # type: ignore[operator]
+            module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})
             return
-        from peft import get_peft_model_state_dict
+        module.peft_config[module.active_adapter].save_pretrained(draft)
+        tensors = {k: v.detach().cpu().contiguous() for k, v in adapter_weights(module, weights).items()}
+        save_file(tensors, draft / "adapter_model.safetensors")
 
-        name: Any = module.active_adapter
-        adapter = get_peft_model_state_dict(module, dict(weights), name, save_embedding_layers=False)
-        module.peft_config[name].save_pretrained(draft)  # type: ignore[index, union-attr]
-        save_file({k: v.detach().cpu().contiguous() for k, v in adapter.items()}, draft / "adapter_model.safetensors")
+
+def merged_copy(module: Any) -> Any:
+    "The whole model on the CPU, its adapter in its weights; one that adapts a head tied to the embedding unties them."
+    whole = clone_frozen(module, lambda t: unpacked(t.detach()).to("cpu", copy=True))
+    model = bare_model(whole)
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = (getattr(layer, "base_layer", layer) for layer in ends)
+    if (embedding, head) != ends and embedding.weight is head.weight:  # else what is merged into one counts in both
+        head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
+    merged = whole.merge_and_unload()
+    if merged.get_input_embeddings().weight is not merged.get_output_embeddings().weight:
+        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = False
+    return merged
+
+# %% ../../../nbs/backends/local/07_loading.ipynb #b759bc97
+def needs_whole(module: Any, learning: Mapping[str, Tensor]) -> str:
+    "Why the active adapter of a PeftModel alone is not the policy; empty where it is, over the base that it names."
+    if len(active := module.base_model.active_adapters) != 1:
+        return f"{len(active)} adapters are active"
+    kept = {t.data_ptr() for t in adapter_weights(module, {}).values()}
+    if others := [name for name, t in learning.items() if t.data_ptr() not in kept]:
+        return f"{others[0]} was trained as well and is not in it"
+    return base_mismatch(module.get_base_model())
+
+
+def base_mismatch(model: Any) -> str:
+    "Where the base of an adapter is not what its name leads to; empty where it is, or where that cannot be looked at."
+    if not (name := getattr(model, "name_or_path", "")):
+        return "its base is in no folder"
+    try:
+        folder = Path(name) if os.path.isdir(name) else Path(snapshot_download(name, local_files_only=True))
+    except (OSError, ValueError):  # no folder, and nothing of that name in the cache of the hub
+        return f"its base {name} is not there" if os.path.isabs(name) else ""
+    plain = {re.sub(r"\.(base_layer|original_module)\b", "", n): p for n, p in model.named_parameters()}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as saved:
+            for key in sorted(plain.keys() & {*saved.keys()}):
+                if not alike(plain[key].detach(), saved.get_tensor(key)):
+                    return f"{key} of its base is not that of {name}"
+    return ""
+
+
+def alike(held: Tensor, saved: Tensor) -> bool:
+    "Whether a tensor is a saved one, in its own precision; one of 8 bits, as nearly as its rounding lets it be."
+    own = unpacked(held).cpu()
+    if own.shape != saved.shape:
+        return False
+    if own is not held and hasattr(held, "qdata"):
+        return bool(((own - saved).abs() <= saved.abs().amax(-1, keepdim=True) / 64).all())
+    return torch.equal(own, saved.to(own.dtype))

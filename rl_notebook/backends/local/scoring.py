@@ -216,7 +216,7 @@ def not_finite(datums: Sequence[Datum], series: Sequence[Tensor], prompts: bool,
     "The error for a loss or derivative that is not finite, with its likely cause."
     for d, s in zip(datums, series, strict=True):
         if not s.detach()[torch.from_numpy(d.active | prompts)].isfinite().all():
-            fix = "The weights have diverged: lower the learning rate, or load an earlier state."
+            fix = "The weights have diverged. Load an earlier state (a loop: await loop.undo()); lower learning_rate."
             return LossError("policy logprobs", where=d.where, got="NaN or infinity", expected="finite values", fix=fix)
     fix = "Unscored positions are NaN: index with weights > 0, or open the backend with prompt_logprobs=True."
     return LossError(what, got=got, expected="a finite value", fix=fix)

@@ -28,8 +28,15 @@ from torch.nn.utils import get_total_norm
 
 from ..base import Backend, Capabilities, GradNormalization, LossFn
 from .engine import Engine, Request, check_request, check_tokens, echo
-from .loading import check_bits, checkpoint_layers, frozen_copy, in_dtype, told_unknown
-from .loading import clone_frozen, unpacked, with_lora, write_weights
+from .loading import check_adapter, check_bits, checkpoint_layers, find_device, frozen_copy
+from rl_notebook.backends.local.loading import (
+    in_dtype,
+    merged_copy,
+    needs_whole,
+    told_unknown,
+    with_lora,
+    write_weights,
+)
 from .model import mask_ids, open_model
 from .prefixes import sent
 from .routing import find_routers
@@ -151,7 +158,8 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     "The parameters that learn, by name; raises `BackendError` where none does."
     found = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not found:
-        raise BackendError("trainable parameters", where="open_local", got="none", fix="Set requires_grad on some.")
+        fix = "Set requires_grad on some; load an adapter with PeftModel.from_pretrained(..., is_trainable=True)."
+        raise BackendError("trainable parameters", where="open_local", got="none", fix=fix)
     return found
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #62ea96bb
@@ -162,7 +170,7 @@ def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) 
         what, got = "grad_accumulation_normalization", repr(normalization)
         raise BackendError(what, where="optim_step", got=got, expected=" or ".join(known))
     if sequences == 0:
-        fix = "Call forward_backward_custom first."
+        fix = "Call forward_backward_custom first; in a loop: await loop.backward()."
         raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
     return max(1, known[normalization])
 
@@ -209,39 +217,98 @@ def _not_finite(tensors: Mapping[str, Tensor]) -> str:
     numbers = {name: t for name, t in tensors.items() if t.is_floating_point()}
     if np.isfinite(float(get_total_norm(numbers.values()))):
         return ""
-    bad = [name for name, t in numbers.items() if not t.isfinite().all()]
-    more = f" and {len(bad) - 1} more tensors" if bad[1:] else ""
-    return f"NaN or infinity in {bad[0]}{more}" if bad else ""
+    return _name_not_finite([name for name, t in numbers.items() if not t.isfinite().all()])
 
 
+def _name_not_finite(names: Sequence[str]) -> str:
+    "Tensors that hold NaN or infinity, in words; empty for none."
+    more = f" and {len(names) - 1} more tensors" if names[1:] else ""
+    return f"NaN or infinity in {names[0]}{more}" if names else ""
+
+
+def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], where: str) -> None:
+    "Raise the error `kind` that names the first tensor with NaN or infinity."
+    if got := _not_finite(tensors):
+        fix = "Load an earlier state (in a loop: await loop.undo()); what was saved or synced before stays as it is."
+        raise kind("not finite", where=where, got=got, expected="finite values", fix=fix)
+
+# %% ../../../nbs/backends/local/08_trainer.ipynb #b93c528f
+TRIED_AT_ONCE = 2**24  # weights of which a copy exists while an update is tried
+
+
+def scale_gradient(grad: Tensor, count: int, ratio: float) -> Tensor:
+    "The gradient divided by a count, and clipped by a ratio of at most 1, in place."
+    if count != 1:
+        grad.div_(count)
+    if ratio < 1:
+        grad.mul_(ratio)
+    return grad
+
+
+def copied_part(whole: Tensor, part: slice) -> Tensor:
+    "A copy of a slice of the flat tensor."
+    return whole.detach().reshape(-1)[part].clone()
+
+
+def try_part(
+    settings: Mapping[str, Any], t: Tensor, grad: Tensor, moments: Mapping[str, Tensor], part: slice
+) -> tuple[Tensor, Tensor]:
+    "Of an update of a slice of the flat weights: the norm of the move (), and whether the result is finite ()."
+    weights = copied_part(t, part)
+    weights.grad = grad
+    trial = torch.optim.AdamW([{**settings, "params": [weights]}])
+    if moments:
+        trial.state[weights] = {k: v.clone() if k == "step" else copied_part(v, part) for k, v in moments.items()}
+    trial.step()
+    moved = [weights, *(v for k, v in trial.state[weights].items() if k != "step")]
+    finite = [made.isfinite().all() for made in moved]
+    return torch.linalg.vector_norm(weights - t.detach().reshape(-1)[part]), torch.stack(finite).all()
+
+
+def try_update(
+    optimizer: torch.optim.AdamW, targets: Sequence[Tensor], count: int, ratio: float
+) -> tuple[list[Tensor], list[bool]]:
+    "For each target, how far an update would move it, as a norm (), and whether it would be finite; changes nothing."
+    settings = {t: group for group in optimizer.param_groups for t in group["params"]}
+    moves, finite = list[Tensor](), list[Tensor]()
+    for t in targets:
+        parts = [(t.new_zeros(()), t.new_ones((), dtype=torch.bool))]
+        for start in range(0, 0 if t.grad is None else t.numel(), TRIED_AT_ONCE):
+            part = slice(start, start + TRIED_AT_ONCE)
+            grad = scale_gradient(copied_part(t.grad, part), count, ratio)
+            parts.append(try_part(settings[t], t, grad, optimizer.state.get(t, {}), part))
+        norms, whole = zip(*parts, strict=True)
+        moves.append(torch.linalg.vector_norm(torch.stack(norms)))
+        finite.append(torch.stack(whole).all())
+    return moves, torch.stack(finite).tolist()
+
+# %% ../../../nbs/backends/local/08_trainer.ipynb #416ab22a
 def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
-    "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, the weights unchanged."
+    "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, and changes nothing then."
     count, targets = divisor(normalization, state.loss_tokens, state.sequences), state.targets
+    where, same = f"optim_step, update {state.steps + 1}", "Weights, moments and gradient are as before."
     with torch.no_grad():
         grads = [t.grad for t in targets if t.grad is not None]
         norm = float(get_total_norm(grads)) / count
         if not np.isfinite(norm):
-            fix = "Call discard_gradients, and look at the loss."
-            raise BackendError("gradient norm", where="optim_step", got=norm, expected="a finite value", fix=fix)
+            fix = f"{same} Run the backward pass with another loss; in a loop: loop.loss(...), await loop.backward()."
+            raise BackendError("gradient norm", where=where, got=norm, expected="a finite value", fix=fix)
         clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
-        optimizer, before = adamw(state, adam), [t.detach().clone() for t in targets]
+        optimizer, ratio = adamw(state, adam), clipped / norm if clipped < norm else 1.0
+        moves, finite = try_update(optimizer, targets, count, ratio)
+        if bad := [name for name, ok in zip(state.params, finite, strict=True) if not ok]:
+            _check_finite(dict(zip(state.params, targets, strict=True)), BackendError, where)
+            fix = f"{same} Lower learning_rate ({adam.learning_rate:g}) or raise adam_eps ({adam.eps:g}), and update "
+            fix += "again; in a loop: loop.change(learning_rate=...), await loop.optimize()."
+            got = _name_not_finite(bad)
+            raise BackendError("update rejected", where=where, got=got, expected="finite weights", fix=fix)
         for grad in grads:
-            grad.div_(count) if count != 1 else None
-            grad.mul_(clipped / norm) if clipped < norm else None
+            scale_gradient(grad, count, ratio)
         optimizer.step()
-        if got := _not_finite(dict(zip(state.params, targets, strict=True))):
-            for t, old in zip(targets, before, strict=True):
-                t.copy_(old)
-            state.optimizer = None
-            state.drop_gradients()
-            fix = f"Lower the learning rate ({adam.learning_rate:g}), raise adam_eps ({adam.eps:g}), or load a state."
-            where = f"optim_step, update {state.steps + 1}"
-            raise BackendError("update refused", where=where, got=got, expected="finite weights", fix=fix)
         for name, master in state.masters.items():
             state.params[name].copy_(master)
-        moved = [old.sub_(t) for old, t in zip(before, targets, strict=True)]
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
-    layers = _layer_norms("update_norm", state.params, moved)
+    layers = _layer_norms("update_norm", state.params, moves)
     metrics |= {"update_norm": float(np.linalg.norm([*layers.values()])), **layers}
     metrics |= {"num_loss_tokens": float(state.loss_tokens), "num_sequences": float(state.sequences)}
     state.drop_gradients()
@@ -250,13 +317,6 @@ def update(state: PolicyState, adam: AdamParams, normalization: GradNormalizatio
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #89744f34
 FORMAT = 1  # of a saved state
-
-
-def _check_finite(tensors: Mapping[str, Tensor], kind: type[RLNotebookError], where: str) -> None:
-    "Raise the error `kind` that names the first tensor with NaN or infinity."
-    if got := _not_finite(tensors):
-        fix = "Load an earlier state; what was saved or synced before stays as it is."
-        raise kind("not finite", where=where, got=got, expected="finite values", fix=fix)
 
 
 def capture(state: PolicyState) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -743,11 +803,14 @@ def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | N
         fix = "llama.cpp's convert_hf_to_gguf.py converts what 'hf' writes." if to == "gguf" else None
         raise ConfigError("export", got=repr(to), expected=expected, fix=fix)
     _check_finite(state.params, BackendError, "export")
+    reason = needs_whole(state.module, state.params) if adapter and to in (None, "adapter") else ""
+    if reason and to == "adapter":
+        fix = "Export 'merged' (the whole model), or save the base in a folder before it is loaded and trained over."
+        raise ConfigError("export", got=f"'adapter', but {reason}", expected="all that the policy is made of", fix=fix)
     with _on_disk("export", folder):
-        if adapter and to in ("hf", "merged"):
-            whole = clone_frozen(state.module, lambda t: unpacked(t.detach()).to("cpu", copy=True)).merge_and_unload()
+        if adapter and (reason or to in ("hf", "merged")):
             with no_bars():
-                whole.save_pretrained(folder)
+                merged_copy(state.module).save_pretrained(folder)
         else:
             write_weights(state.module, state.params, folder)
             model.generation_config.save_pretrained(folder)
@@ -755,10 +818,10 @@ def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | N
             tokenizer.save_pretrained(folder)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #01e608db
-def reference_of(state: PolicyState, run: Worker) -> LocalReference:
-    "What the policy began with: under LoRA its base, else a copy; it chooses its experts itself."
+def reference_of(state: PolicyState, run: Worker, fresh: bool) -> LocalReference:
+    "What the policy began with: its base where the adapter is a fresh one, else a copy; it chooses its experts itself."
     scoring = replace(state.scoring, source="reference", versions=Versions(), routers=None)
-    if hasattr(state.module, "disable_adapter"):
+    if fresh:
         return LocalReference(scoring, run, state.module.disable_adapter)  # type: ignore[arg-type]
     copied = scoring.causal.over(frozen_copy(state.module, state.params))
     return LocalReference(replace(scoring, causal=copied), run)
@@ -798,11 +861,10 @@ def open_local(
     "Policy, reference, sampler and sync over one model in this process."
     opened = {name: value for name, value in locals().items() if name not in ("model", "tokenizer")}
     model, tokenizer = model_and_tokenizer(model, tokenizer)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", got=str(device), expected="a device that torch finds here", fix="device='cpu'")
+    check_adapter(model, lora_rank)
+    device = find_device(device)
     if load_in_8bit:
-        check_bits(lora_rank, dtype, torch.device(device).type)
+        check_bits(lora_rank, dtype, device.type)
     module = in_dtype(model, dtype, device)
     module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
     params = trainable(module)
@@ -818,7 +880,7 @@ def open_local(
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter)
     causal = mask_ids(open_model(module, routes=("modules", "full"), sampling=False), unknown)
     state = PolicyState(module, Scoring(causal, *limits, routers=routers), params, load_in_8bit=load_in_8bit)
-    judge = reference_of(state, run) if reference else None
+    judge = reference_of(state, run, fresh=lora_rank > 0) if reference else None
     if gradient_checkpointing:
         checkpoint_layers(module)
     policy, sampler = LocalTrainer(state, run), LocalSampler(engine, draws)
