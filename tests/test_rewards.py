@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rl_notebook.core.types import Completion, RewardError, RolloutSample
+from rl_notebook.task.audit import audit_reward
 from rl_notebook.task.data import make_row
 from rl_notebook.task.rewards import (
     LIMITS,
@@ -404,6 +405,55 @@ def test_an_alarm_behind_a_helper_is_no_silent_zero_and_has_no_second_limit():
     assert score_blocking(["a"] * 3, CHAT, helped).totals.tolist() == [1.0] * 3
     with pytest.raises(RewardError, match="reward_timeout: got helped, which runs in the main thread"):
         asyncio.run(score(["a"], CHAT, helped, limits=Limits(timeout=5.0)))
+
+
+def plain_judge(text):
+    "Starts an event loop of its own."
+    return asyncio.run(asyncio.sleep(0, 0.5))
+
+
+def make_judge():
+    "One with a client, which belongs to the event loop in which it waited first."
+    room = asyncio.Semaphore(1)
+
+    async def judge(text):
+        async with room:
+            await asyncio.sleep(0)
+            return float(len(text))
+
+    return judge
+
+
+@pytest.mark.filterwarnings("ignore:coroutine 'sleep' was never awaited")
+def test_a_client_is_asked_in_one_event_loop_by_all_calls_of_a_notebook():
+    judge, texts, sums = (
+        make_judge(),
+        ["a", "bb", "ccc"],
+        [{"question": f"{n}+1", "answer": str(n + 1)} for n in (2, 3)],
+    )
+
+    async def notebook():
+        later = asyncio.ensure_future(asyncio.sleep(0.01, 7))  # of another cell: it goes on
+        assert await asyncio.gather(*map(judge, texts)) == [1, 2, 3]
+        assert (await score(texts, CHAT, judge)).totals.tolist() == [1, 2, 3]
+        assert score_blocking(texts, CHAT, [judge, plain_judge]).totals.tolist() == [1.5, 2.5, 3.5]
+        assert "earns" in str(audit_reward(judge, sums))
+        assert (await score(texts, CHAT, [judge, plain_judge])).totals.tolist() == [1.5, 2.5, 3.5]
+        failed(lambda: score_blocking(texts, CHAT, broken), got="SystemExit: 3")
+        assert await asyncio.wait_for(asyncio.gather(later, *map(judge, texts)), 60) == [7, 1, 2, 3]
+
+    async def broken(text):
+        await asyncio.sleep(0)
+        raise SystemExit(3)
+
+    asyncio.run(notebook())
+
+
+def test_a_client_is_asked_in_one_event_loop_by_all_calls_of_a_script():
+    judge, texts = make_judge(), ["a", "bb", "ccc"]
+    for _ in range(2):
+        assert score_blocking(texts, CHAT, judge).totals.tolist() == [1, 2, 3]
+        assert asyncio.run(score(texts, CHAT, judge)).totals.tolist() == [1, 2, 3]
 
 
 def test_a_reward_that_asks_for_other_rewards_does_not_wait_for_itself():

@@ -11,6 +11,7 @@ import functools
 import inspect
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -187,6 +188,7 @@ def countdown_reward(
 # %% ../../nbs/task/01_rewards.ipynb #b3de72ce
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]  # what a call returned, what it raised
+IN_A_LOOP = "from a running event loop"  # in the error of `asyncio.run` where an event loop runs already
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:
@@ -210,10 +212,52 @@ async def in_thread(call: Callable[[], Any], start: Callable[[Callable[[], bool]
         outcome = outcome_of(call)
         with suppress(RuntimeError):  # the event loop was closed
             loop.call_soon_threadsafe(done.set_result, outcome)
-        return outcome[1] is not None
+        return outcome[1] is not None and IN_A_LOOP not in str(outcome[1])
 
     start(run)
     return await asyncio.shield(done)
+
+# %% ../../nbs/task/01_rewards.ipynb #8fd848a8
+async def outcome_of_awaitable(result: Awaitable[Any]) -> Outcome:
+    "What an awaitable comes to."
+    try:
+        return await result, None
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:  # sys.exit() would end the event loop
+        return None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+
+
+async def awaited_in(loop: asyncio.AbstractEventLoop, result: Awaitable[Any]) -> Outcome:
+    "What an awaitable comes to in an event loop; cancelled with this call."
+    made = outcome_of_awaitable(result)
+    if loop is asyncio.get_running_loop():
+        return await made
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made, loop))
+
+
+@functools.cache
+def shared_loop(process: int) -> asyncio.AbstractEventLoop:  # process: a fork has no threads, and needs another one
+    "The event loop of `async` functions that are called where none runs."
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
+    return loop
+
+
+def run_until(loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> None:
+    "Let an event loop go on from within one of its own calls. Whatever makes it ready has to wake the loop."
+    queue, task = loop._ready, asyncio.current_task(loop)  # type: ignore[attr-defined]
+    least = len(queue)  # calls that the round which is interrupted counts on
+    if task is not None:
+        asyncio.tasks._leave_task(loop, task)
+    try:
+        while not ready():
+            loop._run_once()  # type: ignore[attr-defined]
+    finally:
+        for _ in range(least - len(queue)):
+            loop.call_soon(int)
+        if task is not None:
+            asyncio.tasks._enter_task(loop, task)
 
 # %% ../../nbs/task/01_rewards.ipynb #56faeb8b
 _JUDGE = """
@@ -654,7 +698,8 @@ class Limits:
 
     most: int = 32  # calls at once; 0 = one by one, in no thread
     timeout: float | None = None  # seconds for one call; one that takes longer is unscorable
-    here: SimpleQueue[Any] | None = field(default=None, repr=False)  # calls of plain functions, see `blocking`
+    here: Callable[[Any], None] | None = field(default=None, repr=False)  # takes plain calls, see `blocking`
+    blocked: asyncio.AbstractEventLoop | None = field(default=None, repr=False)  # by a call that waits, see `blocking`
     _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
     _staying: set[int] = field(default_factory=set, repr=False)  # ids of functions that raised an error about threads
 
@@ -678,11 +723,23 @@ class Limits:
         return self.here is None and (id(function) in self._staying or uses_alarms(inner))
 
     async def outcome(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
-        "What a call comes to, made in the thread where it belongs."
+        "What a call comes to, made in the thread and awaited in the event loop where it belongs."
+        result, error = await self._called(function, call)
+        if not isinstance(result, Awaitable):
+            return result, error
+        if self.here is not None and self.blocked is None:
+            _SHARING.add(innermost(function))
+        loop = self.blocked or asyncio.get_running_loop()
+        return await awaited_in(shared_loop(os.getpid()) if innermost(function) in _SHARING else loop, result)
+
+    async def _called(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
+        "What a function returns or raises."
         if not self.stays(function):
             here = self.here
-            outcome = await in_thread(call, _new_thread if here is None else lambda run: here.put((self, run)))
-            if self.here is not None or not any(words in str(outcome[1] or "") for words in OF_THREADS):
+            outcome = await in_thread(call, _new_thread if here is None else lambda run: here((self, run)))
+            if here is not None and IN_A_LOOP in str(outcome[1]):
+                return await in_thread(call)
+            if here is not None or not any(words in str(outcome[1] or "") for words in OF_THREADS):
                 return outcome
             self._staying.add(id(function))
         return outcome_of(call)
@@ -690,6 +747,7 @@ class Limits:
 
 LIMITS = Limits()
 _HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)  # room for a call
+_SHARING: set[Any] = set()  # `async` functions that were called in `shared_loop`, and stay there
 LATE = object()  # in place of a reward that did not come in time
 
 # %% ../../nbs/task/01_rewards.ipynb #1b2c786b
@@ -706,7 +764,6 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
                 result, error = await limits.outcome(fn.function, call)
                 if error is not None:
                     raise error
-                result = await result if isinstance(result, Awaitable) else result
                 return LATE if asyncio.get_running_loop().time() > (clock.when() or math.inf) else result
         except KeyboardInterrupt:
             raise
@@ -826,19 +883,32 @@ async def score(
 # %% ../../nbs/task/01_rewards.ipynb #f568cc6b
 def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
     "The result of a job that asks reward functions, for callers that cannot await."
-    here, began, failed = SimpleQueue[Any](), dict[str, Any](), list[Limits]()
+    calls, began, failed = SimpleQueue[Any](), dict[str, Any](), list[Limits]()
+    blocked = asyncio._get_running_loop()
+    if not hasattr(blocked, "_run_once"):  # there is none, or one that is not of asyncio
+        blocked = None
+
+    def put(item: Any) -> None:
+        calls.put(item)
+        if blocked is not None:
+            blocked.call_soon_threadsafe(int)  # wakes it
+
+    def next_call() -> Any:
+        if blocked is not None:
+            run_until(blocked, lambda: not calls.empty())
+        return calls.get()
 
     async def noted() -> T:
         began.update(loop=asyncio.get_running_loop(), task=asyncio.current_task())
-        return await job(Limits(here=here))
+        return await job(Limits(here=put, blocked=blocked))
 
     def run() -> T:
         with asyncio.Runner() as runner:
             return runner.run(noted())
 
-    _new_thread(lambda: here.put(outcome_of(run)))
+    _new_thread(lambda: put(outcome_of(run)))
     try:
-        while callable((found := here.get())[1]):
+        while callable((found := next_call())[1]):
             if found[0] not in failed and found[1]():  # after a failure nothing is called under the same limits
                 failed.append(found[0])
     except KeyboardInterrupt:
