@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import configparser
+import copy
 import filecmp
 import json
 import posixpath
@@ -23,6 +24,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nbdev.clean import clean_nb
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from pages import LINK, LOCAL, directives, readme
@@ -487,6 +489,17 @@ def no_widget_state(house: House) -> list[str]:
         for cell in nb.cells
         if any("application/vnd.jupyter.widget" in mime for out in cell.outputs for mime in out.get("data", {}))
     ]
+
+
+@rule
+def cleaning_changes_nothing(house: House) -> list[str]:
+    "`make prep` on a clean tree leaves every notebook as it is: none stores what nbdev_clean takes away."
+    problems = []
+    for nb in house.notebooks:
+        cleaned = copy.deepcopy(nb.raw)
+        clean_nb(cleaned, clean_ids=False)
+        problems += [f"{nb.name} stores what nbdev_clean takes away: run make prep"] if cleaned != nb.raw else []
+    return problems
 
 
 UNSTABLE = {

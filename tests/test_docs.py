@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -140,3 +143,91 @@ def test_the_backend_of_the_recipe_makes_a_step(tmp_path: Path, monkeypatch: pyt
     record = asyncio.run(step())
     assert sorted(s.text for s in record.groups[0].samples) == list("23456789")
     assert record.metrics["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+# --- what README and CONTRIBUTING print runs as printed -------------------------------------------------------------
+
+PRINTED = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def printed(page: str, language: str) -> list[str]:
+    "The blocks of a page in a language, in order."
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return [block for found, block in PRINTED.findall(text) if found == language]
+
+
+def run_in_bash(script: str, folder: Path) -> str:
+    "What commands print in one shell, whose programs are those of this environment; each has to end well."
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
+    "In order, from an empty folder. What `pip` and `make` install is there already; the demonstration is in test_cli."
+    commands = [line for block in printed("README.md", "sh") for line in block.splitlines()]
+    setup = [line for line in commands if line.startswith(("pip ", "make "))]
+    assert [line.split()[1] for line in setup if line.startswith("make ")] == ["demo", "test", "lab"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^demo: \$\(STAMP\).*\n\t\$\(BIN\)/rl-notebook demo$", makefile, re.MULTILINE)
+    assert "\ntest: $(STAMP)" in makefile
+    assert "exec make test" in (ROOT / ".ci" / "run").read_text()
+    rest = [line for line in commands if line not in setup]
+    said = run_in_bash("\n".join(rest), tmp_path)
+    assert "held-out reward" in said
+    assert "every phase is the same" in said
+    assert (tmp_path / "my_task" / "runs" / "first" / "export" / "config.json").is_file()
+
+
+def test_python_of_the_readme_that_is_no_cell_runs_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    "The cells run with the notebook that README is made from."
+    cells = json.loads((ROOT / "nbs" / "index.ipynb").read_text(encoding="utf-8"))["cells"]
+    known = {"".join(cell["source"]).strip() for cell in cells if cell["cell_type"] == "code"}
+    blocks = [block for block in printed("README.md", "python") if block.strip() not in known]
+    monkeypatch.chdir(tmp_path)
+    said = run_in_bash("python - <<'END'\nimport rl_notebook as rln\n" + "\n".join(blocks) + "\nEND", tmp_path)
+    assert "Loss is" in said
+    assert (tmp_path / "runs" / "mine" / "run.json").is_file()
+
+
+def test_a_notebook_is_edited_as_text_as_contributing_says(tmp_path: Path):
+    "In a fresh clone: the folder for the text is there."
+    commands = [line for b in printed("CONTRIBUTING.md", "sh") for line in b.splitlines() if "jupytext" in line]
+    notebook = tmp_path / "nbs" / "task" / "00_data.ipynb"
+    for file in (".jt/.gitignore", "nbs/task/00_data.ipynb"):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / file, tmp_path / file)
+    before = json.loads(notebook.read_text())["cells"]
+    run_in_bash("\n".join(commands).replace(".venv/bin/", ""), tmp_path)
+    after = json.loads(notebook.read_text())["cells"]
+    assert [(cell["id"], cell["source"]) for cell in after] == [(cell["id"], cell["source"]) for cell in before]
+
+
+def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
+    lines = printed("CONTRIBUTING.md", "diff")[0].splitlines()
+    package = tmp_path / "rl_notebook"
+    shutil.copytree(ROOT / "rl_notebook", package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
+    source = (package / "core" / "advantages.py").read_text()
+    changes = re.findall(r"^-(.*\n)((?:\+.*\n)+)", "\n".join(lines) + "\n", re.MULTILINE)
+    for before, after in changes:
+        assert source.count(before) == 1
+        source = source.replace(before, re.sub(r"^\+", "", after, flags=re.MULTILINE))
+    (package / "core" / "advantages.py").write_text(source)
+    code = [
+        "from rl_notebook.core.advantages import group_advantages",
+        "from rl_notebook.config.config import Config",
+        "from rl_notebook.cli import parse_train",
+        "print(group_advantages([1, 2, 5], scale='range').round(3).tolist())",
+        "print(Config(advantage_scale='range').advantage_scale, parse_train(['--advantage-scale', 'range'])[0])",
+        "Config(advantage_scale='range', ddof=0)",
+    ]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(code)], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout == "[-0.417, -0.167, 0.583]\nrange Config(advantage_scale='range')\n", done.stderr
+    assert "ddof: advantage_scale='range' divides by no standard deviation" in done.stderr
