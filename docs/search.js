@@ -11,16 +11,17 @@ var Scorer = {
   partialTerm: 2,
   guides: ["Start", "Your own task"],
   aside: /^(api\/|CHANGELOG|CONTRIBUTING|AGENTS|emulator\/)/,
-  captions: null, // of the sidebar, by page
+  captions: null, // by page: Start, or the page of the sidebar that lists it
 
   section(page) {
     if (!this.captions) {
       this.captions = {};
       const root = new URL(document.documentElement.dataset.content_root, location.href).href;
       for (const link of document.querySelectorAll(".sidebar-tree a.reference.internal")) {
-        const caption = link.closest(".sidebar-tree > ul")?.previousElementSibling;
+        const caption = link.closest(".sidebar-tree > ul")?.previousElementSibling?.textContent.trim() ?? "";
+        const hub = link.closest(".sidebar-tree > ul > li")?.querySelector("a").textContent.trim() ?? "";
         const name = link.href.replace(root, "").replace(/\.html.*/, "");
-        this.captions[name] = caption?.textContent.trim() ?? "";
+        this.captions[name] = caption === "Start" ? caption : hub;
       }
     }
     return this.captions[page] ?? "";

@@ -3,8 +3,8 @@
 python docs/sources.py _proc/site && sphinx-build -c docs _proc/site _docs
 
 Every notebook becomes a page as a reader sees it, with the names of the package linked to their signatures. The sidebar
-and the titles are those of `_quarto.yml`. One page per module lists its public names, one all settings; the gallery is
-cut from the notebooks.
+has a start page and one page per section of `_quarto.yml`, which lists the pages of the section; the titles are from
+there, too. One page per module lists its public names, one all settings; the gallery is cut from the notebooks.
 """
 
 from __future__ import annotations
@@ -30,6 +30,17 @@ sys.path.insert(0, str(ROOT / "tests"))
 from pages import LINK, LOCAL, visible
 
 EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")  # at the top of the checkout; the examples' come with them
+HUBS = {  # the sections of `_quarto.yml` that are one entry of the sidebar: their pages, and what is there
+    "Your own task": ("task.md", "Rows, rewards, losses, advantages, tools, environments, and runs in a script."),
+    "Look into a step": ("look.md", "Dashboard, x-ray, token inspector, what-if, doctor, replay, reports and charts."),
+    "Other trainers and machines": ("machines.md", "Services, servers and GPUs; runs of TRL and of other trainers."),
+    "Reference": ("reference.md", "The command line, every setting, and the modules one by one."),
+}
+EXTRA_LINKS = {  # pages that are no notebooks
+    "Your own task": ["- [Examples](/examples/README.md): scripts and task folders that run."],
+    "Reference": ["- [All settings](/settings.md)", "- [Names and signatures](/api/index.md)"],
+}
+FIRST = 4  # tutorials of the section Start that the start page names
 CODE_SPAN = re.compile(r"(?<![`\w{}])`(?:rln\.|loop\.)?([A-Za-z_]\w*)(?:\(\))?`(?!`)")  # `name`, `rln.name` or `name()`
 
 # The gallery: what is seen, and where: the notebook, and how the text above the picture begins.
@@ -189,11 +200,47 @@ def toctree(caption: str, pages: list[str]) -> str:
 
 
 def contents(site: Site) -> str:
-    "The sidebar: the sections of `_quarto.yml`, then what is not a notebook."
+    "The sidebar: the start page, the pages of the section Start, and a page for each other section."
+    start = ["start.md", *site.sidebar()[0][1], "gallery.ipynb"]
+    return "\n\n".join([toctree("Start", start), toctree("Topics", [*(page for page, _ in HUBS.values()), *EXTRA])])
+
+
+def promise_of(site: Site, page: str) -> str:
+    "The one-line promise of a notebook, or the first paragraph of another page."
+    path = site.root / "nbs" / page
+    if path.suffix == ".ipynb":
+        first = nbformat.read(path, as_version=4).cells[0].source
+        return " ".join(re.findall(r"^> (.+)$", first, re.MULTILINE))
+    parts = (site.root / page).read_text(encoding="utf-8").split("\n\n")
+    return " ".join(next(part for part in parts if not part.startswith(("#", "!", "<!--"))).split())
+
+
+def listed(site: Site, pages: dict[str, str]) -> list[str]:  # titles by page
+    "Pages as a list of links, each with its promise."
+    return [f"- [{title}](/{page}): {promise_of(site, page)}" for page, title in pages.items()]
+
+
+def write_hubs(site: Site, target: Path) -> None:
+    "The start page, and a page for every other section of the sidebar."
+    cells = [cell.source for cell in nbformat.read(site.root / "nbs" / "index.ipynb", as_version=4).cells]
+    (quick,) = (source.split("## Quickstart\n")[1] for source in cells if "\n## Quickstart\n" in source)
+    (pip,) = (source.removeprefix("### With pip\n") for source in cells if source.startswith("### With pip\n"))
+    first = dict([*site.sidebar()[0][1].items()][:FIRST])
+    lines = ["# Start: install, quickstart, first tutorials", "", "> From a checkout to a step that you can look into."]
+    lines += ["", "## Install and quickstart", re.sub(r"^!\[.*\n?", "", quick, flags=re.MULTILINE)]
+    lines += ["## Install with pip", site.relink(pip, "nbs/index.ipynb"), "", "## The first four tutorials", ""]
+    lines += [*listed(site, first), "", "## After that", ""]
+    lines += [f"- [{section}](/{page}): {text}" for section, (page, text) in HUBS.items()]
+    (target / "start.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     examples = sorted(p.relative_to(site.root).as_posix() for p in (site.root / "examples").rglob("README.md"))
-    more = {"Start": ["gallery.ipynb"], "Your own task": examples, "Reference": ["settings.md", "api/index.md"]}
-    sections = [toctree(caption, [*more.get(caption, []), *pages]) for caption, pages in site.sidebar()]
-    return "\n\n".join([*sections, toctree("Contribute", [*EXTRA])])
+    more = {"Your own task": examples, "Reference": ["settings.md", "api/index.md"]}
+    for section, pages in site.sidebar():
+        if section in HUBS:
+            page, text = HUBS[section]
+            inside = toctree("", [*more.get(section, []), *pages])
+            links = [*listed(site, pages), *EXTRA_LINKS.get(section, [])]
+            lines = [f"# {section}", "", f"> {text}", "", *links, "", inside]
+            (target / page).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]:
@@ -296,6 +343,7 @@ def write_site(root: Path, target: Path) -> None:
             shutil.copy(path, target / name)
     shutil.copytree(root / "nbs" / "images", target / "images")
     write_gallery(site, target)
+    write_hubs(site, target)
     write_api(site, target, names)
     write_settings(target)
     write_promises(target)

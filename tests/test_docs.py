@@ -66,6 +66,8 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
         ("resume", "tutorials/401_scripted_runs.ipynb"),
         ("all settings", "settings.md"),
         ("quickstart", "index.ipynb"),
+        ("install quickstart", "start.md"),
+        ("wandb", "runs/09_trackers.ipynb"),
     ],
 )
 def test_titles_have_the_words_that_people_search(written: Path, asked: str, page: str, sources: ModuleType):
@@ -105,6 +107,21 @@ def test_a_name_is_linked_once_and_never_in_code_or_headings(sources: ModuleType
     text = "# `GRPOLoop`\n\n`rln.GRPOLoop(x)` `GRPOLoop` and `GRPOLoop`, `other`\n```\n`GRPOLoop`\n```"
     link = "{py:obj}`GRPOLoop <rl_notebook.loop.loop.GRPOLoop>`"
     assert sources.linked(text, names) == text.replace("` `GRPOLoop` and", f"` {link} and", 1)
+
+
+def test_the_sidebar_begins_with_a_start_page_and_has_a_page_for_each_section(written: Path, sources: ModuleType):
+    index = sources.nbformat.read(written / "index.ipynb", as_version=4).cells[-1].source
+    entries = re.findall(r"^(\S+\.(?:md|ipynb))$", index, re.MULTILINE)
+    assert entries[0] == "start.md"
+    assert [entry.split("/")[-1][:3] for entry in entries[1:5]] == ["101", "102", "103", "104"]
+    assert len(entries) < 20
+    hubs = [(written / page).read_text() for page, _ in sources.HUBS.values()]
+    start = (written / "start.md").read_text()
+    assert all(f"](/{entry})" in start for entry in [*entries[1:5], *(page for page, _ in sources.HUBS.values())])
+    assert "make demo" in start
+    assert "pip install ." in start
+    pages = {path.relative_to(written).as_posix() for path in written.rglob("*.ipynb")} - {"index.ipynb"}
+    assert [page for page in sorted(pages - {*entries}) if not any(f"](/{page}): " in hub for hub in hubs)] == []
 
 
 def test_every_public_name_is_on_a_page_of_signatures(written: Path, sources: ModuleType):

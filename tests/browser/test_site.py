@@ -19,6 +19,11 @@ pytestmark = pytest.mark.skipif(not (SITE / "index.html").exists(), reason="the 
 EMPTY = "() => [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
 COLOURS = "() => (s => [s.backgroundColor, s.color])(getComputedStyle(document.body))"
 WIDER = "() => document.scrollingElement.scrollWidth - innerWidth"
+OUTSIDE = """() => [...document.querySelectorAll("article pre")].filter(pre => {
+  const box = pre.closest("div.cell, div.highlight") ?? pre;
+  return pre.getBoundingClientRect().right > box.getBoundingClientRect().right + 1
+    || (pre.scrollWidth > pre.clientWidth + 1 && getComputedStyle(pre).overflowX === "visible");
+}).map(pre => pre.textContent.slice(0, 60))"""
 SEARCHES = {  # asked: what is found first
     "kl_beta": "settings.html",
     "GRPOLoop": "api/rl_notebook.loop.loop.html",
@@ -28,6 +33,8 @@ SEARCHES = {  # asked: what is found first
     "lora": "backends/local/07_loading.html",
     "dead group": "core/03_advantages.html",
     "resume": "tutorials/401_scripted_runs.html",
+    "wandb": "runs/09_trackers.html",
+    "install": "start.html",
 }
 
 
@@ -89,7 +96,10 @@ def test_the_sidebar_leads_through_the_pages(read: Callable[..., Page]):
     expect(page.locator("h1")).to_contain_text("One GRPO step by hand")
     page.locator("a.next-page").click()
     expect(page.locator("h1")).to_contain_text("Reading logprobs")
-    assert page.locator(".sidebar-tree .caption-text").all_text_contents()[:2] == ["Start", "Your own task"]
+    assert page.locator(".sidebar-tree .caption-text").all_text_contents() == ["Start", "Topics"]
+    shown = [link.text_content() for link in page.locator(".sidebar-tree a").all() if link.is_visible()]
+    assert shown[0].startswith("Start: install, quickstart")
+    assert len(shown) < 25
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
@@ -98,6 +108,7 @@ def test_pages_fit_their_window(read: Callable[..., Page], name: str, width: int
     page = read(name, width)
     page.emulate_media(color_scheme=scheme)
     assert page.evaluate(WIDER) <= 0
+    assert page.evaluate(OUTSIDE) == []
     back, ink = page.evaluate(COLOURS)
     light = lambda colour: sum(map(int, colour.strip("rgba()").split(",")[:3])) / 765
     assert (light(back) > 0.8 > 0.4 > light(ink)) if scheme == "light" else (light(back) < 0.2 < 0.6 < light(ink))
