@@ -42,6 +42,8 @@ def test_its_files_are_those_that_its_readme_lists(task):
     text = (task / "README.md").read_text()
     assert all(f"`{name}`" in text for name in names if name != "README.md")
     assert [line[:2] for line in text.splitlines() if line[:1].isdigit()] == ["1.", "2.", "3."]
+    assert "python -m pytest" in text
+    assert "pip install pytest" in text  # it does not come with the package
 
 
 def test_its_test_passes(task):
