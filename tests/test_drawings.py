@@ -92,6 +92,9 @@ def test_every_phase_draws_itself_and_says_the_same_without_its_pictures(phases:
     if phase == "sample":
         texts = [s.text for r in phases["sample"] for s in r.samples]
         assert sum(text in page.text for text in texts) == len(texts), "every completion is there"
+    if phase in ("sample", "score", "advantages", "reference", "loss"):
+        questions = [str(prompt.row.data["question"]) for prompt in phases["prompts"]]
+        assert all(question in page.text for question in questions), "every group is headed by its prompt"
     if phase == "advantages":
         every = [number(float(a), "+.2f") for g in phases["advantages"] for a in g.advantages]
         assert all(a in page.text for a in every), "every number is there"

@@ -49,7 +49,7 @@ def difference(case: dict[str, Any], number: int, options: dict[str, Any], drop:
         return 0.0
     row, causes, trained = found.table.loc[name], found.causes, {d.group for d in batch.datums}
     assert np.isclose(causes["turn"].sum(), 1)
-    assert np.isclose(causes["length"].prod(), row["grad_norm"] / found.table.loc[RECORDED, "grad_norm"])
+    assert np.isclose(causes["length"].prod(), row["dlogprob_norm"] / found.table.loc[RECORDED, "dlogprob_norm"])
     kept = np.repeat([d.group in trained for d in whole.datums], [d.num_loss_tokens for d in whole.datums])
     theirs = np.array(case["grad"][number])
     worst = np.abs(flat(batch.datums, found.dlogprobs[name]) - theirs[kept]).max() / np.abs(theirs).max()
@@ -113,7 +113,7 @@ def test_the_one_setting_that_differs_is_the_cause(
 def test_whether_a_step_trained_dead_groups_changes_no_trainer_that_leaves_them_out() -> None:
     for settings in ({}, {"aggregation": "sequence_mean"}, {"aggregation": "sample_mean"}):
         found = [compare_trainers(frozen(0, {}, drop), {"Fireworks": settings}) for drop in (False, True)]
-        assert np.isclose(*(one.table["grad_norm"]["Fireworks"] for one in found), rtol=1e-12)
+        assert np.isclose(*(one.table["dlogprob_norm"]["Fireworks"] for one in found), rtol=1e-12)
 
 
 def test_what_cannot_be_compared_is_named() -> None:
@@ -132,7 +132,7 @@ def test_what_cannot_be_compared_is_named() -> None:
         compare_trainers(batch, "verl")  # type: ignore[arg-type]
     rows = what_if(own, {"mine": {"aggregation": "prompt_mean"}})
     assert [*rows.table.index] == [RECORDED, "SkyRL", "mine"]
-    assert rows.table.loc["SkyRL", ["grad_norm", "cosine"]].equals(own.table.loc["SkyRL", ["grad_norm", "cosine"]])
+    assert rows.table.loc["SkyRL", ["dlogprob_norm", "cosine"]].equals(own.table.loc["SkyRL", ["dlogprob_norm", "cosine"]])
     assert rows.as_record("SkyRL").loss is own.outputs["SkyRL"]
     for taken, given in (("'SkyRL'.*a row that is there", {}), ("policy_logprobs", {"policy_logprobs": []})):
         with pytest.raises(LossError, match=taken):

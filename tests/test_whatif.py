@@ -117,7 +117,7 @@ def test_ppo_with_kl_and_correction_is_the_formula():
     mass = np.abs(g).sum()
     own = -x["A"] / len(r)
     expected = {
-        "grad_norm": np.sqrt((g**2).sum()),
+        "dlogprob_norm": np.sqrt((g**2).sum()),
         "clipped": stopped.mean(),
         "positive": np.abs(g)[x["A"] > 0].sum() / mass,
         "negative": np.abs(g)[x["A"] < 0].sum() / mass,

@@ -385,7 +385,8 @@ def loss_faults(o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE
         own = "One of your own is passed as a function, registered by register_loss(fn), or named 'module:function'."
         word, fix = loss.casefold(), nearest(loss, [*known]) or own
         if word in TRL_PRESETS.keys() - known.keys():
-            fix = f"TRL's loss of this name is Config(loss_type={word!r}), which is {dict(TRL_PRESETS[word])}."
+            fix = f"TRL's loss of this name is Config(loss_type={word!r}), which is {dict(TRL_PRESETS[word])}; "
+            fix += f"on the command line --loss-type {word}."
         names = [repr(name) for name in known if name.isidentifier()]
         expected = f"{' or '.join(names)}, or 'module:function'"
         yield LossError("policy_loss", got=quoted(o.policy_loss), expected=expected, fix=fix)

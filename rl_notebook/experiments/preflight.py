@@ -129,8 +129,8 @@ def check_reward(rewards: np.ndarray) -> Finding:
     if is_dead(rewards):
         fix = "Grade a right and a wrong completion by hand; if that works, the prompts are too hard or too easy."
         return Finding("reward", False, f"every completion earned {rewards[0]:g}", fix=fix)
-    p = f"so p = {(rewards.round(6) > values[0]).mean():.2f}"
-    known = p if len(values) == 2 else "and as it takes many values, no p"
+    higher = f"the higher one for {(rewards.round(6) > values[0]).mean():.0%}"
+    known = higher if len(values) == 2 else f"{len(values)} different values"
     return Finding("reward", True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {known}")
 
 # %% ../../nbs/experiments/03_preflight.ipynb #85262995
@@ -166,12 +166,22 @@ async def check_reward_fns(reward_fns: Any, rows: Sequence[Row], limits: Limits)
     return found
 
 # %% ../../nbs/experiments/03_preflight.ipynb #752bf9b3
-def check_dead(dead: Mapping[int, float | None], planned: int) -> Finding:
-    "At the planned group size, at least half of the groups carry signal."
+def wilson(share: float, count: int) -> tuple[float, float]:
+    "The 95% interval of a share that was measured on so many prompts (Wilson, 1927)."
+    z = 1.96
+    middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def check_dead(dead: Mapping[int, float | None], planned: int, prompts: int) -> Finding:
+    "At the planned group size, at least half of the groups carry signal; `dead` is a mean over so many prompts."
     check, share = partial(Finding, "dead groups"), dead[planned]
     if share is None:
         return check(None, f"fewer than {planned} completions were drawn", fix="Raise samples.")
-    text = f"with {planned} completions per prompt, {share:.0%} of the groups are expected to be dead"
+    low, high = wilson(share, prompts)
+    interval = f"95% interval {low:.0%} to {high:.0%}, from {prompts} prompt{'s' * (prompts != 1)}"
+    text = f"with {planned} completions per prompt, {share:.0%} of the groups are expected to be dead ({interval})"
     enough = [size for size, s in dead.items() if s is not None and s <= 0.5]
     other = "More completions do not help: use prompts of another difficulty."
     fix = f"Set completions_per_prompt={min(enough)}." if enough else other
@@ -422,7 +432,7 @@ async def preflight(
         check_reward(np.concatenate([g.rewards for g in live])),
         *check_functions(groups),
         *rewarded,
-        check_dead(dead, cfg.completions_per_prompt),
+        check_dead(dead, cfg.completions_per_prompt, len(live)),
         check_tokens(backend.tokenizer, asked, live),
         *check_agreement(sampler_gap(groups, datums, policy), floor, allowed, apart),
         Finding("backend", True, known),

@@ -315,7 +315,7 @@ def compare_trainers(
         causes += terms
     found = {name: gradient_row(batch.datums, o) for name, o in outputs.items()}
     first, *others = [flat(batch.datums, o.dlogprobs) for o in outputs.values()]
-    table = {k: [row[k] for row in found.values()] for k in ("loss", "grad_norm")}
+    table = {k: [row[k] for row in found.values()] for k in ("loss", "dlogprob_norm")}
     table |= {"cosine": [cosine(g, first) for g in (first, *others)]}
     told = pd.DataFrame(table | {"note": ["", *(apart(g, first) for g in others)]}, index=[*found])
     used, datums = {RECORDED: own} if own else {}, dict.fromkeys(outputs, batch.datums)

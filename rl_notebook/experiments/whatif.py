@@ -16,8 +16,8 @@ import numpy as np
 import pandas as pd
 
 # %% auto #0
-__all__ = ['FrozenBatch', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attribution', 'attribution', 'true_gradients',
-           'predicted_change']
+__all__ = ['CAPTION', 'MAX_ROWS', 'FrozenBatch', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attribution', 'attribution',
+           'true_gradients', 'predicted_change']
 
 # %% ../../nbs/experiments/00_whatif.ipynb #e0631220
 from ..core.advantages import SCALES, WITHOUT_STD, AdvantageFn, advantages_by, is_dead, with_advantages
@@ -262,7 +262,7 @@ def gradient_row(datums: Sequence[Datum], output: LossOutput) -> dict[str, float
     share = lambda chosen: float(np.abs(g[chosen]).sum()) / total if total else float("nan")
     return {
         "loss": 0.0 if abs(output.loss) <= 1e-6 * total else output.loss,  # of rounding alone
-        "grad_norm": float(np.sqrt(g @ g)),
+        "dlogprob_norm": float(np.sqrt(g @ g)),
         "clipped": output.metrics.get("clip_ratio/region_mean", float("nan")),
         "positive": share(a > 0),
         "negative": share(a < 0),
@@ -298,6 +298,10 @@ def likeness(name: str, gradients: Mapping[str, np.ndarray]) -> str:  # "" when 
 RECORDED = "recorded"  # the row of the step's own settings
 
 # %% ../../nbs/experiments/00_whatif.ipynb #f066185d
+CAPTION = "dlogprob_norm: the gradient's norm over the logprobs; the grad_norm of a step is over the weights"
+MAX_ROWS = 60  # of a table in a notebook
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class WhatIf:
     "Several losses on one frozen batch."
@@ -333,10 +337,11 @@ class WhatIf:
         return "; ".join(parts)
 
     def __repr__(self) -> str:
-        return f"{self.headline}\n{self.table.to_string(float_format='%.4g', na_rep='–')}"
+        return f"{self.headline}\n{self.table.to_string(float_format='%.4g', na_rep='–')}\n{CAPTION}"
 
     def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.headline)}</p>{frame_html(self.table.reset_index(names='variant'))}"
+        table = frame_html(self.table.reset_index(names="variant"), MAX_ROWS)
+        return f"<p>{html.escape(self.headline)}</p>{table}<p>{CAPTION}</p>"
 
 # %% ../../nbs/experiments/00_whatif.ipynb #ce5241a8
 REPRODUCED = 1e-4  # float32 on the trainer against float64 here

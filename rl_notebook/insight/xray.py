@@ -242,7 +242,7 @@ def first_not_finite(record: StepRecord) -> str:
 def gradient_size(record: StepRecord) -> tuple[float, str]:
     "Size of the gradient and how it was measured; NaN if the record does not tell."
     if math.isfinite(norm := record.metrics.get("grad_norm", math.nan)):
-        return norm, f"norm {short(norm)}"
+        return norm, f"norm over the weights {short(norm)}"
     if record.loss is None or not record.loss.dlogprobs:
         return math.nan, ""
     total = float(sum(np.abs(g).sum() for g in record.loss.dlogprobs))

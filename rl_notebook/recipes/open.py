@@ -136,7 +136,7 @@ async def check_backend(
     "What the service of a config was seen to do; raises `BackendError` if it cannot be reached."
     if cfg.backend not in CHECKERS:
         got, expected = repr(cfg.backend), " or ".join(CHECKERS)
-        raise ConfigError("backend", where="check", got=got, expected=expected, fix="Name a service: --backend openai")
+        raise ConfigError("backend", got=got, expected=expected, fix="Name a service: --backend openai")
     return await CHECKERS[cfg.backend](cfg, say)
 
 

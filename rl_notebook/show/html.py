@@ -486,12 +486,22 @@ AGREE = 0.02  # nats; a difference below it is not tinted at full strength
 UNSEEN_GAP = 0.0005  # nats; where no token has more, every number of the table would be 0
 
 
-def _by_group(datums: Sequence[Datum], head: Sequence[str], row_of: Any, budget: int = BUDGET) -> str:
-    "Sequences under the names of their groups."
+def _trained_prompt(d: Datum, tokenizer: Any) -> str:
+    "Key and prompt of a sequence as a title: the tokens before the first that is trained on."
+    first = int(np.argmax(d.active)) if d.num_loss_tokens else len(d.weights)
+    asked = "" if tokenizer is None else tokenizer.decode(d.tokens[: first + 1].tolist(), skip_special_tokens=True)
+    title = tag("b", _cell(on_one_line(d.key or f"group {d.group}", 40)))
+    return f"{title} {tag('span', _cell(on_one_line(asked.strip(), 90)), style=SOFT)}" if asked.strip() else title
+
+
+def _by_group(
+    datums: Sequence[Datum], head: Sequence[str], row_of: Any, tokenizer: Any = None, budget: int = BUDGET
+) -> str:
+    "Sequences under the keys and prompts of their groups."
     found: dict[int, list[int]] = {}
     for i, d in enumerate(datums):
         found.setdefault(d.group, []).append(i)
-    titles = {g: tag("b", _cell(on_one_line(datums[at[0]].key or f"group {g}", 60))) for g, at in found.items()}
+    titles = {g: _trained_prompt(datums[at[0]], tokenizer) for g, at in found.items()}
     return grouped(head, [(titles[g], at, row_of) for g, at in found.items()], "sequences", budget)
 
 
@@ -520,7 +530,7 @@ def reference_html(datums: Sequence[Datum], policy_logprobs: Sequence[Any] | Non
     who = "the sampler" if policy_logprobs is None else "the policy"
     legend = f"colour: {who}'s logprob minus the reference's, {swatch('orange')} less, {swatch('blue')} more likely; "
     legend += f"strongest at {number(limit, '.2g')} nats, the largest is {number(farthest, '.2g')}"
-    drawn = tag("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row)
+    drawn = tag("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row, tokenizer)
     if farthest >= UNSEEN_GAP or not np.isfinite(every).all():
         return drawn
     agree = f"{who} and the reference agree on all {len(every)} tokens"
@@ -544,7 +554,7 @@ def loss_html(output: LossOutput, datums: Sequence[Datum], tokenizer: Any = None
     legend = f"colour: the loss makes a token {swatch('blue')} more likely, {swatch('orange')} less likely; "
     legend += f"strongest where |dL/dlogprob| is {number(limit, '.2g')}"
     head = ["tokens", "advantage", "share of |dL/dlogprob|"]
-    return tag("div", legend, style=_SMALL) + _by_group(datums, head, row, budget)
+    return tag("div", legend, style=_SMALL) + _by_group(datums, head, row, tokenizer, budget)
 
 # %% ../../nbs/show/00_html.ipynb #8d4e25bb
 _NORMS = {"grad_norm": "gradient norm", "update_norm": "update norm"}

@@ -31,7 +31,7 @@ from ..experiments.whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, f
 CHOSEN = "chosen"  # name of the variant that the sliders stand for
 QUANTITIES = (
     ("loss", "loss", "number"),
-    ("grad_norm", "gradient: norm over the tokens", "number"),
+    ("dlogprob_norm", "gradient: norm over the logprobs", "number"),
     ("cosine", "gradient: cosine with the recorded one", "number"),
     ("clipped", "tokens beyond the clip", "share"),
     ("positive", "gradient from tokens with positive advantage", "share"),
