@@ -132,7 +132,8 @@ def test_what_cannot_be_compared_is_named() -> None:
         compare_trainers(batch, "verl")  # type: ignore[arg-type]
     rows = what_if(own, {"mine": {"aggregation": "prompt_mean"}})
     assert [*rows.table.index] == [RECORDED, "SkyRL", "mine"]
-    assert rows.table.loc["SkyRL", ["dlogprob_norm", "cosine"]].equals(own.table.loc["SkyRL", ["dlogprob_norm", "cosine"]])
+    both = ["dlogprob_norm", "cosine"]
+    assert rows.table.loc["SkyRL", both].equals(own.table.loc["SkyRL", both])
     assert rows.as_record("SkyRL").loss is own.outputs["SkyRL"]
     for taken, given in (("'SkyRL'.*a row that is there", {}), ("policy_logprobs", {"policy_logprobs": []})):
         with pytest.raises(LossError, match=taken):
