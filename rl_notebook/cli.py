@@ -36,7 +36,7 @@ from .core.options import leaf_types, sub_configs
 from .config.aliases import RENAMED, was_chosen, yaml_value
 from . import __version__
 from .core.types import AlignmentError, ConfigError, DatumError, RecordError
-from .core.types import RLNotebookError, is_users, plain_text, quoted, without_keys
+from .core.types import RLNotebookError, is_users, plain_text, print_plain, printable, quoted, without_keys
 
 # %% auto #0
 __all__ = ['option_values', 'main']
@@ -230,7 +230,7 @@ def run_train(args: Sequence[str]) -> int:  # exit code
         print(f"run folder: {cfg.log_path}  (--log-path names another; --log-path None keeps nothing)")
     print(cfg.effective())
     result = asyncio.run(train(cfg, **how))
-    print(result)
+    print_plain(result)
     print(next_commands(cfg) if not result.stopped and cfg.log_path else "")
     return 130 if result.stopped else 0
 
@@ -278,9 +278,9 @@ def show_completions(record: Any, title: str, count: int = 4) -> None:
     "A few completions of one group of a record, with reward and advantage."
     group = max(record.groups, key=lambda g: g.rewards.std() if len(g.samples) else -1.0)
     question = group.row.get("question", group.key)
-    print(f"\n{title}\n  question: {question}")
+    print_plain(f"\n{title}\n  question: {question}")
     for s, a in list(zip(group.samples, group.advantages, strict=True))[:count]:
-        print(f"  {s.text:<32} reward {s.reward:.1f}   advantage {a:+.2f}")
+        print_plain(f"  {s.text:<32} reward {s.reward:.1f}   advantage {a:+.2f}")
     print()
 
 # %% ../nbs/00_cli.ipynb #aff51219
@@ -341,7 +341,7 @@ def view_several(runs: Sequence[Path], out: Path, shown: bool) -> int:  # exit c
 
     compared = compare(*runs)
     print(write_report(compared, out), flush=True)
-    print(compared, file=sys.stderr)
+    print(plain_text(compared), file=sys.stderr)
     if shown:
         webbrowser.open(out.resolve().as_uri())
     return 0
@@ -400,7 +400,11 @@ def _worth_a_look(run: Run) -> list[int]:
 
 
 async def diagnose_run(
-    path: Path, step: int | None = None, rescore: bool = False, say: Callable[[str], Any] = print, trust: bool = False
+    path: Path,
+    step: int | None = None,
+    rescore: bool = False,
+    say: Callable[[str], Any] = print_plain,
+    trust: bool = False,
 ) -> tuple[Diagnosis, bool]:  # and whether it asks for a fix
     "Diagnose the steps of a run: a line each, whether weights arrive, and one in full, or those that differ together."
     from rl_notebook.insight.doctor.doctor import concluded, weigh
@@ -474,7 +478,7 @@ def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 s
     from rl_notebook.recipes.rl_loop import replay_step
 
     result = asyncio.run(replay_step(given.run, given.step, trust=given.trust))
-    print(result)
+    print_plain(result)
     return 1 if result.same is False else 0
 
 # %% ../nbs/00_cli.ipynb #884dfcd7
@@ -510,9 +514,7 @@ class StreamPrinter:
         if who != self.who:
             print(f"{'' if self.who == '' else chr(10)}{who}> ", end="")
             self.who = who
-        from rl_notebook.show.html import escape_unseen
-
-        print(plain_text(escape_unseen(piece)), end="", flush=True)
+        print(printable(piece), end="", flush=True)
 
 
 def print_tokens(playground: Playground, runner: asyncio.Runner) -> None:
@@ -520,7 +522,7 @@ def print_tokens(playground: Playground, runner: asyncio.Runner) -> None:
     table = runner.run(playground.tokens()).round(3)
     if {"trained", "base"} <= {*table.columns}:
         table["difference"] = (table["trained"] - table["base"]).round(3)
-    print(table.to_string(index=False))
+    print_plain(table.to_string(index=False))
 
 # %% ../nbs/00_cli.ipynb #9e833f91
 def answer(line: str, playground: Playground, runner: asyncio.Runner, logprobs: bool) -> None:
@@ -640,9 +642,9 @@ def run_check(args: Sequence[str]) -> int:  # exit code
     if "base_model" in given:  # then its tokenizer is not the usual one
         usual = {name: value for name, value in usual.items() if name == "lora_rank"}
     cfg = Config.from_dict({}, usual | given)
-    found = asyncio.run(check_backend(cfg, say=print))
+    found = asyncio.run(check_backend(cfg, say=print_plain))
     for findings in found:
-        print(f"\n{findings}")
+        print_plain(f"\n{findings}")
     if place is not None:
         replace_text(place, check_html(cfg, found, shlex.join(["rl-notebook", "check", *rest])))
         print(f"\n{place}")
@@ -791,7 +793,7 @@ def run_show(args: Sequence[str]) -> int:  # exit code
         data, text = told_run(run, given.last)
     else:
         data, text = told_step(run, given.step) if None in place else told_sample(run, given.step, *place)
-    print(json.dumps(data, default=str, ensure_ascii=False) if given.json else text)
+    print_plain(json.dumps(data, default=str) if given.json else text)
     return 0
 
 # %% ../nbs/00_cli.ipynb #119d402e
@@ -834,10 +836,21 @@ def version_line() -> str:
     return ", ".join(found)
 
 # %% ../nbs/00_cli.ipynb #71381728
+def _open_streams() -> None:
+    "Let nothing that is printed raise: what a terminal lacks is written out, and a closed output takes nothing."
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None or stream.closed:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def main(argv: Sequence[str] | None = None) -> int:  # exit code
     "The rl-notebook command; prints all that it has to say, or as much as is read (`| head` reads the first lines)."
     format_before = warnings.formatwarning
     warnings.formatwarning = lambda message, *_: f"warning: {plain_text(message)}\n"  # without a line of the source
+    _open_streams()
     try:
         try:
             return _run(list(sys.argv[1:] if argv is None else argv))

@@ -15,7 +15,8 @@ from tiny_models import byte_tokenizer, one_thread, tiny_model
 from rl_notebook.emulator.server import Shown, split_choice
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.core.types import SampleParams
-from rl_notebook.agents.openai_chat import in_pieces
+from rl_notebook.agents.openai_chat import in_pieces, token_record
+from rl_notebook.show.html import token_text
 
 __all__ = ["one_thread"]
 
@@ -176,6 +177,36 @@ def test_pieces_of_text_are_the_text(text):
     assert "".join(piece for _, _, piece in in_pieces(ids, part.text, tokenizer, size=3)) == part.text
     pieces = split_choice({"index": 0, "finish_reason": "stop", "token_ids": ids}, part, tokenizer)
     assert [i for p in pieces for i in p["token_ids"]] == ids
+
+
+def test_a_stream_costs_in_proportion_to_its_tokens() -> None:
+    tokenizer = byte_tokenizer()
+
+    class Counting:
+        decoded = 0
+
+        def decode(self, tokens, **options):
+            self.decoded += len(tokens)
+            return tokenizer.decode(tokens, **options)
+
+    for text in ("2+3=5, 🙂é " * 400, "\ufffd🙂" * 300):
+        tokens, counting = tokenizer.encode(text, add_special_tokens=False), Counting()
+        text = tokenizer.decode(tokens)
+        pieces = [piece for *_, piece in in_pieces(tokens, text, counting)]
+        assert "".join(pieces) == text
+        assert max(map(len, pieces)) < 40
+        assert counting.decoded < 8 * len(tokens)
+    in_part = [tokenizer.decode(tokens[:9]) + "|", "other words"]
+    assert ["".join(piece for *_, piece in in_pieces(tokens, text, tokenizer)) for text in in_part] == in_part
+
+
+def test_a_record_of_a_token_says_what_pages_say() -> None:
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode("2🙂é", add_special_tokens=False)
+    records = [token_record(tokenizer, token, -1.0) for token in tokens]
+    assert [r["token"] for r in records] == [token_text(t, tokenizer) for t in tokens]
+    assert bytes(byte for r in records for byte in r["bytes"]).decode() == "2🙂é"
+    assert "\\xf0" in "".join(r["token"] for r in records)
 
 
 REFUSED = [

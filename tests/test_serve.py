@@ -387,6 +387,8 @@ def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
                     both = [client.post(address, json=body | {"seed": 7}, headers=asking) for _ in range(2)]
                     one, two = await asyncio.gather(*both)  # while the first is being drawn
                     assert one.json() == two.json()
+                    other = await client.post(address, json=body | {"seed": 8}, headers=asking)
+                    assert (other.status_code, "another body" in other.text) == (422, True)
                     assert len(watched.drawn) == 3
                     fresh = {"X-Stainless-Retry-Count": "0"}  # a client that counts asks for a second answer
                     await client.post(address, json=body, headers=fresh)

@@ -10,12 +10,14 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 
-from ..task.chat import Calls, split_calls
+from ..task.chat import Calls, first_difference, split_calls
 from ..core.types import Completion, ConfigError, DataError
 from ..task.data import read_messages
+from ..show.html import token_bytes, token_text
 
 # %% auto #0
 __all__ = []
@@ -132,8 +134,7 @@ def message_of(text: str, tools: Sequence[Any], read_calls: Calls = split_calls)
 
 def token_record(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
     "A token and its logprob."
-    text = str(tokenizer.decode([token]))
-    return {"token": text, "logprob": logprob, "bytes": [*text.encode()]}
+    return {"token": token_text(token, tokenizer), "logprob": logprob, "bytes": [*token_bytes(token, tokenizer)]}
 
 
 def choice_of(index: int, message: Any, completion: Completion, tokenizer: Any, logprobs: Any = None) -> dict[str, Any]:
@@ -156,15 +157,23 @@ def reply_of(choices: Sequence[Any], model: str, prompt: int, new: int, kind: st
 
 # %% ../../nbs/agents/00_openai_chat.ipynb #7b0da39f
 PIECE = 4  # tokens in one piece of a stream
+LONGEST_CHARACTER = 64  # tokens after which a text that does not become clear is left for the last piece
 
 
 def in_pieces(tokens: Sequence[int], text: str, tokenizer: Any, size: int = PIECE) -> Iterator[tuple[int, int, str]]:
-    "First token, end and text of each piece; together they are the whole text."
-    start = sent = 0
+    "First token, end and text of each piece; together they are the whole text. What is not clear yet comes later."
+    start, sent, read = 0, 0, 0  # `read`: tokens whose text is known to be `text[:known]`
+    known, before = 0, 0  # `before`: tokens from here are decoded along, for a first one loses its space
     for end in [*range(size, len(tokens), size), len(tokens)]:
-        ready = tokenizer.decode(tokens[:end], skip_special_tokens=True).rstrip("\ufffd")
-        upto = len(ready) if text.startswith(ready) else sent
-        upto = len(text) if end == len(tokens) else max(sent, upto)
+        upto = sent
+        if end == len(tokens):
+            upto = len(text)
+        elif end - read <= LONGEST_CHARACTER + size:
+            decode = partial(tokenizer.decode, skip_special_tokens=True)
+            more = decode(tokens[before:end]).removeprefix(decode(tokens[before:read]))
+            upto = max(sent, known + first_difference(more, text[known : known + len(more)]))
+            if upto == known + len(more):
+                before, read, known = read, end, upto
         yield start, end, text[sent:upto]
         start, sent = end, upto
 

@@ -25,7 +25,7 @@ from tornado.web import Application, RequestHandler, stream_request_body
 from ..task.chat import Calls, Conversation, UnfitTurn, check_fits, first_difference
 from ..task.chat import split_calls, start_conversation, told_to_template
 from ..core.types import AlignmentError, BackendError, ConfigError, DataError, MissingExtra
-from ..core.types import OFF, RolloutRun, SampleParams, plain_text
+from ..core.types import OFF, Completion, RolloutRun, SampleParams, plain_text
 from ..task.data import Row, message_text
 from .openai_chat import CHAT_FIELDS, ChatRequest, choice_of, deltas_of, event_lines
 from .openai_chat import message_of, read_chat, reply_of
@@ -144,6 +144,10 @@ loop that has to answer? A client without await belongs into a plain function, w
 """.strip()
 
 
+class ReusedKey(DataError):
+    "A request under the key of another one."
+
+
 def expect_request(url: str) -> threading.Timer:
     "A timer that says that no request came, unless it is cancelled, or nothing listens at an address."
     timer = threading.Timer(QUIET, warnings.warn, (NO_REQUEST.format(QUIET),))
@@ -161,7 +165,7 @@ class ServedRollout:
         self.turns: list[Turn] = []  # in the order in which they were drawn
         self._server, self._note = server, DRAW.get()
         self._drawing: set[asyncio.Task[Any]] = set()
-        self._answers: dict[str, asyncio.Task[Any]] = {}  # by the key of their request
+        self._answers: dict[str, tuple[str, asyncio.Task[Any]]] = {}  # hash of the body, by the key of the request
         self._failed: Exception | None = None
         self._refused = ""  # why the last request was refused
         self._quiet = expect_request("")
@@ -201,13 +205,17 @@ class ServedRollout:
 
     async def answer(self, body: bytes, key: str, repeat: bool, read: Read) -> Answer:
         "What a request gets; a repeat gets what the first one got. Raises for one that is refused."
-        task, before = asyncio.current_task(), self._answers.get(key)
+        task, digest = asyncio.current_task(), hashlib.sha256(body).hexdigest()
         assert task is not None
-        if repeat and before is not None:
+        if repeat and key in self._answers:
+            first, before = self._answers[key]
             await asyncio.wait([before])
             if not before.cancelled() and before.exception() is None:
+                if first != digest:
+                    got, expected = "the key of a request with another body", "a new key for a new request"
+                    raise ReusedKey("Idempotency-Key", where="the request", got=got, expected=expected)
                 return before.result()
-        self._answers[key] = task
+        self._answers[key] = digest, task
         self._drawing.add(task)
         self._quiet.cancel()
         try:
@@ -255,23 +263,28 @@ class ServedRollout:
                     got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}"
                     raise BackendError("sampler", where=talk.row.where, got=got, expected="a turn")
             talks = [(talk if i == 0 else as_given(talk)).add_completion(c) for i, c in enumerate(drawn)]
+            choices, pieces = await asyncio.to_thread(self._write, asked, drawn, setup.tokenizer)
         except BaseException:
             if parent is not None:
                 parent.continued = False
             raise
-        choices = []
-        for i, (completion, ended) in enumerate(zip(drawn, talks, strict=True)):
-            message = message_of(completion.text, asked.tools, self._server.read_calls)
+        for i, (choice, ended) in enumerate(zip(choices, talks, strict=True)):
             own = (parent, apart) if i == 0 else (None, f"completion {i + 1} of {len(drawn)} for one request")
-            self.turns.append(Turn((*asked.seen, as_said(message)), ended, parent=own[0], apart=own[1]))
-            logprobs = completion.logprobs if asked.body.get("logprobs") else None
-            choices.append(choice_of(i, message, completion, setup.tokenizer, logprobs))
+            self.turns.append(Turn((*asked.seen, as_said(choice["message"])), ended, parent=own[0], apart=own[1]))
         new, model = sum(len(c.tokens) for c in drawn), str(asked.body.get("model") or "policy")
-        reply = reply_of(choices, model, len(talk.tokens), new)
+        return reply_of(choices, model, len(talk.tokens), new), pieces
+
+    def _write(self, asked: Asked, drawn: Sequence[Completion], tokenizer: Any) -> tuple[list[Any], list[Any] | None]:
+        "The choices of a reply, and its pieces if it is a stream; in a thread, for a long one takes a while."
+        choices = []
+        for i, completion in enumerate(drawn):
+            message = message_of(completion.text, asked.tools, self._server.read_calls)
+            logprobs = completion.logprobs if asked.body.get("logprobs") else None
+            choices.append(choice_of(i, message, completion, tokenizer, logprobs))
         if not asked.body.get("stream"):
-            return reply, None
-        drawn_as = zip(choices, drawn, strict=True)
-        return reply, [p for choice, c in drawn_as for p in deltas_of(choice, c, setup.tokenizer)]
+            return choices, None
+        pairs = zip(choices, drawn, strict=True)
+        return choices, [piece for choice, completion in pairs for piece in deltas_of(choice, completion, tokenizer)]
 
 # %% ../../nbs/agents/01_serve.ipynb #73610cb5
 SPELLED = {"max_output_tokens": "max_completion_tokens"}
@@ -369,6 +382,7 @@ def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     "Status and body for what went wrong."
     status = 400 if isinstance(error, DataError | ConfigError | MissingExtra | UnfitTurn) else 500
+    status = 422 if isinstance(error, ReusedKey) else status
     if isinstance(error, BackendError | asyncio.CancelledError):
         status = 503
     code = "context_length_exceeded" if getattr(error, "what", "") == "prompt too long" else None
@@ -458,7 +472,8 @@ class ChatHandler(RequestHandler):
         self.set_header("Content-Type", "text/event-stream")
         if chat:
             usage = bool((json.loads(body).get("stream_options") or {}).get("include_usage"))
-            return self.write("".join(event_lines(reply | {"object": "chat.completion.chunk"}, pieces, usage)))
+            chunk = reply | {"object": "chat.completion.chunk"}
+            return self.write(await asyncio.to_thread(lambda: "".join(event_lines(chunk, pieces, usage))))
         events = events_of(as_response(reply))
         return self.write("".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events))
 

@@ -84,10 +84,15 @@ def plain_text(value: Any) -> str:
     return escape_unseen(text)
 
 
-def say(value: Any) -> None:
-    "Print a value as plain text, with what the encoding of the output lacks written out."
-    text, encoding = plain_text(value), getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+def printable(value: Any) -> str:
+    "A value as plain text, with what the encoding of the output lacks written out."
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return plain_text(value).encode(encoding, "backslashreplace").decode(encoding)
+
+
+def print_plain(value: Any) -> None:
+    "Print a value as `printable` text, at once."
+    print(printable(value), flush=True)
 
 # %% ../../nbs/core/00_types.ipynb #e00884f1
 _NOTHING = object()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -357,6 +357,11 @@ async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/emulator/03_server.ipynb #69c16776
+def split_choices(choices: Sequence[Mapping[str, Any]], parts: Sequence[Shown], tokenizer: Any) -> list[dict[str, Any]]:
+    "The pieces of all choices."
+    return [p for choice, part in zip(choices, parts, strict=True) for p in split_choice(choice, part, tokenizer)]
+
+
 async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
     "POST /v1/completions, as vLLM serves it, or /inference/v1/completions, as Fireworks does: wait while paused, draw."
     body, started, tokenizer = await json_of(request), time.monotonic(), server.models.tokenizer
@@ -382,7 +387,7 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     choices = [choice_of(wanted, p, i, scores, style, tokenizer, processed) for i, p in enumerate(parts)]
     if not body.get("stream"):
         return JSONResponse({**whole, "choices": choices})
-    pieces = [p for choice, part in zip(choices, parts, strict=True) for p in split_choice(choice, part, tokenizer)]
+    pieces = await asyncio.to_thread(split_choices, choices, parts, tokenizer)
     usage = style == "vllm" and bool((body.get("stream_options") or {}).get("include_usage"))
     lines = event_lines(whole, pieces, usage, with_last=style == "fireworks")
     return StreamingResponse(lines, media_type="text/event-stream")

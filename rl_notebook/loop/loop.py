@@ -24,7 +24,7 @@ __all__ = ['GRPOLoop']
 
 # %% ../../nbs/loop/11_loop.ipynb #a898a710
 from ..config.config import Config
-from ..core.types import ConfigError, PromptGroup, shown_as
+from ..core.types import ConfigError, PromptGroup, printable, shown_as
 from .groups import Graded, Producer
 from ..core.names import named_function, on_interrupt
 from ..runs.records import StepRecord
@@ -284,11 +284,11 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
                     done.append(record)
                     loop.bar.update()
                     if progress:
-                        loop.bar.write(await asyncio.to_thread(verdict_line, loop.records, record))
+                        loop.bar.write(printable(await asyncio.to_thread(verdict_line, loop.records, record)))
             done.ended = why_ended(loop, steps, len(done))
             if done.ended and progress:
                 loop.bar.set_postfix_str(done.ended.partition(" (")[0])
-                loop.bar.write(f"{len(done) or 'no'} steps: {done.ended}")
+                loop.bar.write(printable(f"{len(done) or 'no'} steps: {done.ended}"))
         if done.ended and hasattr(loop.bar, "disp"):  # a bar in a notebook is red before its end
             loop.bar.disp(bar_style="info")
     finally:

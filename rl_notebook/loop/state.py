@@ -27,7 +27,7 @@ __all__ = ['PHASES', 'StepState', 'LoopState', 'Loop']
 
 # %% ../../nbs/loop/05_state.ipynb #dd8aa3c2
 from ..core.advantages import AdvantageFn, is_dead
-from ..core.types import PhaseError, PromptGroup, shown_as
+from ..core.types import PhaseError, PromptGroup, printable, shown_as
 from ..config.config import Config, completions_at_once
 from ..task.data import Cursor
 from ..task.rewards import columns_read
@@ -341,6 +341,11 @@ class Loop(LoopState):
 def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
     "Bars are drawn in notebooks and terminals, not into files and pipes."
     return (False if IN_NOTEBOOK else None) if wanted and not os.environ.get("TQDM_DISABLE") else True
+
+
+def write_line(value: Any) -> None:
+    "Write a line above the bars, as text that every terminal takes."
+    tqdm.write(printable(value))
 
 
 IN_NOTEBOOK = any("notebook" in c.__module__ for c in tqdm.__mro__)

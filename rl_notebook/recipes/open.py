@@ -20,6 +20,7 @@ from ..backends.base import Backend, Sampler, with_teacher
 from ..config.config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
 from ..config.config import completions_at_once, was_chosen
 from ..core.types import BackendError, Completion, ConfigError, Datum, RLNotebookError, SampleParams
+from ..core.types import print_plain
 from ..core.findings import Finding, Findings
 from ..core.names import check_trusted
 from ..core.retries import AdaptiveLimit, Retries
@@ -105,7 +106,7 @@ OPENERS: dict[str, Callable[..., Awaitable[Backend]]] = {
 # %% ../../nbs/recipes/00_open.ipynb #2f4f56df
 async def open_backend(
     cfg: Config,
-    say: Callable[[str], Any] = print,  # where the lines about provisioning and reconnects go
+    say: Callable[[str], Any] = print_plain,  # where the lines about provisioning and reconnects go
     leftover: str = "error",  # fireworks: trainers of a killed process in this run folder: "attach", "clean" or "error"
 ) -> Backend:  # `async with` releases what it holds
     "The backend that a config names."
@@ -131,7 +132,7 @@ async def open_backend(
 # %% ../../nbs/recipes/00_open.ipynb #2c106273
 async def check_backend(
     cfg: Config,  # backend, model, address; the rest is not looked at
-    say: Callable[[str], Any] = print,  # gets lines on the way: a check that was made, a reconnect
+    say: Callable[[str], Any] = print_plain,  # gets lines on the way: a check that was made, a reconnect
 ) -> list[Findings]:
     "What the service of a config was seen to do; raises `BackendError` if it cannot be reached."
     if cfg.backend not in CHECKERS:

@@ -36,7 +36,7 @@ from ..core.advantages import AdvantageFn
 from ..loop.back import names_code, restore_checkpoint, save_checkpoint
 from ..loop.loop import GRPOLoop, why_ended, verdict_line
 from ..loop.setup import EvaluationFn, as_rows, check_loss, encode_for, own_advantages
-from ..loop.state import no_bar
+from ..loop.state import no_bar, write_line
 from ..loop.phases import other_sources, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
 from ..runs.records import StepRecord, decode, encode
@@ -293,7 +293,7 @@ async def train(
     resume: bool = False,  # go on with the run in `log_path`
     leftover: str = "error",  # Fireworks: trainers of a killed process in `log_path`: "attach", "clean" or "error"
     trust: bool = False,  # links that leave the folder of a run that was not started here may be followed
-    say: Callable[[str], Any] = tqdm.write,  # where the lines go
+    say: Callable[[str], Any] = write_line,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
     make: Callable[..., Problem] = make_problem,  # of the parts

@@ -8,8 +8,10 @@ from __future__ import annotations
 import base64
 import html
 import math
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from rl_notebook.task.data import Prompt, Rollouts
 
 # %% auto #0
-__all__ = ['HUES', 'number', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html']
+__all__ = ['HUES', 'number', 'token_bytes', 'token_text', 'token_texts', 'shapes', 'table', 'html_table', 'frame_html']
 
 # %% ../../nbs/show/00_html.ipynb #b7f802f1
 def prompt_text(row: Mapping[str, Any]) -> str:
@@ -68,6 +70,7 @@ def shown_text(text: str, limit: int = LONGEST_TEXT) -> str:
     return "".join(map(_sign, text[:limit])) + more
 
 # %% ../../nbs/show/00_html.ipynb #61e8b4d7
+@cache
 def _byte_of() -> dict[str, int]:
     "The alphabet of byte-level tokenizers (GPT-2's): printable bytes stand for themselves, the others are moved up."
     own = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -75,16 +78,27 @@ def _byte_of() -> dict[str, int]:
     return {chr(b): b for b in own} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
-def token_text(token: int, tokenizer: Any) -> str:
-    "What one token says, special tokens included; bytes that are no text as `\\xe2`."
+def token_bytes(token: int, tokenizer: Any) -> bytes:
+    "What one token stands for, special tokens included; where it is a part of a character, its bytes."
     text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
     to_piece = getattr(tokenizer, "convert_ids_to_tokens", None)
     piece = str(to_piece(token)) if to_piece else ""
     if "▁" in piece:
-        return piece.replace("▁", " ")
+        return piece.replace("▁", " ").encode("utf-8", "backslashreplace")
+    if "\ufffd" in text and (byte := re.fullmatch("<0x([0-9A-F]{2})>", piece)):  # of SentencePiece
+        return bytes.fromhex(byte[1])
     if "\ufffd" in text and piece and all(c in (table := _byte_of()) for c in piece):
-        return "".join(f"\\x{table[c]:02x}" for c in piece)
-    return text
+        return bytes(table[c] for c in piece)
+    return text.encode("utf-8", "backslashreplace")
+
+
+def token_text(token: int, tokenizer: Any) -> str:
+    "What one token says, special tokens included; bytes that are no text as `\\xe2`, as in OpenAI's API."
+    content = token_bytes(token, tokenizer)
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        return "".join(f"\\x{byte:02x}" for byte in content)
 
 
 def token_texts(

@@ -41,6 +41,7 @@ from .tinker import check_contract, probe_seed, toy_tokens
 from ...config.config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
 from ...config.config import ConcurrencyConfig, completions_at_once
 from ...core.types import BackendError, Completion, ConfigError, Logprobs, RLNotebookError, SampleParams
+from ...core.types import print_plain
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, Retries, together, with_retries_blocking
@@ -504,7 +505,7 @@ async def open_fireworks(
     base_url: str | None = None,  # None = the config's, else as in `open_managers`
     tokenizer: Any = None,  # a tokenizer at hand; None = deployment.tokenizer_model
     leftover: Leftover = "error",  # what to do with resources of an earlier process of this run folder
-    say: Callable[[str], Any] = print,  # gets a line per change of a resource, and per reconnect
+    say: Callable[[str], Any] = print_plain,  # gets a line per change of a resource, and per reconnect
     on_status: OnStatus | None = None,  # gets the changes as `ResourceState`s instead
     grace_s: float | None = None,  # before trainers are cancelled; None = as in `ResourceCleanup`
     poll_interval_s: float = 5.0,
@@ -622,7 +623,7 @@ async def check_fireworks(
     lora_rank: int = 0,
     output_model_id: str | None = None,  # also publish the weights under this id; None = leave promotion out
     also: Callable[..., Awaitable[list[Finding]]] | None = None,  # more, of sampler and tokenizer
-    say: Callable[[str], Any] = print,  # gets a line per check, and what setting up says
+    say: Callable[[str], Any] = print_plain,  # gets a line per check, and what setting up says
     **options: Any,  # of `open_fireworks`: key, base_url, tokenizer, log_path, grace_s, poll_interval_s
 ) -> Findings:
     "Set up, ask for everything once, release; after something that fails, only the release is still tried."
