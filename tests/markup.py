@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 from collections.abc import Mapping
 from html.parser import HTMLParser
@@ -52,7 +54,12 @@ class Page(HTMLParser):
 
     def carried(self, name: str) -> dict[str, Any]:
         "What a report carries for its script, by name."
-        return json.loads(self.scripts[["figures", "tables", "tokens"].index(name)])
+        return json.loads(unpacked(self.scripts[0])).get(name, {})
+
+
+def unpacked(text: str) -> str:
+    "A text that a page carries compressed."
+    return gzip.decompress(base64.b64decode(text)).decode()
 
 
 class Letters:

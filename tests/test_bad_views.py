@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from markup import Page
 from synthetic import synthetic_record
 from test_loop import make_loop
 from tiny_models import one_thread  # noqa: F401 (the fixture is used by every test)
@@ -274,8 +275,7 @@ def sliders(record: StepRecord) -> str:
 def report_words(record: StepRecord) -> str:
     "The page of a run of one step, and the rows of its table."
     page = report_html([record])
-    table = re.search(r'id="tables">(.*?)</script>', page)
-    return f"{words(page)}\n{table and table[1]}"
+    return f"{words(page)}\n{json.dumps(Page(page).carried('completions'))}"
 
 
 SEERS: dict[str, Callable[[StepRecord], str]] = {

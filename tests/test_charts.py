@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from plotly.offline import get_plotlyjs_version
 from synthetic import beside, synthetic_record
 
 from rl_notebook.config.config import Config
@@ -79,13 +80,43 @@ def test_what_is_only_rounding_is_named_and_not_drawn():
     payload = kl_payload(History(rounding), {})
     assert [panel["name"] for panel in payload["panels"]] == ["policy to reference"]
     said = chart("kl", payload).caption
-    assert said.endswith("Within rounding, so not drawn: trainer to sampler, mean, trainer to sampler, largest.")
+    assert said.endswith("Equal up to rounding: trainer to sampler.")
     rounding[-1][f"{gap}/max"] = 0.5  # one token that is no rounding
     assert len(kl_payload(History(rounding), {})["panels"]) == 2
     alone = kl_payload(History([{"step": 1, f"{gap}/mean": 1e-7}]), {})
     assert "all within rounding" in svg(chart("kl", alone).figure)
     axes = [chart("kl", alone).figure["layout"][axis] for axis in ("xaxis", "yaxis")]
     assert [axis["showticklabels"] for axis in axes] == [False, False]  # no scale where nothing is drawn
+
+
+def test_a_line_stops_where_a_step_has_no_value():
+    untrained, steps = (3, 6, 8), range(1, 21)
+    rows = [{"step": s, "policy_version": s, "reward": 0.1 * s, "reward_std": 0.5} for s in steps]
+    rows = [row if row["step"] in untrained else row | {"kl/k3": 0.01 * row["step"]} for row in rows]
+    rows[10] = {"step": 11, "policy_version": 11, "kl/k3": 0.11}  # whose samples were all dropped
+    history = History([{"step": 0, "eval/reward": 0.2}, *rows, {"step": 20, "eval/reward": 0.9}])
+    line = series(history, "kl/k3")
+    assert line["x"] == [*steps]
+    assert [x for x, y in zip(*line.values(), strict=True) if y is None] == [*untrained]
+    assert series(history, "eval/reward") == {"x": [0, 20], "y": [0.2, 0.9]}  # not measured at every step
+    figures = {
+        name: chart(name, payload).figure for name, payload in run_payloads(history, {}, names=["kl", "reward"]).items()
+    }
+    (trace,) = figures["kl"]["data"]
+    assert trace["y"] == line["y"]
+    assert [x for x, size in zip(trace["x"], trace["marker"]["size"], strict=True) if size] == [7]  # between two gaps
+    (path,) = re.findall(r'<path d="([^"]+)"[^>]*style="fill: none; stroke: #2f73c0', svg(figures["kl"]))
+    assert path.count("M") == 4
+    assert "connectgaps" not in json.dumps(figures)
+    band = next(t for t in figures["reward"]["data"] if "fill" in t)
+    assert band["x"] == [*range(1, 11), *range(10, 0, -1), None, *range(12, 21), *range(20, 11, -1)]
+    held_out = next(t for t in figures["reward"]["data"] if t["name"] == "held out")
+    assert held_out["mode"] == "markers"  # no line through the steps between
+
+
+def test_the_script_is_of_the_version_that_checks_the_figures():
+    assert f"plotly.js (cartesian - minified) v{get_plotlyjs_version()}" in plotly_script()[:200]
+    assert "MIT License" in asset("plotly-LICENSE")
 
 
 # --- figures and pictures ---------------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ import pytest
 from markup import Page
 from synthetic import hostile_record, synthetic_record
 
+from rl_notebook import __version__
 from rl_notebook.cli import main as command
-from rl_notebook.core.types import ConfigError, RecordError
+from rl_notebook.core.types import ConfigError, PromptGroup, RecordError
 from rl_notebook.insight.xray import sentence
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import RunFolder
@@ -82,7 +83,7 @@ def test_what_changed_stands_above_with_what_to_try(tmp_path: Path):
     page = report_html(run, known=known)
     assert f'<a href="#{html.escape(address)}">{named[1]}</a>' in page
     assert address in Page(page).carried("tokens")
-    assert address in {row["id"] for table in Page(page).carried("tables").values() for row in table["rows"]}
+    assert address in {row["id"] for s in Page(page).carried("completions")["steps"].values() for row in s["rows"]}
     shutil.rmtree(run.path / "steps" / "00001")  # was rewound, say
     material(run, known)
     assert sorted(known.watched) == list(range(2, 24))
@@ -148,9 +149,47 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
     assert figures["f8"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
     title = figures["f4"]["layout"]["annotations"][0]["text"]
     assert title == "policy to reference · kl_beta = 0.001"
-    for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "the first 4 of 4 prompts", "base_model"):
+    for words in ("0.25 → 0.75", sentence(run.record(7), run.record(6)), "base_model"):
         assert words in page.text
+    assert page.carried("completions")["steps"].keys() == {*map(str, range(1, 8))}
     assert "Settings (4)" in page.text  # `note` says nothing
+
+
+def test_the_numbers_above_do_not_pass_over_a_spike(tmp_path: Path):
+    kl = [0.0, 0.02, 0.594, None, 0.03, 0.04]  # a step that trained nothing has none
+    run = RunFolder.create(tmp_path / "sums", CONFIG)
+    for step, value in enumerate(kl, start=1):
+        record = synthetic_record(step, groups=2, completions=3)
+        metrics = {name: v for name, v in record.metrics.items() if not name.startswith("kl")}
+        run.add(replace(record, metrics=metrics | ({} if value is None else {"kl": value, "kl/k3": value})))
+    text = Page(page := report_html(run)).text
+    assert "KL to the reference0 → 0.04step 1 → 6highest 0.594 at step 3" in text
+    started = json.loads((run.path / "run.json").read_text())["started"]
+    assert f"started {started[:10]} {started[11:16]} UTC" in text
+    assert f"rl_notebook {__version__}" in text
+    assert "<title>sums: tiny on toy</title>" in page
+    line = next(t for t in Page(page).carried("figures")["f4"]["data"] if t["name"] == "k3")
+    assert line["y"] == kl
+
+
+def test_a_page_holds_completions_of_every_step_and_stays_small(tmp_path: Path):
+    records = [synthetic_record(step, groups=4, completions=6) for step in range(1, 31)]
+    page = report_html(records)
+    assert len(page) < 1_500_000
+    steps = Page(page).carried("completions")["steps"]
+    assert [*steps] == [str(record.step) for record in records]
+    for record in records:
+        found = [(row["group"], row["sample"], row["text"]) for row in steps[str(record.step)]["rows"]]
+        assert found == [(g.index, i, s.text) for g in record.groups for i, s in enumerate(g.samples)]
+    large = [replace(r, groups=tuple(long_group(g) for g in r.groups)) for r in records]
+    steps = Page(report_html(large)).carried("completions")["steps"]
+    assert all({row["group"] for row in step["rows"]} for step in steps.values())  # a prompt of each, at least
+    assert "6 of these completions are here" in steps["2"]["line"]
+
+
+def long_group(group: PromptGroup) -> PromptGroup:
+    "A group whose completions are 30,000 characters long."
+    return replace(group, samples=tuple(replace(s, text="long " * 6000) for s in group.samples))
 
 
 def test_everything_from_a_run_is_escaped(tmp_path: Path):
@@ -160,12 +199,12 @@ def test_everything_from_a_run_is_escaped(tmp_path: Path):
     for record in records:
         run.add(record)
     for page in (Page(report_html(records, title=bad)), Page(report_html(run, title=bad))):
-        assert page.tags.count("script") == 5
+        assert page.tags.count("script") == 3
         assert "x" not in page.links
         assert page.handlers == []
         assert page.text.count(bad) > 5
-        assert "<" not in "".join(page.scripts[:3])
-        assert bad[:9] in json.loads(page.scripts[1])["t0"]["rows"][0]["text"]
+        assert "<" not in "".join(page.scripts[:2])
+        assert bad[:9] in page.carried("completions")["steps"]["1"]["rows"][0]["text"]
 
 
 def test_writing(run: RunFolder, tmp_path: Path):
@@ -181,7 +220,8 @@ def test_writing(run: RunFolder, tmp_path: Path):
     with pytest.raises(RecordError, match=r"report\.html: cannot write: got (Not a directory|File exists)"):
         write_report(run, tmp_path / "file" / "report.html")
     surrogate = replace(synthetic_record(1), reason="\ud800")
-    assert "nothing trained: \\ud800" in write_report([surrogate], tmp_path / "odd.html").read_text(encoding="utf-8")
+    odd = Page(write_report([surrogate], tmp_path / "odd.html").read_text(encoding="utf-8"))
+    assert odd.carried("completions")["steps"]["1"]["line"].endswith("nothing trained: \\ud800")
 
 
 # --- a run that goes on -----------------------------------------------------------------------------------------------

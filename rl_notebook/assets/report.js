@@ -1,34 +1,67 @@
-// Draws the tables and the figures of a report from the JSON that the page carries, marks what its address names, and reads
+// Draws the completions and the figures of a report from what the page carries, marks what its address names, and reads
 // the page again if it asks for that.
-import { make } from "./elements.js";
+import { button, fill, labelled, make } from "./elements.js";
 import { makeTable, number } from "./table.js";
 
-const carried = (id) => Object.entries(JSON.parse(document.getElementById(id)?.textContent ?? "{}"));
 const seconds = Number(document.querySelector("main").dataset.refresh);
 const name = "rl-notebook " + location.pathname;
 const again = performance.getEntriesByType("navigation")[0].type === "reload";
 const kept = again ? JSON.parse(sessionStorage.getItem(name)) : null; // from before the page was read again
+const chosen = { view: {}, step: null, smoothing: 0, log: false, ...kept?.chosen }; // what the reader has chosen
 const boxes = () => [document.scrollingElement, ...document.querySelectorAll(".scroll, .strip")];
 history.scrollRestoration = "manual";
 
-// What the reader has chosen in the tables; a completion that the address names is marked in its own.
-const views = kept?.views ?? {};
-const cut = (row, column) => column.name === "finish_reason" && row.finish_reason !== "stop";
-const tables = carried("tables").map(([id, table]) => {
-  const made = makeTable({
+// A text that the page carries compressed; null where it carries none of that name.
+async function unpack(id) {
+  const text = document.getElementById(id)?.textContent;
+  if (!text) return null;
+  const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
+  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
+// --- completions of a step -------------------------------------------------------------------------------------------
+
+function makeCompletions({ columns, steps }) {
+  const place = document.getElementById("completions");
+  const numbers = Object.keys(steps).map(Number).sort((a, b) => a - b);
+  const cut = (row, column) => column.name === "finish_reason" && row.finish_reason !== "stop";
+  const table = makeTable({
     label: "completions",
     size: 8,
-    view: views[id],
-    changed: (view) => (views[id] = view),
+    view: chosen.view,
+    changed: (view) => (chosen.view = view),
     paint: (row, column) => (cut(row, column) ? "rgb(217 119 43 / 0.16)" : ""),
   });
-  document.getElementById(id).replaceChildren(made.element);
-  made.draw(table);
-  return { ...made, rows: table.rows };
-});
+  const bar = make("div", "bar");
+  const select = make("select");
+  select.setAttribute("aria-label", "step of the completions");
+  const line = make("span", "soft");
+  const beside = (by) => numbers[numbers.indexOf(chosen.step) + by];
+  const back = button("‹", "The step before", () => turnTo(beside(-1)));
+  const on = button("›", "The next step", () => turnTo(beside(1)));
+  fill(select, numbers.map((step) => [String(step), String(step)]), "");
+  select.addEventListener("change", () => turnTo(Number(select.value)));
+  bar.append(labelled("step", select), back, on, line);
+  place.replaceChildren(bar, table.element);
 
-// The tokens of the completion that the address names, under its table: each is a link to itself, and one is marked.
-const held = Object.fromEntries(carried("tokens"));
+  function turnTo(step) {
+    history.replaceState(null, "", `#step=${step}`);
+    go(false);
+  }
+  function choose(step) {
+    chosen.step = step;
+    select.value = String(step);
+    [back.disabled, on.disabled] = [beside(-1) === undefined, beside(1) === undefined];
+    line.textContent = steps[step].line;
+    table.draw({ columns, rows: steps[step].rows });
+  }
+  choose(steps[chosen.step] ? chosen.step : numbers.at(-1));
+  const rowOf = ({ step, id }) => steps[step]?.rows.find((row) => row.id === id);
+  const nearest = (step) => numbers.reduce((a, b) => (Math.abs(b - step) < Math.abs(a - step) ? b : a));
+  return { place, table, choose, rowOf, nearest };
+}
+
+// The tokens of the completion that the address names, under the table: each is a link to itself, and one is marked.
 const panel = make("section", "tokens");
 const [head, strip, numbers, absent] = [make("h4"), make("div", "strip"), make("dl"), make("p", "status quiet")];
 const MARKED = "Choose a token to see its numbers; the address of the page then names it.";
@@ -40,12 +73,14 @@ strip.setAttribute("role", "group");
 panel.append(head, strip, numbers);
 let shown = null; // the address of the completion in the panel
 
-// What the address of the page names: the completion as {id, step, group, sample}, and perhaps a token of it.
+// What the address of the page names: a step, or a completion as {id, step, group, sample}, and perhaps a token of it.
 function named() {
   const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   const { step, group, sample } = given;
-  if (![step, group, sample].every((value) => /^\d+$/.test(value))) return null;
-  const token = /^\d+$/.test(given.token) ? given.token : undefined;
+  const isNumber = (value) => /^\d+$/.test(value);
+  if (isNumber(step) && group === undefined) return { step };
+  if (![step, group, sample].every(isNumber)) return null;
+  const token = isNumber(given.token) ? given.token : undefined;
   return { step, group, sample, token, id: `step=${step}&group=${group}&sample=${sample}` };
 }
 
@@ -80,7 +115,7 @@ function drawNumbers({ token }, { first, ids, texts, roles, series, values }, ro
 }
 
 function mark(at, row, reveal) {
-  const tokens = held[at.id];
+  const tokens = held.tokens[at.id];
   const fresh = shown !== at.id;
   if (fresh) {
     shown = at.id;
@@ -95,7 +130,7 @@ function mark(at, row, reveal) {
   if (link) link.ariaCurrent = "true";
   if (links.length) (link ?? links[0]).tabIndex = 0;
   const outside = at.token && (at.token < tokens?.first ? "is part of the prompt, which stands above" : "is beyond the end of this completion");
-  const why = !tokens ? `Its tokens are not on this page, which holds those of the first completions: ${asked(at)} holds them.` : outside ? `Token ${at.token} ${outside}.` : MARKED;
+  const why = !tokens ? `Its tokens are not on this page, which holds those of some steps: ${asked(at)} writes a page that has them.` : outside ? `Token ${at.token} ${outside}.` : MARKED;
   if (link) drawNumbers(at, tokens, row);
   else numbers.replaceChildren(make("p", "soft", why));
   if (reveal && (link ?? panel)) (link ?? panel).scrollIntoView({ block: fresh ? "center" : "nearest" });
@@ -104,21 +139,27 @@ function mark(at, row, reveal) {
 // Marks what the address names; with `reveal`, goes there. What the page does not hold is said at its top.
 function go(reveal) {
   const at = named();
-  const table = at && tables.find(({ rows }) => rows.some((row) => row.id === at.id));
+  const { completions } = held;
+  const row = at && completions?.rowOf(at);
   const elsewhere = at?.id !== shown;
-  for (const other of tables) other.select(at?.id ?? null, reveal && elsewhere);
   absent.remove();
-  if (!table) {
-    panel.remove();
-    shown = null;
-    if (!at) return;
-    absent.textContent = `This page does not hold ${words({ ...at, token: undefined })}. It shows some completions of some steps; ${asked(at)} writes a page that has this one.`;
-    document.querySelector("main").prepend(absent);
-    if (reveal) absent.scrollIntoView();
+  if (row && String(chosen.step) !== at.step) completions.choose(Number(at.step));
+  completions?.table.select(row?.id ?? null, reveal && elsewhere);
+  if (row) {
+    completions.place.append(panel);
+    return mark(at, row, reveal);
+  }
+  panel.remove();
+  shown = null;
+  if (!at) return;
+  if (at.id === undefined && completions) {
+    completions.choose(completions.nearest(Number(at.step)));
+    if (reveal) completions.place.scrollIntoView({ block: "nearest" });
     return;
   }
-  if (!table.element.nextSibling) table.element.after(panel);
-  mark(at, table.rows.find((row) => row.id === at.id), reveal);
+  absent.textContent = `This page does not hold ${words({ ...at, token: undefined })}. It shows some completions of some steps; ${asked(at)} writes a page that has this one.`;
+  document.querySelector("main").prepend(absent);
+  if (reveal) absent.scrollIntoView();
 }
 
 strip.addEventListener("keydown", (event) => {
@@ -132,12 +173,122 @@ strip.addEventListener("keydown", (event) => {
   links[to].focus();
 });
 
-for (const [id, figure] of carried("figures")) {
-  Plotly.newPlot(id, figure.data, figure.layout, { displayModeBar: false, responsive: true });
+// --- figures ---------------------------------------------------------------------------------------------------------
+
+const CONFIG = { displayModeBar: false, responsive: true };
+const isLine = (t) => t.type === "scatter" && t.mode?.includes("lines") && !t.fill && !t.line?.dash;
+const axesOf = (layout) => Object.keys(layout).filter((key) => key.startsWith("yaxis"));
+
+// The exponential moving average of a series, as it would be without the zero that it starts from; a gap stays a gap.
+function smoothed(y, weight) {
+  let last = 0;
+  let count = 0;
+  return y.map((v) => {
+    if (v === null) return null;
+    last = weight * last + (1 - weight) * v;
+    count += 1;
+    return last / (1 - weight ** count);
+  });
 }
 
-go(!kept);
-window.addEventListener("hashchange", () => go(true));
+// Each line smoothed, and pale behind it the line as it was measured.
+function withSmoothing(data, weight) {
+  return data.flatMap((t) => {
+    if (!isLine(t)) return [t];
+    const measured = { ...t, opacity: 0.25, showlegend: false, hoverinfo: "skip", hovertemplate: null };
+    return [measured, { ...t, y: smoothed(t.y, weight) }];
+  });
+}
+
+// Lines on a logarithmic axis, which has no place for 0 and below, nor for an area that goes there. Shares and bars stay.
+function withLog({ data, layout }) {
+  const on = (key) => data.filter((t) => `yaxis${(t.yaxis ?? "y").slice(1)}` === key);
+  const lines = (key) => on(key).filter(isLine).flatMap((t) => t.y).filter((v) => v !== null);
+  const isPositive = (values) => values.every((v) => v >= 0) && values.some((v) => v > 0);
+  const fits = (key) => !layout[key].range && on(key).every((t) => t.type === "scatter") && isPositive(lines(key));
+  const keys = axesOf(layout).filter(fits);
+  const isOnLog = (t) => keys.includes(`yaxis${(t.yaxis ?? "y").slice(1)}`);
+  const positive = (t) => ({ ...t, y: t.y.map((v) => (v > 0 ? v : null)) });
+  const kept = data.filter((t) => !(isOnLog(t) && t.fill && t.y.some((v) => v !== null && v <= 0)));
+  const axes = Object.fromEntries(keys.map((key) => [key, { ...layout[key], type: "log", rangemode: "normal" }]));
+  return { data: kept.map((t) => (isOnLog(t) && !t.fill ? positive(t) : t)), layout: { ...layout, ...axes } };
+}
+
+// As the reader wants it; plotly writes into what it is given.
+function dressed(figure, isOverSteps) {
+  let { data, layout } = structuredClone(figure);
+  if (isOverSteps && chosen.smoothing) data = withSmoothing(data, chosen.smoothing);
+  if (isOverSteps && chosen.log) ({ data, layout } = withLog({ data, layout }));
+  return [data, layout];
+}
+
+function drawFigures(Plotly, figures) {
+  const plots = Object.keys(figures).map((id) => document.getElementById(id));
+  const overSteps = plots.filter((plot) => plot.dataset.steps);
+  const draw = (plot) => Plotly.react(plot, ...dressed(figures[plot.id], Boolean(plot.dataset.steps)), CONFIG);
+  plots.forEach(draw);
+  // One cursor for all charts over the steps.
+  for (const plot of overSteps) {
+    const others = overSteps.filter((other) => other !== plot);
+    let here = false; // the mouse, not the cursor of another chart
+    plot.addEventListener("mouseenter", () => (here = true));
+    plot.addEventListener("mouseleave", () => {
+      here = false;
+      for (const other of others) Plotly.Fx.unhover(other);
+    });
+    plot.on("plotly_hover", ({ points }) => {
+      if (!here) return;
+      for (const other of others) Plotly.Fx.hover(other, { xval: points[0].x }, other._fullLayout._subplots.cartesian, true);
+    });
+    plot.on("plotly_click", ({ points }) => held.completions && (location.hash = `step=${points[0].x}`));
+  }
+  return () => overSteps.forEach(draw);
+}
+
+function makeControls(draw) {
+  const bar = make("div", "bar");
+  const range = Object.assign(make("input"), { type: "range", min: "0", max: "0.99", step: "0.01", value: String(chosen.smoothing) });
+  const said = make("output", "", chosen.smoothing.toFixed(2));
+  const log = Object.assign(make("input"), { type: "checkbox", checked: chosen.log });
+  range.addEventListener("input", () => {
+    chosen.smoothing = Number(range.value);
+    said.textContent = chosen.smoothing.toFixed(2);
+    draw();
+  });
+  log.addEventListener("change", () => {
+    chosen.log = log.checked;
+    draw();
+  });
+  const hint = held.completions ? "Click a point to read the completions of its step." : "";
+  bar.append(labelled("smoothing", range), said, labelled("log scale", log), make("span", "soft", hint));
+  range.title = "Weight of the moving average; pale: as measured";
+  log.title = "0 and below have no place on it, and are left out";
+  return bar;
+}
+
+// --- the page --------------------------------------------------------------------------------------------------------
+
+const held = { completions: null, tokens: {} };
+
+// plotly's script is run as part of the page, which allows it by its checksum.
+async function library() {
+  const script = make("script");
+  script.textContent = await unpack("plotly");
+  document.head.append(script);
+  return globalThis.Plotly;
+}
+
+async function start() {
+  const { figures, completions, tokens } = JSON.parse((await unpack("carried")) ?? "{}");
+  held.tokens = tokens ?? {};
+  if (completions) held.completions = makeCompletions(completions);
+  go(!kept);
+  window.addEventListener("hashchange", () => go(true));
+  let redraw = () => {};
+  document.querySelector(".charts:has([data-steps])")?.before(makeControls(() => redraw()));
+  if (figures) redraw = drawFigures(await library(), figures);
+  if (kept) boxes().forEach((box, i) => (box.scrollTop ||= kept.tops[i] || 0));
+}
 
 let typed = -Infinity;
 window.addEventListener("input", () => (typed = performance.now()));
@@ -145,14 +296,14 @@ window.addEventListener("input", () => (typed = performance.now()));
 // The place is remembered when the page goes: until then its reader may choose and scroll. Who has scrolled since it came
 // back stays there.
 addEventListener("pagehide", () => {
-  const place = { tops: boxes().map((box) => box.scrollTop), open: document.querySelector("details")?.open, views };
+  const place = { tops: boxes().map((box) => box.scrollTop), open: document.querySelector("details")?.open, chosen };
   sessionStorage.setItem(name, JSON.stringify(place));
 });
 if (kept) {
   const details = document.querySelector("details");
   if (details) details.open = Boolean(kept.open);
-  boxes().forEach((box, i) => (box.scrollTop ||= kept.tops[i] || 0));
 }
+start();
 
 if (seconds > 0) {
   setInterval(() => {

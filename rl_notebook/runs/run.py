@@ -17,12 +17,14 @@ import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 
+from .. import __version__
 from ..config.config import Config
 from ..core.options import marked
 from ..config.aliases import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
@@ -319,6 +321,14 @@ class Run:
         return [] if self.reader else _numbered(self.path / "checkpoints")
 
     @property
+    def about(self) -> dict[str, str]:
+        "When the run was started and by which version of the package, as far as its folder says."
+        if self.reader:
+            return {}
+        recorded = read_described(self.path, "run.json", RUN_FORMAT)
+        return {name: str(recorded[name]) for name in ("started", "version") if name in recorded}
+
+    @property
     def origin(self) -> str:
         "Which trainer left it, which series it has, and what would bring the others; empty for a run of this package."
         return told_reader(self.reader) if self.reader else ""
@@ -416,7 +426,9 @@ class RunFolder(Run):
             raise RecordError("the run folder holds another run", where=str(path), got="one that began just now")
         replace_text(path / "config.yaml", text)
         replace_text(path / "metrics.jsonl", "")
-        replace_text(path / "run.json", json.dumps({"format": RUN_FORMAT, "files": {}}))  # last: it makes it a run
+        about = {"version": __version__, "started": datetime.now(UTC).isoformat(timespec="seconds")}
+        run = json.dumps({"format": RUN_FORMAT, "files": {}, **about})
+        replace_text(path / "run.json", run)  # last: it makes it a run
         note_started(path, [*names_in(config_dict(config))])
         return cls.open(path)._written_by(held)
 

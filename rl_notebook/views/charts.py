@@ -10,6 +10,7 @@ import io
 import math
 import re
 import warnings
+from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anywidget
 import numpy as np
 import traitlets
-from plotly.offline import get_plotlyjs
 
 from ..core.types import RecordError
 from ..show.html import escape_unseen, image
@@ -86,29 +86,58 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
 
 def _step_ticks(data: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "One tick a step where there are few, so that no step is written twice."
-    ends = [(t["x"][0], t["x"][-1]) for t in data if t.get("x")]
-    if not ends:
+    steps = [x for t in data for x in t.get("x", ()) if x is not None]
+    if not steps:
         return {"showticklabels": False}
-    return {"dtick": 1} if max(e for _, e in ends) - min(s for s, _ in ends) < 8 else {}
+    return {"dtick": 1} if max(steps) - min(steps) < 8 else {}
 
 # %% ../../nbs/views/02_charts.ipynb #953c7880
+def _floats(values: Sequence[float | None]) -> np.ndarray:
+    "Numbers of a series, NaN where there is none."
+    return np.array([math.nan if v is None else v for v in values], dtype=np.float64)
+
+
+def _alone(y: np.ndarray) -> np.ndarray:
+    "Places of the values between two gaps, to which no line can be drawn."
+    known = np.pad(np.isfinite(y), 1)
+    return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
+
+
 def _line(s: Mapping[str, list], name: str, color: str, width: float = 2, **options: Any) -> dict[str, Any]:
-    "A series as a line, with marks when it is short, so that a run of one step is a point and not an empty frame."
+    "A series as a line with gaps, with marks when it is short, and where a point has no neighbour to draw a line to."
+    alone = {*_alone(_floats(s["y"])).tolist()}
+    short = len(s["x"]) <= 12
+    sizes = 6 if short or not alone else [6 if i in alone else 0 for i in range(len(s["x"]))]
     style = {
         "type": "scatter",
-        "mode": "lines+markers" if len(s["x"]) <= 12 else "lines",
+        "mode": "lines+markers" if short or alone else "lines",
         "line": {"color": COLORS[color], "width": width},
-        "marker": {"size": 6, "color": COLORS[color]},
+        "marker": {"size": sizes, "color": COLORS[color]},
         "hovertemplate": "%{y:.4g}",
     }
     return {"x": s["x"], "y": s["y"], "name": label(name)} | style | options
 
 
 def _band(low: Mapping[str, list], high: Mapping[str, list], name: str, fill: str) -> list[dict[str, Any]]:
-    "The area between two series."
+    "The area between two series: a polygon for each stretch without a gap."
     edge = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
-    lower = {"x": low["x"], "y": low["y"], "showlegend": False, **edge}
-    return [lower, {"x": high["x"], "y": high["y"], "fill": "tonexty", "fillcolor": fill, "name": name, **edge}]
+    gaps = sorted({x for s in (low, high) for x, y in zip(s["x"], s["y"], strict=True) if y is None})
+    lower, upper = _stretches(low, gaps), _stretches(high, gaps)
+    corners = list[tuple[float | None, float | None]]()
+    for i in sorted(lower.keys() & upper.keys()):
+        corners += [(None, None)] if corners else []
+        corners += [*lower[i], *reversed(upper[i])]
+    x, y = ([corner[i] for corner in corners] for i in (0, 1))
+    return [{"x": x, "y": y, "fill": "toself", "fillcolor": fill, "name": name, **edge}]
+
+
+def _stretches(s: Mapping[str, list], gaps: Sequence[float]) -> dict[int, list[tuple[float, float]]]:
+    "The points of a series by the number of gaps before them."
+    found: dict[int, list[tuple[float, float]]] = {}
+    for x, y in zip(s["x"], s["y"], strict=True):
+        if y is not None:
+            found.setdefault(bisect(gaps, x), []).append((x, y))
+    return found
 
 # %% ../../nbs/views/02_charts.ipynb #ea0ec6e3
 def reward_figure(payload: Mapping[str, Any]) -> Figure:
@@ -123,9 +152,7 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
     data.append(_line(payload["reward"], "mean", "blue"))
     if payload["held_out"]["x"]:
         marker = {"symbol": "diamond", "size": 11, "color": COLORS["orange"], "line": {"color": "white", "width": 1}}
-        style: dict[str, Any] = {"mode": "lines+markers", "marker": marker}
-        dotted = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
-        data.append(_line(payload["held_out"], "held out", "orange", **style, line=dotted))
+        data.append(_line(payload["held_out"], "held out", "orange", mode="markers", marker=marker))
     return figure_of(data, "reward")
 
 
@@ -453,11 +480,6 @@ def _paint(color: str) -> Any:
     *rgb, alpha = map(float, color[5:-1].split(","))
     return (*(c / 255 for c in rgb), alpha)
 
-
-def _floats(values: Sequence[float | None]) -> np.ndarray:
-    "Numbers of a series, NaN where there is none."
-    return np.array([math.nan if v is None else v for v in values], dtype=np.float64)
-
 # %% ../../nbs/views/02_charts.ipynb #595ccffc
 def _points(t: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     "A line as it is drawn."
@@ -466,18 +488,20 @@ def _points(t: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _draw_line(axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str) -> None:
-    "A line with its marks, or the area between it and the trace before it; an outline of an area is not drawn."
+    "A line with its marks, or an area without its outline."
     (x, y), line = _points(t), t["line"]
     if "fill" in t:
-        known, (lower, bottom) = np.isfinite(y), _points(before[-1])
-        back = np.flatnonzero(np.isfinite(bottom))[::-1]
-        edge = np.concatenate([x[known], lower[back]]), np.concatenate([y[known], bottom[back]])
-        axes.fill(*edge, color=_paint(t["fillcolor"]), lw=0, label=name)
+        breaks = np.flatnonzero(np.isnan(x))
+        for part in np.split(np.arange(len(x)), breaks):
+            inside = part[np.isfinite(x[part])]
+            axes.fill(x[inside], y[inside], color=_paint(t["fillcolor"]), lw=0, label="" if part[0] else name)
     elif line["width"]:
         look = {"color": _paint(line["color"]), "lw": line["width"], "ls": ":" if "dash" in line else "-"}
         if "markers" in t["mode"]:
             shape = "d" if "symbol" in t["marker"] else "o"
-            look |= {"marker": shape, "markersize": t["marker"]["size"], "markeredgewidth": 0}
+            size = t["marker"]["size"]
+            look |= {"marker": shape, "markersize": np.max(size), "markeredgewidth": 0}
+            look |= {"markevery": _alone(y).tolist()} if isinstance(size, list) else {}
             look |= {} if "lines" in t["mode"] else {"ls": ""}
         axes.plot(x, y, label=name, **look)
 
@@ -688,10 +712,16 @@ def chart(
         raise RecordError("chart", got=repr(name), expected=expected, fix=fix)
     title, draw, wide = LOOKS[name]
     caption = " ".join(str(draw.__doc__).split())
-    within = ", ".join(found[name].get("within", ()))
-    caption += f" Within rounding, so not drawn: {within}." if within else ""
+    caption += _equal(found[name])
     caption = f"{said[0].upper()}{said[1:]}. {caption}" if (said := found[name].get("said")) else caption
     return Chart(title, caption, draw, found[name], wide, name)
+
+
+def _equal(payload: Mapping[str, Any]) -> str:
+    "What the KL chart has no panel of, since it is the same up to rounding."
+    kind = lambda name: name.partition(",")[0]
+    within = {kind(name) for name in payload.get("within", ())} - {kind(p["name"]) for p in payload.get("panels", ())}
+    return f" Equal up to rounding: {' and '.join(sorted(within))}." if within else ""
 
 
 def _payloads_of(source: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
@@ -733,10 +763,9 @@ def module(name: str) -> str:
     return re.sub(r'^import \{ (.+) \} from "\./(.+)";$', inner, asset(name), flags=re.MULTILINE)
 
 
-@cache
 def plotly_script() -> str:
-    "The script that draws the charts, with the line ends that a browser reads and a checksum is taken of."
-    return get_plotlyjs().replace("\r\n", "\n")
+    "The script that draws the charts: plotly.js as its makers bundle it for charts with two axes, MIT licence."
+    return asset("plotly-cartesian.min.js")
 
 # %% ../../nbs/views/02_charts.ipynb #68edfa17
 class LiveCharts(anywidget.AnyWidget):

@@ -90,10 +90,26 @@ class History(dict[str, dict[int, float]]):
         found = self.get(name, {})
         return np.array([*found], dtype=np.int64), np.array([*found.values()], dtype=np.float64)
 
+    @property
+    def steps(self) -> np.ndarray:
+        "The steps of training: an evaluation that was logged alone is none."
+        return self.column("policy_version" if "policy_version" in self else "reward")[0]
+
 # %% ../../nbs/views/01_payloads.ipynb #938fb6b7
+def with_gaps(metrics: History, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    "Steps and values with NaN at the steps of training between them that have no value, where a line must not pass."
+    steps = metrics.steps
+    inside = steps[(steps > x[0]) & (steps < x[-1])] if len(x) else steps[:0]
+    missing = np.setdiff1d(inside, x, assume_unique=True)
+    steps, values = np.append(x, missing), np.append(y, np.full(len(missing), np.nan))
+    order = np.argsort(steps, kind="stable")
+    return steps[order], values[order]
+
+
 def series(metrics: History, name: str, limit: int | None = None) -> Series:
-    "A metric over the steps at which it was measured."
-    return _series(*metrics.column(name), limit)
+    "A metric over the steps, from the first to the last at which it was measured; an evaluation only where it was."
+    x, y = metrics.column(name)
+    return _series(*((x, y) if name.startswith("eval/") else with_gaps(metrics, x, y)), limit)
 
 
 def last_value(metrics: History, name: str) -> float | None:
@@ -141,7 +157,7 @@ def reward_payload(metrics: History, limit: int | None = None) -> dict[str, Any]
     ends = {"low": mean[i] - std[j], "high": mean[i] + std[j]}
     return {
         "reward": series(metrics, "reward", limit),
-        "inside": {end: _series(both, y, limit) for end, y in ends.items()},
+        "inside": {end: _series(*with_gaps(metrics, both, y), limit) for end, y in ends.items()},
         "groups": {stat: series(metrics, f"groups/reward/{stat}", limit) for stat in FIVE},
         "held_out": series(metrics, "eval/reward", limit),
         "functions": {name: series(metrics, f"rewards/{name}/mean", limit) for name in names},
@@ -172,7 +188,8 @@ def kl_payload(
         if any(lines.get("loss") == lines.get(line) for line in ("k1", "k3")):
             lines.pop("loss", None)
         band = None if floor is None else floor if power == 1 else floor**2 / 2
-        flat = all(y is not None and abs(y) < rounded for s in lines.values() for y in s["y"])
+        measured = [metrics.column(columns[line])[1] for line in lines]
+        flat = all((np.abs(y) < rounded).all() for y in measured)
         panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}] if lines and not flat else []
         within += [name] if lines and flat else []
     return {"panels": panels, "within": within, "kl_beta": settings.get("kl_beta") if beta is None else beta}

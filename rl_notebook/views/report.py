@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gzip
 import hashlib
 import html
 import json
@@ -18,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..core.advantages import is_dead
 from ..core.types import ConfigError, RecordError, check_own
-from ..show.html import html_table, number, prompt_text, rewards_html, tag, token_texts
-from ..runs.records import StepRecord, expect_records, read_table, replace_text
+from ..show.html import html_table, number, rewards_html, tag, token_texts
+from ..runs.records import StepRecord, expect_records, read_table, replace_text, utf8
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
 from ..insight.trends import WATCHED, Trend, watch_run
 from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
 from .charts import plotly_script, tint
-from .payloads import LABELS, TIMELINE_STEPS, History, TokenRow, address, completions_table
+from .payloads import LABELS, TIMELINE_STEPS, History, TokenRow, address
 from .payloads import history_row, is_asynchronous, roles_of, run_payloads, series, spread_row
 from .payloads import step_payloads, timeline_payload, token_rows
 from ..insight.xray import invariants, sentence
@@ -53,6 +54,8 @@ class Material:
     settings: Mapping[str, Any]  # dotted names
     metrics: pd.DataFrame  # one row a step, with the quartiles of some
     samples: tuple[StepRecord, ...] = ()  # first, middle and last
+    tables: Mapping[int, pd.DataFrame] = field(default_factory=dict)  # completions by step, as many steps as fit
+    about: Mapping[str, str] = field(default_factory=dict)  # of `Run.about`
     recent: tuple[tuple[int, str], ...] = ()  # (step, sentence) of the last five
     last: tuple[StepRecord, ...] = ()  # those of the timeline
     notes: tuple[str, ...] = ()  # what was found damaged
@@ -60,6 +63,12 @@ class Material:
     named: Mapping[int, Collection[int]] = field(default_factory=dict)  # groups to show in any case, by step
     more: tuple[StepRecord, ...] = ()  # further steps, of which only the named groups are shown
     tokenizer: Any = None  # for the texts of tokens; None = their ids
+
+
+def title_of(m: Material) -> str:
+    "What the page is called in a browser: the run, its model and its data."
+    known = [str(m.settings[key]) for key in ("base_model", "dataset") if m.settings.get(key) is not None]
+    return f"{m.name}: {' on '.join(known)}" if known else m.name
 
 
 def pick(steps: Sequence[int]) -> list[int]:  # at most three
@@ -92,37 +101,53 @@ def places(text: str, step: int | None = None) -> Iterable[tuple[int, int]]:  # 
             yield int(at), int(found["group"])
 
 # %% ../../nbs/views/07_report.ipynb #58b35294
-SPREAD_STEPS = 200  # whose completions are read at most
-Spreads = dict[int, dict[str, float]]  # by step
+READ_STEPS = 200  # whose completions are read at most
+COMPLETION = (
+    "group",
+    "sample",
+    "prompt",
+    "text",
+    "reward",
+    "advantage",
+    "length",
+    "finish_reason",
+)  # that is read of it
+Tables = dict[int, pd.DataFrame]  # completions by step
 
 
 @dataclass
 class Known:
     "What earlier pages of a run have read, by step."
 
-    spreads: Spreads = field(default_factory=dict)
+    tables: Tables = field(default_factory=dict)
+    spreads: dict[int, dict[str, float]] = field(default_factory=dict)
     watched: dict[int, StepRecord] = field(default_factory=dict)  # without datums and loss
 
 
-def _completions(run: Run, step: int) -> pd.DataFrame:
-    "Group, reward, advantage and length of the samples of a step that have an advantage."
-    columns, path = ["group", "reward", "advantage", "length"], run.path / "steps" / f"{step:05d}"
-    found = run.record(step).completions_table() if run.reader else read_table(path / "completions.parquet", columns)
-    return found.dropna(subset=["advantage", "length"])
-
-
-def read_spreads(run: Run, known: Spreads | None = None) -> Spreads:
-    "Quartiles of at most `SPREAD_STEPS` recorded steps, and of the last one; `known` ones are not read again."
-    steps, known, every = run.steps, {} if known is None else known, 1
-    while len(steps) > every * SPREAD_STEPS:
+def spaced(steps: Sequence[int]) -> list[int]:
+    "At most about `READ_STEPS` of some steps, evenly, the first and the last among them."
+    every = 1
+    while len(steps) > every * READ_STEPS:
         every *= 2
-    for step in {*(s for s in steps if s % every == 0), *steps[:1], *steps[-1:]} - known.keys():
+    return sorted({*(s for s in steps if s % every == 0), *steps[:1], *steps[-1:]})
+
+
+def read_tables(run: Run, known: Tables | None = None) -> Tables:
+    "The completions of steps that are `spaced`; `known` ones are not read again."
+    known, wanted = {} if known is None else known, spaced(run.steps)
+    for step in {*wanted} - known.keys():
         try:
-            groups = [g for _, g in _completions(run, step).groupby("group")]
+            path = run.path / "steps" / f"{step:05d}" / "completions.parquet"
+            known[step] = run.record(step).completions_table() if run.reader else read_table(path, [*COMPLETION])
         except RecordError:
             continue  # the page names it where it reads the record
-        known[step] = spread_row(*([g[name].to_numpy() for g in groups] for name in ("reward", "advantage", "length")))
-    return {step: known[step] for step in sorted(known.keys() & set(steps))}
+    return {step: known[step] for step in wanted if step in known}
+
+
+def spread_of(table: pd.DataFrame) -> dict[str, float]:
+    "Quartiles of the completions of a step that have an advantage."
+    groups = [g for _, g in table.dropna(subset=["advantage", "length"]).groupby("group")]
+    return spread_row(*([g[name].to_numpy() for g in groups] for name in ("reward", "advantage", "length")))
 
 # %% ../../nbs/views/07_report.ipynb #ec02616f
 Named = Mapping[int, Collection[int]]  # groups that something names, by step
@@ -150,15 +175,21 @@ def material(source: Run | Iterable[StepRecord], known: Known | None = None, sho
         steps, trends = sorted(read), watch_run(list(read.values())[-WATCHED:])
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
-        return Material("run", settings, metrics, trends=trends, **_told(read, steps, _named(trends, show, steps)))
+        tables = {s: read[s].completions_table() for s in spaced(steps)}
+        told = _told(read, steps, _named(trends, show, steps))
+        return Material("run", settings, metrics, tables=tables, trends=trends, **told)
     metrics, known, notes = source.metrics(), known or Known(), [*source.notes]
     steps, read = _read(source, known, notes)
     trends = watch_run(known.watched[step] for step in steps[-WATCHED:])
     named = _named(trends, show, steps)
     read |= {step: source.record(step) for step in named.keys() & set(steps) - read.keys()}
-    metrics = metrics.join(pd.DataFrame.from_dict(read_spreads(source, known.spreads), orient="index"))
+    tables = read_tables(source, known.tables)
+    known.spreads |= {step: spread_of(table) for step, table in tables.items() if step not in known.spreads}
+    spreads = {step: known.spreads[step] for step in tables}
+    metrics = metrics.join(pd.DataFrame.from_dict(spreads, orient="index"))
     name, settings = source.path.resolve().name, flat_settings(source.config)
-    return Material(name, settings, metrics, notes=tuple(notes), trends=trends, **_told(read, steps, named))
+    more = {"tables": tables, "about": source.about, "notes": tuple(notes), "trends": trends}
+    return Material(name, settings, metrics, **more, **_told(read, steps, named))
 
 # %% ../../nbs/views/07_report.ipynb #77ed8927
 def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int, StepRecord]]:
@@ -205,17 +236,32 @@ TILES = {
 
 
 def _tile(label: str, s: Mapping[str, list]) -> str:
-    "One number of the header, before and after."
-    form, ends = ".2f" if "reward" in label else ".3g", sorted({0, len(s["x"]) - 1})
-    shown = tag("b", " → ".join(number(s["y"][i], form) for i in ends))
-    when = tag("small", "step " + " → ".join(str(s["x"][i]) for i in ends))
-    return tag("div", tag("span", html.escape(label)), shown, when, kind="card tile")
+    "One number of the header: before and after, and how far it went beyond both in between."
+    points = [(x, y) for x, y in zip(s["x"], s["y"], strict=True) if y is not None]
+    if not points:
+        return ""
+    form = ".2f" if "reward" in label else ".3g"
+    ends = points[:1] if len(points) == 1 else [points[0], points[-1]]
+    shown = tag("b", " → ".join(number(y, form) for _, y in ends))
+    when = tag("small", "step " + " → ".join(str(x) for x, _ in ends))
+    beyond = []
+    for word, (step, value) in (("lowest", min(points, key=_value)), ("highest", max(points, key=_value))):
+        if number(value, form) not in [number(y, form) for _, y in ends]:
+            beyond.append(f"{word} {number(value, form)} at step {step}")
+    return tag("div", tag("span", html.escape(label)), shown, when, tag("small", ", ".join(beyond)), kind="card tile")
+
+
+def _value(point: tuple[int, float]) -> float:
+    "What a point is sorted by."
+    return point[1]
 
 
 def header_html(m: Material) -> str:
     "Title, facts and numbers."
     facts = {label: m.settings[key] for label, key in FACTS.items() if m.settings.get(key) is not None}
-    facts["steps"] = len(m.metrics["policy_version"].dropna()) if "policy_version" in m.metrics else 0
+    facts["steps"] = len(History(m.metrics[[c for c in ("policy_version", "reward") if c in m.metrics]]).steps)
+    facts |= {"started": f"{m.about['started'][:16].replace('T', ' ')} UTC"} if "started" in m.about else {}
+    facts |= {"rl_notebook": m.about["version"]} if "version" in m.about else {}
     spans = [tag("span", html.escape(k), " ", tag("b", html.escape(str(v)))) for k, v in facts.items()]
     history = History(m.metrics[[column for column in TILES.values() if column in m.metrics]])
     tiles = [_tile(label, series(history, column)) for label, column in TILES.items() if column in history]
@@ -225,6 +271,7 @@ def header_html(m: Material) -> str:
 
 # %% ../../nbs/views/07_report.ipynb #9889b009
 SHOWN_TEXT = 200_000  # characters of a step's completions in a report, about; the first group is always there
+PAGE_TEXT = 4_000_000  # of those of all steps together
 READ_COLUMNS = (
     {"name": "prompt", "label": "prompt", "kind": "block", "width": "27%", "merge": ["group"]},
     {"name": "sample", "label": "no.", "kind": "number", "width": "46px", "opens": True},
@@ -236,29 +283,33 @@ READ_COLUMNS = (
 )
 
 
-def completions_html(
-    record: StepRecord, place: str, named: Collection[int] = (), limit: int = SHOWN_TEXT
-) -> tuple[str, dict[str, Any]]:
-    "What is said about the completions of the first groups with signal, and of those named, and their table."
-    live = [g for g in record.groups if not (g.samples and is_dead(g.rewards))]
-    size = lambda g: sum(200 + len(prompt_text(g.row)) + len(s.text) for s in g.samples)
-    fits = [total <= limit for total in accumulate(map(size, live))]
-    first = {g.index for g in live[: max(sum(fits), 0 if named else 1)]}
-    shown = [g for g in record.groups if g.index in first or g.index in named]
-    dead, more = len(record.groups) - len(live), [str(g.index) for g in shown if g.index not in first]
-    ungraded, dropped, parts = sum(not g.samples for g in live), sum(len(g.dropped) for g in live), [record.verdict]
-    if dead and not live:
-        parts.append(f"no example: within each of the {dead} groups all completions earned the same")
-    elif first:
-        left = f" with signal; {dead} without are left out" if dead else ""
-        parts.append(f"the first {len(first)} of {len(live)} prompts{left}")
-    parts += [f"group {' and '.join(more)}, as it is named"] if more else []
-    parts += [f"{ungraded} of which no sample was graded"] if ungraded else []
-    parts += [f"{dropped} dropped"] if dropped else []
-    table = completions_table(replace(record, groups=tuple(shown)), READ_COLUMNS)
-    drawn = tag("div", tag("noscript", "This table needs JavaScript."), id=place, kind="card") if table["rows"] else ""
-    said = tag("h3", f"Step {record.step}") + tag("p", html.escape(" · ".join(parts)), kind="soft line")
-    return said + drawn, table
+def completions_payload(
+    table: pd.DataFrame,  # the completions of a step
+    step: int,
+    named: Collection[int] = (),  # groups that are there in any case
+    limit: int = SHOWN_TEXT,
+) -> dict[str, Any]:
+    "The completions of a step as rows, of as many prompts as fit, those with signal first; and a line about them."
+    sizes = (200 + table["prompt"].str.len() + table["text"].str.len()).groupby(table["group"]).sum()
+    has_signal = table["reward"].groupby(table["group"]).nunique() > 1
+    order = sorted(sizes.index, key=lambda group: (not has_signal[group], group))
+    first = [g for g, total in zip(order, sizes[order].cumsum(), strict=True) if total <= limit] or order[:1]
+    shown = table[table["group"].isin({*first, *named})]
+    line = f"{len(table)} completions of {len(sizes)} prompts, {int(has_signal.sum())} of them with signal"
+    if len(shown) < len(table):
+        line += f"; {len(shown)} of these completions are here"
+    return {"line": line, "rows": [_row(step, values) for values in shown[[*COMPLETION]].to_dict("records")]}
+
+
+def _row(step: int, values: Mapping[Any, Any]) -> dict[str, Any]:
+    "One completion as JSON can hold it."
+    row = {"id": address(step, values["group"], values["sample"])}
+    for name, value in values.items():
+        if isinstance(value, str):
+            row[name] = utf8(value)
+        else:
+            row[name] = value if value is not None and math.isfinite(value) else None
+    return row
 
 # %% ../../nbs/views/07_report.ipynb #795dce1c
 RECORDED = ("sampler", "policy", "old", "ref", "entropy", "advantage", "dlogprob")  # series, as far as there are
@@ -331,16 +382,25 @@ def content_policy(scripts: Iterable[str]) -> str:
     return f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; font-src data:"
 
 
-def script_json(values: Mapping[str, Any]) -> str:
-    "Figures or tables by element id as JSON that may stand inside a script element."
-    return json.dumps(values, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+def packed(text: str) -> str:
+    "A text compressed, in letters that may stand inside a script element; the same letters each time."
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+
+
+@cache
+def packed_plotly() -> str:
+    "plotly's script as a page carries it, a third of its size."
+    return packed(plotly_script())
 
 # %% ../../nbs/views/07_report.ipynb #177a64a7
-def _figures_html(shown: Sequence[Chart], start: int) -> str:
-    "Charts side by side; the places of the figures are f0, f1, …"
-    plot = lambda i, c: tag("div", id=f"f{start + i}", kind="plot tall" if c.height > 260 else "plot")
-    words = lambda c: tag("h3", html.escape(c.title)) + tag("figcaption", html.escape(c.caption))
-    cards = (tag("figure", words(c), plot(i, c), kind="card wide" if c.wide else "card") for i, c in enumerate(shown))
+def _figures_html(shown: Sequence[Chart], start: int, over_steps: bool = False) -> str:
+    "Charts next to each other; the places of the figures are f0, f1, …; those over the steps are marked."
+    cards = []
+    for i, c in enumerate(shown, start):
+        marks = {"data-steps": "yes"} if over_steps and c.name != "timeline" else {}
+        plot = tag("div", id=f"f{i}", kind="plot tall" if c.height > 260 else "plot", **marks)
+        words = tag("h3", html.escape(c.title)) + tag("figcaption", html.escape(c.caption))
+        cards.append(tag("figure", words, plot, kind="card wide" if c.wide else "card"))
     return tag("div", *cards, kind="charts")
 
 
@@ -372,62 +432,66 @@ def _top_html(m: Material, status: Status | None) -> str:
     return header_html(m) + where + "".join(notes)
 
 
-Tables = dict[str, Mapping[str, Any]]  # by place
-
-
-def _completions_html(m: Material) -> tuple[str, Tables, dict[str, Any]]:  # with the tables by place, and the tokens
-    "The completions of some steps, and what is carried for them."
-    parts, tables, tokens, only = list[str](), Tables(), dict[str, Any](), {record.step for record in m.more}
-    for i, record in enumerate(sorted([*m.samples, *m.more], key=lambda record: record.step)):
-        named = m.named.get(record.step, ())
-        said, table = completions_html(record, f"t{i}", named, 0 if record.step in only else SHOWN_TEXT)
-        parts.append(said)
-        if table["rows"]:
-            tables[f"t{i}"] = table
-            tokens |= tokens_payload(record, {row["group"] for row in table["rows"]}, named, m.tokenizer)
-    note = "The first prompts whose completions did not all earn the same. ↵ marks a line end, · a space at an end."
-    note += " The number of a completion shows its tokens."
+def _completions_html(m: Material) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    "The place of the completions, and what is carried for it: completions by step, tokens by address."
+    records = {record.step: record for record in (*m.samples, *m.more)}
+    found = {**m.tables, **{step: r.completions_table() for step, r in records.items()}}
+    found = {step: found[step] for step in sorted(found) if len(found[step])}
+    if not found:
+        return "", {}, {}
+    steps, tokens = dict[str, Any](), dict[str, Any]()
+    for step, table in found.items():
+        named = m.named.get(step, ())
+        limit = SHOWN_TEXT if step in records else min(SHOWN_TEXT, PAGE_TEXT // len(found))
+        steps[str(step)] = completions_payload(table, step, named, limit)
+        if reason := m.metrics["reason"].get(step):
+            steps[str(step)]["line"] += f"; nothing trained: {utf8(reason)}"
+        if step in records:
+            groups = {row["group"] for row in steps[str(step)]["rows"]}
+            tokens |= tokens_payload(records[step], groups, named, m.tokenizer)
+    note = "↵ marks a line end, · a space at an end. The number of a completion shows its tokens."
     top = tag("h2", "Completions") + tag("p", note, kind="soft")
-    return top + "".join(parts) if parts else "", tables, tokens
+    place = tag("div", tag("noscript", "This table needs JavaScript."), id="completions", kind="card")
+    return top + place, {"columns": [*READ_COLUMNS], "steps": steps}, tokens
 
 # %% ../../nbs/views/07_report.ipynb #271aa889
 def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
-    "The body of the page, and what it carries: figures and tables by place, tokens by address."
+    "The body of the page, and what it carries: figures by place, completions by step, tokens by address."
     over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
     reasons: Any = m.metrics.get("reason", ())
     idle = Counter(reason for reason in reasons if reason)
     parts = [_top_html(m, status)]
     parts.append(_told_html("What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends)))
     items = [tag("li", html.escape(f"{n} × {reason}")) for reason, n in idle.items()]
-    parts += [_figures_html(over_steps, 0)] if over_steps else []
+    parts += [_figures_html(over_steps, 0, over_steps=True)] if over_steps else []
     parts += [tag("p", "Steps that trained nothing:") + tag("ul", *items)] if items and over_steps else []
     parts.append(_told_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent)))
     parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
     if m.samples and m.samples[-1].groups:
         parts.append(tag("div", rewards_html(m.samples[-1].groups), kind="card scroll drawn"))
-    said, tables, tokens = _completions_html(m)
-    parts += [said, _settings_html(m.settings)]
+    place, completions, tokens = _completions_html(m)
+    parts += [place, _settings_html(m.settings)]
     figures = {f"f{i}": c.figure for i, c in enumerate([*over_steps, *last_step])}
-    return "".join(parts), {"figures": figures, "tables": tables, "tokens": tokens}
+    return "".join(parts), {"figures": figures, "completions": completions, "tokens": tokens}
 
 # %% ../../nbs/views/07_report.ipynb #09ec8d2c
 MADE = "Made by rl_notebook."
 
 
 def _page(name: str, body: str, carried: Mapping[str, Any], refresh: float | None = None) -> str:
-    "A page with what it carries: figures and tables by place, tokens by address."
+    "A page with what it carries: figures by place, completions by step, tokens by address."
     data = {name: found for name, found in carried.items() if found}
-    scripts = [plotly_script()] if "figures" in data else []
-    scripts += [module("report.js")] if data or refresh else []
+    scripts = [module("report.js")] if data or refresh else []
     made = f"{MADE} This page needs no network and lets nothing in it run but its charts and tables."
     head = [
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f'<meta http-equiv="Content-Security-Policy" content="{content_policy(scripts)}">',
+        f'<meta http-equiv="Content-Security-Policy" content="{content_policy([plotly_script(), *scripts])}">',
         tag("title", html.escape(name)),
         tag("style", asset("report.css") + asset("table.css")),
     ]
-    values = [tag("script", script_json(v), type="application/json", id=name) for name, v in data.items()]
+    values = [tag("script", packed(json.dumps(data, allow_nan=False)), type="text/plain", id="carried")] if data else []
+    values += [tag("script", packed_plotly(), type="text/plain", id="plotly")] if "figures" in data else []
     tail = "".join([*values, *(tag("script", s) for s in scripts)])
     main = tag("main", body, tag("footer", made), **({"data-refresh": refresh} if refresh else {}))
     html_ = tag("html", tag("head", *head), tag("body", main, tail), lang="en")
@@ -443,11 +507,11 @@ def report_html(
     known: Known | None = None,  # of earlier pages of this run; filled
     tokenizer: Any = None,  # for the texts of tokens; None = their ids
     show: Iterable[str] = (),  # addresses of completions that are to be there, such as "step=12&group=1&sample=3"
-) -> str:  # one page, about 5 MB, most of it plotly's script
+) -> str:  # one page, about 1 MB, most of it plotly's script
     "A run as one self-contained HTML page; raises RecordError for an address of a step that is not there."
     m = replace(material(source, known, show), tokenizer=tokenizer)
     m = m if title is None else replace(m, name=title)
-    return _page(m.name, *_sections(m, status), refresh)
+    return _page(title_of(m) if title is None else title, *_sections(m, status), refresh)
 
 # %% ../../nbs/views/07_report.ipynb #e042d07a
 def write_report(
@@ -643,7 +707,7 @@ class Comparison:
         names, drawn = " and ".join(self.metrics), self.charts
         head = [tag("h1", html.escape(names)), *(tag("div", t, kind="card scroll drawn") for t in self.tables_html())]
         figures = {f"f{i}": c.figure for i, c in enumerate(drawn)}
-        return _page(names, "".join([*head, _figures_html(drawn, 0)]), {"figures": figures})
+        return _page(names, "".join([*head, _figures_html(drawn, 0, over_steps=True)]), {"figures": figures})
 
     def __repr__(self) -> str:
         return "\n".join([f"{self.settings.to_string()}\n\n{self.table.round(4).to_string(index=False)}", *self.notes])

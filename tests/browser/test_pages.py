@@ -44,12 +44,12 @@ def test_a_report_fits_its_window_and_completions_are_sorted_searched_and_have_a
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
     assert page.evaluate(LONGEST) >= 6
     assert page.evaluate(CUT_OFF, width) == []
-    tables = page.locator(".rltable")
-    expect(tables).to_have_count(3)
-    first = tables.first
+    first = page.locator(".rltable")
+    expect(page.get_by_label("step of the completions")).to_have_value("6")
+    page.get_by_label("step of the completions").select_option("1")
     expect(first.get_by_role("status")).to_have_text("20 completions, page 1 of 3")
     expect(first.locator("td[rowspan='5']")).to_have_count(1)  # a prompt beside its completions
-    tables.last.scroll_into_view_if_needed()
+    first.scroll_into_view_if_needed()
     page.screenshot(path=SHOTS / f"report_table_{scheme}_{width}.png")
     first.get_by_role("button", name="reward").click()
     first.get_by_role("button", name="reward").click()
@@ -62,11 +62,49 @@ def test_a_report_fits_its_window_and_completions_are_sorted_searched_and_have_a
     expect(chosen).to_have_count(1)
     address = page.url
     assert address.endswith("#" + chosen.get_attribute("data-id"))
-    page.goto(address.split("#")[0] + "#step=6&group=2&sample=4")  # in another table
-    expect(tables.last.locator("tr[aria-current]")).to_have_attribute("data-id", "step=6&group=2&sample=4")
+    page.goto(address.split("#")[0] + "#step=6&group=2&sample=4")  # of another step
+    expect(page.get_by_label("step of the completions")).to_have_value("6")
+    expect(chosen).to_have_attribute("data-id", "step=6&group=2&sample=4")
     expect(chosen).to_have_count(1)
     expect(chosen).to_be_in_viewport()
     page.screenshot(path=SHOTS / f"report_row_{scheme}_{width}.png")
+
+
+# Of every chart over the steps: whether it has a cursor, what its lines are drawn of, and the kind of its axis.
+CURSORS = """() => [...document.querySelectorAll('[data-steps]')].map(p => Boolean(p.querySelector('.spikeline')))"""
+LINES = """() => document.getElementById('f0').data.filter(t => t.name === 'mean').map(t => t.y)"""
+AXES = """() => [...document.querySelectorAll('[data-steps]')].map(p => p._fullLayout.yaxis.type)"""
+
+
+def test_charts_are_smoothed_put_on_a_log_scale_and_share_a_cursor(open_page: Callable[..., Page], run: RunFolder):
+    page = open_page(write_report(run, run.path / "report.html"))
+    page.wait_for_function("() => [...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))")
+    (measured,) = page.evaluate(LINES)
+    assert measured == [run.record(step).metrics["reward"] for step in range(1, 7)]
+    plot = page.locator("#f0 .nsewdrag")
+    plot.hover()
+    page.wait_for_function(f"() => ({CURSORS})().every(Boolean)")
+    page.mouse.move(2, 2)
+    page.wait_for_function(f"() => !({CURSORS})().some(Boolean)")
+    page.get_by_label("smoothing").fill("0.5")
+    raw, smooth = page.evaluate(LINES)
+    assert raw == measured
+    average, expected = 0.0, []
+    for n, value in enumerate(measured, start=1):
+        average = 0.5 * average + 0.5 * value
+        expected.append(average / (1 - 0.5**n))
+    assert smooth == pytest.approx(expected)
+    assert "log" not in page.evaluate(AXES)
+    page.get_by_label("log scale").check()
+    page.wait_for_function(f"() => ({AXES})()[0] === 'log'")
+    page.screenshot(path=SHOTS / "report_log.png")
+    page.get_by_label("log scale").uncheck()
+    box = page.locator("#f0 .nsewdrag").bounding_box()
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    page.wait_for_url("**#step=*")
+    step = page.url.partition("#step=")[2]
+    expect(page.get_by_label("step of the completions")).to_have_value(step)
+    expect(page.locator("#completions tbody tr").first).to_have_attribute("data-id", f"step={step}&group=0&sample=0")
 
 
 class Letters:
@@ -117,6 +155,8 @@ def test_a_token_is_a_link_to_itself(open_page: Callable[..., Page], run: RunFol
     first = int(np.flatnonzero(d.active)[0]) + 1
     page = open_page(write_report(run, run.path / "report.html", tokenizer=Letters()))
     expect(page.locator(".tokens")).to_have_count(0)
+    page.locator(".js-plotly-plot .main-svg").first.wait_for()
+    page.get_by_role("button", name="Next ›").click()
     page.locator(f"tr[data-id='step=6&group={d.group}&sample={d.sample}'] a").evaluate("e => e.click()")
     strip, marked = page.locator(".strip"), page.locator(".strip [aria-current]")
     expect(marked).to_have_count(0)
@@ -139,7 +179,8 @@ def test_a_token_is_a_link_to_itself(open_page: Callable[..., Page], run: RunFol
     ("address", "words"),
     [
         ("step=1&group=0&sample=0&token=2", "Token 2 is part of the prompt"),
-        ("step=3&group=1&sample=2&token=40", "does not hold step 3 · group 1 · sample 2"),
+        ("step=3&group=1&sample=2&token=40", "Its tokens are not on this page"),
+        ("step=9&group=1&sample=2&token=40", "does not hold step 9 · group 1 · sample 2"),
         ("step=%3Cimg%20src=x%3E&group=0&sample=0", ""),
     ],
 )
