@@ -146,7 +146,7 @@ function go(reveal) {
   if (row && String(chosen.step) !== at.step) completions.choose(Number(at.step));
   completions?.table.select(row?.id ?? null, reveal && elsewhere);
   if (row) {
-    completions.place.append(panel);
+    if (panel.parentNode !== completions.place) completions.place.append(panel); // moved, it would lose the focus
     return mark(at, row, reveal);
   }
   panel.remove();

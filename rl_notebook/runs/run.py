@@ -18,13 +18,13 @@ import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import pandas as pd
 
-from .. import __version__
 from ..config.config import Config
 from ..core.options import marked
 from ..config.aliases import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
@@ -426,7 +426,7 @@ class RunFolder(Run):
             raise RecordError("the run folder holds another run", where=str(path), got="one that began just now")
         replace_text(path / "config.yaml", text)
         replace_text(path / "metrics.jsonl", "")
-        about = {"version": __version__, "started": datetime.now(UTC).isoformat(timespec="seconds")}
+        about = {"version": version("rl_notebook"), "started": datetime.now(UTC).isoformat(timespec="seconds")}
         run = json.dumps({"format": RUN_FORMAT, "files": {}, **about})
         replace_text(path / "run.json", run)  # last: it makes it a run
         note_started(path, [*names_in(config_dict(config))])

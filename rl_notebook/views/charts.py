@@ -81,6 +81,7 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
         "yaxis": _y(y) | ({} if drawn else {"showticklabels": False}),
         "annotations": [] if drawn else [note],
     }
+    look |= {} if "hovermode" in layout else {"hoverdistance": -1}  # the nearest step, however far
     return {"data": data, "layout": look | layout}
 
 
