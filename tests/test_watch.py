@@ -1,11 +1,17 @@
 "TRL's own trainer, recorded: what stands in the run folder is what TRL used, and training is the same."
 
+import ast
+import dataclasses
+import functools
 import hashlib
+import inspect
 import itertools
 import json
 import math
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 import warnings
@@ -21,8 +27,12 @@ from trl import GRPOConfig, GRPOTrainer
 
 import rl_notebook as rln
 from rl_notebook.cli import main as command
+from rl_notebook.config.aliases import in_words_of_trl
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.core.types import ConfigError, RecordError
+from rl_notebook.insight import trends
+from rl_notebook.insight import xray as xray_module
+from rl_notebook.insight.doctor import causes, doctor, evidence
 from rl_notebook.runs import watch as module  # noqa: F401 (for PROCESSES)
 from rl_notebook.task.toy import tiny_path, toy_rows
 
@@ -70,14 +80,153 @@ def recorded(folder: Path, **settings: Any) -> tuple[Any, list[rln.StepRecord]]:
     return t, watched.records
 
 
+class Doubled(GRPOTrainer):
+    def compute_loss(self, *args: Any, **more: Any) -> Any:
+        return 2 * super().compute_loss(*args, **more)
+
+
+class SteeperThanItsLoss(GRPOTrainer):
+    def compute_loss(self, *args: Any, **more: Any) -> Any:
+        loss = super().compute_loss(*args, **more)
+        return loss + (loss - loss.detach())  # the same number, twice the gradient
+
+
+class OtherTensors(GRPOTrainer):
+    def create_optimizer(self, *_: Any) -> Any:
+        self.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.01)
+        return self.optimizer
+
+
+class OtherOldPolicy(GRPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        out = super()._generate_and_score_completions(inputs)
+        return out | {"old_per_token_logps": out["old_per_token_logps"] - 3.5}
+
+
+def divides_by_zero(completions: list, **_: Any) -> list[float | None]:
+    return [math.nan if i % 2 else float(len(said(c))) for i, c in enumerate(completions)]
+
+
+def silent(completions: list, **_: Any) -> list[float | None]:
+    return [None for _ in completions]
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "plain": {"save_strategy": "steps", "save_steps": 1},
+    "two iterations": {"num_iterations": 2},
+    "no rate": {"learning_rate": 0.0},
+    "warm-up": {"warmup_steps": 1},
+    "other tensors": {"cls": OtherTensors},
+    "other old policy": {"cls": OtherOldPolicy, "num_iterations": 2},
+    "NaN": {"rewards": (divides_by_zero, silent)},
+    "doubled": {"cls": Doubled},
+    "steeper": {"cls": SteeperThanItsLoss},
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    "Runs of two steps by their name in SHARED: each is trained once."
+
+    @functools.cache
+    def run(name: str) -> tuple[Any, list[rln.StepRecord], Path]:
+        folder = tmp_path_factory.mktemp("shared")
+        return *recorded(folder, **SHARED[name]), folder
+
+    return run
+
+
 def weights(t: Any) -> str:
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in t.model.parameters())).hexdigest()
 
 
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path):
-    plain = trainer(tmp_path, max_steps=4, gradient_accumulation_steps=2)
+    plain = trainer(tmp_path, gradient_accumulation_steps=2)
     plain.train()
-    assert weights(recorded(tmp_path, max_steps=4, gradient_accumulation_steps=2)[0]) == weights(plain)
+    assert weights(recorded(tmp_path, gradient_accumulation_steps=2)[0]) == weights(plain)
+
+
+FAULTS = {  # name in SHARED: the check that fails in step 1, and its words
+    "no rate": ("update", "the weights did not move: the learning rate is 0"),
+    "other tensors": ("update", "the weights did not move, at a learning rate of 0.01"),
+    "other old policy": ("old policy", "differ by 3.500 nats a token, 3.500 at most, before any update"),
+    "NaN": ("rewards", "4 of 8 completions have no reward, so advantage 0: all functions gave None or NaN"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_fails_a_check(shared: Any, name: str):
+    check, words = FAULTS[name]
+    _, (first, second), _ = shared(name)
+    failed = {c.name: c for c in rln.xray(first).failed}
+    assert words in failed[check].text
+    assert "synced" not in rln.xray(first)["weights"].text or check != "update"
+    assert "old policy" not in {c.name for c in rln.xray(second, first).failed}  # the weights have moved since
+
+
+def test_what_is_right_passes(shared: Any):
+    "The weights moved as far as they did, and the first pass over a generation says what was said when it was drawn."
+    for name in ("plain", "two iterations", "warm-up"):
+        t, (first, second), folder = shared(name)
+        assert {c.name for c in rln.xray(first).failed} <= {"completions", "clipping"}, name
+        assert rln.xray(first)["old policy"].ok is (True if name == "two iterations" else None)
+        assert second.metrics["update_norm"] > 0
+    assert rln.xray(first)["update"].text == "the learning rate is 0 here, as its schedule has it"
+    t, (_, second), folder = shared("plain")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    before = dict(load(folder / "trl" / "checkpoint-1").named_parameters())
+    moved = sum(float((p - before[name]).detach().square().sum()) for name, p in t.model.named_parameters())
+    assert second.metrics["update_norm"] == pytest.approx(math.sqrt(moved), rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "words"), {"doubled": "the loss is", "steeper": "at best 2 times that"}.items())
+def test_options_that_do_not_give_the_loss_and_its_gradient_are_withdrawn(shared: Any, name: str, words: str):
+    t, records, _ = shared(name)
+    for record, log in zip(records, [row for row in t.state.log_history if "loss" in row], strict=True):
+        assert record.loss.loss == pytest.approx(float(log["loss"]), rel=1e-4)
+        assert words in record.options["make_loss"]
+        assert "which is not taken apart" in rln.xray(record).sentence
+
+
+def test_a_loss_that_goes_around_the_trainers_ends_the_recording(tmp_path: Path):
+    class Around(GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(inputs["prompt_ids"]).logits.square().mean()
+
+    t = trainer(tmp_path, cls=Around)
+    watched = rln.watch(t, tmp_path / "run")
+    with pytest.warns(UserWarning, match="0 calls of _compute_loss"):
+        t.train()
+    assert t.state.global_step == 2
+    assert "See what overrides compute_loss" in watched.ended
+
+
+def test_a_run_continues_in_its_folder_from_a_checkpoint(shared: Any, tmp_path: Path):
+    _, before, folder = shared("plain")
+    place = shutil.copytree(folder / "run", tmp_path / "run")
+    more = {**SHARED["plain"], "max_steps": 3}
+    t = trainer(tmp_path, **more)
+    rln.watch(t, place)
+    with pytest.raises(RecordError, match="2 recorded steps, and a training that begins at its first"):
+        t.train()
+    assert rln.Run.open(place).steps == [1, 2]
+    t = trainer(tmp_path, **more)
+    watched = rln.watch(t, place)
+    t.train(resume_from_checkpoint=str(folder / "trl" / "checkpoint-1"))
+    assert not watched.ended
+    assert rln.Run.open(place).steps == [1, 2, 3]
+    assert [p.name for p in (place / "discarded" / "001" / "steps").iterdir()] == ["00002"]
+    assert [[g.number for g in r.groups] for r in watched.records] == [[0, 1], [2, 3], [4, 5]]
+    for ours, theirs in zip(watched.records[1].datums, before[1].datums, strict=True):
+        assert ours.tokens.tolist() == theirs.tokens.tolist()
+
+
+def test_groups_that_are_spread_over_processes_are_refused_before_anything_is_generated(tmp_path: Path):
+    t = trainer(tmp_path)
+    t.args.per_device_train_batch_size = 2  # as where two processes share a generation
+    with pytest.raises(ConfigError, match=r"spread over processes(.|\n)*per_device_train_batch_size"):
+        rln.watch(t, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -294,6 +443,8 @@ def test_evaluation_is_not_training(tmp_path: Path):
     how = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     _, records = recorded(tmp_path, **how, generation_kwargs=cut)
     assert {(s.processed, s.temperature) for r in records for g in r.groups for s in g.samples} == {(True, 0.5)}
+    assert {lp.temperature for r in records for lp in r.loss.logprobs} == {1.0}  # generation_kwargs do not reach it
+    assert "drawn at 0.5, scored at 1" in rln.xray(records[0])["on-policy"].text
     assert [r.step for r in records] == [1, 2]
     assert all(len(r.datums) == 8 for r in records)
 
@@ -317,9 +468,9 @@ def test_a_loss_of_ones_own_an_adapter_and_half_precision(tmp_path: Path):
         assert all(np.isfinite(d.ref_logprobs[d.active]).all() for d in record.datums)
 
 
-def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    _, records = recorded(tmp_path)
-    run, said = str(tmp_path / "run"), {}
+def test_the_command_line_reads_it(shared: Any, capsys: pytest.CaptureFixture[str]):
+    _, records, folder = shared("plain")
+    run, said = str(folder / "run"), {}
     for words, code in {"show": 0, "show --step 2": 0, "view --once": 0, "doctor": 2}.items():
         name, *more = words.split()
         assert command([name, run, *more]) == code
@@ -330,12 +481,24 @@ def test_the_command_line_reads_it(tmp_path: Path, capsys: pytest.CaptureFixture
     assert rln.Run.open(run).config["trainer"].startswith("trl 1.")
 
 
+def test_every_sentence_is_in_the_words_of_trl():
+    "No text of the x-ray, the trends or the doctor names a setting that TRL has not."
+    trl = {f.name for f in dataclasses.fields(GRPOConfig)}
+    ours = {name for name in rln.Config().flat() if "_" in name} | {"loop", "datums_from_groups", "group_advantages"}
+    ours -= trl | {"advantage_fn", "weight_sync_interval", "kl_metric", "max_concurrent"}  # of what TRL's records lack
+    for source in map(inspect.getsource, (xray_module, trends, causes, doctor, evidence)):
+        nodes = ast.walk(ast.parse(source))
+        texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " in n.value]
+        for text in map(in_words_of_trl, texts):
+            assert not ours & {*re.findall(r"\w+", text)}, text
+
+
 def test_what_cannot_be_watched_is_refused_before_it_trains(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"got list without _generate; expected a trl\.GRPOTrainer"):
         rln.watch([], tmp_path / "run")
     t = trainer(tmp_path)
     rln.watch(t, tmp_path / "run")
-    with pytest.raises(RecordError, match="the run folder holds another run"):
+    with pytest.raises(ConfigError, match="got a trainer that is watched already"):
         rln.watch(t, tmp_path / "run")
 
 

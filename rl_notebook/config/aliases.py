@@ -142,6 +142,12 @@ _IN_TRL = {RENAMED[theirs]: theirs for theirs in _OF_TRL} | {
     "Call model.eval() before scoring, and set every dropout rate to 0": "disable_dropout=True, also in the adapter",
     "Set weights to 1 only where the policy drew the token": "Return an env_mask from rollout_func, 0 where it did not",
     "rl_notebook.core.align converts, and checks lengths": "see what rollout_func returns as logprobs",
+    "advantage_scale='std'": "scale_rewards='group'",
+    "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)": "See what computes them",
+    "Make datums with datums_from_groups": "See what returns completion_mask and tool_mask",
+    "Was loop.sync() left out, or did the sampler refuse the snapshot?": "Was the sync of vLLM's weights left out?",
+    "Undo the step and lower it": "Lower it",
+    "take the update back (loop.undo) and diagnose again": "diagnose a step before it",
 }
 
 

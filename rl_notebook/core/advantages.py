@@ -27,8 +27,9 @@ def is_dead(
     rewards: Sequence[float] | np.ndarray,  # (K,) of one prompt group
     tolerance: float = STD_TOLERANCE,  # in units of reward
 ) -> bool:
-    "Whether the rewards of one group are all the same, or there are none."
+    "Whether the rewards of one group are all the same, or there are none; NaN is a completion without a reward."
     r = np.asarray(rewards, dtype=np.float64)
+    r = r[~np.isnan(r)]
     return len(r) == 0 or bool(np.ptp(r) < tolerance)
 
 # %% ../../nbs/core/03_advantages.ipynb #e477b860

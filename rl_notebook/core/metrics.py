@@ -38,9 +38,14 @@ def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
     return out
 
 # %% ../../nbs/core/07_metrics.ipynb #9a1c0020
+def known_rewards(group: PromptGroup) -> np.ndarray:  # (samples that have one,)
+    "The rewards of a group without those that no function gave, which are NaN in `PromptGroup.rewards`."
+    return group.rewards[~np.isnan(group.rewards)]
+
+
 def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
     "For each group `high` or `low` if all its completions earned the same, much or little; `` if it has signal."
-    rewards = [g.rewards for g in groups]
+    rewards = [known_rewards(g) for g in groups]
     everything = np.concatenate([*rewards, np.zeros(0)])
     middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
     kind = lambda r: "" if not len(r) or not is_dead(r) else "high" if r[0] > middle else "low"
@@ -49,7 +54,7 @@ def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
 # %% ../../nbs/core/07_metrics.ipynb #c60411dc
 def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     "Mean, standard deviation and dead share of the rewards of a step, in total and per reward function."
-    rewards = [g.rewards for g in groups if any(s.reward is not None for s in g.samples)]
+    rewards = [r for r in map(known_rewards, groups) if len(r)]
     ends = Counter(dead_marks(groups))
     out = {
         "reward": _mean(np.concatenate([np.zeros(0), *rewards])),

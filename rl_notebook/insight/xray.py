@@ -19,10 +19,12 @@ from ..core.align import require_finite
 from ..backends.base import Scorer, SyncReport
 from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RecordError, RolloutSample
 from ..core.options import NO_RATIO, SURROGATE_KNOBS
-from ..runs.records import StepRecord, begins, expect, on_policy, scored_first, version_at_start
+from ..runs.records import StepRecord, begins, expect, on_policy, scored_first, scored_twice
+from ..runs.records import version_at_start
 from ..core.datums import sample_of
 from ..core.findings import Finding, Findings
 from ..config.aliases import words_for
+from ..core.metrics import known_rewards, reward_names
 from ..core.gaps import ROUNDING, Gap, Rounding, gap_between, short, rounding_of
 
 # %% auto #0
@@ -84,10 +86,11 @@ def moved_since_sampling(record: StepRecord, previous: StepRecord | None = None)
 def solved_groups(record: StepRecord) -> list[PromptGroup]:
     "The groups in which every completion earned the most of the step; none where all of the step earned nothing."
     found = [g for g in record.groups if len(g.samples)]
-    every = np.concatenate([np.zeros(0), *(g.rewards for g in found)])
+    every = np.concatenate([np.zeros(0), *map(known_rewards, found)])
     top = every.max(initial=-math.inf)
     worth = top > every.min(initial=0.0)
-    return [g for g in found if worth and is_dead(g.rewards) and g.rewards[0] >= top - STD_TOLERANCE]
+    best = lambda g: known_rewards(g).max(initial=-math.inf) >= top - STD_TOLERANCE
+    return [g for g in found if worth and is_dead(g.rewards) and best(g)]
 
 
 def equal_words(groups: Sequence[PromptGroup]) -> str:
@@ -101,7 +104,7 @@ def equal_words(groups: Sequence[PromptGroup]) -> str:
     apart = sum(not is_dead(rewards) for rewards in equal)
     if apart < 2 or 2 * len(set(every)) > len(every):  # a judge gives each completion a reward of its own
         return ""
-    why = "chance (a judge, a tool) has a part in the reward, or rewards belong to other completions"
+    why = "rewards belong to other completions, or chance (a judge, a tool) has a part in them"
     return f"equal completions of one prompt earned different rewards, {apart} times of {len(equal)}: {why}"
 
 
@@ -109,14 +112,15 @@ def signal_words(record: StepRecord) -> str:
     "How many groups carry signal, and which of them were not trained, or trained without it."
     groups, trained, solved = record.groups, {d.group for d in record.datums}, solved_groups(record)
     live, flat = {g.index for g in groups if not is_dead(g.rewards)}, [g for g in groups if is_dead(g.rewards)]
-    earned = Counter(f"the same reward {g.rewards[0]:g}" if g.samples else "no graded completion" for g in flat)
+    known = [known_rewards(g) for g in flat]
+    earned = Counter(f"the same reward {r[0]:g}" if len(r) else "no graded completion" for r in known)
     same = ", ".join(f"{n} with {what}" for what, n in earned.most_common(3))
     counted = f"all {len(groups)}" if len(live) == len(groups) > 1 else f"{len(live)} of {len(groups)}"
     carry = f"{counted} groups {'carries' if len(live) == 1 else 'carry'} signal"
     if not any(g.samples for g in groups):
         words = "no completion was graded"
     elif 2 * len(solved) > len(groups):
-        most = f"{solved[0].rewards[0]:g}, the most in this step: solved, or no completion did better"
+        most = f"{known_rewards(solved[0])[0]:g}, the most in this step: solved, or no completion did better"
         words = f"{len(solved)} of {len(groups)} groups have the same reward {most}"
     elif not live:
         words = f"all {len(groups)} groups are dead ({same}), so no completion was better than its siblings"
@@ -126,7 +130,7 @@ def signal_words(record: StepRecord) -> str:
     dead = len(trained & {g.index for g in groups} - live)
     words += f"; {lost} of them left out by the filter" if lost else ""
     words += f"; {dead} without signal trained all the same, with advantage 0" if dead else ""
-    return "; ".join(filter(None, [words, equal_words(groups)]))
+    return words
 
 # %% ../../nbs/insight/00_xray.ipynb #97f4770d
 TERM_WORDS = {  # losses whose term is not minus the advantage at ratio 1
@@ -283,6 +287,29 @@ def check_completions(record: StepRecord) -> Finding:
         fix = "Raise max_completion_tokens, or see whether the prompt's template lets a completion end."
         return check(False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
     return check(True, text)
+
+# %% ../../nbs/insight/00_xray.ipynb #ece829bb
+REGRADE = "Regrade them: rln.reward_lab(record, reward), or the reward function on one completion at a time."
+
+
+def check_rewards(record: StepRecord) -> Finding:
+    "Every completion has a reward, and equal ones have equal rewards."
+    check, samples = partial(Finding, "rewards"), [s for g in record.groups for s in g.samples]
+    lacking = sum(s.reward is None for s in samples)
+    by_trl = any(name.startswith("trl.") for name in record.sources)
+    if lacking and by_trl:
+        text = f"{lacking} of {len(samples)} completions have no reward, so advantage 0: all functions gave None or NaN"
+        fix = "Call the reward functions by hand on these rows: 0/0, or a text that cannot be read, gives NaN."
+        return check(False if lacking >= TOO_MANY * len(samples) else None, text, fix=fix, notable=True)
+    if lacking == len(samples):
+        return check(None, "the answers were given" if record.given else "no rewards are recorded")
+    if equal := equal_words(record.groups):
+        return check(None, equal, fix=REGRADE, notable=True)
+    silent = {name: sum(s.rewards.get(name) is None for s in samples) for name in reward_names(record.groups)}
+    words = [f"{name} gave no number (None or NaN) for {n} of {len(samples)}" for name, n in silent.items() if n]
+    if words:
+        return check(None, "; ".join(words), notable=by_trl)
+    return check(True, f"{len(samples) - lacking} of {len(samples)} completions have a reward")
 
 # %% ../../nbs/insight/00_xray.ipynb #4185c909
 def same_start(rows: Sequence[np.ndarray]) -> int:
@@ -546,6 +573,22 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Findi
     text = f"the policy is not what the sampler drew from{sampler_words(record, allowed)}: {text}"
     return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
 
+# %% ../../nbs/insight/00_xray.ipynb #dac43126
+def check_old(record: StepRecord) -> Finding:
+    "Before the first update of a batch the old logprobs are the policy's."
+    check, again = partial(Finding, "old policy"), scored_twice(record)
+    unknown = record.origin and not record.updates  # how many updates the trainer made
+    gap = None if unknown or not again else gap_between(record.datums, again, [d.old_logprobs for d in record.datums])
+    if gap is None:
+        return check(None, "there are no old logprobs of the weights that were trained")
+    text = f"old and policy logprobs differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    allowed = rounding_of(record.loss.logprobs if record.loss else ())
+    if allowed.explains(gap):
+        return check(True, f"ratio 1 before the first update: {text}")
+    fix = "See what scores them: temperature, dropout, another prompt, logprobs of other rows."
+    text = f"{text}, before any update of these weights: the ratio is not 1 where the loss takes it to be"
+    return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
+
 # %% ../../nbs/insight/00_xray.ipynb #c81ff8c4
 FAR = 1.0  # nats a token between policy and reference from which they are far apart
 
@@ -685,6 +728,9 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Fi
         fix = "Raise the learning rate, or see what the optimizer does with it."
     if moved == 0 and m.get("learning_rate/schedule") == 0:
         return check(None, "the learning rate is 0 here, as its schedule has it")
+    if moved == 0 and size > 0 and rate > 0:
+        fix = "Does the optimizer hold this model's tensors? In bfloat16 a small learning rate rounds to no change."
+        return check(False, f"the weights did not move, at a learning rate of {rate:g}", got="update norm 0", fix=fix)
     if moved == 0:
         why = none if size == 0 else f"the learning rate is {rate:g}"
         return check(False, f"the weights did not move: {why}", got="update norm 0", fix=fix)
@@ -723,6 +769,8 @@ def check_version(record: StepRecord, weight_sync_interval: int | None = None) -
         return check(False, report.sentence, fix=fix)
     if start is None or record.reason:
         return check(None, "nothing was trained" if record.reason else "the record does not tell its first version")
+    if end > start and record.metrics.get("update_norm") == 0:
+        return check(None, f"version {start} to {end} of the same weights: they did not move")
     if end > start:
         known = report.ok if report else True
         return check(known, f"synced: version {start} to {end}" + (f"; {report.sentence}" if report else ""))
@@ -742,8 +790,16 @@ def invariants(
     weight_sync_interval: int | None = None,  # of the config; None = not known
 ) -> tuple[Finding, ...]:
     "What must hold in a step, what matters most first."
-    drawn = (check_finite, check_completions, check_prompts, check_duplicates, check_advantages, check_mask)
-    trained = (check_clipping, check_lengths, check_signal)
+    drawn = (
+        check_finite,
+        check_completions,
+        check_rewards,
+        check_prompts,
+        check_duplicates,
+        check_advantages,
+        check_mask,
+    )
+    trained = (check_old, check_clipping, check_lengths, check_signal)
     policies = (check_ratio, check_reference, check_correction)
     found = [check(record) for check in drawn] + [check(record, previous) for check in policies]
     found += [*(check(record) for check in trained), check_gradient(record, previous)]

@@ -30,6 +30,7 @@ import pandas as pd
 
 from ..core.advantages import is_dead
 from ..core.losses import LossOptions
+from ..core.datums import sample_of
 from ..core.metrics import reward_names
 from ..backends.base import GradNormalization
 from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
@@ -185,6 +186,21 @@ def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
     first = [replace(lp, values=d.old_logprobs) if known(d, lp) else lp for d, lp in pairs]
     unmoved = record.updates[0] if record.updates else len(first)  # the entropies behind it are of later policies
     return (*first[:unmoved], *(replace(lp, entropy=None) for lp in first[unmoved:]))
+
+
+def scored_twice(record: StepRecord) -> tuple[np.ndarray | None, ...]:  # (N-1,) per datum; none without a loss
+    "What the pass with gradients says of datums whose old logprobs are of the same weights: both must be equal."
+    samples, last = sample_of(record.groups), record.loss.logprobs if record.loss else ()
+    first = record.updates[0] if record.updates else len(last)
+    of_generation = any(name.startswith("trl.") for name in record.sources)  # TRL scores them when it generates
+
+    def same_weights(k: int, d: Datum) -> bool:
+        sample = samples.get((d.group, d.sample))
+        older = of_generation and (sample is None or sample.policy_version != last[k].policy_version)
+        return d.old_logprobs is not None and k < first and not older
+
+    pairs = enumerate(zip(record.datums, last, strict=bool(last)))
+    return tuple(lp.values if same_weights(k, d) else None for k, (d, lp) in pairs)
 
 
 def version_at_start(record: StepRecord) -> int | None:

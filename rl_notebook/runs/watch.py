@@ -138,6 +138,7 @@ class Update:
         asked = {name: getattr(args, name) for name in ("temperature", *OFF)} | (args.generation_kwargs or {})
         cut = any(or_off(name, asked[name]) != off for name, off in OFF.items())
         self.drawn = {"temperature": float(asked["temperature"]), "processed": cut}
+        self.scored_at = float(args.temperature)  # generation_kwargs do not reach it
         self.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(trainer.model.dtype)[6:]
 
     def record(self) -> StepRecord:
@@ -193,7 +194,7 @@ class Update:
         "The policy's logprobs as the loss had them, and its entropy."
         scored = p["generation"].scored
         entropy = None if p["entropy"] is None else scored(row, p["entropy"][at])
-        facts = {"policy_version": self.number - 1, "temperature": self.drawn["temperature"], "dtype": self.dtype}
+        facts = {"policy_version": self.number - 1, "temperature": self.scored_at, "dtype": self.dtype}
         return Logprobs(scored(row, p["policy"][at]), entropy=entropy, **facts)
 
 # %% ../../nbs/runs/08_watch.ipynb #da97c58a
@@ -207,10 +208,11 @@ def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecor
         datums += [replace(d, group=start + d.group) for d in part.datums]
     logprobs = tuple(lp for loss in losses for lp in loss.logprobs)
     value = sum(loss.loss for loss in losses) / len(losses)
-    options, ours = proven(options, datums, logprobs, value)
     theirs = pd.DataFrame([loss.metrics for loss in losses]).mean().to_dict()
     gradients = tuple(g / len(losses) for loss in losses for g in loss.dlogprobs)
-    loss, first = LossOutput(value, {**ours, **theirs}, logprobs, gradients), parts[0]
+    loss, first = LossOutput(value, theirs, logprobs, gradients), parts[0]
+    options, ours = proven(options, datums, loss)
+    loss = replace(loss, metrics={**ours, **theirs})
     return replace(
         first,
         groups=tuple(groups),
@@ -224,22 +226,32 @@ def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecor
 
 
 def proven(
-    options: Mapping[str, Any], datums: Sequence[Datum], logprobs: Sequence[Logprobs], loss: float
+    options: Mapping[str, Any], datums: Sequence[Datum], loss: LossOutput
 ) -> tuple[Mapping[str, Any], dict[str, float]]:
-    "The options, if the loss that they describe is TRL's number, and the metrics of that loss; else what it is off by."
+    "The options and their metrics, if they give TRL's loss in number and gradient; else in what they differ."
     if "make_loss" in options:
         return options, {}
     import torch
 
+    leaves = [torch.tensor(lp.values, requires_grad=True) for lp in loss.logprobs]
     try:
         loss_fn = make_loss_fn(datums, **options)
-        entropies = [[torch.tensor(lp.entropy) for lp in logprobs]] if reads_entropy(loss_fn) else []
-        ours, metrics = loss_fn(datums, [torch.tensor(lp.values) for lp in logprobs], *entropies)
+        entropies = [[torch.tensor(lp.entropy) for lp in loss.logprobs]] if reads_entropy(loss_fn) else []
+        ours, metrics = loss_fn(datums, leaves, *entropies)
     except RLNotebookError as error:  # a token without a sampler's logprob
         return {"make_loss": f"TRL's own: {error}"}, {}
-    if abs(gap := float(ours) - loss) <= 1e-5 * max(1.0, abs(loss)):
-        return options, {name: v for name, v in metrics.items() if name != "loss"}
-    return {"make_loss": f"TRL's own, {gap:+.2g} from {options['policy_loss']}"}, {}
+    if abs(ours.item() - loss.loss) > 1e-5 * max(1.0, abs(loss.loss)):
+        return {"make_loss": f"TRL's own: the loss is {loss.loss:.5g}, and {ours.item():.5g} by its loss_type"}, {}
+    ours.backward()
+    by_formula = np.concatenate([np.nan_to_num(leaf.grad) for leaf in leaves])
+    arrived = np.concatenate(loss.dlogprobs)
+    largest = float(np.abs(by_formula).max(initial=0.0))
+    precise = all(lp.dtype in ("float32", "float64") for lp in loss.logprobs)
+    if np.abs(arrived - by_formula).max(initial=0.0) > (1e-3 if precise else 0.05) * largest + 1e-9:
+        times = float(arrived @ by_formula / max(by_formula @ by_formula, 1e-30))
+        text = f"its gradient is not that of its loss_type, at best {times:.3g} times that"
+        return {"make_loss": f"TRL's own: {text}"}, {}
+    return options, {name: v for name, v in metrics.items() if name != "loss"}
 
 
 def _datum(p: Mapping[str, Any], at: int, row: int, group: int) -> Datum:
@@ -286,6 +298,28 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, str | int | float | bool) or (isinstance(value, list) and all(map(_is_plain, value)))
 
 # %% ../../nbs/runs/08_watch.ipynb #bf0587db
+MAX_ENTRIES = 2**16  # of a tensor, which are compared before and after an update
+
+
+def weight_entries(model: Any) -> dict[str, tuple[float, Any]]:  # name: (entries that each stands for, values)
+    "Evenly spaced entries of each trained tensor, copied; of a sharded one, those of this process."
+    found = {}
+    for name, parameter in model.named_parameters():
+        values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        if parameter.requires_grad and values.numel():
+            flat = values.detach().reshape(-1)
+            some = flat[:: len(flat) // MAX_ENTRIES | 1].clone()  # an odd distance meets every column
+            found[name] = len(flat) / len(some), some
+    return found
+
+
+def moved_by(before: Mapping[str, tuple[float, Any]], after: Mapping[str, tuple[float, Any]]) -> float:
+    "L2 norm of the change of the tensors in both, from their entries."
+    pairs = [(*before[name], after[name][1]) for name in before.keys() & after.keys()]
+    squares = [share * (new.double() - old.double()).square().sum() for share, old, new in pairs]
+    return math.sqrt(sum(float(square) for square in squares))
+
+# %% ../../nbs/runs/08_watch.ipynb #d7760007
 TAPPED = "_generate _generate_and_score_completions _calculate_rewards _get_per_token_logps_and_entropies _compute_loss"
 
 
@@ -301,12 +335,13 @@ class Taps:
         self.inside: dict[str, Any] = {}  # of the current pass
         self.seconds: dict[str, float] = {}
         self.update: dict[str, float] = {}
+        self.before: dict[str, tuple[float, Any]] = {}  # entries of the weights as the step found them
         self.wrap("_generate", self.generated, "sample")
         self.wrap("_calculate_rewards", self.rewarded, "score")
         self.wrap("_generate_and_score_completions", self.scored, "generation")
         self.wrap("_get_per_token_logps_and_entropies", self.passed)
         self.wrap("_get_grad_norm", self.normed)
-        self.wrap("training_step", lambda *_: None, "backward")
+        self.wrap("training_step", self.stepped, "backward")
         trainer._compute_loss = self.around_loss(trainer._compute_loss)
 
     def wrap(self, name: str, after: Callable[..., None], timed: str = "") -> None:
@@ -330,7 +365,7 @@ class Taps:
             self.inside, before = {}, {name: len(v) for name, v in self.trainer._metrics["train"].items()}
             result = loss(model, inputs)
             if self.trainer.model.training:
-                self.guard(self.lost, result, inputs, before)
+                self.guard(self.lost, inputs, before)
             return result
 
         return compute_loss
@@ -341,9 +376,6 @@ class Taps:
         loaded = t._last_loaded_step if t.use_vllm else t.state.global_step
         ids, completions, tool_mask, said, sampler = out[:5]
         count = len(ids) // t.num_generations
-        if len(ids) % t.num_generations:
-            expected = f"a multiple of num_generations={t.num_generations}, so that a group is in one of them"
-            raise RecordError("rows of a process", got=len(ids), expected=expected)
         if sampler and tool_mask:  # TRL fills what tools answered with 0
             rows = zip(sampler, tool_mask, strict=True)
             sampler = [[v if w else None for v, w in zip(*row, strict=True)] for row in rows]
@@ -382,26 +414,43 @@ class Taps:
 
         logprobs.register_hook(keep)
 
-    def lost(self, loss: Any, inputs: Mapping[str, Any], before: Mapping[str, int]) -> None:
-        "The loss of a micro-batch, and the series that it was computed from."
+    def lost(self, inputs: Mapping[str, Any], before: Mapping[str, int]) -> None:
+        "The series that the loss of a micro-batch was computed from."
         found, kept = self.inside, self.trainer._metrics["train"]
         if "policy" not in found:
             expected = "a _compute_loss that asks _get_per_token_logps_and_entropies for them"
             raise RecordError("the policy's logprobs", got="none", expected=expected)
         found |= {name: _array(inputs.get(f"{name}_per_token_logps")) for name in ("old", "ref")}
-        found |= {"loss": float(loss.detach()), "rows": inputs["rln_row"].tolist(), "generation": self.generation}
+        found |= {"rows": inputs["rln_row"].tolist(), "generation": self.generation}
         found["metrics"] = {n: float(v[-1]) for n, v in kept.items() if len(v) > before.get(n, 0) and n != "entropy"}
         self.passes.append(found)
 
+    def stepped(self, loss: Any, *_: Any) -> None:
+        "The loss of a micro-batch as TRL logs it, whatever stands around `_compute_loss`."
+        new = [p for p in self.passes if "loss" not in p]
+        if len(new) != 1:
+            got, expected = f"{len(new)} calls of _compute_loss in it", "one"
+            raise RecordError("a micro-batch", got=got, expected=expected, fix="See what overrides compute_loss.")
+        new[0] |= {"loss": float(loss)}
+        new[0].setdefault("dlogprobs", np.zeros_like(new[0]["policy"]))  # the loss does not depend on them
+
     def normed(self, norm: Any, *_: Any) -> None:
         "The gradient's norm before it is cut, and the rate of this update."
-        self.update = {"grad_norm": float(norm), "learning_rate": float(self.trainer.lr_scheduler.get_last_lr()[0])}
+        group = self.trainer.optimizer.param_groups[0]
+        self.update = {"grad_norm": float(norm), "learning_rate": float(group["lr"])}
+        if group.get("initial_lr"):
+            self.update["learning_rate/schedule"] = float(group["lr"] / group["initial_lr"])
+
+    def began(self) -> None:
+        "Keep what the update is measured against."
+        self.before = weight_entries(self.trainer.model)
 
     def ended(self) -> None:
         "Hand on the step that has just ended."
-        if self.passes:
-            self.step_ends(Update(self.trainer, self.passes, self.update, self.seconds))
-        self.passes, self.update, self.seconds = [], {}, {}
+        if self.before:
+            self.update["update_norm"] = moved_by(self.before, weight_entries(self.trainer.model))
+        self.step_ends(Update(self.trainer, self.passes, self.update, self.seconds))
+        self.passes, self.update, self.seconds, self.before = [], {}, {}, {}
 
 # %% ../../nbs/runs/08_watch.ipynb #c1f703cc
 PATIENCE = 600.0  # seconds that the first process waits for the others' parts of a step, beside training
@@ -412,6 +461,27 @@ def _array(values: Any) -> Any:
     return None if values is None else values.detach().double().cpu().numpy()
 
 # %% ../../nbs/runs/08_watch.ipynb #bc4c81c0
+def open_folder(path: Path, settings: Mapping[str, Any]) -> RunFolder:
+    "A new run folder, or that of a run of TRL, which a checkpoint may continue."
+    if (path / "run.json").exists() and str(Run.open(path).config.get("trainer")).startswith("trl "):
+        run = RunFolder.resume(path, settings)
+        for left in path.glob("process-*"):  # of the processes of the run before
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+        return run
+    return RunFolder.create(path, settings)
+
+
+def check_watchable(trainer: Any) -> None:
+    "Raise ConfigError for a trainer that is watched already, or whose groups are spread over processes."
+    if trainer._generate.__module__ == __name__:
+        raise ConfigError("watch", got="a trainer that is watched already", expected="one call for each trainer")
+    size, rows = trainer.num_generations, trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    if rows % size:
+        got = f"groups of {size} that are spread over processes: each generates {rows} completions"
+        fix = f"Make per_device_train_batch_size * steps_per_generation a multiple of num_generations={size}."
+        raise ConfigError("watch", got=got, expected="whole groups in each process", fix=fix)
+
+# %% ../../nbs/runs/08_watch.ipynb #f0fddc8c
 class Watched:
     "A trainer that is recorded, and what was recorded so far."
 
@@ -422,12 +492,13 @@ class Watched:
             got = f"{type(trainer).__name__} without {lacks[0]}"
             expected = "a trl.GRPOTrainer of version 1.16 or later, not one that was rewritten"
             raise ConfigError("watch", got=got, expected=expected, fix="rln.watch(trainer, folder)")
+        check_watchable(trainer)
         self.options, unsaid = trl_options(trainer)
         if unsaid:
             self.options = {"make_loss": "TRL's own: " + ", ".join(unsaid)}
         self.path, self.rank = Path(path), trainer.accelerator.process_index
         self.processes = trainer.accelerator.num_processes
-        self.run = None if self.rank else RunFolder.create(path, trl_settings(trainer))
+        self.run = None if self.rank else open_folder(self.path, trl_settings(trainer))
         self.ended = ""  # why nothing more is recorded; empty = it is
         self.cost, self.begun = 0.0, time.perf_counter()  # seconds of recording: in training's thread, and beside it
         self._last: StepRecord | None = None
@@ -436,6 +507,14 @@ class Watched:
         taps, watched = Taps(trainer, self._guarded, self._put), self
 
         class StepEnds(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+                if watched._last is None:  # nothing is trained yet: an error may stop it
+                    watched._refuse_begun(state.global_step)
+                watched._guarded(watched._begin, taps, state.global_step)
+
+            def on_step_begin(self, *args: Any, **more: Any) -> None:
+                watched._guarded(taps.began)
+
             def on_step_end(self, *args: Any, **more: Any) -> None:
                 watched._guarded(taps.ended)
 
@@ -462,6 +541,21 @@ class Watched:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+
+    def _refuse_begun(self, step: int) -> None:
+        "Raise where the folder holds steps and the training does not continue behind one."
+        if self.run is not None and self.run.steps and not step:
+            got = f"{len(self.run)} recorded steps, and a training that begins at its first"
+            fix = "Pass resume_from_checkpoint to train(), or watch into another folder."
+            raise RecordError("the run folder holds another run", where=str(self.path), got=got, fix=fix)
+
+    def _begin(self, taps: Taps, step: int) -> None:
+        "Continue behind a step; what is recorded of later ones is moved to `discarded`."
+        self._refuse_begun(step)
+        if self.run is not None and max(self.run.steps, default=0) > step:
+            self.run.rewind(step)
+        if step and (kept := [n for n in Run.open(self.path).steps if n <= step]):
+            taps.groups = Run.open(self.path).record(kept[-1]).consumed
 
     def _put(self, step: Update) -> None:
         self.flush()

@@ -16,7 +16,7 @@ import pandas as pd
 
 from ...core.datums import sample_of, target_series
 from ...core.types import AlignmentError, Datum, DatumError, Logprobs
-from ...runs.records import StepRecord, scored_first
+from ...runs.records import StepRecord, scored_first, scored_twice
 from ...core.gaps import Gap, Rounding, rounding, short
 from ..xray import correlation
 from ...show.html import token_text
@@ -273,14 +273,6 @@ def from_samples(record: StepRecord) -> Found:
         drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
     return tuple(raw), tuple(drawn), foreign
 
-# %% ../../../nbs/insight/doctor/00_evidence.ipynb #73a1ad0d
-def pass_with_gradients(record: StepRecord) -> tuple[np.ndarray | None, ...]:
-    "Its logprobs, of the datums that had been scored before with the same weights: those of the first update."
-    last = record.loss.logprobs if record.loss else ()
-    first = record.updates[0] if record.updates else len(last)
-    pairs = zip(record.datums, last, strict=bool(last))
-    return tuple(lp.values if d.old_logprobs is not None and k < first else None for k, (d, lp) in enumerate(pairs))
-
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #07a072e4
 def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float) -> np.ndarray:
     "Logprobs after the logits are multiplied by `sharpness`, if the rest is shared evenly by `rivals` tokens."
@@ -351,7 +343,7 @@ def gather(
     theirs = tuple(target_series("sampler logprobs", told, datums))
     if record:
         stamps = replace(claims(record, untrained), raw=declared)
-        e = Evidence(datums, ours, theirs, *from_samples(record), pass_with_gradients(record), stamps)
+        e = Evidence(datums, ours, theirs, *from_samples(record), scored_twice(record), stamps)
         moved = e.flat([d.ref_logprobs for d in datums]) - e.p
         if record.origin and untrained is None and np.isfinite(moved).all() and not beyond(moved, floor(e)):
             e = replace(e, stamps=replace(stamps, untrained=True))
