@@ -405,31 +405,41 @@ async def diagnose_run(
     rescore: bool = False,
     say: Callable[[str], Any] = print_plain,
     trust: bool = False,
-) -> tuple[Diagnosis, bool]:  # and whether it asks for a fix
+) -> tuple[Diagnosis | None, bool]:  # None = trainer and sampler cannot be compared; and whether it asks for a fix
     "Diagnose the steps of a run: a line each, whether weights arrive, and one in full, or those that differ together."
     from rl_notebook.insight.doctor.doctor import concluded, weigh
     from rl_notebook.insight.doctor.evidence import POOLED, gather, pooled
     from rl_notebook.insight.sync import sync_truth
-    from rl_notebook.insight.trends import steps_words
     from rl_notebook.runs.run import Run, readable
 
     run, found, seen = Run.open(path), dict[int, tuple[Any, Any]](), list[Any]()
+    missing: AlignmentError | DatumError | None = None
+    of_others = run.reader is not None or str(run.config.get("trainer", "")).startswith("trl ")
     chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
     for record in readable(run, sorted({*chosen, *first})) if step is None else [run.record(step)]:
         seen.append(record)
         if (record.loss is not None or record.origin) and record.step in chosen:
-            with contextlib.suppress(*((AlignmentError, DatumError) if run.reader else ())):  # not trained, or not yet
+            try:
                 e = gather(record)
-                found[record.step] = e, (said := weigh(e))
-                say(f"step {record.step:4}  {said.cause:<18} largest gap {said.largest:.2g} nats")
-    for words in (wrong := steps_words(seen) if run.reader else []):
-        say(f"\n{words}")
-    if seen and run.reader and not found:
-        what, got = "cannot be seen from these files", run.origin.splitlines()[2]
-        raise RecordError(what, where="doctor", got=got, fix=run.reader.hook)
+            except (AlignmentError, DatumError) as error:
+                if not of_others:
+                    raise
+                missing = error  # not trained, or not yet, or one series alone
+                continue
+            found[record.step] = e, (said := weigh(e))
+            word = said.cause if said.ok or said.certainty == "sure" else "differs"  # the rest is said of all
+            say(f"step {record.step:4}  {word:<18} largest gap {said.largest:.2g} nats")
+    words = _words_of_others(run, seen) if of_others else []
+    asks = any(not line.startswith(("– versions", "– temperature")) for line in words)
+    ending = "".join(f"\n{line}\n" for line in [*_not_regraded(seen, of_others), *words])
     if not found:
-        got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
-        raise RecordError("doctor", where=str(path), got=got, expected="a step with datums and logprobs")
+        error = _without_comparison(run, missing)
+        if not asks:
+            say(ending)
+            raise error
+        lacks = f"{run.origin.splitlines()[2]}. To have it: {run.reader.hook}" if run.reader else str(error)
+        say(f"Trainer and sampler were not compared: {lacks}.\n{ending}")
+        return None, True
     if step is None and len(found) < len(run):
         which = "those with both series; of a long run the last, and those with the largest gap by the metrics"
         say(f"{len(found)} of {len(run)} steps: {which} (--step N)")
@@ -448,12 +458,49 @@ async def diagnose_run(
 
         shown = await diagnose_step(path, number, trust=trust)
     say(f"\n{name}\n{shown}")
+    say(ending)
     noise = shown.cause == "dtype or batching" and shown.certainty == "likely"
-    asks = not (shown.ok or noise) or bool(synced and synced.ok is False)
-    return shown, asks or any(words.startswith("✗") for words in wrong)
+    return shown, asks or not (shown.ok or noise) or bool(synced and synced.ok is False)
+
+
+def _words_of_others(run: Run, seen: Sequence[Any]) -> list[str]:
+    "What the records of another trainer's run say of themselves: failed checks, rewards, temperatures, versions."
+    from rl_notebook.insight.sync import version_truth
+    from rl_notebook.insight.trends import steps_words
+
+    words, samples = steps_words(seen), [s for record in seen for g in record.groups for s in g.samples]
+    scored_at = run.reader.scored_at if run.reader else None
+    apart = sorted({s.temperature for s in samples} - {0.0, scored_at})
+    if scored_at is not None and apart:
+        text = f"completions were sampled at {apart[0]:g}, as recorded, and this trainer scores at {scored_at:g}"
+        words.append(f"✗ temperature: {text}: logprobs and ratios are not those of what was sampled")
+    elif run.reader and apart and apart != [1.0]:
+        text = f"completions were sampled at {apart[0]:g}, as recorded"
+        words.append(f"– temperature: {text}; the files do not say at which temperature logprobs are")
+    versions = version_truth(seen)
+    return [*words, str(versions)] if versions.ok is False or versions.notable else words
+
+
+def _without_comparison(run: Run, missing: RLNotebookError | None) -> RLNotebookError:
+    "Why no step has both series."
+    if run.reader and len(run):
+        got = run.origin.splitlines()[2]
+        return RecordError("cannot be seen from these files", where="doctor", got=got, fix=run.reader.hook)
+    if missing is not None:
+        return missing
+    got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
+    return RecordError("doctor", where=str(run.path), got=got, expected="a step with datums and logprobs")
+
+
+def _not_regraded(seen: Sequence[Any], of_others: bool) -> list[str]:
+    "That rewards are taken as they are recorded, and what tells whether they belong to their completions."
+    if all(s.reward is None for record in seen for g in record.groups for s in g.samples):
+        return []
+    way = "rln.reward_lab(record, reward)" if of_others else "rl-notebook replay RUN STEP"
+    return [f"Rewards were not regraded: whether they belong to their completions, {way} tells."]
 
 # %% ../nbs/00_cli.ipynb #5c27ae74
-def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 all is well, 1 something was found
+def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 looked and found nothing, 1 something was found
     "Say why trainer and sampler disagree in a run, if they do."
     parser = argparse.ArgumentParser(prog="rl-notebook doctor", description="Trainer against sampler, step by step.")
     parser.add_argument("run", type=Path, help="run folder")

@@ -9,7 +9,11 @@ import asyncio
 import json
 import math
 import os
+import re
 import shutil
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -123,7 +127,7 @@ def test_faults_are_named_from_the_files_alone_and_healthy_ones_raise_nothing(ca
 
 
 RUNS = {  # of two or three steps: the exit status of the doctor, and what it says
-    "nemo_rl-temp07": (1, "at temperature 0.70: 100% of the gap is gone"),
+    "nemo_rl-temp07": (1, "the sampler sampled at temperature 0.70; scoring at 0.70 closes the gap"),
     "prime_rl_exports-stale": (1, "✗ sync: the sampler is behind from step 2 on", "stale weights, likely"),
     "slime-system": (1, "BOS or template, a guess", "though the policy is still its reference"),
     "slime-healthy_bf16": (0, "small, and without a direction: 0.0031 nats on average in every step"),
@@ -136,6 +140,85 @@ def test_the_steps_of_a_run_are_put_together(run, capsys):
     assert main(["doctor", str(FOREIGN / "faulty" / run)]) == status
     text = capsys.readouterr().out
     assert [words for words in said if words not in text] == []
+    named = re.findall(r"^step +\d+  (\S.*?) +largest gap", text, re.MULTILINE)
+    verdict = text.partition("nats\n\n")[2]
+    assert all(word in ("all well", "differs") or f"\n{word}: " in verdict for word in named)
+
+
+def told_by(folder, capsys) -> tuple[int, str]:
+    "Exit status of the doctor, and all that it printed."
+    status = main(["doctor", str(folder)])
+    return status, "".join(capsys.readouterr())
+
+
+def sampled_with(place: Path, versions) -> Path:
+    "A run of prime-rl's rollouts with a step for each version of the weights."
+    lines = next((FOREIGN / "prime_rl_rollouts").rglob("effective/traces.jsonl")).read_text().splitlines()
+    for step, version in enumerate(versions):
+        file = place / "rollouts" / f"step_{step}" / "train" / "effective" / "traces.jsonl"
+        file.parent.mkdir(parents=True)
+        rows = [json.loads(line) for line in lines]
+        for row in rows:
+            row["run"]["work"] |= {"step": step, "policy": {"start": version, "end": version}}
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return place
+
+
+SAME = "versions: steps {} to {} were sampled with the same weights, version {}: "
+STUCK = "the sampler got no new weights after step "
+VERSIONS = {  # of the steps: the exit status, and what is said of them
+    "0111": (1, f"✗ {SAME.format(1, 3, 1)}{STUCK}1"),
+    "000": (1, f"✗ {SAME.format(0, 2, 0)}{STUCK}0"),
+    "00123": (2, f"– {SAME.format(0, 1, 0)}samples are up to 1 steps old"),
+    "0123": (2, ""),
+}
+
+
+@pytest.mark.parametrize("versions", VERSIONS)
+def test_staleness_is_said_where_only_versions_tell(tmp_path, capsys, versions):
+    status, words = VERSIONS[versions]
+    found, text = told_by(sampled_with(tmp_path, map(int, versions)), capsys)
+    assert (found, words in text, "versions:" in text) == (status, True, bool(words))
+    assert ("cannot be seen" in text) == (status == 2)
+    assert "Rewards were not regraded" in text
+
+
+@pytest.mark.parametrize("scoped", [True, False])
+def test_a_sampling_client_of_tinker_that_serves_every_iteration_is_stale(tmp_path, capsys, scoped):
+    run = shutil.copytree(FOREIGN / "tinker_cookbook", tmp_path / "run")
+    before = [[s.tokens.tolist() for g in r.groups for s in g.samples] for r in Run.open(run)]
+    store = next(run.rglob("capture.sqlite"))
+    with closing(sqlite3.connect(store)) as connection, connection:
+        columns = ", iteration = cursor / 10" if scoped else ""
+        connection.execute(f"UPDATE wire_rows SET sampling_session_id = 'session:sample:0'{columns}")
+    found = Run.open(run)
+    assert [[s.tokens.tolist() for g in r.groups for s in g.samples] for r in found] == before
+    assert {s.policy_version for r in found for g in r.groups for s in g.samples} == {0}
+    assert "– versions: steps 0 to 1 were sampled with the same weights, version 0" in told_by(run, capsys)[1]
+
+
+def test_a_temperature_that_the_trainer_does_not_score_at_is_said(tmp_path, capsys):
+    "tinker scores at 1; elsewhere both series of a record agree at 1, and its samples say 0.7."
+    run = shutil.copytree(FOREIGN / "tinker_cookbook", tmp_path / "run")
+    cooler = """metadata = replace(metadata, '"temperature": 1.0', '"temperature": 0.7')"""
+    with closing(sqlite3.connect(next(run.rglob("capture.sqlite")))) as connection, connection:
+        connection.execute(f"UPDATE wire_rows SET {cooler}")
+    status, text = told_by(run, capsys)
+    assert status == 1
+    assert "✗ temperature: completions were sampled at 0.7, as recorded, and this trainer scores at 1" in text
+    record = Run.open(FOREIGN / "prime_rl_exports").record(0)
+    groups = [replace(g, samples=[replace(s, temperature=0.7) for s in g.samples]) for g in record.groups]
+    said = asyncio.run(diagnose(replace(record, groups=groups)))
+    assert (said.cause, "sampled at 0.7, as recorded" in said.text) == ("temperature", True)
+
+
+def test_what_was_found_ends_the_doctors_words(capsys):
+    "An uncentred advantage, where nothing can be compared, and healthy files where something can."
+    status, text = told_by(FOREIGN / "fw_cookbook", capsys)
+    assert (status, "cannot be seen" in text) == (1, False)
+    assert text.strip().splitlines()[-1].startswith("✗ advantages: a group does not sum to 0")
+    status, text = told_by(FOREIGN / "slime", capsys)
+    assert (status, "No mismatch found" in text, "Rewards were not regraded" in text) == (0, True, True)
 
 
 @pytest.mark.parametrize("tool", THERE)

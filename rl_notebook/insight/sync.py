@@ -15,7 +15,7 @@ from ..core.gaps import gap_between
 from ..runs.records import StepRecord, scored_first
 
 # %% auto #0
-__all__ = ['sync_distances', 'sync_truth']
+__all__ = ['sync_distances', 'sync_truth', 'version_truth']
 
 # %% ../../nbs/insight/02_sync.ipynb #1495e28b
 PAIRS = ("policy to sampler", "policy to reference", "reference to sampler")
@@ -79,3 +79,28 @@ def sync_truth(records: Iterable[StepRecord]) -> Finding:
     said = f". Its samples claim versions up to {claims.max():g}" if len({*claims}) > 1 else ""
     fix = "See what loads the weights into the sampler and when, and compare the names of the weights on both sides"
     return Finding("sync", False, text + said, fix=fix)
+
+# %% ../../nbs/insight/02_sync.ipynb #56dbff9c
+def version_truth(records: Iterable[StepRecord]) -> Finding:
+    "Whether later steps were sampled with newer weights, by the versions of their samples; None for a short lag."
+    newest = dict[int, float]()
+    for record in records:
+        versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
+        newest |= {record.step: max(versions)} if versions else {}
+    steps, values = list(newest), list(newest.values())
+    if len(steps) < 2:
+        return Finding("versions", None, "fewer than two steps have samples with a version of their weights")
+    since = [next(j for j, older in enumerate(values) if older >= value) for value in values]  # who had it first
+    runs = [[k for k, first in enumerate(since) if first == at] for at in sorted({*since})]
+    longest = max(runs, key=len)
+    if len(longest) == 1:
+        text = f"every step was sampled with newer weights, versions {values[0]} to {values[-1]}"
+        return Finding("versions", True, text)
+    stuck = len(runs[-1]) > max((len(run) for run in runs[:-1]), default=2)
+    first, *_, last = runs[-1] if stuck else longest
+    text = f"steps {steps[first]} to {steps[last]} were sampled with the same weights, version {values[first]}"
+    if stuck:
+        fix = "See what loads the weights into the sampler; if it lags on purpose, correct for it in the loss."
+        text = f"{text}: the sampler got no new weights after step {steps[first]}"
+        return Finding("versions", False, text, fix=fix)
+    return Finding("versions", None, f"{text}: samples are up to {last - first} steps old", notable=True)

@@ -374,4 +374,4 @@ def steps_words(records: Sequence[StepRecord]) -> list[str]:
     return [first[name] for name in (*BY_THE_PIPELINE, "equal") if name in first]
 
 
-BY_THE_PIPELINE = ("finite", "prompts", "advantages", "mask")  # checks that do not depend on what was drawn
+BY_THE_PIPELINE = ("finite", "rewards", "prompts", "advantages", "mask", "old policy")  # not of what was sampled

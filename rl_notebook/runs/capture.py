@@ -160,6 +160,7 @@ class TinkerCookbook(Reader):
 
     origin, signature, number = "tinker-cookbook", "iteration_*/train_rollout_summaries.jsonl", r"iteration_(\d+)"
     logged, told = "metrics.jsonl", "the sampler's side only; temperatures are those that were asked for"
+    scored_at = 1.0  # by the service
     hook = "wrap TrainingClient.forward_backward: advantages and policy logprobs, examples/bundles/tinker_bundle.py"
 
     @cached_property
@@ -174,10 +175,23 @@ class TinkerCookbook(Reader):
     @cached_property
     def _numbers(self) -> dict[int, list[int]]:  # of the calls of each iteration
         calls, found = calls_of(self._store) if self._store else [], dict[int, list[int]]()
-        sessions = dict(zip(dict.fromkeys(session for _, session, _ in calls), self.steps, strict=False))
-        for number, session, iteration in calls:
-            found.setdefault(sessions.get(session, -1) if iteration is None else iteration, []).append(number)
+        by_session = [session for _, session, _ in calls]
+        sessions = dict(zip(dict.fromkeys(by_session), self.steps, strict=False))
+        counts = {step: sum(len(s["steps"]) for s in self._lines(step)) for step in self.steps}
+        in_turn = [step for step, count in counts.items() for _ in range(count)]
+        guessed = [sessions.get(session, -1) for session in by_session]
+        if len(sessions) < len(self.steps) and len(in_turn) <= len(calls):  # a session has served several
+            guessed = in_turn + [-1] * (len(calls) - len(in_turn))
+        for (number, _, iteration), guess in zip(calls, guessed, strict=True):
+            found.setdefault(guess if iteration is None else iteration, []).append(number)
         return found
+
+    @cached_property
+    def _begun(self) -> dict[int, int]:  # the iteration in which the sampling client of an iteration was made
+        calls = {number: session for number, session, _ in calls_of(self._store)} if self._store else {}
+        of_step = {step: {calls[n] for n in self._numbers.get(step, ())} for step in self.steps}
+        first = {session: step for step, own in reversed(of_step.items()) for session in own}
+        return {step: max(first[session] for session in own) for step, own in of_step.items() if own}
 
     def _calls(self, store: Path, wanted: Collection[int]) -> Iterator[Call]:
         wanted = {*wanted}
@@ -199,8 +213,9 @@ class TinkerCookbook(Reader):
                 yield Call(said["prompt_tokens"], s["tokens"], s.get("logprobs"), place, {**said, **s})
 
     def _rows(self, step: int) -> Iterator[Row]:
-        summaries = list(self._lines(step))
-        versions = {s.get("sampling_client_step") for s in summaries}
+        summaries, since = list(self._lines(step)), self._begun.get(step, step)
+        claimed = summaries if since == step else list(self._lines(since))  # the client that was made there
+        versions = {s.get("sampling_client_step") for s in claimed}
         version = versions.pop() if len(versions) == 1 else None
         if self._store is None or step not in self._numbers:
             for s in summaries:

@@ -286,6 +286,7 @@ class Reader:
     logged: ClassVar[str] = ""  # a file of metrics, lines with `step`
     told: ClassVar[str] = ""  # what the format rounds, leaves out or writes twice
     hook: ClassVar[str] = ""  # what brings the series that are absent
+    scored_at: ClassVar[float | None] = None  # the temperature at which the trainer scores; None = it depends
 
     def __init__(self, path: Path, asked: Path | None = None):
         self.path, self.asked = path, asked or path  # the run's folder, and the one that was named

@@ -258,8 +258,8 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
     possible = sharpness > 1 / HOTTEST and beyond(shared, floor(e))  # without a shared number it is another logarithm
     if gone >= SURE and possible and by_chance(places) <= CHANCE:
         t = 1 / sharpness
-        text = f"{len(left)} tokens of {len(places)} places: the sampler's are the trainer's at temperature {t:.2f}"
-        yield Cause("temperature", gone, f"{text}: {gone:.0%} of the gap is gone", {"temperature": t})
+        text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
+        yield Cause("temperature", gone, text, {"temperature": t, "tokens": len(left), "places": len(places)})
 
 
 def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
@@ -275,6 +275,14 @@ def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
             yield Cause("top-p or top-k", score, text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
+def other_temperature(e: Evidence) -> Iterator[Cause]:
+    "The record says that tokens were sampled at another temperature than the one at which both sides score them."
+    sampled, scored = e.stamps.sampler_temperature, e.stamps.trainer_temperature
+    if not differs(e) and sampled and scored and sampled != scored:  # 0 is greedy
+        text = f"both sides score at {scored:g} and agree, but the tokens were sampled at {sampled:g}, as recorded"
+        yield Cause("temperature", 1.0, f"{text}: their logprobs are not those that they were sampled with")
+
+
 def from_series(e: Evidence) -> Iterator[Cause]:
     "A temperature, or a cut, from the two series and what is claimed of them."
     claimed = {x for x in (e.stamps.trainer_temperature, e.stamps.sampler_temperature) if x is not None}

@@ -17,9 +17,9 @@ import numpy as np
 from ...backends.base import Backend
 from .causes import CONTEXTS, FIXES, NONE, SETTLES, all_well, drawn_otherwise
 from .causes import dtype_or_batching, from_series, mask_leak, moved_rows, non_finite
-from .causes import other_logits, other_text, other_tokens, repeated, scatter
-from .causes import self_contradiction, shift, stale_weights, vocabulary, wrong_reference
-from .causes import written
+from .causes import other_logits, other_temperature, other_text, other_tokens, repeated
+from .causes import scatter, self_contradiction, shift, stale_weights, vocabulary
+from .causes import written, wrong_reference
 from ...config.aliases import words_for
 from ...task.chat import render
 from ...core.types import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
@@ -34,7 +34,7 @@ __all__ = ['Hypothesis', 'COUNTED', 'OF_GAP', 'HYPOTHESES', 'Diagnosis', 'diagno
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
 Hypothesis = Callable[[Evidence], Iterable[Cause]]
 COUNTED: tuple[Hypothesis, ...] = (all_well, mask_leak, non_finite, wrong_reference, other_tokens)  # these need no gap
-COUNTED += (drawn_otherwise, repeated, self_contradiction)
+COUNTED += (other_temperature, drawn_otherwise, repeated, self_contradiction)
 OF_GAP: tuple[Hypothesis, ...] = (shift, moved_rows, written, other_logits, from_series)
 OF_GAP += (stale_weights, other_text, dtype_or_batching, vocabulary, scatter)
 HYPOTHESES = COUNTED + OF_GAP
