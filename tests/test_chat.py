@@ -78,7 +78,8 @@ def test_text_gets_the_special_tokens_of_the_tokenizer_and_no_template():
     assert encode_prompt(build("<s>" + CHATML, post="<s> $A", bos_token="<s>"), ROW).count(with_bos.bos_token_id) == 1
 
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+SHAPE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": SHAPE}}
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
 CALLED = [
     {"role": "user", "content": [{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}]},
@@ -268,6 +269,14 @@ def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():
     assert page.count("background") == c.turns
 
 
+def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
+    monkeypatch.setattr("rl_notebook.task.chat.TEMPLATE_SECONDS", 0.2)
+    loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    said = message(lambda: encode_prompt(build(loops), ROW))
+    assert "row 'q17': chat template: got not ended after 0.2 seconds for roles user" in said
+    assert encode_prompt(TOKENIZER, ROW), "nothing is left behind"
+
+
 TRL = importlib.util.find_spec("trl")  # which brings templates of the families, as they are published
 FAMILIES = ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano", "lfm2_2_5", "qwen3", "cohere2"]
 
@@ -277,14 +286,14 @@ FAMILIES = ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano", "l
 def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
     "Then, where earlier turns are kept, a conversation goes on behind such a call, with a thought and without one."
     template = (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
-    teller, asked, given = build(template), {"role": "user", "content": "2+2?"}, {"a": 2, "b": "two words"}
+    teller, asked, given = build(template), {"role": "user", "content": "2+2?"}, {"a": 2, "b": "4 </parameter> é"}
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": json.dumps(given)}}
     answer = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "add"}
     offered = {"type": "function", "function": ADD["function"] | {"description": "Adds."}}
     row = make_row(
         {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, answer], "tools": [offered]}
     )
-    _, [read] = split_calls(teller.decode(encode_prompt(teller, row)).partition("2+2?")[2])
+    _, [read] = split_calls(teller.decode(encode_prompt(teller, row)).partition("2+2?")[2], [offered])
     assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == ("add", given)
     for thinks in (True, False) if "qwen3_5" in family or family == "qwen3_6" else ():
         talk = start_conversation(teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks)
@@ -292,7 +301,7 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
             "I add.\n</think>\n\n" * thinks
             + "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"
         )
-        assert split_calls(said)[1][0]["function"]["arguments"] == '{"a": 2}'
+        assert split_calls(said, [offered])[1][0]["function"]["arguments"] == '{"a": 2}'
         ids = encode(f"{said}<|im_end|>", teller)
         later = talk.add_completion(Completion(talk.tokens, ids, [0.0] * len(ids)))
         assert later.add_messages(answer).text.startswith(

@@ -595,6 +595,19 @@ def test_overrides_win_under_any_spelling():
         assert Config.from_dict({"loss_type": "cispo"}, {"epsilon_high": 5.0}).eps_clip_high == 4.0
 
 
+def test_numbers_that_yaml_reads_as_text_are_numbers_inside_of_a_setting_too(tmp_path):
+    draws = "{temperature: 6e-1, top_p: '0.5', max_completion_tokens: 1e1, stop: ['1e1x']}"
+    text = (
+        f"eval_rows: 4\neval_sampling: {draws}\nchat_template_kwargs: {{a: [5E-2], version: '0.1'}}\nrun_name: 12e5\n"
+    )
+    (tmp_path / "c.yaml").write_text(text)
+    cfg = Config.from_yaml(tmp_path / "c.yaml")
+    assert cfg.eval_sampling == {"temperature": 0.6, "top_p": 0.5, "max_completion_tokens": 10, "stop": ["1e1x"]}
+    assert cfg.chat_template_kwargs == {"a": [0.05], "version": "0.1"}
+    assert cfg.run_name == "12e5"
+    assert Config.from_dict(yaml.safe_load(cfg.to_yaml())) == cfg
+
+
 @pytest.mark.parametrize(
     "said", ["min_p: null", "top_k: -1", "top_k: 0", "top_k: null", "repetition_penalty: null", "top_p: null"]
 )

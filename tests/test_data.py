@@ -66,6 +66,46 @@ def test_empty_cells_count_as_absent():
         assert load_rows([{"prompt": "a", "answer": cell}])[0].answer is cell
 
 
+TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+
+
+@pytest.mark.parametrize("written", [json.dumps(TALK), json.dumps(TALK, indent=1), repr(TALK), json.dumps(TALK[0])])
+def test_a_conversation_that_a_cell_holds_as_text_is_one(written, tmp_path):
+    pd.DataFrame({"prompt": [written], "answer": ["4"]}).to_csv(tmp_path / "d.csv", index=False)
+    for source in (tmp_path / "d.csv", [{"messages": written}], [{"question": written}]):
+        assert [m["content"] for m in load_rows(source)[0].messages] == ["2+2?"]
+
+
+OTHERS = [  # what a cell may hold that is no prompt
+    *('[{"role": "user", ', f"array([{TALK[0]}], dtype=object)", '[{"from": "human", "value": "2+2?"}]'),
+    *([1, 2], ["2+2?"], [{"role": 1}], [{"role": "user", "content": float("nan")}], {"role": ["user"]}, {"a"}),
+    *(b"2+2?", 3.5, True, pd.Series(["2+2?"]), np.array(["a", "b"]), pd.Timestamp("2026-01-01")),
+]
+
+
+@pytest.mark.parametrize("value", OTHERS, ids=repr)
+def test_a_prompt_of_another_type_is_refused_with_row_and_column(value):
+    error = failed(lambda: load_rows([{"prompt": "2+2?"}, {"prompt": value}]), where="record 1")
+    assert "prompt" in f"{error.where} {error.what}", "the column is named"
+
+
+def test_a_column_that_no_record_holds_is_named_before_anything_is_sampled():
+    class Own:
+        pass
+
+    backend = open_local("tiny")
+    for name, value in {"tags": {1}, "own": Own(), "many": pd.Series([1]), "deep": {"a": [{"b": {1}}]}}.items():
+        rows = [{"id": "q1", "question": "1+1?"}, {"id": "q2", "question": "1+2?", name: value}]
+        call = lambda rows=rows: GRPOLoop(backend, rows, lambda text: 0.0)
+        failed(call, f"column '{name}'", where="row 'q2'", fix="leave it out")
+
+
+def test_names_that_are_no_file_get_the_way_to_what_is_meant():
+    for name in ("gsm8k", "nowhere.jsonl"):
+        call = lambda name=name: load_problem(Config(dataset=name))
+        failed(call, "no such file or data set", got=name, fix="as openai/gsm8k")
+
+
 # --- bad input says what, where, got, expected, fix
 
 
@@ -191,6 +231,25 @@ def test_cursor_visits_each_row_once_an_epoch_and_resumes_anywhere(n, seed, epoc
 
 
 # --- the sample that ships
+
+
+def test_other_rows_are_noticed_and_the_same_rows_from_elsewhere_are_the_same(tmp_path):
+    records = [{"question": f"{i}+1?", "answer": str(i + 1), "level": [i], "note": None} for i in range(9)]
+    state = json.loads(json.dumps(Cursor(load_rows(records), shuffle=False).take(2)[1].state()))
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    pd.DataFrame(records).to_parquet(tmp_path / "d.parquet")
+    for source in (records, tmp_path / "d.jsonl", tmp_path / "d.parquet", pd.DataFrame(records)):
+        assert restore_cursor(Cursor(load_rows(source), shuffle=False), state).consumed == 2
+    for changed in (
+        records[::-1],
+        [*records[:8], records[8] | {"answer": "7"}],
+        [*records[:8], records[8] | {"question": "x"}],
+        [*records[:8], records[8] | {"level": [7]}],
+        [*records[:8], records[8] | {"more": 1}],
+        [records[1], records[0], *records[2:]],
+    ):
+        call = lambda changed=changed: restore_cursor(Cursor(load_rows(changed), shuffle=False), state)
+        failed(call, "rows of the data", where="resume", got="other or edited rows", fix="begin a new run")
 
 
 def test_sample_loads_as_rows():

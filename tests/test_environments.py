@@ -150,6 +150,9 @@ WRITTEN = {  # what a policy writes
     "nested": '<tool_call>{"name": "double", "arguments": ' + '{"a":' * 100_000 + "}" * 100_001 + "</tool_call>",
     "tags": "<tool_call><function=double>" * 20_000,
     "lists": "[double(" * 20_000 + ")]" * 20_000,
+    "parameters": "<tool_call><function=double><parameter=number>" * 20_000 + "</parameter></function>",
+    "lists that do not end": "</think>[double(" * 20_000,
+    "a function without a name": "<tool_call><function=\n></function></tool_call>",
     "a position": "[double(6)]",
     "a huge number": f"[double(number={'9' * 400}+1j)]",
     "a list": '<tool_call>{"name": "double", "arguments": [1]}</tool_call>',
@@ -158,11 +161,63 @@ WRITTEN = {  # what a policy writes
 
 @pytest.mark.parametrize("written", WRITTEN)
 def test_markup_of_a_degenerate_policy_is_text(written):
-    "Read once, from each opening to the next: none of these is a call, and none takes longer than its length."
+    "Each place is read once: none of these is a call, and none takes longer than its length."
     text = WRITTEN[written]
     assert split_calls(text) == (text, [])
     content, [good] = split_calls(text + call("double", number=6))
     assert (content, json.loads(good["function"]["arguments"])) == (text.strip(), {"number": 6})
+
+
+TYPES = {  # JSON schemas, which the tool below declares, and what its parameters get for each text
+    "a str": (
+        {"type": "string"},
+        {t: t for t in ("42", "true", "null", "1e3", "[1, 2]", '"quoted"', "\n x \n", "a</parameter>b")},
+    ),
+    "a number": ({"type": "number"}, {"1e3": 1000.0, "42": 42, "1.10": 1.1, "many": "many"}),
+    "an int": ({"type": "integer"}, {"42": 42, "true": "true", str(10**30): 10**30}),
+    "a bool": ({"type": "boolean"}, {"true": True, "False": False, "1": "1"}),
+    "a list": ({"type": "array"}, {'["a", null]': ["a", None], "a": "a"}),
+    "a dict": ({"type": "object"}, {'{"a": {"b": 1}}': {"a": {"b": 1}}, "[1]": "[1]"}),
+    "a str or None": ({"type": "string", "nullable": True}, {"null": None, "None": "None", "42": "42"}),
+    "an int or None": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"None": None, "7": 7}),
+    "choices": ({"enum": [1, "2"]}, {"1": 1, "two": "two"}),
+    "a reference": ({"$ref": "#/$defs/Count"}, {"7": 7}),
+    "a loop of references": ({"$ref": "#/$defs/Loop"}, {"7": "7"}),
+    "anything": ({}, {"42": "42"}),
+}
+
+
+@pytest.mark.parametrize("declared", TYPES)
+def test_a_value_in_a_tag_has_the_declared_type_and_else_its_very_text(declared):
+    schema, cases = TYPES[declared]
+    defs = {"Count": {"type": "integer"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    tool = {"function": {"name": "f", "parameters": {"properties": {"p": schema}, "$defs": defs}}}
+    for text, value in cases.items():
+        written = f"<tool_call>\n<function=f>\n<parameter=p>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        _, [read] = split_calls(written, [tool])
+        got = json.loads(read["function"]["arguments"])["p"]
+        assert (got, type(got)) == (value, type(value)), text
+
+
+def test_arguments_are_handed_on_as_they_were_written():
+    "What looks like markup inside of an argument is part of it, and a call in a thought is none."
+    inner = '<tool_call>{"name": "g", "arguments": {}}</tool_call><think>'
+    for arguments in (
+        '{"a": 1.10, "b":1e3,  "c": "é\\u00e9\\n", "d": 12345678901234567890}',
+        json.dumps({"a": inner, "b": "</tool_call>"}),
+        '{"a": 1, "a": 2}',
+    ):
+        text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>'
+        assert [c["function"]["arguments"] for c in split_calls(text)[1]] == [arguments]
+        assert split_calls("then I would call " + text, opened="<think>\n")[1] == []
+        assert split_calls(f"no</think>{text}", opened="<think>\n")[0] == "no</think>"
+        assert split_calls(text[len("<tool_call>\n") :], opened="<tool_call>\n")[0] is None
+    tagged = f"<tool_call><function=f><parameter=a>\n{inner}\n<parameter=b>\n\n</parameter></function></tool_call>"
+    [read] = split_calls(tagged)[1]
+    assert json.loads(read["function"]["arguments"]) == {"a": f"{inner}\n<parameter=b>\n"}
+    [first, second] = split_calls(f"[f(a={inner!r}, b=')]' * 1), f(a=1)]".replace("' * 1", "'"))[1]
+    assert json.loads(first["function"]["arguments"]) == {"a": inner, "b": ")]"}
+    assert second["function"]["arguments"] == '{"a": 1}'
 
 
 @pytest.mark.parametrize("written", ["so bad", " so bad"])

@@ -5,11 +5,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+from errors import failed
 from tiny_models import uneven
 
 from rl_notebook.agents.environments import agent_rollouts
@@ -358,3 +361,40 @@ def test_rows_without_answer_are_refused_only_where_a_reward_reads_it(tmp_path):
     assert make_problem(Config(dataset=str(path)), reward=lambda text, target: 1.0).rows[0].data["target"] == 98
     with pytest.raises(DataError, match="no answer"):
         load_problem(Config(dataset=str(path), rewards=("countdown", "gsm8k")))
+
+
+def test_a_resumed_run_notices_other_rows_and_goes_on_with_the_same_from_elsewhere(tmp_path):
+    rows = [{"question": f"What is {i}+1?", "answer": str(i + 1)} for i in range(8)]
+
+    def write(folder: Path, records: list[dict[str, str]]) -> Config:
+        (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
+        own = {"dataset": str(folder / "d.jsonl"), "log_path": str(folder / "run"), "rewards": ["gsm8k"]}
+        return Config(**{**SMALL, **own, "max_rows": None, "completions_per_prompt": 2, "kl_beta": 0.0})
+
+    first, later = tmp_path / "first", tmp_path / "later"
+    first.mkdir()
+    run(replace(write(first, rows), steps=1))
+    for changed in ([*rows[:7], {**rows[7], "answer": "7"}], rows[::-1]):
+        failed(lambda changed=changed: run(write(first, changed), resume=True), "rows of the data", where="resume")
+    write(first, rows)
+    first.rename(later)
+    run(replace(write(later, rows), steps=2), resume=True)
+    seen = [group.row["question"] for step in (1, 2) for group in RunFolder.open(later / "run").record(step).groups]
+    assert len(set(seen)) == 4
+
+
+def test_the_row_that_shortens_every_completion_is_named_and_plain_prompts_are_said(tmp_path):
+    rows = [
+        *({"id": f"r{i}", "prompt": f"{i}+1=", "answer": "1"} for i in range(3)),
+        {"id": "long", "prompt": "x" * 480},
+    ]
+    lines: list[str] = []
+    cfg = Config(base_model="tiny", steps=1, completions_per_prompt=2, prompt_groups_per_step=1, kl_beta=0.0)
+    main(cfg, rows=rows, reward=lambda text: float(len(text)), say=lines.append, progress=False)
+    [budget] = [line for line in lines if line.startswith("fitted")]
+    assert "as the prompt of row 'long' has 480 tokens" in budget
+    assert any("prompts of plain text, without the chat template: all" in line for line in lines)
+    lines.clear()
+    short = [{"question": row["prompt"], "answer": "1"} for row in rows[:3]]
+    main(cfg, rows=short, reward=lambda text: float(len(text)), say=lines.append, progress=False)
+    assert not [line for line in lines if "as the prompt" in line or "plain text" in line]

@@ -125,3 +125,40 @@ def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_n
     marks.add_tokens(["<think>", "</think>"], special_tokens=True)
     assert asyncio.run(rewards(marks)) == ([0, 1, 0],) * 3
     assert asyncio.run(rewards(backend.tokenizer)) == ([1, 1, 1],) * 3
+
+
+FORMS = {  # what a template opens: rewards of three completions
+    "<think>\n": (
+        ["4</think><answer>4</answer>", "4 <answer>4</answer>", "<think>4</think><answer>4</answer>"],
+        [1, 0, 0],
+    ),
+    "Well: <think>\nI see. ": (["4</think><answer>4</answer>", "4 <answer>4</answer>", "</think>4"], [1, 0, 0]),
+    "<think>\n\n</think>\n\n": (["<think>4</think><answer>4</answer>", "<answer>4</answer>", "4"], [1, 0, 0]),
+    "<think>4</think><answer>": (["4</answer>", "4", "<think>4</think><answer>4</answer>"], [1, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("opens", FORMS)
+def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
+    "A function of the user gets the completion, and `opened` where it asks for it; answers are read behind a tag, too."
+    texts, right = FORMS[opens]
+    turn = "{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+    begun = "{% if add_generation_prompt %}<|assistant|>" + opens + "{% endif %}"
+    (tmp_path / "opens.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}" + begun)
+    own = with_template(backend.tokenizer, tmp_path / "opens.jinja", None)
+
+    def seen(text, opened):
+        return float(text in texts and opens.endswith(opened))
+
+    class Sampler:
+        async def sample(self, tokens, params):
+            ids = [own.encode(text, add_special_tokens=False) for text in texts]
+            drawn = zip(ids, texts, strict=True)
+            return [Completion(tokens, i, *[[0.0] * len(i)] * 2, text=text, params=params) for i, text in drawn]
+
+    [prompt] = encode_rows(load_rows([{"question": "Use <think>. 2+2?", "answer": "4"}]), own)
+    drawn = asyncio.run(draw_completions(Sampler(), prompt, SampleParams(n=3)))
+    group = asyncio.run(score_group(drawn, ["format", "gsm8k", seen]))
+    assert [s.rewards["format"] for s in group.samples] == right
+    assert group.samples[0].rewards["gsm8k"] == 1
+    assert [s.rewards["seen"] for s in group.samples] == ["unfinished_thinking" not in s.info for s in group.samples]

@@ -126,9 +126,16 @@ def read_chat(body: Any) -> ChatRequest:
     return ChatRequest(messages, tools, options, grammar, length, stops, body)
 
 # %% ../../nbs/agents/00_openai_chat.ipynb #a3757096
-def message_of(text: str, tools: Sequence[Any], read_calls: Calls = split_calls) -> dict[str, Any]:
+def message_of(
+    text: str,  # what the policy wrote
+    tools: Sequence[Any],  # offered
+    read_calls: Calls = split_calls,
+    opened: str = "",  # what the prompt has written of this turn, see `opened_by`
+) -> dict[str, Any]:
     "What was drawn, as a message."
-    content, calls = read_calls(text) if tools else (text, [])
+    content, calls = text, list[dict[str, Any]]()
+    if tools:
+        content, calls = split_calls(text, tools, opened) if read_calls is split_calls else read_calls(text)
     return {"role": "assistant", "content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})
 
 

@@ -23,7 +23,7 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
 from ..task.chat import Calls, Conversation, UnfitTurn, check_fits, first_difference
-from ..task.chat import split_calls, start_conversation, told_to_template
+from ..task.chat import answer_header, opened_by, split_calls, start_conversation, told_to_template
 from ..core.types import AlignmentError, BackendError, ConfigError, DataError, MissingExtra
 from ..core.types import OFF, Completion, RolloutRun, SampleParams, plain_text
 from ..task.data import Row, message_text
@@ -263,7 +263,7 @@ class ServedRollout:
                     got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}"
                     raise BackendError("sampler", where=talk.row.where, got=got, expected="a turn")
             talks = [(talk if i == 0 else as_given(talk)).add_completion(c) for i, c in enumerate(drawn)]
-            choices, pieces = await asyncio.to_thread(self._write, asked, drawn, setup.tokenizer)
+            choices, pieces = await asyncio.to_thread(self._write, asked, talk, drawn)
         except BaseException:
             if parent is not None:
                 parent.continued = False
@@ -274,11 +274,14 @@ class ServedRollout:
         new, model = sum(len(c.tokens) for c in drawn), str(asked.body.get("model") or "policy")
         return reply_of(choices, model, len(talk.tokens), new), pieces
 
-    def _write(self, asked: Asked, drawn: Sequence[Completion], tokenizer: Any) -> tuple[list[Any], list[Any] | None]:
+    def _write(
+        self, asked: Asked, talk: Conversation, drawn: Sequence[Completion]
+    ) -> tuple[list[Any], list[Any] | None]:
         "The choices of a reply, and its pieces if it is a stream; in a thread, for a long one takes a while."
-        choices = []
+        choices, tokenizer = list[Any](), talk.tokenizer
+        opened = opened_by(talk.spans[-1].text, answer_header(tokenizer)) if asked.tools else ""
         for i, completion in enumerate(drawn):
-            message = message_of(completion.text, asked.tools, self._server.read_calls)
+            message = message_of(completion.text, asked.tools, self._server.read_calls, opened)
             logprobs = completion.logprobs if asked.body.get("logprobs") else None
             choices.append(choice_of(i, message, completion, tokenizer, logprobs))
         if not asked.body.get("stream"):

@@ -9,6 +9,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -26,6 +27,20 @@ from ..core.options import loss_faults, option_class, several
 __all__ = []
 
 # %% ../../nbs/config/00_settings.ipynb #f1f9d6f8
+def _draw_numbers(value: Any) -> Any:
+    "Settings of draws with numbers where they stand in quotes, and whole ones where tokens are counted."
+    if not isinstance(value, Mapping):
+        return value
+    read = dict(value)
+    for name in read.keys() - {"stop"}:
+        with suppress(ValueError):
+            read[name] = float(read[name]) if isinstance(read[name], str) else read[name]
+        if name in ("max_completion_tokens", "top_k") and isinstance(read[name], float) and read[name].is_integer():
+            read[name] = int(read[name])
+    return read
+
+
+EvalSampling = Annotated[Plain, BeforeValidator(_draw_numbers)]
 T = TypeVar("T")
 Past = Annotated[T, "past"]  # as before, in a run that is resumed and in a branch
 Opened = Annotated[T, "opened"]  # of the backend, the data or the run folder: a branch has it as before
@@ -62,7 +77,7 @@ class TaskSettings:
     eval_rows: Opened[Whole] = 0  # held-out rows to score; 0 = no evaluation
     eval_interval: AtFinish[Whole] = 0  # optimizer steps between evaluations; 0 = only before and after
     eval_samples: Count = 1  # completions of each held-out row; with several there are avg@k and pass@k
-    eval_sampling: Plain | None = None  # settings of its draws that differ, as {"temperature": 0.6}
+    eval_sampling: EvalSampling | None = None  # settings of its draws that differ, as {"temperature": 0.6}
     eval_pass_reward: Float = 1.0  # a completion passes if its reward is at least this; for `difficulty_sampling`, too
     keep_best: Text | None = None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
 

@@ -68,9 +68,19 @@ def _text(value: Any) -> str:
 
 def _plain(value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value))
+        return _with_numbers(json.loads(json.dumps(value)))
     except TypeError as e:  # a date, a set
         raise ValueError(str(e)) from None
+
+
+def _with_numbers(value: Any) -> Any:
+    "The same with numbers for what is text to YAML alone: 6e-1."
+    if isinstance(value, dict):
+        return {name: _with_numbers(v) for name, v in value.items()}
+    if isinstance(value, list):
+        return [_with_numbers(v) for v in value]
+    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}", value)
+    return float(value) if is_number else value
 
 
 def several(value: Any) -> Any:

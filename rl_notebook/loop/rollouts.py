@@ -20,7 +20,8 @@ import httpx
 import numpy as np
 
 from ..backends.base import Endpoint, Sampler
-from ..task.chat import UnfitTurn, encode_prompt, sample_from_completion, sample_from_spans, unfinished
+from ..task.chat import UnfitTurn, answer_header, encode_prompt, opened_by, opened_info
+from ..task.chat import sample_from_completion, sample_from_spans
 from ..core.types import AlignmentError, BackendError, Completion, ConfigError, DivergedError, PromptGroup
 from ..core.types import RewardError
 from ..core.types import OFF, RolloutRun, RolloutSample, SampleParams, plain_text, quoted
@@ -52,11 +53,12 @@ def encode_rows(
     max_completion_tokens: int = 1,  # room to leave for the completion
 ) -> list[Prompt]:
     "Prompts of a step, in the order of the rows; one that leaves no room for its completion is a `DataError`."
-    prompts = []
+    prompts, header = [], answer_header(tokenizer)
     for i, row in enumerate(rows):
         tokens = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=max_completion_tokens)
-        ending = str(tokenizer.decode(tokens[-16:]))
-        prompts.append(Prompt(row, np.array(tokens), i, first_number + i, ending, tokenizer.decode))
+        ending = str(tokenizer.decode(tokens[-200:], skip_special_tokens=False))
+        opened = opened_by(ending, header if row.messages is not None else "")
+        prompts.append(Prompt(row, np.array(tokens), i, first_number + i, opened, tokenizer.decode))
     return prompts
 
 # %% ../../nbs/loop/01_rollouts.ipynb #bee9a8d6
@@ -206,7 +208,8 @@ def _from_completion(completion: Completion, i: int, prompt: Prompt) -> Segments
     sample = sample_from_completion(completion)
     check_drawn(sample, f"{prompt.where}, completion {i}")
     said = prompt.decode(completion.tokens.tolist())
-    return (replace(sample, info=unfinished(prompt.ending, said, completion.params.grammar)),)
+    info = opened_info(prompt.opened, said, completion.text, completion.params.grammar)
+    return (replace(sample, info=info),)
 
 
 async def draw_completions(

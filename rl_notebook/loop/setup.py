@@ -17,12 +17,13 @@ __all__ = ['run_tokenizer', 'encode_for', 'rollout_setup']
 from ..core.advantages import OF_BATCH, AdvantageFn
 from ..core.losses import LossOptions, policy_loss_fn
 from ..core.names import named_function
-from ..core.types import OFF, ConfigError, LossError, quoted
+from ..core.types import OFF, ConfigError, DataError, LossError, RecordError, plain_text, quoted
 from ..config.config import Config
 from ..task.chat import with_template
 from ..task.data import Cursor, Prompt, Row, check_columns, load_rows
 from ..task.rewards import Limits, as_reward_fns, make_soft_overlong
 from ..backends.base import Backend
+from ..runs.records import encode
 from .rollouts import RolloutFactory, RolloutFn, RolloutSetup
 from .rollouts import as_rollout_fn, encode_rows, first_parameter, is_rollout_fn
 from .step import NORMALIZATION, LossFactory
@@ -170,8 +171,32 @@ def as_rows(rows: Any, require: Collection[str] = ()) -> list[Row]:  # require: 
     if isinstance(rows, Sequence) and len(rows) and all(isinstance(r, Row) for r in rows):
         for row in rows:
             check_columns(row.data, row.answer, row.where, require)
-        return list(rows)
-    return load_rows(rows, require=require)
+        known = list(rows)
+    else:
+        known = load_rows(rows, require=require)
+    for row in known:
+        check_recordable(row)
+    return known
+
+
+def check_recordable(row: Row) -> None:
+    "Raise `DataError` for a column whose value no record can hold, before anything is sampled or trained."
+    for name, value in {"answer": row.answer, **row.data}.items():
+        try:
+            encode({name: value})
+        except (RecordError, RecursionError) as error:
+            got, expected = f"{quoted(value)} ({type(value).__name__})", getattr(error, "expected", "fewer levels")
+            what, fix = f"column {plain_text(name)!r}", "Convert the column, or leave it out of the rows."
+            raise DataError(what, where=row.where, got=got, expected=expected, fix=fix) from error
+
+
+def plain_prompts(rows: Sequence[Row], tokenizer: Any) -> str:
+    "A sentence for prompts of plain text beside a chat template; empty where there are none."
+    plain = [row for row in rows if row.prompt is not None]
+    if not plain or not tokenizer.chat_template:
+        return ""
+    which = "all" if len(plain) == len(rows) else f"{len(plain)} of {len(rows)} (the first is {plain[0].where})"
+    return f"prompts of plain text, without the chat template: {which}. It is applied to `question` and to `messages`."
 
 
 def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:

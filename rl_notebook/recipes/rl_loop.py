@@ -35,7 +35,7 @@ from ..loop.async_loop import AsyncGRPOLoop
 from ..core.advantages import AdvantageFn
 from ..loop.back import names_code, restore_checkpoint, save_checkpoint
 from ..loop.loop import GRPOLoop, why_ended, verdict_line
-from ..loop.setup import EvaluationFn, as_rows, check_loss, encode_for, own_advantages
+from ..loop.setup import EvaluationFn, as_rows, check_loss, encode_for, own_advantages, plain_prompts
 from ..loop.state import no_bar, write_line
 from ..loop.phases import other_sources, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
@@ -313,6 +313,8 @@ async def train(
     async with contextlib.AsyncExitStack() as stack:
         own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
         cfg = fitted(cfg, own, problem, say)
+        if note := plain_prompts(problem.rows, own.tokenizer):
+            say(note)
         loop = open_loop(cfg, own, problem)
         stack.push_async_callback(loop.close)
         run = await begin_run(loop, plan, say, trust)
@@ -344,7 +346,7 @@ def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
 # %% ../../nbs/recipes/01_rl_loop.ipynb #ddebe0fb
 def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]) -> Config:
     "The config with default lengths that fit the model; raises ConfigError for chosen ones, DataError for a row."
-    longest, new = backend.capabilities.max_seq_len or cfg.max_seq_len, dict[str, int]()
+    longest, new, because = backend.capabilities.max_seq_len or cfg.max_seq_len, dict[str, int](), ""
     if cfg.max_seq_len > longest:
         if was_chosen(cfg, "max_seq_len"):
             expected, fix = f"at most {longest}, the context of {cfg.base_model}", f"Set max_seq_len={longest}."
@@ -363,9 +365,11 @@ def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str],
             fix = f"{shorter} the row" + (f", or raise max_seq_len, up to {longest}." if room < longest else ".")
             raise DataError("prompt too long", where=most.row.where, got=got, expected=expected, fix=fix)
         new["max_completion_tokens"] = min(left, max(1, room // 2))
+        if left < room // 2:
+            because = f", as the prompt of {most.row.where} has {len(most.tokens)} tokens; drop the row for longer ones"
     if new:
         changes = ", ".join(f"{name} {value} (default {getattr(cfg, name)})" for name, value in new.items())
-        say(f"fitted to the model, which has room for {longest} tokens: {changes}")
+        say(f"fitted to the model, which has room for {longest} tokens: {changes}{because}")
     return replace(cfg, **new) if new else cfg
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #1980c984

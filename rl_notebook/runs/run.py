@@ -106,9 +106,15 @@ def _kept_configs(path: Path, step: int) -> list[Path]:
     return [found[last] for last in sorted(found) if last >= step]
 
 
-def _refuse_other_past(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any], where: str) -> None:
+def _refuse_other_past(
+    recorded: Config | Mapping[str, Any],
+    now: Config | Mapping[str, Any],
+    where: str,
+    found: Checkpoint | None = None,  # of the run; it knows what the rows hold, wherever they are
+) -> None:
     "Raise unless two configs agree on what a run's past means."
-    rows = [row for row in differing(recorded, now).rows if row[0] in MUST_MATCH and row[1:] != (None, False)]
+    names = {*MUST_MATCH} - ({"dataset"} if found is not None and "content" in found.cursor else set())
+    rows = [row for row in differing(recorded, now).rows if row[0] in names and row[1:] != (None, False)]
     if rows:
         got = ", ".join(f"{name}={value!r}" for name, _, value in rows)
         expected = ", ".join(f"{name}={value!r}" for name, value, _ in rows)
@@ -390,7 +396,7 @@ class Run:
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
         "Raise RecordError unless these settings mean the same past: see `MUST_MATCH`."
-        _refuse_other_past(self.config, config, str(self.path))
+        _refuse_other_past(self.config, config, str(self.path), self.latest_checkpoint())
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -631,7 +637,7 @@ class Checkpoint:
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
         "Raise RecordError unless a run with these settings can go on from here."
-        _refuse_other_past(self.config, config, str(self.path))
+        _refuse_other_past(self.config, config, str(self.path), self)
 
 # %% ../../nbs/runs/07_run.ipynb #1978942d
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:

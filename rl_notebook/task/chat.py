@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
 import html
 import json
 import re
 import secrets
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +35,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['encode_prompt', 'encode_answer', 'sample_from_spans', 'unfinished', 'sample_from_completion', 'UnfitTurn',
-           'Conversation', 'start_conversation']
+__all__ = ['encode_prompt', 'encode_answer', 'sample_from_spans', 'sample_from_completion', 'UnfitTurn', 'Conversation',
+           'start_conversation']
 
 # %% ../../nbs/task/02_chat.ipynb #78754eaa
 def check_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool = True) -> None:
@@ -47,6 +50,40 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool = True) ->
         raise DataError("chat_template", where=where, got="none", expected="a template for messages", fix=fix)
 
 # %% ../../nbs/task/02_chat.ipynb #b1763efb
+TEMPLATE_SECONDS = 10.0  # for one rendering
+
+
+@contextmanager
+def interrupt_after(seconds: float) -> Iterator[None]:
+    "Raise `TimeoutError` in a block of Python code that takes longer."
+    thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+    running = True
+
+    def interrupt() -> None:
+        with lock:
+            if running:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(TimeoutError))
+
+    timer = threading.Timer(seconds, interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except TimeoutError as error:
+        raise TimeoutError(f"not ended after {seconds:g} seconds") from error
+    finally:
+        with lock:
+            running = False
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # one that has not arrived yet
+        timer.cancel()
+
+
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    "A conversation as its template renders it; raises what a template raises, and `TimeoutError`."
+    with interrupt_after(TEMPLATE_SECONDS):
+        return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
+
+# %% ../../nbs/task/02_chat.ipynb #0a6f13a7
 def is_special(tokenizer: Any, token: int) -> bool:
     "Whether a token is no text."
     return not tokenizer.decode([token], skip_special_tokens=True)
@@ -56,7 +93,7 @@ def template_end(tokenizer: Any) -> int | None:
     "The special token that the chat template writes behind an answer, if it writes one."
     said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
-        text = str(tokenizer.apply_chat_template(said, tokenize=False)) if tokenizer.chat_template else ""
+        text = apply_template(tokenizer, said) if tokenizer.chat_template else ""
     except Exception:  # a template that refuses this conversation does not say
         return None
     behind = _encode(tokenizer, text.rpartition("answer")[2].lstrip())[:1]
@@ -103,12 +140,11 @@ def render(
     check_tokenizer(tokenizer)
     check_template_options(tokenizer, options)
     try:
-        how = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
-        text = str(tokenizer.apply_chat_template([dict(m) for m in messages], **how, **options))
+        text = apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, **options)
         text.encode()  # half of a surrogate pair is no text
-    except Exception as e:  # a template is a program: it refuses, divides by zero
+    except Exception as e:  # a template is a program: it refuses, divides by zero, does not end
         roles = ", ".join(str(m.get("role")) for m in messages[:20])
-        said = plain_text(e)[:300] if isinstance(e, jinja2.TemplateError | TypeError) else quoted(e, 300)
+        said = plain_text(e)[:300] if isinstance(e, jinja2.TemplateError | TypeError | TimeoutError) else quoted(e, 300)
         got = f"{said} for roles {roles}"
         raise DataError("chat template", where=where, got=got, expected="a rendering") from e
     return text
@@ -266,12 +302,52 @@ def sample_from_spans(
     )
 
 # %% ../../nbs/task/02_chat.ipynb #fb9d224e
-def unfinished(prompt: str, said: str, grammar: str = "") -> dict[str, Any]:  # for the `info` of a sample
-    "Whether a completion of no grammar never closes its prompt's last `<think>`; rewards read no answer in there."
-    opened = prompt.rstrip().endswith("<think>") and "</think>" not in said and not grammar
-    return {"unfinished_thinking": True} if opened else {}
+_OPENER = re.compile(r"<\|?\w+\|?>|\[[A-Z_]+\]|\\boxed\{|####")
+_OPENERS_AT_END = re.compile(r"(?:(?:<(?!(?:s|bos|user|assistant|system|model|bot)>)\w+>|\\boxed\{|####)\s*)+$")
 
 
+def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
+    "The first place at which two sequences differ; where one ends and the other goes on, that place."
+    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differ, min(len(a), len(b)))
+
+
+def answer_header(tokenizer: Any) -> str:
+    "What the chat template writes before any answer of the policy; empty where that cannot be told."
+    asked, answer = [{"role": "user", "content": "question"}], {"role": "assistant", "content": "answer"}
+    try:
+        before = apply_template(tokenizer, asked, add_generation_prompt=False)
+        ready = apply_template(tokenizer, asked, add_generation_prompt=True)
+        history = apply_template(tokenizer, [*asked, answer, *asked], add_generation_prompt=False)
+    except Exception:  # no template, or one that refuses this conversation
+        return ""
+    if not (ready.startswith(before) and history.startswith(before)):
+        return ""
+    told = history[len(before) :].partition("answer")[0]
+    header = told[: first_difference(told, ready[len(before) :])].partition("<think>")[0]
+    return header[: header.rfind("<")] if header.rfind("<") > header.rfind(">") else header
+
+
+def opened_by(prompt: str, header: str = "") -> str:  # header: see `answer_header`
+    "What the end of a prompt opens of the policy's turn, from `<think>` or the like on; empty where it closes all."
+    if header.strip() and header in prompt:
+        begun = prompt.rpartition(header)[2]
+        opened = _OPENER.search(re.split(r"</\w+>", begun)[-1]) and _OPENER.search(begun)
+    else:
+        opened = _OPENERS_AT_END.search(begun := prompt[-1000:])
+    return begun[opened.start() :] if opened else ""
+
+
+def opened_info(opened: str, said: str, text: str, grammar: str = "") -> dict[str, Any]:  # for the `info` of a sample
+    """What its prompt opened, and whether a thought among it is never closed; a grammar writes no thoughts.
+
+    `said`: the completion with its special tokens; where `text` has lost the end of the thought, nothing is opened."""
+    thinks, closed = "<think>" in opened.rpartition("</think>")[2], "</think>" in said
+    if not opened or grammar or (thinks and closed and "</think>" not in text):
+        return {}
+    return {"opened": opened} | ({"unfinished_thinking": True} if thinks and not closed else {})
+
+# %% ../../nbs/task/02_chat.ipynb #22f94593
 def sample_from_completion(
     completion: Completion,
     reward: float | None = None,  # None = not graded yet, or unscorable
@@ -315,12 +391,6 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], at:
     texts = {i: f"{tokens[i]} {tokenizer.decode([tokens[i]])!r}" for i in near}
     parts = [f"[{text}]" if i == at else text for i, text in texts.items()]
     return ", ".join(parts if at < len(tokens) else [*parts, "[the end]"])
-
-
-def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
-    "The first place at which two sequences differ; where one ends and the other goes on, that place."
-    differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-    return next(differ, min(len(a), len(b)))
 
 # %% ../../nbs/task/02_chat.ipynb #d275f8b2
 class UnfitTurn(AlignmentError):
@@ -410,11 +480,13 @@ class Conversation:
             expected = "at least one completion to learn from"
             raise AlignmentError("turns", where=c.row.where, got="none", expected=expected)
         last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
-        asked, drawn = [(given.text, said.completion) for given, said in pairwise(c.spans) if said.completion][-1]
+        asked, drawn = [pair for pair in pairwise(c.spans) if pair[1].completion][-1]
         spans = [(list(span.tokens), span.completion) for span in c.spans]
         kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
         held = sum(said is not None and said.params.grammar != "" for _, said in spans)
-        kept |= {**unfinished(asked, last, drawn.params.grammar), **({"grammar_turns": held} if held else {}), **info}
+        opened = opened_by(asked.text, answer_header(c.tokenizer))
+        kept |= opened_info(opened, last, last, drawn.completion.params.grammar)
+        kept |= {**({"grammar_turns": held} if held else {}), **info}
         return sample_from_spans(spans, reward, last, kept)
 
     @property
@@ -489,7 +561,7 @@ def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
             content = "\n".join([*([m["content"]] if m["content"] else []), *calls])
             told.append({name: v for name, v in m.items() if name != "tool_calls"} | {"content": content})
     if tools:
-        shapes = "\n".join(json.dumps(tool["function"]) for tool in tools)
+        shapes = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         how = 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
         text = f"Functions:\n{shapes}\n{how}"
         if told[0]["role"] == "system":
@@ -500,8 +572,10 @@ def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
-    function = _with_values(call)["function"]
-    return f"<tool_call>{json.dumps({'name': function['name'], 'arguments': function['arguments']})}</tool_call>"
+    "A call as the policy writes one; arguments that are JSON already, as they are."
+    function, given = _with_values(call)["function"], call["function"].get("arguments")
+    arguments = given if given and isinstance(given, str) else json.dumps(function["arguments"], ensure_ascii=False)
+    return f'<tool_call>{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}</tool_call>'
 
 
 def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -534,64 +608,160 @@ def told_to_template(
         raise DataError("messages or tools", where=where, got=got, expected=expected) from reason
 
 # %% ../../nbs/task/02_chat.ipynb #836bba9f
-_OPEN = re.compile(r"<tool_call>\s*(?=\{|<function=)|(?:^|</think>|<\|tool_call_start\|>)\s*(?=\[\w+\()")
-_CLOSE, _TAGGED = re.compile(r"\s*</tool_call>"), re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-_LISTED, _MOST = re.compile(r"\)\s*\](<\|tool_call_end\|>)?"), 8  # ends that are tried
+_OPEN = r"<tool_call>\s*(?=\{|<function=)|(?:^|</think>|<\|tool_call_start\|>)\s*(?=\[\w+\()"
+_NEXT = re.compile(rf"<think>|{_OPEN}")
+_CLOSE = re.compile(r"\s*</tool_call>")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
+_FUNCTION_END = re.compile(r"\s*</function>\s*</tool_call>")
+_VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*</tool_call>))")
+_TRIPLE = r"(\'\'\'|\"\"\")(?:\\.|(?!\1).)*?\1"
+_QUOTED = r"""'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*\""""
+_PYTHON = re.compile(rf"{_TRIPLE}|{_QUOTED}|[\[\](){{}}]|</think>|<\|tool_call_start\|>", re.DOTALL)
+_SPACE = re.compile(r"\s*")
+_NO_CALL = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError, MemoryError, OverflowError)
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
+def json_kinds(schema: Any, root: Any) -> set[str]:
+    "The JSON types that a schema declares, by name; none where it declares none. `root`: where its `$ref`s point."
+    kinds, waiting, seen = set[str](), [schema], list[Any]()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or part in seen:
+            continue
+        seen.append(part)
+        declared = part.get("type")
+        kinds |= {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
+        if declared is None:
+            values = [part["const"]] if "const" in part else part.get("enum") or []
+            kinds |= {json_kind(value) for value in values}
+        if part.get("nullable") is True:
+            kinds.add("null")
+        for name in ("anyOf", "oneOf", "allOf"):
+            waiting += part.get(name) or []
+        if isinstance(reference := part.get("$ref"), str):
+            target = root
+            for step in reference.removeprefix("#").strip("/").split("/"):
+                target = target.get(step) if isinstance(target, dict) else None
+            waiting.append(target)
+    return kinds
 
 
-def _listed(piece: str) -> tuple[list[Any], int]:
-    "Python calls with keywords; raises `ValueError`, `AttributeError` and what a parser raises."
-    for found in islice(_LISTED.finditer(piece), _MOST):
-        with suppress(SyntaxError):
-            made: Any = ast.parse(piece[: found.start()] + ")]", mode="eval").body
-            if any(c.args or None in [k.arg for k in c.keywords] for c in made.elts):
-                break
-            values = [{k.arg: ast.literal_eval(k.value) for k in c.keywords} for c in made.elts]
-            return [{"name": c.func.id, "arguments": v} for c, v in zip(made.elts, values, strict=True)], found.end()
-    return [], 0
+def json_kind(value: Any) -> str:
+    "The name that JSON Schema has for the type of a value."
+    if isinstance(value, bool):
+        return "boolean"
+    names = {str: "string", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+    return names[type(value)]
 
 
-def read_calls(piece: str) -> tuple[list[dict[str, Any]], int]:
-    "The calls that a text begins with, and where they end; none where something else stands there."
-    try:
-        if piece[0] == "[":
-            said, end = _listed(piece)
-        elif tagged := _TAGGED.match(piece):
-            pairs = [part.partition(">") for part in tagged[2].split("<parameter=")[1:]]
-            given = {key.strip(): _value(v.partition("</parameter>")[0].strip("\n")) for key, _, v in pairs}
-            said, end = [{"name": tagged[1].strip(), "arguments": given}], tagged.end()
-        else:
-            one, end = json.JSONDecoder().raw_decode(piece)
-            said = [{"name": one["name"], "arguments": one.get("arguments") or {}}]
-        if piece[0] != "[":
-            end = _CLOSE.match(piece, end).end()  # type: ignore[union-attr]
-        functions = [s | {"arguments": json.dumps(s["arguments"])} for s in said]
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, MemoryError, OverflowError):
-        return [], 0
-    if not all(isinstance(s["name"], str) and isinstance(s["arguments"], dict) for s in said):
-        return [], 0
-    return [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f} for f in functions], end
+def argument_json(text: str, kinds: Set[str]) -> str:  # kinds: the declared types
+    "What stands in a tag, as JSON: a string with the very text, unless another type is declared and the text is one."
+    others = kinds - {"string"}
+    others |= {"integer"} if "number" in kinds else set()
+    if "string" not in kinds:  # as templates write what Python calls True, False and None
+        text = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text) if others else text
+        whole = isinstance(value, float) and value.is_integer()
+        if json_kind(value) in others or (whole and "integer" in others):
+            return text.strip()
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _read_json(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
+    "A call in JSON at a place of a text: its name, the arguments as they stand there, and where it ends."
+    decoder, parts, end = json.JSONDecoder(), dict[str, tuple[Any, str]](), at
+    while text[end] != "}":
+        name, end = decoder.raw_decode(text, _after_space(text, end + 1))
+        if text[end := _after_space(text, end)] != ":":
+            raise ValueError("no colon")
+        start = _after_space(text, end + 1)
+        value, end = decoder.raw_decode(text, start)
+        parts[name] = value, text[start:end]
+        if text[end := _after_space(text, end)] not in ",}":
+            raise ValueError("neither another field nor the end")
+    given, written = parts.get("arguments", ({}, "{}"))
+    if not isinstance(given or {}, dict):
+        raise TypeError("arguments that are no object")
+    return [(parts["name"][0], written if given else "{}")], _CLOSE.match(text, end + 1).end()  # type: ignore[union-attr]
+
+
+def _after_space(text: str, at: int) -> int:
+    return _SPACE.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _read_tags(
+    text: str, at: int, value_ends: Sequence[int], tools: Sequence[Any]
+) -> tuple[list[tuple[Any, str]], int]:
+    "A call in tags at a place of a text: its name, its arguments as JSON, and where it ends."
+    function, parts = _FUNCTION.match(text, at), dict[str, str]()
+    if function is None:
+        raise ValueError("a function without a name")
+    name, at = function[1].strip(), function.end()
+    shapes = [tool["function"].get("parameters") or {} for tool in tools if tool["function"]["name"] == name]
+    shape = shapes[0] if shapes and isinstance(shapes[0], dict) else {}
+    while parameter := _PARAMETER.match(text, at):
+        at = value_ends[bisect_left(value_ends, parameter.end())]
+        value = text[parameter.end() : at].removeprefix("\n").removesuffix("\n")  # which the template writes
+        key = parameter[1].strip()
+        declared = (shape.get("properties") or {}).get(key, shape.get("additionalProperties"))
+        parts[key] = argument_json(value, json_kinds(declared, shape))
+        at += len("</parameter>")
+    arguments = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in parts.items())
+    return [(name, f"{{{arguments}}}")], _FUNCTION_END.match(text, at).end()  # type: ignore[union-attr]
+
+
+def _read_python(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
+    "A list of Python calls with keywords at a place of a text: names, arguments as JSON, and where it ends."
+    depth = 0
+    for piece in _PYTHON.finditer(text, at):
+        if piece[0][0] == "<":
+            raise ValueError("a list that does not end")
+        depth += (piece[0] in "([{") - (piece[0] in ")]}")
+        if not depth:
+            break
+    made: Any = ast.parse(text[at : piece.end()], mode="eval").body
+    if any(call.args or None in [k.arg for k in call.keywords] for call in made.elts):
+        raise ValueError("an argument without a name")
+    values = [{k.arg: ast.literal_eval(k.value) for k in call.keywords} for call in made.elts]
+    end = piece.end() + len("<|tool_call_end|>") * text.startswith("<|tool_call_end|>", piece.end())
+    written = [json.dumps(value, ensure_ascii=False) for value in values]
+    return [(call.func.id, arguments) for call, arguments in zip(made.elts, written, strict=True)], end
+
+# %% ../../nbs/task/02_chat.ipynb #d11b04b4
+def split_calls(
+    text: str,  # what the policy wrote
+    tools: Sequence[Mapping[str, Any]] = (),  # offered; they declare what type a value in a tag has
+    opened: str = "",  # what the prompt has already written of this turn
+) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
+    "What a text says, and which tools it calls, outside of its thoughts."
+    whole, calls, content = opened + text, list[dict[str, Any]](), ""
+    value_ends = [end.start() for end in _VALUE_END.finditer(whole)]
+    at, said_from = 0, len(opened)
+    while found := _NEXT.search(whole, at):
+        at = found.end()
+        if found[0] == "<think>":
+            closed = whole.find("</think>", at)
+            at = len(whole) if closed < 0 else closed
+            continue
+        try:
+            if whole[at] == "[":
+                read, end = _read_python(whole, at)
+            elif whole[at] == "{":
+                read, end = _read_json(whole, at)
+            else:
+                read, end = _read_tags(whole, at, value_ends, tools)
+        except _NO_CALL:
+            at += 1
+            continue
+        if all(isinstance(name, str) for name, _ in read):
+            content += whole[said_from : found.start()]
+            said_from = at = max(end, len(opened))
+            functions = [{"name": name, "arguments": arguments} for name, arguments in read]
+            calls += [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f} for f in functions]
+    content += whole[said_from:]
+    return (content.strip() or None) if calls else content, calls
 
 
 Calls = Callable[[str], tuple[str | None, list[dict[str, Any]]]]  # a text as content and tool calls
-
-
-def split_calls(text: str) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
-    "What a text says, and which tools it calls."
-    calls, content, last = list[dict[str, Any]](), "", 0
-    openings = [*_OPEN.finditer(text)]
-    for opening, behind in zip(openings, [*(o.start() for o in openings), len(text)][1:], strict=True):
-        piece = text[opening.end() : behind]  # no call holds the opening of another
-        said, end = read_calls(piece)
-        if said:
-            content, last = content + text[last : opening.start()], opening.end() + end
-            calls += said
-    content += text[last:]
-    return (content.strip() or None) if calls else content, calls

@@ -5,8 +5,10 @@
 # %% ../../nbs/task/00_data.ipynb #f36ac793
 from __future__ import annotations
 
+import ast
 import csv
 import gzip
+import hashlib
 import io
 import json
 import logging
@@ -121,9 +123,9 @@ def find_answer(record: Mapping[str, Any], column: str | None = None) -> Any:
     return told if _present(told) else None
 
 # %% ../../nbs/task/00_data.ipynb #0e8c431c
-def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    "A checked conversation without its final assistant message."
-    read = read_messages(value, where)
+def _messages(value: Any, where: str, name: str = "messages") -> tuple[Mapping[str, Any], ...]:
+    "A checked conversation of a column, without its final assistant message."
+    read = read_messages(value, where if name == "messages" else f"{where}, column {name!r}")
     read = read[:-1] if read[-1]["role"] == "assistant" else read
     if not read:
         expected = "something for the policy to answer"
@@ -131,15 +133,30 @@ def _messages(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     return tuple(read)
 
 # %% ../../nbs/task/00_data.ipynb #8358c9ec
+_TALK = re.compile(r"""\s*(?:array\(\s*)?\[?\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
+
+
+def _read_talk(text: str, where: str, name: str) -> Any:
+    "The messages in a text: JSON, or what Python prints of a list; raises `DataError` for another text."
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            value = read(text.strip())
+            return [value] if isinstance(value, dict) else value
+    expected, fix = "a conversation, as JSON or as a list of messages", "Write the column with json.dumps."
+    raise DataError(name, where=where, got=quoted(text), expected=expected, fix=fix)
+
+# %% ../../nbs/task/00_data.ipynb #52024c24
 def _prompt(record: Mapping[str, Any], where: str, name: str, system_prompt: str | None) -> dict[str, Any]:
     "The prompt in a column of a record, in whichever of the three forms it comes, as fields of a `Row`."
     value = record[name]
     if name in TOKEN_COLUMNS:
         form: dict[str, Any] = {"prompt_tokens": _token_ids(value, name, where)}
-    elif isinstance(value, str) and name != "messages":
-        form = {"messages": ({"role": "user", "content": value},)} if name == "question" else {"prompt": value}
     elif isinstance(value, list | tuple | np.ndarray):
-        form = {"messages": _messages(value, where)}
+        form = {"messages": _messages(value, where, name)}
+    elif isinstance(value, str) and (name == "messages" or _TALK.match(value)):
+        form = {"messages": _messages(_read_talk(value, where, name), where, name)}
+    elif isinstance(value, str):
+        form = {"messages": ({"role": "user", "content": value},)} if name == "question" else {"prompt": value}
     else:
         expected = "a list of messages" if name == "messages" else "a text or a list of messages"
         raise DataError(name, where=where, got=quoted(value), expected=expected)
@@ -172,8 +189,8 @@ UNSEEN = ("images", "image", "videos", "video", "audios", "audio")  # columns
 
 def _listed(value: Any, name: str, where: str) -> list[dict[str, Any]]:
     "A list of mappings, which may be told in JSON."
-    with suppress(ValueError):  # a text that is no JSON
-        value = plain_values(json.loads(value) if isinstance(value, str) else value)
+    with suppress(ValueError, RecursionError):  # a text that is no JSON
+        value = json.loads(value) if isinstance(value, str) else plain_values(value)
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         fix = f"Rename the column if it is not what its name says; for a chat template `{name}` is a list."
         raise DataError(name, where=where, got=quoted(value), expected="a list of mappings", fix=fix)
@@ -330,8 +347,10 @@ def _opened(source: str | os.PathLike[str]) -> tuple[IO[bytes], str]:
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return _download(source), Path(urlsplit(source).path).name
     if not os.path.isfile(source):
-        expected = "a file of JSON, CSV or parquet, a data set of the hub, or an http(s) address"
-        raise DataError("no such file", where="load_rows", got=quoted(str(source), 300)[1:-1], expected=expected)
+        got, expected = quoted(str(source), 300)[1:-1], "a file of JSON, CSV or parquet, or an http(s) address"
+        fix = "The built-in task is `toy`. A data set of the hub is named with its owner, as openai/gsm8k "
+        fix += "(whose dataset_config is main), and a function that gives rows as module:function."
+        raise DataError("no such file or data set", where="load_rows", got=got, expected=expected, fix=fix)
     try:
         return open(source, "rb"), Path(source).name
     except OSError as e:
@@ -433,6 +452,19 @@ def coming_share(rate: float, floor: float) -> float:
     return 1.0 if math.isnan(rate) else floor + (1 - floor) * 4 * rate * (1 - rate)
 
 # %% ../../nbs/task/00_data.ipynb #f5974b3d
+def hash_rows(rows: Sequence[Row]) -> str:
+    "A hash of keys, prompts, answers and columns, in their order; the same from every kind of file, wherever it is."
+    total = hashlib.sha256()
+    for row in rows:
+        parts = [row.key, row.messages, row.prompt, row.prompt_tokens, row.answer, row.data, row.options]
+        total.update(json.dumps(plain_values(parts), sort_keys=True, default=_cell_text).encode() + b"\n")
+    return total.hexdigest()[:32]
+
+
+def _cell_text(value: Any) -> str:
+    return str(value.item() if isinstance(value, np.generic) else value)
+
+
 @dataclass(frozen=True)
 class Cursor:
     "A place in the shuffled epochs of a data set."
@@ -444,6 +476,7 @@ class Cursor:
     consumed: int = 0  # positions gone through so far, over all epochs
     floor: float | None = None  # share of the epochs in which a row that is always or never solved comes; None = all
     seen: Mapping[int, tuple[int, float]] = field(default_factory=dict, repr=False)  # row: times it came, pass rate
+    _content: list[str] = field(default_factory=list, repr=False, compare=False)  # once it was asked for
 
     def __post_init__(self):
         if not len(self.rows):
@@ -462,6 +495,13 @@ class Cursor:
     def epoch(self) -> int:
         "The epoch of the next row, from 0; the number of epochs once all are done."
         return self.consumed // len(self.rows)
+
+    @property
+    def content(self) -> str:
+        "A hash of what the rows hold, in their order."
+        if not self._content:
+            self._content.append(hash_rows(self.rows))
+        return self._content[0]
 
     @property
     def exhausted(self) -> bool:
@@ -496,7 +536,8 @@ class Cursor:
 
     def state(self) -> dict[str, Any]:
         "Where the cursor stands, as plain JSON values; see `restore_cursor`."
-        names = {name: getattr(self, name) for name in ("seed", "shuffle", "consumed")}
+        names: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "shuffle", "consumed")}
+        names["content"] = self.content
         seen = {} if self.floor is None else {"seen": [[i, *known] for i, known in self.seen.items()]}
         return {**names, "rows": len(self.rows), "next": next((row.key for row in self.peek(1)), None), **seen}
 
@@ -525,6 +566,10 @@ def restore_cursor(cursor: Cursor, state: Mapping[str, Any]) -> Cursor:
     if state["next"] is not None and upcoming and upcoming[0] != state["next"]:
         expected, fix = f"{state['next']}, as recorded", "The data set or its order has changed since the checkpoint."
         raise DataError("next row", where="resume", got=upcoming[0], expected=expected, fix=fix)
+    if state.get("content", cursor.content) != cursor.content:  # checkpoints of older versions have none
+        fix = "Give the run the rows that it began with; for other rows, export its policy and begin a new run with it."
+        expected = "those that the run began with, in the same order"
+        raise DataError("rows of the data", where="resume", got="other or edited rows", expected=expected, fix=fix)
     return restored
 
 # %% ../../nbs/task/00_data.ipynb #c944e495
@@ -536,7 +581,7 @@ class Prompt:
     tokens: np.ndarray  # (P,) ids
     index: int = 0  # position in the step
     number: int = 0  # position in the run
-    ending: str = ""  # its last tokens as text
+    opened: str = ""  # what it opens of the policy's turn, as "<think>"
     decode: Callable[[list[int]], str] = field(default=lambda tokens: "", repr=False)  # special tokens, too
 
     def __post_init__(self):

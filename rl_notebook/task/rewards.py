@@ -465,6 +465,7 @@ class _Group:
     index: int | None = None  # of the group in the step
     first: int = 0  # index of the first sample in its group
     step: int | None = None  # of the run
+    opened: Sequence[str] = ()  # what the prompt opened of each text, as "<think>", where the text leaves it out
 
     @property
     def chat(self) -> bool:
@@ -487,19 +488,20 @@ def _make_group(
     completions: Sequence[Completion | RolloutSample | str], row: Row, group: int | None, sample: int, step: int | None
 ) -> _Group:
     "Completions, samples or plain texts as a group."
-    texts, tokens, messages = [], [], []
+    texts, tokens, messages, prefixes = [], [], [], []
     for c in completions:
         info = c.info if isinstance(c, RolloutSample) else {}
         opened = "<think>" * bool(info.get("unfinished_thinking"))
         text = opened + (c if isinstance(c, str) else c.text)
         ids = c.tokens[c.loss_mask == 1] if isinstance(c, RolloutSample) else getattr(c, "tokens", ())
         texts.append(text)
+        prefixes.append("" if opened else str(info.get("opened") or ""))
         tokens.append([int(t) for t in ids])
         said = list(info.get("messages") or [{"role": "assistant", "content": text}])
         for k in [k for k, message in enumerate(said) if opened and message.get("role") == "assistant"][-1:]:
             said[k] = {**said[k], "content": text}
         messages.append(said)
-    return _Group(row, texts, tokens, messages, group, sample, step)
+    return _Group(row, texts, tokens, messages, group, sample, step, prefixes)
 
 # %% ../../nbs/task/01_rewards.ipynb #1ae139ad
 @dataclass(frozen=True)
@@ -584,7 +586,8 @@ def _sample_arguments(style: str, group: _Group, i: int, columns: Mapping[str, A
         return given | {k: v for k, v in truth.items() if k == "ground_truth"}
     columns = {k: v for k, v in columns.items() if k not in ANSWER_COLUMNS or row.answer is not None}
     if style == "native":
-        return {**columns, **answer, "row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
+        own = {"row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
+        return {"opened": group.opened[i], **columns, **answer, **own}
     state = _state(group, i)
     return {"parser": PARSER, **columns, **state, "state": {**columns, **state}}
 
@@ -753,7 +756,9 @@ LATE = object()  # in place of a reward that did not come in time
 # %% ../../nbs/task/01_rewards.ipynb #1b2c786b
 async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
     "One call, with its exceptions named; `LATE` when it took too long."
-    text, first = group.texts[i or 0], [group.texts[i or 0]] if fn.style == "native" else []
+    text = group.texts[i or 0]
+    read = group.opened[i or 0] + text if is_ours(fn.function) else text
+    first = [read] if fn.style == "native" else []
     limits_itself = isinstance(fn.function, MathVerify)  # its time begins once its process is free
     arguments = {**arguments, "reward_timeout": limits.timeout} if limits_itself else arguments
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
