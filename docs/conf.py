@@ -56,9 +56,21 @@ def plain(text: str) -> str:
     return re.sub(r"(`[^`]+`)(?=\w)", r"\1\\ ", text)
 
 
+def paragraphs(lines: list[str]) -> list[str]:
+    "A docstring as reStructuredText: plain text, and indented lines as code."
+    found, in_code = list[str](), False
+    for line in lines:
+        indented = line.startswith("    ")
+        if indented and not in_code:
+            found += [".. code-block:: python", ""]
+        in_code = indented or (in_code and not line.strip())
+        found.append(line if indented else plain(line))
+    return found
+
+
 def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    "Docstrings are plain text. The comments beside parameters join them."
-    lines[:] = [] if what == "module" else map(plain, lines)  # a module's page begins with its promise
+    "Docstrings become reStructuredText. The comments beside parameters join them."
+    lines[:] = [] if what == "module" else paragraphs(lines)  # a module's page begins with its promise
     if name == "rl_notebook.config.config.Config":
         lines += ["", "Its settings by group: :doc:`/settings`."]
     if what in ("function", "method") and is_awaited(obj):
