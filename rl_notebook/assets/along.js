@@ -1,4 +1,5 @@
 // The chosen series along the targets of a sample: drag or turn the wheel to zoom, click to select.
+import { make } from "./elements.js";
 import { path, plane, sized, surface } from "./plot.js";
 import { ROLES, clamp, colour, form, height, known, runs, ticks, tint } from "./scale.js";
 
@@ -174,9 +175,14 @@ export function along(state, stops) {
     ask();
   };
   const home = () => look(state.folded ? clamp(state.payload.prompt - 1, 0, state.targets) : 0, state.targets);
+  const figure = make("figure", "rlt-along");
+  const caption = make("figcaption");
+  figure.append(caption, canvas);
+  const name = () => (caption.textContent = state.series ? `${state.series.label} by target (target i scores token i + 1)` : "");
   state.on(home, "payload", "fold");
+  state.on(name, "series");
   state.on(redraw, "series", "theme");
   state.on(ask, "hover");
   state.on(follow, "target");
-  return canvas;
+  return figure;
 }

@@ -9,7 +9,8 @@ export function coordinates(state) {
   const node = make("div", "rlt-coords");
   const rows = make("div", "rlt-rows");
   const slide = make("div", "rlt-shift");
-  node.append(make("h4", "", "Which entry belongs to which token"), rows, slide);
+  const about = "A series has one entry fewer than there are tokens: entry i is of target i, which is token i + 1, read after token i.";
+  node.append(make("h4", "", "Which entry belongs to which token"), make("p", "rlt-soft", about), rows, slide);
 
   const row = (name, title, cells) => {
     const line = make("div", "rlt-row");

@@ -59,7 +59,8 @@ export function overview(state, stops) {
     const box = [46, 10, width - 8, height - 36];
     const [left, , right, under] = box;
     const marks = [-8, -6, -4, -2, 0, 2].filter((power) => power <= high).map((power) => 10 ** power);
-    const up = { low: DEEPEST - 0.3, high, marks, at: decades, name: "nats", text: (v) => (v < 1e-3 ? `1e${Math.log10(v)}` : String(v)) };
+    const label = (v) => (v === marks[0] ? "0" : v < 1e-3 ? `1e${Math.log10(v)}` : String(v)); // below the axis all are 0
+    const up = { low: DEEPEST - 0.3, high, marks, at: decades, name: "nats", text: label };
     const whole = ticks(0, last, 6).filter(Number.isInteger);
     const across = { low: -0.02 * last, high: 1.02 * last, marks: whole, text: String, name: "token of the completion" };
     const [X, Y] = plane(g, box, across, up, state.palette);
@@ -114,7 +115,7 @@ export function overview(state, stops) {
   };
   const asks = [
     pointed("rlt-scatter", "Trainer against sampler", "trainer against sampler logprob, one point a token", scatter),
-    pointed("rlt-places", "|trainer − sampler| by place, nats", "gap by place in the completion, one point a token", byPlace),
+    pointed("rlt-places", "|trainer − sampler| by place, nats, log scale; at the bottom those that are equal", "gap by place in the completion, one point a token", byPlace),
   ];
   const redraw = () => asks.forEach((ask) => ask());
   numbers.append(labelled("tokens of", scope), table);
