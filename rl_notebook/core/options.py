@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainVa
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from .types import ConfigError, LossError, RLNotebookError, quoted
-from .names import NAMED
+from .names import NAMED, named_function
 
 # %% auto #0
 __all__ = ['MEANT', 'TRL_PRESETS', 'nearest']
@@ -89,10 +89,8 @@ def several(value: Any) -> Any:
 
 
 def _loss_name(value: Any) -> str:
-    if callable(value):
-        from rl_notebook.core.losses import loss_name
-
-        return loss_name(value)
+    if callable(value):  # known to the page of losses, which loads torch
+        return named_function("rl_notebook.core.losses:loss_name", "policy_loss", LossError)(value)
     return _text(value)
 
 

@@ -241,7 +241,7 @@ def load_model(
 
     source = model_source(name)
     if Path(source, "adapter_config.json").is_file():
-        return _load_adapter(name, Path(source), dtype)
+        return _load_adapter(str(name), Path(source), dtype)
     try:
         with no_bars(quiet=Path(source).is_dir()):
             how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
@@ -250,5 +250,5 @@ def load_model(
     except (OSError, ValueError, SafetensorError) as error:
         raise _model_error(name, str(error).strip().splitlines()[0]) from error
     model, info = loaded
-    _check_loaded(name, model, tokenizer, info)
+    _check_loaded(str(name), model, tokenizer, info)
     return model.eval(), tokenizer
