@@ -76,6 +76,12 @@ def test_a_conversation_that_a_cell_holds_as_text_is_one(written, tmp_path):
         assert [m["content"] for m in load_rows(source)[0].messages] == ["2+2?"]
 
 
+@pytest.mark.parametrize("text", ['{"content": "x"}\nSummarize it.', '[{"a": 1}]', "[1, 2] has which sum?", "{'a': 1}"])
+def test_a_text_that_only_looks_like_json_is_a_prompt(text):
+    assert load_rows([{"prompt": text}])[0].prompt == text
+    assert load_rows([{"question": text}])[0].messages[0]["content"] == text
+
+
 OTHERS = [  # what a cell may hold that is no prompt
     *('[{"role": "user", ', f"array([{TALK[0]}], dtype=object)", '[{"from": "human", "value": "2+2?"}]'),
     *([1, 2], ["2+2?"], [{"role": 1}], [{"role": "user", "content": float("nan")}], {"role": ["user"]}, {"a"}),

@@ -97,7 +97,7 @@ def test_what_is_not_there_is_said(hub):
         Config(dataset="rows.jsonl", dataset_split="test")
     with pytest.raises(ConfigError, match="dataset_eval_split: no rows are held out"):
         Config(dataset=hub, dataset_eval_split="test")
-    with pytest.raises(DataError, match=r"no such file: got missing\.jsonl"):
+    with pytest.raises(DataError, match=r"no such file or data set: got missing\.jsonl"):
         load_rows("missing.jsonl")
 
 

@@ -56,7 +56,7 @@ def encode_rows(
     prompts, header = [], answer_header(tokenizer)
     for i, row in enumerate(rows):
         tokens = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=max_completion_tokens)
-        ending = str(tokenizer.decode(tokens[-200:], skip_special_tokens=False))
+        ending = str(tokenizer.decode(tokens[-200:]))
         opened = opened_by(ending, header if row.messages is not None else "")
         prompts.append(Prompt(row, np.array(tokens), i, first_number + i, opened, tokenizer.decode))
     return prompts

@@ -133,15 +133,19 @@ def _messages(value: Any, where: str, name: str = "messages") -> tuple[Mapping[s
     return tuple(read)
 
 # %% ../../nbs/task/00_data.ipynb #8358c9ec
-_TALK = re.compile(r"""\s*(?:array\(\s*)?\[?\s*\{\s*['"](?:role|content|from|value)['"]\s*:""")
+_TALK = re.compile(r"""\s*(?:array\(\s*)?\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")  # the beginning of one
 
 
-def _read_talk(text: str, where: str, name: str) -> Any:
-    "The messages in a text: JSON, or what Python prints of a list; raises `DataError` for another text."
-    for read in (json.loads, ast.literal_eval):
+def _read_talk(text: str, where: str, name: str) -> list[Any] | None:  # None = plain text
+    "The messages in a text: JSON, or what Python prints of a list; raises `DataError` for what only begins as some."
+    for read in (json.loads, ast.literal_eval) if text.lstrip()[:1] in ("[", "{") else ():
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
             value = read(text.strip())
-            return [value] if isinstance(value, dict) else value
+            parts = value if isinstance(value, list) else [value]
+            if any(isinstance(part, dict) and {"role", "from"} & part.keys() for part in parts):
+                return parts
+    if name != "messages" and not _TALK.match(text):
+        return None
     expected, fix = "a conversation, as JSON or as a list of messages", "Write the column with json.dumps."
     raise DataError(name, where=where, got=quoted(text), expected=expected, fix=fix)
 
@@ -153,8 +157,8 @@ def _prompt(record: Mapping[str, Any], where: str, name: str, system_prompt: str
         form: dict[str, Any] = {"prompt_tokens": _token_ids(value, name, where)}
     elif isinstance(value, list | tuple | np.ndarray):
         form = {"messages": _messages(value, where, name)}
-    elif isinstance(value, str) and (name == "messages" or _TALK.match(value)):
-        form = {"messages": _messages(_read_talk(value, where, name), where, name)}
+    elif isinstance(value, str) and (talk := _read_talk(value, where, name)):
+        form = {"messages": _messages(talk, where, name)}
     elif isinstance(value, str):
         form = {"messages": ({"role": "user", "content": value},)} if name == "question" else {"prompt": value}
     else:
