@@ -429,7 +429,8 @@ async def diagnose_run(
             found[record.step] = e, (said := weigh(e))
             word = said.cause if said.ok or said.certainty == "sure" else "differs"  # the rest is said of all
             say(f"step {record.step:4}  {word:<18} largest gap {said.largest:.2g} nats")
-    words = _words_of_others(run, seen) if of_others else []
+    agree = bool(found) and all(said.ok for _, said in found.values())
+    words = _words_of_others(run, seen, agree) if of_others else []
     asks = any(not line.startswith(("– versions", "– temperature")) for line in words)
     ending = "".join(f"\n{line}\n" for line in [*_not_regraded(seen, of_others), *words])
     if not found:
@@ -463,7 +464,7 @@ async def diagnose_run(
     return shown, asks or not (shown.ok or noise) or bool(synced and synced.ok is False)
 
 
-def _words_of_others(run: Run, seen: Sequence[Any]) -> list[str]:
+def _words_of_others(run: Run, seen: Sequence[Any], agree: bool) -> list[str]:
     "What the records of another trainer's run say of themselves: failed checks, rewards, temperatures, versions."
     from rl_notebook.insight.sync import version_truth
     from rl_notebook.insight.trends import steps_words
@@ -478,7 +479,10 @@ def _words_of_others(run: Run, seen: Sequence[Any]) -> list[str]:
         text = f"completions were sampled at {apart[0]:g}, as recorded"
         words.append(f"– temperature: {text}; the files do not say at which temperature logprobs are")
     versions = version_truth(seen)
-    return [*words, str(versions)] if versions.ok is False or versions.notable else words
+    if run.reader is None or not (versions.ok is False or versions.notable):  # TRL's settings say how often it samples
+        return words
+    lie = f"– versions: {versions.text}, as they are recorded, though trainer and sampler agree"
+    return [*words, lie if agree else str(versions)]
 
 
 def _without_comparison(run: Run, missing: RLNotebookError | None) -> RLNotebookError:

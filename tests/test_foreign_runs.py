@@ -22,6 +22,7 @@ import torch
 
 from rl_notebook.cli import main
 from rl_notebook.core.types import RecordError
+from rl_notebook.experiments.whatif import reward_lab
 from rl_notebook.insight.doctor.doctor import diagnose
 from rl_notebook.insight.xray import xray
 from rl_notebook.runs.foreign import SHOWN
@@ -169,7 +170,7 @@ STUCK = "the sampler got no new weights after step "
 VERSIONS = {  # of the steps: the exit status, and what is said of them
     "0111": (1, f"✗ {SAME.format(1, 3, 1)}{STUCK}1"),
     "000": (1, f"✗ {SAME.format(0, 2, 0)}{STUCK}0"),
-    "00123": (2, f"– {SAME.format(0, 1, 0)}samples are up to 1 steps old"),
+    "00123": (2, f"– {SAME.format(0, 1, 0)}samples are up to 1 step old"),
     "0123": (2, ""),
 }
 
@@ -217,6 +218,8 @@ def test_what_was_found_ends_the_doctors_words(capsys):
     status, text = told_by(FOREIGN / "fw_cookbook", capsys)
     assert (status, "cannot be seen" in text) == (1, False)
     assert text.strip().splitlines()[-1].startswith("✗ advantages: a group does not sum to 0")
+    regraded = reward_lab(Run.open(FOREIGN / "verl").record(1), lambda completions, **_: [1.0 for _ in completions])
+    assert set(regraded.samples.new_reward) == {1.0}  # as it is proposed, where no advantages are recorded
     status, text = told_by(FOREIGN / "slime", capsys)
     assert (status, "No mismatch found" in text, "Rewards were not regraded" in text) == (0, True, True)
 

@@ -103,4 +103,6 @@ def version_truth(records: Iterable[StepRecord]) -> Finding:
         fix = "See what loads the weights into the sampler; if it lags on purpose, correct for it in the loss."
         text = f"{text}: the sampler got no new weights after step {steps[first]}"
         return Finding("versions", False, text, fix=fix)
-    return Finding("versions", None, f"{text}: samples are up to {last - first} steps old", notable=True)
+    age = last - first
+    text = f"{text}: samples are up to {age} step{'s' * (age > 1)} old"
+    return Finding("versions", None, text, notable=True)

@@ -451,7 +451,7 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
 
 # %% ../../nbs/views/02_charts.ipynb #69bdb72a
 def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
-    "Mean |trainer − sampler| by place, turn, class and likelihood of tokens (digits with `tokenizer`)."
+    "Mean |trainer − sampler| by place, turn, class and likelihood of tokens."
     colors = {"depth": "blue", "turn": "violet", "class": "orange", "likelihood": "green"}
     said = lambda bar: f"{bar['part']}: {bar['nats']:.3g} nats over {bar['tokens']} tokens"
     bars = [b | {"begin": 0.0, "end": b["nats"], "lane": i, "hover": said(b)} for i, b in enumerate(payload["bars"])]
