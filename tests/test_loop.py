@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import threading
 import traceback
@@ -16,6 +17,7 @@ import torch
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import AGGREGATIONS
+from rl_notebook.insight.xray import xray
 from rl_notebook.core.types import ConfigError, LossError, PhaseError, RewardError
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.state import PHASES
@@ -177,6 +179,22 @@ def test_a_step_with_nothing_to_learn_is_a_normal_outcome():
         assert (await loop.step()).step == 2
 
     run(main())
+
+
+def test_a_reward_that_does_not_read_the_text_is_asked_about_and_one_that_is_silent_named():
+    async def main():
+        shown = str(xray(await make_loop(reward=lambda completions: [-19.0] * len(completions)).step()))
+        assert re.search(r"\d+ different completions earned -19: does the reward read the text\?", shown)
+        one = make_loop(reward=lambda text: 0.0, prompt_groups_per_step=1)
+        assert "the only group is dead: every completion earned the same reward (0)" in (await one.step()).reason
+        with pytest.raises(RewardError, match="sample 0 is unscorable: silent gave None"):
+            await make_loop(reward=silent).step()
+
+    run(main())
+
+
+def silent(text):
+    "Has no opinion."
 
 
 def test_refill_replaces_dead_groups():

@@ -174,8 +174,7 @@ def test_trl_sync_async_and_columns():
 
     drawn = [Completion([5, 6], [8, 2], [-0.1, -0.2], text=t) for t in ("72", "7")]
     scores = score_blocking(drawn, CHAT, [sync, later], step=7)
-    assert seen["prompts"] == [[{"role": "user", "content": "48/2+48?"}]] * 2
-    assert seen["completions"] == [[{"role": "assistant", "content": t}] for t in ("72", "7")]
+    assert (seen["prompts"], seen["completions"]) == (["48/2+48?"] * 2, ["72", "7"])
     assert (seen["ids"], seen["level"], seen["solution"]) == ([[8, 2]] * 2, ["easy"] * 2, ["72"] * 2)
     assert seen["step"] == 7
     assert set(seen["rest"]) == {"id", "question", "answer", "log_extra"}
@@ -183,6 +182,26 @@ def test_trl_sync_async_and_columns():
     assert scores.metrics == {"n": 3.0}
     score_blocking(["72"], TEXT, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0])
     assert (seen["p"], seen["c"]) == (["48/2+48 ="], ["72"])
+    asked = [{"role": "user", "content": "48/2+48?"}]
+    for row in (make_row({"prompt": asked, "question": "?"}), make_row({"messages": asked})):
+        score_blocking(["72"], row, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0])
+        assert (seen["p"], seen["c"]) == ([asked], [[{"role": "assistant", "content": "72"}]])
+    turns = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "Sure?"}]
+    sample = RolloutSample([1, 2, 3], [0, -1, -1], [0, 1, 1], None, text="7", info={"messages": turns})
+    score_blocking([sample], CHAT, lambda completions: seen.update(c=completions) or [0])
+    assert seen["c"] == [turns]  # a conversation is one
+
+
+def test_a_function_of_trl_that_got_the_other_form_is_told_which_and_why():
+    listed = make_row({"prompt": [{"role": "user", "content": "48/2+48?"}]})
+    failed(
+        lambda: values(lambda completions: [len(c[0]["content"]) for c in completions]), fix="`completions` are texts"
+    )
+    failed(lambda: values(lambda completions: [float(c) for c in completions], row=listed), fix="are lists of messages")
+
+
+def test_a_function_without_parameters_is_told_what_it_is_called_with():
+    failed(lambda: values(lambda: 1.0), got="no parameters", expected="first the text of the completion", fix="(text,")
 
 
 def test_trls_own_functions_work_unchanged():

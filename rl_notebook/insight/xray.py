@@ -123,7 +123,8 @@ def signal_words(record: StepRecord) -> str:
         most = f"{known_rewards(solved[0])[0]:g}, the most in this step: solved, or no completion did better"
         words = f"{len(solved)} of {len(groups)} groups have the same reward {most}"
     elif not live:
-        words = f"all {len(groups)} groups are dead ({same}), so no completion was better than its siblings"
+        every = "the only group is dead" if len(groups) == 1 else f"all {len(groups)} groups are dead"
+        words = f"{every} ({same}), so no completion was better than its siblings"
     else:
         words = carry if 2 * len(live) >= len(groups) else f"only {carry} ({same})"
     lost = len(live - trained) if record.trained and record.datums else 0
@@ -353,6 +354,22 @@ def check_prompts(record: StepRecord) -> Finding:
     return Finding("prompts", True, f"one prompt in each of {len(asked)} groups")
 
 # %% ../../nbs/insight/00_xray.ipynb #7fe66515
+MANY_TEXTS = 4  # different completions of one reward, from which on it is asked whether the reward reads them
+
+
+def unread_words(record: StepRecord) -> str:
+    "A question, where one reward fell on many different completions of groups without signal; else empty."
+    texts: dict[float, set[bytes | str]] = {}
+    for g in record.groups:
+        if len(g.samples) > 1 and is_dead(g.rewards):
+            said = {s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text for s in g.samples}
+            texts.setdefault(float(g.rewards[0]), set()).update(said)
+    reward, most = max(texts.items(), key=lambda pair: len(pair[1]), default=(0.0, set()))
+    if len(most) < MANY_TEXTS:
+        return ""
+    return f"{len(most)} different completions earned {reward:g}: does the reward read the text?"
+
+
 def check_signal(record: StepRecord) -> Finding:
     "Some group has completions that differ in reward."
     dead, solved = sum(is_dead(g.rewards) for g in record.groups), len(solved_groups(record))
@@ -363,9 +380,14 @@ def check_signal(record: StepRecord) -> Finding:
     if 2 * dead <= len(record.groups) or record.options.get("teacher_coeff"):
         return Finding("signal", True, signal_words(record), notable=True)
     if 2 * solved > len(record.groups):
-        return Finding("signal", None, signal_words(record), fix="Harder prompts, if these are solved.", notable=True)
+        unread = ", or a reward that reads the text" if unread_words(record) else ""
+        fix = f"Harder prompts, if these are solved{unread}."
+        return Finding("signal", None, signal_words(record), fix=fix, notable=True)
     fix = "More completions_per_prompt, prompts of another difficulty, or refill=True."
-    return Finding("signal", False, signal_words(record), expected="at least half of the groups", fix=fix)
+    if asked := unread_words(record):
+        fix = f"Look at what it gets, and pays: rln.audit_reward(reward, rows). If it does: {fix[0].lower()}{fix[1:]}"
+    text = "; ".join(filter(None, [signal_words(record), asked]))
+    return Finding("signal", False, text, expected="at least half of the groups", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #56c4de3c
 SHARP = 0.01  # nats a token: entropy below which a policy has one completion to a prompt

@@ -191,7 +191,8 @@ def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     empty, kept_out = len(groups) - len(rewards), sum(not is_dead(r) for r in rewards)
     if kept_out:
         return f"none of {len(groups)} groups is trained on: the filter left out {kept_out} whose rewards differ"
-    parts = [f"all {len(groups)} groups are dead: within each, every completion earned the same reward"]
+    every = "the only group is dead" if len(groups) == 1 else f"all {len(groups)} groups are dead: within each"
+    parts = [f"{every}{':' if len(groups) == 1 else ','} every completion earned the same reward"]
     parts += [f"({', '.join(f'{v:g}' for v in values)})"] if values else []
     return " ".join(parts) + (f"; {empty} of them lost all their samples" if empty else "")
 

@@ -589,14 +589,22 @@ async def draw_rollouts(
     return gather_draws(prompt, *await in_rounds(draw, n, group_retries))
 
 # %% ../../nbs/loop/01_rollouts.ipynb #771d9250
+def why_unscorable(sample: RolloutSample) -> str:
+    "Which reward function took too long, or which gave None; empty where a rollout graded itself."
+    if sample.info.get("late"):
+        return f": {sample.info['late']}"
+    silent = [name for name, reward in sample.rewards.items() if reward is None]
+    return f": {', '.join(silent)} gave None" if silent else ""
+
+# %% ../../nbs/loop/01_rollouts.ipynb #9e4b0a30
 def assemble(rollouts: Rollouts, graded: Sequence[RolloutSample], min_group_size: int = 1) -> PromptGroup:
     "The group of one prompt; samples that cannot be used leave it and are counted."
     prompt, each = rollouts.prompt, "run" if rollouts.runs else "sample"
     runs = rollouts.runs or tuple(range(len(graded)))
     unscorable = dict.fromkeys(run for run, s in zip(runs, graded, strict=True) if s.reward is None)
     kept = [(run, s) for run, s in zip(runs, graded, strict=True) if run not in unscorable]
-    late = {run: f": {s.info['late']}" for run, s in zip(runs, graded, strict=True) if s.info.get("late")}
-    dropped = [*rollouts.dropped, *(f"{each} {run} is unscorable{late.get(run, '')}" for run in unscorable)]
+    why = {run: why_unscorable(s) for run, s in zip(runs, graded, strict=True) if s.reward is None}
+    dropped = [*rollouts.dropped, *(f"{each} {run} is unscorable{why[run]}" for run in unscorable)]
     left = len({run for run, _ in kept})
     if left < min_group_size:
         few = f"group has {left} of {left + len(dropped)} {each}s; min_group_size is {min_group_size}"

@@ -466,16 +466,25 @@ class _Group:
     first: int = 0  # index of the first sample in its group
     step: int | None = None  # of the run
     opened: Sequence[str] = ()  # what the prompt opened of each text, as "<think>", where the text leaves it out
+    turns: bool = False  # whether a rollout recorded the messages
 
     @property
     def chat(self) -> bool:
-        "Whether functions of other libraries see messages instead of text."
+        "Whether functions of verifiers see messages instead of text."
         return self.row.messages is not None
 
     @property
     def prompt(self) -> Any:
-        "The prompt as functions of other libraries see it."
+        "The prompt as functions of verifiers see it."
         return list(self.row.messages) if self.row.messages is not None else (self.row.prompt or "")
+
+    @property
+    def question(self) -> str | None:
+        "The prompt where it is a text for TRL, whatever our chat template made of it; None where it is a conversation."
+        data = self.row.data
+        if any(isinstance(data.get(name), list | tuple | np.ndarray) for name in ("messages", "prompt")) or self.turns:
+            return None
+        return data.get("question") if self.row.messages is not None else (self.row.prompt or "")
 
     def where(self, i: int | None = None) -> str:
         "A sample, or the group, as a place in a message."
@@ -501,7 +510,8 @@ def _make_group(
         for k in [k for k, message in enumerate(said) if opened and message.get("role") == "assistant"][-1:]:
             said[k] = {**said[k], "content": text}
         messages.append(said)
-    return _Group(row, texts, tokens, messages, group, sample, step, prefixes)
+    turns = any(isinstance(c, RolloutSample) and "messages" in c.info for c in completions)
+    return _Group(row, texts, tokens, messages, group, sample, step, prefixes, turns and row.messages is not None)
 
 # %% ../../nbs/task/01_rewards.ipynb #1ae139ad
 @dataclass(frozen=True)
@@ -563,9 +573,11 @@ def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs, names
     plurals = {"states": states, "answers": [s.get("answer", "") for s in states], "parser": PARSER}
     plurals |= {"infos": [s["info"] for s in states], "tasks": [s["task"] for s in states]}
     arguments = {k: v for k, v in plurals.items() if k in names} | {k: [v] * n for k, v in columns.items()}
+    of_verifiers = {"states", "answers", "infos", "tasks", "parser"} & {*names} - {*columns}
+    question = None if of_verifiers and group.chat else group.question
     arguments |= {
-        "prompts": [group.prompt] * n,
-        "completions": group.messages if group.chat else group.texts,
+        "prompts": [group.prompt if question is None else question] * n,
+        "completions": group.messages if question is None else group.texts,
         "completion_ids": group.tokens,
         "log_extra": logs.log_extra,
         "log_metric": logs.log_metric,
@@ -612,10 +624,12 @@ def _bind(fn: RewardFn, arguments: Mapping[str, Any], where: str) -> dict[str, A
     "Those of the arguments that the function takes, by name; `RewardError` when it needs others."
     parameters, missing = list(_parameters(fn.function, fn.name).values()), _missing(fn, arguments)
     if missing or not parameters:
-        what, known = f"reward function {fn.name!r} ({fn.style} style)", ", ".join(sorted(arguments))
-        got = f"no value for its parameter {', '.join(missing) or '(it has none)'}"
+        what, known = f"reward function {fn.name!r}", ", ".join(sorted(arguments))
+        got = f"no value for its parameter {', '.join(missing)}" if missing else "no parameters"
+        first = "first the text of the completion (text), then any of " if fn.style == "native" else "any of "
         fix = "Is it a column? Does the row have an answer? Pass style= if the function was taken for another kind."
-        raise RewardError(what, where=where, got=got, expected=f"parameters among {known}", fix=fix)
+        fix = fix if missing else f"Write it as def {fn.name}(text, answer), or (completions, **columns) as for TRL."
+        raise RewardError(what, where=where, got=got, expected=f"parameters by name: {first}{known}", fix=fix)
     first = [p.name for p in parameters[: int(fn.style == "native")]]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = arguments if takes_all else [p.name for p in parameters]
@@ -657,10 +671,13 @@ def _group_values(result: Any, fn: RewardFn, group: _Group) -> list[Any]:
     return list(values)
 
 # %% ../../nbs/task/01_rewards.ipynb #b5175200
-def _raised(fn: RewardFn, where: str, text: str, error: BaseException) -> RewardError:
-    "What to say when a reward function raises."
+def _raised(fn: RewardFn, where: str, text: str, error: BaseException, of_text: bool | None = None) -> RewardError:
+    "What to say when a reward function raises; `of_text`: whether one of TRL got texts."
     got = f"{type(error).__name__}: {plain_text(error)} for completion {text[:80]!r}"
     fix = "The traceback above says where; a reward that cannot judge returns None."
+    if of_text is not None:
+        form = "texts, as the prompt is a text" if of_text else "lists of messages, as the prompt is a list of messages"
+        fix += f" `completions` are {form}: the type of the column `prompt` decides, as in TRL."
     expected = "a finite number, or None for unscorable"
     return RewardError(f"reward function {fn.name!r} raised", where=where, got=got, expected=expected, fix=fix)
 
@@ -779,7 +796,8 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # it is this coroutine that is cancelled
             theirs = e.__traceback__ and e.__traceback__.tb_next  # without the line that calls it
-            raise _raised(fn, group.where(i), text, e) from (e.with_traceback(theirs) if theirs else e)
+            of_text = group.question is not None if fn.style == "trl" else None
+            raise _raised(fn, group.where(i), text, e, of_text) from (e.with_traceback(theirs) if theirs else e)
 
 # %% ../../nbs/task/01_rewards.ipynb #55cfe6fd
 async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> np.ndarray:  # (n,), NaN = unscorable
