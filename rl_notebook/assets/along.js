@@ -180,7 +180,7 @@ export function along(state, stops) {
   figure.append(caption, canvas);
   const name = () => (caption.textContent = state.series ? `${state.series.label} by target (target i scores token i + 1)` : "");
   state.on(home, "payload", "fold");
-  state.on(name, "series");
+  state.on(name, "payload", "series");
   state.on(redraw, "series", "theme");
   state.on(ask, "hover");
   state.on(follow, "target");

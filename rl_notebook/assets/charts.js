@@ -102,12 +102,13 @@ async function render({ model, el, signal }) {
     again = true;
     if (busy) return;
     busy = true;
-    grid.classList.add("rld-behind"); // pale, where it takes long: what is around the charts is of a later step already
     try {
       while (again) {
         again = false;
         const start = performance.now();
+        grid.classList.add("rld-behind"); // pale, where it takes long: what is around the charts is of a later step already
         await draw();
+        grid.classList.toggle("rld-behind", again);
         await rest(performance.now() - start);
       }
     } finally {
