@@ -225,19 +225,20 @@ def write_hubs(site: Site, target: Path) -> None:
     cells = [cell.source for cell in nbformat.read(site.root / "nbs" / "index.ipynb", as_version=4).cells]
     (quick,) = (source.split("## Quickstart\n")[1] for source in cells if "\n## Quickstart\n" in source)
     (pip,) = (source.removeprefix("### With pip\n") for source in cells if source.startswith("### With pip\n"))
-    first = dict([*site.sidebar()[0][1].items()][:FIRST])
+    tutorials = dict([*site.sidebar()[0][1].items()][:FIRST])
     lines = ["# Start: install, quickstart, first tutorials", "", "> From a checkout to a step that you can look into."]
     lines += ["", "## Install and quickstart", re.sub(r"^!\[.*\n?", "", quick, flags=re.MULTILINE)]
     lines += ["## Install with pip", site.relink(pip, "nbs/index.ipynb"), "", "## The first four tutorials", ""]
-    lines += [*listed(site, first), "", "## After that", ""]
+    lines += [*listed(site, tutorials), "", "## After that", ""]
     lines += [f"- [{section}](/{page}): {text}" for section, (page, text) in HUBS.items()]
     (target / "start.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
     examples = sorted(p.relative_to(site.root).as_posix() for p in (site.root / "examples").rglob("README.md"))
-    more = {"Your own task": examples, "Reference": ["settings.md", "api/index.md"]}
+    first = {"Reference": ["settings.md", "api/index.md"]}
+    last = {"Your own task": examples}
     for section, pages in site.sidebar():
         if section in HUBS:
             page, text = HUBS[section]
-            inside = toctree("", [*more.get(section, []), *pages])
+            inside = toctree("", [*first.get(section, []), *pages, *last.get(section, [])])
             links = [*listed(site, pages), *EXTRA_LINKS.get(section, [])]
             lines = [f"# {section}", "", f"> {text}", "", *links, "", inside]
             (target / page).write_text("\n".join(lines) + "\n", encoding="utf-8")
