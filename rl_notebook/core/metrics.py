@@ -39,8 +39,8 @@ def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
 
 # %% ../../nbs/core/07_metrics.ipynb #9a1c0020
 def known_rewards(group: PromptGroup) -> np.ndarray:  # (samples that have one,)
-    "The rewards of a group without those that no function gave, which are NaN in `PromptGroup.rewards`."
-    return group.rewards[~np.isnan(group.rewards)]
+    "The rewards of a group without completions that have none (None, which is NaN in `PromptGroup.rewards`)."
+    return group.rewards[[s.reward is not None for s in group.samples]]
 
 
 def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
