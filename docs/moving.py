@@ -41,6 +41,7 @@ def frames() -> list[Image.Image]:
 
             def take() -> None:
                 notebook.page.wait_for_timeout(500)  # plotly draws
+                board.locator(".rld-behind").wait_for(state="detached")
                 taken.append(Image.open(io.BytesIO(board.screenshot())).convert("RGB"))
 
             def rest() -> None:
