@@ -15,6 +15,7 @@ import rl_notebook as rln
 from rl_notebook.core.types import RewardError
 from rl_notebook.task.audit import audit_reward
 from rl_notebook.task.data import Row
+from rl_notebook.task.rewards import REWARDS
 
 SUMS = [{"question": f"What is {a}+{b}?", "answer": str(a + b)} for a in (3, 17, 20) for b in (5, 9, 31)]
 VERDICTS = [{"question": f"Is {n} even?", "answer": "yes" if n % 4 else "no"} for n in range(16)]
@@ -89,6 +90,20 @@ def test_what_can_be_hacked_is_named(kind: str):
 @pytest.mark.parametrize("kind", SOUND)
 def test_what_is_sound_is_left_alone(kind: str):
     assert not audit_reward(SOUND[kind], SUMS).findings.failed
+
+
+ASKED = {"48/2+48": 72, "144/2": 72, "2^5": 32, "3+9": 12, "(7+4)*5": 55, "5-9": -4}
+MADE = [{"prompt": f"Use {n} to make {t}.", "nums": n, "target": t} for n, t in (([2, 3, 4], 24), ([5, 7], 12))]
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_no_reward_of_ours_fails_its_own_audit(name: str):
+    if name == "math_verify":
+        pytest.importorskip("math_verify")
+    form = "<answer>{}</answer>" if name == "gsm8k_strict" else "{}"
+    rows = [{"question": f"What is {q}?", "answer": form.format(a)} for q, a in ASKED.items()]
+    rows = MADE if name == "countdown" else rows[1::2] if name == "math_verify" else rows
+    assert not audit_reward(name, rows).findings.failed
 
 
 @pytest.mark.parametrize("answer", [None, True, {"target": 8}])

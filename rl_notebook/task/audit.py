@@ -252,7 +252,19 @@ async def audit_rows(fns: Sequence[RewardFn], rows: Sequence[Row], limits: Limit
     title = f"A right answer earns {most:.3g} on average, said as {best!r}"
     said = any(t.said for t in tries) and (known or most > means["the answer of another row"])
     told = right is not None or said or (bool(reads) and means["nothing"] > 0)
-    return Audit(tuple(outcomes), Findings(_found(outcomes, told and most > least, told), title), best)
+    findings = _found(outcomes, told and most > least, told)
+    if all(map(_reads_text_alone, fns)):  # nothing else can be expected of it
+        findings = [replace(f, ok=None, fix=FORM_ALONE) if f.ok is False else f for f in findings]
+    return Audit(tuple(outcomes), Findings(findings, title), best)
+
+
+FORM_ALONE = "It gets the completion alone, so it can judge its form only: use it next to one that reads the answer."
+
+
+def _reads_text_alone(fn: RewardFn) -> bool:
+    "Whether a reward function gets nothing of the row."
+    _, *others = inspect.signature(fn.function).parameters.values()
+    return fn.style == "native" and all(p.name in ("tokens", "log_metric") for p in others)
 
 # %% ../../nbs/task/04_audit.ipynb #b639dffb
 def _found(outcomes: Sequence[Outcome], tells: bool, told: bool) -> list[Finding]:
