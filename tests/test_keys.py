@@ -133,6 +133,18 @@ def test_ordinary_text_is_left_alone(text: str) -> None:
     assert without_keys(text) == text
 
 
+def test_a_value_of_the_environment_is_hidden_whole_where_this_package_reads_it_and_no_word_is(monkeypatch):
+    from rl_notebook.config.config import Config
+    from rl_notebook.core.types import without_keys
+
+    for name, value in {"SOMETHING_PASSWORD": "training", "DB_TOKEN": "policy-1", "OPENAI_API_KEY": "training"}.items():
+        monkeypatch.setenv(name, value)
+    assert Config(log_path="runs/training", run_name="policy-1").log_path == "runs/training"
+    monkeypatch.setenv("HF_TOKEN", "not-needed-1")
+    text = "training by policy-1 is not-needed-10"
+    assert without_keys(f"{text}: 'not-needed-1', énot-needed-1.") == f"{text}: '***', é***."
+
+
 # --- runs and pages ---------------------------------------------------------------------------------------------------
 
 ERRORS = {

@@ -634,3 +634,19 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
         with pytest.raises(BackendError, match=r"q17.*token id: got 300, which the tokenizer does not know"):
             asyncio.run(model.forward([scored]))
     asyncio.run(backend.__aexit__(None, None, None))
+
+
+def test_where_memory_ends_it_is_said_what_to_lower(monkeypatch):
+    "With allocations that no machine grants."
+    backend, datums = backend_of(reference=False, inline=False), random_datums(1, 4)
+
+    def greedy(datums, logprobs):
+        return logprobs[0].sum() * torch.empty(2**60)[0], {}
+
+    for _ in range(2):
+        with pytest.raises(BackendError, match=r"out of memory: got .*alloc.*Lower max_samples_per_fwd_bwd, max_comp"):
+            run(backend.policy.forward_backward_custom(datums, greedy))
+    run(backend.policy.forward_backward_custom(datums, mixing_loss))
+    monkeypatch.setattr(local_module, "frozen_copy", lambda *args: bytearray(2**62))
+    with pytest.raises(BackendError, match=r"open_local: out of memory: got MemoryError.*dtype='bfloat16'"):
+        backend_of()

@@ -9,7 +9,7 @@ from test_loop import SMALL, make_loop
 
 from rl_notebook.core.advantages import with_advantages
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import LossError, PromptGroup, RolloutSample
+from rl_notebook.core.types import LossError, PromptGroup, RewardError, RolloutSample
 from rl_notebook.experiments.replay import replay_advantages
 from rl_notebook.experiments.whatif import reward_lab, what_if
 from rl_notebook.experiments.preflight import preflight
@@ -81,3 +81,17 @@ def test_a_group_that_names_no_parts_is_refused():
     weighed = [replace(s, reward=3 * s.reward) for s in parts]
     [made] = with_advantages([replace(group, samples=tuple(weighed))], scale="parts", weights={"a": 3.0})
     assert made.advantages == pytest.approx([2.1213203, -2.1213203])
+
+
+@pytest.mark.parametrize("scale", ["opo", "whiten"])
+def test_a_scale_that_weighs_by_tokens_names_a_completion_without_them(scale):
+    known = RolloutSample([1, 2, 3], [0.0, -1.0, -1.0], [0, 1, 1], reward=1.0)
+    text = RolloutSample([], [], [], reward=0.0, text="an answer")
+    for others in ([text, replace(text, reward=1.0)], [known, text]):
+        with pytest.raises(LossError, match=rf"sample \d: advantage_scale '{scale}': got a completion without"):
+            with_advantages([PromptGroup(others)], scale=scale)
+    unscored = [known, replace(known, reward=None)]
+    with pytest.raises(RewardError, match="rewards of a group: got"):
+        with_advantages([PromptGroup(unscored)], scale=scale)
+    (group,) = with_advantages([PromptGroup([known, replace(known, reward=0.0)])], scale=scale)
+    assert np.isfinite(group.advantages).all()

@@ -99,7 +99,7 @@ def wandb_offline(monkeypatch, tmp_path):
 
 def test_wandb_offline(wandb_offline, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", SECRET.ljust(40, "0"))
-    monkeypatch.setenv("MY_TOKEN", SECRET)
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     options = WandBConfig(entity="my-team", project="sums-project")
     (tracker,) = open_trackers(["wandb"], run_name="sums", config=CONFIG, log_path=wandb_offline, wandb=options)
     run(tracker)
@@ -141,7 +141,7 @@ def wandb_tables(folder: Path):
 
 
 def test_wandb_has_completions_as_a_table(wandb_offline, monkeypatch):
-    monkeypatch.setenv("MY_TOKEN", SECRET)
+    monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     (tracker,) = open_trackers(["wandb"], run_name="sums", config={}, log_path=wandb_offline)
     run(tracker, [(1, {"reward": 0.5, "completions": pd.DataFrame(TABLE)}), (2, {"reward": 0.5})])
     (rows,) = wandb_tables(wandb_offline)["completions"].values()
@@ -205,7 +205,7 @@ def test_trackio_local(tmp_path):
         + "def run(tracker, steps):\n"
         "    for step, metrics in steps:\n        tracker.log(metrics, step)\n    finish_trackers([tracker])\n"
     )
-    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "MY_TOKEN": SECRET, "HOME": str(tmp_path)}
+    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "OPENAI_API_KEY": SECRET, "HOME": str(tmp_path)}
     env["PYTHONPATH"] = f"{Path(m.__file__).parents[1]}{os.pathsep}{tmp_path}"
     done = subprocess.run(
         [sys.executable, "-c", TRACKIO, str(tmp_path / "run")], capture_output=True, text=True, env=env, cwd=tmp_path

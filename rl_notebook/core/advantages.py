@@ -51,6 +51,7 @@ DIVISORS: dict[str, Callable[[np.ndarray, int, float], float]] = {  # of (reward
     "maxrl": lambda r, ddof, eps: r.mean(),
 }
 OF_BATCH = ("batch", "whiten", "gdpo")  # they need every group of a step
+BY_LENGTH = ("opo", "whiten")  # they weigh completions by their tokens
 
 
 def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
@@ -146,10 +147,13 @@ def with_advantages(
     compared = [g for g in groups if len(g.run_starts) > 1]
     rewards = [g.rewards[g.run_starts] for g in compared]
     tokens = [np.add.reduceat([s.completion_len for s in g.samples], g.run_starts) for g in compared]
+    if scale in BY_LENGTH:
+        for g in compared:
+            _check_lengths(g, scale)
     if scale in ("parts", "gdpo"):
         made = [parts_advantages(g, weights or {}, ddof, eps) for g in compared]
     elif scale == "opo":
-        pairs = zip(rewards, tokens, strict=True)
+        pairs = zip((_checked(r, scale) for r in rewards), tokens, strict=True)
         made = [np.zeros_like(r) if is_dead(r) else r - n @ r / n.sum() for r, n in pairs]
     else:
         made = batch_advantages(rewards, scale="none" if scale == "whiten" else scale, ddof=ddof, eps=eps)
@@ -157,6 +161,15 @@ def with_advantages(
         made = whitened(made, tokens if scale == "whiten" else [np.ones(len(r)) for r in rewards], ddof, eps)
     found = iter(made)
     return [_of_runs(g, next(found) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts))) for g in groups]
+
+
+def _check_lengths(group: PromptGroup, scale: str) -> None:
+    "Raises `LossError` for a completion whose number of tokens is not known."
+    if (i := next((i for i, s in enumerate(group.samples) if not s.completion_len), None)) is not None:
+        where, got = f"{group.where}, sample {i}", "a completion without token ids"
+        fix = "Use another scale, such as 'std', or samples with token ids."
+        expected = "the tokens of each completion, whose number it weighs by"
+        raise LossError(f"advantage_scale {scale!r}", where=where, got=got, expected=expected, fix=fix)
 
 
 def _of_runs(group: PromptGroup, advantages: np.ndarray) -> PromptGroup:  # one advantage per run

@@ -22,9 +22,9 @@ import numpy as np
 
 # %% auto #0
 __all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'ConfigError', 'DataError', 'RewardError',
-           'BackendError', 'DivergedError', 'PhaseError', 'RecordError', 'MissingExtra', 'needs', 'SampleParams',
-           'Logprobs', 'Completion', 'RolloutSample', 'RolloutRun', 'PromptGroup', 'Datum', 'TensorData', 'AdamParams',
-           'LossOutput']
+           'BackendError', 'DivergedError', 'PhaseError', 'RecordError', 'MissingExtra', 'is_out_of_memory',
+           'naming_memory', 'needs', 'SampleParams', 'Logprobs', 'Completion', 'RolloutSample', 'RolloutRun',
+           'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
 
 # %% ../../nbs/core/00_types.ipynb #f51b9f4b
 _PREFIXED = r"(?:sk|tml|glpat|nvapi|xox[a-z]|xapp)-|(?:sk|fw|fpk|hf|gh[opusr]|github_pat|wandb_v1|pypi)_"
@@ -38,14 +38,17 @@ KEYS: tuple[tuple[str, str], ...] = (  # what looks like a key, and what is show
     (r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{6,}", "***"),
 )
 _KEYS = tuple((re.compile(pattern), instead) for pattern, instead in KEYS)
-_HOLDS_KEY = re.compile(r"(API_?KEY|TOKEN|SECRET|PASSWORD)$", re.IGNORECASE)  # names of environment variables
+KEY_VARIABLES = (  # of the environment, which hold a key
+    "FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "WANDB_API_KEY", "HF_TOKEN", "RL_NOTEBOOK_EMULATOR_KEY",
+)  # fmt: skip
 
 
 def without_keys(text: str) -> str:
     "The text with `***` for what looks like a key, and for the keys in the environment."
-    secrets = [value for name, value in os.environ.items() if len(value) >= 8 and _HOLDS_KEY.search(name)]
+    values = [os.environ.get(name, "").strip() for name in KEY_VARIABLES]
+    secrets = [value for value in values if len(value) >= 8 and not value.isalpha()]
     for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, "***")
+        text = re.sub(rf"(?<![A-Za-z0-9_-]){re.escape(secret)}(?![A-Za-z0-9_-])", "***", text)
     for pattern, instead in _KEYS:
         text = pattern.sub(instead, text)
     return text
@@ -194,6 +197,29 @@ class RecordError(RLNotebookError, RuntimeError):
 
 class MissingExtra(RLNotebookError, ImportError):
     "An optional dependency is not installed."
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    "Whether an error says that there is no memory left, of this machine or of its accelerator."
+    signs = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "ALLOC_FAILED")
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"  # torch's, which is not imported here
+        or (isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in signs))
+    )
+
+
+@contextmanager
+def naming_memory(where: str, fix: str) -> Iterator[None]:
+    "An error in the block that says there is no memory left is a `BackendError` with what to lower."
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, RLNotebookError) or not is_out_of_memory(error):
+            raise
+        traceback.clear_frames(error.__traceback__)  # which hold tensors for as long as the error is looked at
+        got = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+        raise BackendError("out of memory", where=where, got=got, expected="enough memory", fix=fix) from None
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from ..core.types import BackendError, ConfigError, DataError, RewardError, needs, plain_text, quoted
+from ..core.types import BackendError, ConfigError, DataError, RewardError, is_out_of_memory, naming_memory
+from ..core.types import needs, plain_text, quoted
 from ..core.names import new_folder
 from ..core.options import nearest
 
@@ -242,13 +243,16 @@ def load_model(
     source = model_source(name)
     if Path(source, "adapter_config.json").is_file():
         return _load_adapter(str(name), Path(source), dtype)
-    try:
-        with no_bars(quiet=Path(source).is_dir()):
-            how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # no code of the model's own
-            loaded: Any = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **how)
-    except (OSError, ValueError, SafetensorError) as error:
-        raise _model_error(name, str(error).strip().splitlines()[0]) from error
+    with naming_memory(f"load_model({name!r})", "Load it with dtype='bfloat16', or take a smaller model."):
+        try:
+            with no_bars(quiet=Path(source).is_dir()):
+                how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
+                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # no code of the model's own
+                loaded: Any = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **how)
+        except (OSError, ValueError, SafetensorError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise _model_error(name, str(error).strip().splitlines()[0]) from error
     model, info = loaded
     _check_loaded(str(name), model, tokenizer, info)
     return model.eval(), tokenizer

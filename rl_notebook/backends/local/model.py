@@ -21,7 +21,7 @@ from .fast import NOTHING, FastDecoder, Past, SlotCache, linears_fn
 from .prefixes import prefix_tree, reading, sent
 from .routing import find_routers, noting, replaying
 from ..roofline import model_size
-from ...core.types import BackendError, ConfigError
+from ...core.types import BackendError, ConfigError, is_out_of_memory
 
 # %% auto #0
 __all__ = []
@@ -453,6 +453,8 @@ def probe_tree(causal: CausalModel) -> str:
     try:
         error = probe_error(causal, tree=True)
     except _STUMBLES as reason:
+        if is_out_of_memory(reason):
+            raise
         return f"{type(reason).__name__}: {reason}"
     return "" if error <= 1 else f"logprobs off by {error:.2g} times what rounding explains"
 
@@ -472,6 +474,8 @@ def open_model(
                 causal.goes_on = False
                 error = probe_error(causal, sampling)
         except _STUMBLES as reason:
+            if is_out_of_memory(reason):
+                raise
             failures.append(f"{route}: {type(reason).__name__}: {reason}")
             continue
         if error <= 1:

@@ -47,7 +47,7 @@ from ..roofline import settle
 from ...core.losses import reads_entropy
 from ...core.names import new_folder
 from ...core.types import AdamParams, BackendError, Completion, ConfigError, Datum, Logprobs, LossOutput
-from ...core.types import RecordError, RLNotebookError, SampleParams
+from ...core.types import RecordError, RLNotebookError, SampleParams, naming_memory
 from ...task.toy import model_and_tokenizer, no_bars
 
 # %% auto #0
@@ -834,6 +834,12 @@ def score_at(state: PolicyState, judge: LocalReference | None, temperature: floa
     state.graph = None
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #69ce2f94
+LOWER_TO_OPEN = (
+    "Open it with dtype='bfloat16', reference=False (kl_beta=0, kl_metric=False) or a lora_rank: an adapter's policy, "
+    "reference and sampler share the base, which load_in_8bit makes smaller; or take a smaller model."
+)
+
+# %% ../../../nbs/backends/local/08_trainer.ipynb #e005fe82
 def open_local(
     model: Any,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
     tokenizer: Any = ...,  # its tokenizer; not given = `model` is a name for `load_model`, or what that returns
@@ -865,13 +871,14 @@ def open_local(
     device = find_device(device)
     if load_in_8bit:
         check_bits(lora_rank, dtype, device.type)
-    module = in_dtype(model, dtype, device)
-    module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
-    params = trainable(module)
-    routers = find_routers(module, "open_local: router_replay") if router_replay else None
-    served = frozen_copy(module, params)
-    unknown = told_unknown(tokenizer, len(served.get_input_embeddings().weight), mask_unknown)
-    engine = Engine(mask_ids(open_model(served), unknown), tokenizer, max_batch, max_seq_len, tokens_per_batch)
+    with naming_memory("open_local", LOWER_TO_OPEN):
+        module = in_dtype(model, dtype, device)
+        module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
+        params = trainable(module)
+        routers = find_routers(module, "open_local: router_replay") if router_replay else None
+        served = frozen_copy(module, params)
+        unknown = told_unknown(tokenizer, len(served.get_input_embeddings().weight), mask_unknown)
+        engine = Engine(mask_ids(open_model(served), unknown), tokenizer, max_batch, max_seq_len, tokens_per_batch)
     count = worker_threads(engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline)
     run = Worker(inline, count)
     draws = Worker(threads=count) if beside else run

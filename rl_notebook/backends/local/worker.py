@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...core.types import BackendError, ConfigError
+from ...core.types import BackendError, ConfigError, naming_memory
 from ..roofline import ModelSize
 
 # %% auto #0
@@ -49,6 +49,13 @@ def set_threads(count: int) -> None:
     _SET_MKL(count)
 
 # %% ../../../nbs/backends/local/02_worker.ipynb #3f582387
+LOWER = (
+    "Lower max_samples_per_fwd_bwd, max_completion_tokens or completions_per_prompt; or open the backend with a lower "
+    "max_batch (sampling) or tokens_per_batch (training), gradient_checkpointing=True, dtype='bfloat16' or lora_rank. "
+    "A loop with keep_undo=0 keeps no copy of the weights."
+)
+
+
 class Worker:
     "Runs functions one after the other: in its own thread, or inline."
 
@@ -61,13 +68,17 @@ class Worker:
     async def __call__(self, fn: Callable[..., Any], *args: Any) -> Any:
         self.check()
         if self.pool is None:
-            return fn(*args)
+            return self._compute(fn, *args)
         release_team()
         return await asyncio.get_running_loop().run_in_executor(self.pool, self._run, partial(fn, *args))
 
+    def _compute(self, fn: Callable[..., Any], *args: Any) -> Any:
+        with naming_memory("the local backend", LOWER):
+            return fn(*args)
+
     def _run(self, call: Callable[[], Any]) -> Any:
         try:
-            return call()
+            return self._compute(call)
         finally:
             release_team()
 
