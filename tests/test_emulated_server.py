@@ -218,6 +218,7 @@ REFUSED = [
     ({"max_tokens": "many"}, 400, "max_tokens"),
     ({"max_tokens": 0}, 400, "0 only with echo"),
     ({"ignore_eos": True}, 400, "does not do this"),
+    ({"n": 10**9}, 400, "at most 1,024"),
 ]
 
 
@@ -229,6 +230,22 @@ def test_refusals_have_the_shape_of_openai(site, body, status, said):
     assert set(error) == {"object", "message", "type", "code"}
     assert error["code"] == status
     assert said in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"prompt": "\\ud800"}', "surrogates"),
+        (b'{"prompt": [1], "top_k": 1e400}', "beyond all others"),
+        (b'{"prompt": [1], "temperature": 1' + b"0" * 400 + b"}", "beyond all others"),
+        (b'{"prompt": [1], "stop": ["\\uD83D"]}', "surrogates"),
+    ],
+)
+def test_odd_json_is_refused(site, raw, said):
+    answer = httpx.post(site[1] + "/v1/completions", content=raw, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
 
 
 # --- steering -----------------------------------------------------------------------------------------------------

@@ -292,3 +292,22 @@ def test_what_becomes_large_by_right_is_read(tmp_path: Path) -> None:
     "Zeros pack well; only what no step needs is refused."
     np.savez_compressed(tmp_path / "a.npz", values=np.zeros(1_000_000))
     assert read_arrays(tmp_path / "a.npz")["values"].shape == (1_000_000,)
+
+
+def test_a_sample_of_length_0_costs_that_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = bundles(tmp_path)
+    before = Run.open(tmp_path).record(2)
+    changed(lengths=lambda a: np.r_[0, sum(a["lengths"][:2]), a["lengths"][2:]])(file)
+    after = Run.open(tmp_path).record(2)
+    count = sum(len(g.samples) for g in before.groups)
+    assert sum(len(g.samples) for g in after.groups) == count - 1
+    assert [g.dropped for g in after.groups if g.dropped] == [("no token was sampled",)]
+    for place in ((), ("--step", "2")):
+        assert main(["show", str(tmp_path), *place]) == 0
+
+
+def test_settings_that_are_nested_without_end(own: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(own, tmp_path / "run")
+    (path / "config.yaml").write_bytes(b"[" * 200_000)
+    with pytest.raises(RecordError, match=r"config\.yaml: not readable: got lists and mappings 200,000 deep"):
+        Run.open(path)

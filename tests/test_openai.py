@@ -632,6 +632,8 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site,
 
 TORTS = {
     "html": (200, b"<html><body>Welcome</body></html>", "got a page of HTML"),
+    "deep": (200, b'{"choices": ' + b"[" * 200_000, "JSON that is nested too deeply"),
+    "endless": (200, b'{"choices": ["' + b"x" * 2**25, r"got more than 16,\d+,\d+ bytes"),
     "escapes": (400, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\u001b\]0;owned\\u0007 \\u001b\[31mno"),
 }
 
@@ -643,7 +645,7 @@ def test_what_no_server_should_send_is_named_at_once(name):
 
     async def answer(request):
         asked.append(request.url.path)
-        return Response(body, status, media_type="text/html" if status == 200 else "application/json")
+        return Response(body, status, media_type="text/html" if name == "html" else "application/json")
 
     async def test(url):
         async with sampler_at(url) as sampler:

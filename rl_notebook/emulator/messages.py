@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..backends.base import LossFn
 from ..core.types import AdamParams, BackendError, Completion, Datum, DatumError, LossError, needs
-from ..core.types import RLNotebookError, SampleParams
+from ..core.types import ConfigError, RLNotebookError, SampleParams, plain_text
 from ..core.losses import POLICY_LOSSES, ActiveTokens, LossOptions
 
 # %% auto #0
@@ -226,8 +227,13 @@ def json_adam(params: Mapping[str, Any]) -> AdamParams:
     return replace(ADAM_DEFAULTS, **{name: float(params[name]) for name in names if name in params})
 
 # %% ../../nbs/emulator/00_messages.ipynb #7185ae60
+MAX_SAMPLES = 1024  # completions that one request may ask for
+
+
 def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SampleParams:
     "How to draw, in the words of either service; raises `ConfigError`, `TypeError` or `ValueError`."
+    if n > MAX_SAMPLES:
+        raise ConfigError("n", where="the request", got=n, expected=f"at most {MAX_SAMPLES:,}")
     stop = given.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     return SampleParams(
@@ -327,13 +333,19 @@ class Refusal(BackendError):
         self.status = status
 
 # %% ../../nbs/emulator/00_messages.ipynb #22cad8b9
+MAX_BODY = 2**30  # bytes of a request, unpacked
+
+
 async def read_body(request: Request) -> bytes:
     "The body, unpacked; raises `Refusal` when it is packed in a way that we do not know."
     body, packing = await request.body(), request.headers.get("content-encoding", "identity")
     if packing == "zstd":
         import zstandard  # which comes with the SDKs that pack
 
-        return zstandard.ZstdDecompressor().stream_reader(body).read()
+        body = zstandard.ZstdDecompressor().stream_reader(body).read(MAX_BODY + 1)
+        if len(body) > MAX_BODY:
+            raise Refusal(413, "body", got=f"more than {MAX_BODY:,} bytes", expected="a smaller batch")
+        return body
     if packing != "identity":
         raise Refusal(415, "Content-Encoding", got=repr(packing), expected="identity or zstd")
     return body
@@ -344,10 +356,21 @@ async def json_of(request: Request, status: int = 400) -> dict[str, Any]:
     return read_json(await read_body(request), status)
 
 # %% ../../nbs/emulator/00_messages.ipynb #1aa42780
+def _finite(text: str) -> int | float:
+    "A number of JSON; raises ValueError for one that no float can hold."
+    if math.isinf(float(text)):
+        raise ValueError(f"a number beyond all others: {text[:20]}")
+    return float(text) if {*text} & {*".eE"} else int(text)
+
+
 def read_json(raw: bytes, status: int = 422) -> dict[str, Any]:  # the status of what is none
     "A JSON object; raises `Refusal`."
     try:
-        body = json.loads(raw) if raw else {}
+        body = json.loads(raw, parse_float=_finite, parse_int=_finite) if raw else {}
+        if b"\\ud" in raw.lower():  # perhaps half of a surrogate pair, which no answer could repeat
+            json.dumps(body, ensure_ascii=False).encode()
+    except RecursionError:
+        raise Refusal(status, "body", got="JSON that is nested too deeply", expected="an object") from None
     except ValueError as reason:
         raise Refusal(status, "body", got=str(reason), expected="JSON") from reason
     if not isinstance(body, dict):
@@ -388,7 +411,8 @@ async def on_error(request: Request, error: Exception) -> Response:
         return error_reply(request.url.path, getattr(error, "status", 400), str(error))
     last = traceback.extract_tb(error.__traceback__)[-1]
     said = f"{type(error).__name__}: {error}"
-    logging.getLogger(__name__).error("%s: %s (%s:%s)", request.url.path, said, last.filename, last.lineno)
+    place = plain_text(f"{request.url.path}: {said} ({last.filename}:{last.lineno})")
+    logging.getLogger(__name__).error("%s", place)
     return error_reply(request.url.path, 500, f"the emulator failed: {said}")
 
 

@@ -42,7 +42,11 @@ class Bundles(Reader):
     def _rows(self, step: int) -> Iterator[Row]:
         facts, arrays = self._read(step)
         lengths = arrays.pop("lengths")
-        if len(lengths) != len(facts["samples"]) or any(len(values) != lengths.sum() for values in arrays.values()):
+        if (
+            len(lengths) != len(facts["samples"])
+            or (lengths < 0).any()
+            or any(len(values) != lengths.sum() for values in arrays.values())
+        ):
             got = {"samples": len(facts["samples"]), "lengths": len(lengths)} | {n: len(v) for n, v in arrays.items()}
             expected = f"as many lengths as samples, and {lengths.sum()} entries an array"
             raise RecordError("arrays", where=str(self.files[step][0]), got=got, expected=expected)

@@ -54,11 +54,12 @@ class Row:
     policy_version: int | None = None  # of the weights that drew it
     temperature: float = 1.0
     info: Mapping[str, Any] = field(default_factory=dict)
+    is_lost: bool = False  # without tokens, although the others of the step have theirs
 
     @property
     def drawn(self) -> bool:
         "Whether it holds a sampled token, or is text alone."
-        return not len(self.tokens) or bool(self.loss_mask.any())
+        return not self.is_lost and (not len(self.tokens) or bool(self.loss_mask.any()))
 
 
 LOGPROBS = ("sampler_logprobs", "old_logprobs", "policy_logprobs", "ref_logprobs")
@@ -203,6 +204,8 @@ def record_of(
 ) -> StepRecord:
     "A step of another trainer; raises RecordError where its groups are not known."
     drawn = without_filler([placed(row) for row in rows])
+    if any(len(row.tokens) for row in drawn):
+        drawn = [row if len(row.tokens) else replace(row, is_lost=True) for row in drawn]
     names = group_keys(drawn, whole)
     by_group: dict[str, list[Row]] = {}
     order = {row.run: i for i, row in reversed([*enumerate(drawn)])}  # what is of one rollout stands side by side

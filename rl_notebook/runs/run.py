@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator,
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Self
 
@@ -76,11 +77,22 @@ def _config_yaml(config: Config | Mapping[str, Any]) -> str:
     return yaml_text(config_dict(config))
 
 
+MAX_DEPTH = 200  # of brackets and braces in the settings
+
+
+def _depth(text: bytes) -> int:
+    "How deep brackets and braces are nested in a text."
+    steps = [1 if sign in b"[{" else -1 for sign in re.findall(rb"[\[\]{}]", text)]
+    return max(accumulate(steps), default=0)
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     "The settings in a `config.yaml`; raises RecordError where it holds none."
     with os_errors("cannot read", path):
         text = read_file(path, MAX_TEXT)
     try:
+        if (depth := _depth(text)) > MAX_DEPTH:  # which takes PyYAML time that grows with the square
+            raise ValueError(f"lists and mappings {depth:,} deep")
         config = yaml_value(text.decode())
         if not isinstance(config, dict):
             raise ValueError(f"{type(config).__name__} where settings by name should be")

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import httpx
 
 from .link import fireworks_sdk
-from .wire import ODD, Secret, key_from_env, one_line
+from .wire import ODD, Secret, key_from_env, one_line, read_reply_blocking
 from ...core.names import lock_file, write_file
 from ...core.retries import RETRIED, AskAgain, Retries, retry_after, with_retries_blocking
 from ...core.types import BackendError, ConfigError, RecordError, RLNotebookError
@@ -109,7 +109,8 @@ def ask(
 
     def once() -> httpx.Response:
         try:
-            response = httpx.request(method, url, json=json, headers=sent, timeout=30.0, verify=secure)
+            with httpx.stream(method, url, json=json, headers=sent, timeout=30.0, verify=secure) as stream:
+                response = read_reply_blocking(stream, f"{method} {url}")
         except httpx.HTTPError as reason:
             raise AskAgain(type(reason).__name__) from None
         if response.status_code in RETRIED:

@@ -184,6 +184,55 @@ _DAMAGED = "a damaged response"
 ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # raised over a response of another shape
 
 
+MAX_REPLY = 2**24  # bytes of a response
+MAX_REPLY_PER_TOKEN = 2**12  # and of each token that it may hold, with logprob, text and experts
+
+
+def reply_limit(body: Any) -> int:
+    "Bytes that the response to a request may have: of prompt and completion, as many times as it asks for."
+    asked = body if isinstance(body, dict) else {}
+    count, length, prompt = (asked.get(name) for name in ("n", "max_tokens", "prompt"))
+    tokens = (length or 0) + (len(prompt) if isinstance(prompt, str | list) else 0)
+    return MAX_REPLY + MAX_REPLY_PER_TOKEN * tokens * (count or 1)
+
+
+class ReplyParts:
+    "The content of a response as it comes in; raises `Refused` for more bytes than were asked for."
+
+    def __init__(self, limit: int, where: str):
+        self.limit, self.where, self.read, self.parts = limit, where, 0, list[bytes]()
+
+    def add(self, part: bytes) -> None:
+        "Keep a part."
+        self.parts.append(part)
+        self.read += len(part)
+        if self.read > self.limit:
+            got, expected = f"more than {self.limit:,} bytes", "what was asked for"
+            raise Refused("the response", where=self.where, got=got, expected=expected, fix=_NOT_SUCH)
+
+    def response(self, stream: httpx.Response) -> httpx.Response:
+        "The response with its content."
+        packed = ("content-encoding", "content-length", "transfer-encoding")
+        headers = [(name, value) for name, value in stream.headers.multi_items() if name not in packed]
+        return httpx.Response(stream.status_code, headers=headers, content=b"".join(self.parts), request=stream.request)
+
+
+async def read_reply(stream: httpx.Response, limit: int, where: str) -> httpx.Response:
+    "The whole of a response that is being received; raises `Refused` for too many bytes."
+    content = ReplyParts(limit, where)
+    async for part in stream.aiter_bytes():
+        content.add(part)
+    return content.response(stream)
+
+
+def read_reply_blocking(stream: httpx.Response, where: str) -> httpx.Response:
+    "The same for a client that blocks."
+    content = ReplyParts(MAX_REPLY, where)
+    for part in stream.iter_bytes():
+        content.add(part)
+    return content.response(stream)
+
+
 def json_of(response: httpx.Response, where: str, key: Secret | None = None) -> dict[str, Any]:
     "The object in a response; raises `AskAgain`, also for damaged text, or `Refused`."
     kind, text = response.headers.get("content-type", ""), response.content.decode("utf-8-sig", errors="replace")
@@ -199,6 +248,8 @@ def json_of(response: httpx.Response, where: str, key: Secret | None = None) -> 
         value = json.loads(text)
     except ValueError:
         raise AskAgain(_DAMAGED) from None
+    except RecursionError:
+        raise Refused("the response", where=where, got="JSON that is nested too deeply", expected="an object") from None
     if not isinstance(value, dict):
         raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=_NOT_SUCH)
     return value
@@ -260,16 +311,20 @@ class Wire:
     async def send(self, method: str, path: str, body: Any = None, params: Any = None) -> dict[str, Any]:
         "Send once, with `params` in the address; raises `AskAgain`, also for damaged text, or `BackendError`."
         self.counts["attempts"] += 1
+        where = f"{method} {self.root}{path}"
         try:
-            async with asyncio.timeout(self.retries.attempt_s):
-                response = await self.client.request(method, self.root + path, json=body, params=params)
+            async with (
+                asyncio.timeout(self.retries.attempt_s),
+                self.client.stream(method, self.root + path, json=body, params=params) as stream,
+            ):
+                response = await read_reply(stream, reply_limit(body), where)
         except TimeoutError:
             raise AskAgain(f"no response within {self.retries.attempt_s:g} s", crowded=True) from None
         except httpx.DecodingError:
             raise AskAgain(_DAMAGED) from None
         except httpx.TransportError as reason:
             raise AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True) from None
-        value = json_of(response, f"{method} {self.root}{path}", self.key)
+        value = json_of(response, where, self.key)
         self.answered_at = time.monotonic()
         self.notice.heard()
         return value
