@@ -340,7 +340,7 @@ GIVEN = {
     "NaN reference": bad("ref_logprobs", "nan", "what-if", doctor="786 of 786 positions have no finite number"),
     "NaN reward": Given(
         "rewards is nan at group 0 (row 'q757'), sample 0", ("reward lab",), "recorded reward: got nan",
-        {"step charts": "[[null, null,", "tokens": "reward nan", "report": '"reward":null'},
+        {"step charts": "[[null, null,", "tokens": "reward nan", "report": '"reward": null'},
     ),
     "nothing trained": Given(
         "✗ signal: all 8 groups are dead", (*GRADIENT, "doctor"), "all 8 groups had equal rewards",
