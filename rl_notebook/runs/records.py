@@ -29,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from ..core.advantages import is_dead
-from ..core.losses import LossOptions
+from ..core.options import LossKnobs
 from ..core.datums import sample_of
 from ..core.metrics import reward_names
 from ..backends.base import GradNormalization
@@ -458,7 +458,7 @@ def misfit(value: Any, hint: Any, place: str) -> str:
 def check_kinds(record: StepRecord) -> None:
     "Raise RecordError for the first value of a record that is not of the kind that its field is annotated with."
     place = misfit(record, StepRecord, "record")
-    for name, hint in _hints(LossOptions).items():  # of those, a view computes with the numbers
+    for name, hint in _hints(LossKnobs).items():  # of those, a view computes with the numbers
         if name in record.options and not {*typing.get_args(hint)} - {int, float, type(None)}:
             place = place or misfit(record.options[name], hint | None, f"record.options[{name!r}]")
     if place:
