@@ -150,12 +150,14 @@ def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):
     def judge(text, answer, level): ...
 
     (tmp_path / "d.jsonl").write_text('{"id": "q1", "text": "1+1?"}')
-    backend, lacks = open_local("tiny"), "no prompt, no answer, no level"
-    for call in (
-        lambda: load_problem(Config(dataset=str(tmp_path / "d.jsonl"), rewards=[f"{__name__}:needs"])),
-        lambda: GRPOLoop(backend, str(tmp_path / "d.jsonl"), judge),
+    backend, lacks, own = open_local("tiny"), "no prompt, no answer, no level", f"{__name__}:needs"
+    for reads, call in (
+        ("'needs'", lambda: load_problem(Config(dataset=str(tmp_path / "d.jsonl"), rewards=["gsm8k", own]))),
+        ("'judge'", lambda: GRPOLoop(backend, str(tmp_path / "d.jsonl"), ["gsm8k", judge])),
     ):
-        failed(call, lacks, got="columns id, text", expected="a column level", fix="columns={'question': 'its")
+        failed(call, lacks, expected=f"(read by reward function 'gsm8k' and reward function {reads}), and")
+        asked = f"a column level (read by reward function {reads})"
+        failed(call, lacks, got="columns id, text", expected=asked, fix="columns={'question': 'its")
     rows = load_rows([{"question": "1+1?"}])
     failed(lambda: GRPOLoop(backend, rows, judge), "no answer, no level", where="row '0'", got="columns question")
     named = lambda: load_rows([{"q": "a"}], columns={"question": "problem"}, require=["answer"])

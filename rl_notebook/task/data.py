@@ -219,19 +219,27 @@ def _template_options(record: Mapping[str, Any], form: Mapping[str, Any], where:
     return options
 
 # %% ../../nbs/task/00_data.ipynb #001b3af0
+def read_by(require: Collection[str]) -> dict[str, str]:  # a mapping says what reads a column; empty = unknown
+    "Columns that rows must have, each with what reads it."
+    return dict(require) if isinstance(require, Mapping) else dict.fromkeys(require, "")
+
+
 def check_columns(
     data: Mapping[str, Any],  # the columns of a row
     answer: Any,  # what is right, wherever it stood
     where: str,
-    require: Collection[str],  # "answer", "answer?" = or null in its column, or other columns
+    require: Collection[str],  # "answer", "answer?" = or null in its column, or others; a mapping says what reads each
     lost: Mapping[str, str] | None = None,  # known to be missing, by name: where it was looked for
     gone: Sequence[str] = (),  # columns that were named, and are not there
 ) -> None:
     "Raise `DataError` for a row that lacks columns; names all of them."
     answers, lost = f"something in {', '.join(ANSWER_COLUMNS)}", dict(lost or {})
     told = {"answer": answer is not None, "answer?": answer is not None or any(n in data for n in ANSWER_COLUMNS)}
-    absent = ["answer" if n in told else n for n in require if not told.get(n, n in data)]
-    lost |= {n: answers if n == "answer" else f"a column {n}" for n in absent}
+    for column, readers in read_by(require).items():
+        if not told.get(column, column in data):
+            name = "answer" if column in told else column
+            looked_for = answers if name == "answer" else f"a column {name}"
+            lost[name] = looked_for + (f" (read by {readers})" if readers else "")
     if lost or gone:
         what = ", ".join([*gone, *(f"no {'prompt' if name == 'question' else name}" for name in lost)])
         got = f"columns {', '.join(map(plain_text, data)) or '(none)'}"
@@ -261,7 +269,8 @@ def make_row(
     name, answer = _first(data, prompts), find_answer(data, next((n for n in ANSWER_COLUMNS if n in columns), None))
     lost = {} if name or prompts[0] in gone else {"question": f"something in {', '.join([*prompts[2:], prompts[0]])}"}
     named = [f"column {theirs!r} (for {ours!r})" for ours, theirs in gone.items()]
-    check_columns(data, answer, place, [n for n in require if n not in gone], lost, named)
+    needed = {name: readers for name, readers in read_by(require).items() if name not in gone}
+    check_columns(data, answer, place, needed, lost, named)
     form = _prompt(data, place, name or "", system_prompt)
     return Row(key=key, answer=answer, data=data, options=_template_options(data, form, place), **form)
 
@@ -428,7 +437,7 @@ def load_rows(
     *,
     max_rows: int | None = None,  # the first so many
     require_answer: bool = False,  # refuse rows that do not say what is right
-    require: Collection[str] = (),  # columns that rows must have
+    require: Collection[str] = (),  # columns that rows must have; a mapping also says what reads each
     system_prompt: str | None = None,  # goes in front of conversations that have none
     columns: Mapping[str, str] | None = None,  # the records' columns by our names, as {"question": "problem"}
     config: str | None = None,  # of a data set on the hub
@@ -438,7 +447,8 @@ def load_rows(
     "Every row of a data set, checked; raises `DataError` that names file, line and reason."
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 1):
         raise DataError("max_rows", where="load_rows", got=quoted(max_rows), expected="1 or more, or None for all")
-    how = {"columns": columns, "require": [*require, *["answer"] * require_answer], "system_prompt": system_prompt}
+    needed = {**dict.fromkeys(["answer"] * require_answer, ""), **read_by(require)}
+    how = {"columns": columns, "require": needed, "system_prompt": system_prompt}
     records = islice(_records(source, config=config, split=split, streaming=streaming), max_rows)
     rows = [make_row(record, i, where=where, **how) for i, (where, record) in enumerate(records)]
     _check_rows(rows, source)

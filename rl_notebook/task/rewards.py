@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -871,11 +871,15 @@ def as_reward_fns(source: Any, weights: Sequence[float] | None = None) -> tuple[
     return fns
 
 # %% ../../nbs/task/01_rewards.ipynb #f62be2ad
-def columns_read(source: Any) -> list[str]:  # source: one or several reward functions
+def columns_read(source: Any) -> dict[str, str]:  # by column: the reward functions that read it
     "Columns without which reward functions cannot be called; `answer` for whichever column holds it."
     bare = _make_group([""], Row("", prompt=""), None, 0, None)
-    names = [(n, fn.style) for fn in as_reward_fns(source) for n in _missing(fn, _arguments(fn, bare, _Logs())[0])]
-    return list(dict.fromkeys("answer" + "?" * (style == "trl") if n in ANSWER_COLUMNS else n for n, style in names))
+    readers = defaultdict[str, list[str]](list)
+    for fn in as_reward_fns(source):
+        for name in _missing(fn, _arguments(fn, bare, _Logs())[0]):
+            answer = "answer?" if fn.style == "trl" else "answer"
+            readers[answer if name in ANSWER_COLUMNS else name].append(f"reward function {fn.name!r}")
+    return {column: " and ".join(dict.fromkeys(names)) for column, names in readers.items()}
 
 # %% ../../nbs/task/01_rewards.ipynb #e0556872
 async def score(
