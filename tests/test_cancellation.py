@@ -7,6 +7,7 @@ each, the run goes on and has to come to the weights of a run that was left alon
 import asyncio
 import contextlib
 import functools
+import gc
 import os
 import signal
 import sys
@@ -446,3 +447,46 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         assert lines[0] == 'cell, line 13, in unread: return {}["answer"]'
         assert lines[1:] == ["KeyError: 'answer'", "cell, line 3: await score([s], loop.rows[0], unread)"]
         assert last.startswith("RewardError: ")
+
+
+# --- rollouts that never end ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ended", ["timeout", "cancelled", "failed", "abandoned"])
+@pytest.mark.parametrize("kind", ["sync", "overlapped", "async"])
+def test_a_rollout_that_hangs_ends_with_its_step(kind: str, ended: str, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    "A step of a loop of its own event loop leaves nothing behind; rows of an async loop end when it is closed."
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
+
+    async def rollout_fn(sample_prompt: dict[str, Any], rollout_index: int) -> None:
+        if ended == "failed" and rollout_index == 2:
+            raise ValueError("no such game")
+        await asyncio.Event().wait()
+
+    async def main(loop: GRPOLoop) -> int:
+        step = asyncio.ensure_future(loop.step())
+        if ended == "timeout":
+            await asyncio.gather(asyncio.wait_for(step, 0.1), return_exceptions=True)
+        else:
+            await asyncio.wait([step], timeout=0.1)
+        if ended == "abandoned":
+            return 0
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+        if kind == "async":
+            await loop.close()
+        return len(asyncio.all_tasks()) - 1
+
+    cfg = Config(**SMALL, kl_beta=0.0, **KINDS[kind])
+    cls = AsyncGRPOLoop if kind == "async" else GRPOLoop
+    loop = cls(open_local(tiny_model(), byte_tokenizer()), [{"prompt": f"{i} ="} for i in range(4)], rollout_fn, cfg)
+    events = asyncio.new_event_loop()
+    left = events.run_until_complete(main(loop))
+    events.close()
+    del loop
+    gc.collect()
+    assert left == 0
+    assert not [error for error in unraisable if isinstance(error, ValueError)]
+    if ended != "abandoned":  # asyncio itself tells of tasks whose event loop was closed
+        assert (unraisable, capfd.readouterr().err) == ([], "")

@@ -517,7 +517,8 @@ async def _called(
 ) -> tuple[Any, list[Completion]]:  # what it returned, what was sampled for it
     "Call a rollout function once; what it raises gets its place, unless the connection is to blame."
     note = DrawNote(called_with["seed"])
-    before, task = DRAW.set(note), asyncio.current_task()
+    DRAW.set(note)  # for the task of this draw, which ends with it
+    task = asyncio.current_task()
     cancelled = task.cancelling() if task else 0
     try:
         returned = fn(called_with, **context)
@@ -533,8 +534,6 @@ async def _called(
         if is_transient(error) or isinstance(error, DivergedError) or getattr(error, "where", None) == where:
             raise
         raise blame(error, where) from error
-    finally:
-        DRAW.reset(before)
 
 
 async def draw_one(
