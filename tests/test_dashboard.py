@@ -102,6 +102,7 @@ def test_phase_step_and_undo():
         assert "undo" in enabled(dashboard)
         await dashboard.undo()
         assert (loop.state.number, len(loop.records), dashboard.record) == (1, 0, None)
+        assert "Step 1 is back at prompts." in dashboard.screen.head.value
         assert dashboard.history.column("reward")[0].tolist() == []
         assert "No step is finished" in dashboard.screen.now.value
         refused = r"undo: got There is no update to take back: keep_undo=1 keeps the last update\. Open the loop with"

@@ -490,6 +490,7 @@ def refresh_head(dashboard: Dashboard) -> None:
         button.disabled, button.tooltip = bool(why), why or ACTIONS[action][1]
     d.screen.settings.look(loop, refusal(d, "change"))
     progress = progress_html(progress_of(loop, d.watch), standing(d)) + ended_html(d)
+    progress += f'<p class="rld-sentence">{d.undone}</p>' if d.undone else ""
     d.screen.head.value = strip_html(loop, phase) + progress
     old = d.doing and d.error not in (None, d.failed, d.stumbled)
     if old or d.failed not in (None, d.error):

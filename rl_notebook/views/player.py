@@ -142,6 +142,7 @@ class Player:
         self.closed = False
         self.left = math.inf  # steps still to play
         self.failed: Exception | None = None  # what the last action ended with
+        self.undone = ""  # what the last action took back, in a sentence
         self.task: asyncio.Task[None] | None = None  # of the last action
         self.resting: asyncio.Event | None = None  # set to end the rest between two phases
         self.window: AsyncGenerator[StepRecord, None] | None = None  # that it is in the middle of
@@ -156,6 +157,7 @@ class Player:
         self.task = asyncio.get_running_loop().create_task(act(self, action))
         self.doing, self.pausing, self.draining = action, False, False
         self.failed, self.loop.stop_requested = None, False
+        self.undone = ""
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `failed` has it
         self.changed()
         return self.task
@@ -277,7 +279,11 @@ async def work(player: Player, action: str) -> None:
             player.at = "undo"
             player.changed()
             await release(player)
+            before = loop.state
             await loop.undo()
+            player.undone = f"Step {loop.state.number} is back at {loop.state.current}."
+            if before.values and before.number > loop.state.number:
+                player.undone += f" What step {before.number} had begun is dropped."
         case "stop":
             await release(player)
         case "drain":
