@@ -23,7 +23,7 @@ from synthetic import beside, synthetic_record
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RecordError
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.views.charts import COLORS, LOOKS, Chart, LiveCharts, asset, chart, charts, plotly_script, svg
+from rl_notebook.views.charts import COLORS, LOOKS, Chart, LiveCharts, asset, chart, charts, module, plotly_script, svg
 from rl_notebook.views.charts import timeline_figure
 from rl_notebook.views.payloads import BARS, DRAWN, History, advantages_payload, downsample
 from rl_notebook.views.payloads import history_row, kl_payload, packed_lanes, reward_payload, run_payloads, series
@@ -225,7 +225,7 @@ def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_a_page_loads_is_small_and_asks_for_nothing():
-    code = asset("charts.js")
+    code = module("charts.js")
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|http", code)
     assert re.findall(r"import\s*\(.*?\)", code) == ["import(url)"]  # of a blob of the trait that holds plotly's script
     assert str(LiveCharts._esm) == code

@@ -296,6 +296,10 @@ def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
 def test_runs_side_by_side_differ_by_what_the_rows_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     for name, add, seed in (("a", 0.0, 1), ("b", 0.5, 2), ("c", 0.0, 3)):
         rewarded(tmp_path / name, add, seed)
+    assert command(["view", str(tmp_path / "a"), str(tmp_path / "c"), "--out", str(tmp_path / "equal.html")]) == 0
+    said = capsys.readouterr().err
+    assert "No recorded setting differs between a and c." in said
+    assert "Empty" not in said
     both = compare(*(tmp_path / name for name in "abc"))
     table = both.table
     assert table["reward"].tolist() == ["b - a", "b - a", "c - a", "c - a"]

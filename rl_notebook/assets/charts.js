@@ -1,5 +1,7 @@
 // Charts in a grid. The kernel sends whole figures; plotly keeps what the reader did to a chart, such as zooming in.
 
+import { followSteps } from "./cursor.js";
+
 const CONFIG = { displaylogo: false, displayModeBar: false };
 const rest = (ms) => new Promise((done) => setTimeout(done, ms));
 
@@ -83,6 +85,7 @@ async function render({ model, el, signal }) {
       const layout = { ...structuredClone(figure.layout), height: about.height, autosize: true };
       await Plotly.react(plot, structuredClone(figure.data), layout, CONFIG);
       if (fresh) {
+        followSteps(Plotly, plot);
         plot.on("plotly_click", ({ points: [p] }) => model.send({ clicked: about.name, x: Number(p.x), y: Number(p.y) }));
       }
     }

@@ -1,5 +1,6 @@
 // Draws the completions and the figures of a report from what the page carries, marks what its address names, and reads
 // the page again if it asks for that.
+import { followSteps } from "./cursor.js";
 import { button, fill, labelled, make } from "./elements.js";
 import { makeTable, number } from "./table.js";
 
@@ -195,12 +196,12 @@ function smoothed(y, weight) {
 function withSmoothing(data, weight) {
   return data.flatMap((t) => {
     if (!isLine(t)) return [t];
-    const measured = { ...t, opacity: 0.25, showlegend: false, hoverinfo: "skip", hovertemplate: null };
-    return [measured, { ...t, y: smoothed(t.y, weight) }];
+    return [{ ...t, opacity: 0.25, showlegend: false }, { ...t, y: smoothed(t.y, weight), name: `${t.name}, smoothed` }];
   });
 }
 
-// Lines on a logarithmic axis, which has no place for 0 and below, nor for an area that goes there. Shares and bars stay.
+// Lines on a logarithmic axis, which has no place for 0 and below, nor for an area that goes there, and a sentence about
+// what is left out. Shares and bars stay.
 function withLog({ data, layout }) {
   const on = (key) => data.filter((t) => `yaxis${(t.yaxis ?? "y").slice(1)}` === key);
   const lines = (key) => on(key).filter(isLine).flatMap((t) => t.y).filter((v) => v !== null);
@@ -209,37 +210,41 @@ function withLog({ data, layout }) {
   const keys = axesOf(layout).filter(fits);
   const isOnLog = (t) => keys.includes(`yaxis${(t.yaxis ?? "y").slice(1)}`);
   const positive = (t) => ({ ...t, y: t.y.map((v) => (v > 0 ? v : null)) });
-  const kept = data.filter((t) => !(isOnLog(t) && t.fill && t.y.some((v) => v !== null && v <= 0)));
+  const isBelow = (v) => v !== null && v <= 0;
+  const isArea = (t) => isOnLog(t) && t.fill && t.y.some(isBelow);
+  const areas = [...new Set(data.filter(isArea).map((t) => `“${t.name}”`))];
+  const points = data.filter((t) => isOnLog(t) && !t.fill).flatMap((t) => t.y).filter(isBelow).length;
+  const left = areas.length ? `On a log scale ${areas.join(" and ")} is not drawn: it reaches 0 or below. ` : "";
+  const out = points ? `Points at 0 have no place on a log scale: ${points} left out.` : "";
+  const note = keys.length ? left + out : "The scale stays linear.";
   const axes = Object.fromEntries(keys.map((key) => [key, { ...layout[key], type: "log", rangemode: "normal" }]));
-  return { data: kept.map((t) => (isOnLog(t) && !t.fill ? positive(t) : t)), layout: { ...layout, ...axes } };
+  const kept = data.filter((t) => !isArea(t)).map((t) => (isOnLog(t) && !t.fill ? positive(t) : t));
+  return { data: kept, layout: { ...layout, ...axes }, note };
 }
 
 // As the reader wants it; plotly writes into what it is given.
 function dressed(figure, isOverSteps) {
   let { data, layout } = structuredClone(figure);
+  let note = "";
   if (isOverSteps && chosen.smoothing) data = withSmoothing(data, chosen.smoothing);
-  if (isOverSteps && chosen.log) ({ data, layout } = withLog({ data, layout }));
-  return [data, layout];
+  if (isOverSteps && chosen.log) ({ data, layout, note } = withLog({ data, layout }));
+  return { data, layout, note };
 }
 
 function drawFigures(Plotly, figures) {
   const plots = Object.keys(figures).map((id) => document.getElementById(id));
   const overSteps = plots.filter((plot) => plot.dataset.steps);
-  const draw = (plot) => Plotly.react(plot, ...dressed(figures[plot.id], Boolean(plot.dataset.steps)), CONFIG);
+  const notes = new Map(overSteps.map((plot) => [plot, make("div", "soft note")]));
+  for (const [plot, note] of notes) plot.before(note);
+  function draw(plot) {
+    const { data, layout, note } = dressed(figures[plot.id], Boolean(plot.dataset.steps));
+    Plotly.react(plot, data, layout, CONFIG);
+    if (notes.has(plot)) notes.get(plot).textContent = note;
+  }
   plots.forEach(draw);
   // One cursor for all charts over the steps.
   for (const plot of overSteps) {
-    const others = overSteps.filter((other) => other !== plot);
-    let here = false; // the mouse, not the cursor of another chart
-    plot.addEventListener("mouseenter", () => (here = true));
-    plot.addEventListener("mouseleave", () => {
-      here = false;
-      for (const other of others) Plotly.Fx.unhover(other);
-    });
-    plot.on("plotly_hover", ({ points }) => {
-      if (!here) return;
-      for (const other of others) Plotly.Fx.hover(other, { xval: points[0].x }, other._fullLayout._subplots.cartesian, true);
-    });
+    followSteps(Plotly, plot, overSteps.filter((other) => other !== plot));
     plot.on("plotly_click", ({ points }) => held.completions && (location.hash = `step=${points[0].x}`));
   }
   return () => overSteps.forEach(draw);

@@ -482,6 +482,7 @@ def rank_correlation(groups: Sequence[Mapping[str, Any]]) -> float:
 
 def _places(old: np.ndarray, new: np.ndarray) -> list[str]:
     "What became of the sign of each advantage; empty where there was none."
+    words: dict[tuple[int | None, int | None], str]
     words = {(1, -1): "+ → −", (-1, 1): "− → +", (0, 1): "0 → +", (0, -1): "0 → −", (1, 0): "+ → 0", (-1, 0): "− → 0"}
     sign = lambda x: None if np.isnan(x) else 0 if abs(x) < 1e-9 else int(np.sign(x))
     return ["left" if np.isnan(n) else words.get((sign(o), sign(n)), "") for o, n in zip(old, new, strict=True)]

@@ -56,6 +56,7 @@ def tint(color: str, share: float) -> str:
 # %% ../../nbs/views/02_charts.ipynb #6892bbf9
 _AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "ticks": "", "automargin": True}
 _X = {**_AXIS, "title": {"text": "step"}, "tickformat": ",", "showgrid": False, "zeroline": False}
+_X |= {"unifiedhovertitle": {"text": "step %{x}"}}  # of the cursor
 _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}}
 
 
@@ -74,7 +75,7 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "x unified",
-        "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": "#d5dce4", "font": {"color": "#1f2933"}},
+        "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": "#d5dce4", "font": {"color": "#1f2933"}, "namelength": -1},
         "legend": _LEGEND,
         "uirevision": "keep",
         "xaxis": _X | _step_ticks(data),
@@ -772,7 +773,7 @@ def plotly_script() -> str:
 class LiveCharts(anywidget.AnyWidget):
     "Charts in a grid, drawn by one plotly."
 
-    _esm = asset("charts.js")
+    _esm = module("charts.js")
     _css = asset("charts.css")
     script = traitlets.Unicode().tag(sync=True)  # plotly's
     shown = traitlets.List().tag(sync=True)  # name, title, caption, height without the title, and whether it is wide

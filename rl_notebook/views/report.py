@@ -290,20 +290,24 @@ def completions_payload(
     limit: int = SHOWN_TEXT,
 ) -> dict[str, Any]:
     "The completions of a step as rows, of as many prompts as fit, those with signal first; and a line about them."
-    sizes = (200 + table["prompt"].str.len() + table["text"].str.len()).groupby(table["group"]).sum()
-    has_signal = table["reward"].groupby(table["group"]).nunique() > 1
-    order = sorted(sizes.index, key=lambda group: (not has_signal[group], group))
-    first = [g for g, total in zip(order, sizes[order].cumsum(), strict=True) if total <= limit] or order[:1]
-    shown = table[table["group"].isin({*first, *named})]
-    line = f"{len(table)} completions of {len(sizes)} prompts, {int(has_signal.sum())} of them with signal"
+    sizes, has_signal = dict[int, int](), dict[int, bool]()
+    for group, part in table.groupby("group"):
+        number = int(str(group))
+        sizes[number] = sum(200 + len(row["prompt"]) + len(row["text"]) for row in part.to_dict("records"))
+        has_signal[number] = len(part["reward"].dropna().unique()) > 1
+    order = sorted(sizes, key=lambda group: (not has_signal[group], group))
+    totals = accumulate(sizes[group] for group in order)
+    first = [group for group, total in zip(order, totals, strict=True) if total <= limit] or order[:1]
+    shown = table.loc[table["group"].isin([*first, *named])]
+    line = f"{len(table)} completions of {len(sizes)} prompts, {sum(has_signal.values())} of them with signal"
     if len(shown) < len(table):
         line += f"; {len(shown)} of these completions are here"
-    return {"line": line, "rows": [_row(step, values) for values in shown[[*COMPLETION]].to_dict("records")]}
+    return {"line": line, "rows": [_row(step, values) for values in shown.loc[:, [*COMPLETION]].to_dict("records")]}
 
 
 def _row(step: int, values: Mapping[Any, Any]) -> dict[str, Any]:
     "One completion as JSON can hold it."
-    row = {"id": address(step, values["group"], values["sample"])}
+    row: dict[str, Any] = {"id": address(step, values["group"], values["sample"])}
     for name, value in values.items():
         if isinstance(value, str):
             row[name] = utf8(value)
@@ -678,10 +682,13 @@ class Comparison:
 
     @property
     def notes(self) -> list[str]:
-        "Runs that cannot be compared row by row."
+        "That no setting differs, and runs that cannot be compared row by row."
         first, *others = self.metrics
+        equal = (
+            [f"No recorded setting differs between {first} and {' and '.join(others)}."] if self.settings.empty else []
+        )
         why = "have no row in common: other data, or other positions of it."
-        return [f"{first} and {name} {why}" for name in others if self.shared(name).empty]
+        return equal + [f"{first} and {name} {why}" for name in others if self.shared(name).empty]
 
     @property
     def charts(self) -> list[Chart]:
@@ -710,7 +717,8 @@ class Comparison:
         return _page(names, "".join([*head, _figures_html(drawn, 0, over_steps=True)]), {"figures": figures})
 
     def __repr__(self) -> str:
-        return "\n".join([f"{self.settings.to_string()}\n\n{self.table.round(4).to_string(index=False)}", *self.notes])
+        settings = [] if self.settings.empty else [f"{self.settings.to_string()}\n"]
+        return "\n".join([*settings, self.table.round(4).to_string(index=False), *self.notes])
 
     def _repr_html_(self) -> str:
         return "".join([*self.tables_html(), *(chart.static_html() for chart in self.charts)])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from rl_notebook.views.charts import asset, plotly_script
+from rl_notebook.views.charts import module, plotly_script
 
 from .lab import HEAT, PANEL, Lab, Notebook
 
@@ -334,7 +334,7 @@ def test_updates_do_not_pile_up_in_the_browser(open_page: Callable[..., Page], t
     (tmp_path / "charts.html").write_text("<!doctype html><meta charset=utf-8><body></body>")
     page = open_page(tmp_path / "charts.html")
     about = {"name": "reward", "title": "Reward", "caption": "", "height": 200, "wide": True}
-    page.evaluate(PILE, [asset("charts.js"), plotly_script(), about])
+    page.evaluate(PILE, [module("charts.js"), plotly_script(), about])
     page.wait_for_function("() => drawn.at(-1) === 300")
     assert len(page.evaluate("drawn")) <= 2, "the drawing under way, and one of the newest"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,9 @@ def run(tmp_path: Path) -> RunFolder:
     "A run of six steps."
     run = RunFolder.create(tmp_path / "sums", {"base_model": "tiny", "policy_loss": "grpo", "kl_beta": 0.001})
     for step in range(1, 7):
-        run.add(synthetic_record(step, steps=7, groups=4, completions=5))
+        record = synthetic_record(step, steps=7, groups=4, completions=5)
+        metrics = {k: v for k, v in record.metrics.items() if not k.startswith("eval/")}
+        run.add(replace(record, metrics=metrics | ({"eval/reward": 0.5} if step % 2 else {})))
     return run
 
 
@@ -72,7 +75,11 @@ def test_a_report_fits_its_window_and_completions_are_sorted_searched_and_have_a
 
 # Of every chart over the steps: whether it has a cursor, what its lines are drawn of, and the kind of its axis.
 CURSORS = """() => [...document.querySelectorAll('[data-steps]')].map(p => Boolean(p.querySelector('.spikeline')))"""
-LINES = """() => document.getElementById('f0').data.filter(t => t.name === 'mean').map(t => t.y)"""
+LINES = """() => document.getElementById('f0').data.filter(t => t.name.startsWith('mean')).map(t => t.y)"""
+POINT_AT = """step => {
+    const { left, top, height } = document.querySelector('#f0 .nsewdrag').getBoundingClientRect();
+    return [left + document.getElementById('f0')._fullLayout.xaxis.c2p(step), top + height / 2];
+}"""
 AXES = """() => [...document.querySelectorAll('[data-steps]')].map(p => p._fullLayout.yaxis.type)"""
 
 
@@ -84,6 +91,13 @@ def test_charts_are_smoothed_put_on_a_log_scale_and_share_a_cursor(open_page: Ca
     plot = page.locator("#f0 .nsewdrag")
     plot.hover()
     page.wait_for_function(f"() => ({CURSORS})().every(Boolean)")
+    cursor = page.locator("#f0 .hoverlayer .legend")
+    for step in (4, 5):  # an evaluation only in the second
+        page.mouse.move(*page.evaluate(POINT_AT, step + 0.1))
+        expect(cursor).to_contain_text(f"step {step}")
+        expect(cursor).to_contain_text(f"mean : {measured[step - 1]:#.4g}")
+        assert ("held out" in cursor.text_content()) == (step == 5)
+        expect(page.locator("[data-steps] .hoverlayer .legendtitletext").last).to_have_text(f"step {step}")
     page.mouse.move(2, 2)
     page.wait_for_function(f"() => !({CURSORS})().some(Boolean)")
     page.get_by_label("smoothing").fill("0.5")
@@ -94,9 +108,13 @@ def test_charts_are_smoothed_put_on_a_log_scale_and_share_a_cursor(open_page: Ca
         average = 0.5 * average + 0.5 * value
         expected.append(average / (1 - 0.5**n))
     assert smooth == pytest.approx(expected)
+    page.mouse.move(*page.evaluate(POINT_AT, 4))
+    expect(cursor).to_contain_text(f"mean : {measured[3]:#.4g}")
+    expect(cursor).to_contain_text(f"mean, smoothed : {smooth[3]:#.4g}")
     assert "log" not in page.evaluate(AXES)
     page.get_by_label("log scale").check()
     page.wait_for_function(f"() => ({AXES})()[0] === 'log'")
+    expect(page.locator("figure:has(#f0) .note")).to_contain_text("“± std in a group” is not drawn")
     page.screenshot(path=SHOTS / "report_log.png")
     page.get_by_label("log scale").uncheck()
     box = page.locator("#f0 .nsewdrag").bounding_box()
