@@ -1,5 +1,6 @@
 "Rows from every source, the download cache, the cursor, and the sample that ships."
 
+import ast
 import gzip
 import json
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from errors import failed
 from hypothesis import given, settings
@@ -40,6 +42,11 @@ def test_jsonl_parquet_frame_list_and_hf_dataset_agree(tmp_path):
     datasets = pytest.importorskip("datasets")
     assert load_rows(datasets.Dataset.from_list(records)) == expected
     assert load_rows(datasets.Dataset.from_list(records).to_iterable_dataset()) == expected
+    columns = {name: [record.get(name) for record in records] for name in records[0]}
+    assert load_rows(columns) == expected
+    assert load_rows(pa.table(columns)) == expected
+    failed(lambda: load_rows({"question": ["a", "b"], "answer": ["1"]}), "columns", expected="one length")
+    failed(lambda: load_rows({"train": records, "test": records}), "splits")
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(records))
     failed(lambda: load_rows(splits), "splits", got="['train']", expected="one data set", fix="Pick a split")
 
@@ -61,7 +68,14 @@ def test_empty_cells_count_as_absent():
     rows = load_rows(frame.convert_dtypes())
     assert (rows[0].prompt, rows[1].messages[0]["content"]) == ("a=", "b?")
     assert [r.answer for r in rows] == [1, "x"]
-    failed(lambda: load_rows([{"prompt": "  "}]), "no prompt")
+    for empty in ("  ", None, float("nan"), []):
+        failed(
+            lambda empty=empty: load_rows([{"prompt": "a"}, {"prompt": empty}]),
+            "prompt",
+            where="record 1",
+            expected="not empty",
+        )
+    failed(lambda: load_rows([{"prompt": "a"}, {"prompt": "\ud800"}]), "prompt", where="record 1", expected="UTF-8")
     for cell in (pd.Series([1, 2]), np.array(5)):  # no truth value, or no length
         assert load_rows([{"prompt": "a", "answer": cell}])[0].answer is cell
 
@@ -69,10 +83,14 @@ def test_empty_cells_count_as_absent():
 TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 
 
-@pytest.mark.parametrize("written", [json.dumps(TALK), json.dumps(TALK, indent=1), repr(TALK), json.dumps(TALK[0])])
+@pytest.mark.parametrize(
+    "written",
+    [json.dumps(TALK), json.dumps(TALK, indent=1), repr(TALK), json.dumps(TALK[0]), json.dumps({"messages": TALK})],
+)
 def test_a_conversation_that_a_cell_holds_as_text_is_one(written, tmp_path):
     pd.DataFrame({"prompt": [written], "answer": ["4"]}).to_csv(tmp_path / "d.csv", index=False)
-    for source in (tmp_path / "d.csv", [{"messages": written}], [{"question": written}]):
+    held = ast.literal_eval(written)
+    for source in (tmp_path / "d.csv", [{"messages": written}], [{"question": written}], [{"prompt": held}]):
         assert [m["content"] for m in load_rows(source)[0].messages] == ["2+2?"]
 
 

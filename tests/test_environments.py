@@ -152,6 +152,13 @@ WRITTEN = {  # what a policy writes
     "lists": "[double(" * 20_000 + ")]" * 20_000,
     "parameters": "<tool_call><function=double><parameter=number>" * 20_000 + "</parameter></function>",
     "lists that do not end": "</think>[double(" * 20_000,
+    "escapes in a text of Python": '[double(number="""' + "a\\n" * 20_000,
+    "quotes in Python": '</think>[double(number="\\"' * 20_000,
+    "JSON that does not end": '<tool_call>{"name":' * 20_000,
+    "values in tags": "<tool_call><function=f><parameter=x>" * 8000
+    + "</parameter><parameter=y>" * 8000
+    + "</parameter>",
+    "no number of JSON": '<tool_call>{"name": "double", "arguments": {"number": NaN}}</tool_call>',
     "a function without a name": "<tool_call><function=\n></function></tool_call>",
     "a position": "[double(6)]",
     "a huge number": f"[double(number={'9' * 400}+1j)]",
@@ -173,10 +180,13 @@ TYPES = {  # JSON schemas, which the tool below declares, and what its parameter
         {"type": "string"},
         {t: t for t in ("42", "true", "null", "1e3", "[1, 2]", '"quoted"', "\n x \n", "a</parameter>b")},
     ),
-    "a number": ({"type": "number"}, {"1e3": 1000.0, "42": 42, "1.10": 1.1, "many": "many"}),
+    "a number": (
+        {"type": "number"},
+        {"1e3": 1000.0, "42": 42, "1.10": 1.1, "many": "many", "NaN": "NaN", "1e999": "1e999"},
+    ),
     "an int": ({"type": "integer"}, {"42": 42, "true": "true", str(10**30): 10**30}),
     "a bool": ({"type": "boolean"}, {"true": True, "False": False, "1": "1"}),
-    "a list": ({"type": "array"}, {'["a", null]': ["a", None], "a": "a"}),
+    "a list": ({"type": "array"}, {'["a", null]': ["a", None], "a": "a", "[-Infinity]": "[-Infinity]"}),
     "a dict": ({"type": "object"}, {'{"a": {"b": 1}}': {"a": {"b": 1}}, "[1]": "[1]"}),
     "a str or None": ({"type": "string", "nullable": True}, {"null": None, "None": "None", "42": "42"}),
     "an int or None": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"None": None, "7": 7}),
@@ -212,6 +222,11 @@ def test_arguments_are_handed_on_as_they_were_written():
         assert split_calls("then I would call " + text, opened="<think>\n")[1] == []
         assert split_calls(f"no</think>{text}", opened="<think>\n")[0] == "no</think>"
         assert split_calls(text[len("<tool_call>\n") :], opened="<tool_call>\n")[0] is None
+    for told in ('"arguments": "{\\"a\\": 1}"', '"parameters": {"a": 1}'):  # JSON in JSON, and as Llama writes it
+        [read] = split_calls(f'<tool_call>{{"name": "f", {told}}}</tool_call>')[1]
+        assert read["function"]["arguments"] == '{"a": 1}'
+    [read] = split_calls("[f(a=[1,\n 'é'], b=1e999, c=[-1e999])]")[1]
+    assert json.loads(read["function"]["arguments"]) == {"a": [1, "é"], "b": "1e999", "c": "[-1e999]"}
     tagged = f"<tool_call><function=f><parameter=a>\n{inner}\n<parameter=b>\n\n</parameter></function></tool_call>"
     [read] = split_calls(tagged)[1]
     assert json.loads(read["function"]["arguments"]) == {"a": f"{inner}\n<parameter=b>\n"}

@@ -22,6 +22,7 @@ from rl_notebook.task.rewards import (
     LIMITS,
     Limits,
     MathVerify,
+    countdown_reward,
     graded,
     gsm8k_reward,
     make_length_reward,
@@ -143,6 +144,16 @@ SIZES += [
     "9^999+1/" * 20 + "1",
     "1e-99999999 million",
 ]
+
+
+@pytest.mark.parametrize("made", [int, str, float, np.int64])
+def test_countdown_reads_numbers_however_a_row_holds_them(made):
+    grade = lambda said: countdown_reward(f"<answer>{said}</answer>", made(3), [made(1), made(2)])
+    assert [grade("1+2"), grade("3"), grade("1+1+1")] == [1.0, 0.0, 0.0]
+    for columns in ({"target": "x", "nums": [1, 2]}, {"target": 3, "nums": [1, None]}, {"target": 3, "nums": "[1, 2]"}):
+        bad = "target" if columns["target"] == "x" else "nums"
+        with pytest.raises(RewardError, match=f"row 'q1'.*column '{bad}'"):
+            score_blocking(["1+2"], make_row({"id": "q1", "question": "?", **columns}), "countdown")
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "gsm8k_strict", "format", "gsm8k_format", "countdown"])

@@ -136,7 +136,9 @@ def _is_written_out(node: ast.AST) -> bool:
             return True
         case ast.BinOp(ast.Constant(value=int() as top), ast.Div(), ast.Constant(value=int() as bottom)):
             return bottom > 1 and math.gcd(top, bottom) == 1
-        case ast.BinOp(ast.Constant(value=a), ast.Mult(), ast.BinOp(ast.Constant(value=10), ast.Pow(), exponent)):
+        case ast.BinOp(
+            ast.Constant(value=int() | float() as a), ast.Mult(), ast.BinOp(ast.Constant(value=10), ast.Pow(), exponent)
+        ):
             return 1 <= a < 10 and isinstance(getattr(exponent, "operand", exponent), ast.Constant)
         case ast.BinOp(number, ast.MatMult(), ast.Constant()):
             return _is_written_out(number)

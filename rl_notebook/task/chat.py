@@ -10,6 +10,7 @@ import copy
 import ctypes
 import html
 import json
+import math
 import re
 import secrets
 import threading
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
+from json.scanner import make_scanner
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,8 +304,10 @@ def sample_from_spans(
     )
 
 # %% ../../nbs/task/02_chat.ipynb #fb9d224e
-_OPENER = re.compile(r"<\|?\w+\|?>|\[[A-Z_]+\]|\\boxed\{|####")
-_OPENERS_AT_END = re.compile(r"(?:(?:<(?!(?:s|bos|user|assistant|system|model|bot)>)\w+>|\\boxed\{|####)\s*)+$")
+_TAG = r"\w[\w-]*(?:\s+[\w-]+=(?:'[^'<>]*'|\"[^\"<>]*\"|[\w.-]+))*"  # its name and attributes
+_OPENER = re.compile(rf"<{_TAG}>|<\|\w+\|?>|<\w+\|>|\[[A-Z_]+\]|\\boxed\{{|####")
+_OPENERS_AT_END = re.compile(rf"(?:(?:<(?!(?:s|bos|user|assistant|system|model|bot)>){_TAG}>|\\boxed\{{|####)\s*)+$")
+_THINK = re.compile(r"<think(?:\s[^<>]*)?>")
 
 
 def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
@@ -332,7 +336,7 @@ def opened_by(prompt: str, header: str = "") -> str:  # header: see `answer_head
     "What the end of a prompt opens of the policy's turn, from `<think>` or the like on; empty where it closes all."
     if header.strip() and header in prompt:
         begun = prompt.rpartition(header)[2]
-        opened = _OPENER.search(re.split(r"</\w+>", begun)[-1]) and _OPENER.search(begun)
+        opened = _OPENER.search(re.split(r"</[\w-]+>", begun)[-1]) and _OPENER.search(begun)
     else:
         opened = _OPENERS_AT_END.search(begun := prompt[-1000:])
     return begun[opened.start() :] if opened else ""
@@ -342,7 +346,7 @@ def opened_info(opened: str, said: str, text: str, grammar: str = "") -> dict[st
     """What its prompt opened, and whether a thought among it is never closed; a grammar writes no thoughts.
 
     `said`: the completion with its special tokens; where `text` has lost the end of the thought, nothing is opened."""
-    thinks, closed = "<think>" in opened.rpartition("</think>")[2], "</think>" in said
+    thinks, closed = bool(_THINK.search(opened.rpartition("</think>")[2])), "</think>" in said
     if not opened or grammar or (thinks and closed and "</think>" not in text):
         return {}
     return {"opened": opened} | ({"unfinished_thinking": True} if thinks and not closed else {})
@@ -480,12 +484,12 @@ class Conversation:
             expected = "at least one completion to learn from"
             raise AlignmentError("turns", where=c.row.where, got="none", expected=expected)
         last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
-        asked, drawn = [pair for pair in pairwise(c.spans) if pair[1].completion][-1]
+        asked, drawn = [(before, span.completion) for before, span in pairwise(c.spans) if span.completion][-1]
         spans = [(list(span.tokens), span.completion) for span in c.spans]
         kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
         held = sum(said is not None and said.params.grammar != "" for _, said in spans)
         opened = opened_by(asked.text, answer_header(c.tokenizer))
-        kept |= opened_info(opened, last, last, drawn.completion.params.grammar)
+        kept |= opened_info(opened, last, last, drawn.params.grammar)
         kept |= {**({"grammar_turns": held} if held else {}), **info}
         return sample_from_spans(spans, reward, last, kept)
 
@@ -511,9 +515,6 @@ class Conversation:
             marked.append(f'<span{green} title="{title}">{html.escape(span.text)}</span>')
         head = html.escape(self.headline)
         return f'<p>{head}</p><pre style="white-space:pre-wrap;overflow-wrap:anywhere">{"".join(marked)}</pre>'
-
-# %% ../../nbs/task/02_chat.ipynb #5dc77a3e
-#| exporti
 
 # %% ../../nbs/task/02_chat.ipynb #a70ca557
 def start_conversation(
@@ -609,17 +610,34 @@ def told_to_template(
 
 # %% ../../nbs/task/02_chat.ipynb #836bba9f
 _OPEN = r"<tool_call>\s*(?=\{|<function=)|(?:^|</think>|<\|tool_call_start\|>)\s*(?=\[\w+\()"
-_NEXT = re.compile(rf"<think>|{_OPEN}")
+_NEXT = re.compile(rf"{_THINK.pattern}|{_OPEN}")
 _CLOSE = re.compile(r"\s*</tool_call>")
 _FUNCTION = re.compile(r"<function=([^>\n]+)>")
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>")
 _FUNCTION_END = re.compile(r"\s*</function>\s*</tool_call>")
 _VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*</tool_call>))")
-_TRIPLE = r"(\'\'\'|\"\"\")(?:\\.|(?!\1).)*?\1"
+_TRIPLE = r"(\'\'\'|\"\"\")(?:\\.|(?!\1)[^\\])*\1"
 _QUOTED = r"""'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*\""""
-_PYTHON = re.compile(rf"{_TRIPLE}|{_QUOTED}|[\[\](){{}}]|</think>|<\|tool_call_start\|>", re.DOTALL)
+_PYTHON = re.compile(rf"{_TRIPLE}|{_QUOTED}|[\[\](){{}}]|(?P<end></think>|<\|tool_call_start\|>|['\"\\])", re.DOTALL)
 _SPACE = re.compile(r"\s*")
 _NO_CALL = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError, MemoryError, OverflowError)
+_NO_CALL += (StopIteration,)  # of `_SCAN`, where no value begins
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _finite(digits: str) -> float:
+    "A number of JSON that a float can hold; else `ValueError`."
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{digits} is too large for a float")
+    return value
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
+_RULES: Any = json.JSONDecoder(parse_constant=_refuse_constant)
+_SCAN = make_scanner(_RULES)  # which does not count the lines at an error
 
 
 def json_kinds(schema: Any, root: Any) -> set[str]:
@@ -662,7 +680,7 @@ def argument_json(text: str, kinds: Set[str]) -> str:  # kinds: the declared typ
     if "string" not in kinds:  # as templates write what Python calls True, False and None
         text = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     with suppress(ValueError, RecursionError):
-        value = json.loads(text) if others else text
+        value = _DECODER.decode(text) if others else text
         whole = isinstance(value, float) and value.is_integer()
         if json_kind(value) in others or (whole and "integer" in others):
             return text.strip()
@@ -671,17 +689,19 @@ def argument_json(text: str, kinds: Set[str]) -> str:  # kinds: the declared typ
 
 def _read_json(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
     "A call in JSON at a place of a text: its name, the arguments as they stand there, and where it ends."
-    decoder, parts, end = json.JSONDecoder(), dict[str, tuple[Any, str]](), at
+    parts, end = dict[str, tuple[Any, str]](), at
     while text[end] != "}":
-        name, end = decoder.raw_decode(text, _after_space(text, end + 1))
+        name, end = _SCAN(text, _after_space(text, end + 1))
         if text[end := _after_space(text, end)] != ":":
             raise ValueError("no colon")
         start = _after_space(text, end + 1)
-        value, end = decoder.raw_decode(text, start)
+        value, end = _SCAN(text, start)
         parts[name] = value, text[start:end]
         if text[end := _after_space(text, end)] not in ",}":
             raise ValueError("neither another field nor the end")
-    given, written = parts.get("arguments", ({}, "{}"))
+    given, written = parts.get("arguments") or parts.get("parameters") or ({}, "{}")
+    if isinstance(given, str):  # JSON in JSON
+        given, written = _DECODER.decode(given or "{}"), given
     if not isinstance(given or {}, dict):
         raise TypeError("arguments that are no object")
     return [(parts["name"][0], written if given else "{}")], _CLOSE.match(text, end + 1).end()  # type: ignore[union-attr]
@@ -692,42 +712,71 @@ def _after_space(text: str, at: int) -> int:
 
 
 def _read_tags(
-    text: str, at: int, value_ends: Sequence[int], tools: Sequence[Any]
+    text: str, at: int, value_ends: Sequence[int], tools: Sequence[Any], passed: set[int]
 ) -> tuple[list[tuple[Any, str]], int]:
-    "A call in tags at a place of a text: its name, its arguments as JSON, and where it ends."
-    function, parts = _FUNCTION.match(text, at), dict[str, str]()
+    """A call in tags at a place of a text: its name, its arguments as JSON, and where it ends.
+
+    `passed`: ends of values that calls before this one came to; those were no calls, so neither is one that meets them.
+    """
+    function = _FUNCTION.match(text, at)
     if function is None:
         raise ValueError("a function without a name")
     name, at = function[1].strip(), function.end()
+    values = list[tuple[str, int, int]]()
+    while parameter := _PARAMETER.match(text, at):
+        end = value_ends[bisect_left(value_ends, parameter.end())]
+        if end in passed:
+            raise ValueError("a function that does not end")
+        passed.add(end)
+        values.append((parameter[1].strip(), parameter.end(), end))
+        at = end + len("</parameter>")
+    closed = _FUNCTION_END.match(text, at)
+    if closed is None:
+        raise ValueError("a function that does not end")
     shapes = [tool["function"].get("parameters") or {} for tool in tools if tool["function"]["name"] == name]
     shape = shapes[0] if shapes and isinstance(shapes[0], dict) else {}
-    while parameter := _PARAMETER.match(text, at):
-        at = value_ends[bisect_left(value_ends, parameter.end())]
-        value = text[parameter.end() : at].removeprefix("\n").removesuffix("\n")  # which the template writes
-        key = parameter[1].strip()
+    parts = dict[str, str]()
+    for key, start, end in values:
+        value = text[start:end].removeprefix("\n").removesuffix("\n")  # which the template writes
         declared = (shape.get("properties") or {}).get(key, shape.get("additionalProperties"))
         parts[key] = argument_json(value, json_kinds(declared, shape))
-        at += len("</parameter>")
     arguments = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in parts.items())
-    return [(name, f"{{{arguments}}}")], _FUNCTION_END.match(text, at).end()  # type: ignore[union-attr]
+    return [(name, f"{{{arguments}}}")], closed.end()
 
 
 def _read_python(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
     "A list of Python calls with keywords at a place of a text: names, arguments as JSON, and where it ends."
-    depth = 0
+    depth, end = 0, at
     for piece in _PYTHON.finditer(text, at):
-        if piece[0][0] == "<":
-            raise ValueError("a list that does not end")
+        if piece["end"]:
+            break
         depth += (piece[0] in "([{") - (piece[0] in ")]}")
+        end = piece.end()
         if not depth:
             break
-    made: Any = ast.parse(text[at : piece.end()], mode="eval").body
+    if depth:
+        raise ValueError("a list that does not end")
+    source = text[at:end]
+    made: Any = ast.parse(source, mode="eval").body
     if any(call.args or None in [k.arg for k in call.keywords] for call in made.elts):
         raise ValueError("an argument without a name")
-    values = [{k.arg: ast.literal_eval(k.value) for k in call.keywords} for call in made.elts]
-    end = piece.end() + len("<|tool_call_end|>") * text.startswith("<|tool_call_end|>", piece.end())
-    written = [json.dumps(value, ensure_ascii=False) for value in values]
-    return [(call.func.id, arguments) for call, arguments in zip(made.elts, written, strict=True)], end
+    data = source.encode()
+    lines = [0, *(end_of_line.end() for end_of_line in re.finditer(rb"\r\n|\r|\n", data))]
+    written = [{k.arg: _literal_json(k.value, data, lines) for k in call.keywords} for call in made.elts]
+    arguments = [", ".join(f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in each.items()) for each in written]
+    end += len("<|tool_call_end|>") * text.startswith("<|tool_call_end|>", end)
+    return [(call.func.id, f"{{{own}}}") for call, own in zip(made.elts, arguments, strict=True)], end
+
+
+def _literal_json(node: ast.expr, source: bytes, lines: Sequence[int]) -> str:  # lines: where each begins
+    "A value in Python as JSON; its very text as a string where a number in it is no number of JSON."
+    value = ast.literal_eval(node)
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        start = lines[node.lineno - 1] + node.col_offset
+        end = lines[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
+        return json.dumps(source[start:end].decode(), ensure_ascii=False)
 
 # %% ../../nbs/task/02_chat.ipynb #d11b04b4
 def split_calls(
@@ -738,10 +787,10 @@ def split_calls(
     "What a text says, and which tools it calls, outside of its thoughts."
     whole, calls, content = opened + text, list[dict[str, Any]](), ""
     value_ends = [end.start() for end in _VALUE_END.finditer(whole)]
-    at, said_from = 0, len(opened)
+    at, said_from, passed = 0, len(opened), set[int]()
     while found := _NEXT.search(whole, at):
         at = found.end()
-        if found[0] == "<think>":
+        if found[0].startswith("<think"):
             closed = whole.find("</think>", at)
             at = len(whole) if closed < 0 else closed
             continue
@@ -751,7 +800,7 @@ def split_calls(
             elif whole[at] == "{":
                 read, end = _read_json(whole, at)
             else:
-                read, end = _read_tags(whole, at, value_ends, tools)
+                read, end = _read_tags(whole, at, value_ends, tools, passed)
         except _NO_CALL:
             at += 1
             continue

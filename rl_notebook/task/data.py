@@ -136,14 +136,21 @@ def _messages(value: Any, where: str, name: str = "messages") -> tuple[Mapping[s
 _TALK = re.compile(r"""\s*(?:array\(\s*)?\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")  # the beginning of one
 
 
+def _talk(value: Any) -> list[Any] | None:  # None = no conversation
+    "The messages that a value holds: a list of them, a mapping with such a list as `messages`, or one message."
+    value = value.get("messages", [value]) if isinstance(value, Mapping) else value
+    parts = value.tolist() if isinstance(value, np.ndarray) else value
+    if not isinstance(parts, list | tuple):
+        return None
+    return list(parts) if any(isinstance(p, Mapping) and {"role", "from"} & p.keys() for p in parts) else None
+
+
 def _read_talk(text: str, where: str, name: str) -> list[Any] | None:  # None = plain text
     "The messages in a text: JSON, or what Python prints of a list; raises `DataError` for what only begins as some."
     for read in (json.loads, ast.literal_eval) if text.lstrip()[:1] in ("[", "{") else ():
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            value = read(text.strip())
-            parts = value if isinstance(value, list) else [value]
-            if any(isinstance(part, dict) and {"role", "from"} & part.keys() for part in parts):
-                return parts
+            if (talk := _talk(read(text.strip()))) is not None:
+                return talk
     if name != "messages" and not _TALK.match(text):
         return None
     expected, fix = "a conversation, as JSON or as a list of messages", "Write the column with json.dumps."
@@ -157,7 +164,7 @@ def _prompt(record: Mapping[str, Any], where: str, name: str, system_prompt: str
         form: dict[str, Any] = {"prompt_tokens": _token_ids(value, name, where)}
     elif isinstance(value, list | tuple | np.ndarray):
         form = {"messages": _messages(value, where, name)}
-    elif isinstance(value, str) and (talk := _read_talk(value, where, name)):
+    elif talk := _read_talk(value, where, name) if isinstance(value, str) else _talk(value):
         form = {"messages": _messages(talk, where, name)}
     elif isinstance(value, str):
         form = {"messages": ({"role": "user", "content": value},)} if name == "question" else {"prompt": value}
@@ -165,6 +172,16 @@ def _prompt(record: Mapping[str, Any], where: str, name: str, system_prompt: str
         expected = "a list of messages" if name == "messages" else "a text or a list of messages"
         raise DataError(name, where=where, got=quoted(value), expected=expected)
     return _with_system(form, system_prompt, where)
+
+
+def _check_text(form: Mapping[str, Any], name: str, where: str) -> None:
+    "Raise `DataError` for a prompt with half of a surrogate pair, which is no text."
+    texts = [form.get("prompt") or "", *(m["content"] for m in form.get("messages") or ())]
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as e:
+            raise DataError(name, where=where, got=quoted(text), expected="text that can be written as UTF-8") from e
 
 # %% ../../nbs/task/00_data.ipynb #319d3347
 def _token_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
@@ -267,11 +284,16 @@ def make_row(
     place, known = where or f"row {key!r}", [*TOKEN_COLUMNS, *PROMPT_COLUMNS]
     prompts = [n for n in known if n in columns][:1] or known
     name, answer = _first(data, prompts), find_answer(data, next((n for n in ANSWER_COLUMNS if n in columns), None))
+    if name is None and not gone and (empty := [n for n in prompts if n in data]):
+        fix = "Give the row a prompt, or drop it."
+        column = columns.get(empty[0], empty[0])
+        raise DataError(column, where=place, got=quoted(data[empty[0]]), expected="a prompt that is not empty", fix=fix)
     lost = {} if name or prompts[0] in gone else {"question": f"something in {', '.join([*prompts[2:], prompts[0]])}"}
     named = [f"column {theirs!r} (for {ours!r})" for ours, theirs in gone.items()]
     needed = {name: readers for name, readers in read_by(require).items() if name not in gone}
     check_columns(data, answer, place, needed, lost, named)
     form = _prompt(data, place, name or "", system_prompt)
+    _check_text(form, name or "", place)
     return Row(key=key, answer=answer, data=data, options=_template_options(data, form, place), **form)
 
 # %% ../../nbs/task/00_data.ipynb #3a80d55f
@@ -370,10 +392,24 @@ def _opened(source: str | os.PathLike[str]) -> tuple[IO[bytes], str]:
         raise DataError("unreadable file", where="load_rows", got=str(e), expected="a file that may be read") from e
 
 # %% ../../nbs/task/00_data.ipynb #f988117e
+def _is_column(values: Any) -> bool:
+    "Whether a list of values is a column, and not the records of a split."
+    is_list = isinstance(values, list | tuple | np.ndarray)
+    return is_list and any(not isinstance(v, Mapping) or "role" in v for v in values)
+
+
 def _object_records(source: Any) -> Iterator[tuple[str, Any]]:
-    "Records of a DataFrame, a list of mappings or a Hugging Face dataset."
+    "Records of a DataFrame, a table of Arrow, a mapping of columns, a list of mappings or a Hugging Face dataset."
+    if isinstance(source, Mapping) and all(map(_is_column, source.values())):
+        lengths = {str(name): len(values) for name, values in source.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError("columns", where="load_rows", got=f"lengths {lengths}", expected="columns of one length")
+        source = [dict(zip(source, values, strict=True)) for values in zip(*source.values(), strict=True)]
+    elif hasattr(source, "to_pylist"):
+        source = source.to_pylist()
     if isinstance(source, Mapping):
-        raise DataError("splits", where="load_rows", got=list(source)[:5], expected="one data set", fix="Pick a split.")
+        fix = "Pick a split, or give columns as lists, or a list of mappings."
+        raise DataError("splits", where="load_rows", got=list(source)[:5], expected="one data set", fix=fix)
     if hasattr(source, "to_dict") and hasattr(source, "iloc"):
         source = source.to_dict("records")
     try:

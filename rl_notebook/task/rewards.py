@@ -17,9 +17,10 @@ import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -57,8 +58,8 @@ def last_boxed(text: str) -> str | None:
         if m[0] != "}":
             open_at.append(m.end() if len(m[0]) > 1 else None)
         elif open_at and (start := open_at.pop()) is not None:
-            found = text[start : m.start()].strip()
-    return found
+            found = start, m.start()
+    return None if found is None else text[slice(*found)].strip()
 
 # %% ../../nbs/task/01_rewards.ipynb #27e97830
 _OPEN, _CLOSE = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
@@ -174,16 +175,32 @@ def make_length_reward(
     return length_reward
 
 # %% ../../nbs/task/01_rewards.ipynb #fddcce84
+def _column_number(column: str, value: Any) -> Fraction:
+    "A number that a column of a row gives, maybe as text; raises `RewardError`."
+    if (number := parse_number(value)) is None:
+        raise RewardError(f"column {column!r}", where="countdown_reward", got=quoted(value), expected="a number")
+    return number
+
+
+def _column_list(value: Any) -> list[Any]:
+    "The numbers of `nums`; raises `RewardError`."
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        expected = "a list of numbers"
+        raise RewardError("column 'nums'", where="countdown_reward", got=quoted(value), expected=expected)
+    return list(value)
+
+
 def countdown_reward(
     text: str,  # a completion
-    target: int,  # column: the number to make
-    nums: Sequence[int],  # column: the numbers to make it from
+    target: int | str,  # column: the number to make
+    nums: Sequence[int | str],  # column: the numbers to make it from
 ) -> float:
     "1 when the final answer is an expression over `nums`, each used at most once, that makes `target`, else 0."
+    goal, allowed = _column_number("target", target), Counter(_column_number("nums", n) for n in _column_list(nums))
     said = (final_answer(text) or "").partition("=")[0].strip()[:201]
-    used, allowed = Counter(map(int, re.findall(r"\d+", said))), Counter(int(n) for n in nums)
+    used = Counter(Fraction(digits) for digits in re.findall(r"\d+", said))
     arithmetic = len(said) <= 200 and re.fullmatch(r"[\d+\-*/()\s]+", said, re.ASCII) and "**" not in said
-    return float(bool(arithmetic) and used <= allowed and evaluated(said) == target)
+    return float(bool(arithmetic) and used <= allowed and evaluated(said) == goal)
 
 # %% ../../nbs/task/01_rewards.ipynb #b3de72ce
 T = TypeVar("T")
