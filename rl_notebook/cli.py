@@ -426,27 +426,20 @@ async def diagnose_run(
                     raise
                 missing = error  # not trained, or not yet, or one series alone
                 continue
-            found[record.step] = e, (said := weigh(e))
-            word = said.cause if said.ok or said.certainty == "sure" else "differs"  # the rest is said of all
-            say(f"step {record.step:4}  {word:<18} largest gap {said.largest:.2g} nats")
+            found[record.step] = e, weigh(e)
     agree = bool(found) and all(said.ok for _, said in found.values())
     words = _words_of_others(run, seen, agree) if of_others else []
     asks = any(not line.startswith(("– versions", "– temperature")) for line in words)
     ending = "".join(f"\n{line}\n" for line in [*_not_regraded(seen, of_others), *words])
     if not found:
-        error = _without_comparison(run, missing)
-        if not asks:
-            say(ending)
-            raise error
-        lacks = f"{run.origin.splitlines()[2]}. To have it: {run.reader.hook}" if run.reader else str(error)
-        say(f"Trainer and sampler were not compared: {lacks}.\n{ending}")
-        return None, True
+        if not of_others or not seen:
+            raise _without_comparison(run, missing)
+        say(f"{_in_order(seen, words)}{_not_compared(run, missing)}\n{ending}")
+        return None, asks
     if step is None and len(found) < len(run):
         which = "those with both series; of a long run the last, and those with the largest gap by the metrics"
         say(f"{len(found)} of {len(run)} steps: {which} (--step N)")
     synced = sync_truth([record for record in seen if record.step in first]) if first else None
-    if synced:
-        say(f"\n{synced}")
     differ = [n for n, (_, said) in found.items() if not said.ok]
     number = next((n for n in differ if found[n][1].certainty == "sure"), min(differ, default=max(found)))
     e, name = found[number][0], f"step {number}"
@@ -458,6 +451,13 @@ async def diagnose_run(
         from rl_notebook.recipes.rl_loop import diagnose_step
 
         shown = await diagnose_step(path, number, trust=trust)
+    alone = name == f"step {number}"
+    verdicts = {n: _verdict(said, shown, number if alone and n != number else None) for n, (_, said) in found.items()}
+    width = max(18, *map(len, verdicts.values()))
+    for n, (_, said) in found.items():
+        say(f"step {n:4}  {verdicts[n]:<{width}} largest gap {said.largest:.2g} nats")
+    if synced:
+        say(f"\n{synced}")
     say(f"\n{name}\n{shown}")
     say(ending)
     noise = shown.cause == "dtype or batching" and shown.certainty == "likely"
@@ -485,11 +485,43 @@ def _words_of_others(run: Run, seen: Sequence[Any], agree: bool) -> list[str]:
     return [*words, lie if agree else str(versions)]
 
 
+def _verdict(said: Diagnosis, shown: Diagnosis, number: int | None) -> str:
+    "A step in a few words that agree with what is shown of one step, or (None) of this one or of several together."
+    if said.ok or said.certainty == "sure":
+        return said.cause
+    if shown.ok or shown.certainty == "a guess":
+        return "differs"
+    if number is not None:
+        return f"differs, see step {number}"
+    return f"differs: {'rounding' if shown.cause == 'dtype or batching' else shown.cause}, {shown.certainty}"
+
+
+def _in_order(seen: Sequence[Any], words: Sequence[str]) -> str:
+    "What was looked at without a comparison, and holds."
+    from rl_notebook.insight.sync import version_truth
+    from rl_notebook.insight.trends import BY_THE_PIPELINE
+    from rl_notebook.insight.xray import invariants
+
+    checks = [check for record in seen for check in invariants(record)] + [version_truth(seen)]
+    held = {check.name for check in checks if check.ok} - {check.name for check in checks if check.ok is False}
+    held -= {line[2:].partition(":")[0] for line in words}
+    names = [name for name in (*BY_THE_PIPELINE, "versions") if name in held]
+    steps = f"{len(seen)} step{'s' * (len(seen) > 1)}"
+    return f"Looked at in {steps} and in order: {', '.join(names)}.\n" if names else ""
+
+
+def _not_compared(run: Run, missing: RLNotebookError | None) -> str:
+    "That trainer and sampler were not compared, why, and what would record what is absent."
+    if run.reader is None:
+        return f"Trainer and sampler were not compared: {missing}"
+    absent = run.origin.splitlines()[2].removeprefix("absent: ").split(", ")
+    series = [n for n in absent if n in ("tokens", "sampler_logprobs", "old_logprobs", "policy_logprobs")] or absent
+    lacks = f"no {', no '.join(series)} in these files"
+    return f"Trainer and sampler were not compared: {lacks}. To compare: {run.reader.hook}."
+
+
 def _without_comparison(run: Run, missing: RLNotebookError | None) -> RLNotebookError:
     "Why no step has both series."
-    if run.reader and len(run):
-        got = run.origin.splitlines()[2]
-        return RecordError("cannot be seen from these files", where="doctor", got=got, fix=run.reader.hook)
     if missing is not None:
         return missing
     got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
@@ -504,16 +536,23 @@ def _not_regraded(seen: Sequence[Any], of_others: bool) -> list[str]:
     return [f"Rewards were not regraded: whether they belong to their completions, {way} tells."]
 
 # %% ../nbs/00_cli.ipynb #5c27ae74
-def run_doctor(args: Sequence[str]) -> int:  # exit code: 0 looked and found nothing, 1 something was found
+STATUSES = """exit status:
+  0  compared; nothing to fix was found
+  1  something to fix was found
+  2  nothing was found, but trainer and sampler were not compared; or a mistake, which is said"""
+
+
+def run_doctor(args: Sequence[str]) -> int:  # exit code
     "Say why trainer and sampler disagree in a run, if they do."
-    parser = argparse.ArgumentParser(prog="rl-notebook doctor", description="Trainer against sampler, step by step.")
+    told, layout = "Trainer against sampler, step by step.", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("rl-notebook doctor", description=told, epilog=STATUSES, formatter_class=layout)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, default=None, help="one step; default: all, or 40 of a long run")
     parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
     parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
-    _, asks = asyncio.run(diagnose_run(given.run, given.step, given.rescore, trust=given.trust))
-    return int(asks)
+    shown, asks = asyncio.run(diagnose_run(given.run, given.step, given.rescore, trust=given.trust))
+    return 1 if asks else 2 * (shown is None)
 
 
 TRUST = "import what the run names, although it was not started here; it is shown before"
@@ -765,7 +804,7 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
         if record.loss is not None or record.origin:
             found = concluded(gather(record), run.tokenizer)
     except (AlignmentError, DatumError) as missing:
-        unseen = f"doctor: cannot be seen from these files: {run.reader.hook}" if run.reader else f"doctor: {missing}"
+        unseen = f"doctor: {_not_compared(run, missing)}" if run.reader else f"doctor: {missing}"
     checks = [{"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks]
     data = {"step": step, "verdict": record.verdict, "sentence": said.sentence, "checks": checks}
     data |= {"doctor": None if found is None else {"cause": found.cause, "score": found.score, "text": found.sentence}}

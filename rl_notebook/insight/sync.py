@@ -43,13 +43,18 @@ NOISE = 0.02  # nats a token: a sampler in 16 bits has less
 # %% ../../nbs/insight/02_sync.ipynb #b7a79a93
 def sync_truth(records: Iterable[StepRecord]) -> Finding:
     "Whether the sampler got the weights, from the logprobs of a run; `ok` is None where they cannot tell."
+    records = list(records)
     table = sync_distances(records)
     gap, moved, left = (table[name].to_numpy(np.float64) for name in PAIRS)
     clear = max(CLEAR * gap[0], LEAST) if len(gap) else LEAST
     behind, complete = gap >= clear, bool(np.isfinite(gap).all())
-    if not complete or not len(table) or table.index[0] > 1 or (len(table) < 4 and not behind.any()):
-        lacks = "its first four steps" if complete else "sampler logprobs in every step"
-        return Finding("sync", None, f"whether the sampler got the weights cannot be told without {lacks}")
+    if not complete or (len(table) and table.index[0] > 1):
+        lacks = "its first steps" if complete else "sampler logprobs in every step"
+        return Finding("sync", None, f"whether the sampler gets the weights cannot be told without {lacks}")
+    if len(table) < 4 and not behind.any():
+        there = f"{len(table)} of {len(records)} have them" if len(table) < len(records) else f"there are {len(table)}"
+        needs = f"needs 4{' with policy logprobs' * (len(table) < len(records))}, {there}"
+        return Finding("sync", None, f"too few steps to tell whether the sampler gets the weights ({needs})")
     known = bool(np.isfinite(moved).all() and max(moved[0], left[0]) < clear)  # the reference is where the run began
     if not behind.any():
         apart = f"both sides are {gap[0]:.2g} nats a token apart before anything was trained" * bool(gap[0] > NOISE)

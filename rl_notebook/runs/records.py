@@ -444,7 +444,7 @@ def misfit(value: Any, hint: Any, place: str) -> str:
     if kind is Mapping and isinstance(value, Mapping):
         inside = [at for k, v in value.items() for at in ((k, parts[0], place), (v, parts[1], f"{place}[{k!r:.40}]"))]
         return next(filter(None, (misfit(*at) for at in inside)), "")
-    if is_dataclass(hint) and isinstance(value, hint):
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, hint):
         inside = [(getattr(value, name), part, f"{place}.{name}") for name, part in _hints(hint).items()]
         return next(filter(None, (misfit(*at) for at in inside)), "")
     if hint in (int, float):
@@ -605,7 +605,8 @@ def _text_bytes(values: Any) -> int:
     import pyarrow.compute as pc
 
     if pa.types.is_dictionary(values.type):
-        return pc.sum(pc.take(pc.binary_length(values.dictionary), values.indices)).as_py() or 0
+        sizes = pc.call_function("binary_length", [values.dictionary])
+        return pc.call_function("sum", [pc.take(sizes, values.indices)]).as_py() or 0
     if pa.types.is_struct(values.type):
         return sum(map(_text_bytes, values.flatten()))
     return _text_bytes(values.flatten()) if pa.types.is_nested(values.type) else 0

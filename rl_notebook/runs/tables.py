@@ -45,7 +45,10 @@ class Trl(Reader):
     "`completions_*.parquet`, which TRL writes with `log_completions=True`."
 
     origin, signature, number = "TRL", "completions/completions_*.parquet", r"completions_(\d+)"
-    told = "a total of the columns whose weights the advantages tell, 0 for one that varies in no group; no repeats"
+    told = (
+        "TRL writes no total reward: it is computed from the reward columns, with the weights that fit the advantages "
+        "(0 for a column that is equal inside every group); a generation that is written again is read once"
+    )
     hook = "rln.watch(trainer, folder) records tokens, logprobs and gradients"
 
     @cached_property

@@ -172,4 +172,4 @@ class Verifiers(PrimeRollouts):
     "`traces.jsonl` of verifiers 0.4, all of it as step 0."
 
     origin, signature, number, grows = "verifiers", "traces.jsonl", r"traces(\d*)", True
-    hook = "an evaluation has one series of logprobs: score the tokens with the model to compare"
+    hook = "score the tokens with the model, as an evaluation has one series of logprobs"

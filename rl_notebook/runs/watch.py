@@ -243,7 +243,7 @@ def proven(
     if abs(ours.item() - loss.loss) > 1e-5 * max(1.0, abs(loss.loss)):
         return {"make_loss": f"TRL's own: the loss is {loss.loss:.5g}, and {ours.item():.5g} by its loss_type"}, {}
     ours.backward()
-    by_formula = np.concatenate([np.nan_to_num(leaf.grad) for leaf in leaves])
+    by_formula = np.concatenate([np.nan_to_num(np.asarray(leaf.grad)) for leaf in leaves])
     arrived = np.concatenate(loss.dlogprobs)
     largest = float(np.abs(by_formula).max(initial=0.0))
     precise = all(lp.dtype in ("float32", "float64") for lp in loss.logprobs)

@@ -273,8 +273,9 @@ def try_update(
     moves, finite = list[Tensor](), list[Tensor]()
     for t in targets:
         parts = [(t.new_zeros(()), t.new_ones((), dtype=torch.bool))]
-        for start in range(0, 0 if t.grad is None else t.numel(), TRIED_AT_ONCE):
+        for start in () if t.grad is None else range(0, t.numel(), TRIED_AT_ONCE):
             part = slice(start, start + TRIED_AT_ONCE)
+            assert t.grad is not None
             grad = scale_gradient(copied_part(t.grad, part), count, ratio)
             parts.append(try_part(settings[t], t, grad, optimizer.state.get(t, {}), part))
         norms, whole = zip(*parts, strict=True)

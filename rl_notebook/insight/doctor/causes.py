@@ -33,7 +33,7 @@ FIXES: dict[str, str] = {
     "stale weights": "Sync the sampler after every update; if it lags on purpose, tis='token' or anchor='rollout'.",
     "rows permuted": "Keep the logprobs of a row inside its datum instead of pairing rows by order of arrival.",
     "wrong group": "Key prompts and logprobs by group and sample instead of by position.",
-    "BOS or template": "Hand over token ids instead of text, and let the server add none: render the prompt once.",
+    "BOS or template": "Hand over token ids, with no BOS, template or system message added: render the prompt once.",
     "padding side": "Pad on the right, or pass the attention mask and the positions that left padding needs.",
     "mask leak": "Set weights to 1 only where the policy drew the token.",
     "dropout": "Call model.eval() before scoring, and set every dropout rate to 0.",
@@ -508,7 +508,8 @@ def scatter(e: Evidence) -> Iterator[Cause]:
         left.append("dropout")
     for k, cause in enumerate(left):
         score = GUESS / 2 if k else PLAUSIBLE if e.stamps.agreed else GUESS
-        yield Cause(cause, score, f"{text}; the record alone cannot tell")
+        prompt = ", as another prompt makes it: BOS, template or system message" * (left == ["BOS or template"])
+        yield Cause(cause, score, f"{text}{prompt}; the record alone cannot tell")
 
 
 def all_well(e: Evidence) -> Iterator[Cause]:
