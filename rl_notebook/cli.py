@@ -224,12 +224,18 @@ def run_train(args: Sequence[str]) -> int:  # exit code
     "Train as the command line says."
     cfg, how = parse_train(args)
     from rl_notebook.recipes.rl_loop import train  # only now: it loads torch, which --help and a typo need not wait for
+    from rl_notebook.runs.run import remove_unbegun
 
+    opening, own = list[Any](), None
     if cfg.log_path is None and not how["resume"] and not was_chosen(cfg, "log_path"):
-        cfg = replace(cfg, log_path=str(run_folder(cfg)))
-        print(f"run folder: {cfg.log_path}  (--log-path names another; --log-path None keeps nothing)")
-    print(cfg.effective())
-    result = asyncio.run(train(cfg, **how))
+        own = run_folder(cfg)
+        cfg = replace(cfg, log_path=str(own))
+        opening.append(f"run folder: {own}  (--log-path names another; --log-path None keeps nothing)")
+    try:
+        result = asyncio.run(train(cfg, opening=[*opening, cfg.effective()], **how))
+    finally:
+        if own is not None and cfg.trained_here:  # a service's holds the list of what runs there
+            remove_unbegun(own)
     print_plain(result)
     print(next_commands(cfg) if not result.stopped and cfg.log_path else "")
     return 130 if result.stopped else 0

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import typing
 from collections.abc import Mapping
 from dataclasses import replace
@@ -280,6 +281,10 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         (["train", "--config", "no-such-file.yaml"], "config file: got No such file or directory"),
         (["train", "--resume"], "resume: got no log_path; expected the run folder to go on with"),
         (["train", "--base-model", "no/such/model"], "model: got no such folder; expected 'tiny', 'smollm2'"),
+        (["train", "--base-model", "nomodel"], "got no such folder, and the hub cannot be asked ("),
+        (["emulate", "--model", "tinyy"], "Did you mean 'tiny'?"),
+        (["train", "--dataset", "owner/nothing", "--rewards", "gsm8k"], "the hub cannot be asked ("),
+        (["train", "--rewards", "nomodule:fn"], "reward: got 'nomodule:fn'; expected an importable module:function"),
         (
             ["view", "no-such-run"],
             "no-such-run: no run here: got no such folder; expected the folder that was given",
@@ -295,12 +300,32 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 )
 def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # tests have no network in any case
+    begun = time.perf_counter()
     assert main(args) == 2
     said = capsys.readouterr()
+    assert time.perf_counter() - begun < 10  # the hub is asked once
+    assert said.out == ""
     assert said.err.startswith(f"rl-notebook {args[0]}: ")
     assert message in said.err
     assert "Traceback" not in said.err
+    assert "Retrying" not in said.err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path, monkeypatch, capsys):
+    (tmp_path / "own_reward.py").write_text("def fn(text):\n    raise ValueError('broken')\n")
+    monkeypatch.chdir(tmp_path)
+    short = ["--max-completion-tokens", "4", "--prompt-groups-per-step", "1", "--rewards", "own_reward:fn"]
+    assert main(["train", *short]) == 2
+    said = capsys.readouterr()
+    assert "--resume" not in said.out + said.err
+    assert [*(tmp_path / "runs").iterdir()] == []
+    assert main(["train", *short, "--log-path", "kept"]) == 2
+    assert (tmp_path / "kept" / "run.json").exists()
+    capsys.readouterr()
+    assert main(["show", "nope"]) == 2
+    assert "No run is near by." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -343,7 +343,7 @@ def test_a_folder_holds_one_run(run: RunFolder):
     assert str(error.value) == (
         f"{run.path}: the run folder holds another run: got 3 steps of a run with other settings: kl_beta (recorded"
         " 0.001, now 0.1), tis.cap (recorded 5.0, now 2.0); expected none. Choose another log_path, or resume the run"
-        " that is there."
+        f" that is there: rl-notebook train --resume --log-path {run.path}."
     )
     with pytest.raises(RecordError, match="got 3 steps of a run with the same settings"):
         RunFolder.create(run.path, CONFIG | {"log_path": "elsewhere"})

@@ -45,7 +45,7 @@ from ..runs.run import hold_folder, metrics_row, read_checkpoint, refuse_taken
 from ..task.rewards import reward_fn, columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn
 from ..loop.step import LossFactory
-from ..task.toy import toy_format_reward, toy_reward, toy_rows
+from ..task.toy import find_model, toy_format_reward, toy_reward, toy_rows
 from ..runs.trackers import Tracker, finish_trackers, open_trackers
 from ..experiments.replay import Replay, replay
 from ..views.report import write_report
@@ -79,7 +79,7 @@ def load_problem(cfg: Config, grades: bool = True) -> Problem:  # grades: whethe
     "Rows and rewards that a config names; raises for an unknown function, and for rows without what one reads."
     needed = columns_read(list(cfg.rewards) or ["gsm8k"]) if grades else []
     if cfg.dataset == "toy":
-        rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed))
+        rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed), require=needed)
         held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
         return Problem(rows, held_out, config_rewards(cfg))
     read: Any = partial(load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
@@ -167,7 +167,8 @@ def plan_run(
         check_functions(cfg, problem)
         return RunPlan(None, named_checkpoint(cfg))
     if cfg.log_path is None:
-        raise ConfigError("resume", got="no log_path", expected="the run folder to go on with")
+        fix = "Name it: --log-path runs/first, or log_path='runs/first' in Python."
+        raise ConfigError("resume", got="no log_path", expected="the run folder to go on with", fix=fix)
     begun = Run.open(cfg.log_path)
     hold_folder(begun.path, trust)  # raises where another process writes to it, or it leads elsewhere
     check_functions(cfg, problem)
@@ -296,6 +297,7 @@ async def train(
     say: Callable[[str], Any] = write_line,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
+    opening: Sequence[Any] = (),  # said when model, functions and rows are found, before the model is loaded
     make: Callable[..., Problem] = make_problem,  # of the parts
     **parts: Any,  # of `make`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
@@ -308,6 +310,10 @@ async def train(
     check_loss(cfg, problem.make_loss)
     if cfg.keep_best is not None and problem.evaluation_fn is None:  # what one measures, its first call says
         refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
+    if backend is None and cfg.trained_here:
+        find_model(cfg.base_model)
+    for line in opening:
+        say(str(line))
     if problem.reward == ["gsm8k"] and not cfg.rewards:
         say(f"graded by gsm8k, which reads {cfg.dataset}'s answers: `rewards` names no other")
     async with contextlib.AsyncExitStack() as stack:
@@ -466,7 +472,10 @@ class Saver:
 
     def message(self) -> str:
         "Where the run has ended before its end, and how it goes on."
-        done = f"stopped after step {self.loop.state.number - 1}"
+        finished = self.loop.state.number - 1
+        done = f"stopped after step {finished}" if finished else "stopped before the end of the first step"
+        if not finished:
+            return done
         if self.run is None:
             return f"{done}; nothing is saved without a log_path"
         saved = max([0, *self.run.checkpoints])

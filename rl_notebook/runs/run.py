@@ -10,12 +10,14 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
 import warnings
 import weakref
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -270,10 +272,10 @@ LOGS = ("metrics.jsonl", "trainer_state.json", "events.out.tfevents*", "*.wandb"
 
 
 def runs_near(path: Path, most: int = 5) -> list[Path]:
-    "Run folders above and below a path, beside it, and in `runs`, the newest first."
+    "Run folders with steps above and below a path, beside it, and in `runs`, the newest first."
     around = [path, *path.parents[:2], path.parent / "runs", Path("runs")]
     marks = [*(folder / "run.json" for folder in path.parents[:2]), *(m for f in around for m in f.glob("*/run.json"))]
-    found = {mark.resolve(): mark for mark in marks if os.path.isfile(mark)}
+    found = {mark.resolve(): mark for mark in marks if os.path.isfile(mark) and _numbered(mark.parent / "steps")}
     newest_first = sorted(found.values(), key=os.path.getmtime, reverse=True)
     return [mark.parent for mark in newest_first[:most]]
 
@@ -589,7 +591,8 @@ def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
         rows = differing(there.config, config).rows
         differ = ", ".join(f"{name} (recorded {old!r}, now {new!r})" for name, old, new in rows)
         got = f"{len(there)} steps of a run " + (f"with other settings: {differ}" if rows else "with the same settings")
-        fix = "Choose another log_path, or resume the run that is there."
+        fix = "Choose another log_path, or resume the run that is there: rl-notebook train --resume --log-path "
+        fix += f"{shlex.quote(str(path))}."
         raise RecordError("the run folder holds another run", where=str(path), got=got, expected="none", fix=fix)
     steps, lines = path / "steps", path / "metrics.jsonl"
     begun = steps.is_dir() and not any(steps.iterdir()) and not (lines.exists() and lines.stat().st_size)
@@ -597,6 +600,18 @@ def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
     if taken and not cut_off:
         expected = "a folder without files of these names"
         raise RecordError("run folder", where=str(path), got=", ".join(taken), expected=expected)
+
+
+def remove_unbegun(path: Path) -> None:
+    "Remove the folder of a run that ended without a step and a report; another is left as it is."
+    if not (path / "run.json").is_file() or _numbered(path / "steps"):
+        return
+    if any((path / name).exists() for name in ("checkpoints", "discarded", "report.html")):
+        return
+    with suppress(RecordError):  # another process writes to it
+        held = hold_folder(path)
+        shutil.rmtree(path, ignore_errors=True)
+        del held
 
 
 def _say_trusted(path: Path, names: Collection[str]) -> None:

@@ -32,7 +32,7 @@ from ..config.settings import address_trouble, on_hub
 from ..core.types import DataError, RolloutSample, frozen_array, needs, plain_text, quoted, without_keys
 
 # %% auto #0
-__all__ = ['Row', 'load_rows']
+__all__ = ['Row', 'hub_trouble', 'load_rows']
 
 # %% ../../nbs/task/00_data.ipynb #1728c709
 def plain_values(value: Any) -> Any:
@@ -420,12 +420,29 @@ def _object_records(source: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"record {i}", record) for i, record in enumerate(records))
 
 # %% ../../nbs/task/00_data.ipynb #ee456bf3
+def hub_trouble(name: str, kind: str = "model") -> str:  # empty where the hub has it
+    "Why the hub does not give a repository; asked once, as what loads from it tries six times, and prints each."
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        HfApi().repo_info(name, repo_type=kind, timeout=10)
+    except RepositoryNotFoundError:
+        return f"no {kind} of this name on the hub, or none without an access token"
+    except Exception as error:  # of the network, of another kind in each version of the client
+        return f"the hub cannot be asked ({type(error).__name__}: {plain_text(error).partition(chr(10))[0][:200]})"
+    return ""
+
+
 def _hub_records(name: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> _Records:
     "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it refuses."
     with needs("hub", f"the data set {name!r}"):
         import datasets  # slow to import, and an extra
     split, saved = split or "train", [n for n in ("state.json", "dataset_dict.json") if Path(name, n).is_file()]
     try:
+        here = Path(name).exists() or Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).exists()
+        if not here and (trouble := hub_trouble(name, "dataset")):
+            raise ConnectionError(trouble)
         if not saved:
             found: Any = datasets.load_dataset(name, config, split=split, streaming=streaming)
         elif config is None:

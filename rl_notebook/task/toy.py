@@ -25,6 +25,7 @@ from ..core.types import BackendError, ConfigError, DataError, RewardError, is_o
 from ..core.types import needs, plain_text, quoted
 from ..core.names import new_folder
 from ..core.options import nearest
+from .data import hub_trouble
 
 if TYPE_CHECKING:  # torch and models are loaded where a model is: a page of a run needs its tokenizer alone
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -152,8 +153,9 @@ def convert_gguf(gguf: Path, target: Path) -> None:
 # %% ../../nbs/task/03_toy.ipynb #6dee1dee
 def _model_error(name: Any, got: str) -> BackendError:
     "The error of a name that leads to no model."
-    expected = f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id"
+    expected = f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id 'owner/name'"
     fix = "The first two and a folder need no network; a hub id needs one, or a copy in the Hugging Face cache."
+    fix = f"{near} {fix}" if (near := nearest(str(name), _MODELS)) else fix
     return BackendError("model", where=f"load_model({quoted(name)})", got=got, expected=expected, fix=fix)
 
 
@@ -174,9 +176,21 @@ def model_source(name: str | os.PathLike[str]) -> str:
     folder = os.path.expanduser(name)
     if not os.path.isdir(folder) and not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", name):
         raise _model_error(name, "no such folder")
-    if not os.path.isdir(folder) and (near := nearest(name, _MODELS)):  # before the hub is asked
-        raise BackendError("model", where=f"load_model({name!r})", got="no such folder, and no model here", fix=near)
+    if not os.path.isdir(folder) and nearest(name, _MODELS):  # before the hub is asked
+        raise _model_error(name, "no such folder")
     return folder if os.path.isdir(folder) else name
+
+
+def find_model(name: str | os.PathLike[str]) -> tuple[str, bool]:  # folder or hub id; whether files here must do
+    "What a name stands for, of which there is a copy here or on the hub; raises `BackendError` at once for another."
+    source = model_source(name)
+    if os.path.isdir(source) or not (trouble := hub_trouble(source)):
+        return source, False
+    try:
+        snapshot_download(source, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise _model_error(name, f"no such folder, and {trouble}") from error
+    return source, True
 
 # %% ../../nbs/task/03_toy.ipynb #92e7815c
 def model_and_tokenizer(model: Any, tokenizer: Any = ...) -> tuple[Any, Any]:
@@ -240,15 +254,16 @@ def load_model(
         raise ConfigError("dtype", where="load_model", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    source = model_source(name)
+    source, cached = find_model(name)
     if Path(source, "adapter_config.json").is_file():
         return _load_adapter(str(name), Path(source), dtype)
     with naming_memory(f"load_model({name!r})", "Load it with dtype='bfloat16', or take a smaller model."):
         try:
             with no_bars(quiet=Path(source).is_dir()):
-                how: dict[str, Any] = {"dtype": dtype, "output_loading_info": True}
-                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)  # no code of the model's own
-                loaded: Any = AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, **how)
+                how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}  # no code of its own
+                tokenizer = AutoTokenizer.from_pretrained(source, **how)
+                how |= {"dtype": dtype, "output_loading_info": True}
+                loaded: Any = AutoModelForCausalLM.from_pretrained(source, **how)
         except (OSError, ValueError, SafetensorError) as error:
             if is_out_of_memory(error):
                 raise

@@ -34,7 +34,7 @@ from ...core.types import without_keys
 from ...core.builtin import UNCOUNTED_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from ...core.losses import LossOptions, make_loss_fn
 from ...core.retries import Retries, with_retries_blocking
-from ...task.toy import load_model
+from ...task.toy import find_model, load_model
 
 # %% auto #0
 __all__ = ['open_tokenizer']
@@ -777,10 +777,12 @@ def open_tokenizer(
     from transformers import AutoTokenizer, GenerationConfig
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
-    except (OSError, ValueError) as error:
+        source, cached = find_model(name)
+        how: dict[str, Any] = {"revision": revision or "main", "local_files_only": cached}
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **how)
+    except (OSError, ValueError, BackendError) as error:
         fix = "Pass tokenizer=, a tokenizer or the name or folder of one."
         raise BackendError("tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix) from error
     with suppress(OSError, ValueError):  # which may name further tokens that end a turn
-        loaded.generation_config = GenerationConfig.from_pretrained(name, revision=revision or "main")
+        loaded.generation_config = GenerationConfig.from_pretrained(source, **how)
     return loaded
