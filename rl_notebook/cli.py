@@ -29,17 +29,17 @@ from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config.config import Config
-from .core.options import leaf_types, sub_configs
+from .core.options import leaf_types, nearest, sub_configs
 from .config.aliases import RENAMED, was_chosen, yaml_value
 from . import __version__
 from .core.types import AlignmentError, ConfigError, DatumError, RecordError
 from .core.types import RLNotebookError, is_users, plain_text, print_plain, printable, quoted, without_keys
 
 # %% auto #0
-__all__ = ['option_values', 'main']
+__all__ = ['CommandParser', 'option_values', 'main']
 
 # %% ../nbs/00_cli.ipynb #e8fa7c43
 if TYPE_CHECKING:
@@ -51,6 +51,18 @@ if TYPE_CHECKING:
     from rl_notebook.runs.run import Run
 
 # %% ../nbs/00_cli.ipynb #a60fd03c
+class CommandParser(argparse.ArgumentParser):
+    "One whose error is a sentence, as those of settings are, without the usage."
+
+    def error(self, message: str) -> NoReturn:
+        "Raise `ConfigError` with the nearest choice."
+        choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        near = nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
+        message = message.replace("invalid int value", "expected a whole number; got")
+        told = message.replace("invalid float value", "expected a number; got").removeprefix("argument ")
+        raise ConfigError(told, fix=f"{near} {self.prog} --help lists the options.".strip())
+
+
 def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted for sub-configs
     "`--name value`, `--name=value`, `--flag` and `--no-flag` as a mapping; several values make a list."
     found: dict[str, list[str]] = {}
@@ -155,9 +167,9 @@ def find_options(groups: Options, words: Sequence[str]) -> Options:
 def show_options(words: Sequence[str] = ()) -> None:
     "Print the options of `train` by what they are about, all or those with these words, and leave."
     usage = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean] [--trust] [OPTIONS]"
-    parser = argparse.ArgumentParser(usage=usage, description=TRAIN, allow_abbrev=False)
+    parser = CommandParser(usage=usage, description=TRAIN, allow_abbrev=False)
     if words:
-        parser = argparse.ArgumentParser(usage="rl-notebook train [OPTIONS]", add_help=False)
+        parser = CommandParser(usage="rl-notebook train [OPTIONS]", add_help=False)
         parser.add_argument("--help", action="help", help=argparse.SUPPRESS)
     groups = option_groups()
     for title, options in (find_options(groups, words) if words else groups).items():
@@ -186,7 +198,7 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     asked = next((i for i, arg in enumerate(args) if arg in ("-h", "--help")), None)
     if asked is not None:
         show_options(args[asked + 1 :])
-    parser = argparse.ArgumentParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
+    parser = CommandParser(prog="rl-notebook train", add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--leftover", choices=("error", "attach", "clean"), default="error")
@@ -292,7 +304,7 @@ def show_completions(record: Any, title: str, count: int = 4) -> None:
 # %% ../nbs/00_cli.ipynb #aff51219
 def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
-    parser = argparse.ArgumentParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
+    parser = CommandParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--log-path", default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
@@ -328,7 +340,7 @@ def new_task(folder: Path) -> list[Path]:  # the files
 # %% ../nbs/00_cli.ipynb #a32e94fc
 def run_new(args: Sequence[str]) -> int:  # exit code
     "Write a task folder and say what to do in it."
-    parser = argparse.ArgumentParser(prog="rl-notebook new", description="A task folder that runs at once.")
+    parser = CommandParser(prog="rl-notebook new", description="A task folder that runs at once.")
     parser.add_argument("folder", help="a new folder, such as my_task")
     if not (named := parser.parse_args(args).folder.strip()):
         raise ConfigError("new", got="no name", expected="a new folder, such as my_task")
@@ -355,7 +367,7 @@ def view_several(runs: Sequence[Path], out: Path, shown: bool) -> int:  # exit c
 # %% ../nbs/00_cli.ipynb #4cccf8c6
 def run_view(args: Sequence[str]) -> int:  # exit code
     "Write the page of a run, say where it is, and follow the run while it goes on."
-    parser = argparse.ArgumentParser(prog="rl-notebook view", description="The page of a run folder.")
+    parser = CommandParser(prog="rl-notebook view", description="The page of a run folder.")
     parser.add_argument("run", type=Path, nargs="+", help="run folder; several are compared on one page")
     where = "default: report.html in the folder of a run that was started here, else outside of it"
     parser.add_argument("--out", type=Path, default=None, help=where)
@@ -551,7 +563,7 @@ STATUSES = """exit status:
 def run_doctor(args: Sequence[str]) -> int:  # exit code
     "Say why trainer and sampler disagree in a run, if they do."
     told, layout = "Trainer against sampler, step by step.", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser("rl-notebook doctor", description=told, epilog=STATUSES, formatter_class=layout)
+    parser = CommandParser("rl-notebook doctor", description=told, epilog=STATUSES, formatter_class=layout)
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=int, default=None, help="one step; default: all, or 40 of a long run")
     parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
@@ -566,7 +578,7 @@ TRUST = "import what the run names, although it was not started here; it is show
 # %% ../nbs/00_cli.ipynb #7b15b87a
 def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 something does
     "Recompute a step of a run and say which phase is the first that comes out otherwise."
-    parser = argparse.ArgumentParser(prog="rl-notebook replay", description="Recompute a recorded step.")
+    parser = CommandParser(prog="rl-notebook replay", description="Recompute a recorded step.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("step", type=int, help="number of the step")
     parser.add_argument("--trust", action="store_true", help=TRUST)
@@ -587,7 +599,7 @@ def _step(text: str) -> int | str:
 
 def run_export(args: Sequence[str]) -> int:  # exit code
     "Write the weights of a run for transformers, PEFT and vLLM."
-    parser = argparse.ArgumentParser(prog="rl-notebook export", description="A run's weights for other programs.")
+    parser = CommandParser(prog="rl-notebook export", description="A run's weights for other programs.")
     parser.add_argument("run", type=Path, help="run folder")
     kinds = ("hf", "adapter", "merged")
     parser.add_argument("--to", choices=kinds, default=None, help="default: what was trained")
@@ -660,7 +672,7 @@ def talk(playground: Playground, runner: asyncio.Runner, logprobs: bool = False)
 # %% ../nbs/00_cli.ipynb #478bfe28
 def run_chat(args: Sequence[str]) -> int:  # exit code
     "Talk to the policy of a run."
-    parser = argparse.ArgumentParser(prog="rl-notebook chat", description="Talk to the policy of a run.")
+    parser = CommandParser(prog="rl-notebook chat", description="Talk to the policy of a run.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
     parser.add_argument("--beside", choices=("base",), default=None, help="base: the base model answers, too")
@@ -682,10 +694,10 @@ def run_chat(args: Sequence[str]) -> int:  # exit code
     return 0
 
 # %% ../nbs/00_cli.ipynb #a30b3e7b
-def emulate_parser() -> argparse.ArgumentParser:
+def emulate_parser() -> CommandParser:
     "The options of `emulate`."
     told = "A local service that the Fireworks and Tinker SDKs talk to; OpenAI clients for completions, not for chat."
-    parser = argparse.ArgumentParser(prog="rl-notebook emulate", description=told, allow_abbrev=False)
+    parser = CommandParser(prog="rl-notebook emulate", description=told, allow_abbrev=False)
     parser.add_argument("--model", default="tiny", help="serves every base-model name: tiny, smollm2, a folder")
     parser.add_argument("--port", type=int, default=8600, help="0 takes a free one")
     parser.add_argument("--folder", type=Path, default=Path("runs/emulator"), help="jobs, deployments, weights")
@@ -727,7 +739,7 @@ def run_check(args: Sequence[str]) -> int:  # exit code
     from rl_notebook.views.check import check_html
     from rl_notebook.views.report import place_for
 
-    parser = argparse.ArgumentParser(prog="rl-notebook check", add_help=False, allow_abbrev=False)
+    parser = CommandParser(prog="rl-notebook check", add_help=False, allow_abbrev=False)
     parser.add_argument("--report", type=Path)
     report, rest = parser.parse_known_args(args)
     place = report.report and place_for(report.report)  # refused now rather than after the check
@@ -866,7 +878,7 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
 # %% ../nbs/00_cli.ipynb #bdcd699e
 def run_show(args: Sequence[str]) -> int:  # exit code
     "Print a run, a step or a completion as text or JSON."
-    parser = argparse.ArgumentParser(prog="rl-notebook show", description="A run, a step or a completion as text.")
+    parser = CommandParser(prog="rl-notebook show", description="A run, a step or a completion as text.")
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("number", nargs="?", type=int, metavar="step", help="the same as --step")
     parser.add_argument("--step", type=int, default=None, help="one step: x-ray, doctor, completions")

@@ -342,7 +342,8 @@ def sampling_rules(c: Any) -> Iterator[str]:
     if c.refill and (not c.drop_dead or c.teacher_coeff > 0):
         yield "refill: with drop_dead=False or a teacher no group is left out. Leave it out"
     if c.reward_weights is not None and len(c.reward_weights) != len(c.rewards):
-        yield f"reward_weights: got {len(c.reward_weights)} for {len(c.rewards)} rewards. Give one per named reward"
+        got = f"reward_weights: got {len(c.reward_weights)} for {len(c.rewards)} rewards"
+        yield f"{got}. Give one per named reward, as --rewards gsm8k format --reward-weights 1 0.5"
     if c.completions_per_prompt < 2:
         got = f"got {c.completions_per_prompt}; expected at least 2"
         yield f"completions_per_prompt: {got}: a group of one has nothing to compare with"

@@ -81,7 +81,9 @@ async def take_back(loop: Loop, to: str) -> None:
     need_snapshots(loop, "undo")
     if not weights.undoable:
         why = "no update to take back" if weights.undoable.maxlen else "keep_undo=0"
-        raise PhaseError("undo", got=why, fix="Open the loop with keep_undo=N to take back the last N steps.")
+        fix = "There is one after the next step." if weights.undoable.maxlen else ""
+        fix = fix or "Open the loop with keep_undo=N to take back the last N steps."
+        raise PhaseError("undo", got=why, fix=fix)
     entry = await weights.undo(lambda entry: forget_record(loop, entry.state.number))
     before, state, loop.eval_metrics = loop.state, reopened(entry.state, to), {}
     loop.state = replace(state, cursor=replace(state.cursor, epochs=loop.cfg.epochs))  # a changed setting stays

@@ -120,7 +120,7 @@ async def sample_phase(loop: Loop) -> Listing[Rollouts]:
 
 # %% ../../nbs/loop/07_phases.ipynb #3dd46d17
 def score_phase(loop: Loop, reward_fns: Any = None, *, wait: bool | None = None) -> Listing[PromptGroup]:
-    """Grade the samples; `reward_fns` replaces the loop's for this step.
+    """Grade the samples; `reward_fns` replaces the loop's for this step alone; `loop.change(reward=fn)` keeps it.
 
     Rewards that wait, because they are `async` or have a time limit, are awaited: `await loop.score()`. With
     `wait=True` all are, and plain functions run in threads; `False` runs them here, one after another."""

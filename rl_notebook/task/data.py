@@ -29,6 +29,7 @@ import httpx
 import numpy as np
 
 from ..config.settings import address_trouble, on_hub
+from ..core.options import nearest
 from ..core.types import DataError, RolloutSample, frozen_array, needs, plain_text, quoted, without_keys
 
 # %% auto #0
@@ -263,6 +264,7 @@ def check_columns(
         expected = ", and ".join([*["to be there"] * bool(gone), *lost.values()])
         named = f"columns={dict.fromkeys(lost, 'its name')} of load_rows, which is dataset_columns in a config."
         fixes = ["Correct the name."] * bool(gone) + [f"Name it: {named}"] * bool(lost)
+        fixes += [near for name in lost if (near := nearest(name, [*map(str, data)]))]
         fixes += ["Or use a reward that needs no answer."] * ("answer" in lost)
         raise DataError(what, where=where, got=got, expected=expected, fix=" ".join(fixes))
 

@@ -179,7 +179,7 @@ def find_device(device: str | torch.device | None) -> torch.device:  # None = a 
         more = [] if accelerator is None else [f"{accelerator.type}:{i}" for i in range(count)]
         expected = f"a device that torch finds here: {', '.join(['cpu', *more])}"
         raise ConfigError(
-            "device", where="open_local", got=str(device), expected=expected, fix="device='cpu'"
+            "device", where="open_local", got=str(device), expected=expected, fix="Set device='cpu'."
         ) from reason
     return found
 
