@@ -277,6 +277,7 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         (["show", "run", "--step", "abc"], "--step: expected a whole number; got: 'abc'. rl-notebook show --help"),
         (["replay", "run"], "the following arguments are required: step. rl-notebook replay --help lists"),
         (["train", "--rewards", "gsm8k", "--reward-weights", "1", "2"], "--reward-weights 1 0.5"),
+        (["train", "--backend", "locl"], "expected one of local, openai, tinker, fireworks. Did you mean 'local'?"),
         (["trian"], "unknown command. Did you mean 'train'?"),
         (["train", "--learning-rat", "1"], "Did you mean 'learning_rate'?"),
         (["train", "--steps", "many"], "steps: got 'many'; expected a whole number"),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..core.types import OFF, AdamParams, ConfigError, LossError, SampleParams, quoted
-from ..core.options import Bool, Int, Plain, Positive, Text, Texts, listed, option_class
+from ..core.options import Bool, Int, Plain, Positive, Text, Texts, listed, option_class, nearest
 from .settings import RULES, LossSettings, Opened, RunSettings, SamplingSettings, ScheduleSettings
 from .settings import SignalSettings, SubConfigs, TaskSettings, UpdateSettings, address_trouble
 from .settings import loss_options, not_default
@@ -210,6 +210,8 @@ def backend_rules(c: Any) -> Iterator[str]:
     "Settings that the backend would ignore, and those that it needs."
     if c.backend not in BACKENDS:
         meant = next((told for names, told in MEANT_BACKENDS.items() if c.backend.casefold() in names.split()), "")
+        near = nearest(c.backend, BACKENDS)
+        meant = meant or (f". {near}" if near else "")
         yield f"backend: got {quoted(c.backend)}; expected one of {', '.join(BACKENDS)}{meant}"
     for name, backends in ONLY_FOR.items():
         if getattr(c, name) is not None and c.backend not in backends:
