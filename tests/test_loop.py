@@ -187,7 +187,9 @@ def test_a_reward_that_does_not_read_the_text_is_asked_about_and_one_that_is_sil
         assert re.search(r"\d+ different completions earned -19: does the reward read the text\?", shown)
         one = make_loop(reward=lambda text: 0.0, prompt_groups_per_step=1)
         assert "the only group is dead: every completion earned the same reward (0)" in (await one.step()).reason
-        with pytest.raises(RewardError, match="sample 0 is unscorable: silent gave None"):
+        with pytest.raises(
+            RewardError, match=r"sample 0 is unscorable: silent gave None; so did all \d+.* return its value\?"
+        ):
             await make_loop(reward=silent).step()
 
     run(main())

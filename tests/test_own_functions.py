@@ -293,6 +293,7 @@ MISTAKES = [
     ("uneven", r"policy_loss 'uneven': got a parameter 'text'; expected some of policy_logprobs, old_logprobs"),
     ("misspelled", r"got a parameter 'logprobs'; expected some of .* advantages, .* Did you mean 'policy_logprobs'\?"),
     ("nothing", r"got 'my_functions:nothing'; expected a function of my_functions \(.*py\), which has plain, doubled"),
+    ("__name__", r"got 'my_functions:__name__', which is of type str; expected a function of my_functions"),
 ]
 
 

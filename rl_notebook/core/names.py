@@ -122,7 +122,10 @@ def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Cal
                 raise refuse(expected=f"an importable module:function ({e})", fix=looked) from None
             what, got = f"{setting} {name!r}: importing {module} raised", f"{type(e).__name__}: {e}"
             raise error(what, got=got, expected="an importable module:function") from e
-    if not callable(function := getattr(found, attribute, None)):
+    function = getattr(found, attribute, None)
+    if not callable(function):
+        if hasattr(found, attribute):
+            refuse = functools.partial(error, setting, got=f"{name!r}, which is of type {type(function).__name__}")
         has = [n for n, v in vars(found).items() if inspect.isfunction(v) and v.__module__ == found.__name__]
         where = getattr(found, "__file__", None) or "built in"
         expected = f"a function of {module} ({where}), which has {', '.join(has) or 'none'}"

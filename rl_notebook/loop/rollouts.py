@@ -623,7 +623,11 @@ def require_some(groups: Sequence[PromptGroup]) -> None:
     "Raise if no sample of the step survived, with the first reasons."
     reasons = [f"{g.where}: {r}" for g in groups for r in g.dropped]
     if groups and not any(len(g.samples) for g in groups):
-        got, fix = "; ".join(reasons[:3]) or "nothing", "Call the rollout or reward function by hand on one prompt."
+        got = "; ".join(reasons[:3]) or "nothing"
+        fix = "Call the rollout or reward function by hand on one prompt."
+        if reasons and all(reason.endswith(" gave None") for reason in reasons):
+            got = f"{reasons[0]}; so did all {len(reasons)}"
+            fix = f"Does the reward function return its value? {fix}"
         raise RewardError("no sample of the step could be used", got=got, expected="one graded sample", fix=fix)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #bb021e91
