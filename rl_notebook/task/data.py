@@ -407,7 +407,7 @@ def _object_records(source: Any) -> Iterator[tuple[str, Any]]:
         if len(set(lengths.values())) > 1:
             raise DataError("columns", where="load_rows", got=f"lengths {lengths}", expected="columns of one length")
         source = [dict(zip(source, values, strict=True)) for values in zip(*source.values(), strict=True)]
-    elif hasattr(source, "to_pylist"):
+    elif not isinstance(source, Mapping) and hasattr(source, "to_pylist"):
         source = source.to_pylist()
     if isinstance(source, Mapping):
         fix = "Pick a split, or give columns as lists, or a list of mappings."
@@ -440,6 +440,7 @@ def _hub_records(name: str, config: str | None = None, split: str | None = None,
     "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it refuses."
     with needs("hub", f"the data set {name!r}"):
         import datasets  # slow to import, and an extra
+        import datasets.config
     split, saved = split or "train", [n for n in ("state.json", "dataset_dict.json") if Path(name, n).is_file()]
     try:
         here = Path(name).exists() or Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).exists()
