@@ -69,7 +69,7 @@ notebooks: $(STAMP) ## run the notebooks; their assertions are tests. Those of a
 
 # tests/test_house.py among them: it exports afresh into a copy and compares.
 pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --max-worker-restart 0 --durations=5
 
 bench: $(BENCH_STAMP) ## measure against TRL and the floors, how soon views answer, what overlaps; JSON in benchmarks/results/
 	@mkdir -p benchmarks/results

@@ -239,12 +239,12 @@ def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
         "from rl_notebook.config.config import Config",
         "from rl_notebook.cli import parse_train",
         "print(group_advantages([1, 2, 5], scale='range').round(3).tolist())",
-        "print(Config(advantage_scale='range').advantage_scale, parse_train(['--advantage-scale', 'range'])[0])",
+        "print(Config(advantage_scale='range').advantage_scale, parse_train(['--advantage-scale', 'range'])[0].advantage_scale)",
         "Config(advantage_scale='range', ddof=0)",
     ]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(code)], cwd=tmp_path, env=env, capture_output=True, text=True
     )
-    assert done.stdout == "[-0.417, -0.167, 0.583]\nrange Config(advantage_scale='range')\n", done.stderr
+    assert done.stdout == "[-0.417, -0.167, 0.583]\nrange range\n", done.stderr
     assert "ddof: advantage_scale='range' divides by no standard deviation" in done.stderr

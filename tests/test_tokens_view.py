@@ -17,7 +17,7 @@ from ipykernel.comm.comm import BaseComm
 from markup import Page
 from synthetic import hostile_record, synthetic_record
 
-from rl_notebook.core.types import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
+from rl_notebook.core.types import AlignmentError, Datum, Logprobs, PromptGroup, RecordError, RolloutSample
 from rl_notebook.insight.doctor.doctor import Diagnosis
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.show.html import shown_text, token_text
@@ -125,7 +125,7 @@ def test_series_that_do_not_fit_are_refused():
             token_rows([small_datum()], **changes)
     with pytest.raises(AlignmentError, match="2 series for 1 datums"):
         token_rows([small_datum()], policy_logprobs=POLICY * 2)
-    with pytest.raises(DatumError, match="got str"):
+    with pytest.raises(RecordError, match="got a str; expected a StepRecord"):
         token_rows("text")
 
 

@@ -58,7 +58,8 @@ TEMPLATE_SECONDS = 10.0  # for one rendering
 @contextmanager
 def interrupt_after(seconds: float) -> Iterator[None]:
     "Raise `TimeoutError` in a block of Python code that takes longer."
-    thread, lock = ctypes.c_ulong(threading.get_ident()), threading.Lock()
+    thread = ctypes.c_ulong(threading.get_ident())
+    lock = threading.Lock()
     running = True
 
     def interrupt() -> None:
@@ -70,13 +71,14 @@ def interrupt_after(seconds: float) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        yield
+        try:
+            yield
+        finally:
+            with lock:  # an interrupt that was just sent arrives here
+                running = False
     except TimeoutError as error:
         raise TimeoutError(f"not ended after {seconds:g} seconds") from error
     finally:
-        with lock:
-            running = False
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, None)  # one that has not arrived yet
         timer.cancel()
 
 
