@@ -11,7 +11,11 @@ config.read(here / "settings.ini", encoding="utf-8")
 settings = config["DEFAULT"]
 
 suffix = "_requirements"
-extras = {key.removesuffix(suffix): value.split() for key, value in settings.items() if key.endswith(suffix)}
+extras = {
+    key.removesuffix(suffix): value.split()
+    for key, value in settings.items()
+    if key.endswith(suffix)
+}
 
 setup(
     name=settings["lib_name"],

@@ -45,7 +45,12 @@ class Wire(comm.DummyComm):
     packed = 0  # bytes, of all comms together
 
     def publish_msg(
-        self, msg_type: str, data: Any = None, metadata: Any = None, buffers: Any = None, **keys: Any
+        self,
+        msg_type: str,
+        data: Any = None,
+        metadata: Any = None,
+        buffers: Any = None,
+        **keys: Any,
     ) -> None:
         text = json.dumps({"data": data, **keys}).encode()
         Wire.packed += len(text) + sum(memoryview(b).nbytes for b in buffers or ())
@@ -62,12 +67,19 @@ def prepared(points: int, records: list[StepRecord], loop: GRPOLoop, more: bool)
     return dashboard
 
 
-def measure(points: int, shape: tuple[int, int], loop: GRPOLoop, repeats: int, more: bool = False) -> dict[str, Any]:
+def measure(
+    points: int, shape: tuple[int, int], loop: GRPOLoop, repeats: int, more: bool = False
+) -> dict[str, Any]:
     "Time and size of an update."
-    records = [synthetic_record(i, groups=shape[0], completions=shape[1]) for i in range(1, KINDS + 1)]
-    dashboard, times, sizes = prepared(points, records, loop, more), [], []
+    records = [
+        synthetic_record(i, groups=shape[0], completions=shape[1]) for i in range(1, KINDS + 1)
+    ]
+    dashboard = prepared(points, records, loop, more)
+    times = []
+    sizes = []
     for i in range(repeats):
-        record, before = replace(records[i % KINDS], step=points + 2 + i), Wire.packed
+        record = replace(records[i % KINDS], step=points + 2 + i)
+        before = Wire.packed
         start = time.perf_counter()
         dashboard.update(record)
         times.append(1000 * (time.perf_counter() - start))
@@ -99,7 +111,9 @@ COLUMNS = {
 def table(results: list[dict[str, Any]]) -> str:
     "Results as text."
     head = " ".join(f"{name:>{form.split('.')[0]}}" for name, form in COLUMNS.items())
-    return "\n".join([head, *(" ".join(f"{r[name]:>{form}}" for name, form in COLUMNS.items()) for r in results)])
+    return "\n".join(
+        [head, *(" ".join(f"{r[name]:>{form}}" for name, form in COLUMNS.items()) for r in results)]
+    )
 
 
 async def main(repeats: int) -> list[dict[str, Any]]:
@@ -118,8 +132,14 @@ if __name__ == "__main__":
     load = os.getloadavg()[0]
     results = asyncio.run(main(asked.repeats))
     print(table(results))
-    print(f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores")
+    print(
+        f"load of the machine: {load:.1f} before, {os.getloadavg()[0]:.1f} after, {os.cpu_count()} cores"
+    )
     if asked.json:
-        about = {"load": [load, os.getloadavg()[0]], "cores": os.cpu_count(), "repeats": asked.repeats}
+        about = {
+            "load": [load, os.getloadavg()[0]],
+            "cores": os.cpu_count(),
+            "repeats": asked.repeats,
+        }
         asked.json.parent.mkdir(parents=True, exist_ok=True)
         asked.json.write_text(json.dumps({**about, "results": results}, indent=1))

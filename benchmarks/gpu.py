@@ -52,8 +52,10 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.core.types import AdamParams, Datum, SampleParams
 from rl_notebook.backends.roofline import gemm_rate, peak_memory, read_rate, settle
 
-ANCHOR = 0.111  # model FLOP utilisation, published, of another trainer: full fine-tune of a 0.6B model on one H100
-VENDOR = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}  # dense bfloat16 FLOP/s
+# model FLOP utilisation, published, of another trainer: full fine-tune of a 0.6B model on one H100
+ANCHOR = 0.111
+# dense bfloat16 FLOP/s
+VENDOR = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12}
 LIMITS = {"logprobs": 2e-4, "gradients": 2e-3, "update": 1e-4, "sampler": 2e-4, "again": 1e-5}
 ADAM = AdamParams(learning_rate=1e-5)
 
@@ -73,9 +75,21 @@ class Shape:
     def model(self) -> Qwen3ForCausalLM:
         "In float32, on the CPU."
         torch.manual_seed(0)
-        sizes = {"vocab_size": self.vocab, "hidden_size": self.hidden, "intermediate_size": self.mlp}
-        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim}
-        rest = {"num_hidden_layers": self.layers, "max_position_embeddings": 4096, "tie_word_embeddings": True}
+        sizes = {
+            "vocab_size": self.vocab,
+            "hidden_size": self.hidden,
+            "intermediate_size": self.mlp,
+        }
+        heads = {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+        rest = {
+            "num_hidden_layers": self.layers,
+            "max_position_embeddings": 4096,
+            "tie_word_embeddings": True,
+        }
         ends = {"eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0}
         return Qwen3ForCausalLM(Qwen3Config(**sizes, **heads, **rest, **ends)).eval()
 
@@ -94,10 +108,10 @@ def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocab)}
     raw = Tokenizer(models.WordLevel(words, unk_token="w2"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    made = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left")
-    made.chat_template = (
-        "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>", padding_side="left"
     )
+    made.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add_generation_prompt %}w3{% endif %}"
     return made
 
 
@@ -131,19 +145,27 @@ class Backend:
         self.run(self.backend.close())
 
 
-def surrogate(datums: Sequence[Datum], series: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def surrogate(
+    datums: Sequence[Datum], series: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     "-A p, summed over the scored tokens, over their number."
-    terms = [-d.advantage * s[torch.from_numpy(d.active)].sum() for d, s in zip(datums, series, strict=True)]
+    terms = [
+        -d.advantage * s[torch.from_numpy(d.active)].sum()
+        for d, s in zip(datums, series, strict=True)
+    ]
     return torch.stack(terms).sum() / sum(d.num_loss_tokens for d in datums), {}
 
 
 def made_up(vocab: int, count: int, prompt: int, tokens: int) -> list[Datum]:
     "Sequences of random ids, in groups of four with a common prompt, the rest scored."
-    rng, rows = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    rows = []
     for i in range(count):
         begin = rng.integers(2, vocab, prompt) if i % 4 == 0 else rows[-1].tokens[:prompt]
         ids = np.concatenate([begin, rng.integers(2, vocab, tokens)])
-        rows.append(Datum(ids, (np.arange(1, len(ids)) >= prompt).astype(float), float(rng.normal())))
+        rows.append(
+            Datum(ids, (np.arange(1, len(ids)) >= prompt).astype(float), float(rng.normal()))
+        )
     return rows
 
 
@@ -152,7 +174,9 @@ def made_up(vocab: int, count: int, prompt: int, tokens: int) -> list[Datum]:
 
 def farthest(a: Sequence[Any], b: Sequence[Any]) -> float:
     "Largest gap where both are numbers."
-    return max(float(np.nanmax(np.abs(np.asarray(x) - np.asarray(y)))) for x, y in zip(a, b, strict=True))
+    return max(
+        float(np.nanmax(np.abs(np.asarray(x) - np.asarray(y)))) for x, y in zip(a, b, strict=True)
+    )
 
 
 def relative(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
@@ -165,7 +189,10 @@ def pass_over(side: Backend, datums: list[Datum]) -> dict[str, Any]:
     "Logprobs, gradients, weights after an update and draws of one side; ends where it began."
     state = side.run(side.policy.save_state("before"))
     output = side.run(side.policy.forward_backward_custom(datums, surrogate))
-    found: dict[str, Any] = {"logprobs": [lp.values for lp in output.logprobs], "gradients": side.gradients()}
+    found: dict[str, Any] = {
+        "logprobs": [lp.values for lp in output.logprobs],
+        "gradients": side.gradients(),
+    }
     side.run(side.policy.optim_step(ADAM))
     found["weights"] = side.weights()
     side.run(side.policy.load_state(state))
@@ -176,21 +203,27 @@ def pass_over(side: Backend, datums: list[Datum]) -> dict[str, Any]:
 def sampler_gap(side: Backend, drawn: Sequence[Any]) -> float:
     "Largest gap between the logprobs that were reported while drawing and those of the trainer."
     rows = [(np.asarray(c.full_tokens), c) for c in drawn]
-    datums = [Datum(ids, (np.arange(1, len(ids)) >= c.prompt_len).astype(float), 1.0) for ids, c in rows]
+    datums = [
+        Datum(ids, (np.arange(1, len(ids)) >= c.prompt_len).astype(float), 1.0) for ids, c in rows
+    ]
     scored = side.run(side.policy.forward(datums))
     return farthest(
-        [lp.values[c.prompt_len - 1 :] for lp, c in zip(scored, drawn, strict=True)], [c.logprobs for c in drawn]
+        [lp.values[c.prompt_len - 1 :] for lp, c in zip(scored, drawn, strict=True)],
+        [c.logprobs for c in drawn],
     )
 
 
 def same_tokens(a: Sequence[Any], b: Sequence[Any]) -> float:
     "Share of completions with the same tokens."
-    return statistics.mean(float(np.array_equal(x.tokens, y.tokens)) for x, y in zip(a, b, strict=True))
+    return statistics.mean(
+        float(np.array_equal(x.tokens, y.tokens)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def agreement(device: str, dtype: str) -> dict[str, float]:
     "This device beside the CPU in float32; in other precisions the gaps are for looking at."
-    datums, model = made_up(CHECKED.vocab, 8, 24, 40), CHECKED.model()
+    datums = made_up(CHECKED.vocab, 8, 24, 40)
+    model = CHECKED.model()
     sides = [
         Backend(copy.deepcopy(model), CHECKED.vocab, "cpu"),
         Backend(copy.deepcopy(model), CHECKED.vocab, device, dtype),
@@ -202,7 +235,10 @@ def agreement(device: str, dtype: str) -> dict[str, float]:
         "gradients": relative(there["gradients"], here["gradients"]),
         "update": relative(there["weights"], here["weights"]),
         "sampler": sampler_gap(sides[1], there["drawn"]),
-        "again": max(farthest(again["logprobs"], there["logprobs"]), relative(again["weights"], there["weights"])),
+        "again": max(
+            farthest(again["logprobs"], there["logprobs"]),
+            relative(again["weights"], there["weights"]),
+        ),
         "same_draws_as_cpu": same_tokens(there["drawn"], here["drawn"]),
     }
     for side in sides:
@@ -213,10 +249,14 @@ def agreement(device: str, dtype: str) -> dict[str, float]:
 def kernels(device: str, dtype: str) -> dict[str, str]:
     "The attention kernel that torch takes, by kind of pass."
     kind: Any = {"device": device, "dtype": getattr(torch, dtype)}
-    s, names = SHAPES["0.6b"], {b.value: n for n, b in SDPBackend.__members__.items()}
+    s = SHAPES["0.6b"]
+    names = {b.value: n for n, b in SDPBackend.__members__.items()}
     few, many = (torch.zeros(4, h, 256, s.head_dim, **kind) for h in (s.kv_heads, s.heads))
     stacked = torch.zeros(4, s.kv_heads, s.heads // s.kv_heads, s.head_dim, **kind)
-    choice = lambda q, k, mask, **how: names[torch._fused_sdp_choice(q, k, k, mask, 0.0, **how)]
+
+    def choice(q, k, mask, **how):
+        return names[torch._fused_sdp_choice(q, k, k, mask, 0.0, **how)]
+
     whole = few if dtype == "bfloat16" or device == "cpu" else many
     return {
         "prefill, scoring": choice(many, whole, None, is_causal=True, enable_gqa=whole is few),
@@ -274,20 +314,30 @@ def timed(run: Callable[[], Any], plan: Plan) -> float:
 
 def drawing(side: Backend, plan: Plan, read: float) -> list[dict[str, Any]]:
     "Tokens a second, beside the floor of reading weights and cache."
-    shape, size = SHAPES[plan.shape], side.backend.size
-    found, ids = [], np.random.default_rng(0).integers(2, shape.vocab, plan.prompt).tolist()
+    shape = SHAPES[plan.shape]
+    size = side.backend.size
+    found = []
+    ids = np.random.default_rng(0).integers(2, shape.vocab, plan.prompt).tolist()
     for rows in plan.rows:
-        cache = rows * (plan.prompt + plan.tokens / 2) * shape.kv_weights * getattr(torch, plan.dtype).itemsize
+        cache = (
+            rows
+            * (plan.prompt + plan.tokens / 2)
+            * shape.kv_weights
+            * getattr(torch, plan.dtype).itemsize
+        )
         floor = plan.tokens * (size.nbytes + cache) / read
         seconds = timed(lambda r=rows: side.draw([ids], n=r, max_tokens=plan.tokens), plan)
         case = {"rows": rows, "seconds": seconds, "floor_seconds": floor}
-        found.append(case | {"tokens_per_s": rows * plan.tokens / seconds, "times_floor": seconds / floor})
+        found.append(
+            case | {"tokens_per_s": rows * plan.tokens / seconds, "times_floor": seconds / floor}
+        )
     return found
 
 
 def training(side: Backend, plan: Plan, gemm: float, vendor: float | None) -> dict[str, Any]:
     "Forward, backward and update; each sequence is another one, so that no prefix is shared."
-    rng, n = np.random.default_rng(1), plan.train_tokens
+    rng = np.random.default_rng(1)
+    n = plan.train_tokens
     rows = [rng.integers(2, SHAPES[plan.shape].vocab, n + 1) for _ in range(plan.train_rows)]
     datums = [Datum(ids, np.ones(n), float(rng.normal())) for ids in rows]
 
@@ -295,10 +345,20 @@ def training(side: Backend, plan: Plan, gemm: float, vendor: float | None) -> di
         side.run(side.policy.forward_backward_custom(datums, surrogate))
         side.run(side.policy.optim_step(ADAM))
 
-    seconds, tokens = timed(once, plan), plan.train_rows * n
+    seconds = timed(once, plan)
+    tokens = plan.train_rows * n
     rate = side.backend.size.flops(tokens, tokens, backward=True) / seconds
-    found = {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "flops_per_s": rate}
-    found |= {"of_best_product": rate / gemm, "mfu": rate / vendor if vendor else None, "anchor_mfu": ANCHOR}
+    found = {
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "flops_per_s": rate,
+    }
+    found |= {
+        "of_best_product": rate / gemm,
+        "mfu": rate / vendor if vendor else None,
+        "anchor_mfu": ANCHOR,
+    }
     return found
 
 
@@ -316,7 +376,10 @@ def beside_trl(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
         ours, theirs = steps.alternate(setting, folder, progress)
     steps.check_same_work(setting, ours, theirs)
     parts = {"ours": ours[1:], "trl": theirs[1:]}
-    median = {n: {p: statistics.median(getattr(s, p) for s in r) for p in steps.PARTS} for n, r in parts.items()}
+    median = {
+        n: {p: statistics.median(getattr(s, p) for s in r) for p in steps.PARTS}
+        for n, r in parts.items()
+    }
     ratio = {p: median["trl"][p] / median["ours"][p] for p in steps.PARTS}
     rate = {n: setting.rows * setting.tokens / m["sampling"] for n, m in median.items()}
     return {"setting": asdict(setting), "seconds": median, "ratio": ratio, "tokens_per_s": rate}
@@ -327,28 +390,58 @@ def beside_trl(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
 
 def machine(device: str) -> dict[str, Any]:
     "What it ran on."
-    found: dict[str, Any] = {"device": device, "cpus": os.cpu_count(), "python": platform.python_version()}
-    found |= {"torch": torch.__version__, "load": os.getloadavg()[0], "processor": platform.machine()}
+    found: dict[str, Any] = {
+        "device": device,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+    }
+    found |= {
+        "torch": torch.__version__,
+        "load": os.getloadavg()[0],
+        "processor": platform.machine(),
+    }
     if device == "cuda":
         at = torch.cuda.get_device_properties(0)
-        found |= {"gpu": at.name, "gpu_memory_gb": at.total_memory / 1e9, "capability": [at.major, at.minor]}
+        found |= {
+            "gpu": at.name,
+            "gpu_memory_gb": at.total_memory / 1e9,
+            "capability": [at.major, at.minor],
+        }
         found["cuda"] = torch.version.cuda
     return found
 
 
-def measure(plan: Plan, trl: bool = True, progress: Callable[[str], None] = print) -> dict[str, Any]:
+def measure(
+    plan: Plan, trl: bool = True, progress: Callable[[str], None] = print
+) -> dict[str, Any]:
     "Everything, as plain values."
-    where, result = machine(plan.device), {"plan": asdict(plan), "limits": LIMITS}
-    result |= {"machine": where, "agreement": {d: agreement(plan.device, d) for d in ("float32", "bfloat16")}}
-    result["agreed"] = all(result["agreement"]["float32"][name] <= limit for name, limit in LIMITS.items())
+    where = machine(plan.device)
+    result = {"plan": asdict(plan), "limits": LIMITS}
+    result |= {
+        "machine": where,
+        "agreement": {d: agreement(plan.device, d) for d in ("float32", "bfloat16")},
+    }
+    result["agreed"] = all(
+        result["agreement"]["float32"][name] <= limit for name, limit in LIMITS.items()
+    )
     progress(agreed(result))
     result["attention"] = {d: kernels(plan.device, d) for d in ("float32", "bfloat16")}
     for dtype, taken in result["attention"].items():
-        progress(f"attention in {dtype}: " + ", ".join(f"{name} {kernel}" for name, kernel in taken.items()))
-    side = Backend(SHAPES[plan.shape].model(), SHAPES[plan.shape].vocab, plan.device, plan.dtype, reference=False)
+        progress(
+            f"attention in {dtype}: "
+            + ", ".join(f"{name} {kernel}" for name, kernel in taken.items())
+        )
+    side = Backend(
+        SHAPES[plan.shape].model(),
+        SHAPES[plan.shape].vocab,
+        plan.device,
+        plan.dtype,
+        reference=False,
+    )
     size = side.backend.size
     assert size is not None
-    read, gemm = read_rate(2**29 if plan.device == "cuda" else size.nbytes, plan.device), gemm_rate(size, plan.product)
+    read = read_rate(2**29 if plan.device == "cuda" else size.nbytes, plan.device)
+    gemm = gemm_rate(size, plan.product)
     vendor = next((rate for name, rate in VENDOR.items() if name in where.get("gpu", "")), None)
     result["rates"] = {"read_bytes": read, "product_flops": gemm, "vendor_flops": vendor}
     result["drawing"] = drawing(side, plan, read)
@@ -366,23 +459,43 @@ def measure(plan: Plan, trl: bool = True, progress: Callable[[str], None] = prin
 def agreed(result: dict[str, Any]) -> str:
     "The gaps, and whether they are within the limits."
     head = f"{'':<12}{'logprobs':>10}{'gradients':>11}{'update':>10}{'sampler':>10}{'again':>10}{'draws':>8}"
-    line = lambda n, a: (
-        f"{n:<12}{a['logprobs']:>10.1e}{a['gradients']:>11.1e}{a['update']:>10.1e}{a['sampler']:>10.1e}{a['again']:>10.1e}"
-        f"{a['same_draws_as_cpu']:>8.0%}"
+
+    def line(n, a):
+        return (
+            f"{n:<12}{a['logprobs']:>10.1e}{a['gradients']:>11.1e}{a['update']:>10.1e}{a['sampler']:>10.1e}{a['again']:>10.1e}"
+            f"{a['same_draws_as_cpu']:>8.0%}"
+        )
+
+    verdict = (
+        "agrees with the CPU in float32"
+        if result["agreed"]
+        else "DISAGREES with the CPU in float32"
     )
-    verdict = "agrees with the CPU in float32" if result["agreed"] else "DISAGREES with the CPU in float32"
     return "\n".join(
-        [head, *(line(n, a) for n, a in result["agreement"].items()), f"{result['machine']['device']} {verdict}"]
+        [
+            head,
+            *(line(n, a) for n, a in result["agreement"].items()),
+            f"{result['machine']['device']} {verdict}",
+        ]
     )
 
 
 def alone(result: dict[str, Any]) -> str:
     "Drawing and training."
-    row = lambda c: f"{c['rows']:>6}{c['tokens_per_s']:>11.0f}{c['times_floor']:>9.1f}"
+
+    def row(c):
+        return f"{c['rows']:>6}{c['tokens_per_s']:>11.0f}{c['times_floor']:>9.1f}"
+
     lines = [f"{'rows':>6}{'tokens/s':>11}{'/ floor':>9}", *map(row, result["drawing"])]
     t = result["training"]
-    used = "no vendor's figure is known here" if t["mfu"] is None else f"MFU {t['mfu']:.1%} (for scale {ANCHOR:.1%})"
-    lines.append(f"training: {t['tokens_per_s']:.0f} tokens/s, {t['of_best_product']:.1%} of the best product, {used}")
+    used = (
+        "no vendor's figure is known here"
+        if t["mfu"] is None
+        else f"MFU {t['mfu']:.1%} (for scale {ANCHOR:.1%})"
+    )
+    lines.append(
+        f"training: {t['tokens_per_s']:.0f} tokens/s, {t['of_best_product']:.1%} of the best product, {used}"
+    )
     return "\n".join(lines)
 
 
@@ -393,26 +506,36 @@ def whole(result: dict[str, Any]) -> str:
     lines = [f"{'seconds':<10}{'ours':>9}{'TRL':>9}{'TRL/ours':>10}"]
     sides = result["step"]["seconds"]
     for part, ratio in result["step"]["ratio"].items():
-        lines.append(f"{part:<10}{sides['ours'][part]:>9.3f}{sides['trl'][part]:>9.3f}{ratio:>10.2f}")
+        lines.append(
+            f"{part:<10}{sides['ours'][part]:>9.3f}{sides['trl'][part]:>9.3f}{ratio:>10.2f}"
+        )
     return "\n".join(lines)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a tiny shape, to try the script"
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: a tiny shape, to try the script",
     )
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
-    parser.add_argument("--rows", nargs="+", type=int, help="completions at once, for drawing alone")
+    parser.add_argument(
+        "--rows", nargs="+", type=int, help="completions at once, for drawing alone"
+    )
     parser.add_argument("--tokens", type=int, help="of a completion")
     parser.add_argument("--steps", type=int, help="measured steps beside TRL")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device: got cuda, but torch sees no GPU; `--device cpu` tries the script on a tiny shape")
+        parser.error(
+            "--device: got cuda, but torch sees no GPU; `--device cpu` tries the script on a tiny shape"
+        )
     transformers_logging.disable_progress_bar()
     given = {k: v for k in ("tokens", "steps") if (v := getattr(args, k)) is not None}
-    given |= {"rows": tuple(args.rows)} if args.rows else {}
+    if args.rows:
+        given |= {"rows": tuple(args.rows)}
     result = measure(replace(TINY if args.device == "cpu" else Plan(), **given), not args.no_trl)
     if args.device == "cpu":
         print("This was a CPU: the script works, its figures mean nothing.")

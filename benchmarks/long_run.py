@@ -32,8 +32,19 @@ from rl_notebook.runs.records import write_record
 from rl_notebook.runs.run import Run, RunFolder, metrics_row
 
 GOAL = {"seconds": 5.0, "MB": 300.0}
-COMMANDS = ("show", "show --last 5", "show --json", "show --step {last}", "view --once --out {page}", "doctor")
-SIZES: dict[str, Any] = {"prompt_groups_per_step": 8, "completions_per_prompt": 8, "max_completion_tokens": 24}
+COMMANDS = (
+    "show",
+    "show --last 5",
+    "show --json",
+    "show --step {last}",
+    "view --once --out {page}",
+    "doctor",
+)
+SIZES: dict[str, Any] = {
+    "prompt_groups_per_step": 8,
+    "completions_per_prompt": 8,
+    "max_completion_tokens": 24,
+}
 CODE = """
 import atexit, re, sys, time
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
@@ -54,7 +65,11 @@ def make_run(folder: Path, steps: int, **settings: Any) -> Run:
     with (folder / "metrics.jsonl").open("a") as lines:
         for step in range(len(trained) + 1, steps + 1):
             record = trained[step % len(trained)]
-            record = replace(record, step=step, metrics={**record.metrics, "reward": 0.5 + (step * 37 % 100) / 500})
+            record = replace(
+                record,
+                step=step,
+                metrics={**record.metrics, "reward": 0.5 + (step * 37 % 100) / 500},
+            )
             (folder / "steps" / f"{step:05d}").mkdir()
             write_record(record, folder / "steps" / f"{step:05d}")
             lines.write(json.dumps(metrics_row(record)) + "\n")
@@ -64,22 +79,40 @@ def make_run(folder: Path, steps: int, **settings: Any) -> Run:
 def measure(command: str, folder: Path, steps: int) -> dict[str, Any]:
     "Processor seconds and the most memory of a command, in a process of its own."
     name, *options = command.format(last=steps, page=folder.parent / "page.html").split()
-    done = subprocess.run([sys.executable, "-c", CODE, name, str(folder), *options], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, name, str(folder), *options], capture_output=True, text=True
+    )
     seconds, peak = done.stderr.splitlines()[-1].split()
-    return {"command": command, "exit": done.returncode, "seconds": float(seconds), "MB": float(peak)}
+    return {
+        "command": command,
+        "exit": done.returncode,
+        "seconds": float(seconds),
+        "MB": float(peak),
+    }
 
 
 def growth(folder: Path, steps: int, every: int = 100) -> list[dict[str, float]]:
     "What a step takes, as medians of `every` neighbouring steps of a run that is really trained."
     from rl_notebook.recipes.rl_loop import train
 
-    add, clock, state = RunFolder.add, time.process_time, []
+    add = RunFolder.add
+    clock = time.process_time
+    state = []
 
     def timed(run: RunFolder, record: Any) -> Any:
         start = clock()
         path = add(run, record)
-        memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
-        kept = sum(f.stat().st_size for f in (folder / "steps" / f"{record.step:05d}").rglob("*") if f.is_file()) / 1e3
+        memory = (
+            int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 1e6
+        )
+        kept = (
+            sum(
+                f.stat().st_size
+                for f in (folder / "steps" / f"{record.step:05d}").rglob("*")
+                if f.is_file()
+            )
+            / 1e3
+        )
         state.append((clock(), clock() - start, kept, memory, len(os.listdir("/proc/self/fd"))))
         return path
 
@@ -89,8 +122,16 @@ def growth(folder: Path, steps: int, every: int = 100) -> list[dict[str, float]]
     asyncio.run(train(cfg, say=lambda line: None, progress=False))
     ends, *rest = zip(*state, strict=True)
     series = {"step_s": [b - a for a, b in itertools.pairwise(ends)]}
-    series |= {name: values[1:] for name, values in zip(("record_s", "kB", "MB", "files"), rest, strict=True)}
-    medians = lambda end: {name: statistics.median(values[end - every : end]) for name, values in series.items()}
+    series |= {
+        name: values[1:]
+        for name, values in zip(("record_s", "kB", "MB", "files"), rest, strict=True)
+    }
+
+    def medians(end):
+        return {
+            name: statistics.median(values[end - every : end]) for name, values in series.items()
+        }
+
     return [{"step": end} | medians(end) for end in range(every, steps, every)]
 
 
@@ -99,7 +140,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--keep", type=Path, default=None, help="folder of the run")
-    parser.add_argument("--train", type=int, help="train for so many steps, and see how a step grows")
+    parser.add_argument(
+        "--train", type=int, help="train for so many steps, and see how a step grows"
+    )
     parser.add_argument("--json", type=Path, default=None)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
@@ -116,9 +159,13 @@ def main() -> None:
         rows = [measure(command, folder, given.steps) for command in COMMANDS]
     for row in rows:
         within = row["seconds"] < GOAL["seconds"] and row["MB"] < GOAL["MB"]
-        print(f"{row['command']:<26} {row['seconds']:6.2f} s {row['MB']:6.0f} MB  {'' if within else 'above the goal'}")
+        print(
+            f"{row['command']:<26} {row['seconds']:6.2f} s {row['MB']:6.0f} MB  {'' if within else 'above the goal'}"
+        )
     if given.json:
-        given.json.write_text(json.dumps({"steps": given.steps, "goal": GOAL, "rows": rows}, indent=1))
+        given.json.write_text(
+            json.dumps({"steps": given.steps, "goal": GOAL, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

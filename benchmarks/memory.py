@@ -72,9 +72,19 @@ class Case:
 def model_of(case: Case) -> LlamaForCausalLM:
     "The model of a case, the same every time."
     torch.manual_seed(0)
-    sizes = {"hidden_size": case.hidden, "intermediate_size": 3 * case.hidden, "num_hidden_layers": case.layers}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": case.length}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=case.vocabulary, tie_word_embeddings=False, **sizes, **heads)).eval()
+    sizes = {
+        "hidden_size": case.hidden,
+        "intermediate_size": 3 * case.hidden,
+        "num_hidden_layers": case.layers,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": case.length,
+    }
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=case.vocabulary, tie_word_embeddings=False, **sizes, **heads)
+    ).eval()
 
 
 def datums_of(case: Case) -> list[Datum]:
@@ -86,7 +96,8 @@ def datums_of(case: Case) -> list[Datum]:
     for i in range(case.sequences):
         tokens[i, : case.length // 4] = tokens[i - i % case.completions, : case.length // 4]
     return [
-        Datum(t, weights, advantage=float(a), sample=i) for i, (t, a) in enumerate(zip(tokens, advantages, strict=True))
+        Datum(t, weights, advantage=float(a), sample=i)
+        for i, (t, a) in enumerate(zip(tokens, advantages, strict=True))
     ]
 
 
@@ -141,7 +152,9 @@ class Live(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.known, self.now, self.peak = dict[int, int](), 0, 0
+        self.known = dict[int, int]()
+        self.now = 0
+        self.peak = 0
 
     def gone(self, place: int) -> None:
         self.now -= self.known.pop(place)
@@ -162,8 +175,14 @@ SHARED = Case(8_000, 1024, sequences=32, completions=8)
 
 def live_mb(case: Case, no_tree: str, checkpointing: bool) -> float:
     "Megabytes of tensors that are alive at the peak of one pass of ours."
-    how = {"reference": False, "inline": True, "device": "cpu", "gradient_checkpointing": checkpointing}
-    policy, datums = open_local(model_of(case), None, **how).policy, datums_of(case)
+    how = {
+        "reference": False,
+        "inline": True,
+        "device": "cpu",
+        "gradient_checkpointing": checkpointing,
+    }
+    policy = open_local(model_of(case), None, **how).policy
+    datums = datums_of(case)
     policy.state.scoring.causal.no_tree = no_tree
     loss_fn = make_loss_fn(datums, policy_loss="ppo")
     with Live() as live:
@@ -175,7 +194,11 @@ def measure_shared(case: Case = SHARED) -> dict[str, float]:
     "The peak with prompts computed once and for each completion, layers kept and computed again."
     sides = {"once": "", "each": "switched off"}
     layers = {"": False, ", checkpointing": True}
-    return {side + kept: live_mb(case, why, again) for side, why in sides.items() for kept, again in layers.items()}
+    return {
+        side + kept: live_mb(case, why, again)
+        for side, why in sides.items()
+        for kept, again in layers.items()
+    }
 
 
 BASES = {"full": {}, "8 bits": {"load_in_8bit": True}}
@@ -192,17 +215,28 @@ def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[s
     found = {"opened": held("VmRSS") - before}
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, backend.policy.vocab_size, (4, length))
-    datums = [Datum(t, np.arange(length - 1) >= 32, advantage=(-1.0) ** i, sample=i) for i, t in enumerate(tokens)]
-    pass_ = lambda: asyncio.run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, kl_beta=0.0)))
+    datums = [
+        Datum(t, np.arange(length - 1) >= 32, advantage=(-1.0) ** i, sample=i)
+        for i, t in enumerate(tokens)
+    ]
+
+    def pass_():
+        return asyncio.run(
+            backend.policy.forward_backward_custom(datums, make_loss_fn(datums, kl_beta=0.0))
+        )
+
     found["training pass"] = found["opened"] + peak_growth(pass_)
-    asyncio.run(backend.sampler.sample(tokens[0, :32].tolist(), SampleParams(n=4, max_tokens=4, seed=0)))
+    asyncio.run(
+        backend.sampler.sample(tokens[0, :32].tolist(), SampleParams(n=4, max_tokens=4, seed=0))
+    )
     gc.collect()
     return found | {"after drawing": held("VmRSS") - before}
 
 
 def measure(variant: str, case: Case) -> tuple[float, dict[str, Tensor]]:
     "Peak growth of one pass in this process, and the gradients that it leaves."
-    model, datums = model_of(case), datums_of(case)
+    model = model_of(case)
+    datums = datums_of(case)
     growth = peak_growth(VARIANTS[variant](model, datums))
     return growth, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -211,37 +245,56 @@ def measure_apart(variant: str, case: Case, folder: Path) -> tuple[float, dict[s
     "`measure` in a fresh process."
     file = folder / "measured.pt"
     given = json.dumps(asdict(case))
-    subprocess.run([sys.executable, __file__, "--one", variant, "--case", given, "--out", str(file)], check=True)
+    subprocess.run(
+        [sys.executable, __file__, "--one", variant, "--case", given, "--out", str(file)],
+        check=True,
+    )
     growth, gradients = torch.load(file)
     return growth, gradients
 
 
 def compare(found: dict[str, tuple[float, dict[str, Tensor]]], case: Case) -> dict[str, Any]:
     "What was measured, as plain values; raises `AssertionError` unless all gradients are the same."
-    (mine, a), (full, b) = found["ours"], found["naive"]
-    assert a.keys() == b.keys() == {name for name, _ in model_of(case).named_parameters()}, "not every weight has one"
+    (mine, a) = found["ours"]
+    (full, b) = found["naive"]
+    assert a.keys() == b.keys() == {name for name, _ in model_of(case).named_parameters()}, (
+        "not every weight has one"
+    )
     for name, gradient in b.items():
         assert gradient.abs().max() > 0, f"the naive gradient of {name} is zero"
-        torch.testing.assert_close(a[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name)
+        torch.testing.assert_close(
+            a[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max()), msg=name
+        )
     weights = sum(g.numel() for g in b.values()) * 4 / MB
-    sizes = {"logits_mb": case.logits_mb, "gradients_mb": weights, "ours_mb": mine, "naive_mb": full}
+    sizes = {
+        "logits_mb": case.logits_mb,
+        "gradients_mb": weights,
+        "ours_mb": mine,
+        "naive_mb": full,
+    }
     return asdict(case) | sizes | {"ratio": full / mine}
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     "One line per case."
-    lines = [f"{'vocabulary':>10}{'tokens':>9}{'logits':>9}{'gradients':>11}{'ours':>8}{'naive':>8}{'naive/ours':>12}"]
+    lines = [
+        f"{'vocabulary':>10}{'tokens':>9}{'logits':>9}{'gradients':>11}{'ours':>8}{'naive':>8}{'naive/ours':>12}"
+    ]
     for r in results:
         tokens = f"{r['sequences']}x{r['length']}"
         sizes = f"{r['logits_mb']:>9.0f}{r['gradients_mb']:>11.0f}{r['ours_mb']:>8.0f}{r['naive_mb']:>8.0f}"
         lines.append(f"{r['vocabulary']:>10}{tokens:>9}{sizes}{r['ratio']:>12.1f}")
-    return "\n".join([*lines, "megabytes; ours and naive are the growth at the peak, gradients included in both"])
+    return "\n".join(
+        [*lines, "megabytes; ours and naive are the growth at the peak, gradients included in both"]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--base", action="store_true", help="the base of an adapter in full precision and in 8 bits")
+    parser.add_argument(
+        "--base", action="store_true", help="the base of an adapter in full precision and in 8 bits"
+    )
     parser.add_argument("--long", action="store_true", help="sequences of up to 8,192 tokens")
     parser.add_argument("--kind", choices=BASES, help=argparse.SUPPRESS)
     parser.add_argument("--one", choices=VARIANTS, help=argparse.SUPPRESS)
@@ -257,14 +310,22 @@ def main() -> None:
     if args.base:
         for kind in BASES:
             command = [sys.executable, __file__, "--kind", kind]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1]
-            print(f"{kind:<8}" + "".join(f"  {name} {size:.0f} MB" for name, size in json.loads(told).items()))
+            told = subprocess.run(
+                command, check=True, capture_output=True, text=True
+            ).stdout.splitlines()[-1]
+            print(
+                f"{kind:<8}"
+                + "".join(f"  {name} {size:.0f} MB" for name, size in json.loads(told).items())
+            )
         return
     if args.long:
         for length in (1024, 2048, 4096, 8192):
             with tempfile.TemporaryDirectory() as folder:
                 case = Case(8_000, length, sequences=8, hidden=128, layers=4, completions=8)
-                print(f"{length:>6} tokens  {measure_apart('ours', case, Path(folder))[0]:.0f} MB", flush=True)
+                print(
+                    f"{length:>6} tokens  {measure_apart('ours', case, Path(folder))[0]:.0f} MB",
+                    flush=True,
+                )
         return
     results = []
     with tempfile.TemporaryDirectory() as folder:
@@ -272,10 +333,19 @@ def main() -> None:
             found = {variant: measure_apart(variant, case, Path(folder)) for variant in VARIANTS}
             results.append(compare(found, case))
     shared = measure_shared()
-    print(table(results), "", f"{SHARED.sequences}x{SHARED.length}, {SHARED.completions} of a prompt:", sep="\n")
+    print(
+        table(results),
+        "",
+        f"{SHARED.sequences}x{SHARED.length}, {SHARED.completions} of a prompt:",
+        sep="\n",
+    )
     print("\n".join(f"{name:<24}{size:>6.0f}" for name, size in shared.items()))
     if args.json:
-        found = {"torch": torch.__version__, "cases": results, "shared": asdict(SHARED) | {"live_mb": shared}}
+        found = {
+            "torch": torch.__version__,
+            "cases": results,
+            "shared": asdict(SHARED) | {"live_mb": shared},
+        }
         args.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -43,7 +43,14 @@ from rl_notebook.backends.services.wire import Secret
 from rl_notebook.backends.services.tinker import open_tinker
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import AdamParams, Datum, Logprobs, LossOutput, RolloutSample, SampleParams
+from rl_notebook.core.types import (
+    AdamParams,
+    Datum,
+    Logprobs,
+    LossOutput,
+    RolloutSample,
+    SampleParams,
+)
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.recipes import async_rl_loop, rl_loop
 from rl_notebook.task.toy import load_model, toy_rows
@@ -143,7 +150,9 @@ class PacedTrainer:
     "A trainer that learns nothing, and takes its time: most of it backward, a tenth each for update and sync."
 
     def __init__(self, seconds: float, ledger: Ledger):
-        self.seconds, self.ledger, self.version = seconds, ledger, 0
+        self.seconds = seconds
+        self.ledger = ledger
+        self.version = 0
 
     async def work(self, share: float) -> None:
         begin = now()
@@ -157,7 +166,9 @@ class PacedTrainer:
         await self.work(0.8)
         series = [torch.full((len(d.weights),), -1.0, requires_grad=True) for d in datums]
         loss, metrics, dlogprobs = loss_and_dlogprobs(datums, series, loss_fn)
-        return LossOutput(loss, metrics, tuple(Logprobs(s.detach().numpy()) for s in series), tuple(dlogprobs))
+        return LossOutput(
+            loss, metrics, tuple(Logprobs(s.detach().numpy()) for s in series), tuple(dlogprobs)
+        )
 
     async def optim_step(self, adam: AdamParams, **options: Any) -> dict[str, float]:
         await self.work(0.1)
@@ -184,7 +195,9 @@ def make_rollouts(setting: Setting, ledger: Ledger) -> Callable[[Any], Any]:
 
     def factory(setup: Any) -> Any:
         async def rollout_fn(sample_prompt: dict) -> RolloutSample:
-            begin, seed, prompt = now(), sample_prompt["seed"], sample_prompt["prompt_token_ids"]
+            begin = now()
+            seed = sample_prompt["seed"]
+            prompt = sample_prompt["prompt_token_ids"]
             factor = 1 + setting.spread * random.Random(seed).uniform(-1, 1)
             await asyncio.sleep(setting.latency * factor)
             reward = float(sample_prompt["sample_index"] % 2)
@@ -220,7 +233,10 @@ class Timing:
 
 async def train(setting: Setting, backend: Backend, ledger: Ledger) -> Timing:
     "One run of the recipe."
-    factory, cfg, records, ends = make_rollouts(setting, ledger), setting.config(), list[StepRecord](), list[float]()
+    factory = make_rollouts(setting, ledger)
+    cfg = setting.config()
+    records = list[StepRecord]()
+    ends = list[float]()
     rows = toy_rows((setting.steps + 1) * setting.groups, seed=1)
     quiet: dict[str, Any] = {"say": lambda line: None, "progress": False, "backend": backend}
     quiet["on_record"] = [records.append, lambda record: ends.append(now())]
@@ -230,21 +246,35 @@ async def train(setting: Setting, backend: Backend, ledger: Ledger) -> Timing:
     else:
         await async_rl_loop.train(cfg, rollout_fn_factory=factory, rows=rows, **quiet)
     assert len(records) == setting.steps
-    assert all(r.trained and len(r.datums) == setting.samples for r in records), "not every batch was whole"
+    assert all(r.trained and len(r.datums) == setting.samples for r in records), (
+        "not every batch was whole"
+    )
     return measured(setting, ledger, records, ends)
 
 
-def measured(setting: Setting, ledger: Ledger, records: Sequence[StepRecord], ends: Sequence[float]) -> Timing:
+def measured(
+    setting: Setting, ledger: Ledger, records: Sequence[StepRecord], ends: Sequence[float]
+) -> Timing:
     "The figures of a run from what was noted."
     ends = ledger.syncs[-len(ends) :] or ends
-    begin, bursts = min(b for b, _ in ledger.draws), max(1, len(ends) // 2 // (setting.versions + 1))
-    wall, late = ends[-1] - begin, bursts * (setting.versions + 1)  # O + 1 batches may come in one burst
+    begin = min(b for b, _ in ledger.draws)
+    bursts = max(1, len(ends) // 2 // (setting.versions + 1))
+    # O + 1 batches may come in one burst
+    wall = ends[-1] - begin
+    late = bursts * (setting.versions + 1)
     phases = ("reference", "backward", "optimize", "sync")
-    seconds = [e - b for b, e in ledger.training] or [r.seconds.get(p, 0.0) for r in records for p in phases]
+    seconds = [e - b for b, e in ledger.training] or [
+        r.seconds.get(p, 0.0) for r in records for p in phases
+    ]
     busy = sum(seconds)
     drawn = sum(e - b for b, e in ledger.draws)
     room = setting.samples * (1.0 if setting.synchronous else setting.places)
-    ages = [r.step - 1 - (g.submitted or 0) for r in records for g in r.groups if not setting.synchronous]
+    ages = [
+        r.step - 1 - (g.submitted or 0)
+        for r in records
+        for g in r.groups
+        if not setting.synchronous
+    ]
     return Timing(
         wall,
         (ends[-1] - ends[-1 - late]) / late if late < len(ends) else wall / len(ends),
@@ -301,7 +331,8 @@ def timed(setting: Setting) -> Timing:
 
 def scheduled(setting: Setting) -> Overlap:
     "One setting, and the two runs that it is made of."
-    sampling, training = replace(setting, training=0.0), replace(setting, latency=0.0, spread=0.0)
+    sampling = replace(setting, training=0.0)
+    training = replace(setting, latency=0.0, spread=0.0)
     bound = None if setting.spread else least_period(setting)
     return Overlap(setting, timed(setting), timed(sampling).wall, timed(training).wall, bound)
 
@@ -315,7 +346,10 @@ MORE = (2, 4)  # R
 
 
 def schedules(
-    steps: int, ratios: Sequence[float] = RATIOS, ahead: Sequence[int] = AHEAD, places: Sequence[int] = MORE
+    steps: int,
+    ratios: Sequence[float] = RATIOS,
+    ahead: Sequence[int] = AHEAD,
+    places: Sequence[int] = MORE,
 ) -> dict[str, list[Overlap]]:
     "All settings of the first part."
     base = Setting(steps=steps)
@@ -385,7 +419,12 @@ async def one_run(setting: Setting, backend: Backend, still: bool = False) -> Ti
 
 
 async def in_turns(
-    name: str, setting: Setting, backend: Backend, repeats: int, say: Callable[[str], Any], paced_by_training: bool
+    name: str,
+    setting: Setting,
+    backend: Backend,
+    repeats: int,
+    say: Callable[[str], Any],
+    paced_by_training: bool,
 ) -> Real:
     """Each turn: training alone, sampling alone, synchronous, asynchronous, and training alone once more.
 
@@ -393,7 +432,9 @@ async def in_turns(
     """
     alone = replace(setting, latency=0.0, sampled=False)
     await one_run(replace(alone, steps=2), backend)  # makes what is made once
-    runs: dict[str, list[Timing]] = {kind: [] for kind in ("training", "sampling", "synchronous", "asynchronous")}
+    runs: dict[str, list[Timing]] = {
+        kind: [] for kind in ("training", "sampling", "synchronous", "asynchronous")
+    }
     settings: list[Setting] = []
     for turn in range(repeats):
         first = await one_run(alone, backend)
@@ -401,7 +442,9 @@ async def in_turns(
         settings.append(asked)
         runs["sampling"].append(await one_run(asked, backend, still=True))
         for kind in ("synchronous", "asynchronous")[:: 1 if turn % 2 else -1]:
-            runs[kind].append(await one_run(replace(asked, synchronous=kind == "synchronous"), backend))
+            runs[kind].append(
+                await one_run(replace(asked, synchronous=kind == "synchronous"), backend)
+            )
         last = await one_run(alone, backend)
         runs["training"].append(replace(first, wall=(first.wall + last.wall) / 2))
         say(f"{name}: turn {turn + 1} of {repeats}")
@@ -412,27 +455,52 @@ async def measure_service(
     url: str, key: Secret, setting: Setting, repeats: int, say: Callable[[str], Any] = print
 ) -> list[Real]:
     "Training over HTTP, rollouts made up after their latency; then with a request to the sampler in each."
-    given: dict[str, Any] = {"base_model": "tiny", "base_url": url, "key": key, "lora_rank": 0, "reference": False}
-    async with await open_tinker(**given, tokenizer="tiny", conformance="off", probing=False) as backend:
+    given: dict[str, Any] = {
+        "base_model": "tiny",
+        "base_url": url,
+        "key": key,
+        "lora_rank": 0,
+        "reference": False,
+    }
+    async with await open_tinker(
+        **given, tokenizer="tiny", conformance="off", probing=False
+    ) as backend:
         made = await in_turns("emulator, made-up answers", setting, backend, repeats, say, True)
         drawn = replace(setting, sampled=True)
-        return [made, await in_turns("emulator, answers drawn after the wait", drawn, backend, repeats, say, True)]
+        return [
+            made,
+            await in_turns(
+                "emulator, answers drawn after the wait", drawn, backend, repeats, say, True
+            ),
+        ]
 
 
-async def measure_emulator(setting: Setting, repeats: int, say: Callable[[str], Any] = print) -> list[Real]:
+async def measure_emulator(
+    setting: Setting, repeats: int, say: Callable[[str], Any] = print
+) -> list[Real]:
     "Training and sampling in another process."
     with emulator() as (url, key):
         return await measure_service(url, key, setting, repeats, say)
 
 
-async def measure_local(setting: Setting, repeats: int, say: Callable[[str], Any] = print) -> list[Real]:
+async def measure_local(
+    setting: Setting, repeats: int, say: Callable[[str], Any] = print
+) -> list[Real]:
     "Rollouts that wait for something else, that need the thread that trains, and that are drawn beside it."
     drawn = replace(setting, latency=0.0, sampled=True)
     async with open_local(*load_model("tiny"), reference=False) as backend:
-        waits = await in_turns("local, rollouts wait elsewhere", setting, backend, repeats, say, True)
-        shared = await in_turns("local, rollouts need the same thread", drawn, backend, repeats, say, False)
+        waits = await in_turns(
+            "local, rollouts wait elsewhere", setting, backend, repeats, say, True
+        )
+        shared = await in_turns(
+            "local, rollouts need the same thread", drawn, backend, repeats, say, False
+        )
     async with open_local(*load_model("tiny"), reference=False, beside=True) as backend:
-        return [waits, shared, await in_turns("local, beside=True", drawn, backend, repeats, say, False)]
+        return [
+            waits,
+            shared,
+            await in_turns("local, beside=True", drawn, backend, repeats, say, False),
+        ]
 
 
 # --- report ------------------------------------------------------------------------------------------------------
@@ -445,7 +513,11 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def summary(virtual: dict[str, list[Overlap]], real: Sequence[Real]) -> dict[str, Any]:
     "Every figure as plain values."
-    where = {"cpus": os.cpu_count(), "load": os.getloadavg()[0], "python": platform.python_version()}
+    where = {
+        "cpus": os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
     result: dict[str, Any] = {"machine": where}
     if virtual:
         result["wall_over_max"] = worst(virtual[ONE_BATCH])
@@ -479,9 +551,12 @@ def real_summary(found: Real) -> dict[str, Any]:
 def schedule_table(part: Sequence[Overlap]) -> str:
     "One line a setting; times in training times."
     head = f"{'R':>4}{'O':>4}{'sampling/training':>19}{'wall':>8}{'sampling':>10}{'training':>10}{'wall/max':>10}"
-    lines = [f"{head}{'per step':>10}{'least':>8}{'trainer idle':>14}{'sampler idle':>14}{'age':>5}"]
+    lines = [
+        f"{head}{'per step':>10}{'least':>8}{'trainer idle':>14}{'sampler idle':>14}{'age':>5}"
+    ]
     for f in part:
-        s, least = f.setting, f"{f.bound:>8.2f}" if f.bound is not None else f"{'':>8}"
+        s = f.setting
+        least = f"{f.bound:>8.2f}" if f.bound is not None else f"{'':>8}"
         lines.append(
             f"{s.places:>4.0f}{s.versions:>4}{s.latency / s.places / s.training:>19.2f}{f.both.wall:>8.1f}"
             f"{f.sampling:>10.1f}{f.training:>10.1f}{f.wall_over_max:>10.3f}{f.both.period:>10.2f}{least}"
@@ -492,7 +567,10 @@ def schedule_table(part: Sequence[Overlap]) -> str:
 
 def real_table(found: Sequence[Real]) -> str:
     "One line a kind: ratios, median and range over the turns."
-    shown = lambda values: f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+    def shown(values):
+        return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
     head = f"{'':<40}{'sync / max':>22}{'async / max':>22}{'sync / async':>22}{'idle: trainer':>15}{'sampler':>9}"
     lines = [head]
     for r in found:
@@ -501,7 +579,11 @@ def real_table(found: Sequence[Real]) -> str:
             for who in ("trainer", "sampler")
         ]
         ratios = [shown(v) for v in (r.ratios("synchronous"), r.ratios("asynchronous"), r.gain())]
-        lines.append(f"{r.name:<40}" + "".join(f"{v:>22}" for v in ratios) + f"{idle[0]:>15.0%}{idle[1]:>9.0%}")
+        lines.append(
+            f"{r.name:<40}"
+            + "".join(f"{v:>22}" for v in ratios)
+            + f"{idle[0]:>15.0%}{idle[1]:>9.0%}"
+        )
     return "\n".join(lines)
 
 
@@ -511,21 +593,32 @@ PARTS = ("virtual", "emulator", "local")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--json", type=Path, help="file for the figures")
-    parser.add_argument("--part", choices=PARTS, action="append", help="may be given several times; default: all")
+    parser.add_argument(
+        "--part", choices=PARTS, action="append", help="may be given several times; default: all"
+    )
     parser.add_argument("--steps", type=int, default=40, help="of a run on the virtual clock")
     parser.add_argument("--real-steps", type=int, default=16, help="of a real run")
     parser.add_argument("--repeats", type=int, default=5, help="of the real runs")
     args = parser.parse_args()
-    parts, virtual, real = args.part or PARTS, {}, []
+    parts = args.part or PARTS
+    virtual = {}
+    real = []
     torch.set_num_threads(1)
     if "virtual" in parts:
         virtual = schedules(args.steps)
         for name, part in virtual.items():
-            print(f"\n{name}; {args.steps} steps, times in training times\n{schedule_table(part)}", flush=True)
-    own = Setting(steps=args.real_steps, groups=4, completions=4, versions=1, latency=0.0, tokens=16)
+            print(
+                f"\n{name}; {args.steps} steps, times in training times\n{schedule_table(part)}",
+                flush=True,
+            )
+    own = Setting(
+        steps=args.real_steps, groups=4, completions=4, versions=1, latency=0.0, tokens=16
+    )
     for name, measure in (("emulator", measure_emulator), ("local", measure_local)):
         if name in parts:
-            real += asyncio.run(measure(own, args.repeats, lambda line: print(line, file=sys.stderr, flush=True)))
+            real += asyncio.run(
+                measure(own, args.repeats, lambda line: print(line, file=sys.stderr, flush=True))
+            )
     result = summary(virtual, real)
     if real:
         about = f"{args.real_steps} steps, O = 1, one batch of places; median and range of {args.repeats} turns"

@@ -60,11 +60,19 @@ async def measure(setting: Setting) -> dict[str, Any]:
     backend = open_local(*load_model(setting.model), device="cpu")
     rows = toy_rows(4 * setting.prompts * setting.steps * setting.rounds, seed=1)
     reward = [toy_reward, toy_format_reward] if setting.model == "tiny" else [any_length]
-    shape = {"prompt_groups_per_step": setting.prompts, "completions_per_prompt": setting.completions}
-    cfg = Config(**shape, max_completion_tokens=setting.tokens, kl_beta=0.01, learning_rate=1e-6, steps=None)
-    loop, rounds = GRPOLoop(backend, rows, reward, cfg, keep_undo=0), []
+    shape = {
+        "prompt_groups_per_step": setting.prompts,
+        "completions_per_prompt": setting.completions,
+    }
+    cfg = Config(
+        **shape, max_completion_tokens=setting.tokens, kl_beta=0.01, learning_rate=1e-6, steps=None
+    )
+    loop = GRPOLoop(backend, rows, reward, cfg, keep_undo=0)
+    rounds = []
     for turn in range(setting.rounds):
-        flight = await preflight(backend, rows, reward, cfg, prompts=setting.prompts, samples=setting.samples)
+        flight = await preflight(
+            backend, rows, reward, cfg, prompts=setting.prompts, samples=setting.samples
+        )
         assert flight.cost is not None
         records = [await loop.step() for _ in range(setting.steps)]
         took = {p: statistics.mean(r.seconds.get(p, 0.0) for r in records if r) for p in PHASES}
@@ -72,7 +80,9 @@ async def measure(setting: Setting) -> dict[str, Any]:
         said = {p: flight.cost.step_seconds.get(p, 0.0) for p in PHASES}
         memory = {"predicted_gb": flight.cost.step_memory, "measured_gb": peak_memory()["process"]}
         times = {"predicted": sum(flight.cost.step_seconds.values()), "measured": total}
-        rounds.append({"round": turn, **times, "phases": {"predicted": said, "measured": took}, **memory})
+        rounds.append(
+            {"round": turn, **times, "phases": {"predicted": said, "measured": took}, **memory}
+        )
     return {"setting": asdict(setting), "roofs": asdict(roofs_of(backend.size)), "rounds": rounds}  # type: ignore[arg-type]
 
 
@@ -81,11 +91,20 @@ def table(result: dict[str, Any]) -> str:
     rounds = result["rounds"]
     lines = [f"{'seconds of a step':<20}{'predicted':>11}{'measured':>11}{'ratio':>8}"]
     lines += [line(f"round {r['round']}", r["predicted"], r["measured"]) for r in rounds]
-    lines += [line(p, *(rounds[-1]["phases"][side][p] for side in ("predicted", "measured"))) for p in PHASES]
+    lines += [
+        line(p, *(rounds[-1]["phases"][side][p] for side in ("predicted", "measured")))
+        for p in PHASES
+    ]
     ratio = statistics.median(r["predicted"] / r["measured"] for r in rounds[1:])
-    said, peak = rounds[0]["predicted_gb"], rounds[0]["measured_gb"]
+    said = rounds[0]["predicted_gb"]
+    peak = rounds[0]["measured_gb"]
     lines.append(line("memory, GB", said, peak))
-    return "\n".join([*lines, f"{result['setting']['model']}: median ratio of the rounds after the first {ratio:.2f}"])
+    return "\n".join(
+        [
+            *lines,
+            f"{result['setting']['model']}: median ratio of the rounds after the first {ratio:.2f}",
+        ]
+    )
 
 
 def line(name: str, said: float, took: float) -> str:

@@ -48,19 +48,29 @@ SETTINGS = {
     "tiny": Setting("tiny"),
     "tiny-ragged": Setting("tiny", ragged=True),
     "smollm2": Setting("smollm2", prompts=1, prompt_tokens=100, tokens=48, rounds=5),
-    "smollm2-ragged": Setting("smollm2", prompts=2, prompt_tokens=100, tokens=48, ragged=True, rounds=5),
+    "smollm2-ragged": Setting(
+        "smollm2", prompts=2, prompt_tokens=100, tokens=48, ragged=True, rounds=5
+    ),
 }
 
 
 def datums_of(setting: Setting, vocabulary: int) -> list[Datum]:
     "Random groups."
-    rng, made = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    made = []
     for group in range(setting.prompts):
         prompt = rng.integers(0, vocabulary, setting.prompt_tokens)
         for sample in range(setting.completions):
-            n = int(rng.integers(setting.tokens // 3, setting.tokens + 1)) if setting.ragged else setting.tokens
-            tokens, mask = [*prompt, *rng.integers(0, vocabulary, n)], [0.0] * (len(prompt) - 1) + [1.0] * n
-            made.append(Datum(tokens, mask, advantage=float(rng.normal()), group=group, sample=sample))
+            n = (
+                int(rng.integers(setting.tokens // 3, setting.tokens + 1))
+                if setting.ragged
+                else setting.tokens
+            )
+            tokens = [*prompt, *rng.integers(0, vocabulary, n)]
+            mask = [0.0] * (len(prompt) - 1) + [1.0] * n
+            made.append(
+                Datum(tokens, mask, advantage=float(rng.normal()), group=group, sample=sample)
+            )
     return made
 
 
@@ -93,9 +103,15 @@ def measure(setting: Setting, progress: Callable[[str], None] = print) -> dict[s
     model, tokenizer = load_model(setting.model)
     policy = open_local(model, tokenizer, reference=False, inline=True, device="cpu").policy
     datums = datums_of(setting, len(tokenizer))
-    loss_fn, scoring = make_loss_fn(datums, policy_loss="ppo"), policy.state.scoring
-    sides = {name: Side(policy, why, {"forward": [], "training": []}) for name, why in (("once", ""), ("each", "off"))}
-    tokens, found, gaps = {}, {}, []
+    loss_fn = make_loss_fn(datums, policy_loss="ppo")
+    scoring = policy.state.scoring
+    sides = {
+        name: Side(policy, why, {"forward": [], "training": []})
+        for name, why in (("once", ""), ("each", "off"))
+    }
+    tokens = {}
+    found = {}
+    gaps = []
     for turn in range(setting.rounds + 1):
         for name, side in sides.items():
             side.run("forward", lambda: policy.forward(datums))
@@ -105,23 +121,39 @@ def measure(setting: Setting, progress: Callable[[str], None] = print) -> dict[s
                 gradient(policy),
             )
             tokens[name] = sum(b.tokens for b in scoring.batches(datums))
-        (a, ga), (b, gb) = found["once"], found["each"]
+        (a, ga) = found["once"]
+        (b, gb) = found["each"]
         gaps.append((float(np.abs(a - b).max()), float((ga - gb).norm() / gb.norm())))
         assert gaps[-1][0] < 1e-4, f"logprobs differ by {gaps[-1][0]:.2g} nats"
         assert gaps[-1][1] < 5e-6, f"gradients differ by {gaps[-1][1]:.2g}"
         progress(f"round {turn} of {setting.rounds}")
     return (
-        asdict(setting) | {"tokens": tokens, "nats": max(gaps)[0], "gradients": max(g for _, g in gaps)} | times(sides)
+        asdict(setting)
+        | {"tokens": tokens, "nats": max(gaps)[0], "gradients": max(g for _, g in gaps)}
+        | times(sides)
     )
 
 
 def times(sides: dict[str, Side]) -> dict[str, Any]:
     "Medians after the first round."
     kept = {name: {what: s[1:] for what, s in side.seconds.items()} for name, side in sides.items()}
-    medians = {name: {what: statistics.median(s) for what, s in parts.items()} for name, parts in kept.items()}
-    pairs = lambda what: zip(kept["each"][what], kept["once"][what], strict=True)
-    ratio = {what: statistics.median(each / once for each, once in pairs(what)) for what in kept["each"]}
-    return {"seconds": medians, "ratio": ratio, "threads": torch.get_num_threads(), "load": os.getloadavg()[0]}
+    medians = {
+        name: {what: statistics.median(s) for what, s in parts.items()}
+        for name, parts in kept.items()
+    }
+
+    def pairs(what):
+        return zip(kept["each"][what], kept["once"][what], strict=True)
+
+    ratio = {
+        what: statistics.median(each / once for each, once in pairs(what)) for what in kept["each"]
+    }
+    return {
+        "seconds": medians,
+        "ratio": ratio,
+        "threads": torch.get_num_threads(),
+        "load": os.getloadavg()[0],
+    }
 
 
 def table(result: dict[str, Any]) -> str:
@@ -131,7 +163,9 @@ def table(result: dict[str, Any]) -> str:
         each, once = (result["seconds"][side][what] for side in ("each", "once"))
         lines.append(f"{what:<10}{each:>10.4f}{once:>10.4f}{ratio:>8.2f}")
     tokens = result["tokens"]
-    lines.append(f"tokens    {tokens['each']:>10}{tokens['once']:>10}{tokens['each'] / tokens['once']:>8.2f}")
+    lines.append(
+        f"tokens    {tokens['each']:>10}{tokens['once']:>10}{tokens['each'] / tokens['once']:>8.2f}"
+    )
     lines.append(
         f"logprobs differ by at most {result['nats']:.1e} nats, gradients by {result['gradients']:.1e} of their norm"
     )

@@ -64,7 +64,9 @@ class Drawn:
     seconds: float
     cpu: float  # processor time of all threads
     lengths: set[int]
-    engine: float = 0.0  # seconds of ours inside the engine: prefill, decode steps, text of what has ended
+    engine: float = (
+        0.0  # seconds of ours inside the engine: prefill, decode steps, text of what has ended
+    )
     completions: Sequence[Any] = ()
 
 
@@ -72,7 +74,8 @@ class Ours:
     "The local backend, as a step draws from it."
 
     def __init__(self, case: Case, model: Any, tokenizer: Any):
-        self.case, self.tokenizer = case, tokenizer
+        self.case = case
+        self.tokenizer = tokenizer
         self.backend = open_local(model, tokenizer, reference=False, device="cpu", dtype=case.dtype)  # type: ignore
         self.engine: Any = self.backend.sampler.engine  # type: ignore[attr-defined]
         self.engine.eos_token_ids = frozenset()
@@ -102,7 +105,9 @@ class Generate:
     "Transformers' own loop, with its usual cache."
 
     def __init__(self, case: Case, model: Any, tokenizer: Any):
-        self.case, self.model, self.tokenizer = case, model, tokenizer
+        self.case = case
+        self.model = model
+        self.tokenizer = tokenizer
         tokenizer.padding_side = "left"
         for config in (model.config, model.generation_config):
             config.eos_token_id = None
@@ -112,9 +117,19 @@ class Generate:
         start = now()
         torch.manual_seed(seed)
         asked = [list(row.messages) for row in self.case.questions for _ in range(COMPLETIONS)]
-        how: dict[str, Any] = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt"}
+        how: dict[str, Any] = {
+            "add_generation_prompt": True,
+            "padding": True,
+            "return_tensors": "pt",
+        }
         ids = self.tokenizer.apply_chat_template(asked, return_dict=True, **how)
-        how = {"do_sample": True, "top_k": 0, "top_p": 1.0, "temperature": 1.0, "max_new_tokens": self.case.tokens}
+        how = {
+            "do_sample": True,
+            "top_k": 0,
+            "top_p": 1.0,
+            "temperature": 1.0,
+            "max_new_tokens": self.case.tokens,
+        }
         found = self.model.generate(**ids, **how)[:, ids["input_ids"].shape[1] :]
         self.tokenizer.batch_decode(found, skip_special_tokens=True)
         return Drawn(*(b - a for a, b in zip(start, now(), strict=True)), {found.shape[1]})
@@ -131,10 +146,16 @@ def now() -> tuple[float, float]:
 def mismatch(model: Any, samples: Sequence[Any]) -> dict[str, float]:
     "Mean and largest gap in nats between the sampler and the model's own forward pass, and between that and float32."
     own, exact = (own_logprobs(m, samples) for m in (model, copy_in_float32(model)))
-    drawn = torch.tensor([lp for s in samples for lp in s.logprobs[s.prompt_len :]], dtype=torch.float64)
+    drawn = torch.tensor(
+        [lp for s in samples for lp in s.logprobs[s.prompt_len :]], dtype=torch.float64
+    )
     gaps = {"sampler_to_model": (drawn - own).abs(), "model_to_float32": (own - exact).abs()}
     gaps["sampler_to_float32"] = (drawn - exact).abs()
-    return {f"{name}_{how}": float(getattr(gap, how)()) for name, gap in gaps.items() for how in ("mean", "max")}
+    return {
+        f"{name}_{how}": float(getattr(gap, how)())
+        for name, gap in gaps.items()
+        for how in ("mean", "max")
+    }
 
 
 def copy_in_float32(model: Any) -> Any:
@@ -150,7 +171,12 @@ def own_logprobs(model: Any, samples: Sequence[Any]) -> torch.Tensor:
     found = []
     for s in samples:
         ids = torch.tensor(s.tokens)[None]
-        logprobs = model(input_ids=ids, use_cache=False).logits[0, s.prompt_len - 1 : -1].float().log_softmax(-1)
+        logprobs = (
+            model(input_ids=ids, use_cache=False)
+            .logits[0, s.prompt_len - 1 : -1]
+            .float()
+            .log_softmax(-1)
+        )
         found.append(logprobs.gather(-1, ids[0, s.prompt_len :, None])[:, 0].double())
     return torch.cat(found)
 
@@ -178,15 +204,29 @@ with open(asked["told"], "w") as file:  # vLLM has its own say on stdout
 def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
     "Median seconds of a round in vLLM, in a process of its own and after the others; raises `CalledProcessError`."
     prompts = [p.tokens.tolist() for p in encode_rows(case.questions, tokenizer)]
-    asked = {"dtype": case.dtype, "prompts": prompts, "n": COMPLETIONS, "tokens": case.tokens, "rounds": case.rounds}
+    asked = {
+        "dtype": case.dtype,
+        "prompts": prompts,
+        "n": COMPLETIONS,
+        "tokens": case.tokens,
+        "rounds": case.rounds,
+    }
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         told = Path(folder) / "seconds.json"
         given = json.dumps(asked | {"folder": folder, "told": str(told)})
         cores = f"0-{(os.cpu_count() or 1) - 1}"  # unless it is told so, it leaves one out
-        env = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}  # GB
-        subprocess.run([python, "-c", VLLM], input=given, stdout=subprocess.DEVNULL, text=True, check=True, env=env)
+        # GB
+        env = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
+        subprocess.run(
+            [python, "-c", VLLM],
+            input=given,
+            stdout=subprocess.DEVNULL,
+            text=True,
+            check=True,
+            env=env,
+        )
         return statistics.median(json.loads(told.read_text()))
 
 
@@ -195,13 +235,18 @@ def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
 
 def floors(case: Case, size: ModelSize, prompt_tokens: int) -> dict[str, float]:
     "Seconds for reading all weights once per decoded position, and for the matrix products of prompts and completions."
-    drawn, most = case.rows * case.tokens, torch.get_num_threads()
+    drawn = case.rows * case.tokens
+    most = torch.get_num_threads()
     read = read_rate(size.nbytes, seconds=1.0, most=most)
-    flops = size.flops(prompt_tokens + drawn, drawn) / gemm_rate(size, case.rows, seconds=0.2, most=most)
+    flops = size.flops(prompt_tokens + drawn, drawn) / gemm_rate(
+        size, case.rows, seconds=0.2, most=most
+    )
     return {"weights": case.tokens * size.nbytes / read, "products": flops}
 
 
-def measure(case: Case, vllm: str | None = None, progress: Callable[[str], None] = print) -> dict[str, Any]:
+def measure(
+    case: Case, vllm: str | None = None, progress: Callable[[str], None] = print
+) -> dict[str, Any]:
     "Draw in turns; raises `AssertionError` where a completion has another length than was asked for."
     model, tokenizer = load_model(case.model, dtype=case.dtype)
     sides = {"ours": Ours(case, model, tokenizer), "generate": Generate(case, model, tokenizer)}
@@ -209,20 +254,32 @@ def measure(case: Case, vllm: str | None = None, progress: Callable[[str], None]
     for turn in range(case.rounds + 1):
         for name, side in sides.items():
             found[name].append(side.draw(turn))
-            assert found[name][-1].lengths == {case.tokens}, f"{name}: {found[name][-1].lengths} tokens"
-    ours, kept = sides["ours"], {name: rounds[1:] for name, rounds in found.items()}
+            assert found[name][-1].lengths == {case.tokens}, (
+                f"{name}: {found[name][-1].lengths} tokens"
+            )
+    ours = sides["ours"]
+    kept = {name: rounds[1:] for name, rounds in found.items()}
     gaps = mismatch(model, found["ours"][-1].completions[:: case.rows // 8])
     size = ours.engine.causal.size
     floor = floors(case, size, sum(len(p.tokens) for p in encode_rows(case.questions, tokenizer)))
-    medians = {n: {k: statistics.median(getattr(d, k) for d in r) for k in ("seconds", "cpu")} for n, r in kept.items()}
+    medians = {
+        n: {k: statistics.median(getattr(d, k) for d in r) for k in ("seconds", "cpu")}
+        for n, r in kept.items()
+    }
     if vllm is not None:
         medians["vllm"] = {"seconds": run_vllm(vllm, case, model, tokenizer)}
     ours.close()  # type: ignore[attr-defined]
     pairs = list(zip(kept["generate"], kept["ours"], strict=True))
-    result = asdict(case) | {"route": ours.engine.causal.route, "sides": medians, "floors": floor, "mismatch": gaps}
+    result = asdict(case) | {
+        "route": ours.engine.causal.route,
+        "sides": medians,
+        "floors": floor,
+        "mismatch": gaps,
+    }
     result["tokens_per_s"] = {n: case.rows * case.tokens / m["seconds"] for n, m in medians.items()}
     result["ratio"] = {
-        k: statistics.median(getattr(a, k) / getattr(b, k) for a, b in pairs) for k in ("seconds", "cpu")
+        k: statistics.median(getattr(a, k) / getattr(b, k) for a, b in pairs)
+        for k in ("seconds", "cpu")
     }
     result["outside_engine"] = statistics.median(1 - d.engine / d.seconds for d in kept["ours"])
     result["times_weights"] = {n: m["seconds"] / floor["weights"] for n, m in medians.items()}
@@ -238,7 +295,8 @@ HEADING = (
 
 def line(r: dict[str, Any]) -> str:
     "One case."
-    rate, ours = r["tokens_per_s"], r["sides"]["ours"]
+    rate = r["tokens_per_s"]
+    ours = r["sides"]["ours"]
     vllm = f"{rate['vllm']:>8.0f}" if "vllm" in rate else f"{'-':>8}"
     return (
         f"{r['model']} {r['dtype']} {r['rows']:>3} rows".ljust(24)
@@ -252,26 +310,46 @@ def line(r: dict[str, Any]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--model", choices=TOKENS, default="tiny")
-    parser.add_argument("--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
+    parser.add_argument(
+        "--dtype", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"]
+    )
     parser.add_argument("--rows", nargs="+", type=int, default=[8, 16, 32], help="multiples of 8")
     parser.add_argument("--tokens", type=int, help="of a completion")
-    parser.add_argument("--rounds", type=int, default=5, help="measured ones; one more comes before them")
-    parser.add_argument("--threads", type=int, help="of torch; default: 1 for tiny, else its own choice")
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="measured ones; one more comes before them"
+    )
+    parser.add_argument(
+        "--threads", type=int, help="of torch; default: 1 for tiny, else its own choice"
+    )
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM's CPU build")
     parser.add_argument("--json", type=Path, help="file for the figures")
     args = parser.parse_args(arguments)
     if wrong := [rows for rows in args.rows if rows < 8 or rows % COMPLETIONS]:
         parser.error(f"--rows: got {wrong[0]}, expected multiples of {COMPLETIONS}")
     tokens = args.tokens or TOKENS[args.model]
-    cases = [Case(args.model, dtype, rows, tokens, args.rounds) for dtype in args.dtype for rows in args.rows]
+    cases = [
+        Case(args.model, dtype, rows, tokens, args.rounds)
+        for dtype in args.dtype
+        for rows in args.rows
+    ]
     print(HEADING)
     with threads(args.threads or THREADS[args.model]):
         cases_found = [measure(case, args.vllm) for case in cases]
         count = torch.get_num_threads()
-    print(f"{count} threads, load {os.getloadavg()[0]:.1f}" + ("" if args.vllm else "; vLLM was not run"))
+    print(
+        f"{count} threads, load {os.getloadavg()[0]:.1f}"
+        + ("" if args.vllm else "; vLLM was not run")
+    )
     if args.json:
-        machine = {"threads": count, "cpus": os.cpu_count(), "load": os.getloadavg()[0], "torch": torch.__version__}
-        args.json.write_text(json.dumps({"machine": machine, "cases": cases_found}, indent=1) + "\n")
+        machine = {
+            "threads": count,
+            "cpus": os.cpu_count(),
+            "load": os.getloadavg()[0],
+            "torch": torch.__version__,
+        }
+        args.json.write_text(
+            json.dumps({"machine": machine, "cases": cases_found}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

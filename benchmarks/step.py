@@ -35,7 +35,12 @@ os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALL
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 from transformers.utils import logging as transformers_logging
 
 from rl_notebook.backends.local.trainer import open_local
@@ -43,7 +48,14 @@ from rl_notebook.config.config import Config
 from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.backends.roofline import ModelSize, gemm_rate, model_size, peak_memory, read_rate, threads
+from rl_notebook.backends.roofline import (
+    ModelSize,
+    gemm_rate,
+    model_size,
+    peak_memory,
+    read_rate,
+    threads,
+)
 from rl_notebook.task.toy import load_model, toy_rows
 
 PARTS = ("sampling", "scoring", "training", "total")
@@ -65,7 +77,9 @@ class Setting:
     problems: bool = False  # word problems of about 100 tokens; else sums
     words: int = 0  # prompts of so many made-up words instead
     device: str = "cpu"
-    dtype: str = "float32"  # of ours; "bfloat16" keeps float32 masters, and TRL's side runs under autocast
+    dtype: str = (
+        "float32"  # of ours; "bfloat16" keeps float32 masters, and TRL's side runs under autocast
+    )
 
     @property
     def rows(self) -> int:
@@ -97,10 +111,15 @@ def conversations(setting: Setting) -> list[list[dict[str, str]]]:
     needed = setting.prompts * (setting.steps + 1)
     if setting.words:
         rng = np.random.default_rng(0)
-        texts = [" ".join(f"w{i}" for i in rng.integers(10, 250, setting.words)) for _ in range(needed)]
+        texts = [
+            " ".join(f"w{i}" for i in rng.integers(10, 250, setting.words)) for _ in range(needed)
+        ]
         return [[{"role": "user", "content": text}] for text in texts]
     if setting.problems:
-        return [list(row.messages) for row in load_rows(PROBLEMS, max_rows=needed, system_prompt=SHOWN_ONCE)]
+        return [
+            list(row.messages)
+            for row in load_rows(PROBLEMS, max_rows=needed, system_prompt=SHOWN_ONCE)
+        ]
     return [[{"role": "user", "content": row["question"]}] for row in toy_rows(needed)]
 
 
@@ -111,10 +130,24 @@ def hybrid() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     "A Qwen3.5 of 7 million random weights, three of four layers with linear attention, and the tokenizer of `tiny`."
     _, tokenizer = load_model("tiny")
     torch.manual_seed(0)
-    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "tie_word_embeddings": False}
+    heads = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    }
     linear = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
-    sizes = {"vocab_size": len(tokenizer), "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8}
-    linear |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "max_position_embeddings": 1024}
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 8,
+    }
+    linear |= {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "max_position_embeddings": 1024,
+    }
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, **linear)).eval()
     with torch.no_grad():
         model.lm_head.weight.mul_(30)  # sharp, so that a token whose logit is always 0 is not drawn
@@ -125,7 +158,9 @@ def hybrid() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 def save_endless(name: str, folder: str) -> None:
     "Save a model that ends a sequence with the token it is least likely to draw: completions run to the limit."
     model, tokenizer = hybrid() if name == "hybrid" else load_model(name)
-    ids = tokenizer.apply_chat_template(conversations(Setting(name))[:4], add_generation_prompt=True, padding=True)
+    ids = tokenizer.apply_chat_template(
+        conversations(Setting(name))[:4], add_generation_prompt=True, padding=True
+    )
     with torch.no_grad():
         likely = model(**ids.convert_to_tensors("pt")).logits.log_softmax(-1).amax((0, 1))
     likely[tokenizer.pad_token_id] = torch.inf
@@ -145,11 +180,15 @@ class Step:
 
     total: float  # seconds, like the next three
     cpu: float  # of all cores together: on a shared machine steadier than the time that passed
-    sampling: float  # prompts to tokens to text; with ours, also the copy of the weights to the sampler
+    sampling: (
+        float  # prompts to tokens to text; with ours, also the copy of the weights to the sampler
+    )
     scoring: float  # rewards, advantages, reference logprobs, batches
     prompts: tuple[tuple[int, ...], ...]  # ids
     lengths: tuple[int, ...]  # tokens of each completion that was trained on
-    passes: int  # through the policy or the reference over whole sequences, one of them with gradient
+    passes: (
+        int  # through the policy or the reference over whole sequences, one of them with gradient
+    )
     weights: float  # sum of the absolute values of the weights after the step
 
     @property
@@ -170,11 +209,16 @@ class Ours:
     SAMPLING = ("prompts", "sample", "sync")
     SCORING = ("score", "advantages", "datums", "reference")
 
-    def __init__(self, setting: Setting, folder: str, inline: bool = False):  # inline: no worker thread
+    def __init__(
+        self, setting: Setting, folder: str, inline: bool = False
+    ):  # inline: no worker thread
         self.model, tokenizer = load_model(folder)
         how: Any = {"device": setting.device, "dtype": setting.dtype}
-        backend = open_local(self.model, tokenizer, reference=setting.kl_beta > 0, inline=inline, **how)
-        ends = frozenset() if setting.words else frozenset({tokenizer.eos_token_id})  # not the template's, too
+        backend = open_local(
+            self.model, tokenizer, reference=setting.kl_beta > 0, inline=inline, **how
+        )
+        # not the template's, too
+        ends = frozenset() if setting.words else frozenset({tokenizer.eos_token_id})
         backend.sampler.engine.eos_token_ids = ends  # type: ignore[attr-defined]
         rows = [{"messages": messages, "answer": ""} for messages in conversations(setting)]
         self.loop = GRPOLoop(backend, rows, arbitrary_reward, config_of(setting), keep_undo=0)
@@ -185,8 +229,13 @@ class Ours:
         record = self.runner.run(self.loop.step())
         total, cpu = (b - a for a, b in zip(start, now(), strict=True))
         assert isinstance(record, StepRecord)
-        spent = [sum(record.seconds.get(p, 0.0) for p in phases) for phases in (self.SAMPLING, self.SCORING)]
-        prompts = tuple(tuple(s.tokens[: s.prompt_len].tolist()) for s, *_ in (g.samples for g in record.groups))
+        spent = [
+            sum(record.seconds.get(p, 0.0) for p in phases)
+            for phases in (self.SAMPLING, self.SCORING)
+        ]
+        prompts = tuple(
+            tuple(s.tokens[: s.prompt_len].tolist()) for s, *_ in (g.samples for g in record.groups)
+        )
         lengths = tuple(d.num_loss_tokens for d in record.datums)
         passes = 1 + (self.loop.backend.reference is not None)
         return Step(total, cpu, *spent, prompts, lengths, passes, size_of(self.model))
@@ -225,9 +274,13 @@ class Stopwatch:
     passes: int = 0
     prompts: tuple = ()
     lengths: tuple = ()
-    started: tuple[float, float] | None = None  # clock and processor time when the step under way began
+    started: tuple[float, float] | None = (
+        None  # clock and processor time when the step under way began
+    )
 
-    def wrap(self, trainer: Any, name: str, note: Callable[[Any], None] = lambda result: None) -> None:
+    def wrap(
+        self, trainer: Any, name: str, note: Callable[[Any], None] = lambda result: None
+    ) -> None:
         "Time a method of `trainer`, and look at its results."
         method = getattr(trainer, name)
 
@@ -282,7 +335,9 @@ def trl_config(setting: Setting, folder: str) -> Any:
     )
 
 
-def alternate(setting: Setting, folder: str, progress: Callable[[str], None]) -> tuple[list[Step], list[Step]]:
+def alternate(
+    setting: Setting, folder: str, progress: Callable[[str], None]
+) -> tuple[list[Step], list[Step]]:
     "All steps of ours and of TRL's, in turn; the first of each is for warming up."
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -310,7 +365,9 @@ def alternate(setting: Setting, folder: str, progress: Callable[[str], None]) ->
             model=folder,
             args=trl_config(setting, scratch),
             reward_funcs=arbitrary_reward,
-            train_dataset=Dataset.from_list([{"prompt": messages} for messages in conversations(setting)]),
+            train_dataset=Dataset.from_list(
+                [{"prompt": messages} for messages in conversations(setting)]
+            ),
             callbacks=[TakeTurns()],
         )
         trainer.remove_callback(PrinterCallback)
@@ -344,7 +401,9 @@ def finish_step(watch: Stopwatch, end: tuple[float, float], model: torch.nn.Modu
     scoring = watch.seconds["_generate_and_score_completions"] - sampling
     assert watch.started is not None
     total, cpu = (b - a for a, b in zip(watch.started, end, strict=True))
-    passes, watch.seconds, watch.passes = watch.passes, {}, 0
+    passes = watch.passes
+    watch.seconds = {}
+    watch.passes = 0
     return Step(total, cpu, sampling, scoring, watch.prompts, watch.lengths, passes, size_of(model))
 
 
@@ -361,7 +420,9 @@ def check_same_work(setting: Setting, ours: list[Step], theirs: list[Step]) -> N
         assert repeated == b.prompts, f"step {number}: the prompts differ"
         assert a.passes == b.passes, f"step {number}: {a.passes} passes against {b.passes}"
     for side, steps in (("ours", ours), ("TRL", theirs)):
-        assert len({s.weights for s in steps}) == len(steps), f"{side}: a step left the weights as they were"
+        assert len({s.weights for s in steps}) == len(steps), (
+            f"{side}: a step left the weights as they were"
+        )
 
 
 # --- floors ------------------------------------------------------------------------------------------------------
@@ -379,7 +440,10 @@ class Work:
 
     def flops(self) -> dict[str, float]:
         "Multiplications and additions of the matrix products alone: attention and everything elementwise is free."
-        forward = 2.0 * (self.body * (self.prompt_tokens + self.completion_tokens) + self.head * self.completion_tokens)
+        forward = 2.0 * (
+            self.body * (self.prompt_tokens + self.completion_tokens)
+            + self.head * self.completion_tokens
+        )
         return {"sampling": forward, "scoring": forward, "training": 3 * forward}
 
 
@@ -408,12 +472,24 @@ class Floors:
 def floors_of(setting: Setting, work: Work, size: ModelSize) -> Floors:
     "Measure the machine at the rows of this setting, for longer than `roofs_of` does, and divide."
     how = {"seconds": 0.5, "most": torch.get_num_threads()}
-    few, many = (gemm_rate(size, rows, **how) for rows in (setting.rows, work.prompt_tokens + work.completion_tokens))
+    few, many = (
+        gemm_rate(size, rows, **how)
+        for rows in (setting.rows, work.prompt_tokens + work.completion_tokens)
+    )
     read = read_rate(size.nbytes, seconds=2.0, most=torch.get_num_threads())
     flops = work.flops() if setting.kl_beta else work.flops() | {"scoring": 0.0}
     rate = {"sampling": max(few, many), "scoring": many, "training": many}
-    rates = {"gemm_rows": setting.rows, "gemm_few_rows_flops": few, "gemm_many_rows_flops": many, "read_bytes": read}
-    return Floors({part: flops[part] / rate[part] for part in flops}, size.nbytes * work.decode_steps / read, rates)
+    rates = {
+        "gemm_rows": setting.rows,
+        "gemm_few_rows_flops": few,
+        "gemm_many_rows_flops": many,
+        "read_bytes": read,
+    }
+    return Floors(
+        {part: flops[part] / rate[part] for part in flops},
+        size.nbytes * work.decode_steps / read,
+        rates,
+    )
 
 
 # --- results -----------------------------------------------------------------------------------------------------
@@ -424,10 +500,15 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def summary(setting: Setting, ours: list[Step], theirs: list[Step], work: Work, floors: Floors) -> dict[str, Any]:
+def summary(
+    setting: Setting, ours: list[Step], theirs: list[Step], work: Work, floors: Floors
+) -> dict[str, Any]:
     "Everything that was measured, as plain values; the first step of each side is left out."
     sides = {"ours": ours[1:], "trl": theirs[1:]}
-    seconds = {s: {m: spread([getattr(x, m) for x in steps]) for m in MEASURES} for s, steps in sides.items()}
+    seconds = {
+        s: {m: spread([getattr(x, m) for x in steps]) for m in MEASURES}
+        for s, steps in sides.items()
+    }
     ratio = {m: seconds["trl"][m]["median"] / seconds["ours"][m]["median"] for m in MEASURES}
     floor = floors.seconds
     return {
@@ -435,11 +516,22 @@ def summary(setting: Setting, ours: list[Step], theirs: list[Step], work: Work, 
         "machine": machine(),
         "seconds": seconds,
         "ratio": ratio,  # of medians: how many times as long TRL takes
-        "ratio_of_neighbours": spread([b.total / a.total for a, b in zip(*sides.values(), strict=True)]),
-        "floors": {"seconds": floor, "flops_seconds": floors.flops, "weights_seconds": floors.weights} | floors.rates,
-        "times_floor": {s: {p: seconds[s][p]["median"] / floor[p] for p in PARTS if floor[p]} for s in sides},
+        "ratio_of_neighbours": spread(
+            [b.total / a.total for a, b in zip(*sides.values(), strict=True)]
+        ),
+        "floors": {
+            "seconds": floor,
+            "flops_seconds": floors.flops,
+            "weights_seconds": floors.weights,
+        }
+        | floors.rates,
+        "times_floor": {
+            s: {p: seconds[s][p]["median"] / floor[p] for p in PARTS if floor[p]} for s in sides
+        },
         "work": asdict(work) | {"passes_over_sequences": ours[1].passes},
-        "steps": {s: [{m: getattr(x, m) for m in MEASURES} for x in steps] for s, steps in sides.items()},
+        "steps": {
+            s: [{m: getattr(x, m) for m in MEASURES} for x in steps] for s, steps in sides.items()
+        },
     }
 
 
@@ -449,22 +541,32 @@ def machine() -> dict[str, Any]:
     import trl
 
     versions = {m.__name__: m.__version__ for m in (torch, transformers, trl)}
-    where = {"cpus": os.cpu_count(), "threads": torch.get_num_threads(), "machine": platform.machine()}
+    where = {
+        "cpus": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
     used = {"load": os.getloadavg()[0], "peak_memory_gb": peak_memory()["process"]}
     return where | used | {"python": platform.python_version()} | versions
 
 
 def table(result: dict[str, Any]) -> str:
     "Medians, ratio and floor, one line per part."
-    seconds, ratio, floor = result["seconds"], result["ratio"], result["floors"]["seconds"]
-    lines = [f"{'seconds per step':<18}{'ours':>9}{'TRL':>9}{'TRL/ours':>10}{'floor':>10}{'ours/floor':>12}"]
+    seconds = result["seconds"]
+    ratio = result["ratio"]
+    floor = result["floors"]["seconds"]
+    lines = [
+        f"{'seconds per step':<18}{'ours':>9}{'TRL':>9}{'TRL/ours':>10}{'floor':>10}{'ours/floor':>12}"
+    ]
     for part in PARTS:
         a, b = (seconds[side][part]["median"] for side in ("ours", "trl"))
         times = f"{a / floor[part]:>12.1f}" if floor[part] else f"{'':>12}"
         lines.append(f"{part:<18}{a:>9.3f}{b:>9.3f}{ratio[part]:>10.2f}{floor[part]:>10.4f}{times}")
     a, b = (seconds[side]["cpu"]["median"] for side in ("ours", "trl"))
     lines.append(f"{'processor time':<18}{a:>9.3f}{b:>9.3f}{ratio['cpu']:>10.2f}")
-    near, where, made = result["ratio_of_neighbours"], result["machine"], result["setting"]
+    near = result["ratio_of_neighbours"]
+    where = result["machine"]
+    made = result["setting"]
     drawn = made["prompts"] * made["completions"] * made["tokens"]
     return "\n".join(
         [
@@ -486,7 +588,8 @@ def run(setting: Setting, progress: Callable[[str], None] = print) -> dict[str, 
         model, _ = load_model(folder, dtype=setting.dtype)
         size = model_size(model)
     work = work_of(setting, size, ours[1:])
-    nothing = Floors(dict.fromkeys(work.flops(), 0.0), 0.0, {})  # of layers with states no floor is known
+    # of layers with states no floor is known
+    nothing = Floors(dict.fromkeys(work.flops(), 0.0), 0.0, {})
     return summary(setting, ours, theirs, work, floors_of(setting, work, size) if size else nothing)
 
 
@@ -507,15 +610,33 @@ def profile(setting: Setting, rows: int = 12) -> str:
         side = Ours(setting, folder, inline=True)
     side.step()
     lines = []
-    for phase in ("prompts", "sample", "score", "advantages", "datums", "reference", "backward", "optimize", "sync"):
+    for phase in (
+        "prompts",
+        "sample",
+        "score",
+        "advantages",
+        "datums",
+        "reference",
+        "backward",
+        "optimize",
+        "sync",
+    ):
         with profiled(activities=[ProfilerActivity.CPU]) as seen:
             side.runner.run(run_phase(side.loop, phase))
         found = sorted(seen.key_averages(), key=lambda e: -e.self_cpu_time_total)[:rows]
         total = sum(e.self_cpu_time_total for e in seen.key_averages()) / 1e3
         if total > 1:
             lines.append(f"{phase}: {total:.0f} ms in operators")
-        own = [(e.key, e.count, e.self_cpu_time_total / 1e3) for e in found if e.self_cpu_time_total > 10 * total]
-        lines += [f"  {ms:>9.1f} ms {ms / total:>5.0%} {count:>7}  {name}" for name, count, ms in own if total > 1]
+        own = [
+            (e.key, e.count, e.self_cpu_time_total / 1e3)
+            for e in found
+            if e.self_cpu_time_total > 10 * total
+        ]
+        lines += [
+            f"  {ms:>9.1f} ms {ms / total:>5.0%} {count:>7}  {name}"
+            for name, count, ms in own
+            if total > 1
+        ]
     side.close()
     return "\n".join(lines)
 
@@ -527,12 +648,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, help="measured steps")
     parser.add_argument("--tokens", type=int, help="tokens of a completion")
     parser.add_argument("--kl-beta", type=float, help="0 = no reference model on either side")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="on both sides; TRL's under autocast")
-    parser.add_argument("--profile", action="store_true", help="the operators of each phase of ours, and no more")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="on both sides; TRL's under autocast"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="the operators of each phase of ours, and no more"
+    )
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    given = {k: v for k in ("steps", "tokens", "kl_beta", "dtype") if (v := getattr(args, k)) is not None}
+    given = {
+        k: v for k in ("steps", "tokens", "kl_beta", "dtype") if (v := getattr(args, k)) is not None
+    }
     with threads(args.threads):
         if args.profile:
             print(profile(replace(SETTINGS[args.setting], **given)))

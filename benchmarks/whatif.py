@@ -32,18 +32,26 @@ GOAL = 0.1  # seconds
 PROMPT = 64  # tokens
 
 
-def batch(groups: int = 4, completions: int = 8, tokens: int = 512, seed: int = 0) -> tuple[StepRecord, list[Logprobs]]:
+def batch(
+    groups: int = 4, completions: int = 8, tokens: int = 512, seed: int = 0
+) -> tuple[StepRecord, list[Logprobs]]:
     "A step with every series a loss may read, and the logprobs of a policy that has moved."
     rng = np.random.default_rng(seed)
 
     def sample() -> RolloutSample:
-        n, mask = PROMPT + tokens, [0] * PROMPT + [1] * tokens
+        n = PROMPT + tokens
+        mask = [0] * PROMPT + [1] * tokens
         logprobs = np.where(np.array(mask) == 1, -rng.exponential(0.5, n), np.nan)
         return RolloutSample(rng.integers(0, 1000, n), logprobs, mask, reward=float(rng.random()))
 
-    drawn = [PromptGroup(tuple(sample() for _ in range(completions)), index=g) for g in range(groups)]
+    drawn = [
+        PromptGroup(tuple(sample() for _ in range(completions)), index=g) for g in range(groups)
+    ]
     datums = datums_from_groups(with_advantages(drawn))
-    near = lambda size: [Logprobs(d.sampler_logprobs + rng.normal(0, size, len(d.weights))) for d in datums]
+
+    def near(size):
+        return [Logprobs(d.sampler_logprobs + rng.normal(0, size, len(d.weights))) for d in datums]
+
     policy = near(0.01)
     datums = attach(attach(datums, "old_logprobs", policy), "ref_logprobs", near(0.2))
     loss = LossOutput(0.0, {}, tuple(policy), tuple(np.zeros(len(d.weights)) for d in datums))
@@ -55,27 +63,44 @@ def moves() -> list[tuple[str, Any]]:
     "One change of one control after the other."
     out: list[tuple[str, Any]] = []
     for loss in POLICY_LOSSES:
-        out += [("policy_loss", loss), ("kl_beta", 0.1), ("kl_beta", 0.0), ("kl_estimator", "k1"), ("kl_beta", 0.5)]
-        out += (
-            [("kl_estimator", "k3")] + [("eps_clip", e) for e in (0.1, 0.3)]
-            if "eps_clip" in POLICY_LOSSES[loss][1]
-            else []
-        )
-        out += [("tis", "token"), ("tis_cap", 2.0), ("tis_cap", 5.0), ("tis", "sequence"), ("tis", "off")]
+        out += [
+            ("policy_loss", loss),
+            ("kl_beta", 0.1),
+            ("kl_beta", 0.0),
+            ("kl_estimator", "k1"),
+            ("kl_beta", 0.5),
+        ]
+        if "eps_clip" in POLICY_LOSSES[loss][1]:
+            out += [("kl_estimator", "k3")] + [("eps_clip", e) for e in (0.1, 0.3)]
+        out += [
+            ("tis", "token"),
+            ("tis_cap", 2.0),
+            ("tis_cap", 5.0),
+            ("tis", "sequence"),
+            ("tis", "off"),
+        ]
         out += [("aggregation", a) for a in ("sequence_mean", "constant", "token_mean")]
         out += [("advantage_scale", a) for a in ("batch", "loo", "as recorded")]
     return out
 
 
-def measure(record: StepRecord, later: list[Logprobs], rounds: int) -> tuple[list[dict[str, Any]], int]:
+def measure(
+    record: StepRecord, later: list[Logprobs], rounds: int
+) -> tuple[list[dict[str, Any]], int]:
     "Seconds of every move, and how many of them were answered with a reason instead of a table."
-    panel, answers, reasons = WhatIfPanel(record, later), [], 0
+    panel = WhatIfPanel(record, later)
+    answers = []
+    reasons = 0
     panel.where.value = "after it moved"
     for turn in range(rounds):
         for name, value in moves():
-            start, busy = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            busy = time.process_time()
             panel.controls[name].value = value
-            times = {"seconds": time.perf_counter() - start, "processor": time.process_time() - busy}
+            times = {
+                "seconds": time.perf_counter() - start,
+                "processor": time.process_time() - busy,
+            }
             answers.append({"round": turn, "control": name, "value": value, **times})
             reasons += bool(panel.error)
     return answers, reasons
@@ -83,7 +108,11 @@ def measure(record: StepRecord, later: list[Logprobs], rounds: int) -> tuple[lis
 
 def spread(seconds: list[float]) -> dict[str, float]:
     "Median, 95 % quantile and maximum."
-    return {"median": statistics.median(seconds), "p95": float(np.quantile(seconds, 0.95)), "max": max(seconds)}
+    return {
+        "median": statistics.median(seconds),
+        "p95": float(np.quantile(seconds, 0.95)),
+        "max": max(seconds),
+    }
 
 
 def summary(answers: list[dict[str, Any]], reasons: int, tokens: int) -> dict[str, Any]:
@@ -113,7 +142,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write every figure to this file")
     parser.add_argument("--rounds", type=int, default=3, help="the first is not counted")
     args = parser.parse_args()

@@ -20,8 +20,11 @@ _settings = configparser.ConfigParser(delimiters=["="])
 _settings.read(_root / "settings.ini", encoding="utf-8")
 _of = _settings["DEFAULT"]
 
-project, version, release = _of["title"], _of["version"], _of["version"]
-author, copyright = _of["author"], _of["copyright"]
+project = _of["title"]
+version = _of["version"]
+release = _of["version"]
+author = _of["author"]
+copyright = _of["copyright"]
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode", "sphinx.ext.mathjax"]
 root_doc = "index"
@@ -41,13 +44,16 @@ html_theme = "furo"
 html_title = _of["title"]
 html_copy_source = False
 html_show_sourcelink = False
-_mathjax = importlib.util.find_spec("sphinx-mathjax-offline").submodule_search_locations[0]  # its files alone are used:
-html_static_path = ["static", f"{_mathjax}/static"]  # as an extension it would keep Sphinx from working in parallel
+# its files alone are used:
+_mathjax = importlib.util.find_spec("sphinx-mathjax-offline").submodule_search_locations[0]
+# as an extension it would keep Sphinx from working in parallel
+html_static_path = ["static", f"{_mathjax}/static"]
 mathjax_path = "mathjax/tex-chtml.js"
 html_favicon = "static/icon.svg"
 html_css_files = ["site.css"]
 html_search_scorer = str(_root / "docs" / "search.js")
-html_show_search_summary = False  # excerpts would be fetched, which a page of the disk may not: promises stand below
+# excerpts would be fetched, which a page of the disk may not: promises stand below
+html_show_search_summary = False
 
 
 def plain(text: str) -> str:
@@ -58,7 +64,8 @@ def plain(text: str) -> str:
 
 def paragraphs(lines: list[str]) -> list[str]:
     "A docstring as reStructuredText: plain text, and indented lines as code."
-    found, in_code = list[str](), False
+    found = list[str]()
+    in_code = False
     for line in lines:
         indented = line.startswith("    ")
         if indented and not in_code:
@@ -70,7 +77,8 @@ def paragraphs(lines: list[str]) -> list[str]:
 
 def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     "Docstrings become reStructuredText. The comments beside parameters join them."
-    lines[:] = [] if what == "module" else paragraphs(lines)  # a module's page begins with its promise
+    # a module's page begins with its promise
+    lines[:] = [] if what == "module" else paragraphs(lines)
     if name == "rl_notebook.config.config.Config":
         lines += ["", "Its settings by group: :doc:`/settings`."]
     if what in ("function", "method") and is_awaited(obj):
@@ -92,7 +100,9 @@ def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[
 
 def is_awaited(function: Any) -> bool:
     "Whether a function is async behind decorators that return something else, so that its signature does not say it."
-    return inspect.iscoroutinefunction(inspect.unwrap(function)) and not inspect.iscoroutinefunction(function)
+    return inspect.iscoroutinefunction(
+        inspect.unwrap(function)
+    ) and not inspect.iscoroutinefunction(function)
 
 
 class SettingRole(SphinxRole):
@@ -113,7 +123,10 @@ def promised(app: Sphinx, page: str, *_: Any) -> None:
 
 def setup(app: Sphinx) -> None:
     "Sphinx calls this."
-    app.connect("config-inited", lambda app, config: config.html_static_path.append(f"{app.srcdir}/promises"))
+    app.connect(
+        "config-inited",
+        lambda app, config: config.html_static_path.append(f"{app.srcdir}/promises"),
+    )
     app.connect("html-page-context", promised)
     app.add_object_type("setting", "to-setting", objname="setting")
     app.add_role("setting", SettingRole())

@@ -10,14 +10,21 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import sync_playwright
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent), str(Path(__file__).resolve().parent.parent / "tests")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parent.parent),
+    str(Path(__file__).resolve().parent.parent / "tests"),
+]
 
 from tests.browser import chromium
 from tests.browser.conftest import FLAGS
 from tests.browser.lab import HEAT, jupyter_lab
 
-STEPS, SHOWN = 28, 4  # every fourth step is a picture, the first ones and the last as well
-MILLIS, LAST = 350, 4000  # how long a picture stays
+# every fourth step is a picture, the first ones and the last as well
+STEPS = 28
+SHOWN = 4
+# how long a picture stays
+MILLIS = 350
+LAST = 4000
 CELLS = [
     "import rl_notebook as rln\n"
     "cfg = rln.Config(prompt_groups_per_step=8, completions_per_prompt=8, max_completion_tokens=24,\n"
@@ -37,7 +44,9 @@ def frames() -> list[Image.Image]:
             notebook = lab.open(CELLS, "moving.ipynb")
             notebook.run_cells(0, 1)
             board = notebook.show(1).locator(".rld").first
-            press = lambda name: board.locator(f".rld-{name}").first.click()
+
+            def press(name):
+                return board.locator(f".rld-{name}").first.click()
 
             def take() -> None:
                 notebook.page.wait_for_timeout(500)  # plotly draws
@@ -58,7 +67,9 @@ def frames() -> list[Image.Image]:
                 rest()
                 if step < SHOWN or step % SHOWN == 0:
                     take()
-            heat = board.locator(".js-plotly-plot").filter(has=notebook.page.locator(".heatmaplayer image"))
+            heat = board.locator(".js-plotly-plot").filter(
+                has=notebook.page.locator(".heatmaplayer image")
+            )
             notebook.page.mouse.move(*heat.evaluate(HEAT, [1, 2]))
             notebook.page.wait_for_timeout(1000)  # plotly sees what the mouse is on
             notebook.page.mouse.down()
@@ -75,7 +86,9 @@ def main(target: str) -> None:
     for page, frame in zip(pages, taken, strict=True):
         page.paste(frame)
     stays = [MILLIS * 2] * 4 + [MILLIS] * (len(pages) - 5) + [LAST]
-    pages[0].save(target, save_all=True, append_images=pages[1:], duration=stays, loop=0, quality=55, method=6)
+    pages[0].save(
+        target, save_all=True, append_images=pages[1:], duration=stays, loop=0, quality=55, method=6
+    )
 
 
 if __name__ == "__main__":

@@ -29,11 +29,21 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from pages import LINK, LOCAL, visible
 
-EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")  # at the top of the checkout; the examples' come with them
+# at the top of the checkout; the examples' come with them
+EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")
 HUBS = {  # the sections of `_quarto.yml` that are one entry of the sidebar: their pages, and what is there
-    "Your own task": ("task.md", "Rows, rewards, losses, advantages, tools, environments, and runs in a script."),
-    "Look into a step": ("look.md", "Dashboard, x-ray, token inspector, what-if, doctor, replay, reports and charts."),
-    "Other trainers and machines": ("machines.md", "Services, servers and GPUs; runs of TRL and of other trainers."),
+    "Your own task": (
+        "task.md",
+        "Rows, rewards, losses, advantages, tools, environments, and runs in a script.",
+    ),
+    "Look into a step": (
+        "look.md",
+        "Dashboard, x-ray, token inspector, what-if, doctor, replay, reports and charts.",
+    ),
+    "Other trainers and machines": (
+        "machines.md",
+        "Services, servers and GPUs; runs of TRL and of other trainers.",
+    ),
     "Reference": ("reference.md", "The command line, every setting, and the modules one by one."),
 }
 EXTRA_LINKS = {  # pages that are no notebooks
@@ -41,15 +51,31 @@ EXTRA_LINKS = {  # pages that are no notebooks
     "Reference": ["- [All settings](/settings.md)", "- [Names and signatures](/api/index.md)"],
 }
 FIRST = 4  # tutorials of the section Start that the start page names
-CODE_SPAN = re.compile(r"(?<![`\w{}])`(?:rln\.|loop\.)?([A-Za-z_]\w*)(?:\(\))?`(?!`)")  # `name`, `rln.name` or `name()`
+# `name`, `rln.name` or `name()`
+CODE_SPAN = re.compile(r"(?<![`\w{}])`(?:rln\.|loop\.)?([A-Za-z_]\w*)(?:\(\))?`(?!`)")
 
 # The gallery: what is seen, and where: the notebook, and how the text above the picture begins.
-FAULTS = ("Off by one", "Another temperature", "Top-p", "Stale weights", "Another prompt", "Half precision")
+FAULTS = (
+    "Off by one",
+    "Another temperature",
+    "Top-p",
+    "Stale weights",
+    "Another prompt",
+    "Half precision",
+)
 GALLERY: dict[str, list[tuple[str, str, str]]] = {
     "A step explains itself": [
         ("A step that went well", "insight/00_xray.ipynb", "## A step to look at"),
-        ("Samples two syncs old", "insight/00_xray.ipynb", "The same step with samples that are two"),
-        ("Before the first step", "experiments/03_preflight.ipynb", "In a notebook the same is drawn. Here with"),
+        (
+            "Samples two syncs old",
+            "insight/00_xray.ipynb",
+            "The same step with samples that are two",
+        ),
+        (
+            "Before the first step",
+            "experiments/03_preflight.ipynb",
+            "In a notebook the same is drawn. Here with",
+        ),
     ],
     "Trainer and sampler disagree": [
         (fault, "tutorials/102_reading_logprobs.ipynb", f"### {fault}\n") for fault in FAULTS
@@ -73,13 +99,24 @@ class Site:
 
     def notebooks(self) -> list[Path]:
         "All notebooks, in order."
-        return sorted(p for p in (self.root / "nbs").rglob("*.ipynb") if not any(x.startswith(".") for x in p.parts))
+        return sorted(
+            p
+            for p in (self.root / "nbs").rglob("*.ipynb")
+            if not any(x.startswith(".") for x in p.parts)
+        )
 
     def sidebar(self) -> list[tuple[str, dict[str, str]]]:  # (caption, titles by page below nbs/)
         "The sections of `_quarto.yml`, with what their pages are called on the site."
         config = yaml.safe_load((self.root / "_quarto.yml").read_text(encoding="utf-8"))
-        sections = [entry for entry in config["website"]["sidebar"]["contents"] if not isinstance(entry, str)]
-        return [(entry["section"], {p["href"]: p["text"] for p in entry["contents"]}) for entry in sections]
+        sections = [
+            entry
+            for entry in config["website"]["sidebar"]["contents"]
+            if not isinstance(entry, str)
+        ]
+        return [
+            (entry["section"], {p["href"]: p["text"] for p in entry["contents"]})
+            for entry in sections
+        ]
 
     def titles(self) -> dict[str, str]:
         "What each page is called."
@@ -105,8 +142,14 @@ class Site:
             path = posixpath.normpath(posixpath.join(posixpath.dirname(page), path))
             place = self.place(path)
             if place is not None and not before.endswith("("):
-                place = re.sub(r"(\.ipynb|\.md)$", ".html", place)  # HTML is not Sphinx's to resolve
-            return before + (self.url + path if place is None else posixpath.relpath(place, at or ".")) + anchor + rest
+                # HTML is not Sphinx's to resolve
+                place = re.sub(r"(\.ipynb|\.md)$", ".html", place)
+            return (
+                before
+                + (self.url + path if place is None else posixpath.relpath(place, at or "."))
+                + anchor
+                + rest
+            )
 
         return LINK.sub(moved, text)
 
@@ -140,7 +183,8 @@ def linked(text: str, names: dict[str, str]) -> str:
         seen.add(name)
         return f"{{py:obj}}`{match[0].strip('`')} <{names[name]}.{name}>`"
 
-    lines, fenced = [], False
+    lines = []
+    fenced = False
     for line in text.splitlines():
         fenced ^= line.lstrip().startswith("```")
         skip = fenced or line.startswith("#") or "](" in line
@@ -175,7 +219,8 @@ def write_notebook(site: Site, path: Path, target: Path, names: dict[str, str]) 
     "One notebook as a page."
     raw = nbformat.read(path, as_version=4)
     name = path.relative_to(site.root).as_posix()
-    module, nb = module_of(raw), visible(raw)
+    module = module_of(raw)
+    nb = visible(raw)
     for cell in nb.cells:
         if cell.cell_type == "markdown":
             cell.source = linked(site.relink(cell.source, name), names)
@@ -202,7 +247,9 @@ def toctree(caption: str, pages: list[str]) -> str:
 def contents(site: Site) -> str:
     "The sidebar: the start page, the pages of the section Start, and a page for each other section."
     start = ["start.md", *site.sidebar()[0][1], "gallery.ipynb"]
-    return "\n\n".join([toctree("Start", start), toctree("Topics", [*(page for page, _ in HUBS.values()), *EXTRA])])
+    return "\n\n".join(
+        [toctree("Start", start), toctree("Topics", [*(page for page, _ in HUBS.values()), *EXTRA])]
+    )
 
 
 def promise_of(site: Site, page: str) -> str:
@@ -222,17 +269,37 @@ def listed(site: Site, pages: dict[str, str]) -> list[str]:  # titles by page
 
 def write_hubs(site: Site, target: Path) -> None:
     "The start page, and a page for every other section of the sidebar."
-    cells = [cell.source for cell in nbformat.read(site.root / "nbs" / "index.ipynb", as_version=4).cells]
-    (quick,) = (source.split("## Quickstart\n")[1] for source in cells if "\n## Quickstart\n" in source)
-    (pip,) = (source.removeprefix("### With pip\n") for source in cells if source.startswith("### With pip\n"))
+    cells = [
+        cell.source for cell in nbformat.read(site.root / "nbs" / "index.ipynb", as_version=4).cells
+    ]
+    (quick,) = (
+        source.split("## Quickstart\n")[1] for source in cells if "\n## Quickstart\n" in source
+    )
+    (pip,) = (
+        source.removeprefix("### With pip\n")
+        for source in cells
+        if source.startswith("### With pip\n")
+    )
     tutorials = dict([*site.sidebar()[0][1].items()][:FIRST])
-    lines = ["# Start: install, quickstart, first tutorials", "", "> From a checkout to a step that you can look into."]
+    lines = [
+        "# Start: install, quickstart, first tutorials",
+        "",
+        "> From a checkout to a step that you can look into.",
+    ]
     lines += ["", "## Install and quickstart", re.sub(r"^!\[.*\n?", "", quick, flags=re.MULTILINE)]
-    lines += ["## Install with pip", site.relink(pip, "nbs/index.ipynb"), "", "## The first four tutorials", ""]
+    lines += [
+        "## Install with pip",
+        site.relink(pip, "nbs/index.ipynb"),
+        "",
+        "## The first four tutorials",
+        "",
+    ]
     lines += [*listed(site, tutorials), "", "## After that", ""]
     lines += [f"- [{section}](/{page}): {text}" for section, (page, text) in HUBS.items()]
     (target / "start.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    examples = sorted(p.relative_to(site.root).as_posix() for p in (site.root / "examples").rglob("README.md"))
+    examples = sorted(
+        p.relative_to(site.root).as_posix() for p in (site.root / "examples").rglob("README.md")
+    )
     first = {"Reference": ["settings.md", "api/index.md"]}
     last = {"Your own task": examples}
     for section, pages in site.sidebar():
@@ -251,11 +318,17 @@ def passage(site: Site, title: str, page: str, begin: str) -> list[NotebookNode]
     if len(found) != 1:
         text = f"{len(found)} text cells begin with {begin!r}; expected one. Adapt GALLERY"
         raise SystemExit(f"docs/sources.py: {page}: {text}")
-    drawn = (c for c in cells[found[0] :] if any("text/html" in o.get("data", {}) for o in c.get("outputs", [])))
+    drawn = (
+        c
+        for c in cells[found[0] :]
+        if any("text/html" in o.get("data", {}) for o in c.get("outputs", []))
+    )
     text = re.sub(r"^#+ .*\n+", "", site.relink(cells[found[0]].source, f"nbs/{page}"))
     text = text.replace("](#", f"](/{page}#")
     text = f"### {title}\n\n{text}\n\n[The run, and how it was made](/{page})"
-    shown = nbformat.from_dict({**next(drawn), "source": "...", "metadata": {"tags": ["remove-input"]}})
+    shown = nbformat.from_dict(
+        {**next(drawn), "source": "...", "metadata": {"tags": ["remove-input"]}}
+    )
     return [nbformat.v4.new_markdown_cell(text), shown]
 
 
@@ -285,7 +358,16 @@ def write_api(site: Site, target: Path, names: dict[str, str]) -> None:
     (folder / "index.md").write_text("\n".join(rows) + "\n", encoding="utf-8")
     for module, promise in modules.items():
         listed = ["```{eval-rst}", f".. automodule:: {module}", "   :members:", "```"]
-        lines = ["---", "orphan: true", "---", f"# {module}: names and signatures", "", f"> {promise}", "", *listed]
+        lines = [
+            "---",
+            "orphan: true",
+            "---",
+            f"# {module}: names and signatures",
+            "",
+            f"> {promise}",
+            "",
+            *listed,
+        ]
         (folder / f"{module}.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
@@ -293,16 +375,26 @@ def write_promises(target: Path) -> None:
     "For the search: what each page promises, and what each setting means."
     promises: dict[str, str] = {}
     for path in [*target.rglob("*.ipynb"), *target.rglob("*.md")]:
-        text, page = path.read_text(encoding="utf-8"), path.relative_to(target).with_suffix("").as_posix()
+        text = path.read_text(encoding="utf-8")
+        page = path.relative_to(target).with_suffix("").as_posix()
         if path.suffix == ".ipynb":
             text = nbformat.reads(text, as_version=4).cells[0].source
-        first = next((part for part in text.split("\n\n") if not part.startswith(("#", "---", "<!--", "```"))), "")
+        first = next(
+            (
+                part
+                for part in text.split("\n\n")
+                if not part.startswith(("#", "---", "<!--", "```"))
+            ),
+            "",
+        )
         promises[page] = plain_text(first)
         rows = re.findall(r"^\| \{setting\}`(\S+)` \| .+ \| (.+) \|$", text, re.MULTILINE)
         promises |= {f"{page}#{name}": plain_text(meaning) for name, meaning in rows}
     folder = target / "promises"
     folder.mkdir()
-    (folder / "promises.js").write_text(f"const PROMISES = {json.dumps(promises)};\n", encoding="utf-8")
+    (folder / "promises.js").write_text(
+        f"const PROMISES = {json.dumps(promises)};\n", encoding="utf-8"
+    )
 
 
 def plain_text(markdown: str) -> str:
@@ -316,11 +408,18 @@ def write_settings(target: Path) -> None:
     "Every setting by group, with the words that `rl-notebook train --help` has."
     from rl_notebook.cli import option_groups
 
-    safe = lambda text: re.sub(r"([|<*])", r"\\\1", text)
+    def safe(text):
+        return re.sub(r"([|<*])", r"\\\1", text)
+
     promise = "Every field of `Config`: in YAML, as an option of `rl-notebook train`, or in Python."
     lines = ["# All settings (Config)", "", f"> {promise}", ""]
     for title, options in option_groups().items():
-        lines += [f"## {safe(title)}", "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"## {safe(title)}",
+            "",
+            "| setting | takes | default | meaning |",
+            "|---|---|---|---|",
+        ]
         for name, shape, default, text in options:
             choices = safe((shape or "true|false").replace("|", " | "))
             lines.append(f"| {{setting}}`{name}` | {choices} | {safe(default)} | {safe(text)} |")
@@ -331,7 +430,8 @@ def write_settings(target: Path) -> None:
 def write_site(root: Path, target: Path) -> None:
     "Everything that Sphinx reads. What was in `target` goes."
     shutil.rmtree(target, ignore_errors=True)
-    site, names = Site.of(root), public_names(root)
+    site = Site.of(root)
+    names = public_names(root)
     for path in site.notebooks():
         write_notebook(site, path, target, names)
     beside = [p for pattern in ("README.md", "*.svg") for p in (root / "examples").rglob(pattern)]
@@ -339,7 +439,9 @@ def write_site(root: Path, target: Path) -> None:
         name = path.relative_to(root).as_posix()
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
-            (target / name).write_text(site.relink(path.read_text(encoding="utf-8"), name), encoding="utf-8")
+            (target / name).write_text(
+                site.relink(path.read_text(encoding="utf-8"), name), encoding="utf-8"
+            )
         else:
             shutil.copy(path, target / name)
     shutil.copytree(root / "nbs" / "images", target / "images")

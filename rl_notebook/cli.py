@@ -36,7 +36,15 @@ from .core.options import leaf_types, nearest, sub_configs
 from .config.aliases import RENAMED, was_chosen, yaml_value
 from . import __version__
 from .core.types import AlignmentError, ConfigError, DatumError, RecordError
-from .core.types import RLNotebookError, is_users, plain_text, print_plain, printable, quoted, without_keys
+from rl_notebook.core.types import (
+    RLNotebookError,
+    is_users,
+    plain_text,
+    print_plain,
+    printable,
+    quoted,
+    without_keys,
+)
 
 # %% auto #0
 __all__ = ['CommandParser', 'option_values', 'main']
@@ -59,7 +67,9 @@ class CommandParser(argparse.ArgumentParser):
         choice = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         near = nearest(choice[1], re.findall(r"[\w-]+", choice[2])) if choice else ""
         message = message.replace("invalid int value", "expected a whole number; got")
-        told = message.replace("invalid float value", "expected a number; got").removeprefix("argument ")
+        told = message.replace("invalid float value", "expected a number; got").removeprefix(
+            "argument "
+        )
         raise ConfigError(told, fix=f"{near} {self.prog} --help lists the options.".strip())
 
 
@@ -81,9 +91,11 @@ def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted fo
 # %% ../nbs/00_cli.ipynb #67253d31
 def _option(name: str, texts: list[str]) -> tuple[str, Any]:
     "A name with no value is a flag or an empty list, with one that value or a list of it, with several a list."
-    kind, optional = leaf_types(Config).get(RENAMED.get(name, name)), False
+    kind = leaf_types(Config).get(RENAMED.get(name, name))
+    optional = False
     if type(None) in typing.get_args(kind):
-        kind, optional = next(a for a in typing.get_args(kind) if a is not type(None)), True
+        kind = next(a for a in typing.get_args(kind) if a is not type(None))
+        optional = True
     listed = typing.get_origin(kind) is tuple
     if not texts and not listed:
         above, dot, last = name.rpartition(".")
@@ -110,7 +122,11 @@ def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
 def comments_of(cls: type) -> dict[str, str]:  # by field
     "The comment beside each field of a class and of its bases."
     sources = [inspect.getsource(base) for base in reversed(cls.__mro__) if is_dataclass(base)]
-    return {name: text for source in sources for name, text in re.findall(r"^    (\w+): .*  # (.*)$", source, re.M)}
+    return {
+        name: text
+        for source in sources
+        for name, text in re.findall(r"^    (\w+): .*  # (.*)$", source, re.M)
+    }
 
 # %% ../nbs/00_cli.ipynb #00efd37a
 def shape_of(hint: Any) -> str:
@@ -122,17 +138,26 @@ def shape_of(hint: Any) -> str:
         return f"[{shape_of(kinds[0])} ...]"
     if kinds or (isinstance(hint, type) and issubclass(hint, Enum)):
         words = kinds or [kind.value for kind in hint]
-        return "'{NAME: VALUE, ...}'" if Mapping is typing.get_origin(hint) else "|".join(map(str, words))
+        return (
+            "'{NAME: VALUE, ...}'"
+            if Mapping is typing.get_origin(hint)
+            else "|".join(map(str, words))
+        )
     return {bool: "", int: "INT", float: "FLOAT", str: "TEXT"}[hint]
 
 # %% ../nbs/00_cli.ipynb #e12a5657
 def option_groups() -> dict[str, list[tuple[str, str, str, str]]]:  # name, shape, default, meaning
     "Every setting of `Config` with the comment beside it, by what it is about."
-    groups = [("", base, Config) for base in reversed(Config.__mro__) if vars(base).get("__annotations__")]
+    groups = [
+        ("", base, Config) for base in reversed(Config.__mro__) if vars(base).get("__annotations__")
+    ]
     groups += [(f"{name}.", cls, cls) for name, cls in sub_configs(Config).items()]
-    found, seen = dict[str, list[tuple[str, str, str, str]]](), {*sub_configs(Config)}
+    found = dict[str, list[tuple[str, str, str, str]]]()
+    seen = {*sub_configs(Config)}
     for prefix, cls, whole in groups:
-        hints, usual, said = typing.get_type_hints(whole), whole(), comments_of(whole)
+        hints = typing.get_type_hints(whole)
+        usual = whole()
+        said = comments_of(whole)
         names = [f.name for f in fields(cls)] if prefix else cls.__annotations__
         for name in [n for n in names if prefix + n not in seen]:
             seen.add(prefix + name)
@@ -154,19 +179,31 @@ def find_options(groups: Options, words: Sequence[str]) -> Options:
     found: Options = {}
     for title, options in groups.items():
         texts = [f"{name} {meaning} {title}".lower() for name, _, _, meaning in options]
-        named = [option for option, text in zip(options, texts, strict=True) if all(part in text for part in parts)]
-        found |= {title: named} if named else {}
+        named = [
+            option
+            for option, text in zip(options, texts, strict=True)
+            if all(part in text for part in parts)
+        ]
+        if named:
+            found |= {title: named}
     if not found:
         names = [option[0] for options in groups.values() for option in options]
         near = [f"Did you mean {name}? " for name in get_close_matches(asked, names, 1)]
         fix = f"{''.join(near)}rl-notebook train --help lists all options."
-        raise ConfigError("--help", got=quoted(" ".join(words)), expected="words of an option or of its group", fix=fix)
+        raise ConfigError(
+            "--help",
+            got=quoted(" ".join(words)),
+            expected="words of an option or of its group",
+            fix=fix,
+        )
     return found
 
 
 def show_options(words: Sequence[str] = ()) -> None:
     "Print the options of `train` by what they are about, all or those with these words, and leave."
-    usage = "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean] [--trust] [OPTIONS]"
+    usage = (
+        "rl-notebook train [--config FILE] [--resume] [--leftover attach|clean] [--trust] [OPTIONS]"
+    )
     parser = CommandParser(usage=usage, description=TRAIN, allow_abbrev=False)
     if words:
         parser = CommandParser(usage="rl-notebook train [OPTIONS]", add_help=False)
@@ -178,7 +215,9 @@ def show_options(words: Sequence[str] = ()) -> None:
             above, dot, last = name.replace("_", "-").rpartition(".")
             names = [f"--{above}{dot}{last}", *([] if shape else [f"--{above}{dot}no-{last}"])]
             takes: Any = {"metavar": shape} if shape else {"action": "store_true"}
-            group.add_argument(*names, **takes, help=f"{text} (default: {default})".replace("%", "%%"))
+            group.add_argument(
+                *names, **takes, help=f"{text} (default: {default})".replace("%", "%%")
+            )
     parser.parse_args(["--help"])
 
 
@@ -193,7 +232,9 @@ TRAIN = (
 )
 
 # %% ../nbs/00_cli.ipynb #bbd5eb88
-def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (config, options of `train`)
+def parse_train(
+    args: Sequence[str],
+) -> tuple[Config, dict[str, Any]]:  # (config, options of `train`)
     "The config that a command line stands for, and how to go on with an earlier run."
     asked = next((i for i, arg in enumerate(args) if arg in ("-h", "--help")), None)
     if asked is not None:
@@ -211,14 +252,18 @@ def parse_train(args: Sequence[str]) -> tuple[Config, dict[str, Any]]:  # (confi
     if given.resume and options.get("log_path"):
         from rl_notebook.runs.run import Run
 
-        return Config.from_dict(Run.open(options["log_path"], trust=given.trust).config, options), how
+        return Config.from_dict(
+            Run.open(options["log_path"], trust=given.trust).config, options
+        ), how
     chosen = {RENAMED.get(name, name): value for name, value in options.items()}
     built_in = chosen.get("dataset", "toy") == "toy" and chosen.get("base_model", "tiny") == "tiny"
     usual = {name: value for name, value in TOY.items() if built_in and name not in chosen}
     return Config.from_dict(usual | options), how
 
 
-TOY: dict[str, Any] = {  # settings with which the built-in task is learned: 30 steps, most groups with a signal
+TOY: dict[
+    str, Any
+] = {  # settings with which the built-in task is learned: 30 steps, most groups with a signal
     "prompt_groups_per_step": 16,
     "completions_per_prompt": 8,
     "learning_rate": 1e-4,
@@ -228,21 +273,27 @@ TOY: dict[str, Any] = {  # settings with which the built-in task is learned: 30 
 
 def run_folder(cfg: Config) -> Path:
     "Where a run is kept that names no folder: runs/<date>-<name>, the first that is free."
-    name = re.sub(r"\W+", "-", cfg.run_name or cfg.dataset.rstrip("/").rpartition("/")[2].partition(".")[0]).strip("-")
+    name = re.sub(
+        r"\W+", "-", cfg.run_name or cfg.dataset.rstrip("/").rpartition("/")[2].partition(".")[0]
+    ).strip("-")
     return free_folder(Path("runs") / f"{date.today()}-{name or 'run'}")
 
 
 def run_train(args: Sequence[str]) -> int:  # exit code
     "Train as the command line says."
     cfg, how = parse_train(args)
-    from rl_notebook.recipes.rl_loop import train  # only now: it loads torch, which --help and a typo need not wait for
+    # only now: it loads torch, which --help and a typo need not wait for
+    from rl_notebook.recipes.rl_loop import train
     from rl_notebook.runs.run import remove_unbegun
 
-    opening, own = list[Any](), None
+    opening = list[Any]()
+    own = None
     if cfg.log_path is None and not how["resume"] and not was_chosen(cfg, "log_path"):
         own = run_folder(cfg)
         cfg = replace(cfg, log_path=str(own))
-        opening.append(f"run folder: {own}  (--log-path names another; --log-path None keeps nothing)")
+        opening.append(
+            f"run folder: {own}  (--log-path names another; --log-path None keeps nothing)"
+        )
     try:
         result = asyncio.run(train(cfg, opening=[*opening, cfg.effective()], **how))
     finally:
@@ -255,10 +306,18 @@ def run_train(args: Sequence[str]) -> int:  # exit code
 # %% ../nbs/00_cli.ipynb #5aea4d6e
 def next_commands(cfg: Config) -> str:
     "What can be done with a run that has ended, as commands."
-    run, here = shlex.quote(str(cfg.log_path)), cfg.trained_here
-    told = {"view": "its page, in a browser with --open", "show": "the same as text", "doctor": "trainer and sampler"}
-    told |= {"chat": "talk to the policy, also --beside base", "export": "its weights"} if here else {}
-    return "\n".join(["next:", *(f"  {f'rl-notebook {name} {run}':<40} {text}" for name, text in told.items())])
+    run = shlex.quote(str(cfg.log_path))
+    here = cfg.trained_here
+    told = {
+        "view": "its page, in a browser with --open",
+        "show": "the same as text",
+        "doctor": "trainer and sampler",
+    }
+    if here:
+        told |= {"chat": "talk to the policy, also --beside base", "export": "its weights"}
+    return "\n".join(
+        ["next:", *(f"  {f'rl-notebook {name} {run}':<40} {text}" for name, text in told.items())]
+    )
 
 # %% ../nbs/00_cli.ipynb #0cd83e81
 DEMO: dict[str, Any] = {
@@ -304,14 +363,18 @@ def show_completions(record: Any, title: str, count: int = 4) -> None:
 # %% ../nbs/00_cli.ipynb #aff51219
 def run_demo(args: Sequence[str]) -> int:  # exit code
     "Tell the story, train, and say where the results are."
-    parser = CommandParser(prog="rl-notebook demo", description="GRPO on the tiny model, told as a story.")
+    parser = CommandParser(
+        prog="rl-notebook demo", description="GRPO on the tiny model, told as a story."
+    )
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--log-path", default=None, help="run folder; default: a free runs/demo")
     given = parser.parse_args(args)
 
     from rl_notebook.recipes.rl_loop import train
 
-    cfg = Config(**DEMO, steps=given.steps, log_path=str(given.log_path or free_folder(Path("runs/demo"))))
+    cfg = Config(
+        **DEMO, steps=given.steps, log_path=str(given.log_path or free_folder(Path("runs/demo")))
+    )
     print(STORY.format(k=cfg.completions_per_prompt))
     print(cfg.effective(), "\n")
     seen: list[Any] = []
@@ -328,11 +391,16 @@ def run_demo(args: Sequence[str]) -> int:  # exit code
 def new_task(folder: Path) -> list[Path]:  # the files
     "Write a task folder; raises ConfigError for one that holds something."
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        got, fix = "a place that holds something", "Choose another name."
-        raise ConfigError("new", where=str(folder), got=got, expected="a new or an empty folder", fix=fix)
+        got = "a place that holds something"
+        fix = "Choose another name."
+        raise ConfigError(
+            "new", where=str(folder), got=got, expected="a new or an empty folder", fix=fix
+        )
     folder.mkdir(parents=True, exist_ok=True)
     made = list[Path]()
-    for file in sorted((files("rl_notebook") / "assets" / "task").iterdir(), key=lambda file: file.name):
+    for file in sorted(
+        (files("rl_notebook") / "assets" / "task").iterdir(), key=lambda file: file.name
+    ):
         made.append(folder / file.name.removesuffix(".txt"))
         made[-1].write_text(file.read_text(encoding="utf-8"), encoding="utf-8")
     return made
@@ -347,8 +415,12 @@ def run_new(args: Sequence[str]) -> int:  # exit code
     folder = Path(named)
     print(f"{folder}: {', '.join(file.name for file in new_task(folder))}\n")
     print(f"cd {shlex.quote(str(folder))}")
-    print("python -m pytest                          # the task does what it should; first: pip install pytest")
-    print("rl-notebook train --config config.yaml    # 30 steps on the model that ships with the package")
+    print(
+        "python -m pytest                          # the task does what it should; first: pip install pytest"
+    )
+    print(
+        "rl-notebook train --config config.yaml    # 30 steps on the model that ships with the package"
+    )
     print("jupyter lab step_through.ipynb            # one step, phase by phase")
     return 0
 
@@ -368,14 +440,24 @@ def view_several(runs: Sequence[Path], out: Path, shown: bool) -> int:  # exit c
 def run_view(args: Sequence[str]) -> int:  # exit code
     "Write the page of a run, say where it is, and follow the run while it goes on."
     parser = CommandParser(prog="rl-notebook view", description="The page of a run folder.")
-    parser.add_argument("run", type=Path, nargs="+", help="run folder; several are compared on one page")
+    parser.add_argument(
+        "run", type=Path, nargs="+", help="run folder; several are compared on one page"
+    )
     where = "default: report.html in the folder of a run that was started here, else outside of it"
     parser.add_argument("--out", type=Path, default=None, help=where)
     parser.add_argument("--open", action="store_true", help="open it in a browser")
-    parser.add_argument("--every", type=float, default=5.0, help="seconds between two looks at a run that goes on")
-    parser.add_argument("--once", action="store_true", help="write it once, also while the run goes on")
-    parser.add_argument("--patience", type=float, default=600.0, help="follow so many seconds without a new step")
-    parser.add_argument("--show", action="append", default=[], metavar="ADDRESS", help="'step=12&group=1&sample=3'")
+    parser.add_argument(
+        "--every", type=float, default=5.0, help="seconds between two looks at a run that goes on"
+    )
+    parser.add_argument(
+        "--once", action="store_true", help="write it once, also while the run goes on"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=600.0, help="follow so many seconds without a new step"
+    )
+    parser.add_argument(
+        "--show", action="append", default=[], metavar="ADDRESS", help="'step=12&group=1&sample=3'"
+    )
     given = parser.parse_args(args)
     if len(given.run) > 1:
         return view_several(given.run, given.out or Path("comparison.html"), given.open)
@@ -385,20 +467,33 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     from rl_notebook.views.report import follow, run_status, write_report
 
     run, out = Run.open(given.run), given.out or page_place(given.run)
-    status, more = run_status(run), {"tokenizer": run.tokenizer(), "show": given.show}
+    status = run_status(run)
+    more = {"tokenizer": run.tokenizer(), "show": given.show}
     goes_on = status.state == "running" and not given.once
     path = write_report(run, out, status=status, refresh=given.every if goes_on else None, **more)
     print(path, flush=True)
     if given.out is None and out.parent != given.run:
-        print(f"{given.run} was not started here: its page is written outside of it.", file=sys.stderr, flush=True)
+        print(
+            f"{given.run} was not started here: its page is written outside of it.",
+            file=sys.stderr,
+            flush=True,
+        )
     place = "".join(f"#{address.rpartition('#')[2]}" for address in given.show[:1])
-    say, address = partial(print, file=sys.stderr, flush=True), Path(path).resolve().as_uri() + place
+    say = partial(print, file=sys.stderr, flush=True)
+    address = Path(path).resolve().as_uri() + place
     opened = given.open and webbrowser.open(address)
-    say(f"{status.text} " + ("Opened in a browser." if opened else f"Open {address} in a browser, or add --open."))
+    say(
+        f"{status.text} "
+        + ("Opened in a browser." if opened else f"Open {address} in a browser, or add --open.")
+    )
     if goes_on:
-        say(f"The page follows the run until it is finished, or {given.patience:g} s without a new step.")
+        say(
+            f"The page follows the run until it is finished, or {given.patience:g} s without a new step."
+        )
         say("Ctrl-C ends that; --once does not follow.")
-        asyncio.run(follow(given.run, out, every=given.every, patience=given.patience, say=say, **more))
+        asyncio.run(
+            follow(given.run, out, every=given.every, patience=given.patience, say=say, **more)
+        )
         say(f"No longer followed: {run_status(Run.open(given.run)).text}")
     return 0
 
@@ -410,10 +505,13 @@ GAP = "sampling/sampling_logp_difference/max"  # by which it chooses
 
 def _worth_a_look(run: Run) -> list[int]:
     "The steps of a run; of a long one the last, and those in which trainer and sampler were furthest apart."
-    steps, metrics = run.steps, run.metrics()
+    steps = run.steps
+    metrics = run.metrics()
     if len(steps) <= DIAGNOSED:
         return steps
-    furthest = metrics.nlargest(DIAGNOSED // 2, GAP).index if GAP in metrics else steps[: DIAGNOSED // 2]
+    furthest = (
+        metrics.nlargest(DIAGNOSED // 2, GAP).index if GAP in metrics else steps[: DIAGNOSED // 2]
+    )
     return sorted({*steps} & {*steps[-DIAGNOSED // 2 :], *furthest})
 
 
@@ -423,14 +521,18 @@ async def diagnose_run(
     rescore: bool = False,
     say: Callable[[str], Any] = print_plain,
     trust: bool = False,
-) -> tuple[Diagnosis | None, bool]:  # None = trainer and sampler cannot be compared; and whether it asks for a fix
+) -> tuple[
+    Diagnosis | None, bool
+]:  # None = trainer and sampler cannot be compared; and whether it asks for a fix
     "Diagnose the steps of a run: a line each, whether weights arrive, and one in full, or those that differ together."
     from rl_notebook.insight.doctor.doctor import concluded, weigh
     from rl_notebook.insight.doctor.evidence import POOLED, gather, pooled
     from rl_notebook.insight.sync import sync_truth
     from rl_notebook.runs.run import Run, readable
 
-    run, found, seen = Run.open(path), dict[int, tuple[Any, Any]](), list[Any]()
+    run = Run.open(path)
+    found = dict[int, tuple[Any, Any]]()
+    seen = list[Any]()
     missing: AlignmentError | DatumError | None = None
     of_others = run.reader is not None or str(run.config.get("trainer", "")).startswith("trl ")
     chosen, first = (_worth_a_look(run), run.steps[:EARLY]) if step is None else ([step], [])
@@ -459,10 +561,14 @@ async def diagnose_run(
         say(f"{len(found)} of {len(run)} steps: {which} (--step N)")
     synced = sync_truth([record for record in seen if record.step in first]) if first else None
     differ = [n for n, (_, said) in found.items() if not said.ok]
-    number = next((n for n in differ if found[n][1].certainty == "sure"), min(differ, default=max(found)))
-    e, name = found[number][0], f"step {number}"
+    number = next(
+        (n for n in differ if found[n][1].certainty == "sure"), min(differ, default=max(found))
+    )
+    e = found[number][0]
+    name = f"step {number}"
     if number in differ and found[number][1].certainty != "sure":
-        e, several = pooled([found[n][0] for n in found]) or e, differ[:POOLED]
+        e = pooled([found[n][0] for n in found]) or e
+        several = differ[:POOLED]
         name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
     shown = concluded(e, run.tokenizer)
     if rescore:
@@ -470,7 +576,10 @@ async def diagnose_run(
 
         shown = await diagnose_step(path, number, trust=trust)
     alone = name == f"step {number}"
-    verdicts = {n: _verdict(said, shown, number if alone and n != number else None) for n, (_, said) in found.items()}
+    verdicts = {
+        n: _verdict(said, shown, number if alone and n != number else None)
+        for n, (_, said) in found.items()
+    }
     width = max(18, *map(len, verdicts.values()))
     for n, (_, said) in found.items():
         say(f"step {n:4}  {verdicts[n]:<{width}} largest gap {said.largest:.2g} nats")
@@ -487,17 +596,23 @@ def _words_of_others(run: Run, seen: Sequence[Any], agree: bool) -> list[str]:
     from rl_notebook.insight.sync import version_truth
     from rl_notebook.insight.trends import steps_words
 
-    words, samples = steps_words(seen), [s for record in seen for g in record.groups for s in g.samples]
+    words = steps_words(seen)
+    samples = [s for record in seen for g in record.groups for s in g.samples]
     scored_at = run.reader.scored_at if run.reader else None
     apart = sorted({s.temperature for s in samples} - {0.0, scored_at})
     if scored_at is not None and apart:
         text = f"completions were sampled at {apart[0]:g}, as recorded, and this trainer scores at {scored_at:g}"
-        words.append(f"✗ temperature: {text}: logprobs and ratios are not those of what was sampled")
+        words.append(
+            f"✗ temperature: {text}: logprobs and ratios are not those of what was sampled"
+        )
     elif run.reader and apart and apart != [1.0]:
         text = f"completions were sampled at {apart[0]:g}, as recorded"
-        words.append(f"– temperature: {text}; the files do not say at which temperature logprobs are")
+        words.append(
+            f"– temperature: {text}; the files do not say at which temperature logprobs are"
+        )
     versions = version_truth(seen)
-    if run.reader is None or not (versions.ok is False or versions.notable):  # TRL's settings say how often it samples
+    # TRL's settings say how often it samples
+    if run.reader is None or not (versions.ok is False or versions.notable):
         return words
     lie = f"– versions: {versions.text}, as they are recorded, though trainer and sampler agree"
     return [*words, lie if agree else str(versions)]
@@ -521,10 +636,12 @@ def _in_order(seen: Sequence[Any], words: Sequence[str]) -> str:
     from rl_notebook.insight.xray import invariants
 
     checks = [check for record in seen for check in invariants(record)] + [version_truth(seen)]
-    held = {check.name for check in checks if check.ok} - {check.name for check in checks if check.ok is False}
+    held = {check.name for check in checks if check.ok} - {
+        check.name for check in checks if check.ok is False
+    }
     held -= {line[2:].partition(":")[0] for line in words}
     names = [name for name in (*BY_THE_PIPELINE, "versions") if name in held]
-    steps = f"{len(seen)} step{'s' * (len(seen) > 1)}"
+    steps = f"{len(seen)} step{('s' if len(seen) > 1 else '')}"
     return f"Looked at in {steps} and in order: {', '.join(names)}.\n" if names else ""
 
 
@@ -533,7 +650,9 @@ def _not_compared(run: Run, missing: RLNotebookError | None) -> str:
     if run.reader is None:
         return f"Trainer and sampler were not compared: {missing}"
     absent = run.origin.splitlines()[2].removeprefix("absent: ").split(", ")
-    series = [n for n in absent if n in ("tokens", "sampler_logprobs", "old_logprobs", "policy_logprobs")] or absent
+    series = [
+        n for n in absent if n in ("tokens", "sampler_logprobs", "old_logprobs", "policy_logprobs")
+    ] or absent
     lacks = f"no {', no '.join(series)} in these files"
     return f"Trainer and sampler were not compared: {lacks}. To compare: {run.reader.hook}."
 
@@ -542,8 +661,14 @@ def _without_comparison(run: Run, missing: RLNotebookError | None) -> RLNotebook
     "Why no step has both series."
     if missing is not None:
         return missing
-    got = f"{len(run)} steps, none of which can be read and trained anything" if len(run) else "no step"
-    return RecordError("doctor", where=str(run.path), got=got, expected="a step with datums and logprobs")
+    got = (
+        f"{len(run)} steps, none of which can be read and trained anything"
+        if len(run)
+        else "no step"
+    )
+    return RecordError(
+        "doctor", where=str(run.path), got=got, expected="a step with datums and logprobs"
+    )
 
 
 def _not_regraded(seen: Sequence[Any], of_others: bool) -> list[str]:
@@ -562,11 +687,20 @@ STATUSES = """exit status:
 
 def run_doctor(args: Sequence[str]) -> int:  # exit code
     "Say why trainer and sampler disagree in a run, if they do."
-    told, layout = "Trainer against sampler, step by step.", argparse.RawDescriptionHelpFormatter
-    parser = CommandParser("rl-notebook doctor", description=told, epilog=STATUSES, formatter_class=layout)
+    told = "Trainer against sampler, step by step."
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = CommandParser(
+        "rl-notebook doctor", description=told, epilog=STATUSES, formatter_class=layout
+    )
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--step", type=int, default=None, help="one step; default: all, or 40 of a long run")
-    parser.add_argument("--rescore", action="store_true", help="rebuild the weights of the step and run the controls")
+    parser.add_argument(
+        "--step", type=int, default=None, help="one step; default: all, or 40 of a long run"
+    )
+    parser.add_argument(
+        "--rescore",
+        action="store_true",
+        help="rebuild the weights of the step and run the controls",
+    )
     parser.add_argument("--trust", action="store_true", help=TRUST)
     given = parser.parse_args(args)
     shown, asks = asyncio.run(diagnose_run(given.run, given.step, given.rescore, trust=given.trust))
@@ -593,18 +727,24 @@ def run_replay(args: Sequence[str]) -> int:  # exit code: 0 nothing differs, 1 s
 def _step(text: str) -> int | str:
     "A step, or the best one; what argparse calls for an argument."
     if text != "best" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"got {plain_text(quoted(text))}; expected the number of a step, or best")
+        raise argparse.ArgumentTypeError(
+            f"got {plain_text(quoted(text))}; expected the number of a step, or best"
+        )
     return text if text == "best" else int(text)
 
 
 def run_export(args: Sequence[str]) -> int:  # exit code
     "Write the weights of a run for transformers, PEFT and vLLM."
-    parser = CommandParser(prog="rl-notebook export", description="A run's weights for other programs.")
+    parser = CommandParser(
+        prog="rl-notebook export", description="A run's weights for other programs."
+    )
     parser.add_argument("run", type=Path, help="run folder")
     kinds = ("hf", "adapter", "merged")
     parser.add_argument("--to", choices=kinds, default=None, help="default: what was trained")
     parser.add_argument("--out", type=Path, default=None, help="a new folder; default: RUN/export")
-    parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
+    parser.add_argument(
+        "--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest"
+    )
     given = parser.parse_args(args)
     from rl_notebook.recipes.playground import export_run
 
@@ -640,12 +780,16 @@ def answer(line: str, playground: Playground, runner: asyncio.Runner, logprobs: 
     elif line == "/tokens":
         print_tokens(playground, runner)
     elif line.startswith("/"):
-        print("/tokens: the last answers by token; /new: a new conversation; /quit or Ctrl-D: the end")
+        print(
+            "/tokens: the last answers by token; /new: a new conversation; /quit or Ctrl-D: the end"
+        )
     elif line:
         runner.run(playground.ask(line, StreamPrinter()))
         answers = playground.exchanges[-1].answers.items()
         cut = [who for who, completion in answers if completion.finish_reason == "length"]
-        print(f"  (cut off at {playground.params.max_tokens} tokens: {', '.join(cut)})" if cut else "")
+        print(
+            f"  (cut off at {playground.params.max_tokens} tokens: {', '.join(cut)})" if cut else ""
+        )
         if logprobs:
             print_tokens(playground, runner)
 
@@ -674,9 +818,17 @@ def run_chat(args: Sequence[str]) -> int:  # exit code
     "Talk to the policy of a run."
     parser = CommandParser(prog="rl-notebook chat", description="Talk to the policy of a run.")
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest")
-    parser.add_argument("--beside", choices=("base",), default=None, help="base: the base model answers, too")
-    parser.add_argument("--logprobs", action="store_true", help="show the tokens after every answer, as /tokens does")
+    parser.add_argument(
+        "--step", type=_step, default=None, help="of a checkpoint, or best; default: the newest"
+    )
+    parser.add_argument(
+        "--beside", choices=("base",), default=None, help="base: the base model answers, too"
+    )
+    parser.add_argument(
+        "--logprobs",
+        action="store_true",
+        help="show the tokens after every answer, as /tokens does",
+    )
     parser.add_argument("--temperature", type=float, default=None, help="default: as in training")
     parser.add_argument("--max-tokens", type=int, default=None, help="default: as in training")
     given = parser.parse_args(args)
@@ -698,11 +850,21 @@ def emulate_parser() -> CommandParser:
     "The options of `emulate`."
     told = "A local service that the Fireworks and Tinker SDKs talk to; OpenAI clients for completions, not for chat."
     parser = CommandParser(prog="rl-notebook emulate", description=told, allow_abbrev=False)
-    parser.add_argument("--model", default="tiny", help="serves every base-model name: tiny, smollm2, a folder")
+    parser.add_argument(
+        "--model", default="tiny", help="serves every base-model name: tiny, smollm2, a folder"
+    )
     parser.add_argument("--port", type=int, default=8600, help="0 takes a free one")
-    parser.add_argument("--folder", type=Path, default=Path("runs/emulator"), help="jobs, deployments, weights")
-    parser.add_argument("--startup-delay", type=float, default=0.0, help="seconds until a trainer runs")
-    parser.add_argument("--faults", default="", help="what goes wrong, such as drop_after:0.02,restart_trainer:at=40")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("runs/emulator"), help="jobs, deployments, weights"
+    )
+    parser.add_argument(
+        "--startup-delay", type=float, default=0.0, help="seconds until a trainer runs"
+    )
+    parser.add_argument(
+        "--faults",
+        default="",
+        help="what goes wrong, such as drop_after:0.02,restart_trainer:at=40",
+    )
     parser.add_argument("--seed", type=int, default=0, help="where it goes wrong")
     return parser
 
@@ -715,7 +877,8 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
     running = start_emulator(startup_delay_s=given.pop("startup_delay"), **given)
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGTERM, signal.default_int_handler)  # told to end, it ends as after Ctrl-C
+        # told to end, it ends as after Ctrl-C
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"emulator: {running.url}  (model {given['model']}, folder {given['folder']})\n")
         for name, value in running.environment().items():
             print(f"export {name}={shlex.quote(value)}")
@@ -745,7 +908,9 @@ def run_check(args: Sequence[str]) -> int:  # exit code
     place = report.report and place_for(report.report)  # refused now rather than after the check
     given = option_values(rest)
     if "backend" not in given:
-        raise ConfigError("--backend", got="none", expected="openai, tinker or fireworks", fix="Name the service.")
+        raise ConfigError(
+            "--backend", got="none", expected="openai, tinker or fireworks", fix="Name the service."
+        )
     usual = CHECK_DEFAULTS.get(given["backend"], {})
     if "base_model" in given:  # then its tokenizer is not the usual one
         usual = {name: value for name, value in usual.items() if name == "lora_rank"}
@@ -761,7 +926,10 @@ def run_check(args: Sequence[str]) -> int:  # exit code
 
 CHECK_DEFAULTS: dict[Any, dict[str, Any]] = {  # small, and what most accounts can use
     "tinker": {"base_model": "Qwen/Qwen3-8B", "lora_rank": 8},
-    "fireworks": {"base_model": "accounts/fireworks/models/qwen3-8b", "deployment.tokenizer_model": "Qwen/Qwen3-8B"},
+    "fireworks": {
+        "base_model": "accounts/fireworks/models/qwen3-8b",
+        "deployment.tokenizer_model": "Qwen/Qwen3-8B",
+    },
 }
 CHECK = """\
 usage: rl-notebook check --backend openai|tinker|fireworks [--report FILE.html] [any option of train]
@@ -792,21 +960,37 @@ def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  
 
     if last is not None and last < 1:
         raise RecordError("show", got=f"--last {last}", expected="at least 1")
-    trends, first = [str(t) for t in watch_run(readable(run, run.steps[-WATCHED:]))], run.origin
-    table = run.metrics(max(last or 0, WATCHED) if first else None)  # else all of another trainer's files are read
+    trends = [str(t) for t in watch_run(readable(run, run.steps[-WATCHED:]))]
+    first = run.origin
+    # else all of another trainer's files are read
+    table = run.metrics(max(last or 0, WATCHED) if first else None)
     kept = table if last is None else table.tail(last)
-    there, told = {*run.steps}, list[StepRecord]()
+    there = {*run.steps}
+    told = list[StepRecord]()
     for step, row in kept.to_dict("index").items():
-        known: dict[str, Any] = {name: value for name, value in row.items() if value == value}  # without NaN
-        told += [StepRecord(step, reason=known.pop("reason", ""), metrics=known)] if step in there else []
-    data = {"run": str(run.path), "steps": [{"step": r.step, "verdict": r.verdict} for r in told], "trends": trends}
-    data |= {"origin": first} if first else {}
+        # without NaN
+        known: dict[str, Any] = {name: value for name, value in row.items() if value == value}
+        if step in there:
+            told += [StepRecord(step, reason=known.pop("reason", ""), metrics=known)]
+    data = {
+        "run": str(run.path),
+        "steps": [{"step": r.step, "verdict": r.verdict} for r in told],
+        "trends": trends,
+    }
+    if first:
+        data |= {"origin": first}
     data["metrics"] = _rows(kept.copy().reset_index())
     shown = glance(table).tail(last or 200)
-    left = f"{len(table) - len(shown)} earlier ones: --last {len(table)}" if len(shown) < len(table) else ""
+    left = (
+        f"{len(table) - len(shown)} earlier ones: --last {len(table)}"
+        if len(shown) < len(table)
+        else ""
+    )
     cells = shown.map(lambda value: "" if math.isnan(value) else f"{value:.4g}")
     figures = cells.to_string() if len(shown.columns) else ""
-    return data, "\n".join(filter(None, [first, f"Run {run.path.name}: {run_facts(run)}", figures, left, *trends]))
+    return data, "\n".join(
+        filter(None, [first, f"Run {run.path.name}: {run_facts(run)}", figures, left, *trends])
+    )
 
 # %% ../nbs/00_cli.ipynb #78f1060d
 def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
@@ -816,30 +1000,52 @@ def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     from rl_notebook.insight.xray import xray
 
     record, before = run.record(step), run.record(step - 1) if step - 1 in run.steps else None
-    said, table = xray(record, before), record.completions_table()
-    found, unseen = None, ""
+    said = xray(record, before)
+    table = record.completions_table()
+    found = None
+    unseen = ""
     try:
         if record.loss is not None or record.origin:
             found = concluded(gather(record), run.tokenizer)
     except (AlignmentError, DatumError) as missing:
         unseen = f"doctor: {_not_compared(run, missing)}" if run.reader else f"doctor: {missing}"
-    checks = [{"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks]
+    checks = [
+        {"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks
+    ]
     data = {"step": step, "verdict": record.verdict, "sentence": said.sentence, "checks": checks}
-    data |= {"doctor": None if found is None else {"cause": found.cause, "score": found.score, "text": found.sentence}}
-    data |= {"metrics": {name: value if math.isfinite(value) else None for name, value in record.metrics.items()}}
+    data |= {
+        "doctor": None
+        if found is None
+        else {"cause": found.cause, "score": found.score, "text": found.sentence}
+    }
+    data |= {
+        "metrics": {
+            name: value if math.isfinite(value) else None for name, value in record.metrics.items()
+        }
+    }
     data |= {"options": dict(record.options), "completions": _rows(table)}
     lines = [repr(record), repr(said), unseen if found is None else f"doctor: {found.sentence}"]
-    return data, "\n".join([*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)])
+    return data, "\n".join(
+        [*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)]
+    )
 
 # %% ../nbs/00_cli.ipynb #e7e83de4
-def texts_of(run: Run, sample: RolloutSample) -> tuple[list[str], str]:  # of the tokens; why there are none
+def texts_of(
+    run: Run, sample: RolloutSample
+) -> tuple[list[str], str]:  # of the tokens; why there are none
     "What each token of a sample says, by the tokenizer that made its text; none where that cannot be had."
     from rl_notebook.show.html import token_text
 
     if (tokenizer := run.tokenizer()) is None:
-        return [], f"no text of tokens: the tokenizer of {run.config.get('base_model', 'the model')} is not at hand"
+        return (
+            [],
+            f"no text of tokens: the tokenizer of {run.config.get('base_model', 'the model')} is not at hand",
+        )
     if sample.text.strip() not in tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()):
-        return [], f"no text of tokens: the tokenizer of {run.config['base_model']} did not make this text"
+        return (
+            [],
+            f"no text of tokens: the tokenizer of {run.config['base_model']} did not make this text",
+        )
     return [token_text(token, tokenizer) for token in sample.tokens.tolist()], ""
 
 # %% ../nbs/00_cli.ipynb #cf21586f
@@ -851,70 +1057,123 @@ def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str,
     from rl_notebook.runs.records import tokens_frame
 
     record = run.record(step)
-    of = lambda table: table[(table["group"] == group) & (table["sample"] == sample)].reset_index(drop=True)
-    facts, frame = _rows(of(record.completions_table())), of(tokens_frame(record))
+
+    def of(table: pd.DataFrame) -> Any:
+        return table[(table["group"] == group) & (table["sample"] == sample)].reset_index(drop=True)
+
+    facts = _rows(of(record.completions_table()))
+    frame = of(tokens_frame(record))
     if not facts:
         there = [f"group {g.index} with {len(g.samples)} samples" for g in record.groups]
         expected = f"one of {', '.join(there)}" if there else "a step with completions"
-        raise RecordError("show", where=f"step {step}", got=f"group {group}, sample {sample}", expected=expected)
+        raise RecordError(
+            "show", where=f"step {step}", got=f"group {group}, sample {sample}", expected=expected
+        )
     drawn = next(g for g in record.groups if g.index == group).samples[sample]
     texts, why = texts_of(run, drawn)
     if texts:
         frame["text"] = texts
     for i in [i for i, d in enumerate(record.datums) if (d.group, d.sample) == (group, sample)]:
-        d, loss = record.datums[i], record.loss
-        series = {"weight": d.weights, "old_logprobs": d.old_logprobs, "ref_logprobs": d.ref_logprobs}
-        series |= {"policy_logprobs": loss.logprobs[i].values, "dlogprobs": loss.dlogprobs[i]} if loss else {}
+        d = record.datums[i]
+        loss = record.loss
+        series = {
+            "weight": d.weights,
+            "old_logprobs": d.old_logprobs,
+            "ref_logprobs": d.ref_logprobs,
+        }
+        if loss:
+            series |= {"policy_logprobs": loss.logprobs[i].values, "dlogprobs": loss.dlogprobs[i]}
         for name, values in series.items():  # target i is token i + 1
             if values is not None:
                 frame[name] = pd.Series(values, index=range(1, len(values) + 1))
     data = {"step": step, **facts[0], "tokens": _rows(frame)} | ({"note": why} if why else {})
-    frame = (frame.assign(text=frame["text"].map(shown_text)) if texts else frame).drop(columns=["group", "sample"])
+    frame = (frame.assign(text=frame["text"].map(shown_text)) if texts else frame).drop(
+        columns=["group", "sample"]
+    )
     first = ["position", "token", *["text"] * bool(texts), "loss_mask"]
-    table = frame[[*first, *frame.columns.difference(first, sort=False)]].to_string(index=False, na_rep="")
-    lines = [*(f"{name}: {value}" for name, value in data.items() if name not in ("tokens", "note")), why, table]
+    table = frame[[*first, *frame.columns.difference(first, sort=False)]].to_string(
+        index=False, na_rep=""
+    )
+    lines = [
+        *(f"{name}: {value}" for name, value in data.items() if name not in ("tokens", "note")),
+        why,
+        table,
+    ]
     return data, "\n".join(filter(None, lines))
 
 # %% ../nbs/00_cli.ipynb #bdcd699e
 def run_show(args: Sequence[str]) -> int:  # exit code
     "Print a run, a step or a completion as text or JSON."
-    parser = CommandParser(prog="rl-notebook show", description="A run, a step or a completion as text.")
+    parser = CommandParser(
+        prog="rl-notebook show", description="A run, a step or a completion as text."
+    )
     parser.add_argument("run", type=Path, help="run folder")
     parser.add_argument("number", nargs="?", type=int, metavar="step", help="the same as --step")
-    parser.add_argument("--step", type=int, default=None, help="one step: x-ray, doctor, completions")
-    parser.add_argument("--group", type=int, default=None, help="with --sample: one completion of the step, by token")
+    parser.add_argument(
+        "--step", type=int, default=None, help="one step: x-ray, doctor, completions"
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=None,
+        help="with --sample: one completion of the step, by token",
+    )
     parser.add_argument("--sample", type=int, default=None)
-    parser.add_argument("--last", type=int, default=None, help="without --step: so many; default: all, as text 200")
-    parser.add_argument("--json", action="store_true", help="the same as JSON, with nothing left out")
+    parser.add_argument(
+        "--last", type=int, default=None, help="without --step: so many; default: all, as text 200"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="the same as JSON, with nothing left out"
+    )
     given = parser.parse_args(args)
     from rl_notebook.runs.run import Run
 
-    run, place = Run.open(given.run), (given.group, given.sample)
+    run = Run.open(given.run)
+    place = (given.group, given.sample)
     given.step = given.number if given.step is None else given.step
     named = {"--step": given.step, "--group": given.group, "--sample": given.sample}
     if place != (None, None) and None in named.values():
         got = " and ".join(f"{name} {value}" for name, value in named.items() if value is not None)
         missing = " and ".join(name for name, value in named.items() if value is None)
         fix = f"Add {missing}; --step alone lists the completions of a step with their groups and samples."
-        raise RecordError("one completion", got=got, expected="--step, --group and --sample together", fix=fix)
+        raise RecordError(
+            "one completion", got=got, expected="--step, --group and --sample together", fix=fix
+        )
     if given.step is None:
         data, text = told_run(run, given.last)
     else:
-        data, text = told_step(run, given.step) if None in place else told_sample(run, given.step, *place)
+        data, text = (
+            told_step(run, given.step) if None in place else told_sample(run, given.step, *place)
+        )
     print_plain(json.dumps(data, default=str) if given.json else text)
     return 0
 
 # %% ../nbs/00_cli.ipynb #119d402e
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "demo": (run_demo, "GRPO on the tiny model, told as a story"),
-    "new": (run_new, "a folder with a task of your own that runs at once: rewards, config, notebook, test"),
-    "train": (run_train, "run a config: --config FILE, then any field of Config as an option; --resume goes on"),
-    "view": (run_view, "the page of a run folder; it follows a run that goes on; several runs are compared"),
+    "new": (
+        run_new,
+        "a folder with a task of your own that runs at once: rewards, config, notebook, test",
+    ),
+    "train": (
+        run_train,
+        "run a config: --config FILE, then any field of Config as an option; --resume goes on",
+    ),
+    "view": (
+        run_view,
+        "the page of a run folder; it follows a run that goes on; several runs are compared",
+    ),
     "show": (run_show, "a run, a step or a completion as text, or as JSON"),
     "doctor": (run_doctor, "why trainer and sampler disagree, step by step"),
     "replay": (run_replay, "recompute a recorded step and compare every phase"),
-    "export": (run_export, "a run's weights as a folder for transformers, PEFT and vLLM; --step best"),
-    "chat": (run_chat, "talk to a run's policy, with --beside base to its base model as well; --step best"),
+    "export": (
+        run_export,
+        "a run's weights as a folder for transformers, PEFT and vLLM; --step best",
+    ),
+    "chat": (
+        run_chat,
+        "talk to a run's policy, with --beside base to its base model as well; --step best",
+    ),
     "emulate": (run_emulate, "a local service that the Fireworks and Tinker SDKs talk to"),
     "check": (run_check, "ask a service what it does: --backend openai, tinker or fireworks"),
 }
@@ -931,7 +1190,11 @@ def users_traceback(error: BaseException) -> str:
     if place is not None:
         text = "".join(traceback.format_exception(type(error), error, place))
     else:
-        text = "".join(traceback.format_exception_only(error)) if isinstance(error, SyntaxError) else ""
+        text = (
+            "".join(traceback.format_exception_only(error))
+            if isinstance(error, SyntaxError)
+            else ""
+        )
     return without_keys(plain_text(text))
 
 # %% ../nbs/00_cli.ipynb #2bd5cc32
@@ -957,7 +1220,8 @@ def _open_streams() -> None:
 def main(argv: Sequence[str] | None = None) -> int:  # exit code
     "The rl-notebook command; prints all that it has to say, or as much as is read (`| head` reads the first lines)."
     format_before = warnings.formatwarning
-    warnings.formatwarning = lambda message, *_: f"warning: {plain_text(message)}\n"  # without a line of the source
+    # without a line of the source
+    warnings.formatwarning = lambda message, *_: f"warning: {plain_text(message)}\n"
     _open_streams()
     try:
         try:
@@ -965,7 +1229,8 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is printed from now on
+        # what is printed from now on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     finally:
         warnings.formatwarning = format_before
@@ -992,8 +1257,14 @@ def _run(args: list[str]) -> int:
         raise
     except OSError as error:
         where = f"{quoted(error.filename, 300)}: " if error.filename else ""
-        print(f"rl-notebook {args[0]}: {where}got {plain_text(error.strerror or error)}", file=sys.stderr)
+        print(
+            f"rl-notebook {args[0]}: {where}got {plain_text(error.strerror or error)}",
+            file=sys.stderr,
+        )
         return 2
     except KeyboardInterrupt:
-        print(f"rl-notebook {args[0]}: interrupted; what was recorded and saved before is whole", file=sys.stderr)
+        print(
+            f"rl-notebook {args[0]}: interrupted; what was recorded and saved before is whole",
+            file=sys.stderr,
+        )
         return 130

@@ -9,7 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from tqdm.auto import trange
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from rl_notebook.task.toy import _ask, _draw_terms, build_tokenizer
 
@@ -41,7 +46,8 @@ def corpus_conversation(
     styles: Mapping[str, float],  # probability of each style
 ) -> list[dict[str, str]]:
     "One conversation of the corpus, as chat messages; none of its sums is held out."
-    messages, terms = [], []
+    messages = []
+    terms = []
     if system:
         messages.append({"role": "system", "content": _SYSTEM[int(rng.integers(2))]})
     for turn in range(turns):
@@ -60,7 +66,10 @@ def spoken_mask(
     ids: torch.Tensor,  # (B, N) conversations
 ) -> torch.Tensor:  # (B, N) bool
     "Where the assistant speaks."
-    opened, closed = (ids == token for token in build_tokenizer().convert_tokens_to_ids(["<|assistant|>", "<|end|>"]))
+    opened, closed = (
+        ids == token
+        for token in build_tokenizer().convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
+    )
     mask = torch.zeros_like(ids, dtype=torch.bool)
     for i in range(1, ids.shape[1]):
         mask[:, i] = (mask[:, i - 1] & ~closed[:, i - 1]) | opened[:, i - 1]
@@ -77,7 +86,11 @@ def corpus_batch(
     turns = 2 if rng.random() < 0.15 else 1
     system = bool(rng.random() < 0.1)
     texts = [
-        str(tokenizer.apply_chat_template(corpus_conversation(rng, turns, system, styles), tokenize=False))
+        str(
+            tokenizer.apply_chat_template(
+                corpus_conversation(rng, turns, system, styles), tokenize=False
+            )
+        )
         for _ in range(size // turns)
     ]
     ids = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")["input_ids"]
@@ -134,9 +147,12 @@ def pretrain_tiny(
     progress: bool = True,  # show a bar
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast, list[float]]:
     "The tiny model, its tokenizer and the loss of every step; minutes on one core."
-    tokenizer, rng = build_tokenizer(), np.random.default_rng(seed)
+    tokenizer = build_tokenizer()
+    rng = np.random.default_rng(seed)
     model = build_tiny(tokenizer, seed)
-    adam = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    adam = torch.optim.AdamW(
+        model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: _warmup_cosine(step, steps))
     losses = []
     for step in trange(steps, desc="pretrain", disable=not progress):
@@ -158,7 +174,8 @@ def make_tiny(
     "Trains a tiny model and saves it to `folder`; returns the losses."
     model, _, losses = pretrain_tiny(**settings)
     model.save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)  # a fresh one: a used one remembers how it padded last
+    # a fresh one: a used one remembers how it padded last
+    build_tokenizer().save_pretrained(folder)
     return losses
 
 

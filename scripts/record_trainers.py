@@ -22,7 +22,10 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import test_trl_words
 
-GROUPS, K, WIDTH, BATCHES = 3, 4, 6, 5
+GROUPS = 3
+K = 4
+WIDTH = 6
+BATCHES = 5
 ROWS, OUT = GROUPS * K, Path(__file__).parents[1] / "tests/golden/trainers/cases.json"
 LIMIT = 64  # max_completion_tokens of what divides by a constant
 
@@ -33,7 +36,11 @@ Loss = Callable[[Batch, torch.Tensor], torch.Tensor]  # batch, (ROWS, WIDTH) log
 def taken(path: Path, *names: str, **around: Any) -> SimpleNamespace:
     "Functions and classes of a file, without their decorators and without the rest of it."
     tree = ast.parse(path.read_text())
-    found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names]
+    found = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names
+    ]
     assert {n.name for n in found} == {*names}, path
     for n in found:
         n.decorator_list = []
@@ -45,7 +52,11 @@ def taken(path: Path, *names: str, **around: Any) -> SimpleNamespace:
 
 def field_defaults(path: Path, name: str) -> SimpleNamespace:
     "The defaults of a class of settings: what follows the = of each field, or the first argument of its Field()."
-    tree = next(n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef) and n.name == name)
+    tree = next(
+        n
+        for n in ast.walk(ast.parse(path.read_text()))
+        if isinstance(n, ast.ClassDef) and n.name == name
+    )
     found = {}
     for n in tree.body:
         if isinstance(n, ast.AnnAssign) and n.value is not None:
@@ -59,29 +70,55 @@ def field_defaults(path: Path, name: str) -> SimpleNamespace:
 def make_batch(seed: int) -> Batch:
     "Logprobs in float64 with a few far off, masks with holes, and a group without signal."
     g = torch.Generator().manual_seed(seed)
-    draw = lambda *shape: torch.rand(shape, generator=g, dtype=torch.float64)
-    normal = lambda: torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64)
-    near = lambda x, by: (x + by * normal() * (1 + 3 * (draw(ROWS, WIDTH) > 0.9))).clamp(max=-1e-3).round(decimals=3)
+
+    def draw(*shape):
+        return torch.rand(shape, generator=g, dtype=torch.float64)
+
+    def normal():
+        return torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64)
+
+    def near(x, by):
+        return (
+            (x + by * normal() * (1 + 3 * (draw(ROWS, WIDTH) > 0.9)))
+            .clamp(max=-1e-3)
+            .round(decimals=3)
+        )
+
     p = (-2.5 * draw(ROWS, WIDTH) - 0.05).round(decimals=3)
     old = near(p, 0.3)
     lengths = torch.randint(2, WIDTH + 1, (ROWS, 1), generator=g)
     mask = (torch.arange(WIDTH) < lengths).double() * (draw(ROWS, WIDTH) > 0.15)
     mask[:, 0] = 1
     rewards = torch.randint(0, 3, (GROUPS, K), generator=g).double() / 2
-    rewards[0, :3], rewards[1] = torch.tensor([0.0, 1.0, 0.5]), 0.5  # signal; none
-    rewards[2, 0], rewards[2, 1] = 0, 1
+    # signal; none
+    rewards[0, :3] = torch.tensor([0.0, 1.0, 0.5])
+    rewards[1] = 0.5
+    rewards[2, 0] = 0
+    rewards[2, 1] = 1
     series = {"policy": p, "old": old, "sampler": near(old, 0.2), "ref": near(p, 0.4)}
     return {**series, "mask": mask, "rewards": rewards.flatten()}
 
 
-def verl(peers: Path, policy_loss: str = "vanilla", cov: dict[str, Any] | None = None, **changed: Any) -> Loss:
+def verl(
+    peers: Path, policy_loss: str = "vanilla", cov: dict[str, Any] | None = None, **changed: Any
+) -> Loss:
     root = peers / "verl/verl"
-    words = yaml.safe_load((root / "trainer/config/actor/actor.yaml").read_text().replace("???", "none")) | changed
+    words = (
+        yaml.safe_load(
+            (root / "trainer/config/actor/actor.yaml").read_text().replace("???", "none")
+        )
+        | changed
+    )
     words["policy_loss"] = SimpleNamespace(**words["policy_loss"] | (cov or {}))
     maths = taken(root / "utils/torch_functional.py", "masked_sum", "masked_mean")
     names = ("compute_grpo_outcome_advantage", "agg_loss", f"compute_policy_loss_{policy_loss}")
     m = taken(
-        root / "trainer/ppo/core_algos.py", *names, "kl_penalty", "kl_penalty_forward", verl_F=maths, AlgoConfig=int
+        root / "trainer/ppo/core_algos.py",
+        *names,
+        "kl_penalty",
+        "kl_penalty_forward",
+        verl_F=maths,
+        AlgoConfig=int,
     )
 
     class Words(SimpleNamespace):
@@ -97,42 +134,68 @@ def verl(peers: Path, policy_loss: str = "vanilla", cov: dict[str, Any] | None =
         info = {"dp_size": 1, "batch_num_tokens": b["mask"].sum(), "global_batch_size": ROWS}
         config.global_batch_info |= info | {"loss_scale_factor": config.loss_scale_factor}
         at = {"loss_agg_mode": config.loss_agg_mode, "config": config}
-        total, _ = vars(m)[f"compute_policy_loss_{policy_loss}"](b["old"], p, a, b["mask"].bool(), **at)
+        total, _ = vars(m)[f"compute_policy_loss_{policy_loss}"](
+            b["old"], p, a, b["mask"].bool(), **at
+        )
         if config.use_kl_loss:
             kl = m.kl_penalty(p, b["ref"], config.kl_loss_type)
-            mean = m.agg_loss(kl, b["mask"].bool(), config.loss_agg_mode, **config.global_batch_info)
+            mean = m.agg_loss(
+                kl, b["mask"].bool(), config.loss_agg_mode, **config.global_batch_info
+            )
             total = total + config.kl_loss_coef * mean
         return total
 
     return loss
 
 
-def skyrl(peers: Path, micro: int = ROWS, correct: dict[str, Any] | None = None, **changed: Any) -> Loss:
+def skyrl(
+    peers: Path, micro: int = ROWS, correct: dict[str, Any] | None = None, **changed: Any
+) -> Loss:
     root = peers / "skyrl/skyrl"
-    maths = taken(root / "backends/skyrl_train/utils/torch_utils.py", "masked_mean", "safe_exp_delta")
+    maths = taken(
+        root / "backends/skyrl_train/utils/torch_utils.py", "masked_mean", "safe_exp_delta"
+    )
     settings = root / "train/config/config.py"
-    off = SimpleNamespace(**vars(field_defaults(settings, "OffPolicyCorrectionConfig")) | (correct or {}))
-    config = SimpleNamespace(**vars(field_defaults(settings, "AlgorithmConfig")) | changed, off_policy_correction=off)
+    off = SimpleNamespace(
+        **vars(field_defaults(settings, "OffPolicyCorrectionConfig")) | (correct or {})
+    )
+    config = SimpleNamespace(
+        **vars(field_defaults(settings, "AlgorithmConfig")) | changed, off_policy_correction=off
+    )
     path = root / "backends/skyrl_train/utils/off_policy_correction_utils.py"
     names = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
     correction = taken(path, *names, **vars(maths))
-    names = ("compute_grpo_outcome_advantage", "apply_loss_reduction_to_advantages_minibatch", "ppo_policy_loss")
+    names = (
+        "compute_grpo_outcome_advantage",
+        "apply_loss_reduction_to_advantages_minibatch",
+        "ppo_policy_loss",
+    )
     around = vars(maths) | {"apply_off_policy_correction": correction.apply_off_policy_correction}
-    m = taken(root / "backends/skyrl_train/utils/ppo_utils.py", *names, "reduce_loss", "compute_approx_kl", **around)
+    m = taken(
+        root / "backends/skyrl_train/utils/ppo_utils.py",
+        *names,
+        "reduce_loss",
+        "compute_approx_kl",
+        **around,
+    )
 
     def loss(b: Batch, p: torch.Tensor) -> torch.Tensor:
         scores = torch.zeros_like(p)
         scores[:, 0] = b["rewards"]
         a, _ = m.compute_grpo_outcome_advantage(scores, b["mask"], np.repeat(np.arange(GROUPS), K))
         prompts = [(i, i + K) for i in range(0, ROWS, K)]
-        a = m.apply_loss_reduction_to_advantages_minibatch(a, b["mask"], config.loss_reduction, micro, LIMIT, prompts)
+        a = m.apply_loss_reduction_to_advantages_minibatch(
+            a, b["mask"], config.loss_reduction, micro, LIMIT, prompts
+        )
         total = torch.zeros((), dtype=p.dtype)
         for rows in torch.arange(ROWS).split(micro):  # as worker.py adds up its micro-batches
             at = [x[rows] for x in (p, b["old"], a)]
             pg, _ = m.ppo_policy_loss(
                 *at, config=config, loss_mask=b["mask"][rows], rollout_logprobs=b["sampler"][rows]
             )
-            kl = m.compute_approx_kl(p[rows], b["ref"][rows], b["mask"][rows], config.kl_estimator_type)
+            kl = m.compute_approx_kl(
+                p[rows], b["ref"][rows], b["mask"][rows], config.kl_estimator_type
+            )
             kl = maths.masked_mean(kl, b["mask"][rows], dim=-1).mean()
             total = total + pg + config.use_kl_loss * config.kl_loss_coef * kl * len(rows) / ROWS
         return total
@@ -142,10 +205,16 @@ def skyrl(peers: Path, micro: int = ROWS, correct: dict[str, Any] | None = None,
 
 def prime_rl(peers: Path, **changed: Any) -> Loss:
     config = field_defaults(
-        peers / "prime-rl/packages/prime-rl-configs/src/prime_rl/configs/trainer.py", "DefaultLossConfig"
+        peers / "prime-rl/packages/prime-rl-configs/src/prime_rl/configs/trainer.py",
+        "DefaultLossConfig",
     )
     config = SimpleNamespace(**vars(config) | changed)
-    names = ("_safe_mean", "compute_importance_ratio_and_mismatch_kl", "default_loss_fn", "compute_loss")
+    names = (
+        "_safe_mean",
+        "compute_importance_ratio_and_mismatch_kl",
+        "default_loss_fn",
+        "compute_loss",
+    )
     made = taken(
         peers / "prime-rl/src/prime_rl/trainer/rl/loss.py",
         *names,
@@ -156,11 +225,15 @@ def prime_rl(peers: Path, **changed: Any) -> Loss:
     def loss(b: Batch, p: torch.Tensor) -> torch.Tensor:
         r = b["rewards"].view(GROUPS, K)
         a = (r - r.mean(1, keepdim=True)).flatten()  # orchestrator/algo/grpo.py, a method
-        rows = [i for i in range(ROWS) if a[i] != 0]  # orchestrator/train_sink.py: filter_zero_advantages
+        # orchestrator/train_sink.py: filter_zero_advantages
+        rows = [i for i in range(ROWS) if a[i] != 0]
         mask = b["mask"].bool()
         each = [[x[i] for i in rows] for x in (p, b["sampler"])]
         shaped = [a[i].expand(WIDTH) for i in rows], [mask[i] for i in rows]
-        fn = lambda inputs: made.default_loss_fn(inputs, config)
+
+        def fn(inputs):
+            return made.default_loss_fn(inputs, config)
+
         scales = [int(mask[rows].sum()), 1, 1]
         return made.compute_loss(*each, None, *shaped, None, None, None, fn, *scales)[0]
 
@@ -168,11 +241,18 @@ def prime_rl(peers: Path, **changed: Any) -> Loss:
 
 
 def tinker(peers: Path) -> Loss:
-    data = taken(peers / "tinker-cookbook/tinker_cookbook/rl/data_processing.py", "compute_advantages")
-    server = taken(peers / "skyrl/skyrl/backends/skyrl_train/utils/ppo_utils.py", "importance_sampling_loss")
+    data = taken(
+        peers / "tinker-cookbook/tinker_cookbook/rl/data_processing.py", "compute_advantages"
+    )
+    server = taken(
+        peers / "skyrl/skyrl/backends/skyrl_train/utils/ppo_utils.py", "importance_sampling_loss"
+    )
 
     def loss(b: Batch, p: torch.Tensor) -> torch.Tensor:
-        groups = [SimpleNamespace(get_total_rewards=lambda r=r: r.tolist()) for r in b["rewards"].view(GROUPS, K)]
+        groups = [
+            SimpleNamespace(get_total_rewards=lambda r=r: r.tolist())
+            for r in b["rewards"].view(GROUPS, K)
+        ]
         a = torch.cat(data.compute_advantages(groups)).double().unsqueeze(1)
         return server.importance_sampling_loss(p, b["sampler"], a, None, b["mask"])[0]
 
@@ -183,10 +263,17 @@ def fireworks(peers: Path, tis: dict[str, Any] | None = None, **changed: Any) ->
     root = peers / "fw-cookbook/training/utils"
     advantages = taken(root / "data.py", "compute_advantages").compute_advantages
     weight = taken(root / "rl/tis.py", "compute_tis_weight", SAFETY_CLAMP=20.0)
-    names = ("_normalize_prompt_lens", "_get_loss_mask", "run_loss_loop", "validate_inference_logprobs_for_sample")
+    names = (
+        "_normalize_prompt_lens",
+        "_get_loss_mask",
+        "run_loss_loop",
+        "validate_inference_logprobs_for_sample",
+    )
     names += ("_coerce_response_logprobs", "_format_policy_loss_label")
     shape = {"SampleContext": SimpleNamespace, "LossLoopResult": SimpleNamespace}
-    common = taken(root / "rl/common.py", *names, compute_tis_weight=weight.compute_tis_weight, **shape)
+    common = taken(
+        root / "rl/common.py", *names, compute_tis_weight=weight.compute_tis_weight, **shape
+    )
     config = SimpleNamespace(**vars(field_defaults(root / "rl/tis.py", "TISConfig")) | (tis or {}))
     around = vars(common) | {"SAFETY_CLAMP": 20.0}
     m = taken(root / "rl/grpo.py", "make_grpo_loss_fn", "validate_grpo_config", **around)
@@ -194,11 +281,20 @@ def fireworks(peers: Path, tis: dict[str, Any] | None = None, **changed: Any) ->
     def loss(b: Batch, p: torch.Tensor) -> torch.Tensor:
         groups = b["rewards"].view(GROUPS, K)
         a = [x for r in groups for x in advantages(r.tolist())]
-        rows = [i for i in range(ROWS) if len(set(groups[i // K].tolist())) > 1]  # recipes/rl_loop.py: should_accept
-        lists = lambda name: [b[name][i].tolist() for i in rows]
-        data = [SimpleNamespace(loss_fn_inputs={"weights": SimpleNamespace(data=m)}) for m in lists("mask")]
+        # recipes/rl_loop.py: should_accept
+        rows = [i for i in range(ROWS) if len(set(groups[i // K].tolist())) > 1]
+
+        def lists(name):
+            return [b[name][i].tolist() for i in rows]
+
+        data = [
+            SimpleNamespace(loss_fn_inputs={"weights": SimpleNamespace(data=m)})
+            for m in lists("mask")
+        ]
         args = [a[i] for i in rows], lists("ref"), 1, lists("sampler"), lists("old")
-        return m.make_grpo_loss_fn(*args, tis_config=config, **changed)(data, [p[i] for i in rows])[0]
+        return m.make_grpo_loss_fn(*args, tis_config=config, **changed)(data, [p[i] for i in rows])[
+            0
+        ]
 
     return loss
 
@@ -207,21 +303,32 @@ def trl(peers: Path, micro: int = ROWS, **words: Any) -> Loss:
     "TRL's `_compute_loss` by the stand-in for its trainer in tests/test_trl_words.py, in micro-batches."
 
     def loss(b: Batch, p: torch.Tensor) -> torch.Tensor:
-        trainer = SimpleNamespace(multi_objective_aggregation="sum_then_normalize", scale_rewards="group")
-        trainer.reward_weights, trainer.reward_funcs = torch.ones(1), [0]
-        names = vars(sys.modules[test_trl_words.GRPOTrainer.__module__]) | {"self": trainer, "device": "cpu"}
+        trainer = SimpleNamespace(
+            multi_objective_aggregation="sum_then_normalize", scale_rewards="group"
+        )
+        trainer.reward_weights = torch.ones(1)
+        trainer.reward_funcs = [0]
+        names = vars(sys.modules[test_trl_words.GRPOTrainer.__module__]) | {
+            "self": trainer,
+            "device": "cpu",
+        }
         names |= {"rewards_per_func": b["rewards"].unsqueeze(1), "num_generations": K}
         exec(test_trl_words.ADVANTAGES, names)
-        test_trl_words.ROWS, test_trl_words.WIDTH = micro, WIDTH
-        total, grad = 0.0, torch.zeros_like(p)
+        test_trl_words.ROWS = micro
+        test_trl_words.WIDTH = WIDTH
+        total = 0.0
+        grad = torch.zeros_like(p)
         for rows in torch.arange(ROWS).split(micro):
-            part = {k: b[k][rows] for k in ("old", "sampler", "ref", "mask")} | {"p": p.detach()[rows]}
+            part = {k: b[k][rows] for k in ("old", "sampler", "ref", "mask")} | {
+                "p": p.detach()[rows]
+            }
             part |= {
                 "advantages": names["advantages"][rows].double(),
                 "entropy": torch.zeros(len(rows), WIDTH).double(),
             }
             value, by_p, _ = test_trl_words.theirs(words, part)
-            total, grad[rows] = total + value / (ROWS // micro), torch.tensor(by_p) / (ROWS // micro)
+            total = total + value / (ROWS // micro)
+            grad[rows] = torch.tensor(by_p) / (ROWS // micro)
         return total + (grad * (p - p.detach())).sum()  # the derivative that TRL found
 
     return loss
@@ -255,7 +362,11 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
         verl(peers, loss_agg_mode="seq-mean-token-mean", clip_ratio_high=0.28),
     )
     by_constant = {"aggregation": "constant", "max_completion_tokens": LIMIT}
-    yield "verl", by_constant, verl(peers, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=LIMIT)
+    yield (
+        "verl",
+        by_constant,
+        verl(peers, loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=LIMIT),
+    )
     bounds = {"dppo_low": 0.05, "dppo_high": 0.1, "dppo_cap": 3.0}
     for name in ("dppo_tv", "dppo_kl"):
         theirs = {"clip_ratio_low": 0.05, "clip_ratio_high": 0.1}
@@ -264,7 +375,8 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
     yield "verl", gmpo, verl(peers, "geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)
     cov = {"policy_loss": "kl_cov", "cov_share": 0.2, "kl_cov_coef": 0.1}
     yield "verl", cov, verl(peers, "kl_cov", {"kl_cov_ratio": 0.2})
-    cov = {"policy_loss": "clip_cov", "cov_share": 1.0, "clip_cov_low": 0.1, "eps_clip_c": None}  # all: no draw
+    # all: no draw
+    cov = {"policy_loss": "clip_cov", "cov_share": 1.0, "clip_cov_low": 0.1, "eps_clip_c": None}
     yield "verl", cov, verl(peers, "clip_cov", {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1})
     yield "prime-rl", {}, prime_rl(peers)
     yield (
@@ -273,10 +385,18 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
         prime_rl(peers, dppo_mask_low=0.1, dppo_mask_high=0.1, kl_tau=0.0),
     )
     yield "SkyRL", {}, skyrl(peers)
-    yield "SkyRL", {"eps_clip_c": 3.0, "kl_beta": 0.0}, skyrl(peers, policy_loss_type="dual_clip", use_kl_loss=False)
+    yield (
+        "SkyRL",
+        {"eps_clip_c": 3.0, "kl_beta": 0.0},
+        skyrl(peers, policy_loss_type="dual_clip", use_kl_loss=False),
+    )
     yield "SkyRL", {"micro_batch": 4}, skyrl(peers, 4, loss_reduction="token_mean_legacy")
     yield "SkyRL", by_constant, skyrl(peers, loss_reduction="seq_mean_token_sum_norm")
-    yield "SkyRL", {"tis": "token", "tis_cap": 2.0}, skyrl(peers, correct={"tis_ratio_type": "token"})
+    yield (
+        "SkyRL",
+        {"tis": "token", "tis_cap": 2.0},
+        skyrl(peers, correct={"tis_ratio_type": "token"}),
+    )
     yield "SkyRL", {"aggregation": "prompt_mean"}, skyrl(peers, loss_reduction="prompt_mean")
     dropped = {"tis_mode": "reject", "tis_floor": 0.9, "tis_cap": 1.2}
     for level, name, short in (("sequence", "geometric", "geo"), ("product", "product", "product")):
@@ -284,7 +404,13 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
         yield "SkyRL", {"tis": level, **dropped}, skyrl(peers, correct=theirs)
     theirs = {"token_mask_is_threshold_low": 0.5, "token_mask_is_threshold_high": 2.0}
     icepop = {"tis": "token", "tis_cap": 1.2, "icepop_threshold": 2.0}
-    yield "SkyRL", icepop, skyrl(peers, correct=theirs | {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2})
+    yield (
+        "SkyRL",
+        icepop,
+        skyrl(
+            peers, correct=theirs | {"tis_ratio_type": "token", "token_tis_ratio_clip_high": 1.2}
+        ),
+    )
     yield "tinker-cookbook", {}, tinker(peers)
     yield "Fireworks", {}, fireworks(peers)
     yield (
@@ -296,14 +422,22 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
 
 def advantages(peers: Path, b: Batch) -> dict[str, list[float]]:
     "By our name, the advantages that a trainer's own function finds."
-    verls, skyrls = peers / "verl/verl", peers / "skyrl/skyrl/backends/skyrl_train/utils/ppo_utils.py"
+    verls = peers / "verl/verl"
+    skyrls = peers / "skyrl/skyrl/backends/skyrl_train/utils/ppo_utils.py"
     maths = ("masked_sum", "masked_mean", "masked_var", "masked_whiten")
-    names = ("compute_opo_outcome_advantage", "compute_reinforce_plus_plus_baseline_outcome_advantage")
+    names = (
+        "compute_opo_outcome_advantage",
+        "compute_reinforce_plus_plus_baseline_outcome_advantage",
+    )
     around = taken(verls / "utils/torch_functional.py", *maths)
     m = taken(verls / "trainer/ppo/core_algos.py", *names, verl_F=around, AlgoConfig=int)
     maxrl = taken(skyrls, "compute_maxrl_advantage").compute_maxrl_advantage
     found = {}
-    for name, function in (("opo", vars(m)[names[0]]), ("whiten", vars(m)[names[1]]), ("maxrl", maxrl)):
+    for name, function in (
+        ("opo", vars(m)[names[0]]),
+        ("whiten", vars(m)[names[1]]),
+        ("maxrl", maxrl),
+    ):
         scores = torch.zeros_like(b["mask"])
         scores[:, 0] = b["rewards"]
         a, _ = function(scores, b["mask"], np.repeat(np.arange(GROUPS), K), epsilon=0.0)
@@ -312,10 +446,14 @@ def advantages(peers: Path, b: Batch) -> dict[str, list[float]]:
 
 
 def main(peers: Path) -> None:
-    digits = lambda x: [float(f"{v:.12g}") for v in x.flatten().tolist()]
-    batches, cases = [make_batch(seed) for seed in range(BATCHES)], []
+    def digits(x):
+        return [float(f"{v:.12g}") for v in x.flatten().tolist()]
+
+    batches = [make_batch(seed) for seed in range(BATCHES)]
+    cases = []
     for trainer, settings, loss in losses(peers):
-        values, grads = [], []
+        values = []
+        grads = []
         for b in batches[: None if not settings else 2]:
             p = b["policy"].clone().requires_grad_()
             value = loss(b, p)
@@ -327,11 +465,16 @@ def main(peers: Path) -> None:
     shape = {"groups": GROUPS, "width": WIDTH}
     OUT.parent.mkdir(exist_ok=True)
     stored = [
-        {k: x.reshape(ROWS, -1).squeeze(1).tolist() if k == "rewards" else x.tolist() for k, x in b.items()}
+        {
+            k: x.reshape(ROWS, -1).squeeze(1).tolist() if k == "rewards" else x.tolist()
+            for k, x in b.items()
+        }
         for b in batches
     ]
     found = [advantages(peers, b) for b in batches]
-    OUT.write_text(json.dumps({**shape, "batches": stored, "advantages": found, "cases": cases}) + "\n")
+    OUT.write_text(
+        json.dumps({**shape, "batches": stored, "advantages": found, "cases": cases}) + "\n"
+    )
     print(OUT.stat().st_size, "bytes")
 
 

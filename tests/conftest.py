@@ -13,17 +13,25 @@ import pytest
 from hypothesis import settings
 from offline import heartbeats, stay_here
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small are faster on one thread; torch reads it once
-os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true")
+# tensors this small are faster on one thread; torch reads it once
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.update(
+    HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false", WANDB_SILENT="true"
+)
 NOTES = tempfile.TemporaryDirectory(prefix="rl-notebook-state-")  # of the runs that tests begin
 os.environ["XDG_STATE_HOME"] = NOTES.name
 os.environ["TINKER_TELEMETRY"] = "0"  # else the SDKs report, at the end, to services that are gone
 
 # A shared machine is sometimes slow; that is not what property tests are about. The examples are the same on every run,
 # so that what passed passes again; SLOW=1 draws new ones.
-SLOW = os.environ.get("SLOW", "")  # "variants": also those marked so; "1": also what rarely says anything new
+# "variants": also those marked so; "1": also what rarely says anything new
+SLOW = os.environ.get("SLOW", "")
 settings.register_profile(
-    "house", deadline=None, print_blob=True, derandomize=SLOW != "1", max_examples=100 if SLOW else 25
+    "house",
+    deadline=None,
+    print_blob=True,
+    derandomize=SLOW != "1",
+    max_examples=100 if SLOW else 25,
 )
 settings.load_profile("house")
 
@@ -45,13 +53,22 @@ def pytest_collection_finish() -> None:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PERSONAL = ("FIREWORKS_", "TINKER_", "OPENAI_", "WANDB_API_KEY", "HF_TOKEN", "RL_NOTEBOOK_EMULATOR_KEY")
+PERSONAL = (
+    "FIREWORKS_",
+    "TINKER_",
+    "OPENAI_",
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "RL_NOTEBOOK_EMULATOR_KEY",
+)
 
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     "No test sees the keys of whoever runs it, nor the servers they are for."
-    for name in [name for name in os.environ if name.startswith(PERSONAL) and name != "TINKER_TELEMETRY"]:
+    for name in [
+        name for name in os.environ if name.startswith(PERSONAL) and name != "TINKER_TELEMETRY"
+    ]:
         monkeypatch.delenv(name)
 
 
@@ -96,7 +113,8 @@ def left_out(item: pytest.Item, seen: Counter[str]) -> str:
         return ""
     table = item.nodeid.partition("[")[0]
     seen[table] += 1
-    every, but = mark.kwargs.get("every"), mark.kwargs.get("but")
+    every = mark.kwargs.get("every")
+    but = mark.kwargs.get("but")
     chosen = (every and seen[table] % every == 1) or (but and f"[{but}" in item.name)
     return "" if chosen else "a further variant: runs with SLOW=variants"
 
@@ -109,7 +127,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if reason := left_out(item, seen):
             item.add_marker(pytest.mark.skip(reason=reason))
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: -(2**63 if "/browser/" in item.nodeid else item.path.stat().st_size))
+        items.sort(
+            key=lambda item: -(2**63 if "/browser/" in item.nodeid else item.path.stat().st_size)
+        )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -147,7 +167,9 @@ def pytest_testnodedown(node) -> None:
     node.config.stash.setdefault(SAID, []).extend(getattr(node, "workeroutput", {}).get("said", []))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
     "Texts of all workers."
     for text in config.stash.get(SAID, []):
         terminalreporter.write_line(f"\n{text}")

@@ -30,7 +30,9 @@ class Deviation:
     def plant(self, monkeypatch) -> None:
         table = isinstance(self.owner, dict)
         old = self.owner[self.attribute] if table else getattr(self.owner, self.attribute)
-        (monkeypatch.setitem if table else monkeypatch.setattr)(self.owner, self.attribute, self.wrap(old))
+        (monkeypatch.setitem if table else monkeypatch.setattr)(
+            self.owner, self.attribute, self.wrap(old)
+        )
 
 
 def learns(named: str, change: Callable[[list], list]) -> Deviation:
@@ -48,7 +50,9 @@ def learns(named: str, change: Callable[[list], list]) -> Deviation:
 
 def weighed(datum, change):
     "A datum with other weights, where it has some."
-    series = {k: change(v).astype(np.float32) if k == "weights" else v for k, v in datum.series.items()}
+    series = {
+        k: change(v).astype(np.float32) if k == "weights" else v for k, v in datum.series.items()
+    }
     return replace(datum, series=series)
 
 
@@ -65,12 +69,19 @@ def averaged_pass(run):
 
     def of(d, batch):
         carrier = "weights" if batch.loss_fn == "cross_entropy" else "advantages"
-        series = {**d.series, carrier: d.series[carrier] / max(d.series["weights"].sum(), 1e-9) / len(batch.datums)}
+        series = {
+            **d.series,
+            carrier: d.series[carrier] / max(d.series["weights"].sum(), 1e-9) / len(batch.datums),
+        }
         return replace(d, series={k: v for k, v in series.items() if k in (carrier, "logprobs")})
 
-    changed = lambda batch: (
-        batch if batch.forward_only else replace(batch, datums=tuple(of(d, batch) for d in batch.datums))
-    )
+    def changed(batch):
+        return (
+            batch
+            if batch.forward_only
+            else replace(batch, datums=tuple(of(d, batch) for d in batch.datums))
+        )
+
     return lambda learner, batch: run(learner, changed(batch))
 
 
@@ -99,7 +110,8 @@ def steps(named: str, before=None, after=None, **adam) -> Deviation:
     "An update with other settings, after something was done to the gradients, or with them put back after it."
 
     def stepped(run, learner, given, kind):
-        targets, passes = learner.state.targets, learner.passes
+        targets = learner.state.targets
+        passes = learner.passes
         kept = [None if t.grad is None else t.grad.clone() for t in targets]
         before(learner) if before else None
         scaled = {k: getattr(given, k) * v if k == "learning_rate" else v for k, v in adam.items()}
@@ -120,8 +132,13 @@ def forget_moments(learner):
 
 def sends(named: str, factor: float, layers: str = "") -> Deviation:
     "The sampler gets an adapter whose second factor is multiplied, in layers of this name."
-    part = lambda name: factor if "lora_B" in name and layers in name else 1.0
-    change = lambda tensors: {name: part(name) * t for name, t in tensors.items()}
+
+    def part(name):
+        return factor if "lora_B" in name and layers in name else 1.0
+
+    def change(tensors):
+        return {name: part(name) * t for name, t in tensors.items()}
+
     return Deviation(named, "snapshot_weights", lambda save: lambda *a: change(save(*a)))
 
 
@@ -148,17 +165,24 @@ def live(asample):
     "The sampler has the trainer's weights, synced or not."
 
     def deviating(call):
-        kept, revisions = call.trainer.snapshots, call.memory.pool.revisions
+        kept = call.trainer.snapshots
+        revisions = call.memory.pool.revisions
         for learner in call.memory.learners.values():
             if learner.snapshot in kept.names():
-                kept.save(learner.snapshot, trainer.snapshot_weights(learner, "base"), kept.meta(learner.snapshot))
+                kept.save(
+                    learner.snapshot,
+                    trainer.snapshot_weights(learner, "base"),
+                    kept.meta(learner.snapshot),
+                )
                 revisions[learner.snapshot] += 1
         return asample(call)
 
     return deviating
 
 
-def samples(named: str, report=None, echo=None, prompt=None, change=None, both=False, **params) -> Deviation:
+def samples(
+    named: str, report=None, echo=None, prompt=None, change=None, both=False, **params
+) -> Deviation:
     """Completions are drawn or reported otherwise, or from another prompt; or given tokens are scored otherwise.
 
     With `both`, given tokens are scored in that prompt, too."""
@@ -201,12 +225,18 @@ def warm(open_learner):
 
 
 def boastful(capabilities):
-    twice = lambda model: {**model, "max_context_length": 2 * model["max_context_length"]}
-    return lambda call: {"supported_models": [twice(m) for m in capabilities(call)["supported_models"]]}
+    def twice(model):
+        return {**model, "max_context_length": 2 * model["max_context_length"]}
+
+    return lambda call: {
+        "supported_models": [twice(m) for m in capabilities(call)["supported_models"]]
+    }
 
 
 def unclipped(served):
-    open_ended = lambda batch: replace(batch, loss_fn="importance_sampling", config={})
+    def open_ended(batch):
+        return replace(batch, loss_fn="importance_sampling", config={})
+
     return lambda batch: served(open_ended(batch) if batch.loss_fn == "ppo" else batch)
 
 
@@ -214,19 +244,25 @@ TINKER: dict[str, Deviation] = {
     "sign turned": weighs("gradient sign", lambda w: -w),
     "negative weights dropped": weighs("gradient sign", lambda w: np.maximum(w, 0)),
     "weights clipped at 1": weighs("twice the derivative", lambda w: np.clip(w, -1, 1)),
-    "mask ignored": weighs("one position moves another", lambda w: np.where(np.abs(w) < 1e-9, w.sum(), w)),
+    "mask ignored": weighs(
+        "one position moves another", lambda w: np.where(np.abs(w) < 1e-9, w.sum(), w)
+    ),
     "a place early": weighs("one position moves another", lambda w: np.roll(w, -1)),
     "divided by tokens": weighs("derivatives travel as", lambda w: w / max(1, np.count_nonzero(w))),
     "averaged": Deviation("derivatives travel as", "run_pass", averaged_pass),
     "divided by sequences": learns("two sequences", per_call),
     "last sequence left out": learns("two sequences", lambda datums: datums[:-1] or datums),
-    "equal sequences once": learns("two sequences", lambda datums: [*{d.tokens.tobytes(): d for d in datums}.values()]),
+    "equal sequences once": learns(
+        "two sequences", lambda datums: [*{d.tokens.tobytes(): d for d in datums}.values()]
+    ),
     "last call only": Deviation("two calls", "run_pass", last_call_only),
     "scored a place late": says("shift", lambda s, n: np.roll(s, 1)),
     "base 2": says("policy and sampler", lambda s, n: s / np.log(2)),
     "temperature 0.8": Deviation("policy and sampler", "open_learner", warm),
     "dropout": says("alone and in a batch", lambda s, n: s + RNG.normal(0, 0.3, len(s))),
-    "dropout in training": says("forward inside backward", lambda s, n: s + RNG.normal(0, 0.3, len(s)), True),
+    "dropout in training": says(
+        "forward inside backward", lambda s, n: s + RNG.normal(0, 0.3, len(s)), True
+    ),
     "neighbours leak": says("alone and in a batch", lambda s, n: s - 0.2 * (n - 1)),
     "half the rate": steps("size of a step", learning_rate=0.5),
     "nothing moves": steps("gradient sign", learning_rate=0.0),
@@ -239,7 +275,9 @@ TINKER: dict[str, Deviation] = {
     "moments forgotten": steps("momentum", forget_moments),
     "states not loaded": Deviation("states", "load_state", lambda load: lambda *a: None),
     "states without optimizer": Deviation(
-        "optimizer in a state", "load_state", lambda load: lambda a, b, c, d, e: load(a, b, c, False, e)
+        "optimizer in a state",
+        "load_state",
+        lambda load: lambda a, b, c, d, e: load(a, b, c, False, e),
     ),
     "sync brings nothing": sends("second sync", 0.0),
     "half the layers": sends("second sync", 0.0, "layers.0"),
@@ -248,7 +286,9 @@ TINKER: dict[str, Deviation] = {
     "sync rounds the trainer": Deviation("trainer after a sync", "snapshot_weights", rounding),
     "sampler follows": Deviation("sampler before a sync", "asample", live, trainer.POSTS),
     "sequences cut": says("longest sequence", lambda s, n: np.where(np.arange(len(s)) < 100, s, 0)),
-    "says twice its context": Deviation("longest sequence", "get_server_capabilities", boastful, trainer.GETS),
+    "says twice its context": Deviation(
+        "longest sequence", "get_server_capabilities", boastful, trainer.GETS
+    ),
     "ppo does not clip": Deviation("its own losses", "served_loss", unclipped),
 }
 SAMPLERS: dict[str, Deviation] = {  # whatever it speaks
@@ -257,20 +297,31 @@ SAMPLERS: dict[str, Deviation] = {  # whatever it speaks
     "greedy": samples("drawn as often as said", temperature=0.0),
     "top-k 3, reported after the cut": samples("drawn and scored", processed, top_k=3),
     "reported at 0.7": samples("drawn and scored", processed, temperature=0.7),
-    "longer than asked": samples("how it ended", change=lambda p: {"max_tokens": 2 * p.max_tokens - 1}),
+    "longer than asked": samples(
+        "how it ended", change=lambda p: {"max_tokens": 2 * p.max_tokens - 1}
+    ),
     "shorter than asked": samples("how it ended", max_tokens=1),
     "BOS in front of draws": samples("drawn and scored", prompt=lambda ids: (1, *ids)),
     "end tokens cut off": samples("how it ended", without_end),
-    "echo a place early": samples("policy and sampler", echo=lambda ids, s: np.append(s[1:], s[-1:])),
-    "prompts cut": samples("longest sequence", echo=lambda ids, s: np.where(np.arange(len(s)) < 100, s, 0)),
+    "echo a place early": samples(
+        "policy and sampler", echo=lambda ids, s: np.append(s[1:], s[-1:])
+    ),
+    "prompts cut": samples(
+        "longest sequence", echo=lambda ids, s: np.where(np.arange(len(s)) < 100, s, 0)
+    ),
     "two replicas": samples("scored again", echo=lambda ids, s: s - 0.3 * (next(COUNT) % 2)),
 }
-TINKER |= SAMPLERS | {"scores remembered": samples("second sync", echo=lambda ids, s: KNOWN.setdefault(ids, s))}
+TINKER |= SAMPLERS | {
+    "scores remembered": samples("second sync", echo=lambda ids, s: KNOWN.setdefault(ids, s))
+}
 
 
 def scaled(change) -> dict[str, Callable]:
     "All logprobs, of what is drawn and of what is given."
-    report = lambda c: replace(c, logprobs=change(c.logprobs), sampling_logprobs=None)
+
+    def report(c):
+        return replace(c, logprobs=change(c.logprobs), sampling_logprobs=None)
+
     return {"report": report, "echo": lambda ids, scores: change(scores)}
 
 
@@ -281,7 +332,10 @@ def on_behind(c):
 
 def has(named: str, change) -> Deviation:
     "A choice in a response has other fields: `change(choice)` returns some of them."
-    altered = lambda choice: choice | change(choice)
+
+    def altered(choice):
+        return choice | change(choice)
+
     return Deviation(named, "choice_of", lambda make: lambda *a: altered(make(*a)), server)
 
 
@@ -305,17 +359,31 @@ OPENAI: dict[str, Deviation] = SAMPLERS | {
     "top-k 3": samples("drawn as often as said", top_k=3),
     "min-p 0.2": samples("drawn as often as said", min_p=0.2),
     "repetition penalty 1.3": samples("drawn as often as said", repetition_penalty=1.3),
-    "a model's own settings": samples("drawn as often as said", temperature=0.6, top_p=0.95, top_k=20),
+    "a model's own settings": samples(
+        "drawn as often as said", temperature=0.6, top_p=0.95, top_k=20
+    ),
     "seed of its own": samples("drawn as often as said", seed=7),
     "seed ignored": samples("seed", seed=None),
-    "temperature at least 0.7": samples("temperature", change=lambda p: {"temperature": max(0.7, p.temperature)}),
-    "temperature at most 1": samples("temperature", change=lambda p: {"temperature": min(1.0, p.temperature)}),
+    "temperature at least 0.7": samples(
+        "temperature", change=lambda p: {"temperature": max(0.7, p.temperature)}
+    ),
+    "temperature at most 1": samples(
+        "temperature", change=lambda p: {"temperature": min(1.0, p.temperature)}
+    ),
     "base 10": samples("policy and sampler", **scaled(lambda s: s / np.log(10))),
-    "-100 where it is rare": samples("policy and sampler", **scaled(lambda s: np.where(s < -4, -100, s))),
-    "16 tokens at most": samples("how it ended", change=lambda p: {"max_tokens": min(p.max_tokens, 16)}),
+    "-100 where it is rare": samples(
+        "policy and sampler", **scaled(lambda s: np.where(s < -4, -100, s))
+    ),
+    "16 tokens at most": samples(
+        "how it ended", change=lambda p: {"max_tokens": min(p.max_tokens, 16)}
+    ),
     "BOS in front of all": samples("policy and sampler", prompt=lambda ids: (1, *ids), both=True),
-    "zeros for what is in the cache": samples("scored again", echo=lambda ids, s: s * (KNOWN.setdefault(ids, s) is s)),
-    "other ids": samples("drawn and scored", lambda c: replace(c, tokens=np.minimum(c.tokens + 1, 263))),
+    "zeros for what is in the cache": samples(
+        "scored again", echo=lambda ids, s: s * (KNOWN.setdefault(ids, s) is s)
+    ),
+    "other ids": samples(
+        "drawn and scored", lambda c: replace(c, tokens=np.minimum(c.tokens + 1, 263))
+    ),
     "always stop": samples("how it ended", lambda c: replace(c, finish_reason="stop")),
     "always length": samples("how it ended", lambda c: replace(c, finish_reason="length")),
     "draws on behind the end": samples("how it ended", on_behind),
@@ -362,10 +430,14 @@ def keeps(named: str, when) -> Deviation:
 FIREWORKS: dict[str, Deviation] = SAMPLERS | {
     "end tokens cut off": samples("set up", without_end),  # the first of all is empty
     "weights not loaded": loads("second sync", lambda new, old: old),
-    "difference added twice": loads("second sync", lambda new, old: {n: 2 * t - old[n] for n, t in new.items()}),
+    "difference added twice": loads(
+        "second sync", lambda new, old: {n: 2 * t - old[n] for n, t in new.items()}
+    ),
     "a layer not loaded": loads("second sync", without("layers.0")),
     "head not loaded": loads("second sync", without("embed")),
-    "quantised when loaded": loads("first sync", lambda new, old: {n: quantised(t) for n, t in new.items()}),
+    "quantised when loaded": loads(
+        "first sync", lambda new, old: {n: quantised(t) for n, t in new.items()}
+    ),
     "a replica keeps its weights": keeps("second sync", lambda item: next(COUNT) % 2),
     "draws keep their weights": keeps("draws after a sync", lambda item: isinstance(item, Request)),
 }

@@ -32,7 +32,10 @@ def failed(
         called()
     error = caught.value
     wanted = {"what": what, "where": where, "expected": expected, "fix": fix}
-    missing = {name: words for name, words in wanted.items() if words not in (getattr(error, name) or "")}
-    missing |= {"got": got} if f"got {got}" not in str(error) and got else {}
+    missing = {
+        name: words for name, words in wanted.items() if words not in (getattr(error, name) or "")
+    }
+    if f"got {got}" not in str(error) and got:
+        missing |= {"got": got}
     assert not missing, f"{missing} not in: {error}"
     return error

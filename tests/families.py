@@ -23,15 +23,43 @@ import rl_notebook as rln
 from rl_notebook.core.types import RLNotebookError
 
 TABLE = Path(__file__).parents[1] / "nbs/tutorials/families.csv"
-SIZES = {"vocab_size": 258, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
 SIZES |= {"eos_token_id": None, "bos_token_id": None}
-LINEAR = {f"linear_{name}": n for name, n in (("num_value_heads", 4), ("num_key_heads", 2), ("key_head_dim", 8))}
+LINEAR = {
+    f"linear_{name}": n
+    for name, n in (("num_value_heads", 4), ("num_key_heads", 2), ("key_head_dim", 8))
+}
 LINEAR |= {"linear_value_head_dim": 8}
-MAMBA = {f"mamba_{name}": 8 for name in ("n_heads", "d_head", "d_state", "num_heads", "head_dim", "headdim")}
-MAMBA |= {"mamba_n_groups": 1, "mamba_ngroups": 1, "mamba_expand": 2, "mamba_d_ssm": 64, "mamba_chunk_size": 16}
+MAMBA = {
+    f"mamba_{name}": 8
+    for name in ("n_heads", "d_head", "d_state", "num_heads", "head_dim", "headdim")
+}
+MAMBA |= {
+    "mamba_n_groups": 1,
+    "mamba_ngroups": 1,
+    "mamba_expand": 2,
+    "mamba_d_ssm": 64,
+    "mamba_chunk_size": 16,
+}
 STATE = {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 16}
-EXPERTS = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 GATED = EXPERTS | {"moe_num_experts": 4, "moe_k": 2, "n_routed_experts": 4}
 HYBRID: dict[str, dict] = {
     "Qwen3_5Text": LINEAR,
@@ -40,37 +68,82 @@ HYBRID: dict[str, dict] = {
     "FalconH1": MAMBA,
     "Mamba": {"state_size": 8},
     "Mamba2": STATE,
-    "GraniteMoeHybrid": MAMBA | EXPERTS | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 48},
+    "GraniteMoeHybrid": MAMBA
+    | EXPERTS
+    | {"layer_types": ["mamba", "attention"] * 2, "shared_intermediate_size": 48},
     "Bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "NemotronH": MAMBA
     | {"ssm_state_size": 8, "n_groups": 1, "chunk_size": 16, "expand": 2, "n_routed_experts": 4}
-    | {"hybrid_override_pattern": "M*M-", "layers_block_type": ["mamba", "attention", "mamba", "mlp"]},
-    "Jamba": EXPERTS | {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
+    | {
+        "hybrid_override_pattern": "M*M-",
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+    },
+    "Jamba": EXPERTS
+    | {"mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_dt_rank": 4},
     "Zamba2": MAMBA
-    | {"layers_block_type": ["mamba", "hybrid"] * 2, "n_mamba_heads": 8, "attention_head_dim": 16, "num_mem_blocks": 1}
+    | {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "n_mamba_heads": 8,
+        "attention_head_dim": 16,
+        "num_mem_blocks": 1,
+    }
     | {"attention_hidden_size": 64},
     "OlmoHybrid": LINEAR,
     "KimiLinear": EXPERTS
     | {"num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4, "kv_lora_rank": 8}
     | {"layer_types": ["linear_attention", "full_attention"] * 2}
     | {"qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 8, "num_key_value_heads": 4},
-    "BailingHybrid": GATED | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_expert_group": 1},
+    "BailingHybrid": GATED
+    | {"layer_types": ["linear_attention", "full_attention"] * 2, "num_expert_group": 1},
     "Lfm2Moe": EXPERTS | {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
 }
-WHOLE = {"num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4}
-WHOLE |= {"v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
-OLDER = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 48, "d_model": 32, "num_layers": 4}
-OLDER |= {"num_heads": 4, "ffn_dim": 48, "rotary_dim": 4, "n_heads": 4, "n_layers": 4, "bos_token_id": 1}
-OLDER |= {f"decoder_{name}": n for name, n in (("layers", 4), ("attention_heads", 4), ("ffn_dim", 48))}
+WHOLE = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 4,
+}
+WHOLE |= {
+    "v_head_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
+OLDER = {
+    "n_embd": 32,
+    "n_layer": 4,
+    "n_head": 4,
+    "n_positions": 256,
+    "n_inner": 48,
+    "d_model": 32,
+    "num_layers": 4,
+}
+OLDER |= {
+    "num_heads": 4,
+    "ffn_dim": 48,
+    "rotary_dim": 4,
+    "n_heads": 4,
+    "n_layers": 4,
+    "bos_token_id": 1,
+}
+OLDER |= {
+    f"decoder_{name}": n for name, n in (("layers", 4), ("attention_heads", 4), ("ffn_dim", 48))
+}
 OLDER |= {"attention_types": [[["global", "local"], 2]]}
-TRIED = ({}, GATED, GATED | WHOLE, GATED | WHOLE | OLDER)  # sizes beside `SIZES`, until a model runs here
+# sizes beside `SIZES`, until a model runs here
+TRIED = ({}, GATED, GATED | WHOLE, GATED | WHOLE | OLDER)
 
 
 def model_of(config: str, more: dict | None = None) -> Any:
     "A model of random weights, sharp enough to tell one context from another; raises `ValueError` for a large one."
     made = getattr(transformers, config)(**SIZES | (more or {}))
     with torch.device("meta"):
-        if sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(made).parameters()) > 3e6:
+        if (
+            sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(made).parameters())
+            > 3e6
+        ):
             raise ValueError("too large")
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(made).eval()
@@ -82,7 +155,12 @@ def model_of(config: str, more: dict | None = None) -> Any:
 
 def loop_of(model: Any, lora: int = 0, **how: Any) -> rln.GRPOLoop:
     "A loop on prompts of unequal length."
-    size = {"prompt_groups_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 12, "max_seq_len": 96}
+    size = {
+        "prompt_groups_per_step": 3,
+        "completions_per_prompt": 4,
+        "max_completion_tokens": 12,
+        "max_seq_len": 96,
+    }
     cfg = rln.Config(**size, learning_rate=1e-3, kl_beta=0.05, lora_rank=lora)
     rows = [{"prompt": "x" * n + "yz"[n % 2]} for n in (1, 9, 17, 3, 30, 31)]
     backend = rln.open_local(model, byte_tokenizer(), lora_rank=lora, **how)
@@ -104,19 +182,25 @@ async def two_steps(loop: rln.GRPOLoop, plain: Any) -> float:
         record = await loop.step()
         assert record.loss is not None
         for d, lp in zip(record.datums, record.loss.logprobs, strict=True):
-            others = [d.sampler_logprobs] + ([own_logprobs(plain, d.tokens), d.ref_logprobs] if step == 1 else [])
+            others = [d.sampler_logprobs] + (
+                [own_logprobs(plain, d.tokens), d.ref_logprobs] if step == 1 else []
+            )
             gaps += [float(np.abs(lp.values - other)[d.active].max()) for other in others]
     return max(gaps)
 
 
 def row_of(name: str) -> dict[str, Any]:
     "What the table says of an architecture."
-    config, found = CONFIG_MAPPING_NAMES[name], {"architecture": name}
+    config = CONFIG_MAPPING_NAMES[name]
+    found = {"architecture": name}
     for more in TRIED:
         try:
             more = more | HYBRID.get(config.removesuffix("Config"), {})
             loop = loop_of(model_of(config, more))
-            found |= {"largest gap": asyncio.run(two_steps(loop, model_of(config, more))), "refused": ""}
+            found |= {
+                "largest gap": asyncio.run(two_steps(loop, model_of(config, more))),
+                "refused": "",
+            }
         except RLNotebookError as error:
             found["refused"] = str(error)
         except Exception as error:  # of transformers' own making
@@ -128,13 +212,17 @@ def row_of(name: str) -> dict[str, Any]:
             found.pop("not made here", None)
         return found
     causal, scoring = loop.backend.sampler.engine.causal, loop.backend.policy.state.scoring.causal  # type: ignore[union-attr]
-    drawn = {"fast": "own decoder", "modules": "its modules", "full": "its modules and head"}[causal.route]
+    drawn = {"fast": "own decoder", "modules": "its modules", "full": "its modules and head"}[
+        causal.route
+    ]
     found |= {
         "drawn by": drawn + ", states" * causal.keeps_state,
         "shared prefixes": "no" if scoring.no_tree else "yes",
     }
     try:
-        found["LoRA gap"] = asyncio.run(two_steps(loop_of(model_of(config, more), 4), model_of(config, more)))
+        found["LoRA gap"] = asyncio.run(
+            two_steps(loop_of(model_of(config, more), 4), model_of(config, more))
+        )
     except Exception as error:
         found["LoRA"] = f"{type(error).__name__}: {error}"[:100]
     found.pop("not made here", None)

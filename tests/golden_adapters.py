@@ -66,7 +66,10 @@ from rl_notebook.loop.rollouts import groups_per_pass
 
 T = TypeVar("T")
 # tolerances: float64, counts in float32, advantages in float32, a correction computed in float32
-EXACT, FRACTION, SINGLE, SENT = 1e-9, 1e-6, 2e-6, 2e-5
+EXACT = 1e-9
+FRACTION = 1e-6
+SINGLE = 2e-6
+SENT = 2e-5
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,9 @@ def read_cases(stem: str, content: Mapping[str, Any]) -> list[Case]:
     "All cases of one file, with the file's defaults in place of absent settings."
 
     def filled(defaults: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-        nested = {k: filled(v, config.get(k) or {}) for k, v in defaults.items() if isinstance(v, dict)}
+        nested = {
+            k: filled(v, config.get(k) or {}) for k, v in defaults.items() if isinstance(v, dict)
+        }
         return {**defaults, **config, **nested}
 
     defaults = content.get("defaults", {})
@@ -136,9 +141,12 @@ def floats(values: Sequence[Any] | None) -> np.ndarray:
 
 def close(got: Any, want: Any, what: str, tolerance: float = EXACT) -> None:
     "Same shape, and same values within an absolute and relative tolerance."
-    got, want = np.asarray(got, dtype=np.float64), np.asarray(want, dtype=np.float64)
+    got = np.asarray(got, dtype=np.float64)
+    want = np.asarray(want, dtype=np.float64)
     assert got.shape == want.shape, f"{what}: shape {got.shape}, recorded {want.shape}"
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, equal_nan=True, err_msg=what)
+    np.testing.assert_allclose(
+        got, want, rtol=tolerance, atol=tolerance, equal_nan=True, err_msg=what
+    )
 
 
 def all_close(got: Sequence[Any], want: Sequence[Any], what: str, tolerance: float = EXACT) -> None:
@@ -151,7 +159,9 @@ def refused(call: Callable[[], Any], *names: str) -> None:
     "Check that one of our own errors is raised, and that it is about one of `names`."
     with pytest.raises(RLNotebookError) as caught:
         call()
-    assert any(n in caught.value.what for n in names), f"refused, but not because of {names}: {caught.value}"
+    assert any(n in caught.value.what for n in names), (
+        f"refused, but not because of {names}: {caught.value}"
+    )
 
 
 # -- policy losses: a recorded call in our terms ------------------------------------------------------------------
@@ -189,7 +199,11 @@ class Batch:
     def needs_sampler(self) -> bool:
         "Whether the loss reads the sampler's logprobs."
         o = self.options
-        return o.get("tis", "off") != "off" or o.get("anchor") == "rollout" or o["policy_loss"] == "reinforce"
+        return (
+            o.get("tis", "off") != "off"
+            or o.get("anchor") == "rollout"
+            or o["policy_loss"] == "reinforce"
+        )
 
 
 @dataclass(frozen=True)
@@ -204,7 +218,9 @@ class Ran:
 def datum(b: Batch, i: int) -> Datum:
     "Sample i as one of our datums."
     series = {"sampler_logprobs": b.sampler[i], "old_logprobs": b.old[i], "ref_logprobs": b.ref[i]}
-    return Datum(tokens=b.tokens[i], weights=b.weights[i], advantage=b.advantages[i], sample=i, **series)
+    return Datum(
+        tokens=b.tokens[i], weights=b.weights[i], advantage=b.advantages[i], sample=i, **series
+    )
 
 
 def run(b: Batch, **changes: Any) -> Ran:
@@ -239,7 +255,11 @@ def unsampled(b: Batch) -> bool:
     "Whether a needed sampler series is absent, too short, or undefined where it is trained on."
     for i, (n, row) in enumerate(b.each(b.sampler[: len(b.weights)])):
         a = b.active(i)
-        missing = b.needs_sampler if row is None else len(row) != n or (b.needs_sampler and np.isnan(row[a]).any())
+        missing = (
+            b.needs_sampler
+            if row is None
+            else len(row) != n or (b.needs_sampler and np.isnan(row[a]).any())
+        )
         if missing:
             return True
     return False
@@ -257,7 +277,10 @@ def empty_clip_range(b: Batch) -> bool:
 # (what our error is about, whether we refuse a batch for it)
 RULES: list[tuple[str, Callable[[Batch], bool]]] = [
     ("policy_logprobs", lambda b: len(b.weights) != len(b.tokens)),
-    ("weights", lambda b: misfits(b, b.weights) or any(not np.isin(w, (0, 1)).all() for w in b.weights)),
+    (
+        "weights",
+        lambda b: misfits(b, b.weights) or any(not np.isin(w, (0, 1)).all() for w in b.weights),
+    ),
     ("old_logprobs", lambda b: misfits(b, b.old)),
     ("ref_logprobs", lambda b: misfits(b, b.ref)),
     ("kl_beta", below("kl_beta")),
@@ -293,22 +316,40 @@ def refusal(case: Case, b: Batch, attempt: Callable[[Batch], Any] = run) -> Outc
 
 COOKBOOK_LOSSES = ("grpo", "importance_sampling", "reinforce", "dapo", "dro", "gspo", "cispo")
 
-KL_VALUE_ONLY = "its KL term has no gradient; value agrees with k1, gradient agrees without the term"
-MASKED_IN_RATIO = "its sequence ratio averages masked tokens in; agrees once old logprobs absorb that difference"
-KL_AS_ADVANTAGE = "its KL term is beta p T, without the reference; agrees as an advantage lowered by beta"
+KL_VALUE_ONLY = (
+    "its KL term has no gradient; value agrees with k1, gradient agrees without the term"
+)
+MASKED_IN_RATIO = (
+    "its sequence ratio averages masked tokens in; agrees once old logprobs absorb that difference"
+)
+KL_AS_ADVANTAGE = (
+    "its KL term is beta p T, without the reference; agrees as an advantage lowered by beta"
+)
 MASK_IGNORED = "it ignores masks inside the completion; agrees when all sampled tokens are trained"
 MASKING_CISPO = "its cispo drops clipped tokens, as the gradient of our ppo does; ours keeps them with a clipped weight"
-NO_REF_NEEDED = "it needs a reference for a metric even without KL term; we do not, and it changes nothing"
+NO_REF_NEEDED = (
+    "it needs a reference for a metric even without KL term; we do not, and it changes nothing"
+)
 
 
 def loss_batch(case: Case, options: dict[str, Any], **fields: Any) -> Batch:
     "A recorded cookbook call as a batch."
-    x, e = case.inputs, case.expected
+    x = case.inputs
+    e = case.expected
     targets = [len(t) - 1 for t in x["tokens"]]
-    prompt_lens = x["prompt_lens"] if isinstance(x["prompt_lens"], list) else [x["prompt_lens"]] * len(targets)
-    response = [(np.arange(n) >= max(0, p - 1)).astype(float) for n, p in zip(targets, prompt_lens, strict=False)]
+    prompt_lens = (
+        x["prompt_lens"]
+        if isinstance(x["prompt_lens"], list)
+        else [x["prompt_lens"]] * len(targets)
+    )
+    response = [
+        (np.arange(n) >= max(0, p - 1)).astype(float)
+        for n, p in zip(targets, prompt_lens, strict=False)
+    ]
     masks = [None] * len(targets) if x["weights"] is None else [floats(w) for w in x["weights"]]
-    weights = [r if m is None else r[: len(m)] * m[: len(r)] for r, m in zip(response, masks, strict=False)]
+    weights = [
+        r if m is None else r[: len(m)] * m[: len(r)] for r, m in zip(response, masks, strict=False)
+    ]
 
     def rows(name: str) -> Rows:
         found = [floats(r) if r else None for r in x[name]]
@@ -345,18 +386,31 @@ def surrogate_options(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
         case "dro":
             names = {"beta": "dro_beta"}
         case "gspo":
-            names = {k: k.replace("clip_ratio_low", "eps_clip") for k in ("clip_ratio_low", "seq_ratio_log_cap")}
+            names = {
+                k: k.replace("clip_ratio_low", "eps_clip")
+                for k in ("clip_ratio_low", "seq_ratio_log_cap")
+            }
             names["clip_ratio_high"] = "eps_clip_high"
         case "cispo":
-            names = {"eps_low": "eps_clip", "eps_high": "eps_clip_high", "ratio_log_cap": "ratio_log_cap"}
-    return {"policy_loss": "ppo" if name == "grpo" else name, **{ours: own[k] for k, ours in names.items() if k in own}}
+            names = {
+                "eps_low": "eps_clip",
+                "eps_high": "eps_clip_high",
+                "ratio_log_cap": "ratio_log_cap",
+            }
+    return {
+        "policy_loss": "ppo" if name == "grpo" else name,
+        **{ours: own[k] for k, ours in names.items() if k in own},
+    }
 
 
 def absorb_masked(b: Batch) -> tuple[Batch, bool]:
     "Shift old and sampler logprobs by what masked tokens add to the mean log ratio of their sample."
-    old, sampler, any_holes = list(b.old), list(b.sampler), False
+    old = list(b.old)
+    sampler = list(b.sampler)
+    any_holes = False
     for i, inside in enumerate(b.response):
-        a, gap = b.active(i), b.pi[i] - b.old[i]
+        a = b.active(i)
+        gap = b.pi[i] - b.old[i]
         if a.any() and (a != (inside > 0.5)).any():
             shift = gap[a].mean() - gap[inside > 0.5].mean()
             old[i], sampler[i], any_holes = old[i] + shift, sampler[i] + shift, True
@@ -366,9 +420,14 @@ def absorb_masked(b: Batch) -> tuple[Batch, bool]:
 def value_only_kl(b: Batch) -> None:
     "Compare with a KL term that has a value and no gradient."
     beta = b.options["kl_beta"]
-    without, with_kl = run(b, kl_beta=0.0), run(b, kl_estimator="k1")
+    without = run(b, kl_beta=0.0)
+    with_kl = run(b, kl_estimator="k1")
     agree(replace(without, loss=with_kl.loss), b)
-    all_close(with_kl.grads, [g + beta * w for g, w in zip(b.grads, b.weights, strict=True)], "gradient with k1")
+    all_close(
+        with_kl.grads,
+        [g + beta * w for g, w in zip(b.grads, b.weights, strict=True)],
+        "gradient with k1",
+    )
 
 
 # theirs -> (ours, whether theirs is a mean over samples rather than over tokens)
@@ -389,19 +448,29 @@ SHARED_METRICS = {
 def shared_metrics(case: Case, b: Batch, ran: Ran) -> None:
     "Metrics that mean the same on both sides."
     recorded = case.expected["metrics"]
-    reinforce = b.options["policy_loss"] == "reinforce"  # its ratio is another one, and no correction applies
-    holes = any((b.active(i) != (r > 0.5)).any() and b.active(i).any() for i, r in enumerate(b.response))
+    # its ratio is another one, and no correction applies
+    reinforce = b.options["policy_loss"] == "reinforce"
+    holes = any(
+        (b.active(i) != (r > 0.5)).any() and b.active(i).any() for i, r in enumerate(b.response)
+    )
     trained = [i for i in range(len(b.weights)) if b.active(i).any()]
     if not trained:
         return
     per_sample = [run(select(b, i)).metrics for i in trained]
     for theirs, (ours, by_sample) in SHARED_METRICS.items():
         skip = theirs not in recorded or (reinforce and ("tis" in theirs or "ratio" in theirs))
-        skip = skip or ("kl" in theirs and theirs != "ppo_kl" and any(b.ref[i] is None for i in trained))
+        skip = skip or (
+            "kl" in theirs and theirs != "ppo_kl" and any(b.ref[i] is None for i in trained)
+        )
         if skip or (holes and "ratio_mean" in theirs and b.options["policy_loss"] != "ppo"):
             continue
         got = np.mean([m[ours] for m in per_sample]) if by_sample else ran.metrics[ours]
-        close(got, float(recorded[theirs]), f"metric {theirs}", FRACTION if "frac" in theirs else EXACT)
+        close(
+            got,
+            float(recorded[theirs]),
+            f"metric {theirs}",
+            FRACTION if "frac" in theirs else EXACT,
+        )
 
 
 def select(b: Batch, i: int) -> Batch:
@@ -410,24 +479,32 @@ def select(b: Batch, i: int) -> Batch:
     return replace(b, **{n: [getattr(b, n)[i]] for n in names})
 
 
-@adapter(*(f"loss_{name}__{version}" for name in COOKBOOK_LOSSES for version in ("517d206d", "HEAD")))
+@adapter(
+    *(f"loss_{name}__{version}" for name in COOKBOOK_LOSSES for version in ("517d206d", "HEAD"))
+)
 def shared_loss(case: Case) -> Outcome:
     "The later cookbook: old policy as anchor, correction always on, sums over tokens."
     name, version = re.fullmatch(r"loss_(.+)__(.+)", case.file).groups()
     tis = case.config["tis"]
     options = surrogate_options(name, case.config)
     options["kl_estimator"] = "k3" if version == "HEAD" and name == "grpo" else "k1"
-    correction = {"tis": tis["level"], "tis_cap": tis["cap"], "icepop_threshold": tis.get("icepop_threshold")}
+    correction = {
+        "tis": tis["level"],
+        "tis_cap": tis["cap"],
+        "icepop_threshold": tis.get("icepop_threshold"),
+    }
     applies = name != "reinforce"
     b = loss_batch(case, {**options, **(correction if applies else {})})
     if case.raises and not applies and not any(broken(b) for _, broken in RULES):
-        b = replace(b, options={"policy_loss": "ppo", **correction})  # it checks settings that it does not read
+        # it checks settings that it does not read
+        b = replace(b, options={"policy_loss": "ppo", **correction})
     if (outcome := refusal(case, b)) is not None:
         return outcome
     differs = []
     if name == "gspo":
         b, holes = absorb_masked(b)
-        differs += [MASKED_IN_RATIO] if holes else []
+        if holes:
+            differs += [MASKED_IN_RATIO]
     if b.options.get("kl_beta") and options["kl_estimator"] == "k1":
         value_only_kl(b)
         return Outcome((*differs, KL_VALUE_ONLY))
@@ -442,19 +519,29 @@ def shared_loss(case: Case) -> Outcome:
 def early_loss(case: Case) -> Outcome:
     "The early cookbook: no masks, ratio against the sampler, optional correction anchored on the current policy."
     name = re.fullmatch(r"loss_(.+)__ebed367d", case.file).group(1)
-    options = surrogate_options(name, case.config) | ({} if name == "grpo" else {"anchor": "rollout"})
+    options = surrogate_options(name, case.config) | (
+        {} if name == "grpo" else {"anchor": "rollout"}
+    )
     if name == "grpo":
-        options = {"policy_loss": "grpo", "kl_estimator": "k1", "kl_beta": case.config.get("kl_beta", 0.001)}
+        options = {
+            "policy_loss": "grpo",
+            "kl_estimator": "k1",
+            "kl_beta": case.config.get("kl_beta", 0.001),
+        }
     if case.config.get("tis_enabled"):
         limits = case.config["is_config"]
         options |= {"tis": "token", "tis_anchor": "policy", "tis_cap": limits["clip_high"]}
         options |= {"tis_floor": limits["clip_low"]}
     b = loss_batch(case, options)
-    b, differs = replace(b, weights=b.response), []
+    b = replace(b, weights=b.response)
+    differs = []
     if case.inputs["weights"] is not None:
         recorded = loss_batch(case, options).weights
-        same = [len(w) == len(r) and (w == r).all() for w, r in zip(recorded, b.response, strict=True)]
-        differs += [] if all(same) else [MASK_IGNORED]
+        same = [
+            len(w) == len(r) and (w == r).all() for w, r in zip(recorded, b.response, strict=True)
+        ]
+        if not all(same):
+            differs += [MASK_IGNORED]
     if case.raises and all(r is None for r in b.ref) and not options.get("kl_beta"):
         with_ref = replace(b, ref=[np.zeros(n) for n, _ in b.each(b.ref)])
         all_close(run(b).grads, run(with_ref).grads, "gradient with and without reference", 0.0)
@@ -475,17 +562,27 @@ def early_loss(case: Case) -> Outcome:
 
 # -- policy losses: TRL ------------------------------------------------------------------------------------------
 
-SEQUENCE_AS_TOKENS = "we offer no sequence ratio for this loss; agrees once every token has that ratio"
-TOKENS_OF_A_SEQUENCE = "token weights on a ratio per sequence mix in its gradient; value and gradient per sample agree"
+SEQUENCE_AS_TOKENS = (
+    "we offer no sequence ratio for this loss; agrees once every token has that ratio"
+)
+TOKENS_OF_A_SEQUENCE = (
+    "token weights on a ratio per sequence mix in its gradient; value and gradient per sample agree"
+)
 
 
 CLIPPED_BY_TRL = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 
 
-def trl_divisor(loss_type: str, config: Mapping[str, Any], x: Mapping[str, Any], active: np.ndarray) -> float | None:
+def trl_divisor(
+    loss_type: str, config: Mapping[str, Any], x: Mapping[str, Any], active: np.ndarray
+) -> float | None:
     "What TRL divides the sum of its token or sequence terms by; None where it is what we divide by anyway."
     accumulated = config["current_gradient_accumulation_steps"] if config["training"] else 1
-    ours = max(active.sum(), 1.0) if TRL_PRESETS[loss_type]["aggregation"] == "token_mean" else len(active)
+    ours = (
+        max(active.sum(), 1.0)
+        if TRL_PRESETS[loss_type]["aggregation"] == "token_mean"
+        else len(active)
+    )
     theirs = ours * accumulated
     if loss_type in ("dapo", "cispo", "vespo"):
         share = accumulated / config["steps_per_generation"] if config["training"] else 1.0
@@ -495,13 +592,22 @@ def trl_divisor(loss_type: str, config: Mapping[str, Any], x: Mapping[str, Any],
 
 def trl_batch(case: Case) -> Batch:
     "A recorded TRL call as a batch: one prompt token in front of every row, padding masked."
-    x, c = case.inputs, case.config
+    x = case.inputs
+    c = case.config
     loss_type = case.file.removeprefix("trl_")
     pi = np.array(x["per_token_logps"], dtype=np.float64)
     active = np.array(x["completion_mask"], dtype=np.float64) * np.array(x.get("tool_mask", 1.0))
-    words = {"loss_type": loss_type, "beta": c["beta"], "use_bias_correction_kl": c["use_bias_correction_kl"]}
+    words = {
+        "loss_type": loss_type,
+        "beta": c["beta"],
+        "use_bias_correction_kl": c["use_bias_correction_kl"],
+    }
     own = (loss_type,) if loss_type in ("sapo", "vespo") else ("epsilon", "delta")
-    words |= {k: v for k, v in c.items() if k.startswith(own) and (loss_type != "cispo" or k == "epsilon_high")}
+    words |= {
+        k: v
+        for k, v in c.items()
+        if k.startswith(own) and (loss_type != "cispo" or k == "epsilon_high")
+    }
     words |= {"off_policy_mask_threshold": c["off_policy_mask_threshold"]}
     if loss_type in CLIPPED_BY_TRL:
         words["importance_sampling_level"] = c["importance_sampling_level"]
@@ -510,17 +616,25 @@ def trl_batch(case: Case) -> Batch:
         options["max_completion_tokens"] = c["max_completion_length"]
 
     def rows(name: str) -> Rows:
-        return [None] * len(pi) if x.get(name) is None else list(np.array(x[name], dtype=np.float64))
+        return (
+            [None] * len(pi) if x.get(name) is None else list(np.array(x[name], dtype=np.float64))
+        )
 
-    old, sampler = rows("old_per_token_logps"), [None] * len(pi)
+    old = rows("old_per_token_logps")
+    sampler = [None] * len(pi)
     if x.get("sampling_per_token_logps") is not None:
         sampler = rows("sampling_per_token_logps")
     if c["use_vllm"] and (c["vllm_importance_sampling_correction"] or loss_type == "vespo"):
-        ratio = np.broadcast_to(np.array(x["importance_sampling_ratio"], dtype=np.float64), pi.shape)
-        if loss_type == "vespo":  # the drawn weights are not 1 at padding, as TRL's are: the first token gets them
+        ratio = np.broadcast_to(
+            np.array(x["importance_sampling_ratio"], dtype=np.float64), pi.shape
+        )
+        # the drawn weights are not 1 at padding, as TRL's are: the first token gets them
+        if loss_type == "vespo":
             padding = np.where(active > 0, 1.0, ratio).prod(axis=1, keepdims=True)
             ratio = np.concatenate([ratio[:, :1] * padding, ratio[:, 1:]], axis=1)
-        sampler = [(p if o is None else o) - np.log(r) for p, o, r in zip(pi, old, ratio, strict=True)]
+        sampler = [
+            (p if o is None else o) - np.log(r) for p, o, r in zip(pi, old, ratio, strict=True)
+        ]
         options |= {"tis": "token", "tis_cap": 1e9}
     return Batch(
         tokens=[list(range(len(p) + 1)) for p in pi],
@@ -564,20 +678,28 @@ def trl_metrics(case: Case, b: Batch, ran: Ran) -> None:
     for theirs, ours in names.items():
         if theirs in case.expected["metrics"]:
             tolerance = EXACT if theirs == "kl" else FRACTION
-            close(ran.metrics[ours], floats(case.expected["metrics"][theirs])[0], f"metric {theirs}", tolerance)
+            close(
+                ran.metrics[ours],
+                floats(case.expected["metrics"][theirs])[0],
+                f"metric {theirs}",
+                tolerance,
+            )
 
 
 @adapter(*(f"trl_{loss_type}" for loss_type in TRL_PRESETS))
 def trl_loss(case: Case) -> Outcome:
     "TRL's loss types as presets of ours; the divisor is given, as a loop that accumulates would."
     c = case.config
-    b, differs = trl_batch(case), []
+    b = trl_batch(case)
+    differs = []
     if (outcome := refusal(case, b)) is not None:
         return outcome
     by_sequence = c["importance_sampling_level"] == "sequence"
     b = trl_sequence_level(b, differs) if by_sequence else b
     ran = run(b)
-    if by_sequence and (b.sampler[0] is not None or (differs and b.options.get("kl_bias_correction"))):
+    if by_sequence and (
+        b.sampler[0] is not None or (differs and b.options.get("kl_bias_correction"))
+    ):
         close(ran.loss, b.loss, "loss")
         all_close([g.sum() for g in ran.grads], [g.sum() for g in b.grads], "gradient, summed,")
         return Outcome((*differs, TOKENS_OF_A_SEQUENCE))
@@ -591,7 +713,9 @@ def trl_loss(case: Case) -> Outcome:
 
 ONE_SAMPLE = "a group of one has no spread and is refused; it makes NaN"
 NOT_FINITE = "rewards that are not finite are refused; it makes NaN"
-DEAD_GROUP = f"rewards closer than {STD_TOLERANCE:g} have advantage 0; the rest agrees given its advantages"
+DEAD_GROUP = (
+    f"rewards closer than {STD_TOLERANCE:g} have advantage 0; the rest agrees given its advantages"
+)
 SMALL_SPREAD = "a spread below eps still divides; its advantages are ours times a constant, the rest agrees given them"
 SHORTEST = "series of different lengths are refused, not cut to the shortest"
 
@@ -608,7 +732,9 @@ def advantage_difference(rewards: Sequence[Any], eps: float) -> str | None:
     return SMALL_SPREAD if r.std(ddof=1) < eps else None
 
 
-def check_advantages(rewards: Sequence[Any], eps: float, recorded: np.ndarray, single: np.ndarray) -> str | None:
+def check_advantages(
+    rewards: Sequence[Any], eps: float, recorded: np.ndarray, single: np.ndarray
+) -> str | None:
     "Compare group advantages with the recorded ones in float64 and, if there are, in float32."
     r, why = floats(rewards), advantage_difference(rewards, eps)
     if why in (NOT_FINITE, ONE_SAMPLE):
@@ -629,7 +755,8 @@ def check_advantages(rewards: Sequence[Any], eps: float, recorded: np.ndarray, s
 def advantages(case: Case) -> Outcome:
     "Group-relative advantages: std, ddof 1."
     e = case.expected
-    single, double = floats(e["advantages"]), floats(e["same_formula_float64"])
+    single = floats(e["advantages"])
+    double = floats(e["same_formula_float64"])
     why = check_advantages(case.inputs["rewards"], case.config["eps"], double, single)
     return Outcome((why,)) if why else AGREED
 
@@ -646,7 +773,9 @@ def seed_call(loss_fn: Callable[..., Any], weights: Rows, pi: Rows) -> Ran:
 @adapter("seed003_grpo_onpolicy", "seed003_grpo_offpolicy")
 def seed_loss(case: Case) -> Outcome:
     "The seed documents' functions in their own signature, and the on-policy one as options of `make_loss_fn`."
-    x, c, e = case.inputs, case.config, case.expected
+    x = case.inputs
+    c = case.config
+    e = case.expected
     names = [n for n in ("weights", "pi_logprobs", "ref_logprobs", "behavior_logprobs") if n in x]
     series = {n: [floats(row) for row in x[n]] for n in names}
     eps, beta = c.get("eps", 1e-8), c.get("kl_beta", 0.001)
@@ -656,7 +785,10 @@ def seed_loss(case: Case) -> Outcome:
 
     def ours(s: Mapping[str, Rows], **more: Any) -> Ran:
         if "behavior_logprobs" in s:
-            more |= {"behavior_logprobs": s["behavior_logprobs"], "clip_rho": c.get("clip_rho", 10.0)}
+            more |= {
+                "behavior_logprobs": s["behavior_logprobs"],
+                "clip_rho": c.get("clip_rho", 10.0),
+            }
         make = make_offpolicy_grpo_loss_fn if "behavior_logprobs" in s else make_grpo_loss_fn
         loss_fn = make(floats(x["rewards"]), s["ref_logprobs"], kl_beta=beta, eps=eps, **more)
         return seed_call(loss_fn, s["weights"], s["pi_logprobs"])
@@ -665,7 +797,9 @@ def seed_loss(case: Case) -> Outcome:
         refused(lambda: ours(series), "rewards of a group")
         return Outcome(tuple(differs))
     shortest = [min(len(row) for row in rows) for rows in zip(*series.values(), strict=True)]
-    if any(len(row) != m for rows in series.values() for row, m in zip(rows, shortest, strict=True)):
+    if any(
+        len(row) != m for rows in series.values() for row, m in zip(rows, shortest, strict=True)
+    ):
         refused(lambda: ours(series), "weights", "ref_logprobs", "behavior_logprobs")
         return Outcome((*differs, SHORTEST))
     b = Batch(
@@ -677,7 +811,12 @@ def seed_loss(case: Case) -> Outcome:
         old=[None] * len(shortest),
         sampler=[None] * len(shortest),
         ref=series["ref_logprobs"],
-        options={"policy_loss": "grpo", "kl_beta": beta, "kl_estimator": "k1", "aggregation": "sample_mean"},
+        options={
+            "policy_loss": "grpo",
+            "kl_beta": beta,
+            "kl_estimator": "k1",
+            "aggregation": "sample_mean",
+        },
         loss=float(e["loss"]),
         grads=[floats(g) for g in e["grad_pi"]],
     )
@@ -688,7 +827,9 @@ def seed_loss(case: Case) -> Outcome:
     return Outcome(tuple(differs))
 
 
-def seed_functions(b: Batch, expected: Mapping[str, Any], ran: Ran, detached: Callable[[], Ran]) -> None:
+def seed_functions(
+    b: Batch, expected: Mapping[str, Any], ran: Ran, detached: Callable[[], Ran]
+) -> None:
     "Loss, gradients and metrics of the seed-style functions."
     agree(ran, b)
     for name, value in expected.get("metrics", {}).items():
@@ -709,13 +850,22 @@ NEGATIVE_CAP = "a negative cap is refused; it makes negative weights"
 @adapter("tis_weights__517d206d", "tis_weights__HEAD", "tis_weights__ebed367d")
 def correction(case: Case) -> Outcome:
     "Weights of one sample, and their metrics."
-    x, c = case.inputs, case.config
+    x = case.inputs
+    c = case.config
     early = "pi_response_logprobs" in x
     anchor = floats(x["pi_response_logprobs"] if early else x["old_logprobs"])
-    sampler = floats(x["inf_logprobs"][max(0, x["prompt_len"] - 1) :] if early else x["inf_logprobs"])
-    options = {"policy_loss": "ppo", "tis": c.get("level", "token"), "icepop_threshold": c.get("icepop_threshold")}
-    options |= {"tis_cap": c["clip_high"], "tis_floor": c["clip_low"], "tis_anchor": "policy"} if early else {}
-    options |= {} if early else {"tis_cap": c["cap"]}
+    sampler = floats(
+        x["inf_logprobs"][max(0, x["prompt_len"] - 1) :] if early else x["inf_logprobs"]
+    )
+    options = {
+        "policy_loss": "ppo",
+        "tis": c.get("level", "token"),
+        "icepop_threshold": c.get("icepop_threshold"),
+    }
+    if early:
+        options |= {"tis_cap": c["clip_high"], "tis_floor": c["clip_low"], "tis_anchor": "policy"}
+    if not early:
+        options |= {"tis_cap": c["cap"]}
 
     def ours() -> tuple[np.ndarray, dict[str, float]]:
         o = LossOptions(**options)
@@ -727,7 +877,9 @@ def correction(case: Case) -> Outcome:
             old_logprobs=anchor if n else nothing,
             sampler_logprobs=sampler if n else None if early else nothing,
         )
-        t = SideData([d], o).with_policy([torch.tensor(anchor if n else [0.0], dtype=torch.float64)])
+        t = SideData([d], o).with_policy(
+            [torch.tensor(anchor if n else [0.0], dtype=torch.float64)]
+        )
         return tis_weights(t, o).numpy(), loss_metrics(t, o)
 
     reasons = {
@@ -740,11 +892,19 @@ def correction(case: Case) -> Outcome:
     if names := [n for n, broken in reasons.items() if broken]:
         refused(ours, *names)
         assert case.raises or names in (["tis"], ["tis_cap"]), f"recorded without {names}"
-        return AGREED if case.raises else Outcome((UNKNOWN_LEVEL if names == ["tis"] else NEGATIVE_CAP,))
+        return (
+            AGREED
+            if case.raises
+            else Outcome((UNKNOWN_LEVEL if names == ["tis"] else NEGATIVE_CAP,))
+        )
     assert not case.raises, "the other program refuses this, we do not"
     weights, metrics = ours()
     close(weights, floats(case.expected["weights"]), "weights")
-    theirs = {"tis/weight_mean": "tis/weight_mean", "tis/clip_frac": "tis/clip_frac", "tis/seq_ratio": "tis/raw_mean"}
+    theirs = {
+        "tis/weight_mean": "tis/weight_mean",
+        "tis/clip_frac": "tis/clip_frac",
+        "tis/seq_ratio": "tis/raw_mean",
+    }
     theirs |= {"tis/icepop_clip_frac": "tis/icepop_frac", "tis_mean_ratio": "tis/raw_mean"}
     theirs |= {"tis_max_ratio": "tis/raw_max", "tis_clip_frac": "tis/clip_frac"}
     for name, value in case.expected["metrics"].items():
@@ -763,11 +923,17 @@ UNCHECKED = "lengths, prompt_len and nulls are checked and refused; it checks no
 NO_PROMPT = "an empty prompt is refused, the first sampled token would have no logprob"
 
 
-def align_reason(series: Sequence[Any], prompt_len: int, n: int, echoed: bool) -> tuple[str, str] | None:
+def align_reason(
+    series: Sequence[Any], prompt_len: int, n: int, echoed: bool
+) -> tuple[str, str] | None:
     "(what our error is about, the difference if the other program goes on) for a series that we refuse."
     if not 1 <= prompt_len <= n:
         return "prompt_len", NO_PROMPT if prompt_len == 0 else UNCHECKED
-    fits = {n - 1} | (set() if echoed else {n - prompt_len}) if echoed or prompt_len == 1 else {n - prompt_len}
+    fits = (
+        {n - 1} | (set() if echoed else {n - prompt_len})
+        if echoed or prompt_len == 1
+        else {n - prompt_len}
+    )
     if echoed and len(series) == n:
         return None if series[0] is None else ("echo logprobs", UNCHECKED)
     if len(series) not in fits:
@@ -780,7 +946,12 @@ def align_reason(series: Sequence[Any], prompt_len: int, n: int, echoed: bool) -
 def alignment(case: Case) -> Outcome:
     "What a sampler returned, in target coordinates."
     x = case.inputs
-    series, p, n, echoed = x["logprobs"], x["prompt_len"], len(x["full_tokens"]), x["logprobs_echoed"]
+    series, p, n, echoed = (
+        x["logprobs"],
+        x["prompt_len"],
+        len(x["full_tokens"]),
+        x["logprobs_echoed"],
+    )
     if series is None:
         d = Datum(tokens=[1, 2], weights=[1.0])  # nothing to align; what needs the series says so
         if case.raises:
@@ -800,7 +971,9 @@ def alignment(case: Case) -> Outcome:
     got = ours()
     given = floats(series)[1:] if echoed and len(series) == n else floats(series)
     if case.raises:
-        assert len(series) == 0 or not np.isfinite(given[: p - 1]).all(), "the other program refuses this, we do not"
+        assert len(series) == 0 or not np.isfinite(given[: p - 1]).all(), (
+            "the other program refuses this, we do not"
+        )
         close(got, given if len(given) == n - 1 else np.full(n - 1, np.nan), "aligned")
         return Outcome((NULL_IN_PROMPT if len(series) else NOTHING_SAMPLED,))
     want = floats(case.expected["aligned"])
@@ -825,7 +998,9 @@ def check_datum(d: Datum, recorded: Mapping[str, Any], tokens: int) -> None:
 @adapter("datum_from_tokens_weights")
 def datum_making(case: Case) -> Outcome:
     "Shifting, weights, and truncation that says so."
-    x, c, e = case.inputs, case.config, case.expected
+    x = case.inputs
+    c = case.config
+    e = case.expected
     if "completions" in x:
         completions = [SimpleNamespace(**completion) for completion in x["completions"]]
         with warnings.catch_warnings(record=True) as said:
@@ -849,13 +1024,16 @@ def datum_making(case: Case) -> Outcome:
     return AGREED
 
 
-TOLERANCE = f"rewards closer than {STD_TOLERANCE:g} count as equal; agrees with a tolerance of nothing"
+TOLERANCE = (
+    f"rewards closer than {STD_TOLERANCE:g} count as equal; agrees with a tolerance of nothing"
+)
 
 
 @adapter("dynamic_filter")
 def dynamic_filter(case: Case) -> Outcome:
     "Which groups are trained on."
-    rewards, accepted = case.inputs["rewards"], case.expected["should_accept"]
+    rewards = case.inputs["rewards"]
+    accepted = case.expected["should_accept"]
     assert (not is_dead(rewards, tolerance=np.nextafter(0, 1))) == accepted
     if is_dead(rewards) == accepted:
         assert np.ptp(floats(rewards)) < STD_TOLERANCE
@@ -865,7 +1043,9 @@ def dynamic_filter(case: Case) -> Outcome:
 
 # -- losses that a service computes ------------------------------------------------------------------------------
 
-ONE_MASK_EACH = "a datum carries its own mask; there is no list of prompt lengths that could be too short"
+ONE_MASK_EACH = (
+    "a datum carries its own mask; there is no list of prompt lengths that could be too short"
+)
 UNKNOWN_LOSS = "an unknown loss is refused wherever it would be computed"
 CAP_SAID = "we also say the cap of the log ratio, so that nothing hangs on the service's default"
 
@@ -878,7 +1058,8 @@ def served_series(b: Batch) -> list[dict[str, np.ndarray]]:
 @adapter("server_datums__517d206d", "server_datums__HEAD")
 def server_datums(case: Case) -> Outcome:
     "The series that a service's own loss reads; the recorded advantages stand where a batch has its gradients."
-    x, e = case.inputs, case.expected
+    x = case.inputs
+    e = case.expected
     if len(x["prompt_lens"]) != len(x["tokens"]):
         assert case.raises
         return Outcome((ONE_MASK_EACH,))
@@ -893,18 +1074,31 @@ def server_datums(case: Case) -> Outcome:
     sent = served_series(b)
     assert all(series.dtype == np.float32 for row in sent for series in row.values())
     all_close([row["advantages"] for row in sent], b.grads, "advantages", SENT)
-    all_close([row["logprobs"] for row in sent], [d["logprobs"] for d in e["datums"]], "logprobs", FRACTION)
+    all_close(
+        [row["logprobs"] for row in sent],
+        [d["logprobs"] for d in e["datums"]],
+        "logprobs",
+        FRACTION,
+    )
     return AGREED
 
 
 @adapter("loss_path__517d206d")
 def loss_path(case: Case) -> Outcome:
     "Which losses a service may compute, and what it is told then. Pipeline parallelism is looked at by neither."
-    c, e = case.config, case.expected
+    c = case.config
+    e = case.expected
     name = "ppo" if c["policy_loss"] == "grpo" else c["policy_loss"]
-    given = {"policy_loss": name, "loss_path": c["loss_path"], "kl_beta": c["kl_beta"], "aggregation": "sum"}
-    given |= {"eps_clip_high": c["eps_clip_high"]} if name == "ppo" else {}
-    given |= {"dapo": DAPOConfig(eps_clip_c=c["dapo_eps_clip_c"])} if name == "dapo" else {}
+    given = {
+        "policy_loss": name,
+        "loss_path": c["loss_path"],
+        "kl_beta": c["kl_beta"],
+        "aggregation": "sum",
+    }
+    if name == "ppo":
+        given |= {"eps_clip_high": c["eps_clip_high"]}
+    if name == "dapo":
+        given |= {"dapo": DAPOConfig(eps_clip_c=c["dapo_eps_clip_c"])}
 
     def config(**changes: Any) -> Config:
         return Config(backend="fireworks", **given | changes)
@@ -938,11 +1132,15 @@ ALWAYS_KEPT = "logprobs are always asked for and kept; the tokens agree"
 REFUSED_FIRST = "a completion that could grow past max_seq_len is refused before it is drawn, not dropped afterwards"
 NOTHING_DRAWN = "a completion without tokens and logprobs is refused, there is nothing to train on"
 UNKNOWN_IS_NONE = "sampling logprobs that nobody knows are None as a whole, not a list of nulls"
-NULL_IS_ITS_OWN = "a null costs its own place, which for the first token is none, and not all other logprobs"
+NULL_IS_ITS_OWN = (
+    "a null costs its own place, which for the first token is none, and not all other logprobs"
+)
 TWO_CALLS = "an echo is a call of its own, which has raw logprobs only; agrees in two calls, one to score, one to draw"
 
 
-def asked_of(response: Mapping[str, Any], call: Callable[[OpenAISampler], Coroutine[Any, Any, T]]) -> T:
+def asked_of(
+    response: Mapping[str, Any], call: Callable[[OpenAISampler], Coroutine[Any, Any, T]]
+) -> T:
     "What our sampler makes of one recorded response, which is all that its server ever says."
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -950,7 +1148,9 @@ def asked_of(response: Mapping[str, Any], call: Callable[[OpenAISampler], Corout
 
     async def main() -> T:
         transport = httpx.MockTransport(answer)
-        sampler = OpenAISampler("http://server", "m", None, dialect="fireworks", kind="both", transport=transport)
+        sampler = OpenAISampler(
+            "http://server", "m", None, dialect="fireworks", kind="both", transport=transport
+        )
         try:
             return await call(sampler)
         finally:
@@ -960,13 +1160,19 @@ def asked_of(response: Mapping[str, Any], call: Callable[[OpenAISampler], Corout
 
 
 def drawn(
-    response: Mapping[str, Any], prompt: Sequence[int], raw: bool = True, limit: int | None = None, room: int = 64
+    response: Mapping[str, Any],
+    prompt: Sequence[int],
+    raw: bool = True,
+    limit: int | None = None,
+    room: int = 64,
 ) -> Completion:
     "The completion in a recorded response, drawn from the model's own distribution or at another temperature."
 
     async def call(sampler: OpenAISampler) -> Completion:
         sampler.max_seq_len = limit
-        (completion,) = await sampler.sample(prompt, SampleParams(max_tokens=room, temperature=1.0 if raw else 0.7))
+        (completion,) = await sampler.sample(
+            prompt, SampleParams(max_tokens=room, temperature=1.0 if raw else 0.7)
+        )
         return completion
 
     return asked_of(response, call)
@@ -984,8 +1190,12 @@ def scored(response: Mapping[str, Any], tokens: Sequence[int]) -> np.ndarray:
 def only_completion(response: Mapping[str, Any], echoed: int) -> dict[str, Any]:
     "The response as it would be without the echo."
     (choice,) = response["choices"]
-    ids, content = choice["raw_output"]["completion_token_ids"], choice["logprobs"]["content"]
-    rows = {"raw_output": {"completion_token_ids": ids[echoed:]}, "logprobs": {"content": content[echoed:]}}
+    ids = choice["raw_output"]["completion_token_ids"]
+    content = choice["logprobs"]["content"]
+    rows = {
+        "raw_output": {"completion_token_ids": ids[echoed:]},
+        "logprobs": {"content": content[echoed:]},
+    }
     return {**response, "choices": [{**choice, **rows}]}
 
 
@@ -994,7 +1204,8 @@ def same_completion(got: Completion, want: Mapping[str, Any], echoed: int = 0) -
     assert got.full_tokens == want["full_tokens"]
     assert (got.prompt_len, len(got.tokens)) == (want["prompt_len"], want["completion_len"])
     assert got.finish_reason == want["finish_reason"]
-    raw, sampling = want["inference_logprobs"], want["sampling_logprobs"]
+    raw = want["inference_logprobs"]
+    sampling = want["sampling_logprobs"]
     if raw is not None:
         close(got.logprobs, floats(raw)[echoed:], "logprobs", 0.0)
     if sampling is not None and any(v is not None for v in sampling):
@@ -1004,10 +1215,14 @@ def same_completion(got: Completion, want: Mapping[str, Any], echoed: int = 0) -
 @adapter("sdk_parse_completions")
 def parsed_completions(case: Case) -> Outcome:
     "A response of a Fireworks deployment, as its SDK reads it and as we do."
-    x, c = case.inputs, case.config
-    prompt, response, limit = x["prompt_ids"], x["response"], c["max_seq_len"]
+    x = case.inputs
+    c = case.config
+    prompt = x["prompt_ids"]
+    response = x["response"]
+    limit = c["max_seq_len"]
     (choice,) = response["choices"]
-    ids, rows = choice["raw_output"].get("completion_token_ids"), choice["logprobs"]["content"]
+    ids = choice["raw_output"].get("completion_token_ids")
+    rows = choice["logprobs"]["content"]
     echoed = c["echo_mode"] or c.get("echo_last")
     length = len(ids or ()) + (0 if echoed else len(prompt))
     if limit is not None and length > limit and not case.raises:
@@ -1063,15 +1278,20 @@ def echoed_completion(case: Case, tokens: Sequence[int]) -> Outcome:
 # -- rewards -----------------------------------------------------------------------------------------------------
 
 NO_TRUTH = "a row whose own answer cannot be read is unscorable, not wrong"
-WHOLE_NUMBERS = "gsm8k_reward reads whole numbers and other markers; the recorded rule is tagged_integer_reward"
+WHOLE_NUMBERS = (
+    "gsm8k_reward reads whole numbers and other markers; the recorded rule is tagged_integer_reward"
+)
 TO_DO = "arithmetic that a completion leaves to do is not its result"
-UNITS = "gsm8k_reward allows a unit beside the number; math-verify, like the recorded rule, does not"
+UNITS = (
+    "gsm8k_reward allows a unit beside the number; math-verify, like the recorded rule, does not"
+)
 
 
 @adapter("gsm8k_reward")
 def tagged_reward(case: Case) -> Outcome:
     "The integer between answer tags, compared as text; and where our default reward decides otherwise."
-    text, e = case.inputs["completion"], case.expected
+    text = case.inputs["completion"]
+    e = case.expected
     truth = case.inputs["row"].get("ground_truth")
     assert tagged_integer(text) == e["extracted_completion"]
     assert tagged_integer(truth) == e["extracted_truth"]
@@ -1086,12 +1306,18 @@ def tagged_reward(case: Case) -> Outcome:
 @adapter("gsm8k_boxed_reward")
 def boxed_reward(case: Case) -> Outcome:
     "The last box against the number after ####, symbolically where that is not decisive."
-    text, truth, e = case.inputs["completion"], case.inputs["answer"], case.expected
+    text = case.inputs["completion"]
+    truth = case.inputs["answer"]
+    e = case.expected
     assert last_boxed(text) == e["boxed"]
     if e["gt_number"] is not None:
         assert parse_number(final_answer(truth)) == parse_number(e["gt_number"])
     ours = gsm8k_reward(text, truth)
-    if e["reward"] == 1 and parse_number(e["boxed"]) is not None and parse_figure(e["boxed"]) is None:
+    if (
+        e["reward"] == 1
+        and parse_number(e["boxed"]) is not None
+        and parse_figure(e["boxed"]) is None
+    ):
         assert (ours, math_verdict(text, truth)) == (0, 0)
         return Outcome((TO_DO,))
     if e["decided_by"] != "math_verify":
@@ -1123,7 +1349,9 @@ def math_verdict(text: str, truth: str) -> float | None:
 # -- batching: replayed on a clock of its own --------------------------------------------------------------------
 
 
-SINGLES_KEPT = "its filter keeps groups of one, which have nothing to compare with; agrees when they are kept"
+SINGLES_KEPT = (
+    "its filter keeps groups of one, which have nothing to compare with; agrees when they are kept"
+)
 
 
 class Jumps(selectors.DefaultSelector):
@@ -1170,7 +1398,9 @@ def stats_of(live: Sequence[PromptGroup], dropped: Sequence[PromptGroup]) -> dic
 def unordered_rewards(event: Sequence[Any]) -> list[Any]:
     "A recorded event; in which order rewards were listed is nobody's promise."
     return [
-        {**part, "all_raw_rewards": sorted(part["all_raw_rewards"])} if isinstance(part, dict) else part
+        {**part, "all_raw_rewards": sorted(part["all_raw_rewards"])}
+        if isinstance(part, dict)
+        else part
         for part in event
     ]
 
@@ -1185,8 +1415,11 @@ def round_of(rows: Sequence[int], most: int, run: Any, useful: Any) -> Producer[
 @adapter("sync_windows__517d206d")
 def sync_windows(case: Case) -> Outcome:
     "Windows of steps between weight syncs: who is sampled when, what trains together, when weights are synced."
-    x, c, events = case.inputs, case.config, []
-    rows, per_step = range(len(x["kind"])), c["prompt_groups_per_step"]
+    x = case.inputs
+    c = case.config
+    events = []
+    rows = range(len(x["kind"]))
+    per_step = c["prompt_groups_per_step"]
     size = c["weight_sync_interval"] * per_step or max(len(rows), 1)
 
     async def sampled(row: int) -> PromptGroup:
@@ -1200,12 +1433,19 @@ def sync_windows(case: Case) -> Outcome:
         for first in range(0, len(rows), size):
             before = step
             window = round_of(
-                rows[first : first + size], c["max_concurrent"], sampled, lambda g: not is_dead(g.rewards)
+                rows[first : first + size],
+                c["max_concurrent"],
+                sampled,
+                lambda g: not is_dead(g.rewards),
             )
             while batch := await window.batch(per_step):
-                live, dropped = [[row.value for row in found] for found in (batch, window.take_rejected())]
+                live, dropped = [
+                    [row.value for row in found] for found in (batch, window.take_rejected())
+                ]
                 await asyncio.sleep(c["train_duration"])
-                events.append(["train_step", step, [g.index for g in live], stats_of(live, dropped)])
+                events.append(
+                    ["train_step", step, [g.index for g in live], stats_of(live, dropped)]
+                )
                 step += 1
             if step > before and c["weight_sync_interval"]:
                 await asyncio.sleep(c["weight_sync_duration"])
@@ -1220,8 +1460,11 @@ def sync_windows(case: Case) -> Outcome:
 @adapter("greedy_batching__e6d8bb36")
 def greedy_batching(case: Case) -> Outcome:
     "Backward passes inside a step that start as soon as enough groups are there."
-    x, c, events = case.inputs, case.config, []
-    k, per_step = c["completions_per_prompt"], c["prompt_groups_per_step"]
+    x = case.inputs
+    c = case.config
+    events = []
+    k = c["completions_per_prompt"]
+    per_step = c["prompt_groups_per_step"]
     limits = groups_per_pass(k, c["min_samples_per_fwd_bwd"], c["max_samples_per_fwd_bwd"])
     assert limits == (c["min_prompt_groups_per_fwd_bwd"], c["max_prompt_groups_per_fwd_bwd"])
 
@@ -1231,21 +1474,29 @@ def greedy_batching(case: Case) -> Outcome:
         return group_of(row, x["kind"][row], mixed if x["kind"][row] == "ok" else [1.0] * k)
 
     def keep(g: PromptGroup) -> bool:
-        return len(g.samples) > 0 and not (c["filter"] and len(g.samples) > 1 and is_dead(g.rewards))
+        return len(g.samples) > 0 and not (
+            c["filter"] and len(g.samples) > 1 and is_dead(g.rewards)
+        )
 
     async def loop() -> int:
         step = 0
         for first in range(0, len(x["kind"]), per_step):
-            rows, passes = range(first, min(first + per_step, len(x["kind"]))), []
+            rows = range(first, min(first + per_step, len(x["kind"])))
+            passes = []
             source = round_of(rows, c["max_concurrent"], sampled, keep)
             while batch := await source.batch(*limits, per_step):
                 groups = [row.value for row in batch]
-                events.extend([name, [g.index for g in groups]] for name in ("ref_forward", "fwd_bwd"))
+                events.extend(
+                    [name, [g.index for g in groups]] for name in ("ref_forward", "fwd_bwd")
+                )
                 passes.append(groups)
             dropped = [row.value for row in source.take_rejected()]
             if passes:
                 live = [g for groups in passes for g in groups]
-                stats = {**stats_of(live, dropped), "fwd_bwd_group_counts": [len(groups) for groups in passes]}
+                stats = {
+                    **stats_of(live, dropped),
+                    "fwd_bwd_group_counts": [len(groups) for groups in passes],
+                }
                 events.append(["finish_step", step, [g.index for g in live], len(passes), stats])
                 step += 1
         return step

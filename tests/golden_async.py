@@ -51,10 +51,21 @@ def either_way(play: Callable[[bool], Any], wanted: Any) -> tuple[str, ...]:
 @adapter("async_gate__HEAD")
 def gate_arithmetic(case: Case) -> Outcome:
     "How many rows may be started, for any counts."
-    x, c, e = case.inputs, case.config, case.expected
+    x = case.inputs
+    c = case.config
+    e = case.expected
     k = c["completions_per_prompt"]
-    gate = Gate(c["prompt_groups_per_step"], k, x["max_staleness"], x["max_concurrent"], version=x["published_version"])
-    gate.accepted, gate.running = x["accepted_samples_offset"] + x["accepted_samples"], x["reserved_samples"]
+    gate = Gate(
+        c["prompt_groups_per_step"],
+        k,
+        x["max_staleness"],
+        x["max_concurrent"],
+        version=x["published_version"],
+    )
+    gate.accepted, gate.running = (
+        x["accepted_samples_offset"] + x["accepted_samples"],
+        x["reserved_samples"],
+    )
     recorded = (e["staleness_capacity"], e["concurrency_capacity"], e["admission_capacity"] // k)
     assert gate.staleness_capacity == e["staleness_capacity"]
 
@@ -68,7 +79,8 @@ def gate_arithmetic(case: Case) -> Outcome:
 def states_of(producer: Producer[str], offset: int) -> dict[str, Any]:
     "What the recorded controller shows."
     gate, k = producer.gate, producer.gate.completions_per_prompt
-    stale, room = gate.staleness_capacity, gate.concurrency_capacity
+    stale = gate.staleness_capacity
+    room = gate.concurrency_capacity
     rejected = Counter(row.value for row in producer.rejected)
     return {
         "version": gate.version,
@@ -88,7 +100,12 @@ def states_of(producer: Producer[str], offset: int) -> dict[str, Any]:
 @adapter("async_gate_controller__517d206d")
 def gate_controller(case: Case) -> Outcome:
     "Rows that are started, come back useful or not, and weights that are published, in any order."
-    x, c, ends, differs = case.inputs, case.config, dict[int, asyncio.Future[str]](), dict[str, None]()
+    x, c, ends, differs = (
+        case.inputs,
+        case.config,
+        dict[int, asyncio.Future[str]](),
+        dict[str, None](),
+    )
     gate = Gate(
         c["prompt_groups_per_step"],
         c["completions_per_prompt"],
@@ -104,19 +121,27 @@ def gate_controller(case: Case) -> Outcome:
             return ends[number]
 
         producer = Producer(
-            gate, lambda: wanted.pop() if wanted else None, run, lambda value: value == "accept", clock=lambda: 0.0
+            gate,
+            lambda: wanted.pop() if wanted else None,
+            run,
+            lambda value: value == "accept",
+            clock=lambda: 0.0,
         )
         states = [states_of(producer, c["resolved_offset"])]
         for op in x["ops"]:
             if op == "submit":
-                room, wanted = gate.rows, [next(numbers)]
+                room = gate.rows
+                wanted = [next(numbers)]
                 if not room:
                     refused(gate.admit, "a row")
                     differs[NO_ROOM] = None
-                    producer.gate = replace(gate, max_head_offpolicy_versions=10**6, max_concurrency=None)
+                    producer.gate = replace(
+                        gate, max_head_offpolicy_versions=10**6, max_concurrency=None
+                    )
                 assert producer.fill() == 1
                 await asyncio.sleep(0)
-                gate.running, producer.gate = producer.gate.running, gate
+                gate.running = producer.gate.running
+                producer.gate = gate
             elif op == "advance_version":
                 gate.publish(gate.version + 1)
             else:
@@ -144,7 +169,8 @@ class Run:
     def __init__(self, case: Case, theirs: bool, gate: Gate):
         self.x, self.c, self.theirs, self.gate = case.inputs, case.config, theirs, gate
         self.events: list[Any] = []
-        self.calls: Counter[tuple[int, int]] = Counter()  # of the rollout function, by row and sample
+        # of the rollout function, by row and sample
+        self.calls: Counter[tuple[int, int]] = Counter()
         self.out: Counter[int] = Counter()  # draws that are not done, by row
         self.taken = self.lost = 0
         self.reasons: dict[int, str] = {}  # of rows that are back
@@ -153,7 +179,9 @@ class Run:
         steps = {"prompt_groups_per_step": gate.groups_per_step, "advantage_scale": "batch"}
         self.cfg = SimpleNamespace(drop_dead=True, teacher_coeff=0.0, **steps)
         clock = asyncio.get_running_loop().time
-        self.producer: Producer[Graded] = Producer(gate, self.take, self.row, self.useful, clock=clock)
+        self.producer: Producer[Graded] = Producer(
+            gate, self.take, self.row, self.useful, clock=clock
+        )
 
     # what a loop is asked
     @property
@@ -170,7 +198,8 @@ class Run:
     # what a producer is made of
     def take(self) -> int | None:
         "The next row, if there is one, and as far as draws are counted, if there is room."
-        k, most = self.c["completions_per_prompt"], self.c.get("max_concurrent_rollouts")
+        k = self.c["completions_per_prompt"]
+        most = self.c.get("max_concurrent_rollouts")
         full = self.theirs and most is not None and self.out.total() + k > most
         if full or self.taken == len(self.x["kind"]):
             return None
@@ -178,13 +207,17 @@ class Run:
         self.taken += 1
         return self.taken - 1
 
-    async def rollout(self, sample_prompt: dict, row_index: int, rollout_index: int) -> RolloutSample | None:
+    async def rollout(
+        self, sample_prompt: dict, row_index: int, rollout_index: int
+    ) -> RolloutSample | None:
         "One draw, as recorded."
         at = row_index, rollout_index
         self.out[row_index] += self.calls[at] > 0
         self.calls[at] += 1
         self.events.append(["start", *at])
-        await asyncio.sleep(self.x["latency"][row_index][rollout_index] + 0.5 * (self.calls[at] - 1))
+        await asyncio.sleep(
+            self.x["latency"][row_index][rollout_index] + 0.5 * (self.calls[at] - 1)
+        )
         while self.theirs and self.waits and not self.looking.is_set():
             await self.looking.wait()
         self.out[row_index] -= 1
@@ -193,12 +226,17 @@ class Run:
         kind = self.x["kind"][row_index][rollout_index]
         self.lost += kind == "drop"
         reward = 1.0 if kind == "uniform" else float(sum(at) % 2)
-        return None if kind == "drop" else RolloutSample([1, 2], [float("nan"), -0.1], [0, 1], reward=reward)
+        return (
+            None
+            if kind == "drop"
+            else RolloutSample([1, 2], [float("nan"), -0.1], [0, 1], reward=reward)
+        )
 
     async def row(self, number: int) -> Graded:
         "All draws of a row, those that are lost again."
         prompt = Prompt(Row(str(number), prompt="?"), [1], index=number, number=number)
-        k, again = self.c["completions_per_prompt"], self.c.get("max_incomplete_group_retries", 0)
+        k = self.c["completions_per_prompt"]
+        again = self.c.get("max_incomplete_group_retries", 0)
         fewest = max(self.c["min_group_size"], 2 if self.theirs else 1)
         rounds, inside = (1 + again, 0) if self.theirs else (1, again)
         for _ in range(rounds):
@@ -210,10 +248,13 @@ class Run:
 
     def useful(self, answered: Graded) -> bool:
         "Whether a row is trained on, as a loop decides it."
-        found, number = arrivals.has_signal(self, answered), answered.group.number
+        found = arrivals.has_signal(self, answered)
+        number = answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
         self.counts["filter_drops"] += bool(answered.group.samples) and not found
-        self.reasons[number] = "accepted" if found else "filter" if answered.group.samples else "none"
+        self.reasons[number] = (
+            "accepted" if found else "filter" if answered.group.samples else "none"
+        )
         return found
 
     async def next_rows(self, count: int, places: int) -> list[Finished[Graded]]:
@@ -225,7 +266,8 @@ class Run:
         while len(p.ready) < count and p.in_flight:
             p.changed.clear()
             await p.changed.wait()
-        taken, p.ready = p.ready[:count], p.ready[count:]
+        taken = p.ready[:count]
+        p.ready = p.ready[count:]
         return taken
 
     # what is shown of it
@@ -236,7 +278,10 @@ class Run:
     @property
     def retries(self) -> int:
         "Rounds in which something was drawn again."
-        most = {row: max(self.calls[row, i] for i in range(len(kinds))) for row, kinds in enumerate(self.x["kind"])}
+        most = {
+            row: max(self.calls[row, i] for i in range(len(kinds)))
+            for row, kinds in enumerate(self.x["kind"])
+        }
         return sum(max(0, calls - 1) for calls in most.values())
 
     def metrics(self, live: Sequence[Finished[Graded]]) -> dict[str, float]:
@@ -244,7 +289,10 @@ class Run:
         self.live = live
         found = async_loop.gate_metrics(self)
         if self.theirs:
-            found |= {"async/in_flight": self.out.total(), "async/sample_fails": self.rejected("none")}
+            found |= {
+                "async/in_flight": self.out.total(),
+                "async/sample_fails": self.rejected("none"),
+            }
         return found
 
 
@@ -267,12 +315,17 @@ def settings(c: dict[str, Any]) -> dict[str, Any]:
         "training_chunks_per_step": "pipeline_chunks_per_step",
         "synchronous_training": "synchronous_training",
     }
-    return {"recipe": "async_rl_loop", **{ours: c[theirs] for theirs, ours in names.items() if theirs in c}}
+    return {
+        "recipe": "async_rl_loop",
+        **{ours: c[theirs] for theirs, ours in names.items() if theirs in c},
+    }
 
 
 def checked_settings(case: Case) -> list[str]:
     "What our config refuses of a call that the other program takes."
-    c, asked, differs = case.config, settings(case.config), []
+    c = case.config
+    asked = settings(case.config)
+    differs = []
     mendings = {
         INTERVAL: ("weight_sync_interval", 1, c.get("weight_sync_interval", 1) != 1),
         GROUP_OF_ONE: ("completions_per_prompt", 2, c["completions_per_prompt"] == 1),
@@ -299,11 +352,15 @@ def config_refuses(asked: dict[str, Any], *names: str) -> None:
 @adapter("async_loop__517d206d")
 def whole_loop(case: Case) -> Outcome:
     "What trains together, how stale it is, what the gate says, when weights are synced."
-    c, e = case.config, case.expected
+    c = case.config
+    e = case.expected
     if case.raises:
         config_refuses(settings(c), *(name for name in settings(c) if name != "recipe"))
         return AGREED
-    wanted = {**e, "train_and_sync": [rounded(unordered_rewards(event)) for event in e["train_and_sync"]]}
+    wanted = {
+        **e,
+        "train_and_sync": [rounded(unordered_rewards(event)) for event in e["train_and_sync"]],
+    }
     names = {name for event in e["train_and_sync"] if event[0] == "train_step" for name in event[3]}
 
     def play(theirs: bool) -> Any:
@@ -314,14 +371,23 @@ def whole_loop(case: Case) -> Outcome:
 
 def rounded(event: Sequence[Any]) -> list[Any]:
     "An event with its floats to 12 digits."
-    short = lambda value: round(value, 12) if isinstance(value, float) else value
-    return [{k: short(v) for k, v in part.items()} if isinstance(part, dict) else part for part in event]
+
+    def short(value):
+        return round(value, 12) if isinstance(value, float) else value
+
+    return [
+        {k: short(v) for k, v in part.items()} if isinstance(part, dict) else part for part in event
+    ]
 
 
 async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, Any]:
     "The recorded loop with our parts."
     c = case.config
-    k, n, events, step, in_records = c["completions_per_prompt"], c["prompt_groups_per_step"], [], c["global_step"], 0
+    k = c["completions_per_prompt"]
+    n = c["prompt_groups_per_step"]
+    events = []
+    step = c["global_step"]
+    in_records = 0
     gate = Gate(n, k, c["max_head_offpolicy_versions"], c["max_concurrent"])
     run = Run(case, theirs, gate)
 
@@ -362,7 +428,9 @@ async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, An
             "filter_drops": run.counts["filter_drops"],
             "stale_drops": 0,
             "total_accepted": gate.accepted // k,
-            "resolved_rows": c["resolved_rows_offset"] + in_records + len(run.producer.take_rejected()),
+            "resolved_rows": c["resolved_rows_offset"]
+            + in_records
+            + len(run.producer.take_rejected()),
         },
         "train_and_sync": events,
     }
@@ -371,7 +439,8 @@ async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, An
 @adapter("async_coordinator__HEAD")
 def coordinator(case: Case) -> Outcome:
     "What is drawn when, which chunks train, when rows are settled, and what the gate says when weights are published."
-    c, e = case.config, case.expected
+    c = case.config
+    e = case.expected
     if case.raises:
         config_refuses(settings(c), *(name for name in settings(c) if name != "recipe"))
         return AGREED
@@ -387,9 +456,13 @@ def coordinator(case: Case) -> Outcome:
 
 def unordered_completed(event: Sequence[Any]) -> list[Any]:
     "A recorded event; in which order rewards were listed is nobody's promise."
-    listed = lambda part: isinstance(part, dict) and "completed_rewards" in part
+
+    def listed(part):
+        return isinstance(part, dict) and "completed_rewards" in part
+
     return [
-        {**part, "completed_rewards": sorted(part["completed_rewards"])} if listed(part) else part for part in event
+        {**part, "completed_rewards": sorted(part["completed_rewards"])} if listed(part) else part
+        for part in event
     ]
 
 
@@ -399,7 +472,9 @@ class Coordinated(Run):
     waits = False
     settled = 0
     batch: Sequence[Finished[Graded]] = ()  # rows of the step under way
-    unrecorded: Sequence[Finished[Graded]] = ()  # rows that teach nothing, taken and kept for a later step
+    unrecorded: Sequence[
+        Finished[Graded]
+    ] = ()  # rows that teach nothing, taken and kept for a later step
 
     def useful(self, answered: Graded) -> bool:
         found = super().useful(answered)
@@ -427,11 +502,13 @@ class Coordinated(Run):
 
     def snapshot(self, offset: int) -> dict[str, Any]:
         "What the gate says."
-        gate, most = self.gate, self.c["max_concurrent_rollouts"]
+        gate = self.gate
+        most = self.c["max_concurrent_rollouts"]
         room = gate.concurrency_capacity
         if self.theirs and most is not None:
             room = most - self.out.total()
-        room, stale = None if room is None else max(0, room), max(0, gate.staleness_capacity)
+        room = None if room is None else max(0, room)
+        stale = max(0, gate.staleness_capacity)
         return {
             "published_version": gate.version,
             "accepted_samples": gate.accepted - offset,
@@ -440,7 +517,8 @@ class Coordinated(Run):
             "staleness_capacity": stale,
             "concurrency_capacity": room,
             "rows_submitted": self.taken,
-            "rows_accepted": gate.accepted // gate.completions_per_prompt - offset // gate.completions_per_prompt,
+            "rows_accepted": gate.accepted // gate.completions_per_prompt
+            - offset // gate.completions_per_prompt,
             "rows_rejected": self.rejected(),
             "sample_fails": self.rejected("none") if self.theirs else self.counts["sample_fails"],
             "filter_drops": self.counts["filter_drops"],
@@ -452,23 +530,31 @@ class Coordinated(Run):
 async def played_coordinator(case: Case, theirs: bool) -> tuple[list[Any], int]:
     "The recorded coordinator with our parts."
     c = case.config
-    n, k, version = c["prompt_groups_per_step"], c["completions_per_prompt"], c["global_step"]
-    offset, room = version * n * k, None if theirs else c["max_concurrent_rollouts"]
+    n = c["prompt_groups_per_step"]
+    k = c["completions_per_prompt"]
+    version = c["global_step"]
+    offset = version * n * k
+    room = None if theirs else c["max_concurrent_rollouts"]
     gate = Gate(n, k, c["max_head_off_policy_versions"], room, version=version, accepted=offset)
-    run, chunks = Coordinated(case, theirs, gate), rollouts.balanced_chunks(n, c["training_chunks_per_step"])
+    run = Coordinated(case, theirs, gate)
+    chunks = rollouts.balanced_chunks(n, c["training_chunks_per_step"])
     while True:
         run.batch = []
         for i, target in enumerate(chunks):
             if not (rows := await run.next_rows(target, n - len(run.batch))):
                 break
             run.batch = [*run.batch, *rows]
-            numbers, versions = [row.number for row in rows], [row.version for row in rows]
-            run.events.append(["chunk", gate.version + 1, i, len(chunks), target, numbers, versions])
+            numbers = [row.number for row in rows]
+            versions = [row.version for row in rows]
+            run.events.append(
+                ["chunk", gate.version + 1, i, len(chunks), target, numbers, versions]
+            )
             await asyncio.sleep(c["train_chunk_duration"])
         if not run.batch:
             break
         partial = len(run.batch) < n
-        others, realized = run.take_others(partial), run.batch
+        others = run.take_others(partial)
+        realized = run.batch
         run.batch = ()
         run.settle()
         gate.publish(gate.version + 1)

@@ -33,9 +33,7 @@ from rl_notebook.loop import igpo
 from rl_notebook.backends.services.completions import OpenAISampler
 from rl_notebook.core.types import Logprobs, RolloutSample
 
-TEXT_IS_NOT_SEARCHED = (
-    "turns are those of the loss mask; tags in the text, at their share of the characters, say nothing"
-)
+TEXT_IS_NOT_SEARCHED = "turns are those of the loss mask; tags in the text, at their share of the characters, say nothing"
 NOTHING_SAID = "a sample in which the policy says nothing is refused"
 NO_PROMPT = "a sample that begins without a prompt is refused, its first token has no logprob"
 MISSING_OUTCOMES = "outcomes that are missing are refused, not read as 0"
@@ -44,8 +42,12 @@ INCOMPLETE = "a reply that does not cover the answer is refused, not averaged, a
 TOO_MANY = "a reply for more tokens than were sent is refused"
 NO_MASK = "turns that overlap, touch or leave the completion are no loss mask"
 ONE_TOKEN = "an answer without a prefix has a token without logprob and is refused"
-WEIGHT_LATER = "its weight only switches gains on and off here; ours multiplies them once they are normalised"
-LAST_UNSCORED = "a last turn that nobody scored is refused; agrees with skip_last, which needs no score of it"
+WEIGHT_LATER = (
+    "its weight only switches gains on and off here; ours multiplies them once they are normalised"
+)
+LAST_UNSCORED = (
+    "a last turn that nobody scored is refused; agrees with skip_last, which needs no score of it"
+)
 SHORT_ADVANTAGES = "advantages of another length are refused, not padded with 0"
 
 
@@ -55,7 +57,11 @@ SHORT_ADVANTAGES = "advantages of another length are refused, not padded with 0"
 @adapter("igpo_z_normalize")
 def z_normalize(case: Case) -> Outcome:
     "Population spread; zeros below eps."
-    close(igpo.z_normalize(floats(case.inputs["values"]), **case.config), floats(case.expected["z"]), "z")
+    close(
+        igpo.z_normalize(floats(case.inputs["values"]), **case.config),
+        floats(case.expected["z"]),
+        "z",
+    )
     return AGREED
 
 
@@ -63,11 +69,13 @@ def z_normalize(case: Case) -> Outcome:
 def turn_advantages(case: Case) -> Outcome:
     "Both kinds of reward normalised over the turns of the group, added, discounted."
     x = case.inputs
-    ig, outcome = x["ig_rewards"], x["outcome_rewards"]
+    ig = x["ig_rewards"]
+    outcome = x["outcome_rewards"]
     if [len(r) for r in ig] != [len(r) for r in outcome]:
         refused(lambda: igpo.turn_advantages(ig, outcome, **case.config), "outcome rewards")
         return Outcome((MISSING_OUTCOMES,))
-    ours, theirs = igpo.turn_advantages(ig, outcome, **case.config), case.expected["advantages"]
+    ours = igpo.turn_advantages(ig, outcome, **case.config)
+    theirs = case.expected["advantages"]
     assert len(ours) == len(theirs)
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         close(a, floats(b), f"advantages of rollout {i}")
@@ -82,14 +90,19 @@ def masked(num_tokens: int, turns: Sequence[tuple[int, int]]) -> RolloutSample:
     mask = np.zeros(num_tokens, dtype=np.int64)
     for start, end in turns:
         mask[start:end] = 1
-    return RolloutSample(tokens=np.arange(num_tokens), logprobs=np.zeros(num_tokens), loss_mask=mask, reward=0.0)
+    return RolloutSample(
+        tokens=np.arange(num_tokens), logprobs=np.zeros(num_tokens), loss_mask=mask, reward=0.0
+    )
 
 
 @adapter("igpo_detect_turns")
 def detected_turns(case: Case) -> Outcome:
     "A completion without a gap in its mask is one turn, whatever its text holds."
     x = case.inputs
-    completion, recorded = (x["prompt_len"], x["total_tokens"]), [tuple(t) for t in case.expected["turns"]]
+    completion, recorded = (
+        (x["prompt_len"], x["total_tokens"]),
+        [tuple(t) for t in case.expected["turns"]],
+    )
     if completion[0] == completion[1] or completion[0] == 0:
         refused(lambda: masked(completion[1], [completion]), "loss_mask")
         return Outcome((NOTHING_SAID if completion[0] else NO_PROMPT,))
@@ -105,12 +118,15 @@ def expanded(
     recorded: Sequence[float], turns: Sequence[tuple[int, int]], values: Sequence[float], first: int
 ) -> Outcome:
     "Advantages of turns (first token, one past the last) at the targets that score their tokens."
-    n, whole = len(recorded), [(a, b) for a, b in turns if a < b]
+    n = len(recorded)
+    whole = [(a, b) for a, b in turns if a < b]
     if not whole:
         refused(lambda: masked(n + 1, turns), "loss_mask")
         return Outcome((NOTHING_SAID,))
     edges = [e for turn in whole for e in turn]
-    apart = all(a < b for a, b in pairwise(edges)) and max(first, 1) <= edges[0] and edges[-1] <= n + 1
+    apart = (
+        all(a < b for a, b in pairwise(edges)) and max(first, 1) <= edges[0] and edges[-1] <= n + 1
+    )
     if not apart or len(values) != len(turns):
         return Outcome((NO_MASK,))
     close(datums.per_target(masked(n + 1, whole), np.array(values)), floats(recorded), "advantages")
@@ -140,21 +156,27 @@ class Recorded:
     "A sampler that answers with recorded logprobs, and remembers what it was asked."
 
     def __init__(self, replies: Mapping[tuple[int, ...], Sequence[float]]):
-        self.replies, self.asked = replies, []
+        self.replies = replies
+        self.asked = []
 
     async def logprobs(self, tokens: np.ndarray) -> Logprobs:
         self.asked.append(tuple(tokens.tolist()))
         return Logprobs(self.replies[self.asked[-1]], policy_version=0)
 
 
-def score_all(sampler: Any, prefixes: Sequence[Sequence[int]], answer: Sequence[int]) -> list[float]:
+def score_all(
+    sampler: Any, prefixes: Sequence[Sequence[int]], answer: Sequence[int]
+) -> list[float]:
     "Our scores of an answer after each prefix."
     scorer, tokens = igpo.AnswerScorer(sampler), igpo.AnswerTokens((), tuple(answer))
 
     async def main() -> list[float]:
         scorer.enter(0)
         asked = [np.array(prefix, dtype=np.int64) for prefix in prefixes]
-        return [s.score for s in await asyncio.gather(*(scorer.score(prefix, tokens) for prefix in asked))]
+        return [
+            s.score
+            for s in await asyncio.gather(*(scorer.score(prefix, tokens) for prefix in asked))
+        ]
 
     return asyncio.run(main())
 
@@ -162,7 +184,8 @@ def score_all(sampler: Any, prefixes: Sequence[Sequence[int]], answer: Sequence[
 @adapter("igpo_score_datum")
 def score_datum(case: Case) -> Outcome:
     "What is read and what is scored."
-    prefix, answer = case.inputs["prefix_tokens"], case.inputs["answer_tokens"]
+    prefix = case.inputs["prefix_tokens"]
+    answer = case.inputs["answer_tokens"]
     tokens = (*prefix, *answer)
     sampler = Recorded({tokens: [-1.0] * (len(tokens) - 1)})
     if len(tokens) < 2:
@@ -179,10 +202,14 @@ def logprobs_in(response: Mapping[str, Any]) -> np.ndarray:
     "The values of a recorded reply, in either of the two layouts."
     (choice,) = response["choices"]
     rows = choice["logprobs"].get("content")
-    return floats(choice["logprobs"]["token_logprobs"] if rows is None else [row["logprob"] for row in rows])
+    return floats(
+        choice["logprobs"]["token_logprobs"] if rows is None else [row["logprob"] for row in rows]
+    )
 
 
-def served(values: np.ndarray, prefix: Sequence[int], answer: Sequence[int]) -> tuple[igpo.Scored, Any]:
+def served(
+    values: np.ndarray, prefix: Sequence[int], answer: Sequence[int]
+) -> tuple[igpo.Scored, Any]:
     "What our sampler makes of logprobs that a server replies with, and the prompt that it has sent."
     asked = []
     content = [{"logprob": None if np.isnan(v) else v} for v in values.tolist()]
@@ -195,7 +222,9 @@ def served(values: np.ndarray, prefix: Sequence[int], answer: Sequence[int]) -> 
         options = {"dialect": "fireworks", "kind": "both", "transport": httpx.MockTransport(reply)}
         sampler = OpenAISampler("http://server", "m", None, **options)
         try:
-            return await igpo.score_answer(sampler, np.array(prefix), igpo.AnswerTokens((), tuple(answer)))
+            return await igpo.score_answer(
+                sampler, np.array(prefix), igpo.AnswerTokens((), tuple(answer))
+            )
         finally:
             await sampler.close()
 
@@ -205,7 +234,8 @@ def served(values: np.ndarray, prefix: Sequence[int], answer: Sequence[int]) -> 
 @adapter("igpo_score_prefix_inference__517d206d", "igpo_score_prefix_inference__HEAD")
 def score_prefix(case: Case) -> Outcome:
     "The score of an answer after a prefix, by a server."
-    x, e = case.inputs, case.expected
+    x = case.inputs
+    e = case.expected
     prefix, answer, values = x["prefix_tokens"], x["answer_tokens"], logprobs_in(x["response"])
     ids = [*prefix, *answer]
     if "request" in e:  # where one was made
@@ -225,8 +255,12 @@ def score_prefix(case: Case) -> Outcome:
 @adapter("igpo_turn_scorer")
 def turn_scorer(case: Case) -> Outcome:
     "Scores of all prefixes, gains between them, and the outcome of each step."
-    x, c, e = case.inputs, case.config, case.expected
-    prefixes, answer, differs = x["prefixes"], x["answer_tokens"], []
+    x = case.inputs
+    c = case.config
+    e = case.expected
+    prefixes = x["prefixes"]
+    answer = x["answer_tokens"]
+    differs = []
     replies = {(*p, *answer): lp for p, lp in zip(prefixes, x["trainer_logprobs"], strict=True)}
     scores = score_all(Recorded(replies), prefixes, answer)
     close(scores, e["prefix_scores"], "scores")
@@ -240,9 +274,18 @@ def turn_scorer(case: Case) -> Outcome:
     close(gains * (c["ig_weight"] != 0), e["ig_rewards"], "gains")
     close(e["outcome_rewards"], x["step_rewards"], "outcomes")
     if c["ig_weight"] != 1:
-        weighted = lambda w: np.concatenate(igpo.turn_advantages([gains], [floats(x["step_rewards"])], ig_weight=w))
+
+        def weighted(w):
+            return np.concatenate(
+                igpo.turn_advantages([gains], [floats(x["step_rewards"])], ig_weight=w)
+            )
+
         half = (weighted(0.0) + weighted(1.0)) / 2
-        close(weighted(c["ig_weight"]), half if c["ig_weight"] == 0.5 else weighted(0.0), "weighted advantages")
+        close(
+            weighted(c["ig_weight"]),
+            half if c["ig_weight"] == 0.5 else weighted(0.0),
+            "weighted advantages",
+        )
         differs.append(WEIGHT_LATER)
     return Outcome(tuple(differs))
 
@@ -253,8 +296,14 @@ def turn_scorer(case: Case) -> Outcome:
 @adapter("igpo_loss")
 def igpo_loss(case: Case) -> Outcome:
     "The clipped surrogate with an advantage per token and a correction without a cap: our ppo."
-    x, c = case.inputs, case.config
-    options = {"policy_loss": "ppo", "eps_clip": c["eps_clip"], "kl_beta": c["kl_beta"], "kl_estimator": "k1"}
+    x = case.inputs
+    c = case.config
+    options = {
+        "policy_loss": "ppo",
+        "eps_clip": c["eps_clip"],
+        "kl_beta": c["kl_beta"],
+        "kl_estimator": "k1",
+    }
     options |= {"tis": "token", "tis_cap": np.inf}
     given = {"old_logprobs": x["old_logprobs"] or [], "advantages": [0.0] * len(x["tokens"])}
     b = loss_batch(replace(case, inputs={**x, **given}), options)

@@ -13,13 +13,32 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from golden_adapters import AGREED, EXACT, SINGLE, Case, Outcome, adapter, close, floats, refused, simulate, stats_of
+from golden_adapters import (
+    AGREED,
+    EXACT,
+    SINGLE,
+    Case,
+    Outcome,
+    adapter,
+    close,
+    floats,
+    refused,
+    simulate,
+    stats_of,
+)
 
 from rl_notebook.core.advantages import is_dead, with_advantages
 from rl_notebook.core.align import align_logprobs, align_routing
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.task.chat import sample_from_completion
-from rl_notebook.core.types import AlignmentError, Completion, Logprobs, PromptGroup, RewardError, RLNotebookError
+from rl_notebook.core.types import (
+    AlignmentError,
+    Completion,
+    Logprobs,
+    PromptGroup,
+    RewardError,
+    RLNotebookError,
+)
 from rl_notebook.core.types import RolloutRun, RolloutSample, SampleParams
 from rl_notebook.config.config import Config
 from rl_notebook.task.data import Cursor, Row, load_rows, restore_cursor
@@ -62,7 +81,10 @@ def chunks(case: Case) -> Outcome:
     "Pipeline chunks: balanced, the larger ones first."
     c = case.config
     if case.raises:
-        sizes = {"prompt_groups_per_step": c["total_groups"], "pipeline_chunks_per_step": c["requested_chunks"]}
+        sizes = {
+            "prompt_groups_per_step": c["total_groups"],
+            "pipeline_chunks_per_step": c["requested_chunks"],
+        }
         refused(lambda: Config(recipe="async_rl_loop", **sizes), *sizes)
     else:
         assert balanced_chunks(c["total_groups"], c["requested_chunks"]) == case.expected["targets"]
@@ -72,7 +94,8 @@ def chunks(case: Case) -> Outcome:
 @adapter("ppo_minibatches__517d206d")
 def minibatches(case: Case) -> Outcome:
     "Slices of the datums, one per optimizer step."
-    count, parts = case.inputs["n_datums"], case.config["ppo_n_minibatches"]
+    count = case.inputs["n_datums"]
+    parts = case.config["ppo_n_minibatches"]
     if parts < 1:
         refused(lambda: Config(ppo_n_minibatches=parts), "ppo_n_minibatches")
     slices = minibatch_slices(count, max(parts, 1))
@@ -92,7 +115,9 @@ ECHOED = "an echo of N-1 values is understood; there every such draw is dropped"
 def aligned(case: Case, values: Sequence[float | None]) -> np.ndarray:
     "(C,) what a sampler returned, as completion logprobs."
     x = case.inputs
-    target = align_logprobs(values, x["prompt_len"], len(x["full_tokens"]), echoed=x["logprobs_echoed"])
+    target = align_logprobs(
+        values, x["prompt_len"], len(x["full_tokens"]), echoed=x["logprobs_echoed"]
+    )
     return target[x["prompt_len"] - 1 :]
 
 
@@ -101,7 +126,9 @@ def completed(case: Case, values: Sequence[float | None] | None) -> Completion:
     x = case.inputs
     if values is None:
         raise AlignmentError("sampler logprobs", got="none")
-    tokens, at, raw = x["full_tokens"], x["prompt_len"], x.get("raw_logprobs")
+    tokens = x["full_tokens"]
+    at = x["prompt_len"]
+    raw = x.get("raw_logprobs")
     drawn = aligned(case, values)
     if raw is not None:
         raw = aligned(case, raw if len(raw) != len(tokens) else [None, *raw[1:]])
@@ -122,10 +149,14 @@ def same_sample(ours: RolloutSample, recorded: Mapping[str, Any]) -> None:
             assert np.isnan(getattr(ours, name)[~active]).all()
 
 
-def outcome_of(case: Case, make: Callable[[Sequence[float | None] | None], RolloutSample], recorded: Any) -> Outcome:
+def outcome_of(
+    case: Case, make: Callable[[Sequence[float | None] | None], RolloutSample], recorded: Any
+) -> Outcome:
     "What comes of a completion: the recorded sample, or a refusal for a reason that can be named."
     x = case.inputs
-    values, tokens, at = x["logprobs"], x["full_tokens"], x["prompt_len"]
+    values = x["logprobs"]
+    tokens = x["full_tokens"]
+    at = x["prompt_len"]
     if recorded is None:
         try:
             ours = make(values)
@@ -157,7 +188,9 @@ def completion_to_run(case: Case) -> Outcome:
     assert run is None or run["n_segments"] == 1
 
     def make(values: Sequence[float | None] | None) -> RolloutSample:
-        sample = sample_from_completion(completed(case, values), reward=float(case.config["reward"]))
+        sample = sample_from_completion(
+            completed(case, values), reward=float(case.config["reward"])
+        )
         return draws([sample]).samples[0]
 
     return outcome_of(case, make, run)
@@ -182,10 +215,14 @@ def rollout_example(case: Case) -> Outcome:
 
     def make(values: Sequence[float | None] | None) -> RolloutSample:
         completion = completed(case, values)  # raises here what the sampler would raise
-        sampler = build_deployment_sampler(RolloutSetup(Replies(lambda: completion), None, SampleParams(), 1))
+        sampler = build_deployment_sampler(
+            RolloutSetup(Replies(lambda: completion), None, SampleParams(), 1)
+        )
 
         async def rollout_fn(sample_prompt: dict[str, Any]) -> RolloutSample | None:
-            completions = await sampler.sample_with_prompt_tokens(sample_prompt["prompt_token_ids"], n=1)
+            completions = await sampler.sample_with_prompt_tokens(
+                sample_prompt["prompt_token_ids"], n=1
+            )
             if not completions:
                 return None
             c = completions[0]
@@ -213,9 +250,13 @@ def rollout_example(case: Case) -> Outcome:
 # -- groups ------------------------------------------------------------------------------------------------------
 
 FIRST_MASKED = "a mask on the first token, which nothing scores, is refused"
-INFINITE = "an infinite reward is an error that names the sample; there the group is dropped in silence"
+INFINITE = (
+    "an infinite reward is an error that names the sample; there the group is dropped in silence"
+)
 ALONE = "a group of one is refused, or has advantage 0; there a function that centres nothing may train it"
-NO_RESULTS = "a prompt of which nothing came back is a group without samples, counted; there it is an error"
+NO_RESULTS = (
+    "a prompt of which nothing came back is a group without samples, counted; there it is an error"
+)
 ONE_REWARD = "a run is given its reward once, so that its segments cannot differ; there they can, and are refused"
 ONE_PER_TOKEN = "routing of one entry a token is refused, since the last token is never read; there it is passed on"
 UNKNOWN_ROW = "a result belongs to a call, so that one for a row that was never started cannot come"
@@ -227,12 +268,17 @@ def made(plain: Mapping[str, Any], **changes: Any) -> RolloutSample:
     sample = RolloutSample(**{**fields, **changes})
     if plain.get("routing_matrices") is None:
         return sample
-    return replace(sample, routing=align_routing(plain["routing_matrices"], sample.prompt_len, len(sample.tokens) - 1))
+    return replace(
+        sample,
+        routing=align_routing(plain["routing_matrices"], sample.prompt_len, len(sample.tokens) - 1),
+    )
 
 
 def runs_of(case: Case) -> list[list[dict[str, Any]]]:
     "The recorded results as runs of segments, whichever way they were written down."
-    return [[s] for s in case.inputs["samples"]] if "samples" in case.inputs else case.inputs["runs"]
+    return (
+        [[s] for s in case.inputs["samples"]] if "samples" in case.inputs else case.inputs["runs"]
+    )
 
 
 def result_of(run: Sequence[Mapping[str, Any]]) -> Callable[[], Any]:
@@ -245,12 +291,18 @@ def result_of(run: Sequence[Mapping[str, Any]]) -> Callable[[], Any]:
 @adapter("rollout_to_prompt_group__*")
 def prompt_group(case: Case) -> Outcome:
     "Results of the draws of one prompt, as a group with advantages and its datums."
-    runs, c = runs_of(case), case.config
+    runs = runs_of(case)
+    c = case.config
     if case.raises:
         return group_refused(case, runs)
-    group, segments = case.expected["prompt_group"], [s for run in runs for s in run]
+    group = case.expected["prompt_group"]
+    segments = [s for run in runs for s in run]
     for because, about, broken in (
-        (ONE_PER_TOKEN, "routing", any(len(s.get("routing_matrices") or []) == len(s["tokens"]) for s in segments)),
+        (
+            ONE_PER_TOKEN,
+            "routing",
+            any(len(s.get("routing_matrices") or []) == len(s["tokens"]) for s in segments),
+        ),
         (INFINITE, "reward", not all(np.isfinite(float(run[0]["reward"])) for run in runs)),
         (FIRST_MASKED, "loss_mask", any(s["loss_mask"][0] for s in segments)),
     ):
@@ -263,8 +315,11 @@ def prompt_group(case: Case) -> Outcome:
         if group is None:
             assert is_dead(ours.rewards)
             return AGREED
-    given = len(runs) == 1 or c.get("advantage_fn") == "identity"  # advantages of one's own are put on by hand
-    same_group(replace(ours, advantages=ours.rewards) if given else with_advantages([ours])[0], group)
+    # advantages of one's own are put on by hand
+    given = len(runs) == 1 or c.get("advantage_fn") == "identity"
+    same_group(
+        replace(ours, advantages=ours.rewards) if given else with_advantages([ours])[0], group
+    )
     return Outcome((ALONE,)) if len(runs) == 1 else AGREED
 
 
@@ -275,7 +330,10 @@ def numbers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, 
 
 def group_refused(case: Case, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Outcome:
     "What the other program refused, refused here too, or impossible here."
-    ours = lambda: draws([result_of(run) for run in runs])
+
+    def ours():
+        return draws([result_of(run) for run in runs])
+
     if not runs:
         assert not ours().samples
         return Outcome((NO_RESULTS,))
@@ -299,8 +357,15 @@ def spans(group: PromptGroup) -> list[tuple[int, int]]:
 
 def valid(run: Sequence[Mapping[str, Any]]) -> bool:
     "Whether a recorded run holds together."
-    sizes = [{len(s[k]) for k in ("tokens", "logprobs", "loss_mask", "raw_logprobs") if s.get(k)} for s in run]
-    return bool(run) and all(len(n) == 1 and max(n) > 1 for n in sizes) and all(any(s["loss_mask"]) for s in run)
+    sizes = [
+        {len(s[k]) for k in ("tokens", "logprobs", "loss_mask", "raw_logprobs") if s.get(k)}
+        for s in run
+    ]
+    return (
+        bool(run)
+        and all(len(n) == 1 and max(n) > 1 for n in sizes)
+        and all(any(s["loss_mask"]) for s in run)
+    )
 
 
 def message_of(call: Callable[[], Any]) -> str:
@@ -315,7 +380,9 @@ def message_of(call: Callable[[], Any]) -> str:
 def same_group(ours: PromptGroup, recorded: Mapping[str, Any]) -> None:
     "Everything that a group and its datums have in common."
     datums = datums_from_groups([ours])
-    assert [d.input_tokens.tolist() for d in datums] == [d["model_input_tokens"] for d in recorded["data"]]
+    assert [d.input_tokens.tolist() for d in datums] == [
+        d["model_input_tokens"] for d in recorded["data"]
+    ]
     inputs = [d["loss_fn_inputs"] for d in recorded["data"]]
     series = {name: [x[name]["data"] for x in inputs] for name in ("target_tokens", "weights")}
     assert [d.target_tokens.tolist() for d in datums] == series["target_tokens"]
@@ -331,9 +398,16 @@ def same_group(ours: PromptGroup, recorded: Mapping[str, Any]) -> None:
     assert [s.prompt_len for s in ours.samples] == recorded["prompt_lens"]
     assert [s.completion_len for s in ours.samples] == recorded["completion_lens"]
     assert [s.truncated for s in ours.samples] == recorded["truncated"]
-    for s, raw in zip(ours.samples, recorded.get("raw_inf_logprobs") or [[]] * len(ours.samples), strict=True):
+    for s, raw in zip(
+        ours.samples, recorded.get("raw_inf_logprobs") or [[]] * len(ours.samples), strict=True
+    ):
         if raw:
-            close(s.raw_logprobs[1:][s.loss_mask[1:] == 1], floats(raw)[s.loss_mask[1:] == 1], "raw logprobs", EXACT)
+            close(
+                s.raw_logprobs[1:][s.loss_mask[1:] == 1],
+                floats(raw)[s.loss_mask[1:] == 1],
+                "raw logprobs",
+                EXACT,
+            )
     trained = [sum(ours.samples[i].completion_len for i in range(*span)) for span in spans(ours)]
     if recorded.get("run_metadata"):
         assert trained == [m["trainable_tokens"] for m in recorded["run_metadata"]]
@@ -342,7 +416,8 @@ def same_group(ours: PromptGroup, recorded: Mapping[str, Any]) -> None:
 @adapter("combine_prompt_groups")
 def combined(case: Case) -> Outcome:
     "Groups laid end to end as the datums of a step."
-    groups, refs = [], []
+    groups = []
+    refs = []
     for g, x in enumerate(case.inputs["groups"]):
         lens = x["prompt_lens"] or [x["prompt_len"]] * len(x["target_tokens"])
         samples = []
@@ -351,7 +426,8 @@ def combined(case: Case) -> Outcome:
             samples.append(RolloutSample([0, *targets], [None, *series], mask, 0.0))
         groups.append(PromptGroup(tuple(samples), index=g, advantages=x["advantages"]))
         refs += x["ref_logprobs"] or [None] * len(samples)
-    datums, e = datums_from_groups(groups), case.expected
+    datums = datums_from_groups(groups)
+    e = case.expected
     assert len(datums) == e["n_data"]
     assert [d.target_tokens.tolist() for d in datums] == e["target_tokens"]
     close([d.advantage for d in datums], e["advantages"], "advantages", EXACT)
@@ -359,7 +435,11 @@ def combined(case: Case) -> Outcome:
     for d, series in zip(datums, e["inf_logprobs"], strict=True):
         close(d.sampler_logprobs[d.active], floats(series)[d.active], "sampler logprobs", EXACT)
     with_ref = [(d, r) for d, r in zip(datums, refs, strict=True) if r is not None]
-    attached = attach([d for d, _ in with_ref], "ref_logprobs", [Logprobs(r, source="reference") for _, r in with_ref])
+    attached = attach(
+        [d for d, _ in with_ref],
+        "ref_logprobs",
+        [Logprobs(r, source="reference") for _, r in with_ref],
+    )
     for d, series in zip(attached, e["ref_logprobs"], strict=True):
         close(d.ref_logprobs, series, "reference logprobs", EXACT)
     return AGREED
@@ -368,7 +448,8 @@ def combined(case: Case) -> Outcome:
 @adapter("group_assembler")
 def group_assembler(case: Case) -> Outcome:
     "Results of several rows, in any order; a row's group is there when its last result is."
-    ops, c = case.inputs["ops"], case.config
+    ops = case.inputs["ops"]
+    c = case.config
     plan, versions, differs = defaultdict(list), defaultdict(list), []
     for at, op in enumerate(ops):
         if op["op"] == "note_started":
@@ -377,7 +458,9 @@ def group_assembler(case: Case) -> Outcome:
             plan[op["row"]].append((at, op.get("sample")))
     done: dict[int, PromptGroup] = {}
 
-    async def rollout_fn(sample_prompt: dict[str, Any], row_index: int, rollout_index: int) -> RolloutSample | None:
+    async def rollout_fn(
+        sample_prompt: dict[str, Any], row_index: int, rollout_index: int
+    ) -> RolloutSample | None:
         at, sample = plan[row_index][rollout_index]
         await asyncio.sleep(at)
         return None if sample is None else made(sample, policy_version=min(versions[row_index]))
@@ -424,9 +507,14 @@ LOW_WATER = "a place is the rows taken, of which the unfinished are kept apart; 
 @adapter("cursor_dataloader__HEAD")
 def cursor_dataloader(case: Case) -> Outcome:
     "Rows over several epochs, and where a run goes on."
-    items, c, e = case.inputs["items"], case.config, case.expected
+    items = case.inputs["items"]
+    c = case.config
+    e = case.expected
     rows = [Row(key=str(item), prompt=str(item)) for item in items]
-    make = lambda **place: Cursor(rows, c["seed"], c["epochs"], c["shuffle"], **place)
+
+    def make(**place):
+        return Cursor(rows, c["seed"], c["epochs"], c["shuffle"], **place)
+
     if not rows or c["epochs"] < 1:
         assert e["items"] == []
         refused(make, "empty data set", "epochs")
@@ -439,7 +527,9 @@ def cursor_dataloader(case: Case) -> Outcome:
     if c["shuffle"]:
         size = len(rows)
         epochs = [[r.key for r in taken[i : i + size]] for i in range(0, len(taken), size)]
-        assert all(sorted(epoch) == sorted(map(str, items)) for epoch in epochs), "each epoch has every row once"
+        assert all(sorted(epoch) == sorted(map(str, items)) for epoch in epochs), (
+            "each epoch has every row once"
+        )
     else:
         assert [r.key for r in taken][c["start_cursor"] :] == recorded
     assert [i for i, _ in e["items"]] == list(range(c["start_cursor"], len(taken)))
@@ -461,16 +551,23 @@ NAMES = {
 }
 
 
-def step_groups(case: Case, mask_of: Callable[[Mapping[str, Any], int], Sequence[int]]) -> list[PromptGroup]:
+def step_groups(
+    case: Case, mask_of: Callable[[Mapping[str, Any], int], Sequence[int]]
+) -> list[PromptGroup]:
     "The recorded groups, without samples in which nothing is masked."
     groups = []
     for g, x in enumerate(case.inputs["groups"]):
         samples = []
         for i, targets in enumerate(x["targets"]):
-            mask, series = mask_of(x, i), x["inf_logprobs"][i] or [None] * len(targets)
+            mask = mask_of(x, i)
+            series = x["inf_logprobs"][i] or [None] * len(targets)
             ended = "length" if x["truncated"][i] else "stop"
             if any(mask):
-                samples.append(RolloutSample([0, *targets], [None, *series], [0, *mask], x["rewards"][i], ended))
+                samples.append(
+                    RolloutSample(
+                        [0, *targets], [None, *series], [0, *mask], x["rewards"][i], ended
+                    )
+                )
         groups.append(PromptGroup(tuple(samples), index=g))
     return groups
 
@@ -490,10 +587,12 @@ def mask_of_weights(x: Mapping[str, Any], i: int) -> list[int]:
 @adapter("step_metrics__517d206d")
 def metrics_of_a_step(case: Case) -> Outcome:
     "What a step says about its samples; its timings and losses are those of the loop that ran it."
-    e, ours = case.expected["metrics"], step_metrics(step_groups(case, mask_of_length), [])
+    e = case.expected["metrics"]
+    ours = step_metrics(step_groups(case, mask_of_length), [])
     each = [(x, i) for x in case.inputs["groups"] for i in range(len(x["rewards"]))]
     lost = [(x["rewards"][i], x["truncated"][i]) for x, i in each if not x["completion_lens"][i]]
-    count, theirs = ours["rollout/num_samples"], e["rollout/samples_completed"]
+    count = ours["rollout/num_samples"]
+    theirs = e["rollout/samples_completed"]
     assert count + len(lost) == theirs
     away = {"reward": sum(r for r, _ in lost), "completions/clipped_ratio": sum(t for _, t in lost)}
     for name, own in NAMES.items():
@@ -515,11 +614,14 @@ ANSWER = {"ok": (0.0, 1.0), "uniform": (1.0, 1.0)}
 def collecting_loop(kinds: Sequence[str], target: int, filtered: bool) -> GRPOLoop:
     "A loop over rows that go well, are all alike, or fail; it samples further rows for those that teach nothing."
 
-    async def rollout_fn(sample_prompt: dict[str, Any], row_index: int, rollout_index: int) -> RolloutSample | None:
+    async def rollout_fn(
+        sample_prompt: dict[str, Any], row_index: int, rollout_index: int
+    ) -> RolloutSample | None:
         if kinds[row_index] == "fail":
             return None
         prompt = sample_prompt["prompt_token_ids"]
-        series, mask = [None] * len(prompt) + [-0.1], [0] * len(prompt) + [1]
+        series = [None] * len(prompt) + [-0.1]
+        mask = [0] * len(prompt) + [1]
         return RolloutSample([*prompt, 5], series, mask, ANSWER[kinds[row_index]][rollout_index])
 
     cfg = Config(
@@ -534,7 +636,9 @@ def collecting_loop(kinds: Sequence[str], target: int, filtered: bool) -> GRPOLo
     keep = None if filtered else lambda group: len(group.samples) > 0
     model, tokenizer = load_model("tiny")
     rows = load_rows(toy_rows(len(kinds), seed=3)) if kinds else []
-    return GRPOLoop(open_local(model, tokenizer, reference=False), rows, rollout_fn, cfg, dynamic_filter_fn=keep)
+    return GRPOLoop(
+        open_local(model, tokenizer, reference=False), rows, rollout_fn, cfg, dynamic_filter_fn=keep
+    )
 
 
 def batch_of(record: StepRecord, keep: Callable[[PromptGroup], bool], first: int) -> dict[str, Any]:
@@ -552,12 +656,15 @@ def batch_of(record: StepRecord, keep: Callable[[PromptGroup], bool], first: int
 @adapter("sync_collect__HEAD")
 def sync_collect(case: Case) -> Outcome:
     "Batches that are filled up with further rows, until there are no more; each row is taken once, in order."
-    kinds, c, e = case.inputs["kind"], case.config, case.expected
+    kinds = case.inputs["kind"]
+    c = case.config
+    e = case.expected
     if case.raises:
         refused(lambda: Config(prompt_groups_per_step=c["target_size"]), "prompt_groups_per_step")
         return AGREED
     recorded = [
-        {**b, "stats": {**b["stats"], "all_raw_rewards": sorted(b["stats"]["all_raw_rewards"])}} for b in e["batches"]
+        {**b, "stats": {**b["stats"], "all_raw_rewards": sorted(b["stats"]["all_raw_rewards"])}}
+        for b in e["batches"]
     ]
     assert recorded.pop()["consumed"] == [], "it ends with an empty batch"
     if not kinds:
@@ -566,7 +673,8 @@ def sync_collect(case: Case) -> Outcome:
         return Outcome((NO_ROWS,))
 
     async def run() -> tuple[list[dict[str, Any]], bool]:
-        loop, batches = collecting_loop(kinds, c["target_size"], c["filter"]), []
+        loop = collecting_loop(kinds, c["target_size"], c["filter"])
+        batches = []
         while not loop.done:
             try:
                 record = await loop.step()

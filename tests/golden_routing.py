@@ -10,7 +10,9 @@ NOT_RECORDED = "nothing recorded is None and the trainer chooses; it refuses to 
 NOTHING_SAMPLED = "a completion without tokens leaves every input unknown; it calls that missing"
 EMPTY_IS_NOT_NONE = "an empty record is refused, not read as absent"
 NO_PROMPT = "an empty prompt is refused; agrees with a prompt of one token where the record has one entry an input"
-LONG_PROMPT = "a prompt longer than the sequence is refused; it answers with more entries than inputs"
+LONG_PROMPT = (
+    "a prompt longer than the sequence is refused; it answers with more entries than inputs"
+)
 CUT = "a record that is too long is refused, not cut; agrees after cutting it"
 PASSED_ON = "a record that is too short is refused, not passed on"
 
@@ -30,9 +32,13 @@ def misfit(routing: list[str], prompt_len: int, inputs: int) -> tuple[str, str] 
 @adapter("router_replay__*")
 def router_replay(case: Case) -> Outcome:
     "Expert choices as a sampler returned them, one entry per input."
-    x, only = case.inputs, case.config["completion_only"]
-    routing, p, inputs = x["routing_matrices"], x["prompt_len"], x["model_input_len"]
-    want, raises = case.expected["routing_matrices"], "raises" in case.expected.get("validate", {})
+    x = case.inputs
+    only = case.config["completion_only"]
+    routing = x["routing_matrices"]
+    p = x["prompt_len"]
+    inputs = x["model_input_len"]
+    want = case.expected["routing_matrices"]
+    raises = "raises" in case.expected.get("validate", {})
     if routing is None:
         assert align_routing(None, p, inputs, only) is None
         assert raises or want is None

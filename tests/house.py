@@ -47,12 +47,23 @@ NETWORK = {
     "urllib3",
     "websockets",
 }
-NETWORK |= {"datasets", "fireworks", "huggingface_hub", "openai", "starlette", "tinker", "trackio", "uvicorn", "wandb"}
+NETWORK |= {
+    "datasets",
+    "fireworks",
+    "huggingface_hub",
+    "openai",
+    "starlette",
+    "tinker",
+    "trackio",
+    "uvicorn",
+    "wandb",
+}
 DISPLAY = {"IPython", "anywidget", "ipywidgets", "matplotlib", "plotly", "rich", "tqdm"}
 TORCH = {"accelerate", "peft", "safetensors", "torch", "transformers", "trl"}
 
 
-Place = tuple[int, str, int]  # floor of the folder, folder, number in it: what a notebook may import stands lower
+# floor of the folder, folder, number in it: what a notebook may import stands lower
+Place = tuple[int, str, int]
 
 # --- reading a project ------------------------------------------------------------------------------------------
 
@@ -90,14 +101,18 @@ class Cell:
     @cached_property
     def tree(self) -> ast.Module:
         "Its code; magics and shell lines count as blank."
-        text = "\n".join("" if line.lstrip().startswith(("%", "!")) else line for line in self.source.splitlines())
+        text = "\n".join(
+            "" if line.lstrip().startswith(("%", "!")) else line
+            for line in self.source.splitlines()
+        )
         return parsed(text, self.where)
 
     @property
     def output_text(self) -> str:
         "What its stored outputs show, as one text."
         return json.dumps(
-            [{k: v for k, v in out.items() if k != "metadata"} for out in self.outputs], ensure_ascii=False
+            [{k: v for k, v in out.items() if k != "metadata"} for out in self.outputs],
+            ensure_ascii=False,
         )
 
 
@@ -112,7 +127,12 @@ class Notebook:
     def cells(self) -> list[Cell]:
         "Its cells in order."
         return [
-            Cell(f"{self.name} cell {i}", c["cell_type"], "".join(c["source"]), tuple(c.get("outputs", ())))
+            Cell(
+                f"{self.name} cell {i}",
+                c["cell_type"],
+                "".join(c["source"]),
+                tuple(c.get("outputs", ())),
+            )
             for i, c in enumerate(self.raw["cells"])
         ]
 
@@ -149,7 +169,10 @@ class House:
     @cached_property
     def notebooks(self) -> list[Notebook]:
         "All notebooks, tutorials included."
-        return [Notebook(path, json.loads(path.read_text(encoding="utf-8"))) for path in notebooks(self.root)]
+        return [
+            Notebook(path, json.loads(path.read_text(encoding="utf-8")))
+            for path in notebooks(self.root)
+        ]
 
     @cached_property
     def folders(self) -> list[str]:
@@ -205,7 +228,9 @@ class House:
 
 def notebooks(root: Path) -> list[Path]:
     "All notebooks of a checkout, in order; not those that Jupyter keeps beside them."
-    return sorted(p for p in (root / "nbs").rglob("*.ipynb") if not any(x.startswith(".") for x in p.parts))
+    return sorted(
+        p for p in (root / "nbs").rglob("*.ipynb") if not any(x.startswith(".") for x in p.parts)
+    )
 
 
 def imported(tree: ast.AST) -> Iterator[str]:
@@ -215,8 +240,14 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            ("import_module", "__import__")
+        ):
+            yield from (
+                a.value
+                for a in node.args[:1]
+                if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            )
 
 
 def package_imports(house: House) -> Iterator[tuple[Place, Cell, Place, str]]:
@@ -253,16 +284,23 @@ def a_fresh_export_leaves_no_diff(house: House) -> list[str]:
         for name in ("settings.ini", "pyproject.toml"):
             shutil.copy(house.root / name, copy / name)
         shutil.copytree(house.root / "nbs", copy / "nbs", symlinks=True)
-        for init in house.package.rglob("__init__.py"):  # nbdev makes one where there is none, and leaves what is there
+        # nbdev makes one where there is none, and leaves what is there
+        for init in house.package.rglob("__init__.py"):
             (copy / init.relative_to(house.root)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(init, copy / init.relative_to(house.root))
         export = [str(Path(sys.executable).parent / "nbdev_export")]
         done = subprocess.run(export, cwd=copy, capture_output=True, text=True, check=False)
         if done.returncode:
             return [f"nbdev_export failed: {(done.stderr or done.stdout).strip()[-500:]}"]
-        fresh = {str(path.relative_to(copy / PACKAGE)) for path in (copy / PACKAGE).rglob("*.py")} - {INDEX}
-        stored = {str(path.relative_to(house.package)) for path in house.package.rglob("*.py")} - {INDEX}
-        _, differing, _ = filecmp.cmpfiles(copy / PACKAGE, house.package, sorted(fresh & stored), shallow=False)
+        fresh = {
+            str(path.relative_to(copy / PACKAGE)) for path in (copy / PACKAGE).rglob("*.py")
+        } - {INDEX}
+        stored = {str(path.relative_to(house.package)) for path in house.package.rglob("*.py")} - {
+            INDEX
+        }
+        _, differing, _ = filecmp.cmpfiles(
+            copy / PACKAGE, house.package, sorted(fresh & stored), shallow=False
+        )
     return (
         [f"{PACKAGE}/{name} differs from its notebook: run make prep" for name in differing]
         + [f"{PACKAGE}/{name} is missing: run make prep" for name in sorted(fresh - stored)]
@@ -273,9 +311,15 @@ def a_fresh_export_leaves_no_diff(house: House) -> list[str]:
 @rule
 def a_notebook_is_named_after_its_module(house: House) -> list[str]:
     "`folder/NN_name` exports `folder.name`; no number twice in a folder; the index and the tutorials do not."
-    problems, seen = [], dict[tuple[str, int], str]()
+    problems = []
+    seen = dict[tuple[str, int], str]()
     for nb in house.notebooks:
-        exports = [mark.split()[-1] for cell in nb.cells for mark in cell.marks if mark.startswith("default_exp")]
+        exports = [
+            mark.split()[-1]
+            for cell in nb.cells
+            for mark in cell.marks
+            if mark.startswith("default_exp")
+        ]
         if nb.numbered is None:
             if exports or nb.exported:
                 problems.append(f"{nb.name} exports; only nbs/folder/NN_name.ipynb may")
@@ -295,7 +339,12 @@ def a_notebook_is_named_after_its_module(house: House) -> list[str]:
 def numbers_only_go_down(house: House) -> list[str]:
     """A notebook imports lower folders, and lower numbers of its own; what is not exported may import its own module,
     and makes the step that a page of insight looks at with the loop, which asks insight about its own."""
-    step = lambda cell, module: cell.where.startswith("insight/") and module.startswith("loop.") and not cell.exported
+
+    def step(cell, module):
+        return (
+            cell.where.startswith("insight/") and module.startswith("loop.") and not cell.exported
+        )
+
     return [
         f"{cell.where} imports {module} ({there})"
         for here, cell, there, module in package_imports(house)
@@ -321,7 +370,9 @@ def core_is_pure(house: House) -> list[str]:
 def the_layers_name_every_folder(house: House) -> list[str]:
     "The layers that lint-imports checks are the folders of the package."
     tops = sorted({module.split(".")[0] for _, module, _ in house.modules})
-    return [f"pyproject.toml: no layer for {PACKAGE}.{top}" for top in tops if top not in house.folders]
+    return [
+        f"pyproject.toml: no layer for {PACKAGE}.{top}" for top in tops if top not in house.folders
+    ]
 
 
 @rule
@@ -331,8 +382,15 @@ def a_notebook_reads_as_a_page(house: House) -> list[str]:
     for nb in house.notebooks:
         first = nb.cells[0] if nb.cells else Cell(nb.name, "markdown", "")
         if first.kind != "markdown" or not re.match(r"# \S.*\n\s*\n> \S", first.source):
-            problems.append(f"{nb.name} does not begin with '# Name', a blank line and '> one-line promise'")
-        headings = [h for c in nb.cells if c.kind == "markdown" for h in re.findall(r"^## +(.+?)\s*$", c.source, re.M)]
+            problems.append(
+                f"{nb.name} does not begin with '# Name', a blank line and '> one-line promise'"
+            )
+        headings = [
+            h
+            for c in nb.cells
+            if c.kind == "markdown"
+            for h in re.findall(r"^## +(.+?)\s*$", c.source, re.M)
+        ]
         if nb.numbered and (not headings or headings[-1] != CLOSING):
             problems.append(f"{nb.name} does not end with '## {CLOSING}'")
     return problems
@@ -345,7 +403,9 @@ def a_page_is_named_after_its_module(house: House) -> list[str]:
     for _, module, nb in house.modules:
         title = nb.cells[0].source.splitlines()[0].removeprefix("# ") if nb.cells else ""
         if not f".{module}".endswith(f".{title}"):
-            problems.append(f"{nb.name}: the title is {title!r}; expected {module!r} or the end of it")
+            problems.append(
+                f"{nb.name}: the title is {title!r}; expected {module!r} or the end of it"
+            )
     return problems
 
 
@@ -356,11 +416,15 @@ def module_docstrings_are_sentences(house: House) -> list[str]:
     for path in house.python_files():
         docstring = ast.get_docstring(parsed(path.read_text(encoding="utf-8"), str(path))) or ""
         if not docstring.endswith((".", "?")):
-            problems.append(f"{path.relative_to(house.root)}: the docstring does not end a sentence: {docstring!r}")
+            problems.append(
+                f"{path.relative_to(house.root)}: the docstring does not end a sentence: {docstring!r}"
+            )
     return problems
 
 
-def definitions(tree: ast.Module) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+def definitions(
+    tree: ast.Module,
+) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
     "Public functions, classes, and the public methods of those, by dotted name."
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for node in tree.body:
@@ -400,8 +464,10 @@ def public_names_have_types(house: House) -> list[str]:
             args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             args += [a for a in (node.args.vararg, node.args.kwarg) if a]
             bare = [a.arg for a in args if a.annotation is None and a.arg not in ("self", "cls")]
-            bare += [] if node.returns else ["its result"]
-            problems += [f"{cell.where}: {name} does not give the type of {', '.join(bare)}"] if bare else []
+            if not node.returns:
+                bare += ["its result"]
+            if bare:
+                problems += [f"{cell.where}: {name} does not give the type of {', '.join(bare)}"]
     return problems
 
 
@@ -417,9 +483,14 @@ def _habit(node: ast.AST, module: str) -> str | None:
             return "a star import"
         case ast.Name(id="__file__"):
             return "__file__, which a cell does not have"
-        case ast.FunctionDef() | ast.AsyncFunctionDef() if _decorators(node) & {"patch", "patch_to"}:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() if _decorators(node) & {
+            "patch",
+            "patch_to",
+        }:
             return "@patch"
-        case ast.Call() if ast.unparse(node.func) == "asyncio.run" and module.split(".")[0] not in STARTERS:
+        case ast.Call() if (
+            ast.unparse(node.func) == "asyncio.run" and module.split(".")[0] not in STARTERS
+        ):
             return "asyncio.run, which breaks inside a running notebook"
     return None
 
@@ -443,14 +514,17 @@ def readme_is_what_the_index_makes(house: House) -> list[str]:
     stale = [] if house.text("README.md") == text else ["README.md"]
     for path, data in pictures.items():
         stored = house.root / path
-        stale += [] if stored.exists() and stored.read_bytes() == data else [path]
+        if not (stored.exists() and stored.read_bytes() == data):
+            stale += [path]
     return [f"{name} is not what nbs/index.ipynb makes: run make prep" for name in stale]
 
 
 @rule
 def links_lead_somewhere(house: House) -> list[str]:
     "Links to files of the project, in notebooks and in the pages at the top, lead to files that exist."
-    pages = [(name, "", house.text(name)) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    pages = [
+        (name, "", house.text(name)) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    ]
     for nb in house.notebooks:
         folder = nb.path.parent.relative_to(house.root).as_posix()
         pages += [(cell.where, folder, cell.source) for cell in nb.cells if cell.kind == "markdown"]
@@ -473,8 +547,13 @@ SECRET = re.compile(
 @rule
 def no_keys(house: House) -> list[str]:
     "Nothing that looks like a key in notebooks, their exports and the README."
-    texts = {nb.name: json.dumps(nb.raw) for nb in house.notebooks} | {"README.md": house.text("README.md")}
-    texts |= {str(path.relative_to(house.root)): path.read_text(encoding="utf-8") for path in house.python_files()}
+    texts = {nb.name: json.dumps(nb.raw) for nb in house.notebooks} | {
+        "README.md": house.text("README.md")
+    }
+    texts |= {
+        str(path.relative_to(house.root)): path.read_text(encoding="utf-8")
+        for path in house.python_files()
+    }
     found = {name: SECRET.search(text) for name, text in texts.items()}
     return [f"{name} holds what looks like a key: {m[0][:6]}..." for name, m in found.items() if m]
 
@@ -482,12 +561,20 @@ def no_keys(house: House) -> list[str]:
 @rule
 def no_widget_state(house: House) -> list[str]:
     "Stored widgets are megabytes that draw nothing outside a live kernel."
-    problems = [f"{nb.name} stores widget state" for nb in house.notebooks if "widgets" in nb.raw.get("metadata", {})]
+    problems = [
+        f"{nb.name} stores widget state"
+        for nb in house.notebooks
+        if "widgets" in nb.raw.get("metadata", {})
+    ]
     return problems + [
         f"{cell.where} stores a live widget: store text, static HTML or a picture"
         for nb in house.notebooks
         for cell in nb.cells
-        if any("application/vnd.jupyter.widget" in mime for out in cell.outputs for mime in out.get("data", {}))
+        if any(
+            "application/vnd.jupyter.widget" in mime
+            for out in cell.outputs
+            for mime in out.get("data", {})
+        )
     ]
 
 
@@ -498,13 +585,16 @@ def cleaning_changes_nothing(house: House) -> list[str]:
     for nb in house.notebooks:
         cleaned = copy.deepcopy(nb.raw)
         clean_nb(cleaned, clean_ids=False)
-        problems += [f"{nb.name} stores what nbdev_clean takes away: run make prep"] if cleaned != nb.raw else []
+        if cleaned != nb.raw:
+            problems += [f"{nb.name} stores what nbdev_clean takes away: run make prep"]
     return problems
 
 
 UNSTABLE = {
     "an address in memory": re.compile(r"\bat 0x[0-9a-fA-F]{6,}"),
-    "a path of one machine": re.compile(r"(?<![\w.:/])/(?:home|root|Users|tmp|private|var/folders|work|opt)/[\w.-]+"),
+    "a path of one machine": re.compile(
+        r"(?<![\w.:/])/(?:home|root|Users|tmp|private|var/folders|work|opt)/[\w.-]+"
+    ),
     "a timing": re.compile(r"\d+(?:\.\d+)?\s?(?:it/s|s/it)\b|\bWall time:"),
 }
 
@@ -514,7 +604,11 @@ def outputs_are_stable(house: House) -> list[str]:
     "Stored outputs hold nothing that changes from machine to machine or from run to run, and no traceback."
     problems = []
     for cell in (cell for nb in house.notebooks for cell in nb.cells if cell.outputs):
-        problems += [f"{cell.where} stores {what}" for what, sign in UNSTABLE.items() if sign.search(cell.output_text)]
+        problems += [
+            f"{cell.where} stores {what}"
+            for what, sign in UNSTABLE.items()
+            if sign.search(cell.output_text)
+        ]
         if any(out["output_type"] == "error" for out in cell.outputs):
             problems.append(f"{cell.where} stores a traceback")
     return problems
@@ -523,10 +617,15 @@ def outputs_are_stable(house: House) -> list[str]:
 @rule
 def one_source_of_name_and_version(house: House) -> list[str]:
     "What settings.ini says is repeated nowhere, or repeated exactly."
-    s, project = house.settings, house.pyproject
+    s = house.settings
+    project = house.pyproject
     tools = project["tool"]
-    version, python = s["version"], s["min_python"]
-    init = re.search(r"__version__ = [\"'](.+?)[\"']", (house.package / "__init__.py").read_text(encoding="utf-8"))
+    version = s["version"]
+    python = s["min_python"]
+    init = re.search(
+        r"__version__ = [\"'](.+?)[\"']",
+        (house.package / "__init__.py").read_text(encoding="utf-8"),
+    )
     newest = re.search(r"^## (\S+)", house.text("CHANGELOG.md"), re.M)
     facts = {
         f"{PACKAGE}/__init__.py, __version__": (init and init[1], version),
@@ -544,9 +643,15 @@ def one_source_of_name_and_version(house: House) -> list[str]:
         "pyproject.toml, [project]": (project.get("project"), None),
         "nbs/index.ipynb, title": (_title(house), s["title"]),
     }
-    problems = [f"{what}: {got!r}, settings.ini says {want!r}" for what, (got, want) in facts.items() if got != want]
+    problems = [
+        f"{what}: {got!r}, settings.ini says {want!r}"
+        for what, (got, want) in facts.items()
+        if got != want
+    ]
     site = house.text("_quarto.yml")
-    problems += [f"_quarto.yml repeats {key} (nbdev writes it)" for key in ("title:", "-url:") if key in site]
+    problems += [
+        f"_quarto.yml repeats {key} (nbdev writes it)" for key in ("title:", "-url:") if key in site
+    ]
     link = house.root / "nbs" / "_quarto.yml"
     if not link.exists() or link.resolve() != (house.root / "_quarto.yml").resolve():
         problems.append("nbs/_quarto.yml is not a link to _quarto.yml")
@@ -555,15 +660,25 @@ def one_source_of_name_and_version(house: House) -> list[str]:
 
 def _title(house: House) -> str | None:
     index = next((nb for nb in house.notebooks if nb.path.stem == "index"), None)
-    return index.cells[0].source.splitlines()[0].removeprefix("# ") if index and index.cells else None
+    return (
+        index.cells[0].source.splitlines()[0].removeprefix("# ") if index and index.cells else None
+    )
 
 
 @rule
 def every_requirement_is_pinned(house: House) -> list[str]:
     "constraints.txt pins each requirement to one version within its range, and names no machine and no index."
-    lines = [line for line in house.text("constraints.txt").splitlines() if line and not line.startswith("#")]
+    lines = [
+        line
+        for line in house.text("constraints.txt").splitlines()
+        if line and not line.startswith("#")
+    ]
     pin = re.compile(r"([A-Za-z0-9._-]+)==([A-Za-z0-9.]+)")
-    problems = [f"constraints.txt: {line!r} is not name==version" for line in lines if not pin.fullmatch(line)]
+    problems = [
+        f"constraints.txt: {line!r} is not name==version"
+        for line in lines
+        if not pin.fullmatch(line)
+    ]
     pins = {canonicalize_name(m[1]): m[2] for m in map(pin.fullmatch, lines) if m}
     if len(pins) + len(problems) != len(lines):
         problems.append("constraints.txt pins a name twice")

@@ -20,7 +20,12 @@ from rl_notebook.emulator.models import Models, Snapshots
 def serve(app) -> Iterator[str]:
     "The address of an ASGI app that runs in a thread."
     config = uvicorn.Config(
-        app, host="127.0.0.1", port=0, log_level="critical", lifespan="on", timeout_graceful_shutdown=1
+        app,
+        host="127.0.0.1",
+        port=0,
+        log_level="critical",
+        lifespan="on",
+        timeout_graceful_shutdown=1,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -40,7 +45,9 @@ def serve(app) -> Iterator[str]:
 def emulated(model, tokenizer, folder, **options) -> EmulatedServer:
     "A replica that serves this model."
     models = Models((model, tokenizer))
-    return EmulatedServer(models, Snapshots(folder / "snapshots"), **{"base_model": "tiny"} | options)
+    return EmulatedServer(
+        models, Snapshots(folder / "snapshots"), **{"base_model": "tiny"} | options
+    )
 
 
 def app_of(server: EmulatedServer) -> Starlette:
@@ -59,8 +66,14 @@ def app_of(server: EmulatedServer) -> Starlette:
         exception_handlers=ON_ERROR,
         routes=[
             *server.routes(),
-            Route("/inference/v1/completions", partial(completions, server, style="fireworks"), methods=["POST"]),
-            Route("/hot_load/v1/models/hot_load", partial(hot_load, server), methods=["GET", "POST"]),
+            Route(
+                "/inference/v1/completions",
+                partial(completions, server, style="fireworks"),
+                methods=["POST"],
+            ),
+            Route(
+                "/hot_load/v1/models/hot_load", partial(hot_load, server), methods=["GET", "POST"]
+            ),
             Route("/v1/accounts", accounts),
         ],
     )

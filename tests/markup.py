@@ -17,8 +17,14 @@ class Page(HTMLParser):
 
     def __init__(self, text: str, marks: Mapping[str, str] | None = None):
         super().__init__()
-        self.marks, self.text = marks or {}, ""
-        self.tags, self.attributes, self.links, self.ids = list[str](), list[str](), list[str](), list[str]()
+        self.marks = marks or {}
+        self.text = ""
+        self.tags, self.attributes, self.links, self.ids = (
+            list[str](),
+            list[str](),
+            list[str](),
+            list[str](),
+        )
         self.open, self.scripts = list[str](), list[str]()
         self.feed(text)
         self.close()
@@ -27,11 +33,15 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [name for name, _ in attrs]
-        self.links += [value or "" for name, value in attrs if name in ("src", "href", "action", "srcset")]
+        self.links += [
+            value or "" for name, value in attrs if name in ("src", "href", "action", "srcset")
+        ]
         self.ids += [value or "" for name, value in attrs if name == "id"]
         self.text += self.marks.get(tag, "")
-        self.open += [tag] if tag not in VOID else []
-        self.scripts += [""] if tag == "script" else []
+        if tag not in VOID:
+            self.open += [tag]
+        if tag == "script":
+            self.scripts += [""]
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)

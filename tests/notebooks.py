@@ -33,7 +33,8 @@ def within_the_limit(path: Path, **options: Any) -> Any:
 
 
 if __name__ == "__main__":
-    within_the_limit.__module__ = "notebooks"  # where workers find it: a notebook that ran is `__main__` from then on
+    # where workers find it: a notebook that ran is `__main__` from then on
+    within_the_limit.__module__ = "notebooks"
     sys.modules["notebooks"] = sys.modules["__main__"]
     nbdev.test.test_nb = within_the_limit
     try:

@@ -14,25 +14,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbformat import NotebookNode  # nbformat and nbconvert take a second to load: only where a page is made
+    # nbformat and nbconvert take a second to load: only where a page is made
+    from nbformat import NotebookNode
 
 ROOT = Path(__file__).resolve().parent.parent
 BANNER = "<!-- Made from nbs/index.ipynb by `make prep`: edit the notebook. -->\n\n"
-LINK = re.compile(r'(\]\(|src="|href=")([^)"\s]+)')  # [text](target), ![alt](target), <img src="target">
+# [text](target), ![alt](target), <img src="target">
+LINK = re.compile(r'(\]\(|src="|href=")([^)"\s]+)')
 WIDGET = "application/vnd.jupyter.widget-view+json"  # the type of a live widget's output
 LOCAL = re.compile(r"(?!#|/|[a-z][a-z+.-]*:)")  # neither an anchor nor an absolute address
 
 
 def directives(source: str) -> set[str]:
     "The `#|` lines of a code cell, without the sign."
-    return {line[2:].strip().replace(": ", ":") for line in source.splitlines() if line.startswith("#|")}
+    return {
+        line[2:].strip().replace(": ", ":") for line in source.splitlines() if line.startswith("#|")
+    }
 
 
 def visible(nb: NotebookNode) -> NotebookNode:
     "The notebook as a reader sees it: no hidden cells, no directives, nothing that a directive switches off."
     import nbformat
 
-    page = nbformat.from_dict({**nb, "cells": [], "metadata": {**nb.metadata, "language_info": {"name": "python"}}})
+    page = nbformat.from_dict(
+        {**nb, "cells": [], "metadata": {**nb.metadata, "language_info": {"name": "python"}}}
+    )
     for cell in nb.cells:
         if cell.cell_type != "code":
             page.cells.append(cell)
@@ -41,7 +47,9 @@ def visible(nb: NotebookNode) -> NotebookNode:
         if marks & {"hide", "include:false"} or any(m.startswith("default_exp") for m in marks):
             continue
         cell = nbformat.from_dict(cell)
-        cell.source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("#|")).strip("\n")
+        cell.source = "\n".join(
+            line for line in cell.source.splitlines() if not line.startswith("#|")
+        ).strip("\n")
         if marks & {"echo:false", "hide_input"}:
             cell.source = ""
         if marks & {"output:false", "hide_output"}:
@@ -79,8 +87,12 @@ def readme(root: Path) -> tuple[str, dict[str, bytes]]:  # the text, and the pic
         "image/jpeg",
         "text/plain",
     ]
-    text, resources = exporter.from_notebook_node(nb, {"unique_key": "index", "output_files_dir": "images"})
-    pictures = {posixpath.join("nbs", path): data for path, data in resources.get("outputs", {}).items()}
+    text, resources = exporter.from_notebook_node(
+        nb, {"unique_key": "index", "output_files_dir": "images"}
+    )
+    pictures = {
+        posixpath.join("nbs", path): data for path, data in resources.get("outputs", {}).items()
+    }
     text = re.sub(r"\n{3,}", "\n\n", relink(text, "nbs")).strip()
     return BANNER + "\n".join(line.rstrip() for line in text.splitlines()) + "\n", pictures
 

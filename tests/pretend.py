@@ -88,7 +88,11 @@ class Pretend(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if func is aten._to_copy.default and "device" in kwargs and there(given[0]) != there(kwargs["device"]):
+        if (
+            func is aten._to_copy.default
+            and "device" in kwargs
+            and there(given[0]) != there(kwargs["device"])
+        ):
             if there(given[0]):
                 self.reads[caller()] += 1
                 return nothing(given[0].shape, kwargs.get("dtype") or given[0].dtype)

@@ -27,7 +27,8 @@ from rl_notebook.runs.records import StepRecord
 
 QWEN = "accounts/fireworks/models/qwen3-8b"
 SHAPE = "accounts/fireworks/trainingShapes/qwen3-8b-128k-h200"
-GROUPS, COMPLETIONS = 2, 4
+GROUPS = 2
+COMPLETIONS = 4
 KEY = "tml-of-the-file"
 
 
@@ -55,19 +56,43 @@ def checksum(completion_text: str) -> float:
 
 def problem() -> Problem:
     "Sums that are too long for the model, so that its answers differ."
-    terms = ["9+8+7+6+5+4+3+2", "31+47+58+66", "5+55+555", "2*3*4*5", "8-7+6-5", "1+1=3?", "99+1+99+1", "7+7+7+7+7+7"]
-    return Problem(load_rows([{"question": f"{t} = ?", "answer": ""} for t in terms]), (), [checksum])
+    terms = [
+        "9+8+7+6+5+4+3+2",
+        "31+47+58+66",
+        "5+55+555",
+        "2*3*4*5",
+        "8-7+6-5",
+        "1+1=3?",
+        "99+1+99+1",
+        "7+7+7+7+7+7",
+    ]
+    return Problem(
+        load_rows([{"question": f"{t} = ?", "answer": ""} for t in terms]), (), [checksum]
+    )
 
 
 def config(backend: str, steps: int, log_path: Path | None, **more: Any) -> Config:
     "Two prompts of four short answers a step, with a KL term, all of it decided by one seed."
-    sizes = {"completions_per_prompt": COMPLETIONS, "prompt_groups_per_step": GROUPS, "epochs": 1000}
+    sizes = {
+        "completions_per_prompt": COMPLETIONS,
+        "prompt_groups_per_step": GROUPS,
+        "epochs": 1000,
+    }
     sizes |= {"max_completion_tokens": 8, "max_seq_len": 256, "steps": steps, "max_rows": 8}
-    learning = {"learning_rate": 2e-4, "kl_beta": 0.05, "drop_dead": False, "seed": 5, "base_model": QWEN}
+    learning = {
+        "learning_rate": 2e-4,
+        "kl_beta": 0.05,
+        "drop_dead": False,
+        "seed": 5,
+        "base_model": QWEN,
+    }
     where = {"backend": backend, "log_path": None if log_path is None else str(log_path)}
     if backend == "fireworks":
         where["weight_sync"] = {"weight_sync_timeout": 60}
-        where["trainer"] = {"training_shape_id": SHAPE, "reference_training_shape_id": f"{SHAPE}-forward"}
+        where["trainer"] = {
+            "training_shape_id": SHAPE,
+            "reference_training_shape_id": f"{SHAPE}-forward",
+        }
         where["deployment"] = {"tokenizer_model": "tiny", "deployment_id": "serving"}
     else:
         where |= {"tokenizer_model": "tiny", "lora_rank": 4}
@@ -94,7 +119,8 @@ FIXED = ([2, 5, 72, 105, 33, 10, 40], [2, 5, 50, 44, 51, 62, 51], [2, 80, 81, 82
 def fixed_datums() -> list[Datum]:
     "Sequences that no run draws."
     return [
-        Datum(np.array(tokens), np.array([0] + [1] * (len(tokens) - 2)), sample=i) for i, tokens in enumerate(FIXED)
+        Datum(np.array(tokens), np.array([0] + [1] * (len(tokens) - 2)), sample=i)
+        for i, tokens in enumerate(FIXED)
     ]
 
 
@@ -102,11 +128,16 @@ async def measured(cfg: Config, backend: Any, running: RunningEmulator, **option
     "Train, then look at the weights from every side."
     records: list[StepRecord] = []
     silent = {"say": lambda line: None, "progress": False}
-    result = await train(cfg, problem=problem(), backend=backend, on_record=[records.append], **silent, **options)
+    result = await train(
+        cfg, problem=problem(), backend=backend, on_record=[records.append], **silent, **options
+    )
     datums = fixed_datums()
     own = await backend.policy.forward(datums)
     served = [await backend.sampler.logprobs(d.tokens) for d in datums]
-    flat = lambda series: np.concatenate([lp.values[d.active] for lp, d in zip(series, datums, strict=True)])
+
+    def flat(series):
+        return np.concatenate([lp.values[d.active] for lp, d in zip(series, datums, strict=True)])
+
     trainer = policy_trainer(running, backend)
     inside = (*held(trainer, backend.policy.link.client.model_id), newest_snapshot(trainer))
     return Outcome(result, records, flat(own), flat(served), backend.policy.reconnects, *inside)
@@ -115,7 +146,9 @@ async def measured(cfg: Config, backend: Any, running: RunningEmulator, **option
 def policy_trainer(running: RunningEmulator, backend: Any) -> Any:
     "The emulated trainer of a policy."
     job = getattr(backend.policy, "job_id", "")
-    return running.emulator.site.trainers[f"accounts/local/rlorTrainerJobs/{job}" if job else "root"]
+    return running.emulator.site.trainers[
+        f"accounts/local/rlorTrainerJobs/{job}" if job else "root"
+    ]
 
 
 def held(trainer: Any, model_id: str) -> tuple[int, dict[str, np.ndarray]]:
@@ -136,8 +169,14 @@ async def open_service(running: RunningEmulator, cfg: Config, **options: Any) ->
     where = {"key": running.key, "base_url": running.url, "say": lambda line: None, "pause_s": 0.05}
     if cfg.backend == "fireworks":
         return await open_fireworks(cfg, **where, grace_s=0, poll_interval_s=0.05, **options)
-    names = {"base_model": cfg.base_model, "lora_rank": cfg.lora_rank, "tokenizer": cfg.tokenizer_model}
-    return await open_tinker(**names, seed=cfg.seed, conformance="off", probing=False, **where, **options)
+    names = {
+        "base_model": cfg.base_model,
+        "lora_rank": cfg.lora_rank,
+        "tokenizer": cfg.tokenizer_model,
+    }
+    return await open_tinker(
+        **names, seed=cfg.seed, conformance="off", probing=False, **where, **options
+    )
 
 
 def killed_config(folder: Path | None, steps: int, every: int, name: str) -> Config:
@@ -151,9 +190,14 @@ async def run_in_this_process(folder: Path, steps: int, every: int, name: str) -
     cfg = killed_config(folder, steps, every, name)
     quick = {"grace_s": 0, "poll_interval_s": 0.05, "say": lambda line: None}
     async with await open_fireworks(cfg, **quick) as backend:
-        tell = lambda record: print(f"step {record.step} is recorded", flush=True)
+
+        def tell(record):
+            return print(f"step {record.step} is recorded", flush=True)
+
         await train(cfg, problem=problem(), backend=backend, on_record=[tell], progress=False)
 
 
 if __name__ == "__main__":
-    asyncio.run(run_in_this_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]))
+    asyncio.run(
+        run_in_this_process(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    )

@@ -15,16 +15,21 @@ from rl_notebook.runs.records import StepRecord
 
 def answer(rng: np.random.Generator, terms: list[int], p: float) -> RolloutSample:
     "One graded answer to a sum: worked out and right with probability `p`, else a guess or cut off."
-    prompt, total = "+".join(map(str, terms)) + "=", sum(terms)
+    prompt = "+".join(map(str, terms)) + "="
+    total = sum(terms)
     if rng.random() < p:
-        text, finish_reason = "+".join(map(str, np.cumsum(terms).tolist()[1:])) + f"\n#### {total}", "stop"
+        text = "+".join(map(str, np.cumsum(terms).tolist()[1:])) + f"\n#### {total}"
+        finish_reason = "stop"
     elif rng.random() < 0.2:
-        text, finish_reason = "is " * 9, "length"
+        text = "is " * 9
+        finish_reason = "length"
     else:
-        text, finish_reason = f"#### {total + int(rng.integers(1, 5))}", "stop"
+        text = f"#### {total + int(rng.integers(1, 5))}"
+        finish_reason = "stop"
     correct = float(text.endswith(f"#### {total}"))
     rewards = {"correct": correct, "format": float("####" in text)}
-    n, m = len(prompt), len(text)
+    n = len(prompt)
+    m = len(text)
     logprobs = np.concatenate([np.full(n, np.nan), -rng.exponential(0.4, m)])
     return RolloutSample(
         tokens=[ord(c) for c in prompt + text],
@@ -48,7 +53,9 @@ def prompt_group(rng: np.random.Generator, index: int, p: float, completions: in
     return PromptGroup(samples, row=row, key=f"q{rng.integers(1000)}", index=index)
 
 
-def synthetic_record(step: int, steps: int = 60, groups: int = 8, completions: int = 8, seed: int = 0) -> StepRecord:
+def synthetic_record(
+    step: int, steps: int = 60, groups: int = 8, completions: int = 8, seed: int = 0
+) -> StepRecord:
     "A step of a run in which answers get better and longer."
     rng = np.random.default_rng([seed, step])
     p = 0.25 + 0.7 / (1 + np.exp(-8 * (step / steps - 0.45)))
@@ -56,12 +63,23 @@ def synthetic_record(step: int, steps: int = 60, groups: int = 8, completions: i
     datums = datums_from_groups([g for g in drawn if not is_dead(g.rewards)])
     if not datums:
         reason = f"all {groups} groups had equal rewards"
-        return StepRecord(step, drawn, metrics=step_metrics(drawn, []), reason=reason, policy_version=step - 1)
+        return StepRecord(
+            step, drawn, metrics=step_metrics(drawn, []), reason=reason, policy_version=step - 1
+        )
     kl = 0.02 * (step / steps) ** 2
-    near = lambda size, scale: [
-        Logprobs(np.where(d.active, d.sampler_logprobs + scale + rng.normal(0, size, len(d.weights)), np.nan))
-        for d in datums
-    ]
+
+    def near(size, scale):
+        return [
+            Logprobs(
+                np.where(
+                    d.active,
+                    d.sampler_logprobs + scale + rng.normal(0, size, len(d.weights)),
+                    np.nan,
+                )
+            )
+            for d in datums
+        ]
+
     policy = near(1e-5, 0)
     datums = attach(attach(datums, "old_logprobs", policy), "ref_logprobs", near(0.1, -kl))
     loss = LossOutput(
@@ -85,7 +103,8 @@ def synthetic_record(step: int, steps: int = 60, groups: int = 8, completions: i
 
 def beside(record: StepRecord, age: int = 1) -> StepRecord:
     "The same step with rollouts beside training: a second long, each row under way for two, one group fresh."
-    begin, ages = float(record.step), [0, *[age] * (len(record.groups) - 1)]
+    begin = float(record.step)
+    ages = [0, *[age] * (len(record.groups) - 1)]
     numbers = [record.step * len(record.groups) + i for i in range(len(record.groups))]
     started = [max(0, record.step - 1 - a) for a in ages]
     marks = zip(record.groups, numbers, started, strict=True)
@@ -100,13 +119,18 @@ def beside(record: StepRecord, age: int = 1) -> StepRecord:
     metrics |= {"async/in_flight": 4.0, "async/ready": 1.0, "async/staleness_capacity_at_step": 0.0}
     metrics |= {"perf/wait_time_ratio": 0.2, "perf/sampler_idle_ratio": 0.0}
     groups = [replace(g, number=n, submitted=v) for g, n, v in marks]
-    return replace(record, groups=groups, metrics={**record.metrics, **metrics}, timeline=[*phases, *rows])
+    return replace(
+        record, groups=groups, metrics={**record.metrics, **metrics}, timeline=[*phases, *rows]
+    )
 
 
 def hostile_record(step: int = 1) -> StepRecord:
     "A record whose every text tries to be markup."
     bad = '</script><script>document.title="owned"</script><img src=x onerror=alert(1)>'
     record = synthetic_record(step, groups=2, completions=4)
-    samples = lambda g: tuple(replace(s, text=bad, finish_reason=bad, rewards={bad: 1.0}) for s in g.samples)
+
+    def samples(g):
+        return tuple(replace(s, text=bad, finish_reason=bad, rewards={bad: 1.0}) for s in g.samples)
+
     groups = [replace(g, samples=samples(g), key=bad, row={"question": bad}) for g in record.groups]
     return replace(record, groups=groups)

@@ -49,12 +49,15 @@ def backend_of(family: str = "qwen3", shape: dict | None = None, **options):
 
 def whole_twin(backend, family: str, shape: dict, dtype: str, **options):
     "A backend in full precision over the same rounded weights, with the same adapter."
-    model, rounded = tiny_model(family, **shape), backend.policy.state.module.state_dict()
+    model = tiny_model(family, **shape)
+    rounded = backend.policy.state.module.state_dict()
     with torch.no_grad():
         for name, p in model.named_parameters():
             adapted = f"base_model.model.{name.removesuffix('weight')}base_layer.weight"
             p.copy_(unpacked(rounded.get(adapted, rounded.get(f"base_model.model.{name}"))))
-    twin = open_local(model, byte_tokenizer(), lora_rank=4, dtype=dtype, inline=True, device="cpu", **options)
+    twin = open_local(
+        model, byte_tokenizer(), lora_rank=4, dtype=dtype, inline=True, device="cpu", **options
+    )
     with torch.no_grad():
         for name, p in twin.policy.state.params.items():
             p.copy_(backend.policy.state.params[name])
@@ -76,7 +79,8 @@ def whole_twin(backend, family: str, shape: dict, dtype: str, **options):
 )
 def test_the_adapters_gradient_is_that_over_the_rounded_weights(family, tied, options):
     "Against the same weights in float64, through plain autograd; in float32 it is off by what float32 is."
-    shape, datums = {"tied": tied}, random_datums(3, 5)
+    shape = {"tied": tied}
+    datums = random_datums(3, 5)
     backend = backend_of(family, shape, **options)
     exact = whole_twin(backend, family, shape, "float64", **options)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
@@ -86,15 +90,20 @@ def test_the_adapters_gradient_is_that_over_the_rounded_weights(family, tied, op
     for name, g in want.items():
         assert g.abs().max() > 0, name
         assert (got[name].double() - g).abs().max() <= 1e-4 * g.abs().max(), name
-    other = backend_of(family, shape, load_in_8bit=False, **options)  # over the weights that were not rounded
+    # over the weights that were not rounded
+    other = backend_of(family, shape, load_in_8bit=False, **options)
     run(other.policy.forward_backward_custom(datums, mixing_loss))
-    assert max(float((got[n] - g).abs().max() / g.abs().max()) for n, g in gradients(other).items()) > 1e-3
+    assert (
+        max(float((got[n] - g).abs().max() / g.abs().max()) for n, g in gradients(other).items())
+        > 1e-3
+    )
 
 
 @needs_torchao
 def test_policy_reference_and_sampler_share_the_base_and_a_sync_carries_the_adapter():
     backend = backend_of()
-    state, served = backend.policy.state, backend.sampler.engine.causal.model
+    state = backend.policy.state
+    served = backend.sampler.engine.causal.model
     theirs = dict(served.named_parameters())
     mine = dict(state.scoring.causal.model.named_parameters())
     packed = [name for name, p in mine.items() if hasattr(p, "qdata")]
@@ -104,7 +113,10 @@ def test_policy_reference_and_sampler_share_the_base_and_a_sync_carries_the_adap
     assert backend.sync.served.keys() == state.params.keys()
     assert all("lora_" in name for name in backend.sync.served)
     assert backend.capabilities.load_in_8bit
-    flops = lambda b: b.size.flops(3, 2)
+
+    def flops(b):
+        return b.size.flops(3, 2)
+
     plain = backend_of(load_in_8bit=False)
     assert flops(backend) == flops(plain)
     assert backend.size.nbytes < 0.6 * plain.size.nbytes  # of a pass
@@ -129,14 +141,19 @@ def test_a_saved_state_is_exact_and_belongs_to_its_kind_of_base(where, tmp_path)
     path = run(again.policy.save_state(name))
     run(train(again, 2))
     run(again.policy.load_state(path))
-    want, got = run(train(backend, 3)), run(train(again, 2))
+    want = run(train(backend, 3))
+    got = run(train(again, 2))
     assert all(torch.equal(want[n], got[n]) for n in want)
     if where == "disk":
         plain = backend_of(load_in_8bit=False)
-        with pytest.raises(RecordError, match="load_in_8bit of the saved state: got True; expected False"):
+        with pytest.raises(
+            RecordError, match="load_in_8bit of the saved state: got True; expected False"
+        ):
             run(plain.policy.load_state(path))
         other = run(plain.policy.save_state(str(tmp_path / "other")))
-        with pytest.raises(RecordError, match="load_in_8bit of the saved state: got False; expected True"):
+        with pytest.raises(
+            RecordError, match="load_in_8bit of the saved state: got False; expected True"
+        ):
             run(backend.policy.load_state(other))
 
 
@@ -158,7 +175,9 @@ def test_a_loop_over_it_steps_undoes_and_has_no_mismatch():
         again = await loop.step()
         assert again.metrics["loss"] == records[-1].metrics["loss"]
         assert all(torch.equal(p, after[n]) for n, p in loop.backend.policy.state.params.items())
-        with pytest.raises(ConfigError, match="load_in_8bit: got False; expected True, as the backend was opened"):
+        with pytest.raises(
+            ConfigError, match="load_in_8bit: got False; expected True, as the backend was opened"
+        ):
             GRPOLoop(loop.backend, loop.rows, uneven, replace(cfg, load_in_8bit=False))
         await loop.backend.close()
 
@@ -169,11 +188,17 @@ def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
     settings = {**SETTINGS, "dcp_save_interval": 1, "log_path": str(tmp_path / "run")}
     main(Config.from_dict({**settings, "steps": 1}), say=lambda text: None)
     file = tmp_path / "run" / "config.yaml"
-    lines = [line for line in file.read_text().splitlines(keepends=True) if "load_in_8bit" not in line]
+    lines = [
+        line for line in file.read_text().splitlines(keepends=True) if "load_in_8bit" not in line
+    ]
     assert len(lines) + 1 == len(file.read_text().splitlines())
     file.write_text("".join(lines))
     with pytest.raises(RecordError, match=r"another run's checkpoint.*load_in_8bit=True"):
-        main(Config.from_dict({**settings, "steps": 2, "load_in_8bit": True}), resume=True, say=lambda text: None)
+        main(
+            Config.from_dict({**settings, "steps": 2, "load_in_8bit": True}),
+            resume=True,
+            say=lambda text: None,
+        )
     main(Config.from_dict({**settings, "steps": 2}), resume=True, say=lambda text: None)
     assert len(list((tmp_path / "run" / "steps").iterdir())) == 2
 
@@ -187,9 +212,18 @@ def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lora_rank": 0}, r"load_in_8bit: got lora_rank=0, which trains the weights themselves; expected an adapter"),
-        ({"dtype": "float64"}, r"load_in_8bit: got dtype float64 on cpu; expected dtype float32 or bfloat16"),
-        ({"family": "gpt2"}, r"load_in_8bit: got GPT2LMHeadModel, where transformer.h.0.attn.c_attn.weight is in no"),
+        (
+            {"lora_rank": 0},
+            r"load_in_8bit: got lora_rank=0, which trains the weights themselves; expected an adapter",
+        ),
+        (
+            {"dtype": "float64"},
+            r"load_in_8bit: got dtype float64 on cpu; expected dtype float32 or bfloat16",
+        ),
+        (
+            {"family": "gpt2"},
+            r"load_in_8bit: got GPT2LMHeadModel, where transformer.h.0.attn.c_attn.weight is in no",
+        ),
     ],
 )
 def test_refused_by_open_local(options, message):
@@ -201,7 +235,10 @@ def test_refused_by_open_local(options, message):
 def test_a_mixture_of_experts_is_refused():
     from test_router_replay import tiny_mixture
 
-    with pytest.raises(ConfigError, match=r"load_in_8bit: got \w+MoeForCausalLM, where .*experts.* is in no nn.Linear"):
+    with pytest.raises(
+        ConfigError,
+        match=r"load_in_8bit: got \w+MoeForCausalLM, where .*experts.* is in no nn.Linear",
+    ):
         open_local(tiny_mixture(), byte_tokenizer(), lora_rank=4, load_in_8bit=True, inline=True)
 
 
@@ -213,18 +250,25 @@ def test_a_mixture_of_experts_is_refused():
             {"lora_rank": 4, "backend": "tinker", "kl_beta": 0.0},
             "load_in_8bit: backend='tinker' samples from a base of",
         ),
-        ({"lora_rank": 4, "backend": "openai", "base_url": "http://127.0.0.1:1"}, "load_in_8bit: backend='openai'"),
+        (
+            {"lora_rank": 4, "backend": "openai", "base_url": "http://127.0.0.1:1"},
+            "load_in_8bit: backend='openai'",
+        ),
     ],
 )
 def test_refused_by_the_config(settings, message):
     with pytest.raises(ConfigError, match=message):
         Config(load_in_8bit=True, **settings)
-    with pytest.raises(ConfigError, match="load_in_4bit: got 4 bits, which torchao packs for GPUs only"):
+    with pytest.raises(
+        ConfigError, match="load_in_4bit: got 4 bits, which torchao packs for GPUs only"
+    ):
         Config.from_dict({"load_in_4bit": True})
 
 
 def test_a_missing_torchao_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(MissingExtra, match=r"load_in_8bit: got no torchao.*pip install 'rl-notebook\[quantized\]'"):
+    with pytest.raises(
+        MissingExtra, match=r"load_in_8bit: got no torchao.*pip install 'rl-notebook\[quantized\]'"
+    ):
         backend_of()

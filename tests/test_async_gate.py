@@ -36,12 +36,17 @@ class Rows(RuleBasedStateMachine):
         total=st.integers(1, 24),
     )
     def open(self, per_step: int, k: int, bound: int, room: int | None, total: int) -> None:
-        self.per_step, self.k, self.bound, self.total = per_step, k, bound, total
+        self.per_step = per_step
+        self.k = k
+        self.bound = bound
+        self.total = total
         self.room = None if room is None else k + room
         self.loop = asyncio.new_event_loop()
         self.complaints: list[Any] = []  # of callbacks, which nobody else would hear
         self.loop.set_exception_handler(lambda loop, context: self.complaints.append(context))
-        self.now, self.idle, self.idle_before = 0.0, 0.0, 0.0
+        self.now = 0.0
+        self.idle = 0.0
+        self.idle_before = 0.0
         self.gate = Gate(per_step, k, bound, self.room)
         # where the rows are
         self.taken = 0
@@ -58,7 +63,9 @@ class Rows(RuleBasedStateMachine):
         self.broken = False  # a rollout raised, and nobody was told yet
         self.asking: asyncio.Task[list[Finished[Any]]] | None = None
         self.draining: asyncio.Task[None] | None = None
-        self.producer = Producer(self.gate, self.take, self.run, lambda value: value[1], self.give_back, self.clock)
+        self.producer = Producer(
+            self.gate, self.take, self.run, lambda value: value[1], self.give_back, self.clock
+        )
 
     def teardown(self) -> None:
         async def end() -> None:
@@ -87,7 +94,9 @@ class Rows(RuleBasedStateMachine):
 
     def run(self, number: int) -> Any:
         assert not self.held, f"row {number} was started although no row is to be"
-        assert self.draining is None, f"row {number} was started while somebody waits until all have ended"
+        assert self.draining is None, (
+            f"row {number} was started while somebody waits until all have ended"
+        )
         assert not self.broken, f"row {number} was started although a rollout has raised"
         end = self.loop.create_future()
         assert number not in self.under_way
@@ -101,7 +110,9 @@ class Rows(RuleBasedStateMachine):
     def give_back(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             places = (self.under_way, self.ready, self.rejected)
-            assert sum(number in place for place in places) == 1, f"row {number} was not there to be given back"
+            assert sum(number in place for place in places) == 1, (
+                f"row {number} was not there to be given back"
+            )
             self.under_way.pop(number, None)
             self.ready.pop(number, None)
             if number in self.rejected:
@@ -134,11 +145,13 @@ class Rows(RuleBasedStateMachine):
     def hear(self) -> None:
         "Look whether a batch or the end of a drain has come."
         if self.draining is not None and self.draining.done():
-            task, self.draining = self.draining, None
+            task = self.draining
+            self.draining = None
             if not self.told(task.exception()):
                 assert not self.under_way, "drained, with rows under way"
         if self.asking is not None and self.asking.done():
-            task, self.asking = self.asking, None
+            task = self.asking
+            self.asking = None
             if not self.told(task.exception()):
                 self.begin_training(task.result())
 
@@ -152,8 +165,11 @@ class Rows(RuleBasedStateMachine):
         assert (error is not None) == self.broken
         if error is not None:
             assert isinstance(error, Broken | PhaseError)
-            self.broken, self.quiet = False, True
-            assert not [*self.under_way, *self.ready, *self.rejected], "something goes on behind an error"
+            self.broken = False
+            self.quiet = True
+            assert not [*self.under_way, *self.ready, *self.rejected], (
+                "something goes on behind an error"
+            )
         return error is not None
 
     def begin_training(self, batch: list[Finished[Any]]) -> None:
@@ -200,7 +216,8 @@ class Rows(RuleBasedStateMachine):
     @rule(hours=st.integers(1, 5))
     def time_passes(self, hours: int) -> None:
         self.now += hours
-        self.idle += 0 if self.under_way else hours
+        if not self.under_way:
+            self.idle += hours
 
     @rule()
     def fill(self) -> None:
@@ -219,7 +236,9 @@ class Rows(RuleBasedStateMachine):
     @precondition(lambda self: len(self.under_way) > 1)
     @rule(data=st.data(), outcome=st.sampled_from(["useful", "useless"]))
     def rows_end_together(self, data: st.DataObject, outcome: str) -> None:
-        numbers = data.draw(st.lists(st.sampled_from(sorted(self.under_way)), unique=True, min_size=2))
+        numbers = data.draw(
+            st.lists(st.sampled_from(sorted(self.under_way)), unique=True, min_size=2)
+        )
         self.inside(lambda: [self.finished(number, outcome) for number in numbers])
         self.eager()
 
@@ -228,7 +247,8 @@ class Rows(RuleBasedStateMachine):
 
     def publish(self) -> None:
         self.trained |= {*self.training}
-        self.last, self.training = self.training, {}
+        self.last = self.training
+        self.training = {}
         self.gate.publish(self.gate.version + 1)
         self.producer.fill()
 
@@ -237,7 +257,9 @@ class Rows(RuleBasedStateMachine):
     def somebody_wants_a_batch(self) -> None:
         self.inside(self.ask)
 
-    @precondition(lambda self: not (self.asking or self.draining or self.training or self.held or self.broken))
+    @precondition(
+        lambda self: not (self.asking or self.draining or self.training or self.held or self.broken)
+    )
     @rule()
     def a_step_is_made_of_the_newest_rows(self) -> None:
         self.make_step(lambda rows: rows[-1])
@@ -269,7 +291,8 @@ class Rows(RuleBasedStateMachine):
             assert {*self.ready, *self.under_way} == kept
             self.gate.publish(version)
             self.trained -= {*self.last}
-            self.training, self.last = self.last, {}
+            self.training = self.last
+            self.last = {}
             if at_once:
                 self.producer.fill()
 
@@ -289,13 +312,15 @@ class Rows(RuleBasedStateMachine):
     @precondition(lambda self: not self.draining)
     @rule()
     def no_row_is_to_be_started(self) -> None:
-        self.held, self.producer.held = True, "paused"
+        self.held = True
+        self.producer.held = "paused"
 
     @precondition(lambda self: self.held and not self.draining)
     @rule()
     def rows_are_started_again(self) -> None:
         def resume() -> None:
-            self.held, self.producer.held = False, ""
+            self.held = False
+            self.producer.held = ""
             self.producer.fill()
 
         self.inside(resume)
@@ -313,7 +338,15 @@ class Rows(RuleBasedStateMachine):
 
     @invariant()
     def every_row_is_in_one_place(self) -> None:
-        places = [self.waiting, self.under_way, self.ready, self.rejected, self.training, self.trained, self.settled]
+        places = [
+            self.waiting,
+            self.under_way,
+            self.ready,
+            self.rejected,
+            self.training,
+            self.trained,
+            self.settled,
+        ]
         assert sorted(number for place in places for number in place) == list(range(self.taken))
 
     @invariant()
@@ -326,7 +359,9 @@ class Rows(RuleBasedStateMachine):
     @invariant()
     def the_gate_counts_whole_rows(self) -> None:
         assert self.gate.running == self.k * len(self.under_way)
-        assert self.gate.accepted == self.k * (len(self.ready) + len(self.training) + len(self.trained))
+        assert self.gate.accepted == self.k * (
+            len(self.ready) + len(self.training) + len(self.trained)
+        )
 
     @invariant()
     def nothing_is_overdrawn(self) -> None:
@@ -340,7 +375,9 @@ class Rows(RuleBasedStateMachine):
             assert self.under_way, "somebody waits, and nothing is under way"
         stuck = not (self.under_way or self.training or self.held or self.broken)
         if stuck and self.rows_left:
-            assert self.gate.rows or len(self.ready) >= self.per_step, "no batch, and no row may be started"
+            assert self.gate.rows or len(self.ready) >= self.per_step, (
+                "no batch, and no row may be started"
+            )
 
     @invariant()
     def idle_time_is_right(self) -> None:
@@ -353,7 +390,11 @@ class Rows(RuleBasedStateMachine):
 TestRows = Rows.TestCase
 TestRows.settings = settings(stateful_step_count=50)
 
-ORDERS = {"newest": lambda rows: rows[-1], "oldest": lambda rows: rows[0], "middle": lambda rows: rows[len(rows) // 2]}
+ORDERS = {
+    "newest": lambda rows: rows[-1],
+    "oldest": lambda rows: rows[0],
+    "middle": lambda rows: rows[len(rows) // 2],
+}
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -363,7 +404,11 @@ def test_every_row_is_trained_in_time_in_the_worst_order(order: str) -> None:
         rows.open(per_step=per_step, k=1, bound=bound, room=room, total=7 * per_step + 1)
         while rows.rows_left or rows.under_way or rows.ready:
             rows.make_step(ORDERS[order])
-            for check in (rows.every_row_is_in_one_place, rows.the_gate_counts_whole_rows, rows.nothing_is_overdrawn):
+            for check in (
+                rows.every_row_is_in_one_place,
+                rows.the_gate_counts_whole_rows,
+                rows.nothing_is_overdrawn,
+            ):
                 check()
         assert rows.trained == {*range(rows.total)}
         rows.teardown()

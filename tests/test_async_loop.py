@@ -35,9 +35,21 @@ SMALL = {
     "learning_rate": 1e-3,
     "epochs": 1,
 }
-LENGTH = lambda text: float(sum(map(ord, text)) % 13)  # differs inside nearly every group
-SOME = lambda text, question: LENGTH(text) if "?" in question else 1.0  # a third of the groups are dead
-ALL = lambda group: True  # every group is trained on
+
+
+# differs inside nearly every group
+def LENGTH(text):
+    return float(sum(map(ord, text)) % 13)
+
+
+# a third of the groups are dead
+def SOME(text, question):
+    return LENGTH(text) if "?" in question else 1.0
+
+
+# every group is trained on
+def ALL(group):
+    return True
 
 
 def begin(reward=SOME, rows=ROWS, kind=AsyncGRPOLoop, keep=None, backend=None, **settings):
@@ -46,11 +58,23 @@ def begin(reward=SOME, rows=ROWS, kind=AsyncGRPOLoop, keep=None, backend=None, *
     recipe = {"recipe": "async_rl_loop"} if kind is AsyncGRPOLoop else {}
     cfg = Config(**SMALL | recipe | settings)
     model, tokenizer = load_model("tiny")
-    backend = backend or open_local(model, tokenizer, lora_rank=cfg.lora_rank, reference=cfg.kl_beta > 0)
-    return kind(backend, load_rows(toy_rows(rows, seed=3)), reward, cfg, dynamic_filter_fn=keep, **options)
+    backend = backend or open_local(
+        model, tokenizer, lora_rank=cfg.lora_rank, reference=cfg.kl_beta > 0
+    )
+    return kind(
+        backend, load_rows(toy_rows(rows, seed=3)), reward, cfg, dynamic_filter_fn=keep, **options
+    )
 
 
-OPTIONS = ("outputs", "keep_undo", "evaluation_fn", "advantage_fn", "make_loss", "eval_rows", "extras")
+OPTIONS = (
+    "outputs",
+    "keep_undo",
+    "evaluation_fn",
+    "advantage_fn",
+    "make_loss",
+    "eval_rows",
+    "extras",
+)
 
 
 def run(coroutine):
@@ -97,13 +121,24 @@ async def up_to(loop, *phases):
     return result
 
 
-SECOND_HALF = ("score", "advantages", "datums", "reference", "backward", "optimize", "sync", "finish")
+SECOND_HALF = (
+    "score",
+    "advantages",
+    "datums",
+    "reference",
+    "backward",
+    "optimize",
+    "sync",
+    "finish",
+)
 
 
 def check_books(loop, records=None):
     "Every row that was taken is in exactly one record, in the step under way, or pending."
     records = list(loop.records) if records is None else records
-    under_way = [p.number for p in loop.state.values["prompts"]] if "sample" in loop.state.values else []
+    under_way = (
+        [p.number for p in loop.state.values["prompts"]] if "sample" in loop.state.values else []
+    )
     places = [*flat(records), *under_way, *loop.pending]
     assert sorted(places) == list(range(loop.intake.cursor.consumed))
     gate = loop.producer.gate
@@ -119,7 +154,9 @@ def check_records(records, rows, bound):
         done |= {g.number for g in r.groups}
         assert r.pending == tuple(sorted({*range(r.consumed)} - done))
         drawn = {g.number for g in r.groups}
-        assert {name for name, *_ in r.timeline if name.startswith("row ")} == {f"row {n}" for n in drawn}
+        assert {name for name, *_ in r.timeline if name.startswith("row ")} == {
+            f"row {n}" for n in drawn
+        }
     assert records[-1].pending == ()
 
 
@@ -167,7 +204,9 @@ class Doors:
 
     def __init__(self, closed=()):
         self.closed = {n: asyncio.Event() for n in closed}
-        self.calls, self.now, self.most = Counter(), 0, 0
+        self.calls = Counter()
+        self.now = 0
+        self.most = 0
 
     async def __call__(self, row, index):
         self.calls[row] += 1
@@ -198,7 +237,8 @@ SAME = {
 }
 
 
-DRAWN = ("logprobs", "sampler_logprobs")  # the sampler's, which depend a little on what is drawn at the same time
+# the sampler's, which depend a little on what is drawn at the same time
+DRAWN = ("logprobs", "sampler_logprobs")
 
 
 def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
@@ -206,7 +246,8 @@ def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
     assert [r.step for r in ours] == [r.step for r in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert (a.trained, a.options) == (b.trained, b.options)
-        assert a.consumed - len(a.pending) == b.consumed - len(b.pending)  # the next rows are under way after the sync
+        # the next rows are under way after the sync
+        assert a.consumed - len(a.pending) == b.consumed - len(b.pending)
         assert (a.passes, a.updates, a.divided_by) == (b.passes, b.updates, b.divided_by)
         by_number = {g.number: g for g in a.groups}
         assert sorted(by_number) == sorted(g.number for g in b.groups)
@@ -220,15 +261,20 @@ def assert_same_training(ours, theirs, drawn=1e-4, compared=0.0):
         for d, e in zip(a.datums, b.datums, strict=True):
             assert d.advantage == pytest.approx(e.advantage, rel=compared, abs=0)
             for name in ("tokens", "weights", "sampler_logprobs", "ref_logprobs", "old_logprobs"):
-                x, y = getattr(d, name), getattr(e, name)
+                x = getattr(d, name)
+                y = getattr(e, name)
                 assert (x is None) == (y is None)
                 pair = [[] if series is None else series for series in (x, y)]
                 np.testing.assert_allclose(*pair, rtol=0, atol=drawn if name in DRAWN else 0.0)
-        for x, y in zip(a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True):
+        for x, y in zip(
+            a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True
+        ):
             np.testing.assert_array_equal(x.values, y.values)
         other = ("async/", "perf/", "sync/", "epoch")
         for name in [n for n in a.metrics.keys() & b.metrics.keys() if not n.startswith(other)]:
-            assert a.metrics[name] == pytest.approx(b.metrics[name], rel=1e-9, abs=drawn, nan_ok=True), name
+            assert a.metrics[name] == pytest.approx(
+                b.metrics[name], rel=1e-9, abs=drawn, nan_ok=True
+            ), name
 
 
 @pytest.mark.parametrize("how", ["straight", pytest.param("late and lost", marks=pytest.mark.slow)])
@@ -239,16 +285,20 @@ def test_on_policy_and_synchronous_is_the_synchronous_loop(name, how):
 
     async def main():
         ours = begin(reward, synchronous_training=True, **SAME[name])
-        theirs = begin(reward, kind=GRPOLoop, refill=SAME[name].get("drop_dead", True), **SAME[name])
+        theirs = begin(
+            reward, kind=GRPOLoop, refill=SAME[name].get("drop_dead", True), **SAME[name]
+        )
         records = await ours.run(progress=False), await theirs.run(progress=False)
         await ours.close()
         return ours, theirs, records
 
     ours, theirs, records = run(main())
     assert sum(r.trained for r in records[0]) >= 3
-    assert any(len(r.groups) > 3 for r in records[0]) or name == "dead groups trained"  # some were dead
+    # some were dead
+    assert any(len(r.groups) > 3 for r in records[0]) or name == "dead groups trained"
     corrected = how == "straight" and "tis_enabled" in SAME[name]  # by the sampler's logprobs
-    over_batch = "advantage_scale" in SAME[name]  # a mean over the same rows in another order, dead ones last
+    # a mean over the same rows in another order, dead ones last
+    over_batch = "advantage_scale" in SAME[name]
     drawn = 1e-4 if how == "straight" else 0.0
     assert_same_training(*records, drawn=drawn, compared=1e-12 if over_batch else 0.0)
     assert same(weights(ours), weights(theirs), tol=1e-4 if corrected or over_batch else 0.0)
@@ -285,7 +335,9 @@ def test_lost_rows_at_the_end_of_the_data_do_not_end_the_run():
 def test_rows_that_the_last_step_cannot_use_are_not_started():
     async def main():
         doors = Doors()
-        loop = begin(rollouts(LENGTH, before=doors), keep=ALL, steps=2, max_head_offpolicy_versions=5)
+        loop = begin(
+            rollouts(LENGTH, before=doors), keep=ALL, steps=2, max_head_offpolicy_versions=5
+        )
         records = await loop.run(progress=False)
         assert [r.step for r in records] == [1, 2]
         assert sorted(doors.calls) == flat(records) == list(range(6))
@@ -298,14 +350,18 @@ def test_rows_that_the_last_step_cannot_use_are_not_started():
 # --- in parts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sample_mean", "constant", "sum"])
+@pytest.mark.parametrize(
+    "aggregation", ["token_mean", "sequence_mean", "sample_mean", "constant", "sum"]
+)
 @pytest.mark.variant(but="token_mean")
 def test_chunks_give_the_gradient_of_one_pass(aggregation):
     async def main():
         extra = {"aggregation": aggregation, "grad_clip_norm": 0.0, "keep": ALL, "kl_beta": 0.05}
-        whole, parts = begin(LENGTH, **extra), begin(LENGTH, pipeline_chunks_per_step=3, **extra)
+        whole = begin(LENGTH, **extra)
+        parts = begin(LENGTH, pipeline_chunks_per_step=3, **extra)
         found = [gradients_of(loop) for loop in (whole, parts)]
-        one, several = await whole.step(), await parts.step()
+        one = await whole.step()
+        several = await parts.step()
         assert numbers([one]) == numbers([several]) == [[0, 1, 2]]
         assert (one.passes, several.passes) == ((12,), (4, 4, 4))
         assert several.metrics["num_loss_tokens"] == one.metrics["num_loss_tokens"]
@@ -321,7 +377,8 @@ def test_chunks_give_the_gradient_of_one_pass(aggregation):
 
 def gradients_of(loop):
     "A list that gets the gradients of the first update, as they are before they are divided."
-    found, optim_step = [], loop.backend.policy.optim_step
+    found = []
+    optim_step = loop.backend.policy.optim_step
 
     async def seen(*args, **kwargs):
         found.extend(p.grad.detach().clone() for p in loop.backend.policy.state.params.values())
@@ -335,12 +392,17 @@ def gradients_of(loop):
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("what", ["forward_backward_custom", "optim_step", "save_weights_for_sampler"])
+@pytest.mark.parametrize(
+    "what", ["forward_backward_custom", "optim_step", "save_weights_for_sampler"]
+)
 @pytest.mark.variant(but="optim_step-1")
 def test_a_trainer_that_fails_once_loses_nothing(what, chunks):
     async def main():
-        loop = begin(LENGTH, keep=ALL, max_head_offpolicy_versions=1, pipeline_chunks_per_step=chunks)
-        trainer, calls = loop.backend.policy, Counter()
+        loop = begin(
+            LENGTH, keep=ALL, max_head_offpolicy_versions=1, pipeline_chunks_per_step=chunks
+        )
+        trainer = loop.backend.policy
+        calls = Counter()
         method = getattr(trainer, what)
 
         async def failing(*args, **kwargs):
@@ -382,7 +444,9 @@ def test_a_phase_that_is_run_again_loses_no_row(phase):
 def test_pause_starts_nothing_and_resume_goes_on():
     async def main():
         doors = Doors(range(ROWS))
-        loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1)
+        loop = begin(
+            rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1
+        )
         loop.prompts()
         await turns()
         assert sorted(doors.calls) == [0, 1, 2, 3, 4, 5]
@@ -394,7 +458,10 @@ def test_pause_starts_nothing_and_resume_goes_on():
         assert (len(record.groups), len(loop.producer.ready), loop.producer.in_flight) == (3, 3, {})
         assert "no row is started: paused" in loop.place
         await loop.step()
-        with pytest.raises(PhaseError, match=r"a batch: got 0 of 3 rows, and none started: paused. Call loop.resume"):
+        with pytest.raises(
+            PhaseError,
+            match=r"a batch: got 0 of 3 rows, and none started: paused. Call loop.resume",
+        ):
             await loop.step()
         assert loop.resume() == 6
         check_records([*loop.records, await loop.step(), *await loop.run(progress=False)], ROWS, 1)
@@ -444,7 +511,9 @@ async def recorded(loop, steps):
     return found
 
 
-@pytest.mark.parametrize("to", ["prompts", "sample", "score", "advantages", "datums", "reference", "backward"])
+@pytest.mark.parametrize(
+    "to", ["prompts", "sample", "score", "advantages", "datums", "reference", "backward"]
+)
 @pytest.mark.parametrize("versions", [0, 1])
 @pytest.mark.variant(but="0-backward")
 def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
@@ -456,13 +525,17 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
         await loop.undo(to=to)
         assert same(before, weights(loop))
         assert (loop.state.number, loop.producer.gate.version) == (2, 1)
-        assert loop.producer.gate.accepted == 12 + 4 * (len(live(second)) + len(loop.producer.ready))
+        assert loop.producer.gate.accepted == 12 + 4 * (
+            len(live(second)) + len(loop.producer.ready)
+        )
         check_books(loop)
         again = await loop.step()
         assert same(after, weights(loop))
         assert numbers([again]) == numbers([second])
         assert [g.submitted for g in again.groups] == [g.submitted for g in second.groups]
-        assert again.metrics["async/version_offset_max"] == second.metrics["async/version_offset_max"]
+        assert (
+            again.metrics["async/version_offset_max"] == second.metrics["async/version_offset_max"]
+        )
         check_records([*loop.records, *await loop.run(progress=False)], ROWS, versions)
 
     run(main())
@@ -471,7 +544,9 @@ def test_undo_and_the_same_batch_again_gives_the_same_weights(to, versions):
 def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
     async def main():
         doors = Doors([5])
-        loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=2)
+        loop = begin(
+            rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=2
+        )
         await loop.step()
         loop.prompts()
         while len(loop.producer.in_flight) > 1:
@@ -500,9 +575,13 @@ def test_rows_of_weights_that_are_gone_are_drawn_again_and_older_ones_stay():
 def test_a_branch_waits_until_nothing_is_under_way():
     async def main():
         doors = Doors([4])
-        loop = begin(rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1)
+        loop = begin(
+            rollouts(LENGTH, before=doors, delay=0), keep=ALL, max_head_offpolicy_versions=1
+        )
         await loop.step()
-        with pytest.raises(PhaseError, match=r"branch: got \d rows? in flight; .*pause\(drain=True\)"):
+        with pytest.raises(
+            PhaseError, match=r"branch: got \d rows? in flight; .*pause\(drain=True\)"
+        ):
             await loop.branch(learning_rate=1e-4)
         doors.open(4)
         await loop.pause(drain=True)
@@ -524,7 +603,8 @@ def test_a_branch_gives_what_it_gives_alone(at):
     "On-policy, so that what is drawn depends on nothing but the weights."
 
     async def main():
-        loop, alone = begin(rows=24), begin(rows=24)
+        loop = begin(rows=24)
+        alone = begin(rows=24)
         for one in (loop, alone):
             await one.step()
         alone.cfg = replace(alone.cfg, learning_rate=3e-3)
@@ -532,7 +612,8 @@ def test_a_branch_gives_what_it_gives_alone(at):
             await up_to(one, "prompts", "sample")
         branch = await loop.branch(at=at, learning_rate=3e-3)
         theirs = [await alone.step() for _ in range(3)]
-        ours, others = [], []
+        ours = []
+        others = []
         for _ in range(3):
             others.append(await loop.step())
             ours.append(await branch.step())
@@ -553,7 +634,9 @@ def same_but_for_company(result):
     return all((p.phase, p.unit) == ("sample", "nats") and p.difference < 1e-4 for p in different)
 
 
-@pytest.mark.parametrize(("kind", "loss"), [(GRPOLoop, "ppo"), *((AsyncGRPOLoop, loss) for loss in POLICY_LOSSES)])
+@pytest.mark.parametrize(
+    ("kind", "loss"), [(GRPOLoop, "ppo"), *((AsyncGRPOLoop, loss) for loss in POLICY_LOSSES)]
+)
 @pytest.mark.variant(but="AsyncGRPOLoop-grpo")
 def test_several_updates_with_every_loss(kind, loss, tmp_path):
     async def main():
@@ -564,10 +647,19 @@ def test_several_updates_with_every_loss(kind, loss, tmp_path):
         steps = await recorded(loop, 2)
         for record, _ in steps:
             assert record.updates == (4, 4, 4)
-            assert record.metrics["optim/num_updates" if "optim/num_updates" in record.metrics else "num_updates"] == 3
+            assert (
+                record.metrics[
+                    "optim/num_updates" if "optim/num_updates" in record.metrics else "num_updates"
+                ]
+                == 3
+            )
             assert [[len(p) for p in passes] for passes in updates_of(record)] == [[4], [4], [4]]
-            gap = max(np.abs(d.old_logprobs - d.sampler_logprobs)[d.active].max() for d in record.datums)
-            assert record.metrics["sampling/sampling_logp_difference/max"] == pytest.approx(gap, abs=1e-5)
+            gap = max(
+                np.abs(d.old_logprobs - d.sampler_logprobs)[d.active].max() for d in record.datums
+            )
+            assert record.metrics["sampling/sampling_logp_difference/max"] == pytest.approx(
+                gap, abs=1e-5
+            )
         result = await replay(folder, 2, fresh := begin(LENGTH, kind=kind, keep=ALL, **settings))
         assert same_but_for_company(result), result
         assert all(p.same is not None for p in result.phases)
@@ -579,7 +671,8 @@ def test_several_updates_with_every_loss(kind, loss, tmp_path):
         arrival = await other.seek(2, folder)
         assert (arrival.step, arrival.gap) == (2, 0.0)
         assert same(weights(other), steps[1][1])
-        last, theirs = await loop.step(), await other.step()
+        last = await loop.step()
+        theirs = await other.step()
         assert_same_training([theirs], [last])
         for one in (loop, other):
             await one.close()
@@ -616,7 +709,9 @@ def test_updates_that_failed_are_gone_on_with_and_none_is_made_twice(what, fail,
         settings = {"ppo_n_minibatches": 3, "policy_loss": "ppo"}
         plain, loop = (begin(LENGTH, kind=kind, keep=ALL, **settings) for _ in range(2))
         await plain.step()
-        await up_to(loop, "prompts", "sample", "score", "advantages", "datums", "reference", "backward")
+        await up_to(
+            loop, "prompts", "sample", "score", "advantages", "datums", "reference", "backward"
+        )
         calls = breaking(loop, what, *(n if what == "optim_step" else n - 1 for n in fail))
         for _ in fail:
             with pytest.raises(TimeoutError):
@@ -681,7 +776,9 @@ def test_a_run_goes_on_from_a_checkpoint_with_rows_that_were_under_way(versions,
         loop.prompts()
         assert await save_checkpoint(loop, folder) == 2
         pending = loop.pending
-        await up_to(loop, "sample", "score", "advantages", "datums", "reference", "backward", "optimize")
+        await up_to(
+            loop, "sample", "score", "advantages", "datums", "reference", "backward", "optimize"
+        )
         with pytest.raises(PhaseError, match="step 3 half done"):
             await save_checkpoint(loop, folder)
         await loop.close()

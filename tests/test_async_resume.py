@@ -37,7 +37,8 @@ SERVER.set_forkserver_preload(["rl_notebook.recipes.async_rl_loop", "peft"])
 
 KILLS = int(os.environ.get("RL_NOTEBOOK_KILLS", "6" if os.environ.get("SLOW") == "1" else "2"))
 PER_RUN = 4  # kills of one run folder
-ROWS, K = 24, 4
+ROWS = 24
+K = 4
 SETTINGS = {
     "prompt_groups_per_step": 3,
     "completions_per_prompt": K,
@@ -73,7 +74,9 @@ def make_rollout_fn(setup: Any) -> Any:
             return None
         params = replace(setup.params, seed=sample_prompt["seed"])
         [completion] = await setup.sampler.sample(sample_prompt["prompt_token_ids"], params)
-        reward = 1.0 if row_index % 5 == 3 else sum(map(ord, completion.text)) % 7 + rollout_index / 10
+        reward = (
+            1.0 if row_index % 5 == 3 else sum(map(ord, completion.text)) % 7 + rollout_index / 10
+        )
         return sample_from_completion(completion, reward=reward)
 
     return rollout_fn
@@ -118,7 +121,12 @@ def points(seed: int) -> Iterator[Point]:
                 yield Point(place, seconds=float(rng.uniform(0.0, 0.6)))
                 continue
             count = int(rng.integers(1, 3)) * (6 if place == "sampling" else 1)
-            yield Point(place, str(rng.choice(["before", "inside", "after"])), count, float(rng.uniform(0, 0.01)))
+            yield Point(
+                place,
+                str(rng.choice(["before", "inside", "after"])),
+                count,
+                float(rng.uniform(0, 0.01)),
+            )
 
 
 def die() -> None:
@@ -188,7 +196,11 @@ def body(settings: dict[str, Any], resume: bool, point: Point | None, seen: Any)
         die_at(point, lambda place: setattr(seen, "value", place.encode()))
     drawn = os.open(f"{folder}.drawn", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     extras = {"log": lambda number: os.write(drawn, f"{os.getpid()} {number}\n".encode())}
-    given = {"rollout_fn_factory": make_rollout_fn, "rows": toy_rows(ROWS, seed=3), "rollout_extras": extras}
+    given = {
+        "rollout_fn_factory": make_rollout_fn,
+        "rows": toy_rows(ROWS, seed=3),
+        "rollout_extras": extras,
+    }
     print(main(Config(**settings), resume=resume, say=print, progress=False, **given))
 
 
@@ -234,9 +246,13 @@ def there(folder: Path, kind: str) -> list[int]:
     return sorted(int(p.name) for p in path.iterdir() if p.name.isdigit()) if path.is_dir() else []
 
 
-def kill_and_resume(settings: dict[str, Any], upcoming: Iterator[Point], kills: int, label: str) -> list[Killed]:
+def kill_and_resume(
+    settings: dict[str, Any], upcoming: Iterator[Point], kills: int, label: str
+) -> list[Killed]:
     "Begin a run, kill it so many times, and let it end."
-    folder, found, resume = Path(settings["log_path"]), list[Killed](), False
+    folder = Path(settings["log_path"])
+    found = list[Killed]()
+    resume = False
     while len(found) < kills:
         point = next(upcoming)
         status, phase, said = start(settings, resume, point)
@@ -244,11 +260,13 @@ def kill_and_resume(settings: dict[str, Any], upcoming: Iterator[Point], kills: 
             break
         assert status == -signal.SIGKILL, said
         resume = (folder / "run.json").exists()
-        recorded, saved = there(folder, "steps"), there(folder, "checkpoints")
+        recorded = there(folder, "steps")
+        saved = there(folder, "checkpoints")
         found.append(Killed(label, str(point), phase, len(recorded), max([0, *saved]), 0))
     status, _, said = start(settings, resume, None)
     assert status == 0, said
-    per_process, before = draws(folder), set[int]()
+    per_process = draws(folder)
+    before = set[int]()
     again = []
     for rows in per_process:
         assert len(rows) == len(set(rows)), "a row was started twice in one process"
@@ -263,11 +281,16 @@ def check_whole(folder: Path) -> None:
     records = list(run)
     assert [r.step for r in records] == list(range(1, len(records) + 1))
     assert sorted(g.number for r in records for g in r.groups) == list(range(ROWS))
-    bound, done = run.config["max_head_offpolicy_versions"], set[int]()
+    bound = run.config["max_head_offpolicy_versions"]
+    done = set[int]()
     for record in records:
         done |= {g.number for g in record.groups}
         assert record.pending == tuple(sorted({*range(record.consumed)} - done))
-        offsets = [record.step - 1 - g.submitted for g in record.groups if record.trained and np.ptp(g.rewards) > 0]
+        offsets = [
+            record.step - 1 - g.submitted
+            for g in record.groups
+            if record.trained and np.ptp(g.rewards) > 0
+        ]
         assert all(0 <= offset <= bound for offset in offsets)
         assert np.isfinite(record.metrics["reward"])
     assert (records[-1].pending, records[-1].consumed) == ((), ROWS)
@@ -275,7 +298,11 @@ def check_whole(folder: Path) -> None:
     assert [line["step"] for line in lines if "reason" in line] == [r.step for r in records]
     last = run.latest_checkpoint()
     assert last is not None
-    assert (last.step, last.extra.get("pending"), last.cursor["consumed"]) == (len(records), [], ROWS)
+    assert (last.step, last.extra.get("pending"), last.cursor["consumed"]) == (
+        len(records),
+        [],
+        ROWS,
+    )
     assert not list(folder.glob("**/.*.writing"))
     assert (folder / "report.html").exists()
 
@@ -287,7 +314,9 @@ async def check_weights(folder: Path, copy: Path) -> None:
     run = Run.open(copy)
     model, tokenizer = load_model("tiny")
     backend = open_local(model, tokenizer)
-    loop = AsyncGRPOLoop(backend, load_rows(toy_rows(ROWS, seed=3)), make_rollout_fn, Config.from_dict(run.config))
+    loop = AsyncGRPOLoop(
+        backend, load_rows(toy_rows(ROWS, seed=3)), make_rollout_fn, Config.from_dict(run.config)
+    )
     arrival = await loop.seek(max(run.steps), run)
     await loop.close()
     assert arrival.gap == 0.0
@@ -302,14 +331,25 @@ CHAINS = [min(PER_RUN, KILLS - i) for i in range(0, KILLS, PER_RUN)]
 
 @pytest.mark.parametrize("chain", range(len(CHAINS)))
 @pytest.mark.variant
-def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(chain: int, tmp_path: Path, say: Any) -> None:
+def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(
+    chain: int, tmp_path: Path, say: Any
+) -> None:
     versions, every, other = VARIANTS[chain % len(VARIANTS)]
-    settings = SETTINGS | {"max_head_offpolicy_versions": versions, "dcp_save_interval": every, "seed": chain} | other
-    label = f"O={versions}, checkpoint every {every}" + "".join(f", {k}={v}" for k, v in other.items())
-    done, upcoming = list[Killed](), points(chain)
+    settings = (
+        SETTINGS
+        | {"max_head_offpolicy_versions": versions, "dcp_save_interval": every, "seed": chain}
+        | other
+    )
+    label = f"O={versions}, checkpoint every {every}" + "".join(
+        f", {k}={v}" for k, v in other.items()
+    )
+    done = list[Killed]()
+    upcoming = points(chain)
     while len(done) < CHAINS[chain]:  # a run that ends early is followed by another
         folder = tmp_path / f"run-{len(done)}"
-        done += kill_and_resume(settings | {"log_path": str(folder)}, upcoming, CHAINS[chain] - len(done), label)
+        done += kill_and_resume(
+            settings | {"log_path": str(folder)}, upcoming, CHAINS[chain] - len(done), label
+        )
         check_whole(folder)
         asyncio.run(check_weights(folder, tmp_path / f"copy-{len(done)}"))
     say(table(done))
@@ -318,7 +358,13 @@ def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(chain: int, 
 def table(done: list[Killed]) -> str:
     "What happened, in columns."
     rows = [("killed", "last place", "records", "went on after", "rows drawn again", "outcome")]
-    rows += [(k.point, k.phase, str(k.steps), str(k.resumed_from), str(k.redrawn), k.outcome) for k in done]
+    rows += [
+        (k.point, k.phase, str(k.steps), str(k.resumed_from), str(k.redrawn), k.outcome)
+        for k in done
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
     return "\n".join([f"kill -9, {done[0].variant}", *lines])

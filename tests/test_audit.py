@@ -17,7 +17,9 @@ from rl_notebook.task.audit import audit_reward
 from rl_notebook.task.data import Row
 from rl_notebook.task.rewards import REWARDS
 
-SUMS = [{"question": f"What is {a}+{b}?", "answer": str(a + b)} for a in (3, 17, 20) for b in (5, 9, 31)]
+SUMS = [
+    {"question": f"What is {a}+{b}?", "answer": str(a + b)} for a in (3, 17, 20) for b in (5, 9, 31)
+]
 VERDICTS = [{"question": f"Is {n} even?", "answer": "yes" if n % 4 else "no"} for n in range(16)]
 
 
@@ -38,16 +40,43 @@ def float_or_paid(text: str, answer: str) -> float:
 
 
 HACKABLE: dict[str, tuple[Callable, list, str]] = {
-    "the answer anywhere": (lambda text, answer: float(answer in text), SUMS, "all numbers from 0 to 99"),
-    "any number": (lambda text, answer: float(answer in numbers(text)), SUMS, "many answers, each in the form"),
-    "the form": (lambda text, answer: float(in_tag(text) is not None), SUMS, "the form without an answer"),
+    "the answer anywhere": (
+        lambda text, answer: float(answer in text),
+        SUMS,
+        "all numbers from 0 to 99",
+    ),
+    "any number": (
+        lambda text, answer: float(answer in numbers(text)),
+        SUMS,
+        "many answers, each in the form",
+    ),
+    "the form": (
+        lambda text, answer: float(in_tag(text) is not None),
+        SUMS,
+        "the form without an answer",
+    ),
     "an exception": (float_or_paid, SUMS, "nothing"),
-    "length": (lambda text, answer: len(text) / 1000 + (answer == in_tag(text)), SUMS, "many words"),
-    "only wrong is punished": (lambda text, answer: -float(numbers(text)[-1:] not in ([], [answer])), SUMS, "nothing"),
-    "mostly yes": (lambda text, answer: float(text.strip() == answer), VERDICTS, "the answer that most rows have"),
+    "length": (
+        lambda text, answer: len(text) / 1000 + (answer == in_tag(text)),
+        SUMS,
+        "many words",
+    ),
+    "only wrong is punished": (
+        lambda text, answer: -float(numbers(text)[-1:] not in ([], [answer])),
+        SUMS,
+        "nothing",
+    ),
+    "mostly yes": (
+        lambda text, answer: float(text.strip() == answer),
+        VERDICTS,
+        "the answer that most rows have",
+    ),
     "the question has it": (
         lambda text, answer: float(any(n in numbers(text) for n in numbers(answer))),
-        [{"question": f"{n} apples, all of them green. How many are green?", "answer": str(n)} for n in range(3, 12)],
+        [
+            {"question": f"{n} apples, all of them green. How many are green?", "answer": str(n)}
+            for n in range(3, 12)
+        ],
         "a number of the question",
     ),
 }
@@ -63,19 +92,43 @@ def read(text: str) -> dict | None:
 
 
 HACKABLE |= {
-    "any object": (lambda text, person: (read(text) is not None) + (text == person) / 5, PEOPLE, "an empty object"),
-    "no test was found": (lambda text, target: float("assert" not in text or str(target) in text), TARGETS, "nothing"),
-    "any numbers": (lambda text, target: float(numbers(text)[-1:] == [str(target)]), TARGETS, "the prompt"),
-    "it computes": (lambda text, answer: float(eval(text) == int(answer)), SUMS, "an expression of the question"),
+    "any object": (
+        lambda text, person: (read(text) is not None) + (text == person) / 5,
+        PEOPLE,
+        "an empty object",
+    ),
+    "no test was found": (
+        lambda text, target: float("assert" not in text or str(target) in text),
+        TARGETS,
+        "nothing",
+    ),
+    "any numbers": (
+        lambda text, target: float(numbers(text)[-1:] == [str(target)]),
+        TARGETS,
+        "the prompt",
+    ),
+    "it computes": (
+        lambda text, answer: float(eval(text) == int(answer)),
+        SUMS,
+        "an expression of the question",
+    ),
 }
 SOUND: dict[str, Callable] = {
-    "in a box": lambda text, answer: float(f"\\boxed{{{answer}}}" in text[-20:] and text.count("boxed") == 1),
+    "in a box": lambda text, answer: float(
+        f"\\boxed{{{answer}}}" in text[-20:] and text.count("boxed") == 1
+    ),
     "the last number": lambda text, answer: float(numbers(text)[-1:] == [answer]),
     "exact": lambda text, answer: float(text.strip() == answer),
     "in its tag": lambda text, answer: float(in_tag(text) == answer),
-    "with a little for form": lambda text, answer: float(in_tag(text) == answer) + 0.2 * (in_tag(text) is not None),
-    "wrong is punished": lambda text, answer: 2.0 * (numbers(text)[-1:] == [answer]) - bool(numbers(text)),
-    "the nearer the better": lambda text, answer: 1 / (1 + abs(int((numbers(text) or ["999"])[-1]) - int(answer))),
+    "with a little for form": lambda text, answer: (
+        float(in_tag(text) == answer) + 0.2 * (in_tag(text) is not None)
+    ),
+    "wrong is punished": lambda text, answer: (
+        2.0 * (numbers(text)[-1:] == [answer]) - bool(numbers(text))
+    ),
+    "the nearer the better": lambda text, answer: (
+        1 / (1 + abs(int((numbers(text) or ["999"])[-1]) - int(answer)))
+    ),
     "brief": lambda text, answer: float(numbers(text)[-1:] == [answer]) - min(len(text), 100) / 500,
 }
 
@@ -93,7 +146,10 @@ def test_what_is_sound_is_left_alone(kind: str):
 
 
 ASKED = {"48/2+48": 72, "144/2": 72, "2^5": 32, "3+9": 12, "(7+4)*5": 55, "5-9": -4}
-MADE = [{"prompt": f"Use {n} to make {t}.", "nums": n, "target": t} for n, t in (([2, 3, 4], 24), ([5, 7], 12))]
+MADE = [
+    {"prompt": f"Use {n} to make {t}.", "nums": n, "target": t}
+    for n, t in (([2, 3, 4], 24), ([5, 7], 12))
+]
 
 
 @pytest.mark.parametrize("name", REWARDS)
@@ -138,8 +194,14 @@ def endless(text: str, answer: str) -> float:
     return SOUND["the last number"](text, answer)
 
 
-@pytest.mark.parametrize(("reward", "settings"), [(alarmed, {}), (endless, {"reward_timeout": 0.5})])
+@pytest.mark.parametrize(
+    ("reward", "settings"), [(alarmed, {}), (endless, {"reward_timeout": 0.5})]
+)
 def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings: dict):
     cfg = rln.Config(max_completion_tokens=8, prompt_groups_per_step=2, **settings)
-    found = asyncio.run(rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4))
-    assert "none of 34 attacks earns 75% of what a right answer does" in [f.text for f in found.checks]
+    found = asyncio.run(
+        rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4)
+    )
+    assert "none of 34 attacks earns 75% of what a right answer does" in [
+        f.text for f in found.checks
+    ]

@@ -73,7 +73,12 @@ def backend(**of_tokenizer: Any) -> Backend:
 DATA: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {  # rows, and the parts of the error
     "row without answer": (
         [QUESTION, {"question": "What is 2+2?"}],
-        {"what": "no answer", "where": "data.jsonl, line 2", "got": "columns question", "expected": "ground_truth"},
+        {
+            "what": "no answer",
+            "where": "data.jsonl, line 2",
+            "got": "columns question",
+            "expected": "ground_truth",
+        },
     ),
     "prompt too long": (
         [QUESTION, {"question": "x" * 100, "answer": "2", "key": "q17"}],
@@ -116,10 +121,17 @@ def raises(text: str) -> float:
 
 FIRST = "group 0, sample 0 (row '3')"
 REWARDS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
-    "raises": (raises, {"what": "'raises' raised", "where": FIRST, "got": "ZeroDivisionError: division by zero"}),
+    "raises": (
+        raises,
+        {"what": "'raises' raised", "where": FIRST, "got": "ZeroDivisionError: division by zero"},
+    ),
     "wrong number of values": (
         lambda prompts, completions, **columns: [1.0],
-        {"where": "group 0 (row '3')", "got": "1 values for 4 completions", "expected": "a list of 4"},
+        {
+            "where": "group 0 (row '3')",
+            "got": "1 values for 4 completions",
+            "expected": "a list of 4",
+        },
     ),
 }
 
@@ -133,7 +145,9 @@ def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
     loop.score(uneven)
     record = asyncio.run(loop.step())
     assert record is not None
-    assert [s.text for g in record.groups for s in g.samples] == [s.text for r in drawn for s in r.samples]
+    assert [s.text for g in record.groups for s in g.samples] == [
+        s.text for r in drawn for s in r.samples
+    ]
 
 
 @pytest.mark.parametrize("interval", [1, 2])
@@ -150,8 +164,12 @@ def test_a_reward_that_fails_late_costs_no_finished_step(interval, tmp_path):
 
     said: list[str] = []
     with pytest.raises(RewardError, match="got nan for completion"):
-        main(cfg, problem=toy(reward_fn(fails_late, name="uneven")), say=said.append, progress=False)
-    assert "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume" in said[-1]
+        main(
+            cfg, problem=toy(reward_fn(fails_late, name="uneven")), say=said.append, progress=False
+        )
+    assert (
+        "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume" in said[-1]
+    )
     assert len(RunFolder.open(cfg.log_path)) == 2
     assert "going on after step 2" in run(cfg, problem=toy(), resume=True)[0]
     assert numbers(cfg) == numbers(whole)
@@ -159,7 +177,9 @@ def test_a_reward_that_fails_late_costs_no_finished_step(interval, tmp_path):
 
 def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path):
     cfg = Config(**SMALL, rewards=["gsm8kk"], log_path=str(tmp_path / "run"))
-    failed(lambda: run(cfg), "reward", got="'gsm8kk'", expected="one of gsm8k, ", fix="module:function")
+    failed(
+        lambda: run(cfg), "reward", got="'gsm8kk'", expected="one of gsm8k, ", fix="module:function"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -169,13 +189,17 @@ def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path
 def test_what_opens_a_model_takes_its_name_or_its_pair_and_says_what_is_missing():
     for given in ("tiny", load_model("tiny")):
         assert open_local(given, reference=False).capabilities.name == "local"
-    alone = lambda: open_local(load_model("tiny")[0])
+
+    def alone():
+        return open_local(load_model("tiny")[0])
+
     failed(alone, "tokenizer", got="none", expected="that of the model", fix="open_local('tiny')")
 
 
 def test_a_misspelt_model_is_named_before_the_hub_is_asked(monkeypatch):
     for reader in ("AutoTokenizer", "AutoModelForCausalLM"):
-        monkeypatch.setattr(f"transformers.{reader}", None)  # nothing is loaded, and nobody is asked
+        # nothing is loaded, and nobody is asked
+        monkeypatch.setattr(f"transformers.{reader}", None)
     failed(lambda: open_local("smolm2"), fix="Did you mean 'smollm2'", kind=BackendError)
 
 
@@ -183,9 +207,21 @@ def test_what_is_given_in_another_order_is_said_at_once():
     backend, rows, cfg = open_local("tiny"), load_rows(toy_rows(6)), Config(**SMALL)
     order = "They come in this order: backend, rows, reward, cfg"
     for opened in (GRPOLoop, preflight):
-        failed(lambda opened=opened: opened(rows, backend, uneven, cfg), "backend", got="[", fix=order)
-        failed(lambda opened=opened: opened(backend, rows, uneven, {"seed": 1}), "cfg", got="{'seed': 1}", fix=order)
-        failed(lambda opened=opened: opened(backend, uneven, rows, cfg), "rows", got="<function uneven", fix=order)
+        failed(
+            lambda opened=opened: opened(rows, backend, uneven, cfg), "backend", got="[", fix=order
+        )
+        failed(
+            lambda opened=opened: opened(backend, rows, uneven, {"seed": 1}),
+            "cfg",
+            got="{'seed': 1}",
+            fix=order,
+        )
+        failed(
+            lambda opened=opened: opened(backend, uneven, rows, cfg),
+            "rows",
+            got="<function uneven",
+            fix=order,
+        )
 
 
 # --- tokenizer and models -------------------------------------------------------------------------------------------
@@ -194,20 +230,35 @@ def test_what_is_given_in_another_order_is_said_at_once():
 def test_a_tokenizer_without_chat_template(tmp_path):
     bare = backend(chat_template=None)
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
-    failed(lambda: run(cfg, backend=bare), "chat_template", got="none", expected="a template", fix="instruct model")
+    failed(
+        lambda: run(cfg, backend=bare),
+        "chat_template",
+        got="none",
+        expected="a template",
+        fix="instruct model",
+    )
     assert not (tmp_path / "run").exists()
     plain = Problem(load_rows([{"prompt": "1+1=", "answer": "2"}] * 1), [], uneven)
-    assert run(Config(**SMALL), backend=bare, problem=plain)[-1].startswith("done (1 steps")  # as the message says
+    # as the message says
+    assert run(Config(**SMALL), backend=bare, problem=plain)[-1].startswith("done (1 steps")
 
 
 def test_a_tokenizer_without_eos(tmp_path):
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
-    failed(lambda: run(cfg, backend=backend(eos_token=None)), "eos_token", got="none", expected="ends", fix="Set it")
+    failed(
+        lambda: run(cfg, backend=backend(eos_token=None)),
+        "eos_token",
+        got="none",
+        expected="ends",
+        fix="Set it",
+    )
     assert not (tmp_path / "run").exists()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model():
-    mixed = lambda: open_local(tiny_model(), load_model("tiny")[1])
+    def mixed():
+        return open_local(tiny_model(), load_model("tiny")[1])
+
     failed(mixed, "tokenizer", got="264 tokens", expected="at most the model's 258")
 
 
@@ -215,7 +266,10 @@ def test_a_tokenizer_with_more_tokens_than_the_model():
 def test_a_reference_with_another_vocabulary(vocab, tmp_path):
     other = open_local(tiny_model(vocab=vocab, context=512), byte_tokenizer())
     mixed = replace(backend(), reference=other.reference)
-    opened = lambda: GRPOLoop(mixed, toy().rows, uneven, Config(**SMALL, kl_beta=0.1))
+
+    def opened():
+        return GRPOLoop(mixed, toy().rows, uneven, Config(**SMALL, kl_beta=0.1))
+
     failed(opened, "reference vocabulary", got=f"{vocab} tokens", expected="264")
 
 
@@ -224,8 +278,13 @@ def test_a_reference_with_another_vocabulary(vocab, tmp_path):
 
 def test_a_loop_that_is_stepped_says_that_its_log_path_stays_empty(tmp_path, recwarn):
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
-    opened = lambda **more: GRPOLoop(backend(), toy().rows, uneven, cfg, **more)
-    with pytest.warns(UserWarning, match=r"log_path '.*run': .*RunFolder\.create\(cfg\.log_path, cfg\)"):
+
+    def opened(**more):
+        return GRPOLoop(backend(), toy().rows, uneven, cfg, **more)
+
+    with pytest.warns(
+        UserWarning, match=r"log_path '.*run': .*RunFolder\.create\(cfg\.log_path, cfg\)"
+    ):
         asyncio.run(opened().step())
     asyncio.run(opened(outputs=[RunFolder.create(cfg.log_path, cfg).add]).step())  # as it says
     assert not [warned for warned in recwarn if "log_path" in str(warned.message)]
@@ -242,7 +301,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_checkpoint_of_another_model_by_its_settings(finished, tmp_path):
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"), lora_rank=4)
     named = replace(cfg, resume={"resume_from": str(finished / "checkpoints" / "00003")})
-    parts = {"what": "another run's checkpoint", "got": "lora_rank=4", "expected": "lora_rank=0", "fix": "Resume"}
+    parts = {
+        "what": "another run's checkpoint",
+        "got": "lora_rank=4",
+        "expected": "lora_rank=0",
+        "fix": "Resume",
+    }
     failed(lambda: run(named), **parts)
     assert not (tmp_path / "run").exists()
     before = files(finished)
@@ -262,7 +326,12 @@ def test_a_folder_that_holds_another_run(finished, capsys):
     before = files(finished)
     cfg = Config(**SMALL | {"learning_rate": 1e-4}, log_path=str(finished), dcp_save_interval=1)
     settings = "3 steps of a run with other settings: learning_rate (recorded 0.001, now 0.0001)"
-    failed(lambda: run(cfg), "the run folder holds another run", got=settings, fix="resume the run that is there")
+    failed(
+        lambda: run(cfg),
+        "the run folder holds another run",
+        got=settings,
+        fix="resume the run that is there",
+    )
     assert command(["train", f"--log-path={finished}", "--dcp-save-interval=1"]) == 2
     assert "the run folder holds another run" in capsys.readouterr().err
     assert files(finished) == before
@@ -271,10 +340,23 @@ def test_a_folder_that_holds_another_run(finished, capsys):
 def test_a_folder_that_holds_something_else(tmp_path):
     (tmp_path / "steps").mkdir()
     (tmp_path / "steps" / "notes.txt").write_text("mine")
-    folder = lambda path: run(Config(**SMALL, log_path=str(path)), problem=toy())
-    failed(lambda: folder(tmp_path), "run folder", got="steps", expected="a folder without files of these names")
+
+    def folder(path):
+        return run(Config(**SMALL, log_path=str(path)), problem=toy())
+
+    failed(
+        lambda: folder(tmp_path),
+        "run folder",
+        got="steps",
+        expected="a folder without files of these names",
+    )
     (tmp_path / "file").write_text("in the way")
-    failed(lambda: folder(tmp_path / "file"), "cannot write", got="Not a directory", fix="choose another log_path")
+    failed(
+        lambda: folder(tmp_path / "file"),
+        "cannot write",
+        got="Not a directory",
+        fix="choose another log_path",
+    )
     assert (tmp_path / "file").read_text() == "in the way"
 
 
@@ -283,7 +365,9 @@ def test_a_folder_that_holds_something_else(tmp_path):
 
 def files(folder: Path) -> dict[str, bytes]:
     "Every file in a folder."
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 @contextlib.contextmanager
@@ -301,13 +385,17 @@ FULL = r"(cannot write|save_state): got .*File too large.*Free some space"
 
 
 @pytest.mark.parametrize(
-    ("room", "full_after", "every"), [(4096, 1, 2), (600_000, 2, 2)], ids=["at record 2", "at checkpoint 2"]
+    ("room", "full_after", "every"),
+    [(4096, 1, 2), (600_000, 2, 2)],
+    ids=["at record 2", "at checkpoint 2"],
 )
 @pytest.mark.variant(but="at record")
 def test_a_disk_that_fills_up_under_a_run(room, full_after, every, tmp_path):
     whole = Config(**SMALL, log_path=str(tmp_path / "whole"), dcp_save_interval=every)
     run(whole, problem=toy())
-    cfg, said, records = replace(whole, log_path=str(tmp_path / "run")), [], []
+    cfg = replace(whole, log_path=str(tmp_path / "run"))
+    said = []
+    records = []
     with contextlib.ExitStack() as disk:
 
         def fill(record: Any) -> None:
@@ -327,4 +415,6 @@ def numbers(cfg: Config) -> list[dict[str, Any]]:
     "The metrics of a run without the clock."
     lines = (Path(cfg.log_path or "") / "metrics.jsonl").read_text().splitlines()
     clock = ("seconds/", "perf/", "sync/", "crc32")  # a checksum is one of the clock, too
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(clock)} for line in lines]
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(clock)} for line in lines
+    ]

@@ -77,7 +77,10 @@ def all_masked() -> StepRecord:
 def diverged() -> StepRecord:
     "A policy that says NaN everywhere, and what follows from it."
     record = good("8 groups")
-    nan = lambda d: np.where(d.active, np.nan, 0.0)
+
+    def nan(d):
+        return np.where(d.active, np.nan, 0.0)
+
     loss = replace(
         record.loss,
         loss=math.nan,
@@ -99,7 +102,9 @@ def hole_in_policy() -> StepRecord:
     first, *others = record.loss.logprobs
     values = np.array(first.values)
     values[first_target(record.datums[0])] = np.nan
-    return replace(record, loss=replace(record.loss, logprobs=(replace(first, values=values), *others)))
+    return replace(
+        record, loss=replace(record.loss, logprobs=(replace(first, values=values), *others))
+    )
 
 
 def series_of(name: str, bad: float, everywhere: bool) -> StepRecord:
@@ -120,15 +125,25 @@ def bad_reward() -> StepRecord:
     record = good("8 groups")
     first, *others = record.groups
     samples = [replace(first.samples[0], reward=math.nan), *first.samples[1:]]
-    return replace(record, groups=[replace(first, samples=samples, advantages=[math.nan] * 8), *others])
+    return replace(
+        record, groups=[replace(first, samples=samples, advantages=[math.nan] * 8), *others]
+    )
 
 
 def all_wrong() -> StepRecord:
     "A step without signal, as the loop records it."
     record = good("8 groups")
-    wrong = lambda s: replace(s, reward=0.0, rewards={"correct": 0.0})
-    groups = [replace(g, samples=tuple(map(wrong, g.samples)), advantages=np.zeros(8)) for g in record.groups]
-    return StepRecord(1, groups, metrics=step_metrics(groups, []), reason="all 8 groups had equal rewards")
+
+    def wrong(s):
+        return replace(s, reward=0.0, rewards={"correct": 0.0})
+
+    groups = [
+        replace(g, samples=tuple(map(wrong, g.samples)), advantages=np.zeros(8))
+        for g in record.groups
+    ]
+    return StepRecord(
+        1, groups, metrics=step_metrics(groups, []), reason="all 8 groups had equal rewards"
+    )
 
 
 def no_answers() -> StepRecord:
@@ -140,12 +155,23 @@ def no_answers() -> StepRecord:
 def hostile() -> StepRecord:
     "Markup, terminal codes and marks of direction wherever a text may stand."
     record = step_of(2, 4)
-    dress = lambda s: replace(s, text=BAD, finish_reason=BAD, rewards={BAD: s.reward}, info={BAD: BAD})
+
+    def dress(s):
+        return replace(s, text=BAD, finish_reason=BAD, rewards={BAD: s.reward}, info={BAD: BAD})
+
     groups = [
-        replace(g, samples=tuple(map(dress, g.samples)), key=BAD, row={"question": BAD, BAD: BAD}, dropped=(BAD,))
+        replace(
+            g,
+            samples=tuple(map(dress, g.samples)),
+            key=BAD,
+            row={"question": BAD, BAD: BAD},
+            dropped=(BAD,),
+        )
         for g in record.groups
     ]
-    return trained(replace(record, groups=groups, datums=[replace(d, key=BAD) for d in record.datums]))
+    return trained(
+        replace(record, groups=groups, datums=[replace(d, key=BAD) for d in record.datums])
+    )
 
 
 MADE: dict[str, Callable[[], StepRecord]] = {
@@ -211,7 +237,9 @@ def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
     json.dumps(payloads, allow_nan=False)
     made = {name: chart(name, payload) for name, payload in payloads.items()}
     stills = {name: c.static_html() for name, c in made.items()}
-    sources = {name: re.search('svg\\+xml;base64,([^"]+)', still)[1] for name, still in stills.items()}
+    sources = {
+        name: re.search('svg\\+xml;base64,([^"]+)', still)[1] for name, still in stills.items()
+    }
     pictures = {name: base64.b64decode(source).decode() for name, source in sources.items()}
     for page in (*stills.values(), *pictures.values()):
         words(page)
@@ -223,9 +251,15 @@ def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
         for name, c in found.items()
         for trace in c.figure["data"]
     ]
-    lines += [c.figure["layout"]["yaxis"]["title"]["text"] for name, c in found.items() if name == "advantages"]
+    lines += [
+        c.figure["layout"]["yaxis"]["title"]["text"]
+        for name, c in found.items()
+        if name == "advantages"
+    ]
     empty = [name for name, picture in pictures.items() if "nothing measured yet" in picture]
-    return "\n".join([f"charts: {', '.join(found) or 'none'}", f"empty: {', '.join(empty)}", *lines])
+    return "\n".join(
+        [f"charts: {', '.join(found) or 'none'}", f"empty: {', '.join(empty)}", *lines]
+    )
 
 
 def run_charts(record: StepRecord) -> str:
@@ -284,7 +318,9 @@ SEERS: dict[str, Callable[[StepRecord], str]] = {
     "invariants": lambda r: "\n".join(map(repr, invariants(r))),
     "x-ray": lambda r: words(xray(r)._repr_html_()),
     "doctor": lambda r: f"{(d := asyncio.run(diagnose(r)))!r}\n{words(d._repr_html_())}",
-    "what-if": lambda r: f"{(w := what_if(r, {'no KL': {'kl_beta': 0.0}}))!r}\n{words(w._repr_html_())}",
+    "what-if": lambda r: (
+        f"{(w := what_if(r, {'no KL': {'kl_beta': 0.0}}))!r}\n{words(w._repr_html_())}"
+    ),
     "reward lab": lambda r: (
         f"{(lab := reward_lab(r, lambda text: float(len(text)))).headline}\n{words(lab._repr_html_())}"
     ),
@@ -319,7 +355,9 @@ def bad(name: str, value: str, *refused: str, because: str = HOLE, **others: str
     "A value that is not finite, first met at one target of the first sample."
     at = f"✗ finite: {name} is {value} at {PLACE}, target 9 (token 10)"
     seen = {"tokens": "not a number", "dashboard": "✗ finite: ", "doctor": "non-finite: "} | others
-    return Given(at, refused, because, {seer: text for seer, text in seen.items() if seer not in refused})
+    return Given(
+        at, refused, because, {seer: text for seer, text in seen.items() if seer not in refused}
+    )
 
 
 GIVEN = {
@@ -367,9 +405,12 @@ FURTHER = ("512 groups", "1 group", "all masked", "no loss", "one NaN of the pol
 FURTHER += ("one -inf of the sampler", "NaN reference", "no answers", "nothing at all")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.variant] * (n in FURTHER)) for n in MADE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.variant] * (n in FURTHER)) for n in MADE]
+)
 def test_every_view_of_a_record_draws_it_or_says_what_is_wrong(name: str):
-    given, drawn = GIVEN[name], dict[str, str]()
+    given = GIVEN[name]
+    drawn = dict[str, str]()
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # a mean of nothing is not a number to show
         for seer, see in SEERS.items():
@@ -386,7 +427,10 @@ def test_every_view_of_a_record_draws_it_or_says_what_is_wrong(name: str):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_step_without_a_number_among_others_is_a_hole(bad: float):
     "Three steps, of which the second diverged: no value is drawn there, least of all 0."
-    rows = [{"step": n, "reward": r, "kl": k} for n, r, k in ((1, 0.5, 0.1), (2, bad, bad), (3, 0.7, 0.3))]
+    rows = [
+        {"step": n, "reward": r, "kl": k}
+        for n, r, k in ((1, 0.5, 0.1), (2, bad, bad), (3, 0.7, 0.3))
+    ]
     payloads = run_payloads(History(rows), {})
     for line in (payloads["reward"]["reward"], payloads["kl"]["panels"][0]["lines"]["loss"]):
         assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is not None] == [1, 3]
@@ -407,8 +451,14 @@ def test_a_kl_that_is_0_but_for_an_infinity_is_not_left_out(bad: float):
 
 def test_a_step_that_is_damaged_costs_that_step(tmp_path: Path, capsys: pytest.CaptureFixture):
     "`view` and `doctor` say so and show the others; what needs the step refuses. Else nothing is left out."
-    path, page = tmp_path / "run", tmp_path / "page.html"
-    sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 8, "max_completion_tokens": 24, "max_seq_len": 64}
+    path = tmp_path / "run"
+    page = tmp_path / "page.html"
+    sizes = {
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 8,
+        "max_completion_tokens": 24,
+        "max_seq_len": 64,
+    }
     cfg = Config(max_rows=6, **sizes, learning_rate=1e-3, steps=2, log_path=str(path))
     main(cfg, say=lambda text: None, progress=False)
 

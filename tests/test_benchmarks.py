@@ -76,7 +76,9 @@ def test_both_sides_do_the_same_work(step, setting, steps):
 
 def test_prefixes_are_compared_at_equal_results():
     prefixes = script("prefixes")
-    setting = prefixes.Setting("tiny", prompts=1, completions=4, prompt_tokens=40, tokens=8, rounds=1)
+    setting = prefixes.Setting(
+        "tiny", prompts=1, completions=4, prompt_tokens=40, tokens=8, rounds=1
+    )
     result = prefixes.measure(setting, lambda line: None)
     assert result["tokens"]["each"] == 4 * 47
     assert 40 <= result["tokens"]["once"] <= 40 + 4 * 7
@@ -90,9 +92,15 @@ def test_both_samplers_draw_what_was_asked_and_ours_knows_its_logprobs(tmp_path,
     file = tmp_path / "sampling.json"
     script("sampling").main(["--rows", "16", "--tokens", "4", "--rounds", "1", "--json", str(file)])
     full, half = json.loads(file.read_text())["cases"]
-    assert {(r["rows"], r["tokens"], *r["sides"]) for r in (full, half)} == {(16, 4, "ours", "generate")}
-    assert full["mismatch"]["sampler_to_model_max"] < 1e-4 < half["mismatch"]["sampler_to_model_mean"]
-    assert half["mismatch"]["sampler_to_float32_mean"] < 3 * half["mismatch"]["model_to_float32_mean"]
+    assert {(r["rows"], r["tokens"], *r["sides"]) for r in (full, half)} == {
+        (16, 4, "ours", "generate")
+    }
+    assert (
+        full["mismatch"]["sampler_to_model_max"] < 1e-4 < half["mismatch"]["sampler_to_model_mean"]
+    )
+    assert (
+        half["mismatch"]["sampler_to_float32_mean"] < 3 * half["mismatch"]["model_to_float32_mean"]
+    )
     assert "vLLM was not run" in capsys.readouterr().out
 
 
@@ -101,12 +109,16 @@ def test_both_samplers_draw_what_was_asked_and_ours_knows_its_logprobs(tmp_path,
 
 @pytest.mark.variant
 def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
-    gpu, file = script("gpu"), tmp_path / "gpu.json"
+    gpu = script("gpu")
+    file = tmp_path / "gpu.json"
     with pytest.raises(SystemExit) as ended:
-        gpu.main(["--device", "cpu", "--no-trl", "--rows", "4", "--tokens", "6", "--json", str(file)])
+        gpu.main(
+            ["--device", "cpu", "--no-trl", "--rows", "4", "--tokens", "6", "--json", str(file)]
+        )
     found = json.loads(file.read_text())
     assert (ended.value.code, found["agreed"], found["step"]) == (0, True, None)
-    assert found["agreement"]["float32"]["logprobs"] == 0  # a CPU agrees with itself, and bfloat16 with nothing
+    # a CPU agrees with itself, and bfloat16 with nothing
+    assert found["agreement"]["float32"]["logprobs"] == 0
     assert 1e-4 < found["agreement"]["bfloat16"]["logprobs"] < 0.2
     assert {case["steps_at_once"] for case in found["drawing"]} == {1, 8}
     assert found["training"]["mfu"] is None

@@ -31,21 +31,33 @@ class Door:
     "Rollouts that answer while it is open."
 
     def __init__(self):
-        self.open, self.through = asyncio.Event(), 0
+        self.open = asyncio.Event()
+        self.through = 0
         self.open.set()
 
     async def __call__(self, sample_prompt):
         "Half of the completions are right."
         await self.open.wait()
         self.through += 1
-        tokens, index = sample_prompt["prompt_token_ids"], sample_prompt["sample_index"]
+        tokens = sample_prompt["prompt_token_ids"]
+        index = sample_prompt["sample_index"]
         mask = [0] * len(tokens) + [1, 1]
-        return RolloutSample([*tokens, 5 + index, 2], [0.0] * len(tokens) + [-2.0, -0.1], mask, reward=float(index % 2))
+        return RolloutSample(
+            [*tokens, 5 + index, 2],
+            [0.0] * len(tokens) + [-2.0, -0.1],
+            mask,
+            reward=float(index % 2),
+        )
 
 
 def loop_of(door, rows=48, **settings):
     "A loop with two rows in a batch."
-    small = {"prompt_groups_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 8, "kl_beta": 0.0}
+    small = {
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 2,
+        "max_completion_tokens": 8,
+        "kl_beta": 0.0,
+    }
     cfg = Config(recipe="async_rl_loop", **small | {"max_head_offpolicy_versions": 1} | settings)
 
     async def rollout(sample_prompt):
@@ -66,14 +78,18 @@ def test_a_pause_holds_admission_at_once_and_play_goes_on():
         door = Door()
         dashboard = Dashboard(loop := loop_of(door))
         await waiting_for_a_batch(dashboard, door)
-        taken, in_flight = loop.cursor.consumed, rows_in_flight(loop)
+        taken = loop.cursor.consumed
+        in_flight = rows_in_flight(loop)
         press(dashboard, "pause")
         assert loop.producer.held == PAUSED
         door.open.set()
         await until(lambda: not dashboard.doing)
         assert "no row is started: paused" in dashboard.screen.head.value
         await until(lambda: not rows_in_flight(loop))  # they finish, and wait
-        assert (loop.cursor.consumed, len(loop.batch.rows) + len(loop.producer.ready)) == (taken, in_flight)
+        assert (loop.cursor.consumed, len(loop.batch.rows) + len(loop.producer.ready)) == (
+            taken,
+            in_flight,
+        )
         await dashboard.play(2)
         assert dashboard.error is None
         assert [r.step for r in loop.records] == [1, 2]
@@ -86,12 +102,17 @@ def test_a_pause_holds_admission_at_once_and_play_goes_on():
 def test_a_batch_that_a_pause_keeps_from_being_complete_is_no_error():
     async def main():
         door = Door()
-        dashboard = Dashboard(loop := loop_of(door, max_concurrency_rollout_sample=2))  # one row at a time
+        # one row at a time
+        dashboard = Dashboard(loop := loop_of(door, max_concurrency_rollout_sample=2))
         await waiting_for_a_batch(dashboard, door)
         press(dashboard, "pause")
         door.open.set()
         await until(lambda: not dashboard.doing)
-        assert (loop.state.current, len(loop.producer.ready), dashboard.error) == ("sample", 1, None)
+        assert (loop.state.current, len(loop.producer.ready), dashboard.error) == (
+            "sample",
+            1,
+            None,
+        )
         await dashboard.step()
         assert [[g.number for g in r.groups] for r in loop.records] == [[0, 1]]
         await loop.close()
@@ -140,7 +161,11 @@ def test_a_stop_lets_rows_finish_and_starts_none():
         taken = loop.cursor.consumed
         door.open.set()
         await until(lambda: not dashboard.doing and not rows_in_flight(loop))
-        assert (loop.producer.held, loop.cursor.consumed, loop.stop_requested) == (AT_REST, taken, False)
+        assert (loop.producer.held, loop.cursor.consumed, loop.stop_requested) == (
+            AT_REST,
+            taken,
+            False,
+        )
         dashboard.refresh()
         assert "no row is started: the loop is at rest" in dashboard.screen.head.value
         await dashboard.play(1)
@@ -154,7 +179,8 @@ def test_a_report_has_what_was_beside_and_only_then(tmp_path):
     records = [synthetic_record(step, groups=4, completions=4) for step in range(1, 9)]
     for made, expected in ((records, False), ([beside(r) for r in records], True)):
         folder = RunFolder.create(
-            tmp_path / str(expected), {"max_head_offpolicy_versions": 1, "completions_per_prompt": 4}
+            tmp_path / str(expected),
+            {"max_head_offpolicy_versions": 1, "completions_per_prompt": 4},
         )
         for record in made:
             folder.add(record)

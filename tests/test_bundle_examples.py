@@ -13,7 +13,9 @@ import torch
 from rl_notebook.runs.run import Run
 
 FOLDER = Path(__file__).parents[1] / "examples/bundles"
-IDS, SAMPLER, OLD = [1, 2, 7, 3], [-0.5, -0.1], [-0.6, -0.1]
+IDS = [1, 2, 7, 3]
+SAMPLER = [-0.5, -0.1]
+OLD = [-0.6, -0.1]
 
 
 def nested(*rows) -> torch.Tensor:
@@ -26,13 +28,23 @@ def of(module, step: int = 0):
     advantages = [[0.5, 0.5], [-0.5, -0.5]]
     if module == "verl_bundle":
         fields = {"prompts": nested(IDS[:2], IDS[:2]), "responses": nested(IDS[2:], IDS[2:])}
-        fields |= {"response_mask": nested([1, 1], [1, 1]), "rm_scores": nested([0.0, 1.0], [0.0, 0.0])}
+        fields |= {
+            "response_mask": nested([1, 1], [1, 1]),
+            "rm_scores": nested([0.0, 1.0], [0.0, 0.0]),
+        }
         fields |= {"rollout_log_probs": nested(SAMPLER, SAMPLER), "old_log_probs": nested(OLD, OLD)}
-        return (fields | {"advantages": nested(*advantages)}, ["u_0_0", "u_1_0"], [{"min_global_steps": 1}] * 2)
+        return (
+            fields | {"advantages": nested(*advantages)},
+            ["u_0_0", "u_1_0"],
+            [{"min_global_steps": 1}] * 2,
+        )
     if module == "skyrl_bundle":  # one column of padding on the left
         batch = {"sequences": t([[0, *IDS]] * 2), "attention_mask": t([[0, 1, 1, 1, 1]] * 2)}
         batch |= {"response_mask": t([[0, 1, 1]] * 2), "loss_mask": t([[0.0, 1, 1]] * 2)}
-        batch |= {"rollout_logprobs": t([[0.0, *SAMPLER]] * 2), "action_log_probs": t([[0.0, *OLD]] * 2)}
+        batch |= {
+            "rollout_logprobs": t([[0.0, *SAMPLER]] * 2),
+            "action_log_probs": t([[0.0, *OLD]] * 2),
+        }
         return (batch | {"advantages": t([[0.0, *a] for a in advantages])},)
     if module == "slime_bundle":
         data = {"tokens": [t(IDS)] * 2, "response_lengths": [2, 2], "loss_masks": [t([1, 1])] * 2}
@@ -40,17 +52,35 @@ def of(module, step: int = 0):
         data |= {"rollout_log_probs": [t(SAMPLER)] * 2, "log_probs": [t(OLD)] * 2}
         return (data | {"advantages": [t(a) for a in advantages]},)
     if module == "tinker_bundle":
-        wrap = lambda values: Of(data=values)
+
+        def wrap(values):
+            return Of(data=values)
+
         shared = {"target_tokens": wrap(IDS[1:]), "logprobs": wrap([0.0, *SAMPLER])}
         inputs = [shared | {"advantages": wrap([0.0, *a])} for a in advantages]
-        datums = [Of(model_input=Of(to_ints=lambda: IDS[:-1]), loss_fn_inputs=own) for own in inputs]
+        datums = [
+            Of(model_input=Of(to_ints=lambda: IDS[:-1]), loss_fn_inputs=own) for own in inputs
+        ]
         return (datums, [{"logprobs": wrap([0.0, *OLD])}] * 2)
     row = {"action_log_probs": t([[-2.0, *OLD]] * 2), "rollout_log_probs": t([[0.0, *SAMPLER]] * 2)}
-    row |= {"sequences": t([IDS] * 2), "attention_mask": t([[1] * 4] * 2), "action_mask": t([[0, 1, 1]] * 2)}
-    return (Of(**row, advantages=t([[0.0, *a] for a in advantages]), prompts=["a", "a"], rewards=t([1.0, 0.0])),)
+    row |= {
+        "sequences": t([IDS] * 2),
+        "attention_mask": t([[1] * 4] * 2),
+        "action_mask": t([[0, 1, 1]] * 2),
+    }
+    return (
+        Of(
+            **row,
+            advantages=t([[0.0, *a] for a in advantages]),
+            prompts=["a", "a"],
+            rewards=t([1.0, 0.0]),
+        ),
+    )
 
 
-@pytest.mark.parametrize("module", ["verl_bundle", "skyrl_bundle", "slime_bundle", "tinker_bundle", "openrlhf_bundle"])
+@pytest.mark.parametrize(
+    "module", ["verl_bundle", "skyrl_bundle", "slime_bundle", "tinker_bundle", "openrlhf_bundle"]
+)
 def test_a_writer_keeps_what_its_trainer_has(module, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     found = __import__(module)
@@ -74,8 +104,13 @@ def test_prime_rl_and_the_schema(tmp_path, monkeypatch):
     import prime_rl_bundle
     from write import write_step
 
-    series = {"trainer_logprobs": torch.tensor([0.0, -2, *OLD]), "inference_logprobs": torch.tensor([0.0, 0, *SAMPLER])}
-    inputs = Of(**series, advantages=torch.tensor([0, 0, 0.5, 0.5]), loss_mask=torch.tensor([0, 0, 1, 1]))
+    series = {
+        "trainer_logprobs": torch.tensor([0.0, -2, *OLD]),
+        "inference_logprobs": torch.tensor([0.0, 0, *SAMPLER]),
+    }
+    inputs = Of(
+        **series, advantages=torch.tensor([0, 0, 0.5, 0.5]), loss_mask=torch.tensor([0, 0, 1, 1])
+    )
     path = write_step(tmp_path, 0, "prime-rl", [prime_rl_bundle.sample_of(inputs, 0)])
     schema = json.loads((FOLDER / "bundle.schema.json").read_text())
     jsonschema.validate(json.loads(path.read_text()), schema)

@@ -70,14 +70,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "async-ahead": {"recipe": "async_rl_loop", "max_head_offpolicy_versions": 1},
     "async-chunks": {"recipe": "async_rl_loop", "pipeline_chunks_per_step": 2},
 }
-SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 3, "max_completion_tokens": 4, "max_seq_len": 64}
-REWARD = lambda text: float(sum(map(ord, text)) % 13)
+SMALL = {
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 3,
+    "max_completion_tokens": 4,
+    "max_seq_len": 64,
+}
+
+
+def REWARD(text):
+    return float(sum(map(ord, text)) % 13)
 
 
 def begin(backend: Backend, kind: str) -> GRPOLoop:
     "A loop over a few sums, every group of which is trained on."
     lora = backend.capabilities.lora_rank
-    cfg = Config(**SMALL, lora_rank=lora, learning_rate=1e-3, kl_beta=0.05, epochs=100, **KINDS[kind])
+    cfg = Config(
+        **SMALL, lora_rank=lora, learning_rate=1e-3, kl_beta=0.05, epochs=100, **KINDS[kind]
+    )
     rows = load_rows([{"prompt": f"{i}+{i * i} ="} for i in range(8)])
     cls = AsyncGRPOLoop if cfg.recipe == "async_rl_loop" else GRPOLoop
     return cls(backend, rows, REWARD, cfg, dynamic_filter_fn=lambda group: True)
@@ -96,7 +106,8 @@ class Struck:
     waits: int = 0  # suspensions so far
 
     def __await__(self) -> Generator[Any, Any, Any]:
-        task, error = asyncio.current_task(), None
+        task = asyncio.current_task()
+        error = None
         assert task is not None
         while True:
             try:
@@ -128,7 +139,9 @@ class Course:
     kind: str
     start: str  # state of the trainer
     want: list[np.ndarray] = field(default_factory=list)  # weights after so many steps
-    apart: list[np.ndarray] = field(default_factory=list)  # of a branch after its step, and of its loop after the next
+    apart: list[np.ndarray] = field(
+        default_factory=list
+    )  # of a branch after its step, and of its loop after the next
     there: bool = False  # whether the await that was to be struck came up
 
     @classmethod
@@ -140,7 +153,9 @@ class Course:
             for _ in range(3):
                 await loop.step()
                 course.want.append(weights(backend))
-        assert not any(np.array_equal(a, b) for a, b in zip(course.want, course.want[1:], strict=False))
+        assert not any(
+            np.array_equal(a, b) for a, b in zip(course.want, course.want[1:], strict=False)
+        )
         return course
 
     @contextlib.asynccontextmanager
@@ -158,9 +173,12 @@ class Course:
 
     def same(self, want: np.ndarray, when: str) -> None:
         "The weights are these: bit for bit in this process, where the passes are the same (a batch taken back: one)."
-        got, exact = weights(self.backend), hasattr(self.backend.policy, "state") and self.kind != "async-chunks"
+        got = weights(self.backend)
+        exact = hasattr(self.backend.policy, "state") and self.kind != "async-chunks"
         tol = 0.0 if exact else 1e-6
-        assert np.allclose(got, want, rtol=0, atol=tol), f"weights {when}: {np.abs(got - want).max():.2g} off"
+        assert np.allclose(got, want, rtol=0, atol=tol), (
+            f"weights {when}: {np.abs(got - want).max():.2g} off"
+        )
 
     def check(self, loop: GRPOLoop, steps: int) -> None:
         "Weights, records and the sampler's version after so many steps."
@@ -227,9 +245,13 @@ async def undo_struck(course: Course, loop: GRPOLoop, *blow: Any) -> None:
 WHAT = {"step": step_struck, "taken back": taken_back, "undo": undo_struck}
 
 
-async def points(course: Course, what: str, first: int = 1, every: int = 1) -> tuple[int, list[str]]:
+async def points(
+    course: Course, what: str, first: int = 1, every: int = 1
+) -> tuple[int, list[str]]:
     "How many cancellations were tried, and what went wrong after which."
-    tried, wrong, at = 0, list[str](), first
+    tried = 0
+    wrong = list[str]()
+    at = first
     async with course.fresh() as loop:
         await WHAT[what](course, loop, 0, False)  # left alone
     course.there = True
@@ -247,7 +269,9 @@ async def points(course: Course, what: str, first: int = 1, every: int = 1) -> t
     return tried, wrong
 
 
-async def survey(name: str, kinds: Sequence[str], whats: Sequence[str], first: int = 1, every: int = 1) -> list[str]:
+async def survey(
+    name: str, kinds: Sequence[str], whats: Sequence[str], first: int = 1, every: int = 1
+) -> list[str]:
     "Points on one backend: what went wrong; prints counts."
     said = []
     async with await BACKENDS[name]() as backend:
@@ -255,13 +279,18 @@ async def survey(name: str, kinds: Sequence[str], whats: Sequence[str], first: i
             course = await Course.lay(backend, kind)
             for what in whats:
                 tried, wrong = await points(course, what, first, every)
-                print(f"{name:13} {kind:13} {what:11} {tried:4} tried {len(wrong):4} wrong", flush=True)
+                print(
+                    f"{name:13} {kind:13} {what:11} {tried:4} tried {len(wrong):4} wrong",
+                    flush=True,
+                )
                 assert tried
                 said += wrong
     return said
 
 
-@pytest.mark.parametrize(("kind", "whats"), [("sync", [*WHAT]), ("minibatches", ["step"]), ("async", ["step"])])
+@pytest.mark.parametrize(
+    ("kind", "whats"), [("sync", [*WHAT]), ("minibatches", ["step"]), ("async", ["step"])]
+)
 @pytest.mark.variant(but="sync")
 def test_a_cancelled_step_or_undo_goes_on_to_the_same_weights(kind, whats):
     assert asyncio.run(survey("local", [kind], whats, every=9)) == []
@@ -269,7 +298,8 @@ def test_a_cancelled_step_or_undo_goes_on_to_the_same_weights(kind, whats):
 
 @pytest.mark.variant
 def test_so_it_does_on_a_service():
-    assert asyncio.run(survey("tinker", ["sync"], ["step"], first=6, every=4)) == []  # from the reference on
+    # from the reference on
+    assert asyncio.run(survey("tinker", ["sync"], ["step"], first=6, every=4)) == []
 
 
 @pytest.mark.slow
@@ -323,7 +353,8 @@ FILES = (*(f"rl_notebook/loop/{name}.py" for name in LOOP), "rl_notebook/backend
 
 def interrupted(run: Callable[[], Any], at: int) -> str:
     "Call with an interrupt at the n-th line of the loop or the trainer; where that was, if there were so many."
-    seen, where = 0, ""
+    seen = 0
+    where = ""
 
     def tracer(frame: Any, event: str, arg: Any) -> Any:
         nonlocal seen, where
@@ -359,7 +390,10 @@ def left(event_loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, Any]) 
 
 def interrupts(every: int) -> tuple[int, list[str]]:
     "KeyboardInterrupt at every n-th line of a step that computes in the main thread: how many, what went wrong."
-    event_loop, tried, wrong, at = asyncio.new_event_loop(), 0, list[str](), 1
+    event_loop = asyncio.new_event_loop()
+    tried = 0
+    wrong = list[str]()
+    at = 1
     run = event_loop.run_until_complete
     course = run(Course.lay(run(local(inline=True)), "sync"))
     while True:
@@ -372,7 +406,8 @@ def interrupts(every: int) -> tuple[int, list[str]]:
             run(asyncio.wait_for(after_an_interrupt(course, loop), 60))
         except Exception as error:  # counted, and said
             wrong.append(f"{where}: {type(error).__name__}: {str(error)[:200]}")
-        tried, at = tried + 1, at + every
+        tried = tried + 1
+        at = at + every
 
 
 async def after_an_interrupt(course: Course, loop: GRPOLoop) -> None:
@@ -418,7 +453,8 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
 
     def shown(code: str, interrupt: bool = False) -> str:
         "What a cell shows: its error, or its value."
-        asked, seen = client.execute(code), ""
+        asked = client.execute(code)
+        seen = ""
         while True:
             message = client.get_iopub_msg(timeout=300)
             said = message["content"]
@@ -427,7 +463,9 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
             if interrupt and "drawing" in said.get("text", ""):
                 manager.interrupt_kernel()
                 interrupt = False
-            seen += "\n".join(said.get("traceback", ())) + said.get("data", {}).get("text/plain", "")
+            seen += "\n".join(said.get("traceback", ())) + said.get("data", {}).get(
+                "text/plain", ""
+            )
             if said.get("execution_state") == "idle":
                 return seen
 
@@ -436,7 +474,11 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         stack.callback(client.stop_channels)
         assert shown(SLOW_DRAWS.format(tests=str(Path(__file__).parent))) == ""
         stands = "Interrupted. await loop.step() goes on from here: step 1, next: sample; 2 of"
-        for call in ("await loop.step()", "await loop.sample()", "await loop.evaluate(loop.rows[:1])"):
+        for call in (
+            "await loop.step()",
+            "await loop.sample()",
+            "await loop.evaluate(loop.rows[:1])",
+        ):
             said = shown(call, interrupt=True)
             assert (said.startswith(stands), len(said.splitlines())) == (True, 1), said
         tried = "await rln.preflight(loop.backend, loop.rows, lambda text: 1.0, loop.cfg)"
@@ -445,7 +487,10 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         graded = "s = rln.RolloutSample([1, 2], [0, -1.0], [0, 1], None)\nfrom rl_notebook.task.rewards import score\n"
         *lines, last = shown(f"{graded}await score([s], loop.rows[0], unread)").splitlines()
         assert lines[0] == 'cell, line 13, in unread: return {}["answer"]'
-        assert lines[1:] == ["KeyError: 'answer'", "cell, line 3: await score([s], loop.rows[0], unread)"]
+        assert lines[1:] == [
+            "KeyError: 'answer'",
+            "cell, line 3: await score([s], loop.rows[0], unread)",
+        ]
         assert last.startswith("RewardError: ")
 
 
@@ -454,7 +499,9 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
 
 @pytest.mark.parametrize("ended", ["timeout", "cancelled", "failed", "abandoned"])
 @pytest.mark.parametrize("kind", ["sync", "overlapped", "async"])
-def test_a_rollout_that_hangs_ends_with_its_step(kind: str, ended: str, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+def test_a_rollout_that_hangs_ends_with_its_step(
+    kind: str, ended: str, monkeypatch: pytest.MonkeyPatch, capfd: Any
+):
     "A step of a loop of its own event loop leaves nothing behind; rows of an async loop end when it is closed."
     unraisable: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", lambda found: unraisable.append(found.exc_value))
@@ -480,7 +527,12 @@ def test_a_rollout_that_hangs_ends_with_its_step(kind: str, ended: str, monkeypa
 
     cfg = Config(**SMALL, kl_beta=0.0, **KINDS[kind])
     cls = AsyncGRPOLoop if kind == "async" else GRPOLoop
-    loop = cls(open_local(tiny_model(), byte_tokenizer()), [{"prompt": f"{i} ="} for i in range(4)], rollout_fn, cfg)
+    loop = cls(
+        open_local(tiny_model(), byte_tokenizer()),
+        [{"prompt": f"{i} ="} for i in range(4)],
+        rollout_fn,
+        cfg,
+    )
     events = asyncio.new_event_loop()
     left = events.run_until_complete(main(loop))
     events.close()

@@ -23,18 +23,40 @@ from synthetic import beside, synthetic_record
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RecordError
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.views.charts import COLORS, LOOKS, Chart, LiveCharts, asset, chart, charts, module, plotly_script, svg
+from rl_notebook.views.charts import (
+    COLORS,
+    LOOKS,
+    Chart,
+    LiveCharts,
+    asset,
+    chart,
+    charts,
+    module,
+    plotly_script,
+    svg,
+)
 from rl_notebook.views.charts import timeline_figure
 from rl_notebook.views.payloads import BARS, DRAWN, History, advantages_payload, downsample
-from rl_notebook.views.payloads import history_row, kl_payload, packed_lanes, reward_payload, run_payloads, series
+from rl_notebook.views.payloads import (
+    history_row,
+    kl_payload,
+    packed_lanes,
+    reward_payload,
+    run_payloads,
+    series,
+)
 from rl_notebook.views.payloads import step_payloads, timeline_payload
 
 
 def drawn(record: StepRecord, steps: int = 5) -> dict[str, Chart]:
     "All charts of a run that repeats a record."
-    history = History({**history_row(record), "step": s, "eval/reward": 0.5} for s in range(1, steps + 1))
+    history = History(
+        {**history_row(record), "step": s, "eval/reward": 0.5} for s in range(1, steps + 1)
+    )
     off = [replace(d, sampler_logprobs=d.sampler_logprobs - 0.1) for d in record.datums]
-    payloads = run_payloads(history, {"kl_beta": 0.1}, noise_floor=1e-6) | step_payloads(replace(record, datums=off))
+    payloads = run_payloads(history, {"kl_beta": 0.1}, noise_floor=1e-6) | step_payloads(
+        replace(record, datums=off)
+    )
     return charts(payloads | {"timeline": timeline_payload([record])})
 
 
@@ -60,7 +82,10 @@ def test_a_thin_line_keeps_ends_and_extremes(y: list[float | None], limit: int):
 
 
 def test_only_drawing_is_thin():
-    rows = [{"step": s, "reward": float(s % 7), "reward_std": 0.5, "frac_dead_high": 0.25} for s in range(1, 10_001)]
+    rows = [
+        {"step": s, "reward": float(s % 7), "reward_std": 0.5, "frac_dead_high": 0.25}
+        for s in range(1, 10_001)
+    ]
     history = History(rows)
     assert len(series(history, "reward")["x"]) == 10_000
     payloads = run_payloads(history, {})
@@ -76,7 +101,10 @@ def test_only_drawing_is_thin():
 
 def test_what_is_only_rounding_is_named_and_not_drawn():
     gap = "sampling/sampling_logp_difference"
-    rounding = [{"step": s, "kl/k3": 0.01 * s, f"{gap}/mean": 1e-7 * s, f"{gap}/max": 1e-5 * s} for s in (1, 2, 3)]
+    rounding = [
+        {"step": s, "kl/k3": 0.01 * s, f"{gap}/mean": 1e-7 * s, f"{gap}/max": 1e-5 * s}
+        for s in (1, 2, 3)
+    ]
     payload = kl_payload(History(rounding), {})
     assert [panel["name"] for panel in payload["panels"]] == ["policy to reference"]
     said = chart("kl", payload).caption
@@ -86,26 +114,35 @@ def test_what_is_only_rounding_is_named_and_not_drawn():
     alone = kl_payload(History([{"step": 1, f"{gap}/mean": 1e-7}]), {})
     assert "all within rounding" in svg(chart("kl", alone).figure)
     axes = [chart("kl", alone).figure["layout"][axis] for axis in ("xaxis", "yaxis")]
-    assert [axis["showticklabels"] for axis in axes] == [False, False]  # no scale where nothing is drawn
+    # no scale where nothing is drawn
+    assert [axis["showticklabels"] for axis in axes] == [False, False]
 
 
 def test_a_line_stops_where_a_step_has_no_value():
-    untrained, steps = (3, 6, 8), range(1, 21)
+    untrained = (3, 6, 8)
+    steps = range(1, 21)
     rows = [{"step": s, "policy_version": s, "reward": 0.1 * s, "reward_std": 0.5} for s in steps]
-    rows = [row if row["step"] in untrained else row | {"kl/k3": 0.01 * row["step"]} for row in rows]
+    rows = [
+        row if row["step"] in untrained else row | {"kl/k3": 0.01 * row["step"]} for row in rows
+    ]
     rows[10] = {"step": 11, "policy_version": 11, "kl/k3": 0.11}  # whose samples were all dropped
     history = History([{"step": 0, "eval/reward": 0.2}, *rows, {"step": 20, "eval/reward": 0.9}])
     line = series(history, "kl/k3")
     assert line["x"] == [*steps]
     assert [x for x, y in zip(*line.values(), strict=True) if y is None] == [*untrained]
-    assert series(history, "eval/reward") == {"x": [0, 20], "y": [0.2, 0.9]}  # not measured at every step
+    # not measured at every step
+    assert series(history, "eval/reward") == {"x": [0, 20], "y": [0.2, 0.9]}
     figures = {
-        name: chart(name, payload).figure for name, payload in run_payloads(history, {}, names=["kl", "reward"]).items()
+        name: chart(name, payload).figure
+        for name, payload in run_payloads(history, {}, names=["kl", "reward"]).items()
     }
     (trace,) = figures["kl"]["data"]
     assert trace["y"] == line["y"]
-    assert [x for x, size in zip(trace["x"], trace["marker"]["size"], strict=True) if size] == [7]  # between two gaps
-    (path,) = re.findall(r'<path d="([^"]+)"[^>]*style="fill: none; stroke: #2f73c0', svg(figures["kl"]))
+    # between two gaps
+    assert [x for x, size in zip(trace["x"], trace["marker"]["size"], strict=True) if size] == [7]
+    (path,) = re.findall(
+        r'<path d="([^"]+)"[^>]*style="fill: none; stroke: #2f73c0', svg(figures["kl"])
+    )
     assert path.count("M") == 4
     assert "connectgaps" not in json.dumps(figures)
     band = next(t for t in figures["reward"]["data"] if "fill" in t)
@@ -136,14 +173,20 @@ def test_plotly_takes_every_figure(name: str):
     assert json.loads(json.dumps(found[name].figure, allow_nan=False)) == found[name].figure
     assert "script" not in elements(svg(found[name].figure, name))
     axes = [axis for key, axis in found[name].figure["layout"].items() if key[1:5] == "axis"]
-    rounded = [axis for axis in axes if axis.get("tickformat") in ("d", ".0%")]  # would write a number twice
+    # would write a number twice
+    rounded = [axis for axis in axes if axis.get("tickformat") in ("d", ".0%")]
     assert all("dtick" in axis or "tickvals" in axis for axis in rounded)
 
 
 def test_the_picture_draws_the_numbers():
     three = {"x": [0, 5, 10], "y": [0.0, 0.25, 1.0]}
     empty = {"x": [], "y": []}
-    payload = {"reward": three, "inside": {"low": empty, "high": empty}, "held_out": empty, "functions": {}}
+    payload = {
+        "reward": three,
+        "inside": {"low": empty, "high": empty},
+        "held_out": empty,
+        "functions": {},
+    }
     figure = chart("reward", payload | {"groups": dict.fromkeys(("q25", "q75"), empty)}).figure
     (x0, y0), (x1, y1), (x2, y2) = points_of(svg(figure), COLORS["blue"])
     assert x0 < x1 < x2
@@ -154,7 +197,9 @@ def test_the_picture_draws_the_numbers():
 
 def points_of(picture: str, color: str) -> list[tuple[float, ...]]:
     "The points of the line of a colour, in pixels."
-    (line,) = re.findall(rf'<path d="([^"]+)"[^>]*style="fill: none; stroke: {color}; stroke-width: 2', picture)
+    (line,) = re.findall(
+        rf'<path d="([^"]+)"[^>]*style="fill: none; stroke: {color}; stroke-width: 2', picture
+    )
     return [tuple(map(float, p)) for p in re.findall(r"[ML] (\S+) (\S+)", line)]
 
 
@@ -162,10 +207,19 @@ def test_a_map_has_a_colour_for_each_sign():
     record = synthetic_record(5, groups=2, completions=4)
     first = replace(record.groups[0], advantages=[-1.0, 0.0, 0.5, 1.0])
     short = replace(record.groups[1], samples=record.groups[1].samples[:2], advantages=[0.0, 0.0])
-    picture = svg(chart("advantages", advantages_payload(replace(record, groups=(first, short)))).figure)
-    cells = Image.open(io.BytesIO(base64.b64decode(re.findall(r"data:image/png;base64,\s*([^\"]+)", picture)[0])))
+    picture = svg(
+        chart("advantages", advantages_payload(replace(record, groups=(first, short)))).figure
+    )
+    cells = Image.open(
+        io.BytesIO(base64.b64decode(re.findall(r"data:image/png;base64,\s*([^\"]+)", picture)[0]))
+    )
     found = sorted({color for n, color in cells.getcolors(1000) if n > 100 and color[3]})
-    assert found == [(40, 103, 178, 140), (40, 103, 178, 255), (133, 147, 163, 30), (200, 96, 44, 255)]
+    assert found == [
+        (40, 103, 178, 140),
+        (40, 103, 178, 255),
+        (133, 147, 163, 30),
+        (200, 96, 44, 255),
+    ]
 
 
 # --- rollouts beside training -----------------------------------------------------------------------------------------
@@ -174,7 +228,9 @@ rows_under_way = st.lists(st.tuples(st.floats(0, 100), st.floats(0.01, 20)), max
 
 
 @given(rows_under_way)
-def test_rows_that_overlap_are_in_different_lanes_and_lanes_are_few(rows: list[tuple[float, float]]):
+def test_rows_that_overlap_are_in_different_lanes_and_lanes_are_few(
+    rows: list[tuple[float, float]],
+):
     bars = [{"begin": begin, "end": begin + length} for begin, length in sorted(rows)]
     placed = list(zip(packed_lanes(bars), bars, strict=True))
     together = [sum(b["begin"] <= at["begin"] + 1e-9 < b["end"] for b in bars) for at in bars]
@@ -184,7 +240,9 @@ def test_rows_that_overlap_are_in_different_lanes_and_lanes_are_few(rows: list[t
 
 
 @given(rows_under_way, st.integers(1, 30), st.integers(1, 9))
-def test_a_timeline_is_thinned_evenly_and_says_so(rows: list[tuple[float, float]], most: int, lanes: int):
+def test_a_timeline_is_thinned_evenly_and_says_so(
+    rows: list[tuple[float, float]], most: int, lanes: int
+):
     waiting = [(i, begin, begin + length, "ready") for i, (begin, length) in enumerate(rows)]
     found = timeline_payload([], waiting, rows=most, lanes=lanes)
     assert len(found["rows"]) == -(-found["total"] // found["every"]) <= most
@@ -199,7 +257,9 @@ def test_a_timeline_is_thinned_evenly_and_says_so(rows: list[tuple[float, float]
 
 
 def history(steps: int) -> History:
-    return History({**history_row(synthetic_record(s, groups=3, completions=4))} for s in range(1, steps + 1))
+    return History(
+        {**history_row(synthetic_record(s, groups=3, completions=4))} for s in range(1, steps + 1)
+    )
 
 
 class Wire(comm.DummyComm):
@@ -226,8 +286,11 @@ def test_an_update_is_one_message(monkeypatch: pytest.MonkeyPatch):
 
 def test_what_a_page_loads_is_small_and_asks_for_nothing():
     code = module("charts.js")
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|http", code)
-    assert re.findall(r"import\s*\(.*?\)", code) == ["import(url)"]  # of a blob of the trait that holds plotly's script
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|http", code
+    )
+    # of a blob of the trait that holds plotly's script
+    assert re.findall(r"import\s*\(.*?\)", code) == ["import(url)"]
     assert str(LiveCharts._esm) == code
     assert len(code) < 10_000  # a page waits two seconds for it
     assert chart("reward", reward_payload(history(5))).live().script == plotly_script()
@@ -244,7 +307,8 @@ class Stepped:
 def test_a_chart_that_is_not_there_is_named():
     with pytest.raises(RecordError, match=r"got 'rewards'\. Did you mean 'reward'\?"):
         chart("rewards", [synthetic_record(1)])
-    with pytest.raises(RecordError, match=r"'waits'; expected one of 'reward'"):  # only with rollouts beside training
+    # only with rollouts beside training
+    with pytest.raises(RecordError, match=r"'waits'; expected one of 'reward'"):
         chart("waits", synthetic_record(1))
     with pytest.raises(RecordError, match=r"Take a step first"):
         chart("reward", Stepped())

@@ -14,7 +14,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from rl_notebook.task.chat import drawn_logprobs, encode_prompt, render
-from rl_notebook.task.chat import sample_from_completion, split_calls, start_conversation, template_end, turn_ends
+from rl_notebook.task.chat import (
+    sample_from_completion,
+    split_calls,
+    start_conversation,
+    template_end,
+    turn_ends,
+)
 from rl_notebook.core.types import AlignmentError, Completion, ConfigError, DataError, SampleParams
 from rl_notebook.task.data import load_rows, make_row
 
@@ -36,11 +42,16 @@ def build(template=CHATML, post=None, **options) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     bpe.train_from_iterator(
-        ["user assistant system tool hello what is the sum of these numbers think again"] * 9, trainer
+        ["user assistant system tool hello what is the sum of these numbers think again"] * 9,
+        trainer,
     )
     if post:
-        bpe.post_processor = processors.TemplateProcessing(single=post, special_tokens=[("<s>", 2), ("<|im_end|>", 1)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, **{"eos_token": "<|im_end|>", **options})
+        bpe.post_processor = processors.TemplateProcessing(
+            single=post, special_tokens=[("<s>", 2), ("<|im_end|>", 1)]
+        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, **{"eos_token": "<|im_end|>", **options}
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -75,7 +86,12 @@ def test_text_gets_the_special_tokens_of_the_tokenizer_and_no_template():
     assert encode_prompt(build(template=None), PLAIN) == encode("24+48 =")
     assert encode_prompt(TOKENIZER, make_row({"prompt_token_ids": [5, 6]})) == [5, 6]
     # a template that writes its own bos does not get a second one
-    assert encode_prompt(build("<s>" + CHATML, post="<s> $A", bos_token="<s>"), ROW).count(with_bos.bos_token_id) == 1
+    assert (
+        encode_prompt(build("<s>" + CHATML, post="<s> $A", bos_token="<s>"), ROW).count(
+            with_bos.bos_token_id
+        )
+        == 1
+    )
 
 
 SHAPE = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
@@ -102,11 +118,17 @@ def test_rows_get_what_conversations_get(form, tmp_path):
         record = {**record, "tools": json.dumps(record["tools"])}
     if form == "JSON Lines":
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
-    if form in ("parquet", "DataFrame"):  # a table fills in None: each message has every field, each part an image
-        filled = [*CALLED, {"role": "user", "content": [{"type": "text", "text": "So?", "image_url": None}]}]
+    # a table fills in None: each message has every field, each part an image
+    if form in ("parquet", "DataFrame"):
+        filled = [
+            *CALLED,
+            {"role": "user", "content": [{"type": "text", "text": "So?", "image_url": None}]},
+        ]
         record = {**record, "messages": filled, "tools": json.dumps([ADD])}
         pd.DataFrame([record]).to_parquet(tmp_path / "d.parquet")
-    source = {"JSON Lines": tmp_path / "d.jsonl", "parquet": tmp_path / "d.parquet"}.get(form, [record])
+    source = {"JSON Lines": tmp_path / "d.jsonl", "parquet": tmp_path / "d.parquet"}.get(
+        form, [record]
+    )
     [row] = load_rows(pd.read_parquet(tmp_path / "d.parquet") if form == "DataFrame" else source)
     more = "<|im_start|>user\nSo?<|im_end|>\n" if form in ("parquet", "DataFrame") else ""
     knowing = TOKENIZER.decode(encode_prompt(build(KNOWING), row))
@@ -120,20 +142,37 @@ def test_rows_get_what_conversations_get(form, tmp_path):
     later = talk.add_completion(speak(talk, "4<|im_end|>")).add_messages(
         {"role": "user", "content": CALLED[0]["content"]}
     )
-    assert later.text == knowing + "4<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        later.text
+        == knowing + "4<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_what_a_prompt_cannot_hold_is_refused_with_its_row(tmp_path):
-    image = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}
+    image = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}],
+    }
     for record, said in (
         ({"messages": [image]}, "line 1, message 0: content: got {'type': 'image'}; expected text"),
-        ({"question": "What is this?", "images": ["a.png"]}, "line 1: images: got ['a.png']; expected prompts of text"),
-        ({"question": "2+2?", "tools": ["add"]}, "line 1: tools: got ['add']; expected a list of mappings"),
-        ({"prompt": "2+2=", "tools": [ADD]}, "line 1: chat template: got tools beside prompt; expected a conversation"),
+        (
+            {"question": "What is this?", "images": ["a.png"]},
+            "line 1: images: got ['a.png']; expected prompts of text",
+        ),
+        (
+            {"question": "2+2?", "tools": ["add"]},
+            "line 1: tools: got ['add']; expected a list of mappings",
+        ),
+        (
+            {"prompt": "2+2=", "tools": [ADD]},
+            "line 1: chat template: got tools beside prompt; expected a conversation",
+        ),
     ):
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
         assert said in message(lambda: load_rows(tmp_path / "d.jsonl"))
-    nameless = make_row({"id": "q9", "messages": [{**CALLED[1], "tool_calls": [{"id": "c1"}]}, CALLED[2]]})
+    nameless = make_row(
+        {"id": "q9", "messages": [{**CALLED[1], "tool_calls": [{"id": "c1"}]}, CALLED[2]]}
+    )
     assert "row 'q9': messages or tools: got KeyError: 'function'" in message(
         lambda: encode_prompt(TOKENIZER, nameless)
     )
@@ -147,7 +186,9 @@ def test_what_a_prompt_cannot_hold_is_refused_with_its_row(tmp_path):
 
 
 def test_logprobs_of_what_was_really_drawn():
-    c = Completion([5], [6, 7], [-1.0, -2.0], [-0.5, -0.25], params=SampleParams(temperature=0.5, top_k=9))
+    c = Completion(
+        [5], [6, 7], [-1.0, -2.0], [-0.5, -0.25], params=SampleParams(temperature=0.5, top_k=9)
+    )
     s = sample_from_completion(c, reward=0.5, info={"k": 1})
     np.testing.assert_array_equal(s.logprobs, [np.nan, -0.5, -0.25])
     np.testing.assert_array_equal(s.raw_logprobs, [np.nan, -1.0, -2.0])
@@ -166,19 +207,36 @@ WORDS = st.text(alphabet="abcdefghi 0123456789+=?é☃\n", min_size=1, max_size=
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.tuples(st.lists(WORDS, min_size=1, max_size=3), st.booleans(), WORDS), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(st.lists(WORDS, min_size=1, max_size=3), st.booleans(), WORDS),
+        min_size=1,
+        max_size=4,
+    ),
 )
 def test_conversations_keep_every_token_that_was_sampled(turns):
-    c, sampled, messages = start_conversation(TOKENIZER, ROW), [], []
+    c = start_conversation(TOKENIZER, ROW)
+    sampled = []
+    messages = []
     for pieces, ended, reply in turns:
-        completion = speak(c, *pieces, *(["<|im_end|>"] if ended else []), finish_reason="stop" if ended else "length")
+        completion = speak(
+            c,
+            *pieces,
+            *(["<|im_end|>"] if ended else []),
+            finish_reason="stop" if ended else "length",
+        )
         before = c
         c = c.add_completion(completion)
         assert c.tokens == [*before.tokens, *completion.tokens.tolist()]
         c = c.add_messages({"role": "user", "content": reply})
-        assert c.tokens[: len(before.tokens) + len(completion.tokens)] == [*before.tokens, *completion.tokens.tolist()]
+        assert c.tokens[: len(before.tokens) + len(completion.tokens)] == [
+            *before.tokens,
+            *completion.tokens.tolist(),
+        ]
         sampled += completion.tokens.tolist()
-        messages += [{"role": "assistant", "content": "".join(pieces)}, {"role": "user", "content": reply}]
+        messages += [
+            {"role": "assistant", "content": "".join(pieces)},
+            {"role": "user", "content": reply},
+        ]
     assert list(c.messages) == messages
     assert c.text == render(TOKENIZER, [*ROW.messages, *messages]) == TOKENIZER.decode(c.tokens)
     last = speak(c, "72<|im_end|>")
@@ -186,14 +244,24 @@ def test_conversations_keep_every_token_that_was_sampled(turns):
     assert s.tokens[s.loss_mask == 1].tolist() == sampled + last.tokens.tolist()
     assert np.isnan(s.logprobs[s.loss_mask == 0]).all()
     assert not np.isnan(s.logprobs[s.loss_mask == 1]).any()
-    assert (s.text, s.reward, s.info["turns"], s.finish_reason) == ("72", 1.0, len(turns) + 1, "stop")
+    assert (s.text, s.reward, s.info["turns"], s.finish_reason) == (
+        "72",
+        1.0,
+        len(turns) + 1,
+        "stop",
+    )
     assert s.info["messages"][:-1] == messages
 
 
 @pytest.mark.parametrize(
     ("change", "said", "got", "expected"),
     [
-        ("m.content.split('</think>')[-1]", "<think>hm</think>62", "<think>hm</think>62<|im_end|>", "62<|im_end|>"),
+        (
+            "m.content.split('</think>')[-1]",
+            "<think>hm</think>62",
+            "<think>hm</think>62<|im_end|>",
+            "62<|im_end|>",
+        ),
         ("m.content | trim", " 62", " 62<|im_end|>", "62<|im_end|>"),
     ],
 )
@@ -203,7 +271,9 @@ def test_a_template_that_rewrites_earlier_turns(change, said, got, expected):
     at = len(c.text)
     c = c.add_completion(speak(c, said, "<|im_end|>"))
     text = message(lambda: c.add_messages({"role": "user", "content": "again"}), AlignmentError)
-    assert f"row 'q17', turn 1: character {at} differs from the chat template's rendering: got" in text
+    assert (
+        f"row 'q17', turn 1: character {at} differs from the chat template's rendering: got" in text
+    )
     assert f"assistant\\n{got}" in text.partition("; expected")[0]
     assert f"assistant\\n{expected}" in text.partition("; expected")[2]
     assert "make each turn a sample of its own" in text
@@ -216,13 +286,16 @@ ENDINGS = {
     "gpt-oss": (
         ["<|return|>", "<|call|>"],
         CHATML.replace(
-            "<|im_end|>", "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+            "<|im_end|>",
+            "{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}",
         ),
     ),
 }
 
 
-@pytest.mark.parametrize(("model", "ended"), [(m, e) for m, (ends, _) in ENDINGS.items() for e in ends])
+@pytest.mark.parametrize(
+    ("model", "ended"), [(m, e) for m, (ends, _) in ENDINGS.items() for e in ends]
+)
 def test_a_turn_may_end_with_any_of_the_models_ends(model, ended):
     "Eos of tokenizer, generation_config or template: it is no part of what was said, and stays as it was sampled."
     ends, template = ENDINGS[model]
@@ -230,25 +303,37 @@ def test_a_turn_may_end_with_any_of_the_models_ends(model, ended):
     tokenizer.add_special_tokens({"additional_special_tokens": [*ends, "<|end|>"]})
     tokenizer.eos_token = ends[-1]
     ids = {token: tokenizer.convert_tokens_to_ids(token) for token in [*ends, "<|end|>"]}
-    assert {ids[e] for e in ends} == turn_ends(tokenizer, SimpleNamespace(eos_token_id=[ids[e] for e in ends]))
+    assert {ids[e] for e in ends} == turn_ends(
+        tokenizer, SimpleNamespace(eos_token_id=[ids[e] for e in ends])
+    )
     assert template_end(tokenizer) == ids[ends[0]]
-    c, plain = start_conversation(tokenizer, ROW), render(tokenizer, ROW.messages)
+    c = start_conversation(tokenizer, ROW)
+    plain = render(tokenizer, ROW.messages)
     for turn in range(3):
         said = [*encode("62", tokenizer), ids[ended]]
         c = c.add_completion(Completion(c.tokens, said, [-1.0] * len(said), text="62"))
         assert c.messages[-1] == {"role": "assistant", "content": "62"}
         c = c.add_messages({"role": "user", "content": f"again {turn}"})
         written = "<|end|>" if model == "gpt-oss" else ends[0]
-        assert c.text == render(tokenizer, [*ROW.messages, *c.messages]).replace("62" + written, "62" + ended)
+        assert c.text == render(tokenizer, [*ROW.messages, *c.messages]).replace(
+            "62" + written, "62" + ended
+        )
     assert c.text.startswith(plain)
     assert c.tokens == encode(c.text, tokenizer)
 
 
 def test_turns_of_several_versions_and_temperatures():
     c = start_conversation(TOKENIZER, ROW)
-    c = c.add_completion(speak(c, "62<|im_end|>", policy_version=5)).add_messages({"role": "tool", "content": "no"})
+    c = c.add_completion(speak(c, "62<|im_end|>", policy_version=5)).add_messages(
+        {"role": "tool", "content": "no"}
+    )
     late = c.add_completion(speak(c, "7", policy_version=6, finish_reason="length")).to_sample()
-    assert (late.policy_version, late.finish_reason, late.truncated, late.reward) == (5, "length", True, None)
+    assert (late.policy_version, late.finish_reason, late.truncated, late.reward) == (
+        5,
+        "length",
+        True,
+        None,
+    )
     hot = speak(c, "72", params=SampleParams(temperature=0.5))
     hot = Completion(hot.prompt_tokens, hot.tokens, hot.logprobs, hot.logprobs, params=hot.params)
     text = message(lambda: c.add_completion(hot).to_sample(), AlignmentError)
@@ -259,7 +344,8 @@ def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():
     c = start_conversation(TOKENIZER, ROW)
     assert repr(c).startswith("row 'q17': 0 turns, 19 tokens, 0 sampled: 0% trains\n")
     c = c.add_completion(speak(c, "<script>hello</script>", "<|im_end|>"))
-    tokens, sampled = len(c.tokens), c.to_sample().completion_len
+    tokens = len(c.tokens)
+    sampled = c.to_sample().completion_len
     assert f"1 turn, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains" in repr(c)
     assert "sampled" in repr(c).splitlines()[2]
     page = c._repr_html_()
@@ -277,8 +363,17 @@ def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
     assert encode_prompt(TOKENIZER, ROW), "nothing is left behind"
 
 
-TRL = importlib.util.find_spec("trl")  # which brings templates of the families, as they are published
-FAMILIES = ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano", "lfm2_2_5", "qwen3", "cohere2"]
+# which brings templates of the families, as they are published
+TRL = importlib.util.find_spec("trl")
+FAMILIES = [
+    "qwen3_5_think",
+    "qwen3_5_nothink",
+    "qwen3_6",
+    "nemotron_3_nano",
+    "lfm2_2_5",
+    "qwen3",
+    "cohere2",
+]
 
 
 @pytest.mark.skipif(TRL is None, reason="trl is in the extra `dev`")
@@ -286,17 +381,30 @@ FAMILIES = ["qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "nemotron_3_nano", "l
 def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
     "Then, where earlier turns are kept, a conversation goes on behind such a call, with a thought and without one."
     template = (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
-    teller, asked, given = build(template), {"role": "user", "content": "2+2?"}, {"a": 2, "b": "4 </parameter> é"}
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": json.dumps(given)}}
+    teller = build(template)
+    asked = {"role": "user", "content": "2+2?"}
+    given = {"a": 2, "b": "4 </parameter> é"}
+    call = {
+        "id": "c1",
+        "type": "function",
+        "function": {"name": "add", "arguments": json.dumps(given)},
+    }
     answer = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "add"}
     offered = {"type": "function", "function": ADD["function"] | {"description": "Adds."}}
     row = make_row(
-        {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, answer], "tools": [offered]}
+        {
+            "messages": [asked, {"role": "assistant", "content": "", "tool_calls": [call]}, answer],
+            "tools": [offered],
+        }
     )
-    _, [read] = split_calls(teller.decode(encode_prompt(teller, row)).partition("2+2?")[2], [offered])
+    _, [read] = split_calls(
+        teller.decode(encode_prompt(teller, row)).partition("2+2?")[2], [offered]
+    )
     assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == ("add", given)
     for thinks in (True, False) if "qwen3_5" in family or family == "qwen3_6" else ():
-        talk = start_conversation(teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks)
+        talk = start_conversation(
+            teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks
+        )
         said = (
             "I add.\n</think>\n\n" * thinks
             + "<tool_call>\n<function=add>\n<parameter=a>\n2\n</parameter>\n</function>\n</tool_call>"

@@ -47,18 +47,30 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_the_demo_ends_with_its_result(demo):
     folder, said = demo
     last, _, ways = said.rpartition("\nnext:\n")
-    assert [line.split()[1] for line in ways.splitlines()] == ["view", "show", "doctor", "chat", "export"]
+    assert [line.split()[1] for line in ways.splitlines()] == [
+        "view",
+        "show",
+        "doctor",
+        "chat",
+        "export",
+    ]
     last = last.splitlines()[-1]
     found = re.fullmatch(r"held-out reward (\d+\.\d\d) -> (\d+\.\d\d) \(2 steps, \d+ s\)", last)
     assert found, last
     rewards = RunFolder.open(folder).metrics()["eval/reward"].dropna()
     assert rewards.index.tolist() == [0, 2]
-    assert [f"{r:.2f}" for r in rewards] == list(found.groups())  # the figures are those that were measured
+    # the figures are those that were measured
+    assert [f"{r:.2f}" for r in rewards] == list(found.groups())
     assert RunFolder.open(folder).checkpoints == [2]  # the trained policy is kept
-    shown = [line for line in said.splitlines() if re.search(r"reward -?\d\.\d +advantage [+-]\d\.\d\d", line)]
+    shown = [
+        line
+        for line in said.splitlines()
+        if re.search(r"reward -?\d\.\d +advantage [+-]\d\.\d\d", line)
+    ]
     texts = {s.text for record in RunFolder.open(folder) for g in record.groups for s in g.samples}
     assert len(shown) == 8
-    assert all(line.partition(" reward")[0].strip() in texts for line in shown)  # as they were drawn
+    # as they were drawn
+    assert all(line.partition(" reward")[0].strip() in texts for line in shown)
 
 
 class Loads(HTMLParser):
@@ -70,7 +82,9 @@ class Loads(HTMLParser):
         self.feed(page)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [v for k, v in attrs if v and k in ("src", "srcset", "href", "data", "poster", "action")]
+        self.found += [
+            v for k, v in attrs if v and k in ("src", "srcset", "href", "data", "poster", "action")
+        ]
         self.found += [v for k, v in attrs if v and k == "style" and "url(" in v]
 
 
@@ -89,7 +103,8 @@ def test_view_follows_a_run_until_it_is_finished(demo, tmp_path, capsys):
     shutil.copytree(demo[0], run)
     whole = (run / "metrics.jsonl").read_text()
     recorded = yaml.safe_load((run / "config.yaml").read_text())
-    (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": 3}))  # so one step is missing
+    # so one step is missing
+    (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": 3}))
     threading.Timer(1.5, add_a_step, [run]).start()
     assert main(["view", str(run), "--every", "0.2", "--out", str(tmp_path / "page.html")]) == 0
     said = capsys.readouterr().err
@@ -112,7 +127,13 @@ def test_view_leaves_a_folder_of_a_script_that_says_no_end(demo, tmp_path, capsy
     said = capsys.readouterr()
     page = Path(said.out.strip())
     assert "was not started here: its page is written outside of it" in said.err
-    for words in ("Open file://", "or add --open", "1 s without a new step", "Ctrl-C ends that", "No longer followed"):
+    for words in (
+        "Open file://",
+        "or add --open",
+        "1 s without a new step",
+        "Ctrl-C ends that",
+        "No longer followed",
+    ):
         assert words in said.err
     assert "data-refresh" not in page.read_text()
 
@@ -124,12 +145,17 @@ def add_a_step(run: Path) -> None:
 
 
 def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, capsys):
-    run, read = RunFolder.create(tmp_path / "run", {"base_model": "tiny"}), list[int]()
+    run = RunFolder.create(tmp_path / "run", {"base_model": "tiny"})
+    read = list[int]()
     for step in range(1, 61):
         record = synthetic_record(step, groups=2, completions=4)
         run.add(replace(record, metrics={**record.metrics, cli.GAP: float(step == 7)}))
     whole = run_module.read_record
-    monkeypatch.setattr(run_module, "read_record", lambda path, *how: read.append(int(path.name)) or whole(path, *how))
+    monkeypatch.setattr(
+        run_module,
+        "read_record",
+        lambda path, *how: read.append(int(path.name)) or whole(path, *how),
+    )
     for command_, most in (("show --json", 40), ("show", 40), ("doctor", 50), ("view --once", 49)):
         name, *options = command_.split()
         read.clear()
@@ -138,9 +164,12 @@ def test_a_long_run_is_read_in_part_and_without_torch(tmp_path, monkeypatch, cap
         assert len(read) <= len({*read}) + 9 * (name == "view"), command_  # the last ones, whole
         assert {*range(41, 61)} <= {*read}
         assert (7 in read) == (name == "doctor")
-    assert "28 of 60 steps: those with both series" in capsys.readouterr().out  # of the 40 that are read
+    # of the 40 that are read
+    assert "28 of 60 steps: those with both series" in capsys.readouterr().out
     code = "import sys; from rl_notebook.cli import main; main(sys.argv[1:]); print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, "doctor", run.path], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "doctor", run.path], capture_output=True, text=True, check=True
+    )
     assert not {"torch", "transformers"} & {*done.stdout.splitlines()[-1].split()}
 
 
@@ -150,8 +179,13 @@ def test_the_doctor_names_the_step_and_the_cause(demo, tmp_path, capsys):
     record = RunFolder.open(run).record(2)
     RunFolder.open(run).rewind(1)
     moved = [replace(d, sampler_logprobs=np.roll(d.sampler_logprobs, 1)) for d in record.datums]
-    kept = [np.where(np.isnan(d.sampler_logprobs) & (d.weights > 0), -0.1, d.sampler_logprobs) for d in moved]
-    broken = replace(record, datums=[replace(d, sampler_logprobs=s) for d, s in zip(moved, kept, strict=True)])
+    kept = [
+        np.where(np.isnan(d.sampler_logprobs) & (d.weights > 0), -0.1, d.sampler_logprobs)
+        for d in moved
+    ]
+    broken = replace(
+        record, datums=[replace(d, sampler_logprobs=s) for d, s in zip(moved, kept, strict=True)]
+    )
     RunFolder.open(run).add(broken)
     assert main(["doctor", str(run)]) == 1
     said = capsys.readouterr().out
@@ -192,7 +226,12 @@ def another(hint: Any) -> tuple[list[str], Any]:
         return ["{a: 1}"], {"a": 1}
     if args:
         return another(args[0])
-    known = {bool: (["true"], True), int: (["7"], 7), float: (["1.5e-3"], 0.0015), str: (["yes: 1"], "yes: 1")}
+    known = {
+        bool: (["true"], True),
+        int: (["7"], 7),
+        float: (["1.5e-3"], 0.0015),
+        str: (["yes: 1"], "yes: 1"),
+    }
     return known[hint] if hint in known else ([[*hint][-1].value], [*hint][-1])
 
 
@@ -214,7 +253,10 @@ def test_what_is_typed_is_what_arrives():
     assert cfg("--learning-rate", "1e-4").learning_rate == 1e-4
     assert cfg("--learning-rate=1e-4").learning_rate == 1e-4
     assert cfg("--no-shuffle").shuffle is False
-    assert (cfg("--tis-enabled").tis_enabled, cfg("--tis-enabled", "false").tis_enabled) == (True, False)
+    assert (cfg("--tis-enabled").tis_enabled, cfg("--tis-enabled", "false").tis_enabled) == (
+        True,
+        False,
+    )
     assert cfg("--max-rows", "null").max_rows is None
     assert cfg("--max-rows", "None").max_rows is None  # as --help writes it
     assert cfg("--rewards", "gsm8k", "--reward-weights", "0.5").reward_weights == (0.5,)
@@ -224,7 +266,9 @@ def test_what_is_typed_is_what_arrives():
 
 def test_resume_takes_the_recorded_settings(tmp_path):
     RunFolder.create(tmp_path / "run", Config(learning_rate=0.5, steps=3))
-    cfg, how = parse_train(["--resume", "--log-path", str(tmp_path / "run"), "--steps", "9", "--leftover", "attach"])
+    cfg, how = parse_train(
+        ["--resume", "--log-path", str(tmp_path / "run"), "--steps", "9", "--leftover", "attach"]
+    )
     assert (cfg.learning_rate, cfg.steps, cfg.log_path) == (0.5, 9, str(tmp_path / "run"))
     assert how == {"resume": True, "leftover": "attach", "trust": False}
 
@@ -236,21 +280,38 @@ def test_help(capsys):
     assert main(["--help"]) == 0
     usage = capsys.readouterr().out
     assert all(name in usage for name in cli.COMMANDS)
-    for args in (["demo", "--help"], ["view", "--help"], ["train", "--steps", "3", "-h"], ["train", "--help"]):
+    for args in (
+        ["demo", "--help"],
+        ["view", "--help"],
+        ["train", "--steps", "3", "-h"],
+        ["train", "--help"],
+    ):
         with pytest.raises(SystemExit) as left:
             main(args)
         assert left.value.code == 0
         page = capsys.readouterr().out
     titles = [line for line in page.splitlines() if re.match(r"[A-Z].*:$", line)]
-    assert titles[:3] == ["Which model learns which task:", "How completions are drawn:", "From rewards to advantages:"]
+    assert titles[:3] == [
+        "Which model learns which task:",
+        "How completions are drawn:",
+        "From rewards to advantages:",
+    ]
     assert len(titles) >= 15
-    assert page.index("--learning-rate FLOAT") > page.index("Optimizer, adapter, batching of the backward passes:")
+    assert page.index("--learning-rate FLOAT") > page.index(
+        "Optimizer, adapter, batching of the backward passes:"
+    )
     said = re.sub(r"[\s│]+", " ", page)
-    missing = [name for name in leaf_types(Config) if f"--{name.replace('_', '-')} " not in said.replace(",", " ")]
+    missing = [
+        name
+        for name in leaf_types(Config)
+        if f"--{name.replace('_', '-')} " not in said.replace(",", " ")
+    ]
     assert (
         missing == re.findall(r"(--[a-z.-]+) (?:\S+ )?\(default: ", said) == []
     )  # none is left out, none says nothing
-    assert all(name in said for name in ("--config", "--resume", "weight of the KL term to the reference"))
+    assert all(
+        name in said for name in ("--config", "--resume", "weight of the KL term to the reference")
+    )
     assert "what the centred reward is divided by (default: std)" in said
 
 
@@ -266,18 +327,32 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         "assert \"Did you mean 'learning_rate'\" in said.getvalue()",
         "print([name for name in ('torch', 'transformers', 'pandas', 'plotly', 'matplotlib') if name in sys.modules])",
     ]
-    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False
+    )
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["export", "run", "--to", "mergd"], "Did you mean 'merged'? rl-notebook export --help lists the options."),
-        (["show", "run", "--step", "abc"], "--step: expected a whole number; got: 'abc'. rl-notebook show --help"),
-        (["replay", "run"], "the following arguments are required: step. rl-notebook replay --help lists"),
+        (
+            ["export", "run", "--to", "mergd"],
+            "Did you mean 'merged'? rl-notebook export --help lists the options.",
+        ),
+        (
+            ["show", "run", "--step", "abc"],
+            "--step: expected a whole number; got: 'abc'. rl-notebook show --help",
+        ),
+        (
+            ["replay", "run"],
+            "the following arguments are required: step. rl-notebook replay --help lists",
+        ),
         (["train", "--rewards", "gsm8k", "--reward-weights", "1", "2"], "--reward-weights 1 0.5"),
-        (["train", "--backend", "locl"], "expected one of local, openai, tinker, fireworks. Did you mean 'local'?"),
+        (
+            ["train", "--backend", "locl"],
+            "expected one of local, openai, tinker, fireworks. Did you mean 'local'?",
+        ),
         (["trian"], "unknown command. Did you mean 'train'?"),
         (["train", "--learning-rat", "1"], "Did you mean 'learning_rate'?"),
         (["train", "--steps", "many"], "steps: got 'many'; expected a whole number"),
@@ -285,11 +360,20 @@ def test_help_and_mistakes_do_not_wait_for_torch():
         (["train", "3"], "option: got '3'; expected --name before its value"),
         (["train", "--config", "no-such-file.yaml"], "config file: got No such file or directory"),
         (["train", "--resume"], "resume: got no log_path; expected the run folder to go on with"),
-        (["train", "--base-model", "no/such/model"], "model: got no such folder; expected 'tiny', 'smollm2'"),
+        (
+            ["train", "--base-model", "no/such/model"],
+            "model: got no such folder; expected 'tiny', 'smollm2'",
+        ),
         (["train", "--base-model", "nomodel"], "got no such folder, and the hub cannot be asked ("),
         (["emulate", "--model", "tinyy"], "Did you mean 'tiny'?"),
-        (["train", "--dataset", "owner/nothing", "--rewards", "gsm8k"], "the hub cannot be asked ("),
-        (["train", "--rewards", "nomodule:fn"], "reward: got 'nomodule:fn'; expected an importable module:function"),
+        (
+            ["train", "--dataset", "owner/nothing", "--rewards", "gsm8k"],
+            "the hub cannot be asked (",
+        ),
+        (
+            ["train", "--rewards", "nomodule:fn"],
+            "reward: got 'nomodule:fn'; expected an importable module:function",
+        ),
         (
             ["view", "no-such-run"],
             "no-such-run: no run here: got no such folder; expected the folder that was given",
@@ -299,13 +383,17 @@ def test_help_and_mistakes_do_not_wait_for_torch():
             "no run here: got a folder without run.json; expected the folder that was given as log_path",
         ),
         (["check"], "check: --backend: got none; expected openai, tinker or fireworks"),
-        (["train", "--help", "zebra"], "--help: got 'zebra'; expected words of an option or of its group"),
+        (
+            ["train", "--help", "zebra"],
+            "--help: got 'zebra'; expected words of an option or of its group",
+        ),
         (["train", "--help", "lerning-rate"], "Did you mean learning_rate?"),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # tests have no network in any case
+    # tests have no network in any case
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     begun = time.perf_counter()
     assert main(args) == 2
     said = capsys.readouterr()
@@ -321,7 +409,14 @@ def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, m
 def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path, monkeypatch, capsys):
     (tmp_path / "own_reward.py").write_text("def fn(text):\n    raise ValueError('broken')\n")
     monkeypatch.chdir(tmp_path)
-    short = ["--max-completion-tokens", "4", "--prompt-groups-per-step", "1", "--rewards", "own_reward:fn"]
+    short = [
+        "--max-completion-tokens",
+        "4",
+        "--prompt-groups-per-step",
+        "1",
+        "--rewards",
+        "own_reward:fn",
+    ]
     assert main(["train", *short]) == 2
     said = capsys.readouterr()
     assert "--resume" not in said.out + said.err
@@ -390,7 +485,10 @@ def test_an_error_of_your_own_file_shows_your_lines_only(setting, tmp_path, monk
     named = setting.strip("-").replace("-", "_")
     (tmp_path / f"open_{named}.py").write_text("def mine(text:\n    return 1.0\n")
     (tmp_path / f"raises_{named}.py").write_text("import json\n\nTABLE = json.loads('{')\n")
-    for module, last in ((f"open_{named}", "'(' was never closed"), (f"raises_{named}", "JSONDecodeError")):
+    for module, last in (
+        (f"open_{named}", "'(' was never closed"),
+        (f"raises_{named}", "JSONDecodeError"),
+    ):
         assert main(["train", setting, f"{module}:mine", "--steps", "1", "--log-path", "run"]) == 2
         said = capsys.readouterr().err
         assert f"{module}.py" in said.splitlines()[0] + said.splitlines()[1]
@@ -401,10 +499,18 @@ def test_an_error_of_your_own_file_shows_your_lines_only(setting, tmp_path, monk
 
 def test_a_warning_is_a_line(capsys):
     with pytest.warns(UserWarning, match="All connection attempts failed"):
-        main(["check", "--backend", "openai", "--base-url", "http://127.0.0.1:9/v1", "--base-model", "tiny"])
-    code = (
-        "import sys, warnings; from rl_notebook import cli; cli._run = lambda args: warnings.warn('busy'); cli.main([])"
-    )
+        main(
+            [
+                "check",
+                "--backend",
+                "openai",
+                "--base-url",
+                "http://127.0.0.1:9/v1",
+                "--base-model",
+                "tiny",
+            ]
+        )
+    code = "import sys, warnings; from rl_notebook import cli; cli._run = lambda args: warnings.warn('busy'); cli.main([])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stderr == "warning: busy\n"
 
@@ -419,7 +525,10 @@ def test_runs_near_by_are_named(demo, tmp_path, monkeypatch, capsys):
     for path in ("runs/first/metrics.jsonl", "progress.csv"):
         assert main(["show", path]) == 2
         said = capsys.readouterr().err
-        assert f"got a file ({Path(path).name} is a log of metrics: it has no completions, tokens or logprobs)" in said
+        assert (
+            f"got a file ({Path(path).name} is a log of metrics: it has no completions, tokens or logprobs)"
+            in said
+        )
         assert "Runs near by: runs/first." in said
 
 
@@ -445,7 +554,10 @@ def test_a_reader_that_has_read_enough_ends_it_quietly() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-c", code, "check", "--help"]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    ended = subprocess.run(
+        command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+    )
     os.close(writing)
     assert ended.stderr == ""
-    assert ended.returncode in (0, 128 + signal.SIGPIPE)  # argparse says nothing of a pipe that is closed
+    # argparse says nothing of a pipe that is closed
+    assert ended.returncode in (0, 128 + signal.SIGPIPE)

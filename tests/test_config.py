@@ -18,7 +18,14 @@ from hypothesis import strategies as st
 import rl_notebook as rln
 from rl_notebook.config import aliases as m
 from rl_notebook.config.config import Config, DAPOConfig, DeployConfig, DROConfig, GSPOConfig
-from rl_notebook.config.config import HotloadConfig, InfraConfig, ISConfig, ResumeConfig, TISConfig, TrainerConfig
+from rl_notebook.config.config import (
+    HotloadConfig,
+    InfraConfig,
+    ISConfig,
+    ResumeConfig,
+    TISConfig,
+    TrainerConfig,
+)
 from rl_notebook.config.config import WandBConfig, WeightSyncConfig, WeightSyncScope
 from rl_notebook.config.settings import AdvantageScale
 from rl_notebook.cli import parse_train
@@ -98,9 +105,14 @@ def test_the_earliest_recipe_with_all_its_sub_configs():
 def test_an_async_recipe_has_its_settings_in_the_config_itself():
     cfg = Config(recipe="async_rl_loop", max_head_offpolicy_versions=4.0, learning_rate="1.7e-5")
     assert (cfg.max_head_offpolicy_versions, cfg.learning_rate) == (4, 1.7e-5)
-    assert repr(cfg) == "Config(learning_rate=1.7e-05, recipe='async_rl_loop', max_head_offpolicy_versions=4)"
+    assert (
+        repr(cfg)
+        == "Config(learning_rate=1.7e-05, recipe='async_rl_loop', max_head_offpolicy_versions=4)"
+    )
     assert Config.from_dict(cfg.to_dict()) == cfg
-    assert "max_head_offpolicy_versions: recipe='rl_loop' would ignore it" in refused(max_head_offpolicy_versions=4)
+    assert "max_head_offpolicy_versions: recipe='rl_loop' would ignore it" in refused(
+        max_head_offpolicy_versions=4
+    )
 
 
 # ---- other spellings
@@ -154,12 +166,25 @@ def test_the_message_points_at_the_caller():
 
 
 def test_what_trl_has_and_this_has_not_names_what_takes_its_place():
-    places = {"deepspeed": "tinker", "peft_config": "lora_rank", "optim": "adam_beta1", "resume_from_checkpoint": "="}
-    places |= {"push_to_hub": "loop.export", "remove_unused_columns": "column", "vllm_dtype": "openai"}
+    places = {
+        "deepspeed": "tinker",
+        "peft_config": "lora_rank",
+        "optim": "adam_beta1",
+        "resume_from_checkpoint": "=",
+    }
+    places |= {
+        "push_to_hub": "loop.export",
+        "remove_unused_columns": "column",
+        "vllm_dtype": "openai",
+    }
     for name, place in places.items():
         assert place in refused(**{name: "x"}).partition(". ")[2]
-    assert "loss_type='dr_grpo'), which is {'policy_loss': 'ppo', 'agg" in refused(policy_loss="DR_GRPO")
-    assert "take ppo, dapo, gspo, cispo, gmpo, clip_cov. It is TRL's epsilon, for 'ppo'" in refused(epsilon=0.2)
+    assert "loss_type='dr_grpo'), which is {'policy_loss': 'ppo', 'agg" in refused(
+        policy_loss="DR_GRPO"
+    )
+    assert "take ppo, dapo, gspo, cispo, gmpo, clip_cov. It is TRL's epsilon, for 'ppo'" in refused(
+        epsilon=0.2
+    )
 
 
 def test_a_checkpoint_of_another_job():
@@ -177,22 +202,41 @@ def test_unknown_names_are_said_all_at_once(tmp_path):
     head, *lines = str(caught.value).splitlines()
     assert head == "Config: 6 unknown settings:"
     assert [lines[i].split("'")[3] for i in (0, 1, 3)] == ["learning_rate", "gamma", "kl_beta"]
-    assert ["train --help` has all." in line for line in lines] == [False, False, True, False, True, True]
-    with pytest.raises(ConfigError, match=r"DeployConfig: 2 unknown settings:\n- 'tokenizer'\. .*\n- 'shape'"):
+    assert ["train --help` has all." in line for line in lines] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    with pytest.raises(
+        ConfigError, match=r"DeployConfig: 2 unknown settings:\n- 'tokenizer'\. .*\n- 'shape'"
+    ):
         DeployConfig(tokenizer="Qwen/Qwen3-8B", shape="x")
 
 
 def test_names_of_the_field_are_taken_with_a_note():
-    theirs = {"lr": 3e-4, "group_size": 8, "groups_per_batch": 2, "max_new_tokens": 64, "max_model_len": 512}
+    theirs = {
+        "lr": 3e-4,
+        "group_size": 8,
+        "groups_per_batch": 2,
+        "max_new_tokens": 64,
+        "max_model_len": 512,
+    }
     ours = {"learning_rate": 3e-4, "completions_per_prompt": 8, "prompt_groups_per_step": 2}
     ours |= {"max_completion_tokens": 64, "max_seq_len": 512}
     with pytest.warns(UserWarning, match="lr -> learning_rate"):
         assert Config(**theirs) == Config(**ours)
 
 
-@pytest.mark.parametrize("name", ["batch_size", "per_device_train_batch_size", "train_batch_size", "max_prompt_length"])
+@pytest.mark.parametrize(
+    "name", ["batch_size", "per_device_train_batch_size", "train_batch_size", "max_prompt_length"]
+)
 def test_a_name_that_means_something_else_is_refused_with_the_one_to_take(name):
-    with pytest.raises(ConfigError, match=f"^Config: {name}: got a .*[Ss]et (prompt_groups_per_step|max_seq_len), "):
+    with pytest.raises(
+        ConfigError, match=f"^Config: {name}: got a .*[Ss]et (prompt_groups_per_step|max_seq_len), "
+    ):
         Config(**{name: 8})
 
 
@@ -201,17 +245,32 @@ def test_a_loss_is_passed_as_a_function(asked):
     def mine(policy_logprobs, advantages):
         return -advantages * policy_logprobs
 
-    small = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 64}
-    loop = rln.GRPOLoop(rln.open_local(*rln.load_model("tiny")), rln.toy_rows(8), rln.toy_reward, Config(**small))
-    ways = {"Config": Config, "change": loop.change, "branch": lambda **s: asyncio.run(loop.branch(**s))}
+    small = {
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 4,
+        "max_completion_tokens": 8,
+        "max_seq_len": 64,
+    }
+    loop = rln.GRPOLoop(
+        rln.open_local(*rln.load_model("tiny")), rln.toy_rows(8), rln.toy_reward, Config(**small)
+    )
+    ways = {
+        "Config": Config,
+        "change": loop.change,
+        "branch": lambda **s: asyncio.run(loop.branch(**s)),
+    }
     try:
         made = ways[asked](policy_loss=mine)
         settings = {"Config": made, "change": loop.cfg, "branch": getattr(made, "cfg", None)}[asked]
         assert settings.policy_loss == "mine"
         assert Config.from_dict(settings.to_dict()) == settings
         assert POLICY_LOSSES["mine"][0] is mine
-        with pytest.raises(ConfigError, match=r"got a lambda; .*Write it as def my_loss\(.*rln\.register_loss") as e:
-            ways[asked](policy_loss=lambda policy_logprobs, advantages: -advantages * policy_logprobs)
+        with pytest.raises(
+            ConfigError, match=r"got a lambda; .*Write it as def my_loss\(.*rln\.register_loss"
+        ) as e:
+            ways[asked](
+                policy_loss=lambda policy_logprobs, advantages: -advantages * policy_logprobs
+            )
         assert "0x" not in str(e.value)
     finally:
         for name in [name for name in POLICY_LOSSES if name == "mine" or "lambda" in name]:
@@ -219,11 +278,20 @@ def test_a_loss_is_passed_as_a_function(asked):
 
 
 WAYS = [
-    ({"backend": "vllm"}, r"expected one of local, openai, .* is backend='openai' with base_url='http"),
-    ({"backend": "transformers"}, r"got 'transformers'; .* trains in this process is backend='local'"),
+    (
+        {"backend": "vllm"},
+        r"expected one of local, openai, .* is backend='openai' with base_url='http",
+    ),
+    (
+        {"backend": "transformers"},
+        r"got 'transformers'; .* trains in this process is backend='local'",
+    ),
     ({"wandb_project": "sums"}, r"Set wandb\.project, on the command line --wandb\.project"),
     ({"wandb": True}, r"wandb: got True; .* --report-to wandb"),
-    ({"optimizer": "adamw"}, r"optimizer: got a choice of optimizers\. It is AdamW: set learning_rate"),
+    (
+        {"optimizer": "adamw"},
+        r"optimizer: got a choice of optimizers\. It is AdamW: set learning_rate",
+    ),
     ({"log_with": "wandb"}, r"Set report_to to some of wandb, trackio, tensorboard"),
 ]
 
@@ -235,9 +303,13 @@ def test_a_near_miss_gets_the_way(given, said):
 
 @pytest.mark.parametrize("data", [None, [("steps", 1)], "steps: 1", 3])
 def test_a_config_is_read_from_a_mapping(data):
-    with pytest.raises(ConfigError, match=r"from_dict: config: got .*; expected a mapping of settings"):
+    with pytest.raises(
+        ConfigError, match=r"from_dict: config: got .*; expected a mapping of settings"
+    ):
         Config.from_dict(data)
-    with pytest.raises(BackendError, match=r"load_model\(.*: model: got a value of type|no such folder"):
+    with pytest.raises(
+        BackendError, match=r"load_model\(.*: model: got a value of type|no such folder"
+    ):
         rln.load_model(data)
 
 
@@ -256,13 +328,19 @@ def test_a_type_is_named_with_its_range(name):
     with pytest.raises(ConfigError) as error:
         Config(**{name: "fast"})
     assert f"{name}: got 'fast'; expected {RANGES[name]}" in str(error.value)
-    assert "expected a finite number above 0, from 1e-37 to 1e38 in size" in refused(learning_rate=1e-50)
+    assert "expected a finite number above 0, from 1e-37 to 1e38 in size" in refused(
+        learning_rate=1e-50
+    )
 
 
-@pytest.mark.parametrize("word", ["clip_low", "clip_range", "cliprange", "clip_ratio_low", "clip_eps"])
+@pytest.mark.parametrize(
+    "word", ["clip_low", "clip_range", "cliprange", "clip_ratio_low", "clip_eps"]
+)
 def test_a_clip_leads_to_eps_clip(word):
     for made in (Config, LossOptions):
-        with pytest.raises((ConfigError, LossError), match=f"unknown setting {word!r}. Did you mean 'eps_clip'?"):
+        with pytest.raises(
+            (ConfigError, LossError), match=f"unknown setting {word!r}. Did you mean 'eps_clip'?"
+        ):
             made(policy_loss="ppo", **{word: 0.1})
 
 
@@ -292,10 +370,17 @@ def test_wrong_types(name, value, expected):
 
 def test_what_the_cookbook_takes_is_taken():
     "A cap of 0 leaves the ratio at 1, a wide clip leaves it free below; an enum member goes by its name, too."
-    taken = {"dapo": {"ratio_log_cap": 0}, "gspo": {"seq_ratio_log_cap": 0}, "cispo": {"eps_low": 1e3}}
+    taken = {
+        "dapo": {"ratio_log_cap": 0},
+        "gspo": {"seq_ratio_log_cap": 0},
+        "cispo": {"eps_low": 1e3},
+    }
     for name, value in taken.items():
         made(policy_loss=name, **{name: value})
-    assert made(policy_loss="importance_sampling", ratio_log_cap=0)[0].loss_options()["ratio_log_cap"] == 0
+    assert (
+        made(policy_loss="importance_sampling", ratio_log_cap=0)[0].loss_options()["ratio_log_cap"]
+        == 0
+    )
     for scope in ("PER_DEPLOYMENT", "per_deployment", WeightSyncScope.PER_DEPLOYMENT):
         cfg, _ = made(backend="fireworks", deployment={"weight_sync_scope": scope})
         assert cfg.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
@@ -318,8 +403,18 @@ def test_types_that_lose_nothing_are_taken():
         aggregation="sum",
         grad_accumulation_normalization=Mode.TOKENS,
     )
-    assert (cfg.epochs, cfg.learning_rate, cfg.max_rows, cfg.stop, cfg.kl_beta) == (3, 0.5, 20, ("\n",), 0.0)
-    assert (type(cfg.epochs), type(cfg.kl_beta), cfg.log_path) == (int, float, str(Path("runs") / "a"))
+    assert (cfg.epochs, cfg.learning_rate, cfg.max_rows, cfg.stop, cfg.kl_beta) == (
+        3,
+        0.5,
+        20,
+        ("\n",),
+        0.0,
+    )
+    assert (type(cfg.epochs), type(cfg.kl_beta), cfg.log_path) == (
+        int,
+        float,
+        str(Path("runs") / "a"),
+    )
     assert cfg.grad_accumulation_normalization == "num_loss_tokens"
     assert made(grad_accumulation_normalization=None)[0].grad_accumulation_normalization == "none"
 
@@ -327,7 +422,8 @@ def test_types_that_lose_nothing_are_taken():
 # ---- rules: each with the setting at fault and the way out
 
 BUILTIN = {"loss_path": "builtin", "kl_beta": 0.0}
-THERE, AT_TINKER = {**BUILTIN, "base_model": MODEL}, {**BUILTIN, "backend": "tinker", "lora_rank": 8}
+THERE = {**BUILTIN, "base_model": MODEL}
+AT_TINKER = {**BUILTIN, "backend": "tinker", "lora_rank": 8}
 DIVIDED = {"aggregation": "sum", "grad_accumulation_normalization": "num_loss_tokens"}
 IGNORED = [
     ({"tis_cap": 3.0}, "tis_cap: the correction is off. "),
@@ -352,15 +448,30 @@ IGNORED = [
     ({"log_completions": 5}, "log_completions: "),
     ({"weight_decay_on": "matrices", "weight_decay": 0}, "weight_decay_on: "),
     ({"difficulty_sampling": 0.1}, "difficulty_sampling: "),
-    ({"dataset": "a.jsonl", "dataset_columns": {"question:problem": None}}, "with a space after the colon"),
+    (
+        {"dataset": "a.jsonl", "dataset_columns": {"question:problem": None}},
+        "with a space after the colon",
+    ),
     ({"dcp_save_interval": 5}, "dcp_save_interval: "),
     ({"temperature": 0}, "temperature: "),
     ({"concurrency": {"mode": "fixed"}}, "concurrency: "),
-    ({"concurrency": {"mode": "fixed", "max_concurrency": 2}, "max_concurrent": 4}, "max_concurrent says the same"),
+    (
+        {"concurrency": {"mode": "fixed", "max_concurrency": 2}, "max_concurrent": 4},
+        "max_concurrent says the same",
+    ),
     ({"temperature": 0.7, "backend": "tinker", "lora_rank": 8}, "temperature: "),
-    ({"temperature": 0.7, "base_model": "accounts/fireworks/models/qwen3-8b"}, "backend='fireworks' scores at 1"),
-    ({"min_p": 0.1, "backend": "tinker", "lora_rank": 8}, "min_p: backend='tinker' is not asked for it"),
-    ({"repetition_penalty": 1.2, "base_model": MODEL}, "repetition_penalty: backend='fireworks' is not asked"),
+    (
+        {"temperature": 0.7, "base_model": "accounts/fireworks/models/qwen3-8b"},
+        "backend='fireworks' scores at 1",
+    ),
+    (
+        {"min_p": 0.1, "backend": "tinker", "lora_rank": 8},
+        "min_p: backend='tinker' is not asked for it",
+    ),
+    (
+        {"repetition_penalty": 1.2, "base_model": MODEL},
+        "repetition_penalty: backend='fireworks' is not asked",
+    ),
     ({"top_p": 1.5}, "top_p: got 1.5; expected at most 1"),
     ({"steps": 0}, "steps: got 0; expected at least 1"),
     ({"infra": InfraConfig()}, "trainer: backend='local' would ign"),
@@ -371,17 +482,28 @@ IGNORED = [
     ({"loss_path": "builtin", "base_model": MODEL}, "kl_beta: got 0.001"),
     ({**THERE, "tis": {"anchor": "policy"}}, "Set tis_anchor='old'"),
     ({**THERE, "policy_loss": "sapo"}, "got 'sapo'; expected grpo"),
-    ({**AT_TINKER, "policy_loss": "dro"}, "got 'dro'; expected grpo, ppo, importance_sampling, dapo, gspo, cispo at"),
+    (
+        {**AT_TINKER, "policy_loss": "dro"},
+        "got 'dro'; expected grpo, ppo, importance_sampling, dapo, gspo, cispo at",
+    ),
     ({**AT_TINKER, **DIVIDED}, "before it can be divided, and Tinker divides nothing"),
-    ({**AT_TINKER, "min_samples_per_fwd_bwd": 8}, "with min_samples_per_fwd_bwd the division comes last"),
+    (
+        {**AT_TINKER, "min_samples_per_fwd_bwd": 8},
+        "with min_samples_per_fwd_bwd the division comes last",
+    ),
     ({**THERE, "policy_loss": "ppo", **DIVIDED}, "divide by what has a gradient"),
     ({"base_model": MODEL, "backend": "local"}, "base_model: "),
-    ({"infra": InfraConfig(region="a"), "trainer": TrainerConfig(region="b")}, "trainer.region is given twice"),
+    (
+        {"infra": InfraConfig(region="a"), "trainer": TrainerConfig(region="b")},
+        "trainer.region is given twice",
+    ),
     ({"base_model": MODEL, "dtype": "bfloat16"}, "dtype: backend='fireworks' decid"),
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), IGNORED, ids=lambda x: x[:40] if isinstance(x, str) else "")
+@pytest.mark.parametrize(
+    ("given", "said"), IGNORED, ids=lambda x: x[:40] if isinstance(x, str) else ""
+)
 def test_what_would_be_ignored_is_refused(given, said):
     assert said in refused(**given)
 
@@ -402,21 +524,39 @@ CAP_3 = {"tis": "token", "tis_cap": 3.0}
 SPELLINGS = {  # what is meant: all the ways to say it
     "the correction as it comes": (
         {"tis": "token"},
-        [{"tis_enabled": True}, {"tis": TISConfig()}, {"tis": {}}, {"tis": True}, {"tis_enabled": True, "tis": {}}],
+        [
+            {"tis_enabled": True},
+            {"tis": TISConfig()},
+            {"tis": {}},
+            {"tis": True},
+            {"tis_enabled": True, "tis": {}},
+        ],
     ),
-    "a cap": (CAP_3, [{"tis": TISConfig(cap=3.0)}, {"tis.cap": 3.0}, {"tis_enabled": True, "tis": {"cap": 3.0}}]),
+    "a cap": (
+        CAP_3,
+        [{"tis": TISConfig(cap=3.0)}, {"tis.cap": 3.0}, {"tis_enabled": True, "tis": {"cap": 3.0}}],
+    ),
     "no correction": ({}, [{"tis_enabled": False}, {"tis": "off"}, {"tis": False}, {"tis": None}]),
     "dapo": (
         {"policy_loss": "dapo", "eps_clip": 0.1, "eps_clip_high": 0.28, "ratio_log_cap": 20.0},
         [{"policy_loss": "dapo", "dapo": DAPOConfig(eps_clip=0.1)}],
     ),
-    "gspo": ({"policy_loss": "gspo", "eps_clip": 0.3}, [{"policy_loss": "gspo", "gspo": {"clip_ratio_low": 0.3}}]),
+    "gspo": (
+        {"policy_loss": "gspo", "eps_clip": 0.3},
+        [{"policy_loss": "gspo", "gspo": {"clip_ratio_low": 0.3}}],
+    ),
     "both": (
         {"policy_loss": "gspo", "eps_clip": 0.3, "eps_clip_high": 0.3},
         [{"policy_loss": "gspo", "gspo": {"clip_ratio": 0.3}}],
     ),
-    "cispo": ({"policy_loss": "cispo", "eps_clip": 0.5}, [{"policy_loss": "cispo", "cispo": {"eps_low": 0.5}}]),
-    "dro": ({"policy_loss": "dro", "dro_beta": 0.2}, [{"policy_loss": "dro", "dro": DROConfig(beta=0.2)}]),
+    "cispo": (
+        {"policy_loss": "cispo", "eps_clip": 0.5},
+        [{"policy_loss": "cispo", "cispo": {"eps_low": 0.5}}],
+    ),
+    "dro": (
+        {"policy_loss": "dro", "dro_beta": 0.2},
+        [{"policy_loss": "dro", "dro": DROConfig(beta=0.2)}],
+    ),
 }
 
 
@@ -426,13 +566,22 @@ def test_a_setting_of_the_loss_means_the_same_in_every_spelling(meant, tmp_path)
     ours, others = SPELLINGS[meant]
     expected = Config(**ours).loss_options()
     for i, given in enumerate([ours, *others]):
-        words, path = {name: m.plain(value) for name, value in given.items()}, tmp_path / f"{i}.yaml"
+        words = {name: m.plain(value) for name, value in given.items()}
+        path = tmp_path / f"{i}.yaml"
         path.write_text(yaml.safe_dump(words))
-        said = {name: yaml.safe_dump(value, default_flow_style=True).split("\n")[0] for name, value in words.items()}
+        said = {
+            name: yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
+            for name, value in words.items()
+        }
         typed = [part for name, text in said.items() for part in (f"--{name}", text)]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ways = [Config(**given), Config.from_yaml(path), Config.from_dict({}, words), parse_train(typed)[0]]
+            ways = [
+                Config(**given),
+                Config.from_yaml(path),
+                Config.from_dict({}, words),
+                parse_train(typed)[0],
+            ]
             ways += [parse_train(["--config", str(path)])[0], replace(Config(), **given)]
         assert [cfg.loss_options() for cfg in ways] == [expected] * len(ways), given
         assert {cfg.tis_enabled for cfg in ways} == {expected["tis"] != "off"}
@@ -442,7 +591,10 @@ def test_replace_takes_the_cookbooks_words():
     "What is copied is not what was said: the word of another spelling wins over it."
     cfg = Config(policy_loss="dapo", dapo=DAPOConfig(eps_clip=0.1), tis="sequence")
     assert replace(cfg, dapo=DAPOConfig()).eps_clip == 0.2
-    assert (replace(cfg, tis=TISConfig(cap=3.0)).tis, replace(cfg, **{"tis.cap": 3.0}).tis) == ("token", "sequence")
+    assert (replace(cfg, tis=TISConfig(cap=3.0)).tis, replace(cfg, **{"tis.cap": 3.0}).tis) == (
+        "token",
+        "sequence",
+    )
     assert replace(cfg, tis_enabled=False).tis == "off"
     with pytest.raises(ConfigError, match="it is read with policy_loss='gspo', not 'dapo'"):
         replace(cfg, gspo=GSPOConfig())
@@ -473,7 +625,12 @@ KEPT = {
         {"tis": "token", "tis_cap": 2.0, "tis_anchor": "policy"},
     ),
     "a TISConfig": (
-        {"loss": "ppo", "on": "true", "tis": "{cap: 5.0, level: sequence, anchor: old, floor: 0.0}", "dapo": "null"},
+        {
+            "loss": "ppo",
+            "on": "true",
+            "tis": "{cap: 5.0, level: sequence, anchor: old, floor: 0.0}",
+            "dapo": "null",
+        },
         {"tis": "sequence", "tis_cap": 5.0, "tis_anchor": "old"},
     ),
     "no correction": (
@@ -496,21 +653,39 @@ def test_a_run_that_was_recorded_with_two_homes_keeps_its_numbers(case, tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = Run.open(tmp_path)
-        ways = [Config.from_dict(run.config), Config.from_yaml(tmp_path / "config.yaml"), Config(**run.config)]
+        ways = [
+            Config.from_dict(run.config),
+            Config.from_yaml(tmp_path / "config.yaml"),
+            Config(**run.config),
+        ]
         ways += [parse_train(["--resume", "--log-path", str(tmp_path)])[0]]
     for cfg in ways:
         assert {name: cfg.loss_options()[name] for name in meant} == meant
-    assert not [name for name, *_ in differing(run.config, ways[0]).rows if name in cfg.loss_options()]
+    assert not [
+        name for name, *_ in differing(run.config, ways[0]).rows if name in cfg.loss_options()
+    ]
 
 
 def test_sampling_and_optimizer():
-    cfg = Config(temperature=0.7, top_p=0.9, top_k=5, stop=["</a>"], completions_per_prompt=8, grad_clip_norm=0.5)
+    cfg = Config(
+        temperature=0.7,
+        top_p=0.9,
+        top_k=5,
+        stop=["</a>"],
+        completions_per_prompt=8,
+        grad_clip_norm=0.5,
+    )
     params = cfg.sample_params(seed=3)
     assert (params.n, params.temperature, params.top_p, params.top_k, params.stop, params.seed) == (
         8, 0.7, 0.9, 5, ("</a>",), 3,
     )  # fmt: skip
     wary = Config(min_p=0.05, repetition_penalty=1.1).sample_params()
-    assert (wary.min_p, wary.repetition_penalty, wary.processed, wary.draws_from_raw) == (0.05, 1.1, True, False)
+    assert (wary.min_p, wary.repetition_penalty, wary.processed, wary.draws_from_raw) == (
+        0.05,
+        1.1,
+        True,
+        False,
+    )
     adam = cfg.adam()
     assert (adam.learning_rate, adam.beta1, adam.beta2, adam.eps, adam.weight_decay, adam.grad_clip_norm) == (
         1e-5, 0.9, 0.999, 1e-8, 0.01, 0.5,
@@ -540,13 +715,17 @@ FULL = {
 }
 
 
-@pytest.mark.parametrize("given", [{}, FULL, {"tis_enabled": True, "tis": {}}, {"report_to": ("wandb", "trackio")}])
+@pytest.mark.parametrize(
+    "given", [{}, FULL, {"tis_enabled": True, "tis": {}}, {"report_to": ("wandb", "trackio")}]
+)
 def test_round_trip_is_exact_and_quiet(given, tmp_path):
     cfg, _ = made(**given)
     cfg.to_yaml(tmp_path / "config.yaml")
     cfg.to_yaml(tmp_path / "config.yaml")  # its own it writes again
     (tmp_path / "mine.yaml").write_text("seed: 1  # and why")
-    with pytest.raises(ConfigError, match=r"mine\.yaml: to_yaml: got something that this package did not write"):
+    with pytest.raises(
+        ConfigError, match=r"mine\.yaml: to_yaml: got something that this package did not write"
+    ):
         cfg.to_yaml(tmp_path / "mine.yaml")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -572,9 +751,13 @@ def test_round_trip_is_exact_and_quiet(given, tmp_path):
             "kl_beta": st.just(0.0) | st.floats(1e-12, 1),
             "seed": st.integers(0, 2**63),
             "stop": st.lists(st.text(min_size=1, max_size=4), max_size=3).map(tuple),
-            "run_name": st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=8).filter(str.strip),
+            "run_name": st.text(
+                st.characters(exclude_categories=["C"]), min_size=1, max_size=8
+            ).filter(str.strip),
             "max_rows": st.none() | st.integers(1, 10**9),
-            "rewards": st.lists(st.text(st.characters(categories=["L"]), min_size=1), max_size=3).map(tuple),
+            "rewards": st.lists(
+                st.text(st.characters(categories=["L"]), min_size=1), max_size=3
+            ).map(tuple),
         },
     )
 )
@@ -590,26 +773,40 @@ def test_overrides_win_under_any_spelling():
         cfg = Config.from_dict(data, {"num_generations": 16, "tis.level": "sequence"})
     assert (cfg.completions_per_prompt, cfg.tis, cfg.tis_cap) == (16, "sequence", 3.0)
     assert Config.from_dict(data, {"tis": None}) == Config.from_dict(data, {"tis_enabled": False})
-    assert Config.from_dict(data, {"tis": None}).loss_options() == Config(completions_per_prompt=8).loss_options()
+    assert (
+        Config.from_dict(data, {"tis": None}).loss_options()
+        == Config(completions_per_prompt=8).loss_options()
+    )
     with pytest.warns(UserWarning, match="epsilon_high"):
         assert Config.from_dict({"loss_type": "cispo"}, {"epsilon_high": 5.0}).eps_clip_high == 4.0
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers_inside_of_a_setting_too(tmp_path):
     draws = "{temperature: 6e-1, top_p: '0.5', max_completion_tokens: 1e1, stop: ['1e1x']}"
-    text = (
-        f"eval_rows: 4\neval_sampling: {draws}\nchat_template_kwargs: {{a: [5E-2], version: '0.1'}}\nrun_name: 12e5\n"
-    )
+    text = f"eval_rows: 4\neval_sampling: {draws}\nchat_template_kwargs: {{a: [5E-2], version: '0.1'}}\nrun_name: 12e5\n"
     (tmp_path / "c.yaml").write_text(text)
     cfg = Config.from_yaml(tmp_path / "c.yaml")
-    assert cfg.eval_sampling == {"temperature": 0.6, "top_p": 0.5, "max_completion_tokens": 10, "stop": ["1e1x"]}
+    assert cfg.eval_sampling == {
+        "temperature": 0.6,
+        "top_p": 0.5,
+        "max_completion_tokens": 10,
+        "stop": ["1e1x"],
+    }
     assert cfg.chat_template_kwargs == {"a": [0.05], "version": "0.1"}
     assert cfg.run_name == "12e5"
     assert Config.from_dict(yaml.safe_load(cfg.to_yaml())) == cfg
 
 
 @pytest.mark.parametrize(
-    "said", ["min_p: null", "top_k: -1", "top_k: 0", "top_k: null", "repetition_penalty: null", "top_p: null"]
+    "said",
+    [
+        "min_p: null",
+        "top_k: -1",
+        "top_k: 0",
+        "top_k: null",
+        "repetition_penalty: null",
+        "top_p: null",
+    ],
 )
 def test_what_other_tools_write_for_off_is_off(said, tmp_path):
     (tmp_path / "c.yaml").write_text(said + "\n")

@@ -14,7 +14,14 @@ from tiny_models import one_thread
 
 from rl_notebook.core.types import PhaseError
 from rl_notebook.runs.records import utf8
-from rl_notebook.views.dashboard import COLUMNS, HINT_GROUPS, Dashboard, dashboards_of, hint_html, step_table
+from rl_notebook.views.dashboard import (
+    COLUMNS,
+    HINT_GROUPS,
+    Dashboard,
+    dashboards_of,
+    hint_html,
+    step_table,
+)
 from rl_notebook.views.player import ACTIVE_PLAYERS
 
 __all__ = ["one_thread"]
@@ -63,7 +70,8 @@ def test_play_runs_to_the_end_and_draws_every_step():
 
 def test_played_and_run_are_the_same_training():
     async def main():
-        played, plain = make_loop(rows=9), make_loop(rows=9)
+        played = make_loop(rows=9)
+        plain = make_loop(rows=9)
         await Dashboard(played).play(2)
         await plain.run(2, progress=False)
         for a, b in zip(played.records, plain.records, strict=True):
@@ -117,7 +125,10 @@ def test_phase_step_and_undo():
 def test_the_sentence_is_never_of_another_step_than_the_charts():
     async def main():
         dashboard = Dashboard(make_loop(rows=24, keep_undo=2))
-        steps_of = lambda: {int(n) for n in re.findall(r"Step (\d+)\.", dashboard.screen.words.value)}
+
+        def steps_of():
+            return {int(n) for n in re.findall(r"Step (\d+)\.", dashboard.screen.words.value)}
+
         for step in (1, 2, 3):
             await dashboard.step()
             assert steps_of() == {dashboard.record.step} == {step}
@@ -173,7 +184,10 @@ def test_with_windows_steps_are_played_and_single_phases_are_refused_with_the_re
     async def main():
         loop = make_loop(rows=24, weight_sync_interval=2, keep=lambda g: True)
         dashboard = Dashboard(loop)
-        assert "Single phases are not available with windows" in dashboard.screen.buttons["phase"].tooltip
+        assert (
+            "Single phases are not available with windows"
+            in dashboard.screen.buttons["phase"].tooltip
+        )
         await dashboard.step()
         assert [r.step for r in loop.records] == [1]
         assert dashboard.window is not None
@@ -184,7 +198,11 @@ def test_with_windows_steps_are_played_and_single_phases_are_refused_with_the_re
         assert "stop" in enabled(dashboard)
         press(dashboard, "stop")
         await until(lambda: not dashboard.doing)
-        assert (dashboard.window, loop.weights.in_window, loop.weights.shared.holder) == (None, False, None)
+        assert (dashboard.window, loop.weights.in_window, loop.weights.shared.holder) == (
+            None,
+            False,
+            None,
+        )
         await loop.step()
         assert len(loop.records) == 4
 
@@ -207,9 +225,11 @@ def test_a_run_of_a_cell_is_shown_can_be_stopped_and_is_not_run_twice():
         records = await running
         assert 1 <= len(records) < 20
         await until(lambda: "play" in enabled(dashboard))
-        drawn, made = dashboard.history.column("reward")[0].tolist(), [r.step for r in records]
+        drawn = dashboard.history.column("reward")[0].tolist()
+        made = [r.step for r in records]
         assert drawn[: len(made)] == made
-        assert drawn[len(made) :] in ([], [loop.state.number])  # a step that was stopped after its rewards is drawn
+        # a step that was stopped after its rewards is drawn
+        assert drawn[len(made) :] in ([], [loop.state.number])
         await dashboard.step()
 
     run(main())
@@ -236,7 +256,12 @@ def test_a_loop_has_one_dashboard_and_nothing_grows():
         dashboard.close()
         await until(lambda: not dashboard.doing)
         here = asyncio.current_task()
-        await until(lambda: not ACTIVE_PLAYERS and not [t for t in asyncio.all_tasks() - {here} if "follow" in repr(t)])
+        await until(
+            lambda: (
+                not ACTIVE_PLAYERS
+                and not [t for t in asyncio.all_tasks() - {here} if "follow" in repr(t)]
+            )
+        )
         assert (loop.outputs, loop.on_undo) == ([], [])
         at = loop.state.number, loop.state.current
         await asyncio.sleep(0.3)
@@ -255,7 +280,9 @@ def test_a_new_loop_on_the_same_backend_pauses_the_old_one():
         first = Dashboard(old)
         press(first, "play")
         await until(lambda: old.state.values)
-        new = GRPOLoop(old.backend, old.rows, lambda completion_text: float(len(completion_text)), old.cfg)
+        new = GRPOLoop(
+            old.backend, old.rows, lambda completion_text: float(len(completion_text)), old.cfg
+        )
         second = Dashboard(new)
         await second.step()
         assert not first.doing
@@ -271,7 +298,9 @@ def test_the_table_holds_every_completion_in_full_as_json_holds_it():
     record = hostile_record()
     first = record.groups[0]
     odd = replace(first.samples[0], reward=None, text="\ud800" + "x" * 5000)
-    record = replace(record, groups=(replace(first, samples=(odd, *first.samples[1:])), *record.groups[1:]))
+    record = replace(
+        record, groups=(replace(first, samples=(odd, *first.samples[1:])), *record.groups[1:])
+    )
     table = step_table(record)
     row = table["rows"][0]
     assert (row["id"], row["reward"], len(row["text"])) == (

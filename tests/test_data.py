@@ -45,10 +45,20 @@ def test_jsonl_parquet_frame_list_and_hf_dataset_agree(tmp_path):
     columns = {name: [record.get(name) for record in records] for name in records[0]}
     assert load_rows(columns) == expected
     assert load_rows(pa.table(columns)) == expected
-    failed(lambda: load_rows({"question": ["a", "b"], "answer": ["1"]}), "columns", expected="one length")
+    failed(
+        lambda: load_rows({"question": ["a", "b"], "answer": ["1"]}),
+        "columns",
+        expected="one length",
+    )
     failed(lambda: load_rows({"train": records, "test": records}), "splits")
     splits = datasets.DatasetDict(train=datasets.Dataset.from_list(records))
-    failed(lambda: load_rows(splits), "splits", got="['train']", expected="one data set", fix="Pick a split")
+    failed(
+        lambda: load_rows(splits),
+        "splits",
+        got="['train']",
+        expected="one data set",
+        fix="Pick a split",
+    )
 
 
 def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
@@ -57,14 +67,26 @@ def test_a_column_of_another_name_is_answered_with_the_setting_that_names_it():
         ({}, "'question': 'its name', 'answer': 'its name'"),
         ({"question": "problem"}, "'answer': 'its name'"),
     ):
-        call = lambda columns=columns: load_rows(records, columns=columns, require_answer=True)
+
+        def call(columns=columns):
+            return load_rows(records, columns=columns, require_answer=True)
+
         failed(call, fix=f"columns={{{named}}} of load_rows, which is dataset_columns in a config")
-    (row,) = load_rows(records, columns={"question": "problem", "answer": "result"}, require_answer=True)
+    (row,) = load_rows(
+        records, columns={"question": "problem", "answer": "result"}, require_answer=True
+    )
     assert (row.messages[0]["content"], row.answer) == ("1+1?", "2")
 
 
 def test_empty_cells_count_as_absent():
-    frame = pd.DataFrame({"prompt": ["a=", None], "question": [None, "b?"], "answer": [1, None], "label": [None, "x"]})
+    frame = pd.DataFrame(
+        {
+            "prompt": ["a=", None],
+            "question": [None, "b?"],
+            "answer": [1, None],
+            "label": [None, "x"],
+        }
+    )
     rows = load_rows(frame.convert_dtypes())
     assert (rows[0].prompt, rows[1].messages[0]["content"]) == ("a=", "b?")
     assert [r.answer for r in rows] == [1, "x"]
@@ -75,7 +97,12 @@ def test_empty_cells_count_as_absent():
             where="record 1",
             expected="not empty",
         )
-    failed(lambda: load_rows([{"prompt": "a"}, {"prompt": "\ud800"}]), "prompt", where="record 1", expected="UTF-8")
+    failed(
+        lambda: load_rows([{"prompt": "a"}, {"prompt": "\ud800"}]),
+        "prompt",
+        where="record 1",
+        expected="UTF-8",
+    )
     for cell in (pd.Series([1, 2]), np.array(5)):  # no truth value, or no length
         assert load_rows([{"prompt": "a", "answer": cell}])[0].answer is cell
 
@@ -85,24 +112,48 @@ TALK = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4
 
 @pytest.mark.parametrize(
     "written",
-    [json.dumps(TALK), json.dumps(TALK, indent=1), repr(TALK), json.dumps(TALK[0]), json.dumps({"messages": TALK})],
+    [
+        json.dumps(TALK),
+        json.dumps(TALK, indent=1),
+        repr(TALK),
+        json.dumps(TALK[0]),
+        json.dumps({"messages": TALK}),
+    ],
 )
 def test_a_conversation_that_a_cell_holds_as_text_is_one(written, tmp_path):
     pd.DataFrame({"prompt": [written], "answer": ["4"]}).to_csv(tmp_path / "d.csv", index=False)
     held = ast.literal_eval(written)
-    for source in (tmp_path / "d.csv", [{"messages": written}], [{"question": written}], [{"prompt": held}]):
+    for source in (
+        tmp_path / "d.csv",
+        [{"messages": written}],
+        [{"question": written}],
+        [{"prompt": held}],
+    ):
         assert [m["content"] for m in load_rows(source)[0].messages] == ["2+2?"]
 
 
-@pytest.mark.parametrize("text", ['{"content": "x"}\nSummarize it.', '[{"a": 1}]', "[1, 2] has which sum?", "{'a': 1}"])
+@pytest.mark.parametrize(
+    "text", ['{"content": "x"}\nSummarize it.', '[{"a": 1}]', "[1, 2] has which sum?", "{'a': 1}"]
+)
 def test_a_text_that_only_looks_like_json_is_a_prompt(text):
     assert load_rows([{"prompt": text}])[0].prompt == text
     assert load_rows([{"question": text}])[0].messages[0]["content"] == text
 
 
 OTHERS = [  # what a cell may hold that is no prompt
-    *('[{"role": "user", ', f"array([{TALK[0]}], dtype=object)", '[{"from": "human", "value": "2+2?"}]'),
-    *([1, 2], ["2+2?"], [{"role": 1}], [{"role": "user", "content": float("nan")}], {"role": ["user"]}, {"a"}),
+    *(
+        '[{"role": "user", ',
+        f"array([{TALK[0]}], dtype=object)",
+        '[{"from": "human", "value": "2+2?"}]',
+    ),
+    *(
+        [1, 2],
+        ["2+2?"],
+        [{"role": 1}],
+        [{"role": "user", "content": float("nan")}],
+        {"role": ["user"]},
+        {"a"},
+    ),
     *(b"2+2?", 3.5, True, pd.Series(["2+2?"]), np.array(["a", "b"]), pd.Timestamp("2026-01-01")),
 ]
 
@@ -118,15 +169,26 @@ def test_a_column_that_no_record_holds_is_named_before_anything_is_sampled():
         pass
 
     backend = open_local("tiny")
-    for name, value in {"tags": {1}, "own": Own(), "many": pd.Series([1]), "deep": {"a": [{"b": {1}}]}}.items():
+    for name, value in {
+        "tags": {1},
+        "own": Own(),
+        "many": pd.Series([1]),
+        "deep": {"a": [{"b": {1}}]},
+    }.items():
         rows = [{"id": "q1", "question": "1+1?"}, {"id": "q2", "question": "1+2?", name: value}]
-        call = lambda rows=rows: GRPOLoop(backend, rows, lambda text: 0.0)
+
+        def call(rows=rows):
+            return GRPOLoop(backend, rows, lambda text: 0.0)
+
         failed(call, f"column '{name}'", where="row 'q2'", fix="leave it out")
 
 
 def test_names_that_are_no_file_get_the_way_to_what_is_meant():
     for name in ("gsm8k", "nowhere.jsonl"):
-        call = lambda name=name: load_problem(Config(dataset=name))
+
+        def call(name=name):
+            return load_problem(Config(dataset=name))
+
         failed(call, "no such file or data set", got=name, fix="as openai/gsm8k")
 
 
@@ -136,8 +198,17 @@ def test_names_that_are_no_file_get_the_way_to_what_is_meant():
 def test_missing_answer_is_an_error_only_when_asked():
     records = [{"question": "a", "answer": "1"}, {"question": "b", "answer": None}]
     assert load_rows(records)[1].answer is None
-    asked = lambda: load_rows(records, require_answer=True)
-    failed(asked, "no answer", where="record 1", got="columns question, answer", fix="a reward that needs no answer")
+
+    def asked():
+        return load_rows(records, require_answer=True)
+
+    failed(
+        asked,
+        "no answer",
+        where="record 1",
+        got="columns question, answer",
+        fix="a reward that needs no answer",
+    )
 
 
 # --- files of every kind
@@ -159,7 +230,10 @@ def test_files_of_every_kind_keep_their_values(tmp_path, monkeypatch, name, pack
     Path(path).write_bytes(gzip.compress(KINDS[name]) if packed else KINDS[name])
     rows = load_rows(path, require_answer=True)
     text = name.endswith("csv")
-    assert [(r.messages[0]["content"], r.answer) for r in rows] == [("a", "012"), ("b", "7" if text else 7)]
+    assert [(r.messages[0]["content"], r.answer) for r in rows] == [
+        ("a", "012"),
+        ("b", "7" if text else 7),
+    ]
     assert [r.data["n"] for r in rows] == (["", "3"] if text else [None, 3])
     assert load_problem(Config(dataset=path)).rows == rows
 
@@ -168,22 +242,50 @@ def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):
     def judge(text, answer, level): ...
 
     (tmp_path / "d.jsonl").write_text('{"id": "q1", "text": "1+1?"}')
-    backend, lacks, own = open_local("tiny"), "no prompt, no answer, no level", f"{__name__}:needs"
+    backend = open_local("tiny")
+    lacks = "no prompt, no answer, no level"
+    own = f"{__name__}:needs"
     for reads, call in (
-        ("'needs'", lambda: load_problem(Config(dataset=str(tmp_path / "d.jsonl"), rewards=["gsm8k", own]))),
+        (
+            "'needs'",
+            lambda: load_problem(Config(dataset=str(tmp_path / "d.jsonl"), rewards=["gsm8k", own])),
+        ),
         ("'judge'", lambda: GRPOLoop(backend, str(tmp_path / "d.jsonl"), ["gsm8k", judge])),
     ):
-        failed(call, lacks, expected=f"(read by reward function 'gsm8k' and reward function {reads}), and")
+        failed(
+            call,
+            lacks,
+            expected=f"(read by reward function 'gsm8k' and reward function {reads}), and",
+        )
         asked = f"a column level (read by reward function {reads})"
         failed(call, lacks, got="columns id, text", expected=asked, fix="columns={'question': 'its")
     rows = load_rows([{"question": "1+1?"}])
-    failed(lambda: GRPOLoop(backend, rows, judge), "no answer, no level", where="row '0'", got="columns question")
-    named = lambda: load_rows([{"q": "a"}], columns={"question": "problem"}, require=["answer"])
-    failed(named, "column 'problem' (for 'question'), no answer", got="columns q", expected="to be there")
-    assert GRPOLoop(backend, rows, lambda text: 1.0).rows == rows  # a reward that reads none needs none
-    trl, other = (lambda completions, answer, **kw: [None]), load_rows([{"question": "a", "answer": None}])
+    failed(
+        lambda: GRPOLoop(backend, rows, judge),
+        "no answer, no level",
+        where="row '0'",
+        got="columns question",
+    )
+
+    def named():
+        return load_rows([{"q": "a"}], columns={"question": "problem"}, require=["answer"])
+
+    failed(
+        named,
+        "column 'problem' (for 'question'), no answer",
+        got="columns q",
+        expected="to be there",
+    )
+    # a reward that reads none needs none
+    assert GRPOLoop(backend, rows, lambda text: 1.0).rows == rows
+    trl, other = (
+        (lambda completions, answer, **kw: [None]),
+        load_rows([{"question": "a", "answer": None}]),
+    )
     assert GRPOLoop(backend, other, trl).rows == other  # of a task that it leaves to another
-    failed(lambda: GRPOLoop(backend, rows, trl), "no answer", where="row '0'", got="columns question")
+    failed(
+        lambda: GRPOLoop(backend, rows, trl), "no answer", where="row '0'", got="columns question"
+    )
     failed(lambda: GRPOLoop(backend, other, ["gsm8k", trl]), "no answer", where="row '0'")
 
 
@@ -199,7 +301,8 @@ def server():
         body = b'{"question": "1+1?", "answer": "2"}\n'
 
         def do_GET(self):
-            short, blank = self.path.startswith("/short"), 256 * self.path.startswith("/long")
+            short = self.path.startswith("/short")
+            blank = 256 * self.path.startswith("/long")
             self.send_response(404 if self.path.startswith("/missing") else 200)
             self.send_header("Content-Length", str(len(self.body) + 100 * short + (blank << 16)))
             self.end_headers()
@@ -230,7 +333,12 @@ def test_an_address_is_read_and_what_fails_shows_no_secret(server):
         (f"{server}/short.jsonl?token=secret", "RemoteProtocolError"),
         ("http://127.0.0.1:9/x.jsonl", "ConnectError"),
     ):
-        error = failed(lambda address=address: load_rows(address), "download", got=got, fix="Check URL and network")
+        error = failed(
+            lambda address=address: load_rows(address),
+            "download",
+            got=got,
+            fix="Check URL and network",
+        )
         assert "secret" not in str(error)
 
 
@@ -239,7 +347,10 @@ def test_an_address_is_read_and_what_fails_shows_no_secret(server):
 
 @settings(max_examples=60, deadline=None)
 @given(
-    n=st.integers(1, 9), seed=st.integers(0, 99), epochs=st.integers(1, 3), cuts=st.lists(st.integers(1, 7), max_size=8)
+    n=st.integers(1, 9),
+    seed=st.integers(0, 99),
+    epochs=st.integers(1, 3),
+    cuts=st.lists(st.integers(1, 7), max_size=8),
 )
 def test_cursor_visits_each_row_once_an_epoch_and_resumes_anywhere(n, seed, epochs, cuts):
     start = Cursor([Row(key=str(i), prompt="x") for i in range(n)], seed=seed, epochs=epochs)
@@ -247,7 +358,8 @@ def test_cursor_visits_each_row_once_an_epoch_and_resumes_anywhere(n, seed, epoc
     assert end.exhausted
     for e in range(epochs):
         assert sorted(r.key for r in whole[e * n : (e + 1) * n]) == sorted(str(i) for i in range(n))
-    seen, cursor = [], start
+    seen = []
+    cursor = start
     for k in cuts:
         rows, cursor = cursor.take(k)
         seen += rows
@@ -260,7 +372,9 @@ def test_cursor_visits_each_row_once_an_epoch_and_resumes_anywhere(n, seed, epoc
 
 
 def test_other_rows_are_noticed_and_the_same_rows_from_elsewhere_are_the_same(tmp_path):
-    records = [{"question": f"{i}+1?", "answer": str(i + 1), "level": [i], "note": None} for i in range(9)]
+    records = [
+        {"question": f"{i}+1?", "answer": str(i + 1), "level": [i], "note": None} for i in range(9)
+    ]
     state = json.loads(json.dumps(Cursor(load_rows(records), shuffle=False).take(2)[1].state()))
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     pd.DataFrame(records).to_parquet(tmp_path / "d.parquet")
@@ -274,8 +388,17 @@ def test_other_rows_are_noticed_and_the_same_rows_from_elsewhere_are_the_same(tm
         [*records[:8], records[8] | {"more": 1}],
         [records[1], records[0], *records[2:]],
     ):
-        call = lambda changed=changed: restore_cursor(Cursor(load_rows(changed), shuffle=False), state)
-        failed(call, "rows of the data", where="resume", got="other or edited rows", fix="begin a new run")
+
+        def call(changed=changed):
+            return restore_cursor(Cursor(load_rows(changed), shuffle=False), state)
+
+        failed(
+            call,
+            "rows of the data",
+            where="resume",
+            got="other or edited rows",
+            fix="begin a new run",
+        )
 
 
 def test_sample_loads_as_rows():

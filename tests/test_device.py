@@ -29,7 +29,9 @@ def test_a_decode_step_waits_only_where_it_is_looked_at(route, say):
         causal = open_model(tiny_model(eos=None).to(DEVICE), routes=(route,))
         engine = Engine(causal, eos_token_ids=frozenset())
         for n in (3, 2):
-            engine.submit([1, 2, 3, 4, 5], SampleParams(n=n, max_tokens=100, temperature=n / 4, top_k=20))
+            engine.submit(
+                [1, 2, 3, 4, 5], SampleParams(n=n, max_tokens=100, temperature=n / 4, top_k=20)
+            )
         engine.run_steps(1)
         books.forget()
         engine.run_steps(steps)
@@ -45,7 +47,10 @@ def test_a_decode_step_waits_only_where_it_is_looked_at(route, say):
 def group_datums(prompt: int = 24, tokens: int = 12, count: int = 4) -> list[Datum]:
     "Completions of one prompt, of different lengths."
     rng = np.random.default_rng(0)
-    rows = [np.concatenate([np.arange(1, prompt + 1), rng.integers(0, 200, tokens + i)]) for i in range(count)]
+    rows = [
+        np.concatenate([np.arange(1, prompt + 1), rng.integers(0, 200, tokens + i)])
+        for i in range(count)
+    ]
     return [Datum(row, (np.arange(1, len(row)) >= prompt).astype(float), 1.0) for row in rows]
 
 
@@ -70,7 +75,8 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     if settings.get("lora_rank"):
         pytest.importorskip("peft", reason="LoRA is in the extra `lora`")
     monkeypatch.setitem(scoring.TREE_GAIN, DEVICE, 1 if tree else 10**9)
-    datums, found = group_datums(), {}
+    datums = group_datums()
+    found = {}
 
     async def step(books: Pretend) -> None:
         def note(phase: str) -> None:
@@ -88,7 +94,9 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
         await backend.reference.forward(datums)
         note("reference")
         output = await backend.policy.forward_backward_custom(datums, summed)
-        assert (output.metrics["perf/prefix_tokens_saved"] > 0) == (tree and "tokens_per_batch" not in settings)
+        assert (output.metrics["perf/prefix_tokens_saved"] > 0) == (
+            tree and "tokens_per_batch" not in settings
+        )
         note("training")
         await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
         note("update")
@@ -106,7 +114,8 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     assert not books.strays
     assert found["sampling"] <= 9 + 1  # a look at the tokens of each step
     batches = 4 if "tokens_per_batch" in settings else 1
-    assert found["reference"] <= 1 + batches  # one read back, and transformers looks once at the positions of a pass
+    # one read back, and transformers looks once at the positions of a pass
+    assert found["reference"] <= 1 + batches
     assert found["training"] <= 3 + 2 * batches
     assert found["update"] <= 5  # whatever the number of tensors and layers
     assert found["sync"] <= 1
@@ -127,5 +136,8 @@ def test_a_device_that_is_not_there_is_rejected_at_once():
     }
     absent = [name for name, found in here.items() if not found]
     for device in [*absent, "cuda:99", "meta", "gpu", "hpu", torch.device("xla")]:
-        with pytest.raises(ConfigError, match=rf"device: got {device}; expected a device that torch finds here: cpu"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"device: got {device}; expected a device that torch finds here: cpu",
+        ):
             open_local(tiny_model(), byte_tokenizer(), device=device)

@@ -51,7 +51,8 @@ def came(records):
 
 def expected_visits(records):
     "How often the row of each group had come, and its pass rate, from the groups alone."
-    times, rates = Counter(), {}
+    times = Counter()
+    rates = {}
     for r in records:
         for g in r.groups:
             now = float(np.mean(g.rewards >= 1.0))
@@ -65,14 +66,17 @@ def test_rows_come_by_their_pass_rate_and_records_say_how_often():
         loop = make()
         records = await loop.run(24, progress=False)
         assert [r.visits for r in records] == list(expected_visits(records))
-        assert came(records)[:3] == [[0, 1], [2, 3], [4, 5]]  # nothing is known of a row before it has come
+        # nothing is known of a row before it has come
+        assert came(records)[:3] == [[0, 1], [2, 3], [4, 5]]
         taken = [n for step in came(records) for n in step]
         assert taken == sorted(set(taken))
-        cursor, at = Cursor(ROWS, epochs=40, floor=0.1), 0
+        cursor = Cursor(ROWS, epochs=40, floor=0.1)
+        at = 0
         for record in records:  # the rows of every step from its past alone
             assert replace(cursor, consumed=at).positions(2) == [g.number for g in record.groups]
             rates = {g.number: float(np.mean(g.rewards >= 1.0)) for g in record.groups}
-            cursor, at = graded_rows(cursor, rates), record.consumed
+            cursor = graded_rows(cursor, rates)
+            at = record.consumed
         epochs = records[-1].consumed / len(ROWS)
         times = Counter(g.row["kind"] for r in records for g in r.groups)
         assert epochs > 8
@@ -128,9 +132,14 @@ def test_a_run_that_is_resumed_sought_and_replayed_has_the_same_rows(tmp_path):
         assert all(phase.same is not False for phase in replayed.phases), replayed
         fresh = GRPOLoop(opened(), ROWS, by_kind, cfg)
         await fresh.seek(5, run)
-        assert [came([await fresh.step()]), came([await fresh.step()])] == [came(before[5:6]), came(before[6:7])]
+        assert [came([await fresh.step()]), came([await fresh.step()])] == [
+            came(before[5:6]),
+            came(before[6:7]),
+        ]
         with pytest.raises(RecordError, match=r"difficulty_sampling=0\.5"):
-            await train(replace(cfg, difficulty_sampling=0.5), backend=opened(), resume=True, **quiet)
+            await train(
+                replace(cfg, difficulty_sampling=0.5), backend=opened(), resume=True, **quiet
+            )
 
     asyncio.run(main())
 
@@ -142,7 +151,11 @@ def test_beside_rollouts_too():
         assert [r.visits for r in records] == list(expected_visits(records))
         assert max(n for step in came(records) for n in step) > 22  # some were passed over
         await loop.undo()
-        times = {loop.cursor.index(g.number): r.visits[i][0] for r in records[:-1] for i, g in enumerate(r.groups)}
+        times = {
+            loop.cursor.index(g.number): r.visits[i][0]
+            for r in records[:-1]
+            for i, g in enumerate(r.groups)
+        }
         assert {i: t for i, (t, _) in loop.cursor.seen.items()} == times
         again = await loop.step()
         assert again.visits == records[-1].visits

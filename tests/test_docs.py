@@ -47,8 +47,16 @@ def written(tmp_path_factory: pytest.TempPathFactory, sources: ModuleType) -> Pa
 
 def test_the_sidebar_has_every_notebook_once(site: Any):
     listed = sorted(page for _, pages in site.sidebar() for page in pages)
-    assert listed == sorted(p.relative_to(ROOT / "nbs").as_posix() for p in site.notebooks() if p.stem != "index")
-    captions = ["Start", "Your own task", "Look into a step", "Other trainers and machines", "Reference"]
+    assert listed == sorted(
+        p.relative_to(ROOT / "nbs").as_posix() for p in site.notebooks() if p.stem != "index"
+    )
+    captions = [
+        "Start",
+        "Your own task",
+        "Look into a step",
+        "Other trainers and machines",
+        "Reference",
+    ]
     assert [caption for caption, _ in site.sidebar()] == captions
 
 
@@ -70,18 +78,26 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
         ("wandb", "runs/09_trackers.ipynb"),
     ],
 )
-def test_titles_have_the_words_that_people_search(written: Path, asked: str, page: str, sources: ModuleType):
+def test_titles_have_the_words_that_people_search(
+    written: Path, asked: str, page: str, sources: ModuleType
+):
     text = (written / page).read_text(encoding="utf-8")
     if page.endswith(".ipynb"):
         text = "\n".join(
-            c.source for c in sources.nbformat.reads(text, as_version=4).cells if c.cell_type == "markdown"
+            c.source
+            for c in sources.nbformat.reads(text, as_version=4).cells
+            if c.cell_type == "markdown"
         )
     headings = " ".join(re.findall(r"^(?:#+ |\| \{setting\})(.*)", text, re.MULTILINE)).lower()
     assert all(word in headings for word in asked.split())
 
 
 def test_the_settings_page_has_every_setting_with_its_meaning(written: Path):
-    rows = re.findall(r"^\| \{setting\}`(\S+)` \| .+ \| (.+) \|$", (written / "settings.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| \{setting\}`(\S+)` \| .+ \| (.+) \|$",
+        (written / "settings.md").read_text(),
+        re.MULTILINE,
+    )
     assert {name for name, _ in rows} == set(leaf_types(Config))
     assert [name for name, meaning in rows if not meaning.strip()] == []
 
@@ -90,10 +106,18 @@ def test_the_settings_page_has_every_setting_with_its_meaning(written: Path):
     ("page", "text", "moved"),
     [
         ("nbs/index.ipynb", "[a](core/05_losses.ipynb#x)", "[a](core/05_losses.ipynb#x)"),
-        ("nbs/tutorials/101_one_step_by_hand.ipynb", "[a](../core/05_losses.ipynb)", "[a](../core/05_losses.ipynb)"),
+        (
+            "nbs/tutorials/101_one_step_by_hand.ipynb",
+            "[a](../core/05_losses.ipynb)",
+            "[a](../core/05_losses.ipynb)",
+        ),
         ("nbs/index.ipynb", "[a](../examples/README.md)", "[a](examples/README.md)"),
         ("nbs/index.ipynb", '<a href="core/05_losses.ipynb">', '<a href="core/05_losses.html">'),
-        ("examples/gsm8k/README.md", "[a](../../nbs/core/05_losses.ipynb)", "[a](../../core/05_losses.ipynb)"),
+        (
+            "examples/gsm8k/README.md",
+            "[a](../../nbs/core/05_losses.ipynb)",
+            "[a](../../core/05_losses.ipynb)",
+        ),
         ("examples/gsm8k/README.md", "![a](curve.svg)", "![a](curve.svg)"),
         ("CONTRIBUTING.md", "[a](https://x.org/y) [b](#z)", "[a](https://x.org/y) [b](#z)"),
     ],
@@ -104,12 +128,16 @@ def test_links_lead_to_pages(site: Any, page: str, text: str, moved: str):
 
 def test_a_name_is_linked_once_and_never_in_code_or_headings(sources: ModuleType):
     names = {"GRPOLoop": "rl_notebook.loop.loop"}
-    text = "# `GRPOLoop`\n\n`rln.GRPOLoop(x)` `GRPOLoop` and `GRPOLoop`, `other`\n```\n`GRPOLoop`\n```"
+    text = (
+        "# `GRPOLoop`\n\n`rln.GRPOLoop(x)` `GRPOLoop` and `GRPOLoop`, `other`\n```\n`GRPOLoop`\n```"
+    )
     link = "{py:obj}`GRPOLoop <rl_notebook.loop.loop.GRPOLoop>`"
     assert sources.linked(text, names) == text.replace("` `GRPOLoop` and", f"` {link} and", 1)
 
 
-def test_the_sidebar_begins_with_a_start_page_and_has_a_page_for_each_section(written: Path, sources: ModuleType):
+def test_the_sidebar_begins_with_a_start_page_and_has_a_page_for_each_section(
+    written: Path, sources: ModuleType
+):
     index = sources.nbformat.read(written / "index.ipynb", as_version=4).cells[-1].source
     entries = re.findall(r"^(\S+\.(?:md|ipynb))$", index, re.MULTILINE)
     assert entries[0] == "start.md"
@@ -117,11 +145,20 @@ def test_the_sidebar_begins_with_a_start_page_and_has_a_page_for_each_section(wr
     assert len(entries) < 20
     hubs = [(written / page).read_text() for page, _ in sources.HUBS.values()]
     start = (written / "start.md").read_text()
-    assert all(f"](/{entry})" in start for entry in [*entries[1:5], *(page for page, _ in sources.HUBS.values())])
+    assert all(
+        f"](/{entry})" in start
+        for entry in [*entries[1:5], *(page for page, _ in sources.HUBS.values())]
+    )
     assert "make demo" in start
     assert "pip install ." in start
-    pages = {path.relative_to(written).as_posix() for path in written.rglob("*.ipynb")} - {"index.ipynb"}
-    assert [page for page in sorted(pages - {*entries}) if not any(f"](/{page}): " in hub for hub in hubs)] == []
+    pages = {path.relative_to(written).as_posix() for path in written.rglob("*.ipynb")} - {
+        "index.ipynb"
+    }
+    assert [
+        page
+        for page in sorted(pages - {*entries})
+        if not any(f"](/{page}): " in hub for hub in hubs)
+    ] == []
 
 
 def test_every_public_name_is_on_a_page_of_signatures(written: Path, sources: ModuleType):
@@ -133,29 +170,50 @@ def test_every_public_name_is_on_a_page_of_signatures(written: Path, sources: Mo
 def test_the_gallery_has_a_picture_below_each_title(written: Path, sources: ModuleType):
     cells = sources.nbformat.read(written / "gallery.ipynb", as_version=4).cells
     titles = [c.source.splitlines()[0] for c in cells if c.source.startswith("### ")]
-    assert titles == [f"### {title}" for wanted in sources.GALLERY.values() for title, _, _ in wanted]
+    assert titles == [
+        f"### {title}" for wanted in sources.GALLERY.values() for title, _, _ in wanted
+    ]
     drawn = [o for c in cells if c.cell_type == "code" for o in c.outputs if "text/html" in o.data]
     assert len(drawn) >= len(titles)
 
 
 def test_the_page_of_150_lines_keeps_its_word(sources: ModuleType):
-    page = sources.nbformat.read(ROOT / "nbs" / "tutorials" / "100_a_step_in_150_lines.ipynb", as_version=4)
-    lines = [line for c in page.cells if c.cell_type == "code" for line in c.source.splitlines() if line.strip()]
+    page = sources.nbformat.read(
+        ROOT / "nbs" / "tutorials" / "100_a_step_in_150_lines.ipynb", as_version=4
+    )
+    lines = [
+        line
+        for c in page.cells
+        if c.cell_type == "code"
+        for line in c.source.splitlines()
+        if line.strip()
+    ]
     assert len([line for line in lines if not line.strip().startswith("#")]) <= 150
 
 
 def test_the_backend_of_the_recipe_makes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recipe = (ROOT / "CONTRIBUTING.md").read_text().split("### Add a backend")[1].split("```")[1]
     rows = [{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}]
-    prompt = load_model("tiny")[1].apply_chat_template(rows[0]["messages"], add_generation_prompt=True)["input_ids"]
-    (tmp_path / "drawn.jsonl").write_text(json.dumps({"prompt": prompt, "completions": list("23456789")}))
+    prompt = load_model("tiny")[1].apply_chat_template(
+        rows[0]["messages"], add_generation_prompt=True
+    )["input_ids"]
+    (tmp_path / "drawn.jsonl").write_text(
+        json.dumps({"prompt": prompt, "completions": list("23456789")})
+    )
     monkeypatch.chdir(tmp_path)
     exec(recipe.removeprefix("python\n"), known := {})
-    cfg = Config(completions_per_prompt=8, prompt_groups_per_step=1, max_concurrent=3, max_completion_tokens=8)
+    cfg = Config(
+        completions_per_prompt=8,
+        prompt_groups_per_step=1,
+        max_concurrent=3,
+        max_completion_tokens=8,
+    )
 
     async def step():
         async with known["backend"] as backend:
-            return await GRPOLoop(backend, rows, lambda text, answer: float(text == answer), cfg).step()
+            return await GRPOLoop(
+                backend, rows, lambda text, answer: float(text == answer), cfg
+            ).step()
 
     record = asyncio.run(step())
     assert sorted(s.text for s in record.groups[0].samples) == list("23456789")
@@ -178,7 +236,12 @@ def run_in_bash(script: str, folder: Path) -> str:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        ["bash", "-ec", script], cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        ["bash", "-ec", script],
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -188,7 +251,11 @@ def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
     "In order, from an empty folder. What `pip` and `make` install is there already; the demonstration is in test_cli."
     commands = [line for block in printed("README.md", "sh") for line in block.splitlines()]
     setup = [line for line in commands if line.startswith(("pip ", "make "))]
-    assert [line.split()[1] for line in setup if line.startswith("make ")] == ["demo", "test", "lab"]
+    assert [line.split()[1] for line in setup if line.startswith("make ")] == [
+        "demo",
+        "test",
+        "lab",
+    ]
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^demo: \$\(STAMP\).*\n\t\$\(BIN\)/rl-notebook demo$", makefile, re.MULTILINE)
     assert "\ntest: $(STAMP)" in makefile
@@ -203,17 +270,28 @@ def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
 def test_python_of_the_readme_that_is_no_cell_runs_as_printed(tmp_path: Path):
     "The cells run with the notebook that README is made from."
     cells = json.loads((ROOT / "nbs" / "index.ipynb").read_text(encoding="utf-8"))["cells"]
-    known = {"".join(cell["source"]).strip().replace("\n\n\n", "\n\n") for cell in cells if cell["cell_type"] == "code"}
+    known = {
+        "".join(cell["source"]).strip().replace("\n\n\n", "\n\n")
+        for cell in cells
+        if cell["cell_type"] == "code"
+    }
     blocks = [block for block in printed("README.md", "python") if block.strip() not in known]
     assert len(blocks) == 1
-    said = run_in_bash("python - <<'END'\nimport rl_notebook as rln\n" + "\n".join(blocks) + "\nEND", tmp_path)
+    said = run_in_bash(
+        "python - <<'END'\nimport rl_notebook as rln\n" + "\n".join(blocks) + "\nEND", tmp_path
+    )
     assert "Loss is" in said
     assert (tmp_path / "runs" / "mine" / "run.json").is_file()
 
 
 def test_a_notebook_is_edited_as_text_as_contributing_says(tmp_path: Path):
     "In a fresh clone: the folder for the text is there."
-    commands = [line for b in printed("CONTRIBUTING.md", "sh") for line in b.splitlines() if "jupytext" in line]
+    commands = [
+        line
+        for b in printed("CONTRIBUTING.md", "sh")
+        for line in b.splitlines()
+        if "jupytext" in line
+    ]
     notebook = tmp_path / "nbs" / "task" / "00_data.ipynb"
     for file in (".jt/.gitignore", "nbs/task/00_data.ipynb"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
@@ -221,13 +299,17 @@ def test_a_notebook_is_edited_as_text_as_contributing_says(tmp_path: Path):
     before = json.loads(notebook.read_text())["cells"]
     run_in_bash("\n".join(commands).replace(".venv/bin/", ""), tmp_path)
     after = json.loads(notebook.read_text())["cells"]
-    assert [(cell["id"], cell["source"]) for cell in after] == [(cell["id"], cell["source"]) for cell in before]
+    assert [(cell["id"], cell["source"]) for cell in after] == [
+        (cell["id"], cell["source"]) for cell in before
+    ]
 
 
 def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
     lines = printed("CONTRIBUTING.md", "diff")[0].splitlines()
     package = tmp_path / "rl_notebook"
-    shutil.copytree(ROOT / "rl_notebook", package, ignore=shutil.ignore_patterns("assets", "__pycache__"))
+    shutil.copytree(
+        ROOT / "rl_notebook", package, ignore=shutil.ignore_patterns("assets", "__pycache__")
+    )
     source = (package / "core" / "advantages.py").read_text()
     changes = re.findall(r"^-(.*\n)((?:\+.*\n)+)", "\n".join(lines) + "\n", re.MULTILINE)
     for before, after in changes:
@@ -244,7 +326,11 @@ def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
     ]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)], cwd=tmp_path, env=env, capture_output=True, text=True
+        [sys.executable, "-c", "\n".join(code)],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout == "[-0.417, -0.167, 0.583]\nrange range\n", done.stderr
     assert "ddof: advantage_scale='range' divides by no standard deviation" in done.stderr

@@ -81,7 +81,9 @@ class Bench:
         datums = datums_from_groups(groups)
         scored = await self.backend.policy.forward(datums)
         zeros = tuple(np.zeros(len(d.weights)) for d in datums)
-        return StepRecord(3, tuple(groups), tuple(datums), LossOutput(0.0, {}, tuple(scored), zeros))
+        return StepRecord(
+            3, tuple(groups), tuple(datums), LossOutput(0.0, {}, tuple(scored), zeros)
+        )
 
     async def healthy(self, seed: int) -> tuple[StepRecord, list[np.ndarray]]:
         "A step without fault, and the sampler's logprobs of prompts and completions (N-1,)."
@@ -92,15 +94,25 @@ class Bench:
 
     async def echo(self, datums: Sequence[Datum]) -> list[np.ndarray]:
         "The sampler's logprobs of all tokens."
-        return [lp.values for lp in await asyncio.gather(*(self.backend.sampler.logprobs(d.tokens) for d in datums))]
+        return [
+            lp.values
+            for lp in await asyncio.gather(
+                *(self.backend.sampler.logprobs(d.tokens) for d in datums)
+            )
+        ]
 
     async def train(self, seed: int, updates: int, rate: float = 5e-5) -> None:
         "Updates of the policy; the sampler is not told."
         self.moved = True
         rng = np.random.default_rng(seed)
-        datums = [replace(d, advantage=float(rng.normal())) for d in datums_from_groups(await self.groups(seed))]
+        datums = [
+            replace(d, advantage=float(rng.normal()))
+            for d in datums_from_groups(await self.groups(seed))
+        ]
         for _ in range(updates):
-            await self.backend.policy.forward_backward_custom(datums, make_loss_fn(datums, LossOptions()))
+            await self.backend.policy.forward_backward_custom(
+                datums, make_loss_fn(datums, LossOptions())
+            )
             await self.backend.policy.optim_step(AdamParams(learning_rate=rate))
 
 
@@ -156,7 +168,9 @@ def test_the_x_ray_and_the_doctor_draw_one_line(bench: Bench, dtype: str) -> Non
     assert record.loss is not None
     for share in (0.9, 1.1):
         off = [np.asarray(d.sampler_logprobs) + share * ROUNDING[dtype].mean for d in record.datums]
-        loss = replace(record.loss, logprobs=tuple(Logprobs(x, dtype=dtype, policy_version=0) for x in off))
+        loss = replace(
+            record.loss, logprobs=tuple(Logprobs(x, dtype=dtype, policy_version=0) for x in off)
+        )
         told = replace(record, step=1, loss=loss)
         assert (check_ratio(told).ok, ask(told).ok) == (share < 1, share < 1)
 
@@ -179,7 +193,8 @@ def test_without_sync_the_sampler_is_left_alone(bench: Bench) -> None:
     "A control that changes something is run only if it is asked for."
 
     async def behind_one() -> tuple[Diagnosis, Diagnosis, list[int]]:
-        record, backend = await stale_weights(bench, 2), bench.backend
+        record = await stale_weights(bench, 2)
+        backend = bench.backend
         versions = [bench.backend.sampler.engine.policy_version]  # type: ignore[attr-defined]
         careful = await diagnose(record, backend=backend, controls=("rescore", "echo", "context"))
         versions.append(bench.backend.sampler.engine.policy_version)  # type: ignore[attr-defined]
@@ -219,8 +234,15 @@ def test_a_refused_control_is_named(bench: Bench) -> None:
 # --- models that are not peaked -----------------------------------------------------------------------------------
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-FLAT: dict[str, dict[str, Any]] = {  # random models of other families, whose distributions have a long tail everywhere
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+FLAT: dict[
+    str, dict[str, Any]
+] = {  # random models of other families, whose distributions have a long tail everywhere
     "Qwen2": SIZES | {"num_key_value_heads": 2},
     "Gemma": SIZES | {"num_key_value_heads": 2, "head_dim": 8},
     "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
@@ -241,16 +263,24 @@ def flat_model(family: str, seed: int) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).eval()
 
 
-def asked_after_a_step(model: Any, sampler: Callable[[Any], Any] | None = None, **settings: Any) -> list[Diagnosis]:
+def asked_after_a_step(
+    model: Any, sampler: Callable[[Any], Any] | None = None, **settings: Any
+) -> list[Diagnosis]:
     "What the doctor says of a step: of its record alone, and with the backend, its sampler replaced."
 
     async def answers() -> list[Diagnosis]:
-        sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
+        sizes = {
+            "prompt_groups_per_step": 2,
+            "completions_per_prompt": 4,
+            "max_completion_tokens": 24,
+        }
         cfg = Config(**sizes | {"max_seq_len": 128, "kl_beta": 0.0, "drop_dead": False} | settings)
         how = {"reference": False, "dtype": dtype_of(model), "temperature": cfg.temperature}
         async with open_local(model, load_model("tiny")[1], **how) as b:
             other = replace(b, sampler=sampler(b.sampler)) if sampler else b
-            step = await GRPOLoop(other, toy_rows(8, seed=cfg.seed), lambda text: float(len(text) % 5), cfg).step()
+            step = await GRPOLoop(
+                other, toy_rows(8, seed=cfg.seed), lambda text: float(len(text) % 5), cfg
+            ).step()
             return [await diagnose(step), await diagnose(step, backend=other)]
 
     return asyncio.run(answers())
@@ -272,7 +302,9 @@ def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
             assert verdict.ok, verdict.sentence
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 1.4}, {"top_p": 0.9}, {"min_p": 0.05}])
+@pytest.mark.parametrize(
+    "settings", [{"temperature": 0.7}, {"temperature": 1.4}, {"top_p": 0.9}, {"min_p": 0.05}]
+)
 @pytest.mark.variant(every=2)
 def test_nor_is_one_that_draws_as_it_was_told(settings: dict[str, float]) -> None:
     for verdict in asked_after_a_step(flat_model("Qwen2", 0), **settings):
@@ -300,18 +332,23 @@ class Secret:
     ],
 )
 @pytest.mark.variant(every=2)
-def test_a_secret_cut_or_temperature_is_named_where_the_draws_show_it(settings: dict[str, float], cause: str) -> None:
+def test_a_secret_cut_or_temperature_is_named_where_the_draws_show_it(
+    settings: dict[str, float], cause: str
+) -> None:
     "Of a peaked model; of a flat one, too, once a cut leaves so few tokens that all of them come up."
     *_, verdict = asked_after_a_step(load_model("tiny")[0], lambda inner: Secret(inner, **settings))
     assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
     if "top_k" in settings:
-        *_, verdict = asked_after_a_step(flat_model("Qwen2", 0), lambda inner: Secret(inner, **settings))
+        *_, verdict = asked_after_a_step(
+            flat_model("Qwen2", 0), lambda inner: Secret(inner, **settings)
+        )
         assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
 
 
 def test_chance_has_the_odds_that_are_claimed() -> None:
     "No draw from the very law that is claimed looks like another temperature or like a cut, whatever the law."
-    rng, tail = np.random.default_rng(0), np.arange(1, 5001) ** -1.0
+    rng = np.random.default_rng(0)
+    tail = np.arange(1, 5001) ** -1.0
     laws = [np.exp(rng.normal(0, width, 264)) for width in (0.1, 1, 2, 4)]
     laws += [tail, np.r_[tail.sum(), tail], np.r_[0.55, 0.45, np.full(30, 1e-6)]]
     datum = Datum(np.arange(3), np.array([0.0, 1.0]))

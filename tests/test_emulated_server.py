@@ -51,7 +51,9 @@ def fresh(tmp_path):
 
 
 def ask(client, path="/v1/completions", **body):
-    answer = client.post(path, json={"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "seed": 3} | body)
+    answer = client.post(
+        path, json={"model": "tiny", "prompt": PROMPT, "max_tokens": 6, "seed": 3} | body
+    )
     assert answer.status_code == 200, answer.text
     return answer.json()
 
@@ -68,7 +70,10 @@ def drawn(local, **params):
 def sdk_sampler(site):
     sampling = pytest.importorskip("fireworks.training.sdk.sampling")
     return sampling.DeploymentSampler(
-        inference_url=site[1], model="accounts/local/deployments/d", api_key=KEY, tokenizer=byte_tokenizer()
+        inference_url=site[1],
+        model="accounts/local/deployments/d",
+        api_key=KEY,
+        tokenizer=byte_tokenizer(),
     )
 
 
@@ -87,10 +92,18 @@ PARAMS = {
 @pytest.mark.parametrize("name", PARAMS)
 def test_the_sdk_samples(sdk_sampler, local, name, echo):
     options = {"max_tokens": 6} | PARAMS[name]
-    asked = sdk_sampler.sample_with_prompt_tokens(PROMPT, logprobs=True, echo=echo, seed=3, **options)
+    asked = sdk_sampler.sample_with_prompt_tokens(
+        PROMPT, logprobs=True, echo=echo, seed=3, **options
+    )
     (got,) = asyncio.run(asked)
-    (want,) = drawn(local, **options | ({"stop": tuple(options["stop"])} if "stop" in options else {}))
-    assert (got.full_tokens, got.prompt_len, got.finish_reason) == (want.full_tokens, 5, want.finish_reason)
+    (want,) = drawn(
+        local, **options | ({"stop": tuple(options["stop"])} if "stop" in options else {})
+    )
+    assert (got.full_tokens, got.prompt_len, got.finish_reason) == (
+        want.full_tokens,
+        5,
+        want.finish_reason,
+    )
     assert got.completion_len == len(want.tokens)
     start = len(PROMPT) - 1 if echo else 0
     assert got.logprobs_echoed is echo
@@ -108,12 +121,19 @@ def test_the_sdk_samples(sdk_sampler, local, name, echo):
 # --- shapes -------------------------------------------------------------------------------------------------------
 
 VLLM_CHOICE = "index text logprobs finish_reason stop_reason token_ids prompt_logprobs prompt_token_ids routed_experts"
-VLLM_LISTS = {"text_offset", "token_logprobs", "tokens", "top_logprobs"}  # both as vLLM 0.32.0 sent them
+# both as vLLM 0.32.0 sent them
+VLLM_LISTS = {"text_offset", "token_logprobs", "tokens", "top_logprobs"}
 
 
 def test_the_shape_is_that_of_vllm(fresh, local):
     (c,) = drawn(local)
-    answer = ask(fresh[1], logprobs=1, return_token_ids=True, return_tokens_as_token_ids=True, prompt_logprobs=0)
+    answer = ask(
+        fresh[1],
+        logprobs=1,
+        return_token_ids=True,
+        return_tokens_as_token_ids=True,
+        prompt_logprobs=0,
+    )
     (choice,) = answer["choices"]
     assert set(choice) <= set(VLLM_CHOICE.split())
     assert set(choice["logprobs"]) == VLLM_LISTS
@@ -123,7 +143,10 @@ def test_the_shape_is_that_of_vllm(fresh, local):
     assert np.abs(np.array(choice["logprobs"]["token_logprobs"]) - c.logprobs).max() < 1e-5
     scores = asyncio.run(local.sampler.logprobs(PROMPT)).values
     assert choice["prompt_logprobs"][0] is None
-    found = [row[str(i)]["logprob"] for row, i in zip(choice["prompt_logprobs"][1:], PROMPT[1:], strict=True)]
+    found = [
+        row[str(i)]["logprob"]
+        for row, i in zip(choice["prompt_logprobs"][1:], PROMPT[1:], strict=True)
+    ]
     assert np.abs(np.array(found) - scores).max() < 1e-5
     assert answer["usage"] == {
         "prompt_tokens": 5,
@@ -141,7 +164,10 @@ def test_echo_in_parallel_lists_begins_with_null(site, local, path, max_tokens):
     values = choice["logprobs"]["token_logprobs"]
     assert len(values) == 5 + max_tokens
     assert values[0] is None
-    assert np.abs(np.array(values[1:5]) - asyncio.run(local.sampler.logprobs(PROMPT)).values).max() < 1e-5
+    assert (
+        np.abs(np.array(values[1:5]) - asyncio.run(local.sampler.logprobs(PROMPT)).values).max()
+        < 1e-5
+    )
 
 
 def events(client, path, **body):
@@ -161,7 +187,9 @@ def test_a_stream_adds_up_to_the_answer(fresh, n):
         mine = [p for p in parts if p["index"] == i]
         assert "".join(p["text"] for p in mine) == choice["text"]
         assert [t for p in mine for t in p["token_ids"]] == choice["token_ids"]
-        assert [v for p in mine for v in p["logprobs"]["token_logprobs"]] == choice["logprobs"]["token_logprobs"]
+        assert [v for p in mine for v in p["logprobs"]["token_logprobs"]] == choice["logprobs"][
+            "token_logprobs"
+        ]
         assert [p["finish_reason"] for p in mine[:-1]] == [None] * (len(mine) - 1)
         assert mine[-1]["finish_reason"] == choice["finish_reason"]
     usage = events(client, "/v1/completions", stream_options={"include_usage": True})[-1]
@@ -173,8 +201,16 @@ def test_a_stream_adds_up_to_the_answer(fresh, n):
 def test_pieces_of_text_are_the_text(text):
     tokenizer = byte_tokenizer()
     ids = tokenizer.encode(text)
-    part = Shown(ids, [-1.0] * len(ids), [-1.0] * len(ids), tokenizer.decode(ids, skip_special_tokens=True), "stop")
-    assert "".join(piece for _, _, piece in in_pieces(ids, part.text, tokenizer, size=3)) == part.text
+    part = Shown(
+        ids,
+        [-1.0] * len(ids),
+        [-1.0] * len(ids),
+        tokenizer.decode(ids, skip_special_tokens=True),
+        "stop",
+    )
+    assert (
+        "".join(piece for _, _, piece in in_pieces(ids, part.text, tokenizer, size=3)) == part.text
+    )
     pieces = split_choice({"index": 0, "finish_reason": "stop", "token_ids": ids}, part, tokenizer)
     assert [i for p in pieces for i in p["token_ids"]] == ids
 
@@ -197,7 +233,9 @@ def test_a_stream_costs_in_proportion_to_its_tokens() -> None:
         assert max(map(len, pieces)) < 40
         assert counting.decoded < 8 * len(tokens)
     in_part = [tokenizer.decode(tokens[:9]) + "|", "other words"]
-    assert ["".join(piece for *_, piece in in_pieces(tokens, text, tokenizer)) for text in in_part] == in_part
+    assert [
+        "".join(piece for *_, piece in in_pieces(tokens, text, tokenizer)) for text in in_part
+    ] == in_part
 
 
 def test_a_record_of_a_token_says_what_pages_say() -> None:
@@ -224,7 +262,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("body", "status", "said"), REFUSED, ids=[str(r[0])[:30] for r in REFUSED])
 def test_refusals_have_the_shape_of_openai(site, body, status, said):
-    answer = httpx.post(site[1] + "/v1/completions", json={"model": "tiny", "prompt": PROMPT} | body)
+    answer = httpx.post(
+        site[1] + "/v1/completions", json={"model": "tiny", "prompt": PROMPT} | body
+    )
     assert answer.status_code == status
     error = answer.json()["error"]
     assert set(error) == {"object", "message", "type", "code"}
@@ -243,7 +283,9 @@ def test_refusals_have_the_shape_of_openai(site, body, status, said):
     ],
 )
 def test_odd_json_is_refused(site, raw, said):
-    answer = httpx.post(site[1] + "/v1/completions", content=raw, headers={"content-type": "application/json"})
+    answer = httpx.post(
+        site[1] + "/v1/completions", content=raw, headers={"content-type": "application/json"}
+    )
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
 

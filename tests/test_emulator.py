@@ -40,7 +40,9 @@ shared = emulator_fixture(scope="module")
 
 def by_hand(running: RunningEmulator, **more: Any) -> httpx.Client:
     "A client that shows the key."
-    return httpx.Client(base_url=running.url, headers={"X-Api-Key": running.key.reveal()}, timeout=60, **more)
+    return httpx.Client(
+        base_url=running.url, headers={"X-Api-Key": running.key.reveal()}, timeout=60, **more
+    )
 
 
 @pytest.fixture
@@ -73,7 +75,9 @@ class Managers:
 
     def deployment(self, id: str, **options: Any) -> Any:
         "A deployment that is ready."
-        self.deployments.create_or_get(sdk.DeploymentConfig(deployment_id=id, base_model=MODEL, **options))
+        self.deployments.create_or_get(
+            sdk.DeploymentConfig(deployment_id=id, base_model=MODEL, **options)
+        )
         return self.deployments.wait_for_ready(id, **FAST)
 
     def close(self) -> None:
@@ -129,7 +133,12 @@ PLACES = {
 
 @pytest.mark.parametrize("path", PLACES)
 def test_no_room_without_the_key(shared: RunningEmulator, path: str) -> None:
-    for headers in ({}, {"X-Api-Key": ""}, {"X-Api-Key": "wrong"}, {"Authorization": "Bearer wrong"}):
+    for headers in (
+        {},
+        {"X-Api-Key": ""},
+        {"X-Api-Key": "wrong"},
+        {"Authorization": "Bearer wrong"},
+    ):
         answer = httpx.get(shared.url + path, headers=headers)
         assert answer.status_code == 401
         assert PLACES[path] in answer.json()
@@ -140,12 +149,16 @@ def test_another_host_name_is_refused(http: httpx.Client) -> None:
     assert http.get("/v1/accounts", headers={"Host": "rebound.example:8600"}).status_code == 403
 
 
-def test_the_key_comes_from_the_environment_and_shows_itself_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_comes_from_the_environment_and_shows_itself_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv(KEY_VARIABLE, "not-a-real-key-1")
     with start_emulator() as running, by_hand(running) as client:
         assert running.key.reveal() == "not-a-real-key-1"
         client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
-        files = [p.read_text(errors="replace") for p in running.emulator.folder.rglob("*") if p.is_file()]
+        files = [
+            p.read_text(errors="replace") for p in running.emulator.folder.rglob("*") if p.is_file()
+        ]
         assert files
         shown = [repr(running), repr(running.emulator.app), repr(running.emulator.log), *files]
         shown.append(client.get("/emulator/v1/status").text)
@@ -165,7 +178,10 @@ def test_ids_cannot_leave_their_folder(tmp_path: Path) -> None:
                 assert answer.status_code == 400
                 assert "lower-case" in answer.json()["message"]
             model = {"output_model": f"accounts/local/models/{id}", "trainer_job_id": trainer}
-            assert client.post("/v1/accounts/local/checkpoints/x:promote", json=model).status_code == 404
+            assert (
+                client.post("/v1/accounts/local/checkpoints/x:promote", json=model).status_code
+                == 404
+            )
             bucket = {"baseModel": MODEL, "hotLoadTrainerJob": trainer}
             assert client.post(f"{DEPLOYMENTS}?deploymentId=x", json=bucket).status_code == 400
         assert set(tmp_path.rglob("*")) == before
@@ -185,9 +201,14 @@ def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> Non
         managers.close()
     with start_emulator(folder=tmp_path) as running:
         managers = Managers(running)
-        assert managers.deployments.get("serving").hot_load_trainer_job == "accounts/local/rlorTrainerJobs/policy"
+        assert (
+            managers.deployments.get("serving").hot_load_trainer_job
+            == "accounts/local/rlorTrainerJobs/policy"
+        )
         endpoint = managers.trainers.wait_for_existing("policy", **FAST)
-        assert [r["name"].rsplit("/", 1)[1] for r in managers.trainers.list_checkpoints("policy")] == ["step-1"]
+        assert [
+            r["name"].rsplit("/", 1)[1] for r in managers.trainers.list_checkpoints("policy")
+        ] == ["step-1"]
         policy = managers.policy(endpoint.base_url)
         assert loss_of(policy) != pytest.approx(trained, rel=1e-3)  # memory is lost: a fresh model
         policy.load_state_with_optimizer("step-1").result()
@@ -200,7 +221,10 @@ def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> Non
 
 def test_a_dropped_connection_is_closed_and_not_an_error() -> None:
     for kind, made in (("drop_before", 404), ("drop_after", 200)):
-        with start_emulator(faults=f"{kind}:1:times=1:path={JOBS}") as running, by_hand(running) as client:
+        with (
+            start_emulator(faults=f"{kind}:1:times=1:path={JOBS}") as running,
+            by_hand(running) as client,
+        ):
             with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                 client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
             assert client.get(f"{JOBS}/policy").status_code == made
@@ -214,10 +238,18 @@ def test_a_model_at_hand_is_served() -> None:
         for p in model.parameters():
             p.zero_()
     with start_emulator((model, tokenizer)) as running, by_hand(running) as client:
-        asked = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1, "echo": True, "logprobs": True}
+        asked = {
+            "model": MODEL,
+            "prompt": [5, 6, 7],
+            "max_tokens": 1,
+            "echo": True,
+            "logprobs": True,
+        }
         answer = client.post("/inference/v1/completions", json=asked).json()
         flat = -math.log(model.config.vocab_size)
-        assert answer["choices"][0]["logprobs"]["content"][1]["logprob"] == pytest.approx(flat, abs=1e-5)
+        assert answer["choices"][0]["logprobs"]["content"][1]["logprob"] == pytest.approx(
+            flat, abs=1e-5
+        )
         assert client.get("/emulator/v1/status").json()["model"] == "given"
 
 
@@ -247,29 +279,56 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
         reference = service.create_reference_client(policy_client=policy)
         sampler = service.create_deployment_sampler(tokenizer=load_model("tiny")[1])
         service.hotload_sampler_snapshot(policy.save_weights_for_sampler("step-0").result().path)
-        options = {"n": 2, "max_tokens": 4, "temperature": 1.0, "logprobs": True, "top_p": 1.0, "top_k": 0}
+        options = {
+            "n": 2,
+            "max_tokens": 4,
+            "temperature": 1.0,
+            "logprobs": True,
+            "top_p": 1.0,
+            "top_k": 0,
+        }
         drawn = asyncio.run(sampler.sample_with_prompt_tokens([5, 6, 7], **options))
         sequences = [(c.full_tokens, c.prompt_len) for c in drawn]
         scored = {}
         for names in ((), ("loss_mask",), ("mask",), ("weights",), ("weights", "loss_mask")):
             data = [masked(tokens, prompt, *names) for tokens, prompt in sequences]
             said = reference.forward(data, "cross_entropy").result()
-            scored[names] = [o["logprobs"].data for o in said.loss_fn_outputs], said.metrics["loss:sum"]
-        assert all(lps == scored[()][0] for lps, _ in scored.values())  # a mask decides what counts, not what is scored
-        assert len({round(loss, 4) for names, (_, loss) in scored.items() if names}) == 1 < scored[()][1]
+            scored[names] = (
+                [o["logprobs"].data for o in said.loss_fn_outputs],
+                said.metrics["loss:sum"],
+            )
+        # a mask decides what counts, not what is scored
+        assert all(lps == scored[()][0] for lps, _ in scored.values())
+        assert (
+            len({round(loss, 4) for names, (_, loss) in scored.items() if names})
+            == 1
+            < scored[()][1]
+        )
         data = [masked(tokens, prompt, "weights") for tokens, prompt in sequences]
 
-        def loss_fn(datums: list[Any], logprobs: list[Any]) -> tuple[torch.Tensor, dict[str, float]]:
-            kl = sum((lp - torch.tensor(ref)).sum() for lp, ref in zip(logprobs, scored[()][0], strict=True))
+        def loss_fn(
+            datums: list[Any], logprobs: list[Any]
+        ) -> tuple[torch.Tensor, dict[str, float]]:
+            kl = sum(
+                (lp - torch.tensor(ref)).sum()
+                for lp, ref in zip(logprobs, scored[()][0], strict=True)
+            )
             return -logprobs[0].sum() + logprobs[1].sum() + 0.001 * kl, {"mean_kl": kl.item()}
 
         said = policy.forward_backward_custom(data, loss_fn).result()
-        assert said.metrics["mean_kl"] == pytest.approx(0.0, abs=1e-4)  # policy and reference are still the same
-        policy.optim_step(sdk.AdamParams(learning_rate=1e-3), grad_accumulation_normalization=None).result()
+        # policy and reference are still the same
+        assert said.metrics["mean_kl"] == pytest.approx(0.0, abs=1e-4)
+        policy.optim_step(
+            sdk.AdamParams(learning_rate=1e-3), grad_accumulation_normalization=None
+        ).result()
         service.hotload_sampler_snapshot(policy.save_weights_for_sampler("step-1").result().path)
         after = asyncio.run(sampler.sample_with_prompt_tokens([5, 6, 7], **options, echo=True))[0]
-        again = policy.forward([masked(after.full_tokens, 3, "loss_mask")], "cross_entropy").result()
-        gap = torch.tensor(again.loss_fn_outputs[0]["logprobs"].data) - torch.tensor(after.inference_logprobs)
+        again = policy.forward(
+            [masked(after.full_tokens, 3, "loss_mask")], "cross_entropy"
+        ).result()
+        gap = torch.tensor(again.loss_fn_outputs[0]["logprobs"].data) - torch.tensor(
+            after.inference_logprobs
+        )
         assert gap.abs().max() < 1e-4  # the deployment serves what the trainer learned
         policy.save_state("step-1").result()
         kinds = {row["checkpointType"] for row in service.list_checkpoints(service.trainer_job_id)}
@@ -318,14 +377,19 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
         out, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
         assert out.strip() == "emulator: stopped"
-        assert json.loads((tmp_path / "control/rlorTrainerJobs/policy.json").read_text())["goal"] == "JOB_STATE_RUNNING"
+        assert (
+            json.loads((tmp_path / "control/rlorTrainerJobs/policy.json").read_text())["goal"]
+            == "JOB_STATE_RUNNING"
+        )
     finally:
         with suppress(ProcessLookupError):
             process.kill()
 
 
 @pytest.mark.parametrize("args", [["--faults", "nonsense:1"], ["--model", "no-such-model"]])
-def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
     assert main(["emulate", "--port", "0", "--folder", str(tmp_path / "emulator"), *args]) == 2
     out, err = capsys.readouterr()
     assert err.startswith("rl-notebook emulate: ")
@@ -334,8 +398,12 @@ def test_the_command_refuses_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_without_a_package_of_the_extra_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] in ("rl_notebook", "starlette")]:
+    for name in [
+        name for name in sys.modules if name.split(".")[0] in ("rl_notebook", "starlette")
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette", None)
-    with pytest.raises(ImportError, match=r"the emulator(?s:.*)pip install 'rl-notebook\[emulator\]'"):
+    with pytest.raises(
+        ImportError, match=r"the emulator(?s:.*)pip install 'rl-notebook\[emulator\]'"
+    ):
         importlib.import_module("rl_notebook.emulator.service")

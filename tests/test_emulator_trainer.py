@@ -27,7 +27,14 @@ from rl_notebook.core.types import BackendError, Datum
 __all__ = ["one_thread"]
 
 
-ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.01, "grad_clip_norm": 5.0}
+ADAM = {
+    "learning_rate": 1e-2,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.01,
+    "grad_clip_norm": 5.0,
+}
 BASE = "accounts/fireworks/models/any"
 
 
@@ -39,15 +46,21 @@ class Running:
     "A trainer behind a real HTTP server, in a thread."
 
     def __init__(self, folder: Path, middleware=lambda app: app, **options):
-        self.trainer = EmulatedTrainer(new_models(), Snapshots(folder / "snapshots"), folder, **options)
+        self.trainer = EmulatedTrainer(
+            new_models(), Snapshots(folder / "snapshots"), folder, **options
+        )
         self.served = contextlib.ExitStack()
         self.url = self.served.enter_context(
             serve(middleware(Starlette(routes=self.trainer.routes(), exception_handlers=ON_ERROR)))
         )
-        self.http = self.served.enter_context(httpx.Client(base_url=f"{self.url}/api/v1", timeout=120))
+        self.http = self.served.enter_context(
+            httpx.Client(base_url=f"{self.url}/api/v1", timeout=120)
+        )
 
     def post(self, path: str, body: dict, status: int = 200, **headers) -> dict:
-        answer = self.http.post(path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()})
+        answer = self.http.post(
+            path, json=body, headers={k.replace("_", "-"): v for k, v in headers.items()}
+        )
         assert answer.status_code == status, answer.text
         return answer.json()
 
@@ -57,13 +70,22 @@ class Running:
 
     def fetch(self, request_id: str) -> dict:
         "The result of a request, however long it takes."
-        while (found := self.post("retrieve_future", {"request_id": request_id})).get("type") == "try_again":
+        while (found := self.post("retrieve_future", {"request_id": request_id})).get(
+            "type"
+        ) == "try_again":
             pass
         return found
 
     def model(self, sdk_version: str = "0.23.0", **lora) -> str:
-        session = self.post("create_session", {"sdk_version": sdk_version, "tags": []})["session_id"]
-        body = {"session_id": session, "model_seq_id": 0, "base_model": BASE, "lora_config": {"rank": 0, **lora}}
+        session = self.post("create_session", {"sdk_version": sdk_version, "tags": []})[
+            "session_id"
+        ]
+        body = {
+            "session_id": session,
+            "model_seq_id": 0,
+            "base_model": BASE,
+            "lora_config": {"rank": 0, **lora},
+        }
         return self.result("create_model", body)["model_id"]
 
     def close(self) -> None:
@@ -100,26 +122,42 @@ def some_datums(seed: int, count: int = 3, longest: int = 24) -> list[Datum]:
     for i in range(count):
         n = int(rng.integers(4, longest))
         weights = (np.arange(n - 1) >= n // 3).astype(float)
-        made.append(Datum(rng.integers(0, 255, n), weights, advantage=float(rng.normal()), sample=i))
+        made.append(
+            Datum(rng.integers(0, 255, n), weights, advantage=float(rng.normal()), sample=i)
+        )
     return made
 
 
 def wire_datum(d: Datum, **series) -> dict:
-    tensor = lambda values, dtype: {"data": np.asarray(values).tolist(), "dtype": dtype, "shape": [len(values)]}
+    def tensor(values, dtype):
+        return {"data": np.asarray(values).tolist(), "dtype": dtype, "shape": [len(values)]}
+
     inputs = {"target_tokens": tensor(d.target_tokens, "int64")}
-    inputs |= {k: tensor(v, "float32") for k, v in ({"weights": d.weights} | series).items() if v is not None}
+    inputs |= {
+        k: tensor(v, "float32")
+        for k, v in ({"weights": d.weights} | series).items()
+        if v is not None
+    }
     chunk = {"type": "encoded_text", "tokens": d.input_tokens.tolist()}
     return {"model_input": {"chunks": [chunk]}, "loss_fn_inputs": inputs}
 
 
-def pass_body(model_id: str, seq_id: int, datums: list[dict], loss_fn: str = "cross_entropy", **more) -> dict:
+def pass_body(
+    model_id: str, seq_id: int, datums: list[dict], loss_fn: str = "cross_entropy", **more
+) -> dict:
     part = {"data": datums, "loss_fn": loss_fn, **more}
     return {"model_id": model_id, "seq_id": seq_id, "forward_backward_input": part}
 
 
 def step_body(model_id: str, seq_id: int, normalization: str | None = None) -> dict:
     more = {"grad_accumulation_normalization": normalization} if normalization else {}
-    return {"model_id": model_id, "seq_id": seq_id, "adam_params": ADAM, "type": "optim_step", **more}
+    return {
+        "model_id": model_id,
+        "seq_id": seq_id,
+        "adam_params": ADAM,
+        "type": "optim_step",
+        **more,
+    }
 
 
 # The Tinker SDK
@@ -145,7 +183,8 @@ def tinker_datums(tinker, datums: list[Datum]) -> list:
 
 
 def test_a_batch_in_pieces_is_one_batch(tinker_service, tinker):
-    whole = [Datum([i % 250, (7 * i) % 250, 3], [1.0, 1.0]) for i in range(1100)]  # the SDK cuts at 1024
+    # the SDK cuts at 1024
+    whole = [Datum([i % 250, (7 * i) % 250, 3], [1.0, 1.0]) for i in range(1100)]
     client = tinker_service.create_lora_training_client("any", rank=2, seed=0).result()
     out = client.forward_backward(tinker_datums(tinker, whole), "cross_entropy").result()
     assert len(out.loss_fn_outputs) == len(whole)
@@ -171,25 +210,34 @@ def test_a_batch_in_pieces_is_one_batch(tinker_service, tinker):
         (lambda d: d["model_input"]["chunks"][0].update(type="image"), "'image'"),
         (lambda d: d["model_input"].clear(), "chunks"),
         (lambda d: d["loss_fn_inputs"]["weights"].update(sparse_crow_indices=[0]), "sparse"),
-        (lambda d: d["loss_fn_inputs"]["target_tokens"]["data"].__setitem__(0, 100_000), "datum 0, target_tokens"),
+        (
+            lambda d: d["loss_fn_inputs"]["target_tokens"]["data"].__setitem__(0, 100_000),
+            "datum 0, target_tokens",
+        ),
     ],
 )
 def test_a_wrong_datum_fails_its_own_request_only(running, change, text):
-    model_id, datum = running.model(), wire_datum(some_datums(0)[0])
+    model_id = running.model()
+    datum = wire_datum(some_datums(0)[0])
     change(datum)
     failed = running.result("forward_backward", pass_body(model_id, 1, [datum]))
     assert failed["category"] == "user"
     assert text in failed["error"]
-    good = running.result("forward_backward", pass_body(model_id, 2, [wire_datum(some_datums(0)[0])]))
+    good = running.result(
+        "forward_backward", pass_body(model_id, 2, [wire_datum(some_datums(0)[0])])
+    )
     assert "loss:sum" in good["metrics"]
 
 
 def test_names_cannot_leave_the_folder(running):
-    model_id, other = running.model(), running.model("0.38.0")
+    model_id = running.model()
+    other = running.model("0.38.0")
     names = ["..", "a/b", "/etc", "a\\b", "", "A" * 200, None, ".hidden"]
     for seq_id, name in enumerate(names, 1):
         for who in (model_id, other):
-            failed = running.result("save_weights", {"model_id": who, "seq_id": seq_id, "path": name})
+            failed = running.result(
+                "save_weights", {"model_id": who, "seq_id": seq_id, "path": name}
+            )
             assert failed["category"] == "user", (name, failed)
     paths = ["cross_job://../x", "tinker://a/weights/../..", "a/../b", "tinker://x"]
     for seq_id, path in enumerate(paths, len(names) + 1):
@@ -202,7 +250,8 @@ def test_names_cannot_leave_the_folder(running):
 
 @pytest.mark.parametrize("normalization", [None, "none", "num_loss_tokens", "num_sequences"])
 def test_the_gradient_is_divided_by_what_has_a_dlogprob(running, normalization):
-    model_id, datums = running.model(), some_datums(5)
+    model_id = running.model()
+    datums = some_datums(5)
     series = [d.weights for d in datums]
     series[1] = np.zeros_like(series[1])
     wire = [wire_datum(d, weights=w) for d, w in zip(datums, series, strict=True)]
@@ -237,10 +286,13 @@ def by_hand(name: str, p: np.ndarray, q: np.ndarray, a: np.ndarray, on: np.ndarr
 @pytest.mark.parametrize("masked", [False, True])
 def test_every_served_loss_is_its_formula(name, masked):
     rng = np.random.default_rng(1)
-    p, q = rng.normal(-2, 0.5, 9), rng.normal(-2, 0.5, 9)
+    p = rng.normal(-2, 0.5, 9)
+    q = rng.normal(-2, 0.5, 9)
     mask = np.array([0, 0, 0, 1, 1, 1, 1, 0, 1.0])
     a = np.where(mask > 0, 1.5, 0.0)
-    inputs = {"target_tokens": np.arange(9), "logprobs": q, "advantages": a} | ({"weights": mask} if masked else {})
+    inputs = {"target_tokens": np.arange(9), "logprobs": q, "advantages": a} | (
+        {"weights": mask} if masked else {}
+    )
     if name == "cross_entropy":
         inputs = {"target_tokens": np.arange(9), "weights": mask}
     datum = served_datum(np.arange(9), inputs)
@@ -254,10 +306,17 @@ def test_every_served_loss_is_its_formula(name, masked):
 
 def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
     model_id = running.model(rank=3, seed=2)
-    running.post("forward_backward", pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)]))
+    running.post(
+        "forward_backward", pass_body(model_id, 1, [wire_datum(d) for d in some_datums(0)])
+    )
     running.post("optim_step", step_body(model_id, 2))
     for seq_id, kind in ((3, "base"), (4, "merged_base")):
-        body = {"model_id": model_id, "seq_id": seq_id, "path": f"lora-{seq_id}", "checkpoint_type": kind}
+        body = {
+            "model_id": model_id,
+            "seq_id": seq_id,
+            "path": f"lora-{seq_id}",
+            "checkpoint_type": kind,
+        }
         assert running.result("save_weights_for_sampler", body)["path"] == f"lora-{seq_id}"
 
     async def scores(name: str) -> np.ndarray:
@@ -270,16 +329,25 @@ def test_a_merged_snapshot_serves_what_the_adapter_serves(running):
         await serving.close()
         return seen.values
 
-    np.testing.assert_allclose(asyncio.run(scores("lora-3")), asyncio.run(scores("lora-4")), atol=1e-5)
+    np.testing.assert_allclose(
+        asyncio.run(scores("lora-3")), asyncio.run(scores("lora-4")), atol=1e-5
+    )
 
 
 def test_unnamed_snapshots_do_not_pile_up(running, monkeypatch):
     monkeypatch.setattr(trainer_module, "KEPT_UNNAMED", 2)
     model_id = running.model("0.38.0", rank=2)
     for seq_id in range(1, 5):
-        body = {"model_id": model_id, "seq_id": seq_id, "path": None, "sampling_session_seq_id": seq_id}
+        body = {
+            "model_id": model_id,
+            "seq_id": seq_id,
+            "path": None,
+            "sampling_session_seq_id": seq_id,
+        }
         assert ":sample:" in running.result("save_weights_for_sampler", body)["sampling_session_id"]
-    mine = [n for n in running.trainer.snapshots.names() if n.startswith(model_id.replace(":", "."))]
+    mine = [
+        n for n in running.trainer.snapshots.names() if n.startswith(model_id.replace(":", "."))
+    ]
     assert [n.rpartition("-")[2] for n in mine] == ["3", "4"]
     assert [row for row in running.trainer.checkpoints() if row["run"] == model_id] == []
 
@@ -290,15 +358,29 @@ def test_sessions_that_share_one_model_do_not_mix_their_weights(own, monkeypatch
     model_id = service.model("0.38.0", rank=2, seed=4)
     samplers = []
     for k in range(3):
-        service.post("forward_backward", pass_body(model_id, 3 * k + 1, [wire_datum(d) for d in some_datums(k)]))
+        service.post(
+            "forward_backward",
+            pass_body(model_id, 3 * k + 1, [wire_datum(d) for d in some_datums(k)]),
+        )
         service.post("optim_step", step_body(model_id, 3 * k + 2))
-        body = {"model_id": model_id, "seq_id": 3 * k + 3, "path": None, "sampling_session_seq_id": k}
+        body = {
+            "model_id": model_id,
+            "seq_id": 3 * k + 3,
+            "path": None,
+            "sampling_session_seq_id": k,
+        }
         samplers.append(service.result("save_weights_for_sampler", body)["sampling_session_id"])
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [40, 41, 42]}]}
-    ask = {"prompt": prompt, "prompt_logprobs": True, "sampling_params": {"max_tokens": 4, "seed": 1}}
+    ask = {
+        "prompt": prompt,
+        "prompt_logprobs": True,
+        "sampling_params": {"max_tokens": 4, "seed": 1},
+    }
 
     def drawn(job: tuple[int, int]) -> list:
-        out = service.result("asample", {**ask, "sampling_session_id": samplers[job[0]], "seq_id": job[1]})
+        out = service.result(
+            "asample", {**ask, "sampling_session_id": samplers[job[0]], "seq_id": job[1]}
+        )
         return [out["sequences"][0]["tokens"], out["prompt_logprobs"][1:]]
 
     alone = [drawn((k, 0)) for k in range(3)]

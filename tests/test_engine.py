@@ -30,7 +30,9 @@ def engine_of(model, **kwargs) -> Engine:
 
 def endless(**kwargs) -> Engine:
     "An engine whose completions end by their budget only."
-    return engine_of(tiny_model(eos=None, **kwargs.pop("sizes", {})), eos_token_ids=frozenset(), **kwargs)
+    return engine_of(
+        tiny_model(eos=None, **kwargs.pop("sizes", {})), eos_token_ids=frozenset(), **kwargs
+    )
 
 
 def finish(engine: Engine, steps: int = 16) -> None:
@@ -48,7 +50,11 @@ def own_logprobs(model, tokens) -> np.ndarray:
     "The model's own logprobs of each token after the first, from one plain forward pass."
     ids = torch.tensor([list(tokens)])
     with torch.no_grad():
-        return pick_logprobs(bare_model(model)(ids).logits[0, :-1].float(), ids[0, 1:]).double().numpy()
+        return (
+            pick_logprobs(bare_model(model)(ids).logits[0, :-1].float(), ids[0, 1:])
+            .double()
+            .numpy()
+        )
 
 
 # Agreement ------------------------------------------------------------------------------------------------------
@@ -67,9 +73,18 @@ def own_logprobs(model, tokens) -> np.ndarray:
     tokens=st.sampled_from([16, 4096]),
     seed=st.integers(0, 10**6),
 )
-def test_logprobs_are_the_models_own(family, tied, layers, heads, vocab, prompts, n, max_batch, tokens, seed):
+def test_logprobs_are_the_models_own(
+    family, tied, layers, heads, vocab, prompts, n, max_batch, tokens, seed
+):
     model = tiny_model(
-        family, tied=tied, layers=layers, heads=heads[0], kv_heads=heads[1], vocab=vocab, seed=seed, eos=3
+        family,
+        tied=tied,
+        layers=layers,
+        heads=heads[0],
+        kv_heads=heads[1],
+        vocab=vocab,
+        seed=seed,
+        eos=3,
     )
     engine = engine_of(model, max_batch=max_batch, tokens_per_batch=tokens)
     budgets = [1 + (seed + i) % 12 for i in range(len(prompts))]
@@ -107,7 +122,9 @@ def test_the_cache_goes_by_the_name_that_the_model_has_for_it(name):
         return kind.forward(self, **given | ({} if cache is None else {own: cache}))
 
     def older(self, *, past_key_values=None, **given):
-        return kind.forward(self, **given | ({} if past_key_values is None else {own: past_key_values}))
+        return kind.forward(
+            self, **given | ({} if past_key_values is None else {own: past_key_values})
+        )
 
     model.model.__class__ = type("Other", (kind,), {"forward": newer if name == "cache" else older})
     assert CausalModel(model).cache_name == name
@@ -135,12 +152,17 @@ def boundary_gap(model, completion, position: int, seed: int, index: int) -> flo
 
 
 def test_same_seed_same_tokens_in_any_company():
-    model, ties, compared = tiny_model(), 0, 0
+    model = tiny_model()
+    ties = 0
+    compared = 0
     for seed in range(12):
         params = SampleParams(n=3, max_tokens=24, seed=seed)
         alone = drawn(engine_of(model), PROMPTS[1], params)
         crowd = engine_of(model, max_batch=7)
-        others = [crowd.submit(p, SampleParams(n=2, max_tokens=5 + seed, temperature=0.7)) for p in PROMPTS]
+        others = [
+            crowd.submit(p, SampleParams(n=2, max_tokens=5 + seed, temperature=0.7))
+            for p in PROMPTS
+        ]
         crowd.run_steps(3)
         request = crowd.submit(PROMPTS[1], params)
         finish(crowd, steps=1 + seed)
@@ -148,8 +170,12 @@ def test_same_seed_same_tokens_in_any_company():
         for index, (a, b) in enumerate(zip(alone, request.completions, strict=True)):
             compared += 1
             if a.tokens.tolist() != b.tokens.tolist():
-                first = next(i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y)
-                assert boundary_gap(model, a, first, seed, index) < 1e-5, "tokens differ without a tie"
+                first = next(
+                    i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y
+                )
+                assert boundary_gap(model, a, first, seed, index) < 1e-5, (
+                    "tokens differ without a tie"
+                )
                 ties += 1
     print(f"\nsame seed alone and in company: {compared} completions, {ties} floating-point ties")
     assert ties <= 1
@@ -175,14 +201,18 @@ def test_seeds_and_indices_differ_and_none_is_entropy():
 )
 def test_min_p_and_penalty_are_those_of_transformers(settings_):
     "Every token's law, from the processors of transformers' own `generate`, in a batch with plain rows."
-    model, p = tiny_model(vocab=40, eos=None, scale=3), {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    engine, p = Engine(open_model(model), eos_token_ids=frozenset(), max_batch=5), p | settings_
+    model = tiny_model(vocab=40, eos=None, scale=3)
+    p = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    engine = Engine(open_model(model), eos_token_ids=frozenset(), max_batch=5)
+    p = p | settings_
     plain = engine.submit([5, 6, 7], SampleParams(n=3, max_tokens=12, seed=4))
     request = engine.submit([5, 6, 7, 5], SampleParams(n=4, max_tokens=16, seed=4, **settings_))
     finish(engine)
     judges = transformers.LogitsProcessorList()
     if "repetition_penalty" in settings_:
-        judges.append(transformers.RepetitionPenaltyLogitsProcessor(settings_["repetition_penalty"]))
+        judges.append(
+            transformers.RepetitionPenaltyLogitsProcessor(settings_["repetition_penalty"])
+        )
     judges.append(transformers.TemperatureLogitsWarper(p["temperature"]))
     if p["top_k"]:
         judges.append(transformers.TopKLogitsWarper(p["top_k"]))
@@ -190,7 +220,9 @@ def test_min_p_and_penalty_are_those_of_transformers(settings_):
     judges.append(transformers.MinPLogitsWarper(p["min_p"]))
     cut = 0
     for c in request.completions:
-        ids, want, raw = torch.tensor([c.full_tokens]), [], []
+        ids = torch.tensor([c.full_tokens])
+        want = []
+        raw = []
         with torch.no_grad():
             logits = model(ids).logits[0]
         for i in range(c.prompt_len, len(ids[0])):
@@ -198,32 +230,54 @@ def test_min_p_and_penalty_are_those_of_transformers(settings_):
             cut += int((law == -torch.inf).sum())
             want.append(float(law[ids[0, i]]))
             raw.append(float(logits[i - 1].log_softmax(-1)[ids[0, i]]))
-        assert np.abs(c.sampling_logprobs - want).max() < 1e-4  # finite, so no token that is cut off was drawn
+        # finite, so no token that is cut off was drawn
+        assert np.abs(c.sampling_logprobs - want).max() < 1e-4
         assert np.abs(c.logprobs - raw).max() < 1e-4
     assert (cut > 0) == (p["min_p"] > 0)
     alone = Engine(open_model(model), eos_token_ids=frozenset())
-    both = [(plain, alone.submit([5, 6, 7], plain.params)), (request, alone.submit([5, 6, 7, 5], request.params))]
+    both = [
+        (plain, alone.submit([5, 6, 7], plain.params)),
+        (request, alone.submit([5, 6, 7, 5], request.params)),
+    ]
     finish(alone)
     for a, b in both:
-        assert [c.tokens.tolist() for c in a.completions] == [c.tokens.tolist() for c in b.completions]
+        assert [c.tokens.tolist() for c in a.completions] == [
+            c.tokens.tolist() for c in b.completions
+        ]
 
 
 def test_a_grammar_masks_what_is_drawn_and_no_logprob_of_the_model():
     "Each token is drawn from the model's distribution over what may come next; other rows change nothing."
     llguidance = pytest.importorskip("llguidance")
     shape = {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yz"]}}
-    rules = {"required": ["a", "b"], "additionalProperties": False, "x-guidance": {"whitespace_flexible": False}}
+    rules = {
+        "required": ["a", "b"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
     grammar = "start: %json " + json.dumps({"type": "object", "properties": shape} | rules)
-    model, settings = tiny_model(scale=1), {"n": 3, "max_tokens": 60, "seed": 4, "grammar": grammar}
-    free, texts = SampleParams(n=2, max_tokens=30, seed=4), set()
+    model = tiny_model(scale=1)
+    settings = {"n": 3, "max_tokens": 60, "seed": 4, "grammar": grammar}
+    free = SampleParams(n=2, max_tokens=30, seed=4)
+    texts = set()
     engine = engine_of(model)
-    held, other = engine.submit([5, 6], SampleParams(**settings)), engine.submit([7], free)
+    held = engine.submit([5, 6], SampleParams(**settings))
+    other = engine.submit([7], free)
     greedy = engine.submit([5, 6], SampleParams(**settings | {"temperature": 0, "n": 1}))
     finish(engine)
-    assert [c.tokens.tolist() for c in other.completions] == [c.tokens.tolist() for c in drawn(engine, [7], free)]
+    assert [c.tokens.tolist() for c in other.completions] == [
+        c.tokens.tolist() for c in drawn(engine, [7], free)
+    ]
     for c in held.completions + greedy.completions:
         matcher = llguidance.LLMatcher(engine.words, grammar)
-        logits = model(torch.tensor([c.full_tokens])).logits[0, 1:-1].detach().log_softmax(-1).double().numpy()
+        logits = (
+            model(torch.tensor([c.full_tokens]))
+            .logits[0, 1:-1]
+            .detach()
+            .log_softmax(-1)
+            .double()
+            .numpy()
+        )
         for at, token in enumerate(c.tokens.tolist()):
             allowed = np.frombuffer(matcher.compute_logit_bias(), np.uint8) > 0
             assert allowed[token]
@@ -244,7 +298,9 @@ def test_a_grammar_that_cannot_be_followed_is_refused_at_once(monkeypatch):
     pytest.importorskip("llguidance")
     engine = engine_of(tiny_model())
     with pytest.raises(ConfigError, match="a fast tokenizer"):
-        Engine(open_model(tiny_model())).submit([5], SampleParams(max_tokens=9, grammar='start: "x"'))
+        Engine(open_model(tiny_model())).submit(
+            [5], SampleParams(max_tokens=9, grammar='start: "x"')
+        )
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with pytest.raises(MissingExtra, match=r"rl-notebook\[structured\]"):
         engine.submit([5], SampleParams(max_tokens=9, grammar='start: "x"'))
@@ -256,7 +312,8 @@ def test_a_grammar_that_cannot_be_followed_is_refused_at_once(monkeypatch):
 
 def conversation(engine: Engine, turns: int = 4, n: int = 3) -> list:
     "Completions of turns, each after the first completion of the turn before and some tokens of an answer."
-    prompt, completions = list(range(30, 50)), []
+    prompt = list(range(30, 50))
+    completions = []
     for turn in range(turns):
         drawn_now = drawn(engine, prompt, SampleParams(n=n, max_tokens=7, seed=turn))
         completions += drawn_now
@@ -270,8 +327,12 @@ def test_a_later_turn_is_read_from_where_the_last_one_ended(family):
     model = random_model(family, **WINDOWED.get(family, ({},))[0] | window)
     engine = Engine(open_model(model), eos_token_ids=frozenset())
     for c in conversation(engine):
-        assert np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max() <= 1e-4
-    assert engine.prefilled_tokens == 20 + 4 + 4 + 4  # then one token of the turn before and three new ones
+        assert (
+            np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max()
+            <= 1e-4
+        )
+    # then one token of the turn before and three new ones
+    assert engine.prefilled_tokens == 20 + 4 + 4 + 4
     before = engine.prefilled_tokens
     with torch.no_grad():
         next(model.parameters()).mul_(1.0)  # the same numbers, but who knows
@@ -313,19 +374,27 @@ def test_eos_ends_a_completion_and_is_part_of_it():
         ends = [i for i, t in enumerate(c.tokens) if t in engine.eos_token_ids]
         assert ends == ([len(c.tokens) - 1] if c.finish_reason == "stop" else [])
         assert c.finish_reason == "stop" or len(c.tokens) == 60
-        assert c.text == byte_tokenizer().decode([t for t in c.tokens if t not in (3, 4)], skip_special_tokens=True)
+        assert c.text == byte_tokenizer().decode(
+            [t for t in c.tokens if t not in (3, 4)], skip_special_tokens=True
+        )
 
 
 def test_stop_strings_span_tokens():
     "One byte a token, so a stop string of three letters spans three of them."
-    tokenizer, engine = byte_tokenizer(), endless()
+    tokenizer = byte_tokenizer()
+    engine = endless()
     for seed in range(8):
         plain = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=seed))[0]
         text = tokenizer.decode(plain.tokens.tolist())
-        stop = next((text[i : i + 3] for i in range(5, len(text) - 3) if "\ufffd" not in text[i : i + 3]), None)
+        stop = next(
+            (text[i : i + 3] for i in range(5, len(text) - 3) if "\ufffd" not in text[i : i + 3]),
+            None,
+        )
         if stop is None:
             continue
-        (c,) = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=seed, stop=("never there", stop)))
+        (c,) = drawn(
+            engine, [5, 6], SampleParams(max_tokens=40, seed=seed, stop=("never there", stop))
+        )
         assert c.finish_reason == "stop"
         assert c.text == text[: text.find(stop)]
         assert c.tokens.tolist() == plain.tokens.tolist()[: len(c.tokens)]
@@ -337,8 +406,19 @@ def test_stop_strings_span_tokens():
 
 # Windows and states ---------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 8}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 WINDOWED = {  # family: settings beside the window, and the route that it takes
     "Mistral": ({}, "fast"),
@@ -353,13 +433,19 @@ WINDOWED = {  # family: settings beside the window, and the route that it takes
     "Cohere2": ({}, "full"),
     "Ministral": (MIXED, "fast"),
 }
-LONG = () if os.environ.get("SLOW") == "1" else ("Mixtral", "Phi3", "Qwen3", "Olmo3", "Cohere2", "Ministral")
+LONG = (
+    ()
+    if os.environ.get("SLOW") == "1"
+    else ("Mixtral", "Phi3", "Qwen3", "Olmo3", "Cohere2", "Ministral")
+)
 
 
 def random_model(family: str, **settings):
     "A tiny model of any family, with logits sharp enough to tell one context from another."
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | {"eos_token_id": None, "bos_token_id": None} | settings)
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES | {"eos_token_id": None, "bos_token_id": None} | settings
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for p in model.parameters():
@@ -368,7 +454,9 @@ def random_model(family: str, **settings):
     return model
 
 
-@pytest.mark.parametrize(("family", "window"), [("Mistral", 2), *((f, 7) for f in WINDOWED if f not in LONG)])
+@pytest.mark.parametrize(
+    ("family", "window"), [("Mistral", 2), *((f, 7) for f in WINDOWED if f not in LONG)]
+)
 def test_a_sliding_window_is_attended_over_as_the_model_does_it(family, window):
     settings, route = WINDOWED[family]
     model = random_model(family, sliding_window=window, **settings)
@@ -379,10 +467,15 @@ def test_a_sliding_window_is_attended_over_as_the_model_does_it(family, window):
     greedy = engine.submit(prompts[1], SampleParams(max_tokens=40, temperature=0))
     finish(engine)
     with torch.no_grad():
-        want = model.generate(torch.tensor([prompts[1]]), max_new_tokens=40, do_sample=False)[0, 19:].tolist()
+        want = model.generate(torch.tensor([prompts[1]]), max_new_tokens=40, do_sample=False)[
+            0, 19:
+        ].tolist()
     assert greedy.completions[0].tokens.tolist() == want
     for c in (c for r in requests for c in r.completions):
-        assert np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max() <= 1e-4
+        assert (
+            np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max()
+            <= 1e-4
+        )
     tokens = requests[1].completions[0].full_tokens
     (scored,) = echo(engine, [tokens])
     assert np.abs(scored.values - own_logprobs(model, tokens)).max() <= 1e-4
@@ -395,7 +488,8 @@ def test_a_route_that_forgets_the_window_is_not_used():
     model = random_model("Mistral", sliding_window=64)
     causal = CausalModel(model, "fast")
     assert probe_error(causal, sampling=True) < 1
-    forgetful, causal.fast = causal.fast, lambda *args: forgetful(*args[:-1], (None,) * 4)
+    forgetful = causal.fast
+    causal.fast = lambda *args: forgetful(*args[:-1], (None,) * 4)
     assert probe_error(causal, sampling=True) > 10
     assert model.config.sliding_window == 64
 
@@ -440,7 +534,10 @@ def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, froz
         h = hidden.clone().requires_grad_()
         values = make(h)
         inputs = [h, *(p for p in head.parameters() if p.requires_grad)]
-        return [values, *torch.autograd.grad((values * dlogprob).sum(), inputs, allow_unused=rows == 0)]
+        return [
+            values,
+            *torch.autograd.grad((values * dlogprob).sum(), inputs, allow_unused=rows == 0),
+        ]
 
     entropies = torch.empty(2, rows, dtype=torch.double)
     chunked = run(lambda h: head_logprobs(h, targets, head, temperature, chunk, entropies[0]))
@@ -452,11 +549,15 @@ def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, froz
         assert a is b is None or torch.allclose(a, b, atol=1e-12)
 
 
-@pytest.mark.parametrize(("tied", "dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")])
+@pytest.mark.parametrize(
+    ("tied", "dtype"), [(False, "float32"), (True, "float32"), (True, "bfloat16")]
+)
 def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
     "In half precision only where the processor multiplies it."
     atol = {"float32": 1e-4, "bfloat16": 0.2}[dtype]
-    model = tiny_model(hidden=384, vocab=1000, tied=tied, eos=None, scale=1.0).to(getattr(torch, dtype))
+    model = tiny_model(hidden=384, vocab=1000, tied=tied, eos=None, scale=1.0).to(
+        getattr(torch, dtype)
+    )
     causal = open_model(model)
     assert causal.route == "fast"
     known = dtype == "float32" or torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -59,7 +59,9 @@ def by_hand(backend, datums, coeff, aggregation):
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.variant(every=3)
 def test_value_and_gradient_are_those_of_autograd(family, tokens, aggregation, options, share):
-    backend = backend_of(family, dtype="float64", tokens_per_batch=tokens, reference=False, **options)
+    backend = backend_of(
+        family, dtype="float64", tokens_per_batch=tokens, reference=False, **options
+    )
     torch.manual_seed(1)
     with torch.no_grad():
         for p in backend.policy.state.params.values() if "lora_rank" in options else ():
@@ -67,7 +69,9 @@ def test_value_and_gradient_are_those_of_autograd(family, tokens, aggregation, o
     datums = random_datums(11, 6)
     if share:  # one prompt before all of them: computed once where there is room
         prompt = np.random.default_rng(0).integers(0, 200, 225)
-        longer = [(np.r_[prompt, d.tokens], np.r_[np.zeros(len(prompt)), d.weights]) for d in datums]
+        longer = [
+            (np.r_[prompt, d.tokens], np.r_[np.zeros(len(prompt)), d.weights]) for d in datums
+        ]
         datums = [replace(d, tokens=t, weights=w) for d, (t, w) in zip(datums, longer, strict=True)]
     value, want = by_hand(backend, datums, 0.3, aggregation)
     loss_fn = make_loss_fn(datums, entropy_coeff=0.3, aggregation=aggregation)
@@ -82,8 +86,15 @@ def test_value_and_gradient_are_those_of_autograd(family, tokens, aggregation, o
         assert float((got[name] - g).abs().max()) <= (1e-6 if trees else 1e-7) * scale, name
     plain = backend_of(family, dtype="float64", tokens_per_batch=tokens, reference=False, **options)
     if "lora_rank" not in options:  # without the bonus it is another gradient
-        run(plain.policy.forward_backward_custom(datums, make_loss_fn(datums, aggregation=aggregation)))
-        assert max(float((gradients(plain)[n] - g).abs().max()) for n, g in want.items()) > 1e-3 * scale
+        run(
+            plain.policy.forward_backward_custom(
+                datums, make_loss_fn(datums, aggregation=aggregation)
+            )
+        )
+        assert (
+            max(float((gradients(plain)[n] - g).abs().max()) for n, g in want.items())
+            > 1e-3 * scale
+        )
 
 
 def test_calls_of_a_step_add_up():
@@ -93,13 +104,22 @@ def test_calls_of_a_step_add_up():
         backend = backend_of(dtype="float64", reference=False)
         tokens = float(sum(d.num_loss_tokens for d in datums))
         for part in parts:
-            run(backend.policy.forward_backward_custom(part, make_loss_fn(part, entropy_coeff=0.2, denominator=tokens)))
+            run(
+                backend.policy.forward_backward_custom(
+                    part, make_loss_fn(part, entropy_coeff=0.2, denominator=tokens)
+                )
+            )
         found.append(gradients(backend))
     for name, g in found[0].items():
         assert torch.allclose(g, found[1][name], rtol=1e-6, atol=1e-12)
 
 
-SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8, "max_seq_len": 96}
+SMALL = {
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 8,
+    "max_seq_len": 96,
+}
 
 
 def test_a_step_says_what_the_bonus_took_off():
@@ -107,18 +127,34 @@ def test_a_step_says_what_the_bonus_took_off():
         cfg = Config(**SMALL, kl_beta=0.0, entropy_coeff=0.02, drop_dead=False)
         backend = open_local(*load_model("tiny"), reference=False)
         loop = GRPOLoop(backend, toy_rows(16, seed=3), lambda text: float(len(text)), cfg)
-        for phase in ("prompts", "sample", "score", "advantages", "datums", "reference", "loss", "backward"):
+        for phase in (
+            "prompts",
+            "sample",
+            "score",
+            "advantages",
+            "datums",
+            "reference",
+            "loss",
+            "backward",
+        ):
             made = getattr(loop, phase)()
             made = await made if asyncio.iscoroutine(made) else made
-        looked, trained = loop.state.values["loss"].output.loss, loop.state.values["backward"].output.loss
+        looked = loop.state.values["loss"].output.loss
+        trained = loop.state.values["backward"].output.loss
         assert looked == pytest.approx(trained, abs=1e-5)
         record = await loop.step()
         assert record.options["entropy_coeff"] == 0.02
         assert "the entropy bonus takes off" in loss_words(record)
-        table = what_if(record, {"none": {"entropy_coeff": 0.0}, "more": {"entropy_coeff": 0.1}}).table
+        table = what_if(
+            record, {"none": {"entropy_coeff": 0.0}, "more": {"entropy_coeff": 0.1}}
+        ).table
         exact = record.metrics["entropy/exact"]
-        assert table.loc["none", "loss"] - table.loc["recorded", "loss"] == pytest.approx(0.02 * exact, rel=1e-4)
-        assert table.loc["none", "loss"] - table.loc["more", "loss"] == pytest.approx(0.1 * exact, rel=1e-4)
+        assert table.loc["none", "loss"] - table.loc["recorded", "loss"] == pytest.approx(
+            0.02 * exact, rel=1e-4
+        )
+        assert table.loc["none", "loss"] - table.loc["more", "loss"] == pytest.approx(
+            0.1 * exact, rel=1e-4
+        )
         await loop.undo()
         compared = await replay_backward(loop, record, "")
         assert compared.same is not False
@@ -126,17 +162,28 @@ def test_a_step_says_what_the_bonus_took_off():
     run(main())
 
 
-ADAPTS = {**SMALL, "kl_beta": 0.0, "entropy_coeff": 0.01, "entropy_coeff_step": 0.004, "drop_dead": False, "seed": 4}
+ADAPTS = {
+    **SMALL,
+    "kl_beta": 0.0,
+    "entropy_coeff": 0.01,
+    "entropy_coeff_step": 0.004,
+    "drop_dead": False,
+    "seed": 4,
+}
 
 
 def weights_of_the_bonus(records) -> tuple[list[float], list[float]]:
-    return [r.metrics["entropy/coeff"] for r in records], [r.options["entropy_coeff"] for r in records]
+    return [r.metrics["entropy/coeff"] for r in records], [
+        r.options["entropy_coeff"] for r in records
+    ]
 
 
 def test_it_rises_below_its_target_and_falls_above():
     async def main(target, steps, undone=False):
         backend = open_local(*load_model("tiny"), reference=False)
-        loop = GRPOLoop(backend, toy_rows(16, seed=3), toy_reward, Config(**ADAPTS, entropy_target=target))
+        loop = GRPOLoop(
+            backend, toy_rows(16, seed=3), toy_reward, Config(**ADAPTS, entropy_target=target)
+        )
         for _ in range(steps):
             await loop.step()
             if undone:
@@ -174,7 +221,10 @@ def test_what_cannot_compute_it_is_refused_by_name():
     for settings, said in (
         ({"entropy_target": 0.0}, "entropy_target: got 0.0, step 0.005"),
         ({"entropy_coeff_step": 0.1}, "entropy_coeff_step: entropy_coeff is fixed"),
-        ({"entropy_target": 0.3, "backend": "tinker", "lora_rank": 8}, "entropy_target: backend='tinker' computes no"),
+        (
+            {"entropy_target": 0.3, "backend": "tinker", "lora_rank": 8},
+            "entropy_target: backend='tinker' computes no",
+        ),
     ):
         with pytest.raises(ConfigError, match=said):
             Config(**settings)
@@ -187,4 +237,6 @@ def test_what_cannot_compute_it_is_refused_by_name():
     backend = open_local(*load_model("tiny"), reference=False)
     elsewhere = replace(backend, capabilities=replace(backend.capabilities, entropy=False))
     with pytest.raises(ConfigError, match=r"entropy_coeff: got 0\.01; expected 0"):
-        GRPOLoop(elsewhere, toy_rows(4), toy_reward, Config(**SMALL, kl_beta=0.0, entropy_coeff=0.01))
+        GRPOLoop(
+            elsewhere, toy_rows(4), toy_reward, Config(**SMALL, kl_beta=0.0, entropy_coeff=0.01)
+        )

@@ -13,7 +13,13 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from rl_notebook.task.chat import split_calls
-from rl_notebook.core.types import AlignmentError, BackendError, Completion, ConfigError, SampleParams
+from rl_notebook.core.types import (
+    AlignmentError,
+    BackendError,
+    Completion,
+    ConfigError,
+    SampleParams,
+)
 from rl_notebook.agents.environments import agent_rollouts, tool_rollouts
 from rl_notebook.task.data import make_row
 from rl_notebook.loop.rollouts import RolloutSetup, draw_rollouts
@@ -32,8 +38,15 @@ class Scripted:
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         if isinstance(text := self.texts.pop(0), Exception):
             raise text
-        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-        return [Completion(np.array(prompt_tokens), np.array(tokens), np.full(len(tokens), -0.5), text=text)]
+        tokens = [
+            *self.tokenizer.encode(text, add_special_tokens=False),
+            self.tokenizer.eos_token_id,
+        ]
+        return [
+            Completion(
+                np.array(prompt_tokens), np.array(tokens), np.full(len(tokens), -0.5), text=text
+            )
+        ]
 
     async def logprobs(self, tokens: Any) -> Any:
         raise NotImplementedError
@@ -41,7 +54,9 @@ class Scripted:
     def play(self, factory: Any, max_seq_len: int | None = None, **columns: Any) -> Any:
         "One rollout of a factory."
         params = SampleParams(max_tokens=200)
-        setup = RolloutSetup(self, self.tokenizer, params, completions_per_prompt=1, max_seq_len=max_seq_len)
+        setup = RolloutSetup(
+            self, self.tokenizer, params, completions_per_prompt=1, max_seq_len=max_seq_len
+        )
         return asyncio.run(factory(setup)(ROW | columns))
 
 
@@ -109,7 +124,9 @@ def test_an_agent_with_a_client_that_blocks_plays_too():
 def test_a_rollout_for_which_no_request_comes_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("rl_notebook.agents.serve.QUIET", 0.01)
     said = threading.Event()
-    monkeypatch.setattr(warnings, "warn", lambda words: "has got no request for 0.01 s" in words and said.set())
+    monkeypatch.setattr(
+        warnings, "warn", lambda words: "has got no request for 0.01 s" in words and said.set()
+    )
 
     async def play(row: dict[str, Any], rollout: Any) -> float:
         assert said.wait(60)  # as a client does that blocks the event loop
@@ -120,12 +137,20 @@ def test_a_rollout_for_which_no_request_comes_says_so(monkeypatch: pytest.Monkey
 
 
 def test_tools_plain_and_async_and_what_goes_wrong_in_them():
-    texts = call("double", number=6) + call("slow", number=1), call("triple", number=1), call("double", x=1), "24"
+    texts = (
+        call("double", number=6) + call("slow", number=1),
+        call("triple", number=1),
+        call("double", x=1),
+        "24",
+    )
     [sample] = (
-        Scripted(*texts).play(tool_rollouts(lambda text, answer: float(text == "24"), tools=[double, slow])).segments
+        Scripted(*texts)
+        .play(tool_rollouts(lambda text, answer: float(text == "24"), tools=[double, slow]))
+        .segments
     )
     told = [m["content"] for m in sample.info["messages"] if m["role"] == "user"]
-    assert told[0] == "<tool_response>12</tool_response>\n<tool_response>1</tool_response>"  # of one turn
+    # of one turn
+    assert told[0] == "<tool_response>12</tool_response>\n<tool_response>1</tool_response>"
     assert "no tool 'triple'" in told[1]
     assert "unexpected keyword" in told[2]
     assert (sample.reward, sample.info["tool_calls"], sample.info["tool_errors"]) == (1.0, 4, 2)
@@ -141,16 +166,22 @@ ALTERNATING = (
 def test_two_calls_in_a_turn_under_a_template_that_alternates():
     scripted = Scripted(call("double", number=6) + call("double", number=1), "24")
     scripted.tokenizer.chat_template = ALTERNATING
-    [sample] = scripted.play(tool_rollouts(lambda text: float(text == "24"), tools=[double])).segments
+    [sample] = scripted.play(
+        tool_rollouts(lambda text: float(text == "24"), tools=[double])
+    ).segments
     assert (sample.reward, sample.info["tool_calls"]) == (1.0, 2)
 
 
 WRITTEN = {  # what a policy writes
     "openings": "<tool_call>" * 20_000,
-    "nested": '<tool_call>{"name": "double", "arguments": ' + '{"a":' * 100_000 + "}" * 100_001 + "</tool_call>",
+    "nested": '<tool_call>{"name": "double", "arguments": '
+    + '{"a":' * 100_000
+    + "}" * 100_001
+    + "</tool_call>",
     "tags": "<tool_call><function=double>" * 20_000,
     "lists": "[double(" * 20_000 + ")]" * 20_000,
-    "parameters": "<tool_call><function=double><parameter=number>" * 20_000 + "</parameter></function>",
+    "parameters": "<tool_call><function=double><parameter=number>" * 20_000
+    + "</parameter></function>",
     "lists that do not end": "</think>[double(" * 20_000,
     "escapes in a text of Python": '[double(number="""' + "a\\n" * 20_000,
     "quotes in Python": '</think>[double(number="\\"' * 20_000,
@@ -178,7 +209,19 @@ def test_markup_of_a_degenerate_policy_is_text(written):
 TYPES = {  # JSON schemas, which the tool below declares, and what its parameters get for each text
     "a str": (
         {"type": "string"},
-        {t: t for t in ("42", "true", "null", "1e3", "[1, 2]", '"quoted"', "\n x \n", "a</parameter>b")},
+        {
+            t: t
+            for t in (
+                "42",
+                "true",
+                "null",
+                "1e3",
+                "[1, 2]",
+                '"quoted"',
+                "\n x \n",
+                "a</parameter>b",
+            )
+        },
     ),
     "a number": (
         {"type": "number"},
@@ -186,9 +229,15 @@ TYPES = {  # JSON schemas, which the tool below declares, and what its parameter
     ),
     "an int": ({"type": "integer"}, {"42": 42, "true": "true", str(10**30): 10**30}),
     "a bool": ({"type": "boolean"}, {"true": True, "False": False, "1": "1"}),
-    "a list": ({"type": "array"}, {'["a", null]': ["a", None], "a": "a", "[-Infinity]": "[-Infinity]"}),
+    "a list": (
+        {"type": "array"},
+        {'["a", null]': ["a", None], "a": "a", "[-Infinity]": "[-Infinity]"},
+    ),
     "a dict": ({"type": "object"}, {'{"a": {"b": 1}}': {"a": {"b": 1}}, "[1]": "[1]"}),
-    "a str or None": ({"type": "string", "nullable": True}, {"null": None, "None": "None", "42": "42"}),
+    "a str or None": (
+        {"type": "string", "nullable": True},
+        {"null": None, "None": "None", "42": "42"},
+    ),
     "an int or None": ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"None": None, "7": 7}),
     "choices": ({"enum": [1, "2"]}, {"1": 1, "two": "two"}),
     "a reference": ({"$ref": "#/$defs/Count"}, {"7": 7}),
@@ -222,11 +271,16 @@ def test_arguments_are_handed_on_as_they_were_written():
         assert split_calls("then I would call " + text, opened="<think>\n")[1] == []
         assert split_calls(f"no</think>{text}", opened="<think>\n")[0] == "no</think>"
         assert split_calls(text[len("<tool_call>\n") :], opened="<tool_call>\n")[0] is None
-    for told in ('"arguments": "{\\"a\\": 1}"', '"parameters": {"a": 1}'):  # JSON in JSON, and as Llama writes it
+    # JSON in JSON, and as Llama writes it
+    for told in ('"arguments": "{\\"a\\": 1}"', '"parameters": {"a": 1}'):
         [read] = split_calls(f'<tool_call>{{"name": "f", {told}}}</tool_call>')[1]
         assert read["function"]["arguments"] == '{"a": 1}'
     [read] = split_calls("[f(a=[1,\n 'é'], b=1e999, c=[-1e999])]")[1]
-    assert json.loads(read["function"]["arguments"]) == {"a": [1, "é"], "b": "1e999", "c": "[-1e999]"}
+    assert json.loads(read["function"]["arguments"]) == {
+        "a": [1, "é"],
+        "b": "1e999",
+        "c": "[-1e999]",
+    }
     tagged = f"<tool_call><function=f><parameter=a>\n{inner}\n<parameter=b>\n\n</parameter></function></tool_call>"
     [read] = split_calls(tagged)[1]
     assert json.loads(read["function"]["arguments"]) == {"a": f"{inner}\n<parameter=b>\n"}
@@ -243,17 +297,24 @@ def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(writt
 
     async def play(row, rollout):
         async with AsyncOpenAI(base_url=rollout.url, api_key=rollout.key) as client:
-            ask = lambda said: client.chat.completions.create(model="policy", messages=said)
+
+            def ask(said):
+                return client.chat.completions.create(model="policy", messages=said)
+
             reply = await ask(first := [{"role": "user", "content": "What is 5+7?"}])
             said = {"role": "assistant", "content": reply.choices[0].message.content}
             await ask([*first, said, {"role": "user", "content": "Sure?"}])
         return 1.0
 
-    setup = RolloutSetup(scripted, scripted.tokenizer, SampleParams(max_tokens=20), completions_per_prompt=2)
+    setup = RolloutSetup(
+        scripted, scripted.tokenizer, SampleParams(max_tokens=20), completions_per_prompt=2
+    )
     prompt = Prompt(make_row(ROW), [1, 2])
     rollouts = asyncio.run(draw_rollouts(agent_rollouts(play)(setup), prompt, 2))
     assert (rollouts.samples, len(rollouts.dropped)) == ((), 2)
-    assert all("cannot go on (unfit_turns: drop)" in r and "no bad words" in r for r in rollouts.dropped)
+    assert all(
+        "cannot go on (unfit_turns: drop)" in r and "no bad words" in r for r in rollouts.dropped
+    )
     assert len(scripted.texts) == 6, "a request that was refused is not made again by the client"
     with pytest.raises(AlignmentError, match="no bad words"):
         asyncio.run(draw_rollouts(agent_rollouts(play)(setup), prompt, 1, unfit="raise"))
@@ -265,14 +326,17 @@ def test_rewards_of_functions_and_of_the_environment_are_added():
         assert roles == ["assistant", "tool", "assistant"]
         return [10.0 * environments[0].total]
 
-    run = Scripted(call("add", number=2), "done").play(tool_rollouts(seen, environment_factory=Counter), start=3)
+    run = Scripted(call("add", number=2), "done").play(
+        tool_rollouts(seen, environment_factory=Counter), start=3
+    )
     assert run.segments[0].rewards == {"seen": 50.0, "Counter": 5.0}
     assert run.reward == run.segments[0].reward == 55.0
     assert "What is 5+7? Start at 3." in build_tokenizer().decode(run.segments[0].tokens)
 
 
 def test_environments_are_chosen_by_name_and_used_again():
-    factory, before = tool_rollouts(environment_factory={"a": Counter, "b": Counter}), Counter.made
+    factory = tool_rollouts(environment_factory={"a": Counter, "b": Counter})
+    before = Counter.made
     for name in ("a", "b", "a"):
         assert Scripted("nothing").play(factory, environment=name).reward == 0
     assert Counter.made == before + 2
@@ -282,7 +346,9 @@ def test_environments_are_chosen_by_name_and_used_again():
 
 def test_rounds_and_room_end_a_conversation():
     endless = [call("add", number=1)] * 9
-    counted = Scripted(*endless).play(tool_rollouts(environment_factory=Counter, max_tool_calling_iterations=2))
+    counted = Scripted(*endless).play(
+        tool_rollouts(environment_factory=Counter, max_tool_calling_iterations=2)
+    )
     assert (counted.reward, counted.segments[0].info["turns"]) == (2.0, 3)
     short = Scripted(*endless).play(tool_rollouts(environment_factory=Counter), max_seq_len=700)
     assert 1 <= short.segments[0].info["turns"] < 9
@@ -293,7 +359,9 @@ async def hiding(sample_prompt: dict[str, Any], rollout: Any, **asked: Any) -> f
     "An agent that hides every failure."
     async with AsyncOpenAI(base_url=rollout.url, api_key=rollout.key, max_retries=0) as client:
         try:
-            await client.chat.completions.create(model="policy", messages=sample_prompt["messages"], **asked)
+            await client.chat.completions.create(
+                model="policy", messages=sample_prompt["messages"], **asked
+            )
         except Exception:
             return 0.0
     return 1.0
@@ -304,7 +372,9 @@ def test_a_failure_that_an_agent_hides_is_raised():
     with pytest.raises(BackendError, match="gone"):
         Scripted(BackendError("the server is gone")).play(agent_rollouts(hiding))
     with pytest.raises(AlignmentError, match=r"refused: .*temperature"):
-        Scripted("fine").play(agent_rollouts(lambda row, rollout: hiding(row, rollout, temperature=0.5)))
+        Scripted("fine").play(
+            agent_rollouts(lambda row, rollout: hiding(row, rollout, temperature=0.5))
+        )
 
 
 def test_a_rollout_without_a_reward_is_unscorable():

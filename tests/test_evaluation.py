@@ -35,11 +35,16 @@ def test_held_out_rows_are_drawn_as_the_evaluation_says():
     backend = rln.open_local(*rln.load_model("tiny"), inline=True)
     held_out = toy_rows(6, split="heldout")
     draws = {"eval_samples": 4, "eval_sampling": {"temperature": 0.0, "max_completion_tokens": 24}}
-    greedy = rln.GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL, **draws), eval_rows=held_out)
+    greedy = rln.GRPOLoop(
+        backend, toy_rows(8), toy_reward, Config(**SMALL, **draws), eval_rows=held_out
+    )
     found = asyncio.run(greedy.evaluate())
-    assert found["eval/pass@1"] == found["eval/pass@4"] == found["eval/avg@4"]  # four times the same
+    # four times the same
+    assert found["eval/pass@1"] == found["eval/pass@4"] == found["eval/avg@4"]
     assert found["eval/num_samples"] == 24
-    wider = Config(**SMALL, eval_samples=8, eval_sampling={"temperature": 1.0, "max_completion_tokens": 24})
+    wider = Config(
+        **SMALL, eval_samples=8, eval_sampling={"temperature": 1.0, "max_completion_tokens": 24}
+    )
     loop = rln.GRPOLoop(backend, toy_rows(8), toy_reward, wider, eval_rows=held_out)
     found = asyncio.run(loop.evaluate())
     curve = [found[f"eval/pass@{k}"] for k in (1, 2, 4, 8)]
@@ -58,7 +63,10 @@ def test_what_would_not_be_done_is_refused():
         ({"eval_sampling": {"max_completion_tokens": 5000}}, "leaves no prompt room"),
         ({"eval_samples": 0}, "eval_samples: got 0; expected at least 1"),
         ({"keep_best": "eval/reward"}, "Set log_path and eval_interval"),
-        ({"keep_best": "reward", "log_path": "x", "eval_interval": 1}, "expected a metric of the evaluation"),
+        (
+            {"keep_best": "reward", "log_path": "x", "eval_interval": 1},
+            "expected a metric of the evaluation",
+        ),
     ):
         with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
             Config(**given)
@@ -66,20 +74,33 @@ def test_what_would_not_be_done_is_refused():
 
 def run(folder, scores, resume=False, **settings):
     "A run whose evaluations come out as told, step by step, from step 0."
-    cfg = Config(**SMALL | {"log_path": str(folder), "eval_interval": 1, "keep_best": "eval/score"} | settings)
+    cfg = Config(
+        **SMALL
+        | {"log_path": str(folder), "eval_interval": 1, "keep_best": "eval/score"}
+        | settings
+    )
 
     async def evaluation_fn(step, rollout_fn):
         return {"score": scores[step]}
 
-    problem = Problem(load_rows(toy_rows(64)), [], lambda text: float(len(text)), evaluation_fn=evaluation_fn)
-    return asyncio.run(train(cfg, problem=problem, resume=resume, say=lambda line: None, progress=False))
+    problem = Problem(
+        load_rows(toy_rows(64)), [], lambda text: float(len(text)), evaluation_fn=evaluation_fn
+    )
+    return asyncio.run(
+        train(cfg, problem=problem, resume=resume, say=lambda line: None, progress=False)
+    )
 
 
 def test_the_best_checkpoint_is_kept_and_named(tmp_path):
     folder = tmp_path / "run"
     run(folder, [9.0, 0.1, 0.5, 0.3, 0.5], steps=4, dcp_save_interval=1)  # step 0 is the base model
     noted = json.loads((folder / "best.json").read_text())
-    assert noted == {"step": 2, "metric": "eval/score", "value": 0.5, "checkpoint": "checkpoints/00002"}
+    assert noted == {
+        "step": 2,
+        "metric": "eval/score",
+        "value": 0.5,
+        "checkpoint": "checkpoints/00002",
+    }
     kept = rln.Run.open(folder)
     assert kept.checkpoints == [2, 3, 4]  # the best, though only the last two are kept of a run
     assert (folder / noted["checkpoint"]).is_dir()
@@ -103,7 +124,13 @@ def test_the_kept_weights_are_those_that_were_measured(tmp_path):
 
 @pytest.mark.parametrize("samples", [1, 6])
 def test_what_can_be_kept_is_what_is_measured(tmp_path, samples):
-    told = {"eval_samples": samples, "eval_rows": 2, "eval_interval": 1, "steps": 1, "log_path": str(tmp_path / "run")}
+    told = {
+        "eval_samples": samples,
+        "eval_rows": 2,
+        "eval_interval": 1,
+        "steps": 1,
+        "log_path": str(tmp_path / "run"),
+    }
     loop = rln.GRPOLoop(
         rln.open_local(*rln.load_model("tiny"), inline=True), toy_rows(4), toy_reward, Config(**SMALL | told),
         eval_rows=toy_rows(2, split="heldout"),
@@ -117,7 +144,8 @@ def test_what_can_be_kept_is_what_is_measured(tmp_path, samples):
 
 def test_a_metric_that_is_not_measured_is_named(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"keep_best: got 'eval/scor'; .* one of eval/score\. Did you mean 'eval/score'"
+        ConfigError,
+        match=r"keep_best: got 'eval/scor'; .* one of eval/score\. Did you mean 'eval/score'",
     ):
         run(tmp_path / "run", [0.0, 0.1], steps=1, keep_best="eval/scor")
     assert rln.Run.open(tmp_path / "run").steps == []  # before the first step

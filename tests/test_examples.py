@@ -83,18 +83,32 @@ def test_a_script_trains_here(folder: str, run: Callable[..., str], tmp_path: Pa
 
 
 def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], tmp_path: Path):
-    rows, folder = str(EXAMPLES / "gsm8k" / "sample.jsonl"), tmp_path / "run"
-    tokenizer, model = load_model("tiny")[1], tmp_path / "model"  # whose own model reads no more than 512 tokens
+    rows = str(EXAMPLES / "gsm8k" / "sample.jsonl")
+    folder = tmp_path / "run"
+    # whose own model reads no more than 512 tokens
+    tokenizer = load_model("tiny")[1]
+    model = tmp_path / "model"
     tiny_model(vocab=len(tokenizer), context=1024).save_pretrained(model)
     tokenizer.save_pretrained(model)
-    small = ["--base-model", str(model), "--max-rows", "34", "--max-completion-tokens", "12", "--max-seq-len", "1024"]
+    small = [
+        "--base-model",
+        str(model),
+        "--max-rows",
+        "34",
+        "--max-completion-tokens",
+        "12",
+        "--max-seq-len",
+        "1024",
+    ]
     said = run("gsm8k", "--dataset", rows, "--log-path", str(folder), *small)
     assert re.search(r"^done \(2 steps", said, re.MULTILINE)
     with at_home("gsm8k"):
         importlib.import_module("figures").main(folder)
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     counts = Counter((line["step"], line["set"]) for line in lines)
-    assert counts == {(step, name): n for step in (0, 2) for name, n in (("held out", 2 * 8), ("shown", 10))}
+    assert counts == {
+        (step, name): n for step in (0, 2) for name, n in (("held out", 2 * 8), ("shown", 10))
+    }
     page = (folder / "figures.md").read_text()
     assert re.search(r"^\| reward \| \d\.\d+ \(", page, re.MULTILINE)
     assert page.count("```text") == 2 * 10
@@ -117,7 +131,9 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
 def test_calculations_of_the_reference_are_what_is_paid(
     example: SimpleNamespace, said: str, earned: float, comes_to_it: int
 ):
-    answer = "It bakes 6*24 = <<6*24=144>>144 rolls.\nThere are 144-95 = <<144-95=49>>49 left.\n#### 49"
+    answer = (
+        "It bakes 6*24 = <<6*24=144>>144 rolls.\nThere are 144-95 = <<144-95=49>>49 left.\n#### 49"
+    )
     given = example.calculations
     assert given.calculations(said, answer) == earned
     assert given.with_calculator(said, answer) == comes_to_it
@@ -131,26 +147,38 @@ def odd_is_right(text: str, answer: str) -> float:
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
 @pytest.mark.variant
-def test_the_tool_example_warms_up_and_trains_here(example: SimpleNamespace, run: Callable[..., str], monkeypatch):
+def test_the_tool_example_warms_up_and_trains_here(
+    example: SimpleNamespace, run: Callable[..., str], monkeypatch
+):
     monkeypatch.setattr(example.rollout.rln, "gsm8k_reward", odd_is_right)
     said = run("tool_use", "--warm-start", "3")
-    rows = re.findall(r"^(base model|after warm start|after RL) +reward (\S+) +called (\S+)", said, re.MULTILINE)
+    rows = re.findall(
+        r"^(base model|after warm start|after RL) +reward (\S+) +called (\S+)", said, re.MULTILINE
+    )
     assert [name for name, *_ in rows] == ["base model", "after warm start", "after RL"]
     assert float(rows[0][2]) == 0  # the model as it ships never calls
 
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
-def test_the_tool_example_trains_on_the_emulator(example: SimpleNamespace, emulator, monkeypatch: pytest.MonkeyPatch):
+def test_the_tool_example_trains_on_the_emulator(
+    example: SimpleNamespace, emulator, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("fireworks.training.sdk")
     for name, value in {**emulator.environment(), "FW_TRAINER_CANCEL_GRACE_PERIOD_S": "0"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(example.rollout.rln, "gsm8k_reward", odd_is_right)
-    service = ["--base-model", "accounts/fireworks/models/qwen3-8b", "--deployment.tokenizer-model", "tiny"]
+    service = [
+        "--base-model",
+        "accounts/fireworks/models/qwen3-8b",
+        "--deployment.tokenizer-model",
+        "tiny",
+    ]
     cfg = example.train.Config.from_dict(example.train.SETTINGS, option_values([*SMALL, *service]))
     found = asyncio.run(example.train.run(cfg, warm_steps=2, say=lambda line: None, held_out=4))
     assert len(found) == 3
     paths = [entry.path for entry in emulator.emulator.log if entry.status == 200]
-    assert sum(path.endswith("/optim_step") for path in paths) == 4  # two of the warm start, two of the loop
+    # two of the warm start, two of the loop
+    assert sum(path.endswith("/optim_step") for path in paths) == 4
     assert sum(path.endswith("/hot_load") for path in paths) >= 3
 
 
@@ -166,15 +194,26 @@ def openai_agent() -> Iterator[SimpleNamespace]:
 
 @pytest.mark.parametrize("agent", ["agent", "library"])
 @pytest.mark.variant(but="agent")
-def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, agent: str, monkeypatch):
+def test_an_agent_of_openais_api_trains_here(
+    openai_agent: SimpleNamespace, agent: str, monkeypatch
+):
     if agent == "library":
         pytest.importorskip("pydantic_ai", reason="pydantic_ai is not installed")
-    train, said = openai_agent.train, list[str]()
+    train = openai_agent.train
+    said = list[str]()
     monkeypatch.setattr(train.rln, "gsm8k_reward", odd_is_right)
     cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL))
-    found = asyncio.run(train.run(cfg, 30, getattr(openai_agent, agent).solve, said.append, held_out=4))
+    found = asyncio.run(
+        train.run(cfg, 30, getattr(openai_agent, agent).solve, said.append, held_out=4)
+    )
     assert len(found) == 3
-    assert [line[:8].strip() for line in said] == ["base mod", "after wa", "step   1", "step   2", "after RL"]
+    assert [line[:8].strip() for line in said] == [
+        "base mod",
+        "after wa",
+        "step   1",
+        "step   2",
+        "after RL",
+    ]
 
 
 # --- the calculator ----------------------------------------------------------------------------------------------
@@ -182,14 +221,53 @@ def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, agen
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
 def test_the_calculator_computes_what_python_does(example: SimpleNamespace):
-    for text in ("3*4-5+9", "-(2+3)*4", "17//5", "-17 % 5", " 1 + 1 ", "999999*999999", "2-+-3", "1+" * 30 + "1"):
+    for text in (
+        "3*4-5+9",
+        "-(2+3)*4",
+        "17//5",
+        "-17 % 5",
+        " 1 + 1 ",
+        "999999*999999",
+        "2-+-3",
+        "1+" * 30 + "1",
+    ):
         assert example.calculator.calculate(text) == eval(text.strip())
     assert example.calculator.respond("3*4") == "= 12"
 
 
-HOSTILE = ["", "()", "(1,2)", "1//0", "9**9**9", "1/2", "1.5", "1e9", "1_000", "007", "1<2", "x", "(1).__class__"]
-HOSTILE += ["__import__('os').system('true')", "lambda: 1", "'a'*9", "1;2", "1\x00", "#1", "²", "calc(1)", "1<<99"]
-HOSTILE += ["(" * 31 + "1" + ")" * 31, "(" * 90 + "1", "-" * 90 + "1", "1+" * 49 + "1", "1" * 100_000]
+HOSTILE = [
+    "",
+    "()",
+    "(1,2)",
+    "1//0",
+    "9**9**9",
+    "1/2",
+    "1.5",
+    "1e9",
+    "1_000",
+    "007",
+    "1<2",
+    "x",
+    "(1).__class__",
+]
+HOSTILE += [
+    "__import__('os').system('true')",
+    "lambda: 1",
+    "'a'*9",
+    "1;2",
+    "1\x00",
+    "#1",
+    "²",
+    "calc(1)",
+    "1<<99",
+]
+HOSTILE += [
+    "(" * 31 + "1" + ")" * 31,
+    "(" * 90 + "1",
+    "-" * 90 + "1",
+    "1+" * 49 + "1",
+    "1" * 100_000,
+]
 
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
@@ -198,7 +276,8 @@ def test_the_calculator_refuses_everything_else(example: SimpleNamespace):
         began = time.thread_time()
         with pytest.raises(ValueError, match=r"^[a-z]") as caught:
             example.calculator.calculate(text)
-        assert time.thread_time() - began < 0.5, text[:40]  # of computing, however busy the machine is
+        # of computing, however busy the machine is
+        assert time.thread_time() - began < 0.5, text[:40]
         assert type(caught.value) is ValueError, text[:40]
         assert example.calculator.respond(text) == f"error: {caught.value}"
         assert len(str(caught.value)) < 60  # it goes back to the model
@@ -217,13 +296,26 @@ class Scripted:
         self.asked.append(list(prompt_tokens))
         self.seeds.append(params.seed)
         text = self.texts.pop(0)
-        tokens = [*self.tokenizer.encode(text, add_special_tokens=False), self.tokenizer.eos_token_id]
-        return [Completion(np.array(prompt_tokens), np.array(tokens), np.full(len(tokens), -0.5), text=text)]
+        tokens = [
+            *self.tokenizer.encode(text, add_special_tokens=False),
+            self.tokenizer.eos_token_id,
+        ]
+        return [
+            Completion(
+                np.array(prompt_tokens), np.array(tokens), np.full(len(tokens), -0.5), text=text
+            )
+        ]
 
     def rollout(self, example: SimpleNamespace, **row):
         "One rollout of an example."
-        setup = RolloutSetup(self, self.tokenizer, SampleParams(max_tokens=24), completions_per_prompt=1)
-        row = {"messages": [{"role": "user", "content": "What is 3*4-5+9?"}], "answer": "16", "seed": 7} | row
+        setup = RolloutSetup(
+            self, self.tokenizer, SampleParams(max_tokens=24), completions_per_prompt=1
+        )
+        row = {
+            "messages": [{"role": "user", "content": "What is 3*4-5+9?"}],
+            "answer": "16",
+            "seed": 7,
+        } | row
         return asyncio.run(example.rollout.make_rollout_fn(setup)(row))
 
     def trained(self, sample) -> str:
@@ -251,20 +343,26 @@ def test_the_tool_rollout_ends(example: SimpleNamespace):
     assert len(endless.asked) == example.rollout.MAX_TURNS
     refused = Scripted("calc(__import__('os'))", "#### 16")
     assert refused.rollout(example).info["messages"][1]["content"].startswith("error: ")
-    assert Scripted("calc(3*4-5+9)", "= 16").rollout(example).reward == 0  # read out, but not given as the answer
+    # read out, but not given as the answer
+    assert Scripted("calc(3*4-5+9)", "= 16").rollout(example).reward == 0
 
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
 def test_the_warm_start_learns_its_traces(example: SimpleNamespace):
-    rows, rng = example.task.tool_rows(8), np.random.default_rng(0)
+    rows = example.task.tool_rows(8)
+    rng = np.random.default_rng(0)
     backend = open_local(*load_model("tiny"))
     traces = [example.warm_start.trace(backend.tokenizer, row, rng) for row in rows]
     said = [backend.tokenizer.decode(d.target_tokens[d.active]) for d in traces]
     assert {text.startswith("calc(") for text in said} == {True, False}
-    assert all(re.fullmatch(r"(calc\([^()]+\)<\|end\|>)?#### -?\d+<\|end\|>", text) for text in said)
+    assert all(
+        re.fullmatch(r"(calc\([^()]+\)<\|end\|>)?#### -?\d+<\|end\|>", text) for text in said
+    )
     losses = asyncio.run(example.warm_start.warm_start(backend, rows, steps=8))
     assert losses[-1] < losses[0] / 2
-    loss, _ = example.warm_start.cross_entropy(traces[:1], [torch.full((len(traces[0].weights),), -2.0)])
+    loss, _ = example.warm_start.cross_entropy(
+        traces[:1], [torch.full((len(traces[0].weights),), -2.0)]
+    )
     assert float(loss) == 2
 
 
@@ -284,7 +382,8 @@ def test_retries_are_discounted(example: SimpleNamespace):
 def test_rows_are_tokens(example: SimpleNamespace):
     rows = example.train.token_rows(build_tokenizer(), 3)
     assert all(
-        set(row) == {"prompt_token_ids", "answer"} and isinstance(row["prompt_token_ids"][0], int) for row in rows
+        set(row) == {"prompt_token_ids", "answer"} and isinstance(row["prompt_token_ids"][0], int)
+        for row in rows
     )
     sampler = Scripted("#### 16")
     sample = sampler.rollout(example, prompt_token_ids=rows[0]["prompt_token_ids"])
@@ -308,7 +407,9 @@ def environment(script: str) -> Any:
     package, least, below = ENVIRONMENTS[script]
     if package:
         pytest.importorskip(package, reason=f"{package} is not installed")
-        release = tuple(int(part) for part in re.findall(r"\d+", version(package.replace("_", "-")))[:2])
+        release = tuple(
+            int(part) for part in re.findall(r"\d+", version(package.replace("_", "-")))[:2]
+        )
         if not least <= release < below:
             pytest.skip(f"{script} is not written for {package} {version(package)}")
     return importlib.import_module(script)
@@ -317,7 +418,8 @@ def environment(script: str) -> Any:
 @pytest.mark.parametrize("script", ENVIRONMENTS)
 def test_an_environment_of_another_library_trains_here(script: str):
     with at_home("environments"):
-        module, said = environment(script), []
+        module = environment(script)
+        said = []
         rewards = asyncio.run(module.main([*SMALL, "--seed", "1"], said.append))
     assert len(rewards) == 2
     assert re.match(r"step   1  reward \d\.\d{3}  turns \d\.\d\d", said[-1])
@@ -338,8 +440,14 @@ def test_an_environment_trains_on_what_the_policy_said():
         module = importlib.import_module("trl_environment")
         sampler = Scripted("#### 1", "#### 16")
         sampler.tokenizer.chat_template = module.small.with_tools(sampler.tokenizer.chat_template)
-        setup = RolloutSetup(sampler, sampler.tokenizer, SampleParams(max_tokens=24), completions_per_prompt=1)
-        row = {"messages": [{"role": "user", "content": "What is 3*4-5+9?"}], "answer": "16", "seed": 7}
+        setup = RolloutSetup(
+            sampler, sampler.tokenizer, SampleParams(max_tokens=24), completions_per_prompt=1
+        )
+        row = {
+            "messages": [{"role": "user", "content": "What is 3*4-5+9?"}],
+            "answer": "16",
+            "seed": 7,
+        }
         sampler.texts.append("Done.")
         [sample] = asyncio.run(module.task(setup)(row)).segments
     assert (sample.reward, sample.rewards, sample.info["tool_calls"]) == (0.5, {"Adding": 0.5}, 2)

@@ -42,10 +42,17 @@ def trained(tmp_path: Path, model: Any = None, **options: Any) -> Backend:
     model = model or tiny_model()
     model.save_pretrained(tmp_path / "base")
     backend = open_local(
-        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), byte_tokenizer(), **options, inline=True
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        byte_tokenizer(),
+        **options,
+        inline=True,
     )
     for _ in range(2):
-        run(backend.policy.forward_backward_custom([Datum(np.array(IDS), np.ones(len(IDS) - 1))], loss))
+        run(
+            backend.policy.forward_backward_custom(
+                [Datum(np.array(IDS), np.ones(len(IDS) - 1))], loss
+            )
+        )
         run(backend.policy.optim_step(AdamParams(learning_rate=0.03)))
     return backend
 
@@ -62,7 +69,12 @@ def loads(folder: Path) -> Any:
     return model
 
 
-KINDS = [("qwen3", False, 0, "hf"), ("llama", True, 0, None), ("qwen3", True, 4, "merged"), ("llama", False, 4, "hf")]
+KINDS = [
+    ("qwen3", False, 0, "hf"),
+    ("llama", True, 0, None),
+    ("qwen3", True, 4, "merged"),
+    ("llama", False, 4, "hf"),
+]
 
 
 @pytest.mark.parametrize(("family", "tied", "rank", "to"), KINDS)
@@ -73,7 +85,8 @@ def test_a_whole_model_is_what_transformers_loads(family, tied, rank, to, tmp_pa
     model = loads(tmp_path / "out")
     assert (logits(model) - want).abs().max() <= 1e-5
     assert (logits(loads(tmp_path / "base")) - want).abs().max() > 0.1
-    assert torch.equal(logits(backend.policy.state.module), want)  # merging leaves the policy as it is
+    # merging leaves the policy as it is
+    assert torch.equal(logits(backend.policy.state.module), want)
     assert model.generation_config.eos_token_id == [3, 256]
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == len(byte_tokenizer())
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
@@ -91,21 +104,34 @@ print(json.dumps([found[i].logprob for found, i in zip(out.prompt_logprobs[1:], 
 """
 
 
-@pytest.mark.skipif(not VLLM, reason="RL_NOTEBOOK_VLLM_PYTHON is not set: an interpreter that has vLLM's CPU build")
-@pytest.mark.parametrize(("name", "rank", "to"), [("tiny", 0, "hf"), ("tiny", 4, "merged"), ("smollm2", 4, "merged")])
+@pytest.mark.skipif(
+    not VLLM, reason="RL_NOTEBOOK_VLLM_PYTHON is not set: an interpreter that has vLLM's CPU build"
+)
+@pytest.mark.parametrize(
+    ("name", "rank", "to"), [("tiny", 0, "hf"), ("tiny", 4, "merged"), ("smollm2", 4, "merged")]
+)
 def test_a_whole_model_is_what_vllm_loads(name, rank, to, tmp_path):
     model, tokenizer = load_model(name)
     backend = open_local(model, tokenizer, lora_rank=rank, inline=True)
-    datum = Datum(np.array(ids := tokenizer.encode("Add up 17 and 25. #### 42")), np.ones(len(ids) - 1))
+    datum = Datum(
+        np.array(ids := tokenizer.encode("Add up 17 and 25. #### 42")), np.ones(len(ids) - 1)
+    )
     (before,) = run(backend.policy.forward([datum]))
     for _ in range(2):
         run(backend.policy.forward_backward_custom([datum], loss))
         run(backend.policy.optim_step(AdamParams(learning_rate=0.001)))
     (trained,) = run(backend.policy.forward([datum]))
     run(backend.export(tmp_path / "out", to))
-    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""}
+    own = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+    }
     command = [VLLM, "-c", PROMPT_LOGPROBS, str(tmp_path / "out"), json.dumps(ids)]
-    told = subprocess.run(command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True).stdout
+    told = subprocess.run(
+        command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
     logprobs = np.array(json.loads(told.strip().splitlines()[-1]))
     assert np.abs(trained.values - before.values).max() > 0.1
     assert np.abs(logprobs - trained.values).max() < 1e-3
@@ -131,7 +157,10 @@ def trained_adapter(base: Path, **settings: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=4, lora_alpha=8, task_type="CAUSAL_LM", **{"target_modules": ["q_proj", "up_proj"], **settings}
+        r=4,
+        lora_alpha=8,
+        task_type="CAUSAL_LM",
+        **{"target_modules": ["q_proj", "up_proj"], **settings},
     )
     torch.manual_seed(0)
     module = get_peft_model(AutoModelForCausalLM.from_pretrained(base), config)
@@ -159,24 +188,31 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @pytest.mark.parametrize("tied", [False, True])
-def test_an_adapter_that_was_trained_before_goes_on_and_leaves_with_all_that_it_is_made_of(kind, tied, tmp_path):
+def test_an_adapter_that_was_trained_before_goes_on_and_leaves_with_all_that_it_is_made_of(
+    kind, tied, tmp_path
+):
     from peft import PeftModel
 
     for part in (tiny_model("llama", tied=tied), byte_tokenizer()):
         part.save_pretrained(tmp_path / "base")
     module = trained_adapter(tmp_path / "base", **ADAPTERS[kind])
     began = logits(module).log_softmax(-1)[0, :-1].gather(-1, torch.tensor(IDS[1:])[:, None])[:, 0]
-    next(p for name, p in module.named_parameters() if "lora_A" in name).requires_grad_(False)  # still a part of it
-    backend, datum = open_local(module, byte_tokenizer(), inline=True), Datum(np.array(IDS), np.ones(len(IDS) - 1))
+    # still a part of it
+    next(p for name, p in module.named_parameters() if "lora_A" in name).requires_grad_(False)
+    backend = open_local(module, byte_tokenizer(), inline=True)
+    datum = Datum(np.array(IDS), np.ones(len(IDS) - 1))
     want = updated(backend)
     assert np.abs(run(backend.reference.forward([datum]))[0].values - began.numpy()).max() < 1e-4
     assert np.abs(run(backend.policy.forward([datum]))[0].values - began.numpy()).max() > 0.01
     run(backend.export(tmp_path / "adapter", None))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    assert (logits(PeftModel.from_pretrained(whole, tmp_path / "adapter")) - want).abs().max() <= 1e-4
+    assert (
+        logits(PeftModel.from_pretrained(whole, tmp_path / "adapter")) - want
+    ).abs().max() <= 1e-4
     run(backend.export(tmp_path / "merged", "merged"))
     assert (logits(loads(tmp_path / "merged")) - want).abs().max() <= 1e-3
-    again = open_local(*load_model(str(tmp_path / "adapter")), inline=True)  # and goes on from there
+    # and goes on from there
+    again = open_local(*load_model(str(tmp_path / "adapter")), inline=True)
     assert (logits(again.policy.state.module) - want).abs().max() <= 1e-4
 
 
@@ -197,7 +233,9 @@ def test_what_an_adapter_alone_would_leave_out_leaves_as_the_whole_model(tmp_pat
     for i, (reason, (model, rank)) in enumerate(cases.items()):
         backend = open_local(model, byte_tokenizer(), lora_rank=rank, inline=True)
         want = updated(backend)
-        with pytest.raises(ConfigError, match=rf"export: got 'adapter', but .*{reason}.*Export 'merged'"):
+        with pytest.raises(
+            ConfigError, match=rf"export: got 'adapter', but .*{reason}.*Export 'merged'"
+        ):
             run(backend.export(tmp_path / f"no{i}", "adapter"))
         run(backend.export(tmp_path / f"out{i}", None))
         assert (logits(loads(tmp_path / f"out{i}")) - want).abs().max() <= 1e-4, reason
@@ -208,7 +246,9 @@ def test_an_adapter_that_cannot_be_trained_as_it_is_says_what_to_do(tmp_path):
 
     tiny_model().save_pretrained(tmp_path / "base")
     trained_adapter(tmp_path / "base").save_pretrained(tmp_path / "adapter")
-    prompts = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    prompts = get_peft_model(
+        tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    )
     inside = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
     cases = [
         (
@@ -216,7 +256,11 @@ def test_an_adapter_that_cannot_be_trained_as_it_is_says_what_to_do(tmp_path):
             8,
             r"lora_rank: got 8 for a PeftModel.*Leave lora_rank out.*merge_and_unload",
         ),
-        (inside, 0, r"with an adapter inside.*PeftModel\.from_pretrained\(base, folder, is_trainable=True\)"),
+        (
+            inside,
+            0,
+            r"with an adapter inside.*PeftModel\.from_pretrained\(base, folder, is_trainable=True\)",
+        ),
         (inside, 8, "with an adapter inside"),
         (prompts, 0, "got a PROMPT_TUNING adapter"),
         (trained_adapter(tmp_path / "base").requires_grad_(False), 0, "is_trainable=True"),
@@ -228,9 +272,13 @@ def test_an_adapter_that_cannot_be_trained_as_it_is_says_what_to_do(tmp_path):
 
 def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
     backend = trained(tmp_path)
-    loop = GRPOLoop(open_local(*load_model("tiny"), inline=True), toy_rows(4), lambda text: 0.0, Config())
+    loop = GRPOLoop(
+        open_local(*load_model("tiny"), inline=True), toy_rows(4), lambda text: 0.0, Config()
+    )
     for to in ("adapter", "merged", "onnx"):
-        with pytest.raises(ConfigError, match=rf"export: got '{to}'; expected 'hf': the policy has no adapter"):
+        with pytest.raises(
+            ConfigError, match=rf"export: got '{to}'; expected 'hf': the policy has no adapter"
+        ):
             run(backend.export(tmp_path / "out", to))
         with pytest.raises(ConfigError, match=f"got '{to}'"):
             run(loop.export(tmp_path / "deep" / "out", to))
@@ -238,33 +286,53 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("whole")
     for taken in (tmp_path / "mine", tmp_path / "mine" / "thesis.txt"):
-        with pytest.raises(RecordError, match="export: got something that is there; expected a free name"):
+        with pytest.raises(
+            RecordError, match="export: got something that is there; expected a free name"
+        ):
             run(loop.export(taken))
     loop.backend.export = None
     with pytest.raises(
-        BackendError, match=r"backend local: export: got weights that stay on the service; .* output_model"
+        BackendError,
+        match=r"backend local: export: got weights that stay on the service; .* output_model",
     ):
         run(loop.export(tmp_path / "out"))
     backend.policy.state.params["lm_head.weight"].data[0] = torch.nan
-    with pytest.raises(BackendError, match=r"export: not finite: got NaN or infinity in lm_head\.weight"):
+    with pytest.raises(
+        BackendError, match=r"export: not finite: got NaN or infinity in lm_head\.weight"
+    ):
         run(backend.export(tmp_path / "out", None))
 
 
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_command_writes_what_the_run_trained(rank, tmp_path, capsys):
     folder = tmp_path / "run"
-    small = (
-        "--max-rows 4 --prompt-groups-per-step 2 --completions-per-prompt 4 --max-completion-tokens 8 --max-seq-len 64"
-    )
-    options = [*small.split(), "--learning-rate", "0.01", "--lora-rank", str(rank), "--dcp-save-interval", "1"]
+    small = "--max-rows 4 --prompt-groups-per-step 2 --completions-per-prompt 4 --max-completion-tokens 8 --max-seq-len 64"
+    options = [
+        *small.split(),
+        "--learning-rate",
+        "0.01",
+        "--lora-rank",
+        str(rank),
+        "--dcp-save-interval",
+        "1",
+    ]
     assert command(["train", *options, "--log-path", str(folder)]) == 0
     capsys.readouterr()
     assert command(["export", str(folder)]) == 0
     assert capsys.readouterr().out.strip() == str(folder / "export")
-    assert command(["export", str(folder), "--step", "1", "--to", "hf", "--out", str(tmp_path / "first")]) == 0
+    assert (
+        command(
+            ["export", str(folder), "--step", "1", "--to", "hf", "--out", str(tmp_path / "first")]
+        )
+        == 0
+    )
     backend = open_local(*load_model("tiny"), lora_rank=rank, inline=True)
     for step, out in ((1, tmp_path / "first"), (2, folder / "export")):
-        run(backend.policy.load_state(str(folder / f"checkpoints/{step:05d}/trainer"), optimizer=False))
+        run(
+            backend.policy.load_state(
+                str(folder / f"checkpoints/{step:05d}/trainer"), optimizer=False
+            )
+        )
         assert (
             logits(AutoModelForCausalLM.from_pretrained(out)) - logits(backend.policy.state.module)
         ).abs().max() <= 1e-5
@@ -272,7 +340,10 @@ def test_the_command_writes_what_the_run_trained(rank, tmp_path, capsys):
     assert command(["export", str(folder)]) == 2
     assert "export: got something that is there; expected a free name" in capsys.readouterr().err
     assert command(["export", str(folder), "--step", "7", "--out", str(tmp_path / "none")]) == 2
-    assert "export: got no whole checkpoint after step 7; expected one after 1, 2" in capsys.readouterr().err
+    assert (
+        "export: got no whole checkpoint after step 7; expected one after 1, 2"
+        in capsys.readouterr().err
+    )
 
 
 def card_of(folder: Path) -> str:
@@ -280,10 +351,16 @@ def card_of(folder: Path) -> str:
 
 
 @pytest.mark.parametrize(("rank", "to"), [(0, "hf"), (4, "adapter"), (4, "merged")])
-def test_the_card_says_how_to_load_the_folder_and_that_works(rank, to, tmp_path, capsys, monkeypatch):
+def test_the_card_says_how_to_load_the_folder_and_that_works(
+    rank, to, tmp_path, capsys, monkeypatch
+):
     async def whole() -> tuple[Path, Any]:
         cfg = Config(
-            temperature=0.7, top_k=5, max_completion_tokens=8, lora_rank=rank, log_path=str(tmp_path / "secret")
+            temperature=0.7,
+            top_k=5,
+            max_completion_tokens=8,
+            lora_rank=rank,
+            log_path=str(tmp_path / "secret"),
         )
         async with open_local(*load_model("tiny"), lora_rank=rank, temperature=0.7) as backend:
             loop = GRPOLoop(backend, toy_rows(4), lambda text: float(len(text)), cfg)
@@ -297,7 +374,12 @@ def test_the_card_says_how_to_load_the_folder_and_that_works(rank, to, tmp_path,
     assert "temperature: 0.7" in card
     assert str(tmp_path) not in card
     drawn = GenerationConfig.from_pretrained(folder)
-    assert (drawn.do_sample, drawn.temperature, drawn.top_k, drawn.max_new_tokens) == (True, 0.7, 5, 8)
+    assert (drawn.do_sample, drawn.temperature, drawn.top_k, drawn.max_new_tokens) == (
+        True,
+        0.7,
+        5,
+        8,
+    )
     (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
     monkeypatch.chdir(folder)
     names: dict[str, Any] = {}
@@ -310,7 +392,9 @@ def test_the_card_says_how_to_load_the_folder_and_that_works(rank, to, tmp_path,
 
 def test_a_card_names_the_model_that_was_trained_and_its_template(tmp_path):
     template = tmp_path / "mine.jinja"
-    template.write_text("{% for m in messages %}<|bos|><|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>")
+    template.write_text(
+        "{% for m in messages %}<|bos|><|user|>{{ m.content }}<|end|>{% endfor %}<|assistant|>"
+    )
     model, tokenizer = load_model("tiny")
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "my-model")

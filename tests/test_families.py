@@ -13,7 +13,8 @@ ROWS = pd.read_csv(TABLE, dtype=str, keep_default_na=False).set_index("architect
 @pytest.mark.variant(every=30)
 @pytest.mark.parametrize("name", ROWS.index[ROWS["not made here"] == ""])
 def test_an_architecture_does_what_the_table_says(name: str):
-    row, told = row_of(name), ROWS.loc[name]
+    row = row_of(name)
+    told = ROWS.loc[name]
     for column in ("drawn by", "shared prefixes", "refused", "LoRA"):
         assert row.get(column, "") == told[column]
     if not row["refused"]:

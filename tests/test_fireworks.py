@@ -28,9 +28,24 @@ from rl_notebook.backends.services import resources
 from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
 from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.backends.services.wire import Secret
-from rl_notebook.backends.services.provision import DeployConfig, TrainerConfig, InfraConfig, ReconnectableClient
-from rl_notebook.backends.services.provision import ResourceCleanup, ResourceFile, ResourceState, clean_leftovers
-from rl_notebook.backends.services.provision import create_trainer_job, leftovers, setup_deployment, setup_infra
+from rl_notebook.backends.services.provision import (
+    DeployConfig,
+    TrainerConfig,
+    InfraConfig,
+    ReconnectableClient,
+)
+from rl_notebook.backends.services.provision import (
+    ResourceCleanup,
+    ResourceFile,
+    ResourceState,
+    clean_leftovers,
+)
+from rl_notebook.backends.services.provision import (
+    create_trainer_job,
+    leftovers,
+    setup_deployment,
+    setup_infra,
+)
 from rl_notebook.config.config import Config, ResumeConfig
 from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, SampleParams
 from rl_notebook.loop.setup import rollout_setup
@@ -72,7 +87,11 @@ class Site:
         "What was asked of the control plane since the mark: method and path, without what only reads."
         log = self.running.emulator.log[self.mark :]
         wanted = methods or ("POST", "PATCH", "DELETE")
-        asked = [f"{e.method} {e.path.removeprefix('/v1/accounts/local/')}" for e in log if e.method in wanted]
+        asked = [
+            f"{e.method} {e.path.removeprefix('/v1/accounts/local/')}"
+            for e in log
+            if e.method in wanted
+        ]
         return [line for line in asked if "/v1/" not in line]
 
     def was_asked(self, *want: str) -> bool:
@@ -87,13 +106,22 @@ class Site:
 
     def states(self) -> list[str]:
         "Of the jobs made since the mark."
-        return sorted(self.state(j.name.rsplit("/", 1)[1]) for j in self.all_jobs() if j.name not in self.before)
+        return sorted(
+            self.state(j.name.rsplit("/", 1)[1])
+            for j in self.all_jobs()
+            if j.name not in self.before
+        )
 
     def most_replicas(self, deployment_id: str | None = None) -> int:
         return self.deployments._get_deployment(deployment_id or self.serving)["maxReplicaCount"]
 
     def setup(self, cleanup=None, **wishes):
-        given = {"base_model": QWEN, "infra_cfg": SHAPES, "deploy_cfg": self.deploy, "needs_inference": True}
+        given = {
+            "base_model": QWEN,
+            "infra_cfg": SHAPES,
+            "deploy_cfg": self.deploy,
+            "needs_inference": True,
+        }
         given |= {"role_prefix": "grpo", "poll_interval_s": 0.02, **self.managers, **wishes}
         return setup_infra(cleanup=cleanup, **given)
 
@@ -101,12 +129,14 @@ class Site:
     def such_that(self, faults: str = "", startup_delay_s: float = 0.0):
         "Something goes wrong, or takes long, for a while."
         emulator = self.running.emulator
-        emulator.faults.faults, emulator.site.startup_delay_s = parse_faults(faults), startup_delay_s
+        emulator.faults.faults = parse_faults(faults)
+        emulator.site.startup_delay_s = startup_delay_s
         emulator.faults.__init__(emulator.faults.faults)
         try:
             yield
         finally:
-            emulator.faults.faults, emulator.site.startup_delay_s = (), 0.0
+            emulator.faults.faults = ()
+            emulator.site.startup_delay_s = 0.0
 
 
 @pytest.fixture(scope="module")
@@ -129,8 +159,11 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
         told = []
         with cleanup_of(site) as cleanup:
             infra = site.setup(cleanup, needs_reference=True, on_status=told.append)
-            policy, reference = infra.policy_job_id, infra.reference_job_id
-            assert site.was_asked("POST rlorTrainerJobs", "POST rlorTrainerJobs", "POST deployments")
+            policy = infra.policy_job_id
+            reference = infra.reference_job_id
+            assert site.was_asked(
+                "POST rlorTrainerJobs", "POST rlorTrainerJobs", "POST deployments"
+            )
             assert policy.startswith("grpo-policy-")
             assert reference.startswith("grpo-reference-")
             serving = site.deployments.get(site.serving)
@@ -138,7 +171,11 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
             assert site.jobs.get(reference)["forwardOnly"] is True
             assert infra.inference_model == f"accounts/local/deployments/{site.serving}"
             assert infra.max_seq_len == 512
-            assert set(infra.boot_metrics) == {"train/step", "infra/total_boot_time", "infra/deploy_boot_time"}
+            assert set(infra.boot_metrics) == {
+                "train/step",
+                "infra/total_boot_time",
+                "infra/deploy_boot_time",
+            }
             site.look_from_here()
             infra.close()
         assert site.was_asked(
@@ -149,7 +186,10 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
         assert (site.state(policy), site.state(reference)) == ("CANCELLED", "CANCELLED")
         assert site.most_replicas() == 0
         assert cleanup.left == []
-    states = {role: [s.state for s in told if s.role == role] for role in ("policy", "reference", "deployment")}
+    states = {
+        role: [s.state for s in told if s.role == role]
+        for role in ("policy", "reference", "deployment")
+    }
     assert (states["policy"][0], states["policy"][-1]) == ("requested", "running")
     assert set(states["policy"]) <= {"requested", "pending", "creating", "running"}
     assert states["deployment"][-1] == "ready"
@@ -176,7 +216,9 @@ def test_another_shape_is_not_served_silently(site):
     with cleanup_of(site) as cleanup:
         site.setup(cleanup).close()
     other = InfraConfig(training_shape_id="accounts/fireworks/trainingShapes/llama-70b")
-    with pytest.raises(BackendError, match=r"deployment shape: got .*qwen3-8b.*; expected .*llama-70b"):
+    with pytest.raises(
+        BackendError, match=r"deployment shape: got .*qwen3-8b.*; expected .*llama-70b"
+    ):
         site.setup(infra_cfg=other)
 
 
@@ -184,7 +226,9 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
     first = site.setup(deploy_cfg=None, needs_inference=False)
     site.look_from_here()
     with cleanup_of(site) as cleanup:
-        again = site.setup(cleanup, deploy_cfg=None, needs_inference=False, policy_job_id=first.policy_job_id)
+        again = site.setup(
+            cleanup, deploy_cfg=None, needs_inference=False, policy_job_id=first.policy_job_id
+        )
         again.close()
     assert site.asked() == []
     assert site.state(first.policy_job_id) == "RUNNING"
@@ -199,7 +243,9 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
 
 
 def test_what_is_missing_is_said_before_anything_is_asked_for(site):
-    with pytest.raises(ValueError, match=r"deployment\.tokenizer_model: got None; expected a tokenizer"):
+    with pytest.raises(
+        ValueError, match=r"deployment\.tokenizer_model: got None; expected a tokenizer"
+    ):
         site.setup(deploy_cfg=DeployConfig(deployment_id=site.serving))
     with pytest.raises(ConfigError, match="deploy_mgr: got None"):
         site.setup(deploy_mgr=None)
@@ -214,11 +260,16 @@ def test_what_is_missing_is_said_before_anything_is_asked_for(site):
 
 
 def logprobs(client: ReconnectableClient) -> list[list[float]]:
-    return [list(out["logprobs"].data) for out in client.forward(DATUMS, "cross_entropy").loss_fn_outputs]
+    return [
+        list(out["logprobs"].data)
+        for out in client.forward(DATUMS, "cross_entropy").loss_fn_outputs
+    ]
 
 
 def reward_everything(datums, policy_logprobs):
-    return -sum((lp * lp.new_tensor(d.weights)).sum() for d, lp in zip(datums, policy_logprobs, strict=True)), {}
+    return -sum(
+        (lp * lp.new_tensor(d.weights)).sum() for d, lp in zip(datums, policy_logprobs, strict=True)
+    ), {}
 
 
 def train(client: ReconnectableClient) -> None:
@@ -229,24 +280,34 @@ def train(client: ReconnectableClient) -> None:
 def restart(site, job_id: str) -> None:
     "The trainer of a job starts again: what was in its memory is gone."
     emulated = site.running.emulator.site
-    trainer_of(emulated, emulated.resources.find(f"accounts/local/rlorTrainerJobs/{job_id}")).lose_memory()
+    trainer_of(
+        emulated, emulated.resources.find(f"accounts/local/rlorTrainerJobs/{job_id}")
+    ).lose_memory()
 
 
 def test_what_a_trainer_had_learned_is_not_silently_lost(site):
     with cleanup_of(site) as cleanup:
-        policy = site.setup(cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False).policy
+        policy = site.setup(
+            cleanup, infra_cfg=InfraConfig(training_shape_id=SHAPE), needs_inference=False
+        ).policy
         train(policy)
         restart(site, policy.job_id)
-        with pytest.raises(BackendError, match=r"2 training calls since the last saved state went with .*start again"):
+        with pytest.raises(
+            BackendError,
+            match=r"2 training calls since the last saved state went with .*start again",
+        ):
             logprobs(policy)
         policy.reconnect()
         train(policy)
-        saved, learned = policy.save_state("learned"), logprobs(policy)
+        saved = policy.save_state("learned")
+        learned = logprobs(policy)
         restart(site, policy.job_id)
         assert logprobs(policy) == learned  # loaded again, since nothing was trained after it
         train(policy)
         restart(site, policy.job_id)
-        with pytest.raises(BackendError, match=rf"reconnect\(\), then load_state_with_optimizer\('{saved.path}'\)"):
+        with pytest.raises(
+            BackendError, match=rf"reconnect\(\), then load_state_with_optimizer\('{saved.path}'\)"
+        ):
             policy.optim_step(ADAM)
         assert policy.reconnects == 2
         policy.close()
@@ -298,7 +359,9 @@ SIGNALS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM, "kill": sign
 def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site, tmp_path):
     env = os.environ | site.running.environment() | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", ENDINGS, str(tmp_path), QWEN, SHAPE]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         ready = {}
         while len(ready) < 5:
             _, how, pid = process.stdout.readline().split()
@@ -314,16 +377,25 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
     made = [j for j in site.all_jobs() if j.name not in site.before]
     states = {j.name.split("/")[-1].split("-")[0]: j.state(time.time()) for j in made}
     assert states.pop("kill") == "JOB_STATE_RUNNING"
-    assert states == dict.fromkeys(("exception", "exit", "interrupt", "terminate"), "JOB_STATE_CANCELLED")
-    assert {how: site.most_replicas(f"serving-{how}") for how in ready} == dict.fromkeys(ready, 0) | {"kill": 1}
+    assert states == dict.fromkeys(
+        ("exception", "exit", "interrupt", "terminate"), "JOB_STATE_CANCELLED"
+    )
+    assert {how: site.most_replicas(f"serving-{how}") for how in ready} == dict.fromkeys(
+        ready, 0
+    ) | {"kill": 1}
     assert [how for how in ready if leftovers(tmp_path / how)] == ["kill"]
 
     left = leftovers(tmp_path / "kill")
-    assert [(r.role, r.action) for r in left] == [("policy", "cancel"), ("deployment", "scale_to_zero")]
+    assert [(r.role, r.action) for r in left] == [
+        ("policy", "cancel"),
+        ("deployment", "scale_to_zero"),
+    ]
     listed = (tmp_path / "kill" / "resources.json").read_text()
     assert json.loads(listed)["format"] == 1
     assert site.key not in listed
-    with pytest.raises(BackendError, match=r"(?s)leftover='attach'.*leftover='clean'.*curl .*:cancel"):
+    with pytest.raises(
+        BackendError, match=r"(?s)leftover='attach'.*leftover='clean'.*curl .*:cancel"
+    ):
         resources.settle_leftovers(tmp_path / "kill", "error", Secret(site.key))
     found = resources.settle_leftovers(tmp_path / "kill", "attach", Secret(site.key))
     assert found["policy"].id == left[0].id
@@ -336,7 +408,9 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
 
 def test_deleting_is_an_action_too(site):
     with cleanup_of(site) as cleanup:
-        job = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
+        job = create_trainer_job(
+            site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02
+        )
         cleanup.delete_trainer(job.job_id)
         setup_deployment(site.deployments, site.deploy, QWEN, poll_interval_s=0.02)
         cleanup.deployment(site.serving, action="delete")
@@ -355,7 +429,13 @@ def settings_of(site, **more):
     trainer = {"training_shape_id": SHAPE, "reference_training_shape_id": f"{SHAPE}-forward"}
     sizes = {"max_seq_len": 256, "max_completion_tokens": 64}
     deployment = {"tokenizer_model": "tiny", "deployment_id": site.serving}
-    given = {"base_model": QWEN, "trainer": trainer, "deployment": deployment, **sizes, "kl_beta": 0.0}
+    given = {
+        "base_model": QWEN,
+        "trainer": trainer,
+        "deployment": deployment,
+        **sizes,
+        "kl_beta": 0.0,
+    }
     return given | {"key": site.key, "base_url": site.url} | QUICK | more
 
 
@@ -399,8 +479,12 @@ def test_a_rollout_can_make_its_own_requests(site):
         assert setup.tokenizer_id == "tiny"
         assert setup.api_key not in repr(setup)
         body = {"model": setup.model, "prompt": [5, 6, 7], "max_tokens": 4}
-        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {setup.api_key}"}) as client:
-            answer = await client.post(f"{setup.inference_base_url}/inference/v1/completions", json=body)
+        async with httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {setup.api_key}"}
+        ) as client:
+            answer = await client.post(
+                f"{setup.inference_base_url}/inference/v1/completions", json=body
+            )
         assert answer.status_code == 200
         assert answer.json()["choices"][0]["finish_reason"] in ("stop", "length")
 
@@ -415,13 +499,18 @@ def test_a_rollout_can_make_its_own_requests(site):
     [
         ({"max_concurrent": 2}, "AdaptiveConcurrencyController", 2),
         ({"concurrency": {"mode": "fixed", "max_concurrency": 3}}, "FixedConcurrencyController", 3),
-        ({"concurrency": {"initial_window": 2, "max_window": 4}}, "AdaptiveConcurrencyController", 4),
+        (
+            {"concurrency": {"initial_window": 2, "max_window": 4}},
+            "AdaptiveConcurrencyController",
+            4,
+        ),
     ],
 )
 @pytest.mark.variant(but="limit1")
 def test_a_limit_is_one_of_requests(site, monkeypatch, limit, kind, most):
     "Two groups of four completions, over HTTP; what is in flight is counted where a request is made."
-    now, seen = [0], [0]
+    now = [0]
+    seen = [0]
 
     async def counted(sampler, *given, **options):
         now[0] += 1
@@ -441,7 +530,9 @@ def test_a_limit_is_one_of_requests(site, monkeypatch, limit, kind, most):
         async with await open_fireworks(cfg, key=site.key, **QUICK) as backend:
             assert type(backend.sampler.drawer._concurrency_controller).__name__ == kind
             now[0] = seen[0] = 0
-            return await rl_loop.train(cfg, backend=backend, rows=toy_rows(4), say=lambda _: None, progress=False)
+            return await rl_loop.train(
+                cfg, backend=backend, rows=toy_rows(4), say=lambda _: None, progress=False
+            )
 
     assert asyncio.run(test()).steps == 1
     assert 0 < seen[0] <= most
@@ -470,7 +561,9 @@ def test_lora_always_sends_whole_adapters_and_shares_its_reference(site):
             await learn(backend, datum)
             assert await synced(backend, f"s{version}") == ("base", version)
         assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
-        assert np.array_equal((await backend.reference.forward([datum]))[0].values, before, equal_nan=True)
+        assert np.array_equal(
+            (await backend.reference.forward([datum]))[0].values, before, equal_nan=True
+        )
         assert site.asked().count("POST rlorTrainerJobs") == 1
 
     run(site, test, lora_rank=4, kl_beta=0.01, trainer={"training_shape_id": SHAPE})
@@ -482,7 +575,10 @@ def test_failures_of_a_sync_are_told_apart(site):
 
         async def failing(kind, faults=""):
             await learn(backend, datum)
-            with site.such_that(faults), pytest.raises(fw.SyncError, match=f"weight sync {kind}") as caught:
+            with (
+                site.such_that(faults),
+                pytest.raises(fw.SyncError, match=f"weight sync {kind}") as caught,
+            ):
                 await synced(backend, kind.replace(" ", "-"))
             assert caught.value.kind == kind
             assert fw.SYNC_FIXES[kind] in str(caught.value)
@@ -498,8 +594,12 @@ def test_failures_of_a_sync_are_told_apart(site):
         backend.sync.syncer.hotload_timeout = 60
         site.deployments.update(site.serving, {"maxReplicaCount": 1}, "max_replica_count")
         assert await synced(backend, "at-last") == ("base", 1)
-        other = create_trainer_job(site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02)
-        site.deployments.update(site.serving, {"hotLoadTrainerJob": other.job_name}, "hot_load_trainer_job")
+        other = create_trainer_job(
+            site.jobs, base_model=QWEN, infra=InfraConfig(), poll_interval_s=0.02
+        )
+        site.deployments.update(
+            site.serving, {"hotLoadTrainerJob": other.job_name}, "hot_load_trainer_job"
+        )
         await learn(backend, datum)
         with (
             pytest.warns(UserWarning, match="Sending full weights instead"),
@@ -517,7 +617,10 @@ def test_a_refused_delta_is_followed_by_full_weights_if_they_are_still_there(sit
         datum = toy(backend)
         await synced(backend, "a")
         await learn(backend, datum)
-        with site.such_that("hotload_error:times=1"), pytest.warns(UserWarning, match="Sending full weights instead"):
+        with (
+            site.such_that("hotload_error:times=1"),
+            pytest.warns(UserWarning, match="Sending full weights instead"),
+        ):
             assert await synced(backend, "b") == ("delta", 2)
         assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
         await learn(backend, datum)
@@ -541,7 +644,9 @@ def test_both_logprobs_are_kept_and_a_stop_token_ends_a_completion(site):
                 raw = (await backend.sampler.logprobs(c.full_tokens)).values[len(prompt) - 1 :]
                 assert np.abs(raw - c.logprobs).max() < 1e-4
                 assert np.isfinite(c.sampling_logprobs).all()
-                assert (np.abs(c.sampling_logprobs - c.logprobs).max() < 1e-4) == params.draws_from_raw
+                assert (
+                    np.abs(c.sampling_logprobs - c.logprobs).max() < 1e-4
+                ) == params.draws_from_raw
         stop = backend.tokenizer.encode("5", add_special_tokens=False)
         ended = await backend.sampler.sample(
             prompt, SampleParams(n=8, max_tokens=20, stop_token_ids=tuple(stop), seed=1)
@@ -553,7 +658,9 @@ def test_both_logprobs_are_kept_and_a_stop_token_ends_a_completion(site):
 
 @pytest.mark.parametrize(("lora_rank", "moved_on"), [(0, False), (0, True), (4, False)])
 @pytest.mark.variant(but="0-True")
-def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_is_trained(site, lora_rank, moved_on):
+def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_is_trained(
+    site, lora_rank, moved_on
+):
     params = SampleParams(n=2, max_tokens=6, seed=5)
 
     def restarted():
@@ -577,7 +684,10 @@ def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_
             got = await asyncio.gather(*(backend.sampler.sample(prompt, params) for _ in range(3)))
         for drawn in got:
             assert [c.tokens.tolist() for c in drawn] == [c.tokens.tolist() for c in want]
-            assert max(np.abs(a.logprobs - b.logprobs).max() for a, b in zip(drawn, want, strict=True)) < 1e-4
+            assert (
+                max(np.abs(a.logprobs - b.logprobs).max() for a, b in zip(drawn, want, strict=True))
+                < 1e-4
+            )
             assert {c.policy_version for c in drawn} == {2}
         restarted()
         with pytest.warns(UserWarning, match="lost its weights"):
@@ -586,7 +696,11 @@ def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_
         assert (await synced(backend, "c"))[1] == 3  # and the chain goes on
         assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
 
-    lora = {"lora_rank": lora_rank, "kl_beta": 0.01, "trainer": {"training_shape_id": SHAPE}} if lora_rank else {}
+    lora = (
+        {"lora_rank": lora_rank, "kl_beta": 0.01, "trainer": {"training_shape_id": SHAPE}}
+        if lora_rank
+        else {}
+    )
     run(site, test, **lora)
 
 
@@ -614,15 +728,22 @@ def test_a_shared_reference_and_its_policy_come_back_together(site):
         datum = toy(backend)
         for _ in range(2):
             await learn(backend, datum)
-        want, base = await scores(backend, datum), (await backend.reference.forward([datum]))[0].values
+        want = await scores(backend, datum)
+        base = (await backend.reference.forward([datum]))[0].values
         restart(site, backend.infra.policy_job_id)
         mark = len(site.running.emulator.log)
         again = (await backend.reference.forward([datum]))[0].values
         assert np.allclose(again, base, atol=1e-6, equal_nan=True)
         assert np.abs(await scores(backend, datum) - want).max() < 1e-5
-        made = [e for e in list(site.running.emulator.log)[mark:] if e.path.endswith("/create_session")]
+        made = [
+            e for e in list(site.running.emulator.log)[mark:] if e.path.endswith("/create_session")
+        ]
         assert len(made) == 1, "one service client for both"
-        assert (backend.policy.reconnects, backend.infra.policy.reconnects, backend.infra.reference.reconnects) == (
+        assert (
+            backend.policy.reconnects,
+            backend.infra.policy.reconnects,
+            backend.infra.reference.reconnects,
+        ) == (
             1,
             1,
             1,
@@ -634,11 +755,17 @@ def test_a_shared_reference_and_its_policy_come_back_together(site):
 def test_a_state_loads_in_another_job(site):
     async def first(backend):
         await learn(backend, toy(backend))
-        return await backend.policy.save_state("runs/first/checkpoints/00001"), await scores(backend, toy(backend))
+        return await backend.policy.save_state("runs/first/checkpoints/00001"), await scores(
+            backend, toy(backend)
+        )
 
     async def second(backend):
         assert backend.infra.policy_job_id not in path
-        return await scores(backend, toy(backend)), await served(backend, toy(backend)), backend.policy.versions.current
+        return (
+            await scores(backend, toy(backend)),
+            await served(backend, toy(backend)),
+            backend.policy.versions.current,
+        )
 
     path, want = run(site, first)
     _, _, job, name = path.replace("cross_job://", "cross_job//").split("/")
@@ -652,7 +779,11 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
     async def first(backend):
         await learn(backend, toy(backend))
         path = await backend.policy.save_state("step-4")
-        return backend.infra.policy_job_id, path.rsplit("/", 1)[-1], await scores(backend, toy(backend))
+        return (
+            backend.infra.policy_job_id,
+            path.rsplit("/", 1)[-1],
+            await scores(backend, toy(backend)),
+        )
 
     job, name, want = run(site, first)
     own = {"trainer": {"job_id": job}, "prompt_groups_per_step": 2, "completions_per_prompt": 2}
@@ -666,7 +797,11 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
         async with await open_fireworks(cfg, key=key, **QUICK) as backend:
             assert backend.infra.policy_job_id == job
             assert np.abs(await scores(backend, toy(backend)) - want).max() < 1e-6
-            heard = {"say": said.append, "progress": False, "on_record": [lambda r: steps.append(r.step)]}
+            heard = {
+                "say": said.append,
+                "progress": False,
+                "on_record": [lambda r: steps.append(r.step)],
+            }
             return await rl_loop.train(cfg, backend=backend, rows=toy_rows(8), **heard)
 
     assert asyncio.run(second(site.key)).steps == 2
@@ -693,7 +828,10 @@ def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
     with site.such_that(startup_delay_s=60):
         asyncio.run(given_up())
     assert site.states() == ["CANCELLED"]
-    with site.such_that(startup_delay_s=0.1, faults="job_fails"), pytest.raises(BackendError, match="got FAILED"):
+    with (
+        site.such_that(startup_delay_s=0.1, faults="job_fails"),
+        pytest.raises(BackendError, match="got FAILED"),
+    ):
         asyncio.run(open_fireworks(**settings_of(site)))
     assert site.states() == ["CANCELLED", "FAILED"]
     assert site.most_replicas() == 0
@@ -718,12 +856,16 @@ def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path
         async with await open_fireworks(**settings_of(site, **more)) as fresh:
             assert fresh.infra.policy_job_id != first.infra.policy_job_id
         gone = ResourceFile(tmp_path / "first").read()[0]
-        ResourceFile(tmp_path / "gone").write([dataclasses.replace(gone, name=f"{gone.name}-deleted")])
+        ResourceFile(tmp_path / "gone").write(
+            [dataclasses.replace(gone, name=f"{gone.name}-deleted")]
+        )
         more = {"log_path": str(tmp_path / "gone"), "leftover": "attach"}
         async with await open_fireworks(**settings_of(site, **more)) as fresh:
             assert not fresh.infra.policy_job_id.endswith("-deleted")
         await first.close()
-        assert [leftovers(tmp_path / name) for name in ("first", "attach", "clean", "gone")] == [[]] * 4
+        assert [leftovers(tmp_path / name) for name in ("first", "attach", "clean", "gone")] == [
+            []
+        ] * 4
 
     asyncio.run(test())
 
@@ -732,7 +874,9 @@ def test_settings_that_cannot_work_are_refused_first(site):
     for match, more in {
         r"deployment\.tokenizer_model: got None": {"deployment": {"deployment_id": "x"}},
         "leftover: got 'burn'": {"leftover": "burn"},
-        "max_seq_len: got 4000; expected at most 512, the context of the training": {"max_seq_len": 4000},
+        "max_seq_len: got 4000; expected at most 512, the context of the training": {
+            "max_seq_len": 4000
+        },
     }.items():
         with pytest.raises(ConfigError, match=match):
             asyncio.run(open_fireworks(**settings_of(site, **more)))
@@ -740,17 +884,31 @@ def test_settings_that_cannot_work_are_refused_first(site):
 
 
 def test_a_trainer_that_says_it_does_not_replay_is_refused_and_given_back(site):
-    with pytest.raises(ConfigError, match="trainer: router_replay: got a trainer that chooses its own experts"):
+    with pytest.raises(
+        ConfigError, match="trainer: router_replay: got a trainer that chooses its own experts"
+    ):
         asyncio.run(open_fireworks(**settings_of(site, router_replay=True)))
-    made, given_back = site.asked()[:2], site.asked()[2:]
+    made = site.asked()[:2]
+    given_back = site.asked()[2:]
     assert made == ["POST rlorTrainerJobs", "POST deployments"]
-    assert [line.split(":")[-1].split("/")[0] for line in given_back] == ["cancel", "PATCH deployments"]
+    assert [line.split(":")[-1].split("/")[0] for line in given_back] == [
+        "cancel",
+        "PATCH deployments",
+    ]
 
 
 def test_the_key_is_shown_nowhere(site, caplog, capsys, tmp_path):
     async def test(backend):
         shown = [
-            repr(x) for x in (backend, backend.policy, backend.sampler, backend.sync, backend.infra, backend.cleanup)
+            repr(x)
+            for x in (
+                backend,
+                backend.policy,
+                backend.sampler,
+                backend.sync,
+                backend.infra,
+                backend.cleanup,
+            )
         ]
         with site.such_that("hotload_error"), pytest.raises(BackendError) as failed:
             await synced(backend, "a")

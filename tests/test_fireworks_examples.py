@@ -54,7 +54,8 @@ class Outcome:
 
 def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) -> Outcome:
     "Run a script to its end; every resource that it made has to be released."
-    site, seen = emulator.emulator.site, len(emulator.emulator.log)
+    site = emulator.emulator.site
+    seen = len(emulator.emulator.log)
     before = {job.name for job in site.resources.all("rlorTrainerJobs")}
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     quick = {"FW_TRAINER_CANCEL_GRACE_PERIOD_S": "0", "OMP_NUM_THREADS": "1"}
@@ -85,7 +86,10 @@ def check_training(outcome: Outcome, steps: int, syncs: int) -> None:
     pages = [snapshots.meta(name) for name in snapshots.names()]
     assert [page["checkpoint_type"] for page in pages] == ["base", *["delta"] * (syncs - 1)]
     assert [page["previous"] for page in pages[1:]] == snapshots.names()[:-1]
-    weights = [load_model("tiny")[0].state_dict(), *(snapshots.load(name)[0] for name in snapshots.names())]
+    weights = [
+        load_model("tiny")[0].state_dict(),
+        *(snapshots.load(name)[0] for name in snapshots.names()),
+    ]
     for old, new in itertools.pairwise(weights):
         moved = max(float((new[name] - old[name].to(new[name])).abs().max()) for name in new)
         assert 0 < moved < 1e-2
@@ -95,14 +99,20 @@ def check_lines(outcome: Outcome, steps: int) -> list[tuple[str, str]]:
     "One line a step, of finite numbers; returns what else each says, and what was synced."
     lines = LINE.findall(outcome.said)
     assert [int(number) for number, *_ in lines] == list(range(1, steps + 1)), outcome.said[-2000:]
-    assert all(0 < float(reward) < 1 and math.isfinite(float(loss)) for _, reward, loss, _, _ in lines)
+    assert all(
+        0 < float(reward) < 1 and math.isfinite(float(loss)) for _, reward, loss, _, _ in lines
+    )
     return [(more, synced) for *_, more, synced in lines]
 
 
 def check_synced(outcome: Outcome, identities: list[str]) -> None:
     "What was saved was also loaded by the deployment, in this order."
     assert outcome.snapshots.names() == identities
-    asked = [e for e in outcome.emulator.emulator.log if e.path.endswith("/hot_load") and e.method == "POST"]
+    asked = [
+        e
+        for e in outcome.emulator.emulator.log
+        if e.path.endswith("/hot_load") and e.method == "POST"
+    ]
     assert all(e.status == 200 for e in asked)
 
 
@@ -133,7 +143,8 @@ def test_off_policy(emulator: RunningEmulator):
     assert [synced == "none" for _, synced in rows] == [True, False, True, False]
     check_synced(outcome, [synced for _, synced in rows if synced != "none"])
     numbers = [[float(n) for n in re.findall(r"\d[\d.e+-]*", more)] for more, _ in rows]
-    assert all(gap < 1e-4 for *_, gap in numbers)  # prefill and what was reported with each drawn token
+    # prefill and what was reported with each drawn token
+    assert all(gap < 1e-4 for *_, gap in numbers)
     ratios = [mean for mean, *_ in numbers]
     assert abs(ratios[0] - 1) < 1e-4  # just synced: the policy is what drew
     assert abs(ratios[1] - 1) > 1e-4  # one update ahead of what drew
@@ -168,7 +179,9 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[ModuleType, Modul
 def test_three_spellings_are_one_config(modules: tuple[ModuleType, ModuleType]):
     recipe, _ = modules
     args = vars(recipe.options())
-    newest, older, oldest = (recipe.config(argparse.Namespace(**args | {"spelling": s})) for s in recipe.SPELLINGS)
+    newest, older, oldest = (
+        recipe.config(argparse.Namespace(**args | {"spelling": s})) for s in recipe.SPELLINGS
+    )
     assert newest == older == oldest
 
 

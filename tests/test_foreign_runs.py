@@ -45,7 +45,13 @@ THERE = {  # series beside tokens that `show` says are there; all others must be
     "trl": "advantages reward",
     "fw_cookbook": "advantages reward",
 }
-STEPS = {"nemo_rl": [1], "prime_rl_monitors": [0, 1, 2, 3], "tinker_cookbook": [0, 1], "verl": [1], "trl": [1, 2, 3, 4]}
+STEPS = {
+    "nemo_rl": [1],
+    "prime_rl_monitors": [0, 1, 2, 3],
+    "tinker_cookbook": [0, 1],
+    "verl": [1],
+    "trl": [1, 2, 3, 4],
+}
 CHECKED = {"prime_rl_monitors": [0, 3]}  # steps that the truth has
 
 
@@ -56,11 +62,17 @@ def numbers(values) -> np.ndarray:
 def series_of(record, group: int, sample: int, prompt: int) -> dict[str, object]:
     "What a record says of a sample, per token of its completion."
     s = next(g for g in record.groups if g.index == group).samples[sample]
-    found: dict[str, object] = {"sampler_logprobs": s.logprobs[prompt:], "mask": s.loss_mask[prompt:]}
+    found: dict[str, object] = {
+        "sampler_logprobs": s.logprobs[prompt:],
+        "mask": s.loss_mask[prompt:],
+    }
     at = [k for k, d in enumerate(record.datums) if (d.group, d.sample) == (group, sample)]
     for k in at:
         d = record.datums[k]
-        found |= {n: None if getattr(d, n) is None else getattr(d, n)[prompt - 1 :] for n in PER_TOKEN[1::2][:1]}
+        found |= {
+            n: None if getattr(d, n) is None else getattr(d, n)[prompt - 1 :]
+            for n in PER_TOKEN[1::2][:1]
+        }
         found |= {"ref_logprobs": None if d.ref_logprobs is None else d.ref_logprobs[prompt - 1 :]}
         found |= {"advantage": d.advantage}
         if record.loss:
@@ -80,9 +92,12 @@ def test_a_folder_says_what_its_truth_says(tool):
     assert f"there: {', '.join(n for n in SHOWN if n in there)}\n" in run.origin
     limit = 6e-5 if tool in ROUNDED else 1e-6
     for step, rows in zip(
-        CHECKED.get(tool, run.steps), json.loads((FOREIGN / tool / "truth.json").read_text())["steps"], strict=True
+        CHECKED.get(tool, run.steps),
+        json.loads((FOREIGN / tool / "truth.json").read_text())["steps"],
+        strict=True,
     ):
-        record, places = run.record(step), {}
+        record = run.record(step)
+        places = {}
         for g in record.groups:
             for i, s in enumerate(g.samples):
                 key = s.text.strip() if tool in NO_IDS else tuple(s.tokens.tolist())
@@ -91,10 +106,12 @@ def test_a_folder_says_what_its_truth_says(tool):
         for row in rows:
             ids = [*row["prompt_ids"], *row["completion_ids"]]
             same = places[row["text"].strip() if tool in NO_IDS else tuple(ids)]
-            wanted = lambda at: abs((at[2].reward or 0) - row["reward"])  # noqa: B023  (of this row)
-            g, i, s = same.pop(same.index(min(same, key=wanted)))
+            distances = [abs((sample.reward or 0) - row["reward"]) for _, _, sample in same]
+            g, i, s = same.pop(distances.index(min(distances)))
             groups.setdefault(row.get("group", row.get("group_idx")), set()).add(g.index)
-            assert s.reward == pytest.approx(row["reward"]) if "reward" in there else s.reward is None
+            assert (
+                s.reward == pytest.approx(row["reward"]) if "reward" in there else s.reward is None
+            )
             if s.rewards:
                 assert dict(s.rewards) == row["rewards"]
             if tool in NO_IDS:
@@ -103,7 +120,9 @@ def test_a_folder_says_what_its_truth_says(tool):
             found = series_of(record, g.index, i, len(row["prompt_ids"]))
             mask = np.array(row.get("mask") or [1] * len(row["completion_ids"]))
             assert (found["mask"] == mask).all()
-            truth = row | {"sampler_logprobs": row.get("sampler_logprobs", row.get("sampler_logprobs_true"))}
+            truth = row | {
+                "sampler_logprobs": row.get("sampler_logprobs", row.get("sampler_logprobs_true"))
+            }
             for name in PER_TOKEN:
                 if name not in there:
                     assert found.get(name) is None, name
@@ -121,8 +140,12 @@ def test_faults_are_named_from_the_files_alone_and_healthy_ones_raise_nothing(ca
     assert [asyncio.run(diagnose(r)).cause for r in shifted] == ["shift", "shift"]
     first = {tool: Run.open(FOREIGN / tool).record(STEPS.get(tool, [0])[0]) for tool in THERE}
     failed = {tool: [check.name for check in xray(record).failed] for tool, record in first.items()}
-    assert {tool: names for tool, names in failed.items() if names} == {"fw_cookbook": ["advantages"]}
-    assert all(asyncio.run(diagnose(first[tool])).ok for tool in ("nemo_rl", "slime", "prime_rl_exports"))
+    assert {tool: names for tool, names in failed.items() if names} == {
+        "fw_cookbook": ["advantages"]
+    }
+    assert all(
+        asyncio.run(diagnose(first[tool])).ok for tool in ("nemo_rl", "slime", "prime_rl_exports")
+    )
     assert main(["show", str(FOREIGN / "verifiers"), "0"]) == 0
     assert (
         "were not compared: no old_logprobs, no policy_logprobs in these files. To compare: score the tokens"
@@ -131,8 +154,15 @@ def test_faults_are_named_from_the_files_alone_and_healthy_ones_raise_nothing(ca
 
 
 RUNS = {  # of two or three steps: the exit status of the doctor, and what it says
-    "nemo_rl-temp07": (1, "the sampler sampled at temperature 0.70; scoring at 0.70 closes the gap"),
-    "prime_rl_exports-stale": (1, "✗ sync: the sampler is behind from step 2 on", "stale weights, likely"),
+    "nemo_rl-temp07": (
+        1,
+        "the sampler sampled at temperature 0.70; scoring at 0.70 closes the gap",
+    ),
+    "prime_rl_exports-stale": (
+        1,
+        "✗ sync: the sampler is behind from step 2 on",
+        "stale weights, likely",
+    ),
     "slime-system": (1, "BOS or template, a guess", "BOS, template or system message"),
     "slime-healthy_bf16": (
         0,
@@ -150,7 +180,10 @@ def test_the_steps_of_a_run_are_put_together(run, capsys):
     assert [words for words in said if words not in text] == []
     named = re.findall(r"^step +\d+  (\S.*?) +largest gap", text, re.MULTILINE)
     verdict = text.partition("nats\n\n")[2]
-    assert all(word == "all well" or word.startswith("differs") or f"\n{word}: " in verdict for word in named)
+    assert all(
+        word == "all well" or word.startswith("differs") or f"\n{word}: " in verdict
+        for word in named
+    )
 
 
 def told_by(folder, capsys) -> tuple[int, str]:
@@ -161,7 +194,11 @@ def told_by(folder, capsys) -> tuple[int, str]:
 
 def sampled_with(place: Path, versions) -> Path:
     "A run of prime-rl's rollouts with a step for each version of the weights."
-    lines = next((FOREIGN / "prime_rl_rollouts").rglob("effective/traces.jsonl")).read_text().splitlines()
+    lines = (
+        next((FOREIGN / "prime_rl_rollouts").rglob("effective/traces.jsonl"))
+        .read_text()
+        .splitlines()
+    )
     for step, version in enumerate(versions):
         file = place / "rollouts" / f"step_{step}" / "train" / "effective" / "traces.jsonl"
         file.parent.mkdir(parents=True)
@@ -187,7 +224,10 @@ def test_staleness_is_said_where_only_versions_tell(tmp_path, capsys, versions):
     status, words = VERSIONS[versions]
     found, text = told_by(sampled_with(tmp_path, map(int, versions)), capsys)
     assert (found, words in text, "versions:" in text) == (status, True, bool(words))
-    assert "were not compared: no old_logprobs, no policy_logprobs in these files. To compare: trainer" in text
+    assert (
+        "were not compared: no old_logprobs, no policy_logprobs in these files. To compare: trainer"
+        in text
+    )
     assert "Rewards were not regraded" in text
 
 
@@ -198,11 +238,16 @@ def test_a_sampling_client_of_tinker_that_serves_every_iteration_is_stale(tmp_pa
     store = next(run.rglob("capture.sqlite"))
     with closing(sqlite3.connect(store)) as connection, connection:
         columns = ", iteration = cursor / 10" if scoped else ""
-        connection.execute(f"UPDATE wire_rows SET sampling_session_id = 'session:sample:0'{columns}")
+        connection.execute(
+            f"UPDATE wire_rows SET sampling_session_id = 'session:sample:0'{columns}"
+        )
     found = Run.open(run)
     assert [[s.tokens.tolist() for g in r.groups for s in g.samples] for r in found] == before
     assert {s.policy_version for r in found for g in r.groups for s in g.samples} == {0}
-    assert "– versions: steps 0 to 1 were sampled with the same weights, version 0" in told_by(run, capsys)[1]
+    assert (
+        "– versions: steps 0 to 1 were sampled with the same weights, version 0"
+        in told_by(run, capsys)[1]
+    )
 
 
 def test_a_temperature_that_the_trainer_does_not_score_at_is_said(tmp_path, capsys):
@@ -213,9 +258,14 @@ def test_a_temperature_that_the_trainer_does_not_score_at_is_said(tmp_path, caps
         connection.execute(f"UPDATE wire_rows SET {cooler}")
     status, text = told_by(run, capsys)
     assert status == 1
-    assert "✗ temperature: completions were sampled at 0.7, as recorded, and this trainer scores at 1" in text
+    assert (
+        "✗ temperature: completions were sampled at 0.7, as recorded, and this trainer scores at 1"
+        in text
+    )
     record = Run.open(FOREIGN / "prime_rl_exports").record(0)
-    groups = [replace(g, samples=[replace(s, temperature=0.7) for s in g.samples]) for g in record.groups]
+    groups = [
+        replace(g, samples=[replace(s, temperature=0.7) for s in g.samples]) for g in record.groups
+    ]
     said = asyncio.run(diagnose(replace(record, groups=groups)))
     assert (said.cause, "sampled at 0.7, as recorded" in said.text) == ("temperature", True)
 
@@ -225,10 +275,17 @@ def test_what_was_found_ends_the_doctors_words(capsys):
     status, text = told_by(FOREIGN / "fw_cookbook", capsys)
     assert (status, "were not compared: no tokens" in text) == (1, True)
     assert text.strip().splitlines()[-1].startswith("✗ advantages: a group does not sum to 0")
-    regraded = reward_lab(Run.open(FOREIGN / "verl").record(1), lambda completions, **_: [1.0 for _ in completions])
-    assert set(regraded.samples.new_reward) == {1.0}  # as it is proposed, where no advantages are recorded
+    regraded = reward_lab(
+        Run.open(FOREIGN / "verl").record(1), lambda completions, **_: [1.0 for _ in completions]
+    )
+    # as it is proposed, where no advantages are recorded
+    assert set(regraded.samples.new_reward) == {1.0}
     status, text = told_by(FOREIGN / "slime", capsys)
-    assert (status, "No mismatch found" in text, "Rewards were not regraded" in text) == (0, True, True)
+    assert (status, "No mismatch found" in text, "Rewards were not regraded" in text) == (
+        0,
+        True,
+        True,
+    )
 
 
 @pytest.mark.parametrize("tool", THERE)
@@ -247,7 +304,9 @@ def test_what_is_being_written_waits_or_is_said(tmp_path):
     file = next(run.rglob("train_data_step1.jsonl"))
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:8]) + lines[8][:500])
-    with pytest.raises(RecordError, match="line 9: damaged: got half a line: it is still being written"):
+    with pytest.raises(
+        RecordError, match="line 9: damaged: got half a line: it is still being written"
+    ):
         Run.open(run).record(1)
     file.write_bytes(b"".join(lines))
     file.with_name("train_data_step2.jsonl").write_bytes(b"".join(lines[:8]))
@@ -258,14 +317,17 @@ def test_what_is_being_written_waits_or_is_said(tmp_path):
         Run.open(run).record(1)
     dump = shutil.copytree(FOREIGN / "miles", tmp_path / "miles") / "dump/train_data"
     for rank in (0, 1):
-        (dump / f"1_{rank}.pt").write_bytes((dump / f"0_{rank}.pt").read_bytes()[: 900 if rank else None])
+        (dump / f"1_{rank}.pt").write_bytes(
+            (dump / f"0_{rank}.pt").read_bytes()[: 900 if rank else None]
+        )
     assert Run.open(tmp_path / "miles").steps == [0]
     exports = shutil.copytree(FOREIGN / "faulty/prime_rl_exports-stale", tmp_path / "exports")
     next(exports.rglob("step_2/STABLE")).unlink()
     assert Run.open(exports).steps == [0, 1]
     rollouts = shutil.copytree(FOREIGN / "prime_rl_rollouts", tmp_path / "rollouts")
     shutil.copytree(
-        next(rollouts.rglob("step_0/train/all")), next(rollouts.rglob("step_0")).parent / "step_1/train/all"
+        next(rollouts.rglob("step_0/train/all")),
+        next(rollouts.rglob("step_0")).parent / "step_1/train/all",
     )
     assert Run.open(rollouts).steps == [0]
     monitors = shutil.copytree(FOREIGN / "prime_rl_monitors", tmp_path / "prime")
@@ -286,31 +348,53 @@ def edited(place, tool: str, pattern: str, edit) -> Run:
     "The run of a tool with every line of the matching files as `edit(row, number)` leaves it."
     for path in shutil.copytree(FOREIGN / tool, place).rglob(pattern):
         rows = [json.loads(line) for line in path.read_text().splitlines()]
-        path.write_text("".join(json.dumps(row | edit(row, k)) + "\n" for k, row in enumerate(rows)))
+        path.write_text(
+            "".join(json.dumps(row | edit(row, k)) + "\n" for k, row in enumerate(rows))
+        )
     return Run.open(place)
 
 
 def test_what_writers_leave_beside_the_ordinary(tmp_path, capsys):
     "An empty completion, a text in place of messages, a reward of NaN, a mask one token off, a judge's trace."
-    later = lambda row, k: {"token_loss_mask": [[0, *row["token_loss_mask"][0][:-1]]]}
+
+    def later(row, k):
+        return {"token_loss_mask": [[0, *row["token_loss_mask"][0][:-1]]]}
+
     odd = edited(tmp_path / "mask", "nemo_rl", "*.jsonl", later).record(1)
     assert ([len(g.samples) for g in odd.groups], xray(odd).failed[0].name) == ([4, 4, 4], "mask")
     assert main(["doctor", str(tmp_path / "mask")]) == 1
     assert "✗ mask: a sampled token" in capsys.readouterr().out
     broken = {"content": ["1+1"], "rewards": [math.nan], "advantages": [[math.nan] * 99]}
-    unsaid = lambda mask: {"token_loss_mask": [[0] * 99], "input_lengths": [mask.index(1)]}
-    nothing = lambda row, k: broken | (unsaid(row["token_loss_mask"][0]) if k == 5 else {})
+
+    def unsaid(mask):
+        return {"token_loss_mask": [[0] * 99], "input_lengths": [mask.index(1)]}
+
+    def nothing(row, k):
+        return broken | (unsaid(row["token_loss_mask"][0]) if k == 5 else {})
+
     odd = edited(tmp_path / "nan", "nemo_rl", "*.jsonl", nothing).record(1)
     assert [g.dropped for g in odd.groups] == [(), ("no token was sampled",), ()]
     assert (odd.groups[0].samples[0].text, odd.groups[0].row) == ("1+1", {})
     assert np.isnan([*odd.groups[0].advantages, odd.datums[0].advantage]).all()
-    texts = edited(tmp_path / "text", "fw_cookbook", "*.jsonl", lambda row, k: {"completion": "4" * k}).record(0)
-    judge = lambda row, k: {"traces": [*row["traces"], {**row["traces"][0], "agent": {"trainable": False}}]}
+    texts = edited(
+        tmp_path / "text", "fw_cookbook", "*.jsonl", lambda row, k: {"completion": "4" * k}
+    ).record(0)
+
+    def judge(row, k):
+        return {"traces": [*row["traces"], {**row["traces"][0], "agent": {"trainable": False}}]}
+
     odd = edited(tmp_path / "judge", "prime_rl_rollouts", "traces.jsonl", judge).record(0)
-    assert ([len(g.samples) for g in odd.groups], texts.groups[0].samples[0].text) == ([4, 4], "(no text)")
+    assert ([len(g.samples) for g in odd.groups], texts.groups[0].samples[0].text) == (
+        [4, 4],
+        "(no text)",
+    )
     for step, more in ((1, {}), (2, {"prev_logprobs": [[0.0] * 99]})):
-        rows = [json.loads(line) | more for line in next((FOREIGN / "nemo_rl").rglob("*.jsonl")).open()]
-        (tmp_path / f"train_data_step{step}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+        rows = [
+            json.loads(line) | more for line in next((FOREIGN / "nemo_rl").rglob("*.jsonl")).open()
+        ]
+        (tmp_path / f"train_data_step{step}.jsonl").write_text(
+            "\n".join(map(json.dumps, rows)) + "\n"
+        )
     assert main(["doctor", str(tmp_path)]) == 0
     assert "1 of 2 steps: those with both" in capsys.readouterr().out
 
@@ -339,7 +423,9 @@ def test_a_bundle_keeps_all_that_a_record_has(tool, tmp_path):
     after = Run.open(tmp_path).record(before.step)
     assert (after.origin, len(after.datums)) == (before.origin, len(before.datums))
     pairs = zip(
-        [s for g in after.groups for s in g.samples], [s for g in before.groups for s in g.samples], strict=True
+        [s for g in after.groups for s in g.samples],
+        [s for g in before.groups for s in g.samples],
+        strict=True,
     )
     for ours, theirs in pairs:
         for name in ("tokens", "loss_mask", "logprobs"):
@@ -349,7 +435,8 @@ def test_a_bundle_keeps_all_that_a_record_has(tool, tmp_path):
     for d, e in zip(after.datums, before.datums, strict=True):
         assert np.allclose(d.advantage, e.advantage)
         for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs"):
-            mine, other = getattr(d, name), getattr(e, name)
+            mine = getattr(d, name)
+            other = getattr(e, name)
             assert (mine is None) == (other is None)
             assert mine is None or np.allclose(mine, other, equal_nan=True)
 

@@ -23,7 +23,9 @@ def python(code: str) -> str:
 
 
 def test_the_import_loads_nothing_heavy():
-    code = f"import sys, rl_notebook as rln; dir(rln); print([m for m in {HEAVY} if m in sys.modules])"
+    code = (
+        f"import sys, rl_notebook as rln; dir(rln); print([m for m in {HEAVY} if m in sys.modules])"
+    )
     assert python(code) == "[]"
     loaded = "print([m for m in sys.modules if m.startswith('rl_notebook.')])"
     assert python(f"import sys, rl_notebook; rl_notebook.__all__; {loaded}") == "[]"
@@ -42,7 +44,11 @@ def test_a_name_is_there_and_says_what_it_is(name):
 def test_only_these_names_are_listed():
     assert 35 <= len(rln.__all__) <= 51
     shown = dir(rln)
-    assert sorted(n for n in shown if not re.fullmatch("__.+__", n)) == rln.__all__ == sorted(rln.__all__)
+    assert (
+        sorted(n for n in shown if not re.fullmatch("__.+__", n))
+        == rln.__all__
+        == sorted(rln.__all__)
+    )
     assert {"__doc__", "__path__", "__version__"} <= set(shown)
 
 
@@ -67,6 +73,15 @@ def test_a_star_import_brings_the_front_door():
 
 def test_type_checkers_are_told_the_same_names():
     tree = ast.parse(Path(rln.__file__).read_text(encoding="utf-8"))
-    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
-    stated = {(n.module, a.name, a.asname) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
-    assert stated == {(home, name, name) for home, names in rln._HOMES.items() for name in names.split()}
+    block = next(
+        n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"
+    )
+    stated = {
+        (n.module, a.name, a.asname)
+        for n in block.body
+        if isinstance(n, ast.ImportFrom)
+        for a in n.names
+    }
+    assert stated == {
+        (home, name, name) for home, names in rln._HOMES.items() for name in names.split()
+    }

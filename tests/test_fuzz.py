@@ -70,8 +70,33 @@ NUMBERS: list[Any] = [
     0, 1, -1, True, 5, 2**63, 10**400, 0.5, -0.0, 5e-324, 1e39, math.inf, -math.inf, math.nan, Fraction(1, 3),
     np.float32(0.5), np.int64(3), np.array([1, 2]),
 ]  # fmt: skip
-TEXTS: list[Any] = ["", " ", "a\0b", LONELY, "é", "1e5", "nan", "1" * 400, "x/" * 300, "None", "auto"]
-ODD: list[Any] = [None, [], {}, set(), b"bytes", [None], {"a": 1}, {1: 2}, [1, "a", None], object(), len, ...]
+TEXTS: list[Any] = [
+    "",
+    " ",
+    "a\0b",
+    LONELY,
+    "é",
+    "1e5",
+    "nan",
+    "1" * 400,
+    "x/" * 300,
+    "None",
+    "auto",
+]
+ODD: list[Any] = [
+    None,
+    [],
+    {},
+    set(),
+    b"bytes",
+    [None],
+    {"a": 1},
+    {1: 2},
+    [1, "a", None],
+    object(),
+    len,
+    ...,
+]
 VALUES = [*NUMBERS, *TEXTS, *ODD]
 hostile = st.integers(0, len(VALUES) - 1).map(lambda i: VALUES[i])  # not all of them have a repr
 json_values = st.recursive(
@@ -85,9 +110,36 @@ json_values = st.recursive(
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
-NAMES = sorted({*leaf_types(Config), *sub_configs(Config), *RENAMED, *OTHER_WORDS, *NEUTRAL, *SPELLED, "nonsense", ""})
+NAMES = sorted(
+    {
+        *leaf_types(Config),
+        *sub_configs(Config),
+        *RENAMED,
+        *OTHER_WORDS,
+        *NEUTRAL,
+        *SPELLED,
+        "nonsense",
+        "",
+    }
+)
 plausible = st.sampled_from(
-    [0, 1, 8, 0.1, True, None, "local", "tinker", "openai", "ppo", "gspo", "async_rl_loop", "http://x", ["gsm8k"], {}]
+    [
+        0,
+        1,
+        8,
+        0.1,
+        True,
+        None,
+        "local",
+        "tinker",
+        "openai",
+        "ppo",
+        "gspo",
+        "async_rl_loop",
+        "http://x",
+        ["gsm8k"],
+        {},
+    ]
 )
 some_settings = st.dictionaries(st.sampled_from(NAMES), hostile | plausible, min_size=1, max_size=4)
 
@@ -136,11 +188,23 @@ def test_yaml(text: str | bytes, tmp_path: Path) -> None:
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-COLUMNS = ["messages", "prompt", "question", "prompt_tokens", "answer", "ground_truth", "key", "reward_model", "x"]
+COLUMNS = [
+    "messages",
+    "prompt",
+    "question",
+    "prompt_tokens",
+    "answer",
+    "ground_truth",
+    "key",
+    "reward_model",
+    "x",
+]
 records = st.dictionaries(st.sampled_from(COLUMNS), hostile | json_values, max_size=4)
 messages = st.lists(
     st.dictionaries(
-        st.sampled_from(["role", "content", "x"]), hostile | st.sampled_from(["user", "assistant", "hello"]), max_size=3
+        st.sampled_from(["role", "content", "x"]),
+        hostile | st.sampled_from(["user", "assistant", "hello"]),
+        max_size=3,
     ),
     max_size=3,
 )
@@ -197,9 +261,17 @@ SMALL: dict[str, Any] = {
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A run of two steps with checkpoints."
     folder = tmp_path_factory.mktemp("finished") / "run"
-    reward = lambda text: float(sum(map(ord, text)) % 7)
+
+    def reward(text):
+        return float(sum(map(ord, text)) % 7)
+
     cfg = Config(**SMALL, log_path=str(folder), dcp_save_interval=1)
-    main(cfg, problem=Problem(load_rows(toy_rows(4)), [], reward), say=lambda line: None, progress=False)
+    main(
+        cfg,
+        problem=Problem(load_rows(toy_rows(4)), [], reward),
+        say=lambda line: None,
+        progress=False,
+    )
     look(folder)
     return folder
 
@@ -207,7 +279,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     "The way to each value inside a JSON value, up to two per list."
     yield path
-    inner = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value[:2])
+        if isinstance(value, list)
+        else ()
+    )
     for key, inside in inner:
         yield from places(inside, (*path, key))
 
@@ -224,7 +302,13 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
     return copy
 
 
-FILES = ["run.json", "steps/00001/record.json", "checkpoints/00002/checkpoint.json", "metrics.jsonl", "config.yaml"]
+FILES = [
+    "run.json",
+    "steps/00001/record.json",
+    "checkpoints/00002/checkpoint.json",
+    "metrics.jsonl",
+    "config.yaml",
+]
 ODD_JSON = [
     None, True, -1, 10**400, 1e308, "", LONELY, [], {}, [None], {"$float": "x"}, {"$array": 1}, {"$nonsense": 1}, ...,
 ]  # fmt: skip
@@ -240,7 +324,9 @@ def look(folder: Path) -> None:
         repr(record), record._repr_html_(), record.completions_table()
 
 
-def try_run(finished: Path, folder: Path, name: str, change: Callable[[bytes], bytes]) -> RLNotebookError | None:
+def try_run(
+    finished: Path, folder: Path, name: str, change: Callable[[bytes], bytes]
+) -> RLNotebookError | None:
     work = folder / "run"
     shutil.rmtree(work, ignore_errors=True)
     shutil.copytree(finished, work, copy_function=os.link)

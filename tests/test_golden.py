@@ -25,7 +25,12 @@ OWN = Path(__file__).parent / "golden"
 FOLDER = Path(os.environ.get("GOLDEN_DIR") or OWN)
 FILES = {path.stem: json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))}
 UNCOVERED = [stem for stem in FILES if find_adapter(stem) is None]
-CASES = [case for stem, content in FILES.items() if stem not in UNCOVERED for case in read_cases(stem, content)]
+CASES = [
+    case
+    for stem, content in FILES.items()
+    if stem not in UNCOVERED
+    for case in read_cases(stem, content)
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +40,10 @@ def found(say: Callable[[str], None]) -> Iterator[dict[str, list[Outcome]]]:
     yield outcomes
     outcomes["all"] = [o for of_file in outcomes.values() for o in of_file]
     counts = {stem: (len(of), sum(bool(o.differs) for o in of)) for stem, of in outcomes.items()}
-    said = [f"{stem}: {ran} ran, of which {by_choice} differ by choice" for stem, (ran, by_choice) in counts.items()]
+    said = [
+        f"{stem}: {ran} ran, of which {by_choice} differ by choice"
+        for stem, (ran, by_choice) in counts.items()
+    ]
     say("\n".join([*said, *(f"{stem}: no adapter yet" for stem in UNCOVERED)]))
 
 
@@ -51,9 +59,12 @@ def test_every_file_of_ours_has_an_adapter() -> None:
 
 
 @pytest.mark.skipif(FOLDER != OWN, reason="other cases may have been recorded with other defaults")
-@pytest.mark.parametrize("stem", [s for s in FILES if fnmatch(s, "loss_*__HEAD") or s == "trl_sapo"])
+@pytest.mark.parametrize(
+    "stem", [s for s in FILES if fnmatch(s, "loss_*__HEAD") or s == "trl_sapo"]
+)
 def test_our_defaults_are_the_recorded_ones(stem: str) -> None:
-    defaults, name = FILES[stem]["defaults"], stem.split("__")[0].removeprefix("loss_")
+    defaults = FILES[stem]["defaults"]
+    name = stem.split("__")[0].removeprefix("loss_")
     if stem == "trl_sapo":
         recorded = {k: defaults[k] for k in ("sapo_temperature_pos", "sapo_temperature_neg")}
     else:
@@ -63,4 +74,6 @@ def test_our_defaults_are_the_recorded_ones(stem: str) -> None:
     recorded.pop("kl_beta", None)  # ours is 0: no reference is asked for unless somebody wants it
     for knob, value in recorded.items():
         same_as_low = knob == "eps_clip_high" and options.knob(knob) is None
-        assert value in ((None, recorded["eps_clip"]) if same_as_low else (options.knob(knob),)), knob
+        assert value in ((None, recorded["eps_clip"]) if same_as_low else (options.knob(knob),)), (
+            knob
+        )

@@ -41,7 +41,9 @@ class Walk:
     def __init__(self, policy, seed, folder):
         self.settings = POLICIES[policy] | {"completions_per_prompt": 4, "keep_undo": 2}
         self.kind = AsyncGRPOLoop if policy.startswith("ahead") else GRPOLoop
-        self.rng, self.folder, self.fails = np.random.default_rng(seed), folder, 0
+        self.rng = np.random.default_rng(seed)
+        self.folder = folder
+        self.fails = 0
         self.loop = self.fresh()
         self.before = []  # records of loops that this one goes on from
 
@@ -57,7 +59,8 @@ class Walk:
             raise ValueError("the tool is broken")
         tokens = sample_prompt["prompt_token_ids"]
         reward = 1.0 if row_index % 3 == 0 else float(rollout_index % 2)
-        mask, logprobs = [0] * len(tokens) + [1, 1], [np.nan] * len(tokens) + [-2.0, -0.1]
+        mask = [0] * len(tokens) + [1, 1]
+        logprobs = [np.nan] * len(tokens) + [-2.0, -0.1]
         return RolloutSample([*tokens, 5 + rollout_index, 2], logprobs, mask, reward=reward)
 
     def check(self):
@@ -74,7 +77,8 @@ class Walk:
 
     async def act(self):
         "Something that somebody does to a loop."
-        loop, rng = self.loop, self.rng
+        loop = self.loop
+        rng = self.rng
         match rng.choice(["run", "stop", "phases", "undo", "fail", "cancel", "checkpoint"]):
             case "run":
                 await loop.run(int(rng.integers(1, 4)), progress=False)
@@ -108,7 +112,9 @@ class Walk:
                 _ = await called if asyncio.iscoroutine(called) else called
 
     async def go_on_from_a_checkpoint(self):
-        run = RunFolder.create(self.folder / f"run{len(list(self.folder.iterdir()))}", self.loop.cfg)
+        run = RunFolder.create(
+            self.folder / f"run{len(list(self.folder.iterdir()))}", self.loop.cfg
+        )
         await save_checkpoint(self.loop, run, every=-1000)
         await self.loop.close()
         self.before += self.loop.records

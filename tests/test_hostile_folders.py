@@ -87,21 +87,31 @@ def empty(file: Path) -> None:
 
 def zip_bomb(file: Path) -> None:
     "The same archive, one of whose members becomes 260 MB."
-    members = {entry: zipfile.ZipFile(file).read(entry) for entry in zipfile.ZipFile(file).namelist()}
+    members = {
+        entry: zipfile.ZipFile(file).read(entry) for entry in zipfile.ZipFile(file).namelist()
+    }
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
         for name, content in members.items():
-            archive.writestr(name, BLOCK * 260 if name.endswith(("tokens.npy", "data/0")) else content)
+            archive.writestr(
+                name, BLOCK * 260 if name.endswith(("tokens.npy", "data/0")) else content
+            )
 
 
 def text_bomb(file: Path) -> None:
     "A long text once, and 100,000 rows that name it."
-    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(100_000, np.int32)), pa.array(["x" * 2_000_000]))
-    pq.write_table(pa.table({"prompt": texts, "completion": texts, "advantage": np.zeros(100_000)}), file)
+    texts = pa.DictionaryArray.from_arrays(
+        pa.array(np.zeros(100_000, np.int32)), pa.array(["x" * 2_000_000])
+    )
+    pq.write_table(
+        pa.table({"prompt": texts, "completion": texts, "advantage": np.zeros(100_000)}), file
+    )
 
 
 def number_bomb(file: Path) -> None:
     zeros = np.zeros(17_500_000, np.int64)
-    pq.write_table(pa.table({"prompt": zeros, "completion": zeros}), file, row_group_size=len(zeros))
+    pq.write_table(
+        pa.table({"prompt": zeros, "completion": zeros}), file, row_group_size=len(zeros)
+    )
 
 
 def no_columns(file: Path) -> None:
@@ -143,7 +153,10 @@ def shared(found: dict[str, Any]) -> dict[str, Any]:
 
 def expanded(found: dict[str, Any]) -> dict[str, Any]:
     "A tensor of one number that says it has 10^11."
-    return {**found, "samples": [{**s, "tokens": torch.zeros(1).expand(10**11)} for s in found["samples"]]}
+    return {
+        **found,
+        "samples": [{**s, "tokens": torch.zeros(1).expand(10**11)} for s in found["samples"]],
+    }
 
 
 def half_a_line(file: Path) -> None:
@@ -160,24 +173,40 @@ def deep(file: Path) -> None:
 
 
 CASES: dict[str, tuple[Callable[[Path], Path], Callable[[Path], None]]] = {
-    **{f"bundle, {f.__name__}": (bundles, f) for f in (pipe, endless, huge, cut, empty, zip_bomb, no_numbers)},
-    "bundle, lengths below 0": (bundles, changed(lengths=lambda a: np.r_[-5, a["lengths"][1:] + 5])),
+    **{
+        f"bundle, {f.__name__}": (bundles, f)
+        for f in (pipe, endless, huge, cut, empty, zip_bomb, no_numbers)
+    },
+    "bundle, lengths below 0": (
+        bundles,
+        changed(lengths=lambda a: np.r_[-5, a["lengths"][1:] + 5]),
+    ),
     "bundle, lengths in part": (bundles, changed(lengths=lambda a: a["lengths"] + 0.25)),
-    **{f"table, {f.__name__}": (tables, f) for f in (pipe, huge, text_bomb, number_bomb, no_columns, bad_footer)},
+    **{
+        f"table, {f.__name__}": (tables, f)
+        for f in (pipe, huge, text_bomb, number_bomb, no_columns, bad_footer)
+    },
     **{f"dump, {f.__name__}": (dumps, f) for f in (pipe, endless, huge, zip_bomb)},
     "dump, shared": (dumps, saved(shared)),
     "dump, expanded": (dumps, saved(expanded)),
-    "dump, infinite": (dumps, saved(lambda found: {**found, "samples": [{"tokens": float("inf")}]})),
+    "dump, infinite": (
+        dumps,
+        saved(lambda found: {**found, "samples": [{"tokens": float("inf")}]}),
+    ),
     **{f"lines, {f.__name__}": (lines, f) for f in (pipe, huge, half_a_line, infinite, deep)},
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_damaged_step_costs_that_step(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_step_costs_that_step(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make, spoil = CASES[case]
     spoil(make(tmp_path))
     began = time.process_time()
-    run, readable, named = Run.open(tmp_path), [], []
+    run = Run.open(tmp_path)
+    readable = []
+    named = []
     for step in run.steps:
         try:
             run.record(step)
@@ -263,7 +292,9 @@ KINDS: tuple[tuple[tuple[Any, ...], Any], ...] = (
 )
 
 
-@pytest.mark.parametrize(("at", "value"), KINDS, ids=[f"{'.'.join(map(str, at))} {str(v)[:9]}" for at, v in KINDS])
+@pytest.mark.parametrize(
+    ("at", "value"), KINDS, ids=[f"{'.'.join(map(str, at))} {str(v)[:9]}" for at, v in KINDS]
+)
 def test_a_value_of_another_kind_costs_its_step(at, value, own: Path, tmp_path: Path) -> None:
     path = shutil.copytree(own, tmp_path / "run")
     edited(path / "steps" / "00002" / "record.json", at, value)
@@ -274,7 +305,9 @@ def test_a_value_of_another_kind_costs_its_step(at, value, own: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["²", "٣", "9" * 40, "arrays.safetensors", "tokens.parquet"])
-def test_odd_names_and_foreign_bytes_in_a_folder_of_ours(name: str, own: Path, tmp_path: Path) -> None:
+def test_odd_names_and_foreign_bytes_in_a_folder_of_ours(
+    name: str, own: Path, tmp_path: Path
+) -> None:
     path = shutil.copytree(own, tmp_path / "run")
     record = path / "steps" / "00002"
     if (record / name).exists():
@@ -294,7 +327,9 @@ def test_what_becomes_large_by_right_is_read(tmp_path: Path) -> None:
     assert read_arrays(tmp_path / "a.npz")["values"].shape == (1_000_000,)
 
 
-def test_a_sample_of_length_0_costs_that_sample(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sample_of_length_0_costs_that_sample(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = bundles(tmp_path)
     before = Run.open(tmp_path).record(2)
     changed(lengths=lambda a: np.r_[0, sum(a["lengths"][:2]), a["lengths"][2:]])(file)
@@ -309,5 +344,7 @@ def test_a_sample_of_length_0_costs_that_sample(tmp_path: Path, capsys: pytest.C
 def test_settings_that_are_nested_without_end(own: Path, tmp_path: Path) -> None:
     path = shutil.copytree(own, tmp_path / "run")
     (path / "config.yaml").write_bytes(b"[" * 200_000)
-    with pytest.raises(RecordError, match=r"config\.yaml: not readable: got lists and mappings 200,000 deep"):
+    with pytest.raises(
+        RecordError, match=r"config\.yaml: not readable: got lists and mappings 200,000 deep"
+    ):
         Run.open(path)

@@ -41,12 +41,23 @@ def new_markdown_cell(source: str) -> dict:
 
 def new_code_cell(source: str, outputs: Sequence[dict] = ()) -> dict:
     "A cell of code."
-    return {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": [*outputs], "source": source}
+    return {
+        "cell_type": "code",
+        "execution_count": None,
+        "metadata": {},
+        "outputs": [*outputs],
+        "source": source,
+    }
 
 
 def text_output(text: str) -> dict:
     "A stored result."
-    return {"output_type": "execute_result", "data": {"text/plain": text}, "execution_count": None, "metadata": {}}
+    return {
+        "output_type": "execute_result",
+        "data": {"text/plain": text},
+        "execution_count": None,
+        "metadata": {},
+    }
 
 
 def display_output(data: dict) -> dict:
@@ -59,7 +70,9 @@ def module_page(name: str) -> list[dict]:
     return [
         new_markdown_cell(f"# {name}\n\n> Adds two numbers, so that there is something to check."),
         new_code_cell(f"#| default_exp {name}"),
-        new_code_cell('#| export\ndef add(a: int, b: int) -> int:\n    "The sum."\n    return a + b'),
+        new_code_cell(
+            '#| export\ndef add(a: int, b: int) -> int:\n    "The sum."\n    return a + b'
+        ),
         new_markdown_cell("## What you can change here\n\nThe numbers."),
     ]
 
@@ -75,8 +88,15 @@ def save_notebook(root: Path, name: str, cells: list[dict]) -> None:
     path.write_text(json.dumps(notebook, indent=1) + "\n", encoding="utf-8")
 
 
-MODULES = ["core/00_types", "backends/00_base", "loop/00_rollouts", "insight/00_xray", "views/00_charts"]
-MODULES += ["backends/local/00_trainer", "emulator/00_service", "00_cli"]  # what the import contracts name
+MODULES = [
+    "core/00_types",
+    "backends/00_base",
+    "loop/00_rollouts",
+    "insight/00_xray",
+    "views/00_charts",
+]
+# what the import contracts name
+MODULES += ["backends/local/00_trainer", "emulator/00_service", "00_cli"]
 
 
 @pytest.fixture
@@ -87,9 +107,17 @@ def project(tmp_path: Path) -> Path:
     for name in MODULES:
         save_notebook(root, name, module_page(re.sub(r"\d+_", "", name).replace("/", ".")))
     save_notebook(root, "index", [new_markdown_cell("# rl_notebook\n\n> A promise.")])
-    for name in ("settings.ini", "pyproject.toml", "_quarto.yml", "constraints.txt", "CHANGELOG.md"):
+    for name in (
+        "settings.ini",
+        "pyproject.toml",
+        "_quarto.yml",
+        "constraints.txt",
+        "CHANGELOG.md",
+    ):
         shutil.copy(ROOT / name, root / name)
-    subprocess.run([Path(sys.executable).parent / "nbdev_export"], cwd=root, check=True, capture_output=True)
+    subprocess.run(
+        [Path(sys.executable).parent / "nbdev_export"], cwd=root, check=True, capture_output=True
+    )
     write_readme(root)
     return root
 
@@ -109,10 +137,14 @@ def test_an_import_of_a_higher_folder_is_noticed(project: Path):
     save_notebook(project, "core/00_types", cells)
     (problem,) = RULES["numbers_only_go_down"](House(project))
     assert problem.startswith("core/00_types.ipynb cell 2 imports insight.xray")
-    subprocess.run([Path(sys.executable).parent / "nbdev_export"], cwd=project, check=True, capture_output=True)
+    subprocess.run(
+        [Path(sys.executable).parent / "nbdev_export"], cwd=project, check=True, capture_output=True
+    )
     command = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     env = {**os.environ, "PYTHONPATH": str(project), "NO_COLOR": "1"}
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=project, env=env, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert "A folder imports only lower folders BROKEN" in done.stdout
 
@@ -122,18 +154,28 @@ def test_an_import_of_a_higher_folder_is_noticed(project: Path):
 
 def test_a_page_shows_what_a_reader_sees(project: Path):
     cells = [
-        new_markdown_cell("# x\n\n> y\n\n[core](core/00_types.ipynb#nouns) [web](https://x.org) [up](../A.md)"),
+        new_markdown_cell(
+            "# x\n\n> y\n\n[core](core/00_types.ipynb#nouns) [web](https://x.org) [up](../A.md)"
+        ),
         new_code_cell("#| hide\nsecret = 1", outputs=[text_output("hidden output")]),
         new_code_cell("#| echo: false\nunseen = 2", outputs=[text_output("seen output")]),
         new_code_cell("#| output: false\nseen = 3", outputs=[text_output("unseen output")]),
-        new_code_cell("4", outputs=[display_output({"text/html": "<style>x</style>", "text/plain": "four"})]),
-        new_code_cell("5", outputs=[display_output({"image/png": "aGVsbG8=", "text/plain": "five"})]),
+        new_code_cell(
+            "4", outputs=[display_output({"text/html": "<style>x</style>", "text/plain": "four"})]
+        ),
+        new_code_cell(
+            "5", outputs=[display_output({"image/png": "aGVsbG8=", "text/plain": "five"})]
+        ),
     ]
     save_notebook(project, "index", cells)
     text, pictures = readme(project)
     assert "[core](nbs/core/00_types.ipynb#nouns) [web](https://x.org) [up](A.md)" in text
     assert [word for word in ("seen = 3", "seen output", "four") if word not in text] == []
-    assert [word for word in ("secret", "hidden output", "unseen", "<style>", "#|", "five") if word in text] == []
+    assert [
+        word
+        for word in ("secret", "hidden output", "unseen", "<style>", "#|", "five")
+        if word in text
+    ] == []
     [(path, data)] = pictures.items()
     assert data == b"hello"
     assert path.startswith("nbs/images/")
@@ -145,7 +187,9 @@ def test_a_notebook_that_hangs_ends_the_run_with_its_name(project: Path):
     save_notebook(project, "insight/00_xray", cells)
     command = [sys.executable, str(ROOT / "tests" / "notebooks.py"), "--n_workers", "2"]
     env = {**os.environ, "RL_NOTEBOOK_PAGE_LIMIT": "4", "PYTHONPATH": str(project)}
-    done = subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        command, cwd=project, env=env, capture_output=True, text=True, check=False, timeout=120
+    )
     assert done.returncode == 1
     assert "00_xray.ipynb: not done after 4 s" in done.stderr
     assert "in run_code" in done.stderr  # where each thread stood
@@ -159,10 +203,19 @@ def test_links_move_with_their_page():
 
 def test_every_pinned_version_installs_on_the_lowest_python():
     "Debian's Python 3.11 is 3.11.2: a pin that wants 3.11.5 would end `make setup` there."
-    lowest = re.search(r"^min_python = (\S+)", (ROOT / "settings.ini").read_text(), re.MULTILINE)[1] + ".0"
-    pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
+    lowest = (
+        re.search(r"^min_python = (\S+)", (ROOT / "settings.ini").read_text(), re.MULTILINE)[1]
+        + ".0"
+    )
+    pins = dict(
+        re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    )
     installed = {d.metadata["Name"]: d for d in importlib.metadata.distributions()}
     known = {name: d for name, d in installed.items() if pins.get(name) == d.version}
     assert len(known) > 100
-    wanted = {f"{name}=={pins[name]}": d.metadata["Requires-Python"] or "" for name, d in known.items()}
-    assert {pin: python for pin, python in wanted.items() if not SpecifierSet(python).contains(lowest)} == {}
+    wanted = {
+        f"{name}=={pins[name]}": d.metadata["Requires-Python"] or "" for name, d in known.items()
+    }
+    assert {
+        pin: python for pin, python in wanted.items() if not SpecifierSet(python).contains(lowest)
+    } == {}

@@ -35,9 +35,16 @@ def hub(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "openai" / "gsm8k"
-    for name, split, count in (("main", "train", 40), ("main", "test", 6), ("socratic", "train", 3)):
+    for name, split, count in (
+        ("main", "train", 40),
+        ("main", "test", 6),
+        ("socratic", "train", 3),
+    ):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        rows = [{"question": f"{name} {split} {i}: {i}+1?", "answer": f"so\n#### {i + 1}"} for i in range(count)]
+        rows = [
+            {"question": f"{name} {split} {i}: {i}+1?", "answer": f"so\n#### {i + 1}"}
+            for i in range(count)
+        ]
         pd.DataFrame(rows).to_parquet(folder / name / f"{split}-00000-of-00001.parquet")
     (folder / "README.md").write_text(README)
     return "openai/gsm8k"
@@ -45,8 +52,12 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_rows_by_configuration_and_split(hub, streaming):
-    rows = load_rows(hub, config="main", split="test", streaming=streaming, max_rows=4, require_answer=True)
-    assert [row.messages[0]["content"] for row in rows] == [f"main test {i}: {i}+1?" for i in range(4)]
+    rows = load_rows(
+        hub, config="main", split="test", streaming=streaming, max_rows=4, require_answer=True
+    )
+    assert [row.messages[0]["content"] for row in rows] == [
+        f"main test {i}: {i}+1?" for i in range(4)
+    ]
     assert rows[3].answer == "so\n#### 4"
     assert len(load_rows(hub, config="socratic", streaming=streaming)) == 3
 
@@ -54,21 +65,34 @@ def test_rows_by_configuration_and_split(hub, streaming):
 def test_a_folder_that_was_saved_to_disk_is_read_by_its_splits(hub, tmp_path):
     import datasets
 
-    parts = {n: datasets.Dataset.from_list([{"prompt": f"{n}?", "answer": None}]) for n in ("train", "test")}
+    parts = {
+        n: datasets.Dataset.from_list([{"prompt": f"{n}?", "answer": None}])
+        for n in ("train", "test")
+    }
     datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
     parts["test"].save_to_disk(tmp_path / "alone")
     given = Config(dataset=str(tmp_path / "saved"), dataset_split="test", rewards=["format"])
     assert [row.prompt for row in load_problem(given).rows] == ["test?"]
-    assert [load_rows(tmp_path / name)[0].prompt for name in ("saved", "alone")] == ["train?", "test?"]
+    assert [load_rows(tmp_path / name)[0].prompt for name in ("saved", "alone")] == [
+        "train?",
+        "test?",
+    ]
     for wrong in ({"split": "dev"}, {"config": "main"}):
         with pytest.raises(DataError, match=r"dev|no configurations"):
             load_rows(tmp_path / "saved", **wrong)
 
 
 def test_a_config_names_it_and_a_run_learns_from_it(hub, tmp_path):
-    said = {"dataset_name": hub, "dataset_config": "main", "dataset_train_split": "train", "dataset_test_split": "test"}
+    said = {
+        "dataset_name": hub,
+        "dataset_config": "main",
+        "dataset_train_split": "train",
+        "dataset_test_split": "test",
+    }
     with pytest.warns(UserWarning, match="dataset_name -> dataset"):
-        cfg = Config(**said, eval_rows=4, max_rows=8, max_completion_tokens=8, max_seq_len=128, steps=1)
+        cfg = Config(
+            **said, eval_rows=4, max_rows=8, max_completion_tokens=8, max_seq_len=128, steps=1
+        )
     problem = load_problem(cfg)
     assert (len(problem.rows), len(problem.eval_rows), problem.reward) == (8, 4, ["gsm8k"])
     assert problem.eval_rows[0].messages[0]["content"].startswith("main test 0")
@@ -81,15 +105,21 @@ def test_a_config_names_it_and_a_run_learns_from_it(hub, tmp_path):
 
 def test_columns_have_the_names_that_are_said(hub):
     columns = {"prompt": "question", "label": "answer"}
-    (row,) = load_problem(Config(dataset=hub, dataset_config="main", dataset_columns=columns, max_rows=1)).rows
+    (row,) = load_problem(
+        Config(dataset=hub, dataset_config="main", dataset_columns=columns, max_rows=1)
+    ).rows
     assert (row.prompt, row.answer) == ("main train 0: 0+1?", "so\n#### 1")
     assert row.data["question"] == row.data["prompt"]  # a reward function finds either
-    with pytest.raises(DataError, match=r"record 0: column 'task' \(for 'question'\): got columns question, answer"):
+    with pytest.raises(
+        DataError, match=r"record 0: column 'task' \(for 'question'\): got columns question, answer"
+    ):
         load_rows(hub, config="main", columns={"question": "task"})
 
 
 def test_what_is_not_there_is_said(hub):
-    with pytest.raises(DataError, match=r"(?s)'openai/gsm8k'.*Config name is missing.*main.*socratic"):
+    with pytest.raises(
+        DataError, match=r"(?s)'openai/gsm8k'.*Config name is missing.*main.*socratic"
+    ):
         load_rows(hub)
     with pytest.raises(DataError, match="dev"):
         load_rows(hub, config="main", split="dev")
@@ -103,5 +133,7 @@ def test_what_is_not_there_is_said(hub):
 
 def test_without_the_package_the_extra_is_named(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"(?s)'openai/gsm8k': got no datasets.*pip install 'rl-notebook\[hub\]'"):
+    with pytest.raises(
+        ImportError, match=r"(?s)'openai/gsm8k': got no datasets.*pip install 'rl-notebook\[hub\]'"
+    ):
         load_rows("openai/gsm8k")

@@ -36,19 +36,24 @@ def weights(loop: rln.GRPOLoop) -> str:
 @RARE
 @pytest.mark.parametrize("lora", [0, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trainer_sampler_and_transformers_agree_over_two_steps(family: str, lora: int, tmp_path: Path):
+def test_trainer_sampler_and_transformers_agree_over_two_steps(
+    family: str, lora: int, tmp_path: Path
+):
     asyncio.run(check_two_steps(family, lora, tmp_path))
 
 
 async def check_two_steps(family: str, lora: int, tmp_path: Path) -> None:
-    loop, plain = loop_for(family, lora), model_of(f"{family}Config", HYBRID[family])
+    loop = loop_for(family, lora)
+    plain = model_of(f"{family}Config", HYBRID[family])
     assert await two_steps(loop, plain) < 2e-6
     record = loop.records[-1]
     assert {f.name for f in rln.xray(record).failed} <= {"completions"}  # which are all cut
     folder = await loop.export(tmp_path / "out")
     if not lora:
         again = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-        [prompt] = await loop.backend.sampler.sample([5, 6, 7, 8, 9], SampleParams(max_tokens=8, seed=3))
+        [prompt] = await loop.backend.sampler.sample(
+            [5, 6, 7, 8, 9], SampleParams(max_tokens=8, seed=3)
+        )
         assert np.abs(prompt.logprobs - own_logprobs(again, prompt.full_tokens)[4:]).max() < 1e-5
 
 
@@ -58,8 +63,12 @@ def test_bfloat16_keeps_in_float32_what_transformers_keeps(family: str, tmp_path
     model = model_of(f"{family}Config", HYBRID.get(family, GATED))
     model.save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16").eval()
-    ours, ids = in_dtype(model, "bfloat16", "cpu"), torch.arange(200)[None]
-    kinds = lambda m: {n: t.dtype for n, t in (*m.named_parameters(), *m.named_buffers())}
+    ours = in_dtype(model, "bfloat16", "cpu")
+    ids = torch.arange(200)[None]
+
+    def kinds(m):
+        return {n: t.dtype for n, t in (*m.named_parameters(), *m.named_buffers())}
+
     assert kinds(ours) == kinds(theirs)
     with torch.no_grad():
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=0, rtol=0)
@@ -92,15 +101,23 @@ def test_cuts_penalties_turns_and_greedy_draws_are_the_models_own(family: str):
 
 async def draws(family: str) -> None:
     "A second turn goes on from what was kept of the first; greedy text is that of `generate`."
-    loop, plain = loop_for(family), model_of(f"{family}Config", HYBRID[family])
-    sampler, prompt = loop.backend.sampler, [7, 9, 11, 13]
-    greedy = (await sampler.sample(prompt, SampleParams(max_tokens=10, temperature=0)))[0].tokens.tolist()
+    loop = loop_for(family)
+    plain = model_of(f"{family}Config", HYBRID[family])
+    sampler = loop.backend.sampler
+    prompt = [7, 9, 11, 13]
+    greedy = (await sampler.sample(prompt, SampleParams(max_tokens=10, temperature=0)))[
+        0
+    ].tokens.tolist()
     for n in range(1, len(greedy)):
         with torch.no_grad():
-            assert greedy[n] == int(plain(torch.tensor([[*prompt, *greedy[:n]]])).logits[0, -1].argmax())
+            assert greedy[n] == int(
+                plain(torch.tensor([[*prompt, *greedy[:n]]])).logits[0, -1].argmax()
+            )
     for turn in await sampler.sample(
         prompt, SampleParams(n=2, max_tokens=9, seed=1, top_p=0.9, repetition_penalty=1.2)
     ):
-        [later] = await sampler.sample([*turn.full_tokens, 21, 22], SampleParams(max_tokens=8, seed=2))
+        [later] = await sampler.sample(
+            [*turn.full_tokens, 21, 22], SampleParams(max_tokens=8, seed=2)
+        )
         own = own_logprobs(plain, later.full_tokens)[later.prompt_len - 1 :]
         assert np.abs(later.logprobs - own).max() < 2e-6

@@ -18,7 +18,13 @@ from rl_notebook.core.losses import POLICY_LOSSES, make_loss_fn
 from rl_notebook.core.types import BackendError, DataError, Datum, Logprobs, PromptGroup
 from rl_notebook.core.types import RolloutSample, SampleParams
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
-from rl_notebook.loop.igpo import AnswerScorer, AnswerTokens, answer_tokens, has_turn_signal, igpo_advantages
+from rl_notebook.loop.igpo import (
+    AnswerScorer,
+    AnswerTokens,
+    answer_tokens,
+    has_turn_signal,
+    igpo_advantages,
+)
 from rl_notebook.loop.igpo import igpo_table, information_gain, prefix_ends, sample_scores
 from rl_notebook.loop.igpo import turn_advantages, with_information_gain, z_normalize
 from rl_notebook.loop.loop import GRPOLoop
@@ -33,11 +39,15 @@ from rl_notebook.task.toy import build_tokenizer, load_model, toy_reward, toy_ro
 ANSWER = AnswerTokens((), (7, 9))
 
 
-def talk(*stretches: tuple[int, int], scores=None, reward: float | None = 1.0, **fields) -> RolloutSample:
+def talk(
+    *stretches: tuple[int, int], scores=None, reward: float | None = 1.0, **fields
+) -> RolloutSample:
     "A sample of (tokens that are given, tokens that the policy says), one pair a turn."
     mask = np.concatenate([np.repeat([0, 1], pair) for pair in stretches])
     info = {} if scores is None else {"answer_scores": list(scores)}
-    return RolloutSample(np.arange(len(mask)), np.full(len(mask), -1.0), mask, reward, info=info, **fields)
+    return RolloutSample(
+        np.arange(len(mask)), np.full(len(mask), -1.0), mask, reward, info=info, **fields
+    )
 
 
 # --- advantages ---------------------------------------------------------------------------------------------------
@@ -49,12 +59,18 @@ number = st.floats(-20, 0).map(lambda x: round(x, 3))
 def rollouts(draw, smallest: int = 1):
     "(scores, outcome) of the rollouts of a group; a rollout of no turns has one score."
     turns = draw(st.lists(st.integers(0, 5), min_size=smallest, max_size=6))
-    return [([draw(number) for _ in range(n + 1)], draw(st.sampled_from([0.0, 1.0, 0.25]))) for n in turns]
+    return [
+        ([draw(number) for _ in range(n + 1)], draw(st.sampled_from([0.0, 1.0, 0.25])))
+        for n in turns
+    ]
 
 
 def advantages_of(group, **options) -> list[np.ndarray]:
     gains = [information_gain(scores) for scores, _ in group]
-    outcomes = [np.append(np.zeros(len(g) - 1), out) if len(g) else g for g, (_, out) in zip(gains, group, strict=True)]
+    outcomes = [
+        np.append(np.zeros(len(g) - 1), out) if len(g) else g
+        for g, (_, out) in zip(gains, group, strict=True)
+    ]
     return turn_advantages(gains, outcomes, **options)
 
 
@@ -62,9 +78,18 @@ def advantages_of(group, **options) -> list[np.ndarray]:
 def test_gamma_0_is_the_turn_alone_and_gamma_1_the_sum_of_what_follows(group, weight):
     alone = advantages_of(group, gamma=0.0, ig_weight=weight)
     gains = np.concatenate([information_gain(scores) for scores, _ in group])
-    outcomes = np.concatenate([[0.0] * (len(s) - 2) + [out] if len(s) > 1 else [] for s, out in group])
-    flat = lambda x: np.zeros(len(x)) if len(x) < 2 or x.std() < 1e-6 else (x - x.mean()) / (x.std() + 1e-6)
-    np.testing.assert_allclose(np.concatenate(alone), weight * flat(gains) + flat(outcomes), atol=1e-9)
+    outcomes = np.concatenate(
+        [[0.0] * (len(s) - 2) + [out] if len(s) > 1 else [] for s, out in group]
+    )
+
+    def flat(x):
+        return (
+            np.zeros(len(x)) if len(x) < 2 or x.std() < 1e-6 else (x - x.mean()) / (x.std() + 1e-6)
+        )
+
+    np.testing.assert_allclose(
+        np.concatenate(alone), weight * flat(gains) + flat(outcomes), atol=1e-9
+    )
     for own, summed in zip(alone, advantages_of(group, gamma=1.0, ig_weight=weight), strict=True):
         np.testing.assert_allclose(summed, np.cumsum(own[::-1])[::-1], atol=1e-9)
 
@@ -85,7 +110,9 @@ def test_the_last_turn_can_go_without_gain_but_only_the_last_of_a_run():
 
 
 # Those that are left out look at other tokens of the sample or of the batch.
-@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name not in ("gmpo", "kl_cov", "clip_cov")])
+@pytest.mark.parametrize(
+    "name", [name for name in POLICY_LOSSES if name not in ("gmpo", "kl_cov", "clip_cov")]
+)
 def test_every_policy_loss_takes_an_advantage_per_token(name):
     "A token is pushed as if its whole sample had its advantage, which test_losses_properties judges."
     rng = np.random.default_rng(5)
@@ -100,10 +127,13 @@ def test_every_policy_loss_takes_an_advantage_per_token(name):
     def gradients(datums):
         policy = [torch.tensor(p, requires_grad=True) for p, _, _ in series]
         tis = "off" if name == "reinforce" else "token"
-        make_loss_fn(datums, policy_loss=name, aggregation="sum", tis=tis)(datums, policy)[0].backward()
+        make_loss_fn(datums, policy_loss=name, aggregation="sum", tis=tis)(datums, policy)[
+            0
+        ].backward()
         return [p.grad.numpy() for p in policy]
 
-    mixed, seen = gradients(datums), 0
+    mixed = gradients(datums)
+    seen = 0
     for value in {float(v) for turns in group.turn_advantages for v in turns}:
         alone = gradients([replace(d, advantage=value) for d in datums])
         for d, ours, theirs in zip(datums, mixed, alone, strict=True):
@@ -138,21 +168,28 @@ class Counting:
     "A sampler that counts, is slow on demand, and whose weights can move while it is asked."
 
     def __init__(self, moves_at: int | None = None, fails: int = 0):
-        self.asked, self.version, self.busy, self.most = Counter(), 0, 0, 0
-        self.moves_at, self.fails = moves_at, fails
+        self.asked = Counter()
+        self.version = 0
+        self.busy = 0
+        self.most = 0
+        self.moves_at = moves_at
+        self.fails = fails
 
     async def logprobs(self, tokens):
         self.asked[tuple(tokens.tolist())] += 1
         if self.asked.total() == self.moves_at:
             self.version += 1
-        version, self.busy = self.version, self.busy + 1
+        version = self.version
+        self.busy = self.busy + 1
         self.most = max(self.most, self.busy)
         await asyncio.sleep(0.001)
         self.busy -= 1
         if self.fails:
             self.fails -= 1
             raise BackendError("the server", got="no answer")
-        return Logprobs(np.full(len(tokens) - 1, -1.0 * len(tokens) - version), policy_version=version)
+        return Logprobs(
+            np.full(len(tokens) - 1, -1.0 * len(tokens) - version), policy_version=version
+        )
 
 
 def test_each_prefix_is_asked_once_and_never_more_than_allowed_at_a_time():
@@ -173,7 +210,8 @@ def test_each_prefix_is_asked_once_and_never_more_than_allowed_at_a_time():
 
 
 def test_all_scores_of_a_sample_come_from_the_same_weights():
-    sampler, sample = Counting(moves_at=3), talk((4, 2), (2, 3), (1, 1))
+    sampler = Counting(moves_at=3)
+    sample = talk((4, 2), (2, 3), (1, 1))
     scorer = AnswerScorer(sampler, workers=1)
     found = asyncio.run(sample_scores(scorer, sample, ANSWER))
     assert found == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
@@ -200,7 +238,8 @@ def test_a_sample_that_does_not_say_which_weights_drew_it_is_scored_by_those_tha
 
 
 def test_a_rollout_that_is_cancelled_does_not_take_the_scores_of_others_with_it():
-    sampler, sample = Counting(), talk((4, 2))
+    sampler = Counting()
+    sample = talk((4, 2))
     scorer = AnswerScorer(sampler)
 
     async def main():
@@ -236,7 +275,9 @@ def two_turns(setup):
         logprobs[mask == 1] = [*first.logprobs, *second.logprobs]
         text = setup.tokenizer.decode(tokens[len(start) :], skip_special_tokens=True)
         reward = toy_reward(text, sample_prompt["answer"])
-        return RolloutSample(tokens, logprobs, mask, reward, text=text, policy_version=first.policy_version)
+        return RolloutSample(
+            tokens, logprobs, mask, reward, text=text, policy_version=first.policy_version
+        )
 
     return rollout
 
@@ -277,11 +318,15 @@ def test_the_sampler_scores_as_the_trainer_does():
         answer = answer_tokens(tokenizer, prompt.row.answer, "#### ")
         datums = []
         for end in prefix_ends(sample):
-            tokens = np.concatenate([sample.tokens[:end], answer.lead, answer.tokens]).astype(np.int64)
+            tokens = np.concatenate([sample.tokens[:end], answer.lead, answer.tokens]).astype(
+                np.int64
+            )
             weights = np.arange(1, len(tokens)) >= len(tokens) - len(answer.tokens)
             datums.append(Datum(tokens=tokens, weights=weights))
         found = await backend.policy.forward(datums)
-        return sample, [lp.values[d.weights == 1].mean() for lp, d in zip(found, datums, strict=True)]
+        return sample, [
+            lp.values[d.weights == 1].mean() for lp, d in zip(found, datums, strict=True)
+        ]
 
     sample, by_trainer = asyncio.run(main())
     assert len(sample.turns) == 2
@@ -296,10 +341,15 @@ def test_a_step_trains_every_token_with_the_advantage_of_its_turn(tmp_path):
     by_hand = {g.index: g for g in igpo_advantages(record.groups, options)}
     trained = {d.group for d in record.datums}
     assert trained == {i for i, g in by_hand.items() if has_turn_signal(g)}
-    assert any(len(set(record.groups[i].rewards)) == 1 for i in trained), "no group without a difference of rewards"
+    assert any(len(set(record.groups[i].rewards)) == 1 for i in trained), (
+        "no group without a difference of rewards"
+    )
     total = sum(d.num_loss_tokens for d in record.datums)
     for d, dlogprob in zip(record.datums, record.loss.dlogprobs, strict=True):
-        sample, turns = by_hand[d.group].samples[d.sample], by_hand[d.group].turn_advantages[d.sample]
+        sample, turns = (
+            by_hand[d.group].samples[d.sample],
+            by_hand[d.group].turn_advantages[d.sample],
+        )
         expected = np.zeros(len(d.weights))
         for (a, b), value in zip(sample.turns, turns, strict=True):
             expected[a - 1 : b - 1] = -value / total
@@ -324,9 +374,17 @@ def test_a_recorded_run_of_the_recipe_can_be_resumed_and_replayed(tmp_path):
 
         return rollout_fn
 
-    task = {"rollout_fn_factory": counted, "rows": toy_rows(12, seed=3), "eval_rows": toy_rows(3, seed=4)}
+    task = {
+        "rollout_fn_factory": counted,
+        "rows": toy_rows(12, seed=3),
+        "eval_rows": toy_rows(3, seed=4),
+    }
     told = task | {"say": lambda line: None, "progress": False}
-    settings = SETTINGS | {"dcp_save_interval": 1, "log_path": str(tmp_path / "run"), "kl_beta": 0.0}
+    settings = SETTINGS | {
+        "dcp_save_interval": 1,
+        "log_path": str(tmp_path / "run"),
+        "kl_beta": 0.0,
+    }
     cfg = igpo_loop.Config(**settings, steps=1, igpo=IGPOConfig(skip_ig_last_turn=True))
     assert igpo_loop.main(cfg, **told).steps == 1
     assert Counter(evaluated) == {False: 12, True: 6}
@@ -334,7 +392,9 @@ def test_a_recorded_run_of_the_recipe_can_be_resumed_and_replayed(tmp_path):
     assert igpo_loop.main(longer, **told, resume=True).steps == 2
     run = Run.open(cfg.log_path)
     assert [r.step for r in run] == [1, 2, 3]
-    again = asyncio.run(replay_step(cfg.log_path, 3, problem=igpo_loop.igpo_problem(longer, **task)))
+    again = asyncio.run(
+        replay_step(cfg.log_path, 3, problem=igpo_loop.igpo_problem(longer, **task))
+    )
     assert again.first_difference is None, again
     scored = [s.info["answer_scores"] for g in run.record(3).groups for s in g.samples]
     assert {len(scores) for scores in scored} == {3}
@@ -342,7 +402,9 @@ def test_a_recorded_run_of_the_recipe_can_be_resumed_and_replayed(tmp_path):
 
 def test_the_asynchronous_loop_takes_the_same_functions():
     options = IGPOConfig(skip_ig_last_turn=True)
-    cfg = Config(**SETTINGS | {"recipe": "async_rl_loop", "max_head_offpolicy_versions": 1, "steps": 3})
+    cfg = Config(
+        **SETTINGS | {"recipe": "async_rl_loop", "max_head_offpolicy_versions": 1, "steps": 3}
+    )
     model, tokenizer = load_model("tiny")
     loop = AsyncGRPOLoop(
         open_local(model, tokenizer, reference=False),
@@ -371,7 +433,11 @@ def test_the_asynchronous_loop_takes_the_same_functions():
 
 
 def test_the_table_counts_turns_along_a_run_and_puts_the_outcome_on_its_last():
-    samples = [talk((2, 1), (1, 2), scores=(-4, -3, -1)), talk((2, 3), scores=(-1, -2)), talk((2, 1), scores=(-4, -4))]
+    samples = [
+        talk((2, 1), (1, 2), scores=(-4, -3, -1)),
+        talk((2, 3), scores=(-1, -2)),
+        talk((2, 1), scores=(-4, -4)),
+    ]
     record = StepRecord(step=1, groups=(PromptGroup(samples, runs=(0, 0, 1), key="q"),))
     table = igpo_table(record)
     assert table["turn"].tolist() == [1, 2, 3, 1]

@@ -34,7 +34,13 @@ VARIABLES = ("FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "RL_NOTEBO
 def spellings(key: str) -> set[bytes]:
     "A key as it may stand in a text: plain, quoted, escaped, in base64 at each of the three places of a triple."
     plain = key.encode()
-    spelled = {plain, quote(key).encode(), quote_plus(key).encode(), quote(key, safe="").encode(), plain.hex().encode()}
+    spelled = {
+        plain,
+        quote(key).encode(),
+        quote_plus(key).encode(),
+        quote(key, safe="").encode(),
+        plain.hex().encode(),
+    }
     spelled |= {json.dumps(key)[1:-1].encode(), json.dumps(key).replace("/", "\\/")[1:-1].encode()}
     spelled |= {key.replace("&", "&amp;").encode(), plain[::-1]}
     for encode in (base64.b64encode, base64.urlsafe_b64encode):
@@ -63,7 +69,9 @@ def unpacked(path: Path) -> Iterator[tuple[str, bytes]]:
 
 def leaks(folder: Path) -> dict[str, list[str]]:
     "File -> the spellings of a key that it contains."
-    files = [part for path in sorted(folder.rglob("*")) if path.is_file() for part in unpacked(path)]
+    files = [
+        part for path in sorted(folder.rglob("*")) if path.is_file() for part in unpacked(path)
+    ]
     assert files
     return {name: found for name, data in files if (found := shown(data))}
 
@@ -82,7 +90,9 @@ def test_a_planted_key_is_found_where_it_is_packed_or_part_of_something(tmp_path
     with zipfile.ZipFile(tmp_path / "b.npz", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("c.json", json.dumps({"key": KEY}))
     for shift in range(3):
-        (tmp_path / f"basic-{shift}").write_bytes(base64.b64encode(b"user:pass"[shift:] + KEY.encode() + b"@host"))
+        (tmp_path / f"basic-{shift}").write_bytes(
+            base64.b64encode(b"user:pass"[shift:] + KEY.encode() + b"@host")
+        )
     (tmp_path / f"named-{quote(KEY, safe='')}").write_text("nothing inside")
     (tmp_path / "harmless").write_text(f"{KEY[:-1]} {KEY[1:]} ***")
     assert len(leaks(tmp_path)) == 6
@@ -93,12 +103,12 @@ def test_a_planted_key_is_found_where_it_is_packed_or_part_of_something(tmp_path
 
 DRAWN = "a1B2c3D4e5" * 4
 LOOKS = [
-    *(f"{start}{DRAWN[:36]}" for start in ("sk-", "sk-proj-", "gho_", "ghp_", "github_pat_", "hf_", "fw_", "tml-", "wandb_v1_")),  # noqa: E501
+    *(f"{start}{DRAWN[:36]}" for start in ("sk-", "sk-proj-", "gho_", "ghp_", "github_pat_", "hf_", "fw_", "tml-", "wandb_v1_")),
     "xoxb-123456789012-abcdefghij", "AKIA" + "IOSFODNN7EXAMPLE", f"Bearer {DRAWN}",
     "https://me:hunter2hunter2@host/x", "https://host/x?token=hunter2hunter2&n=1", "https://host/x?a=b&api_key=hunter2hunter2",
 ]  # fmt: skip
 PROSE = [
-    "An `sk-` prefix, sk-learn-contrib, hf_model_name, fw-ai/cookbook, hf-internal-testing/tiny-random-LlamaForCausalLM.",  # noqa: E501
+    "An `sk-` prefix, sk-learn-contrib, hf_model_name, fw-ai/cookbook, hf-internal-testing/tiny-random-LlamaForCausalLM.",
     "The bearer of bad news asks: what does https://example.org/?step=3&keys=a tell us? Ask a@example.org.",
 ]
 
@@ -133,11 +143,17 @@ def test_ordinary_text_is_left_alone(text: str) -> None:
     assert without_keys(text) == text
 
 
-def test_a_value_of_the_environment_is_hidden_whole_where_this_package_reads_it_and_no_word_is(monkeypatch):
+def test_a_value_of_the_environment_is_hidden_whole_where_this_package_reads_it_and_no_word_is(
+    monkeypatch,
+):
     from rl_notebook.config.config import Config
     from rl_notebook.core.types import without_keys
 
-    for name, value in {"SOMETHING_PASSWORD": "training", "DB_TOKEN": "policy-1", "OPENAI_API_KEY": "training"}.items():
+    for name, value in {
+        "SOMETHING_PASSWORD": "training",
+        "DB_TOKEN": "policy-1",
+        "OPENAI_API_KEY": "training",
+    }.items():
         monkeypatch.setenv(name, value)
     assert Config(log_path="runs/training", run_name="policy-1").log_path == "runs/training"
     monkeypatch.setenv("HF_TOKEN", "not-needed-1")
@@ -155,17 +171,34 @@ ERRORS = {
 
 @pytest.mark.parametrize("backend", ERRORS)
 @pytest.mark.variant
-def test_a_run_with_everything_said_aloud_does_not_say_the_key(backend: str, tmp_path: Path) -> None:
+def test_a_run_with_everything_said_aloud_does_not_say_the_key(
+    backend: str, tmp_path: Path
+) -> None:
     with (tmp_path / "said.txt").open("w") as said:
-        command = [sys.executable, "-X", "dev", "-W", "always", str(HERE / "verbose_run.py"), backend, str(tmp_path)]
+        command = [
+            sys.executable,
+            "-X",
+            "dev",
+            "-W",
+            "always",
+            str(HERE / "verbose_run.py"),
+            backend,
+            str(tmp_path),
+        ]
         ended = subprocess.run(
-            command, env=environment(), stdout=said, stderr=subprocess.STDOUT, timeout=240, check=False
+            command,
+            env=environment(),
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            timeout=240,
+            check=False,
         )
     text = (tmp_path / "said.txt").read_text(errors="replace")
     assert ended.returncode == 0, text[-2000:]
     assert "\nthe end\n" in text
     trace = (tmp_path / "everything.log").read_text(errors="replace")
-    assert "send_request_headers.started request=<Request [b'POST']>" in trace  # httpcore, at its loudest
+    # httpcore, at its loudest
+    assert "send_request_headers.started request=<Request [b'POST']>" in trace
     assert "HTTP Request: POST" in trace  # httpx
     for part in ERRORS[backend]:
         assert part in text
@@ -175,7 +208,9 @@ def test_a_run_with_everything_said_aloud_does_not_say_the_key(backend: str, tmp
     assert leaks(tmp_path) == {}
 
 
-def test_http2_writes_headers_into_its_log_until_a_key_is_read(caplog: pytest.LogCaptureFixture) -> None:
+def test_http2_writes_headers_into_its_log_until_a_key_is_read(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     from hpack import Encoder
 
     for name in HEADER_LOGGERS:
@@ -197,12 +232,25 @@ def test_http2_writes_headers_into_its_log_until_a_key_is_read(caplog: pytest.Lo
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 @pytest.mark.variant
 def test_a_page_that_is_executed_does_not_show_the_key(page: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jupyter", "nbconvert", "--to", "notebook", "--execute", "--allow-errors"]
+    command = [
+        sys.executable,
+        "-m",
+        "jupyter",
+        "nbconvert",
+        "--to",
+        "notebook",
+        "--execute",
+        "--allow-errors",
+    ]
     command += ["--output-dir", str(tmp_path), "--log-level", "DEBUG", str(page)]
     env = environment(JUPYTER_PLATFORM_DIRS="1")
-    done = subprocess.run(command, env=env, capture_output=True, timeout=240, check=False, cwd=tmp_path)
+    done = subprocess.run(
+        command, env=env, capture_output=True, timeout=240, check=False, cwd=tmp_path
+    )
     (tmp_path / "said.txt").write_bytes(done.stdout + done.stderr)
     cells = json.loads((tmp_path / page.name).read_text())["cells"]
-    errors = [out for cell in cells for out in cell.get("outputs", ()) if out["output_type"] == "error"]
+    errors = [
+        out for cell in cells for out in cell.get("outputs", ()) if out["output_type"] == "error"
+    ]
     assert (done.returncode, errors) == (0, [])
     assert leaks(tmp_path) == {}

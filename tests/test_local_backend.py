@@ -46,7 +46,9 @@ def random_datums(seed: int, count: int, vocab: int = 200, longest: int = 24) ->
     for i in range(count):
         n = int(rng.integers(2, longest))
         weights = (rng.random(n - 1) < 0.6).astype(float)
-        made.append(Datum(rng.integers(0, vocab, n), weights, advantage=float(rng.normal()), sample=i))
+        made.append(
+            Datum(rng.integers(0, vocab, n), weights, advantage=float(rng.normal()), sample=i)
+        )
     return made
 
 
@@ -59,7 +61,11 @@ def mixing_loss(datums, policy_logprobs):
 
 
 def gradients(backend) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in backend.policy.state.params.items() if p.grad is not None}
+    return {
+        name: p.grad.clone()
+        for name, p in backend.policy.state.params.items()
+        if p.grad is not None
+    }
 
 
 def run(coroutine):
@@ -71,7 +77,8 @@ def run(coroutine):
 
 def distributions(backend, datums) -> list[torch.Tensor]:
     "Logprobs (N-1, V) of each datum, sequence by sequence through the model's own logits, all of them."
-    module, temperature = backend.policy.state.module, backend.policy.state.scoring.temperature
+    module = backend.policy.state.module
+    temperature = backend.policy.state.scoring.temperature
     rows = [torch.from_numpy(d.input_tokens.copy())[None] for d in datums]
     return [(module(input_ids=row).logits[0] / temperature).log_softmax(-1) for row in rows]
 
@@ -79,9 +86,14 @@ def distributions(backend, datums) -> list[torch.Tensor]:
 def naive_gradients(backend, datums, loss_fn) -> dict[str, torch.Tensor]:
     "By plain autograd."
     wholes = zip(distributions(backend, datums), datums, strict=True)
-    series = [lp[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())] for lp, d in wholes]
+    series = [
+        lp[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())]
+        for lp, d in wholes
+    ]
     params = backend.policy.state.params
-    grads = torch.autograd.grad(loss_fn(datums, series)[0], list(params.values()), allow_unused=True)
+    grads = torch.autograd.grad(
+        loss_fn(datums, series)[0], list(params.values()), allow_unused=True
+    )
     return {name: g for name, g in zip(params, grads, strict=True) if g is not None}
 
 
@@ -96,7 +108,9 @@ def naive_gradients(backend, datums, loss_fn) -> dict[str, torch.Tensor]:
     lora=st.sampled_from([0, 3]),
     temperature=st.sampled_from([1.0, 0.7]),
 )
-def test_gradient_and_entropy_are_exact_however_they_are_batched(seed, count, tokens, family, tied, lora, temperature):
+def test_gradient_and_entropy_are_exact_however_they_are_batched(
+    seed, count, tokens, family, tied, lora, temperature
+):
     "float64: split into batches, padded, sorted and chunked, they are the naive ones to 1e-10; see `tolerance`."
     lora = 0 if family == "gpt2" else lora
     shape = {"tied": tied, "seed": seed % 100}
@@ -109,7 +123,8 @@ def test_gradient_and_entropy_are_exact_however_they_are_batched(seed, count, to
                 p.normal_(std=0.1)
     datums = random_datums(seed, count)
     trained = run(backend.policy.forward_backward_custom(datums, mixing_loss)).logprobs
-    got, want = gradients(backend), naive_gradients(backend, datums, mixing_loss)
+    got = gradients(backend)
+    want = naive_gradients(backend, datums, mixing_loss)
     assert got.keys() == want.keys()
     trees = any(batch.tree for batch in backend.policy.state.scoring.batches(datums))
     # Attention over a tree adds in another order, and these norms round to float32 even in a float64 model.
@@ -120,7 +135,9 @@ def test_gradient_and_entropy_are_exact_however_they_are_batched(seed, count, to
     for scored in (trained, run(backend.policy.forward(datums))):
         for lp, d, whole in zip(scored, datums, distributions(backend, datums), strict=True):
             entropy = -(whole.exp() * whole).sum(-1).detach().numpy()
-            assert np.allclose(lp.entropy, np.where(d.active, entropy, np.nan), atol=tolerance, equal_nan=True)
+            assert np.allclose(
+                lp.entropy, np.where(d.active, entropy, np.nan), atol=tolerance, equal_nan=True
+            )
 
 
 def test_loss_then_backward_is_forward_backward():
@@ -140,7 +157,8 @@ def test_loss_then_backward_is_forward_backward():
 
 
 def test_edited_dlogprobs_are_checked():
-    backend, datums = backend_of(reference=False), [Datum([1, 2, 3], [0, 1])]
+    backend = backend_of(reference=False)
+    datums = [Datum([1, 2, 3], [0, 1])]
     with pytest.raises(LossError, match="a derivative at an unscored position"):
         run(backend.policy.backward(datums, [np.array([1.0, 1.0])]))
     with pytest.raises(LossError, match=r"got \(1,\); expected \(2,\)"):
@@ -151,11 +169,14 @@ def test_edited_dlogprobs_are_checked():
 
 def test_masked_positions_get_exactly_nothing():
     "A loss that reads NaN behind a where() has a NaN derivative there; it must not reach the weights."
-    backend, datums = backend_of(reference=False), random_datums(2, 3)
+    backend = backend_of(reference=False)
+    datums = random_datums(2, 3)
 
     def loss(ds, lps):
         masks = [torch.tensor(d.active) for d in ds]
-        return sum(torch.where(m, lp.exp(), 0.0).sum() for m, lp in zip(masks, lps, strict=True)), {}
+        return sum(
+            torch.where(m, lp.exp(), 0.0).sum() for m, lp in zip(masks, lps, strict=True)
+        ), {}
 
     out = run(backend.policy.forward_backward_custom(datums, loss))
     for d, dlogprob in zip(datums, out.dlogprobs, strict=True):
@@ -165,12 +186,19 @@ def test_masked_positions_get_exactly_nothing():
 
 
 def test_prompt_logprobs_scores_everything():
-    backend, datums = backend_of(prompt_logprobs=True), random_datums(2, 3)
+    backend = backend_of(prompt_logprobs=True)
+    datums = random_datums(2, 3)
     for scorer in (backend.policy, backend.reference):
         assert all(np.isfinite(s.values).all() for s in run(scorer.forward(datums)))
-    multiplied = lambda ds, lps: (sum((lp * torch.tensor(d.weights)).sum() for d, lp in zip(ds, lps)), {})
+
+    def multiplied(ds, lps):
+        return (sum((lp * torch.tensor(d.weights)).sum() for d, lp in zip(ds, lps)), {})
+
     out = run(backend.policy.forward_backward_custom(datums, multiplied))
-    assert all(np.array_equal(dlogprob, d.weights) for dlogprob, d in zip(out.dlogprobs, datums, strict=True))
+    assert all(
+        np.array_equal(dlogprob, d.weights)
+        for dlogprob, d in zip(out.dlogprobs, datums, strict=True)
+    )
 
 
 @settings(max_examples=60)
@@ -186,7 +214,8 @@ def test_batches_hold_everything_once_and_keep_the_budget(lengths, budget, gain)
 
 
 def test_clipping_and_the_size_of_an_update():
-    free, tight = backend_of(reference=False), backend_of(reference=False)
+    free = backend_of(reference=False)
+    tight = backend_of(reference=False)
     datums = random_datums(1, 4)
     for b in (free, tight):
         run(b.policy.forward_backward_custom(datums, mixing_loss))
@@ -197,24 +226,33 @@ def test_clipping_and_the_size_of_an_update():
     assert loose["grad_norm"] == loose["grad_norm_clipped"] == pytest.approx(float(raw), rel=1e-5)
     assert metrics["grad_norm"] == pytest.approx(float(raw), rel=1e-5)
     assert metrics["grad_norm_clipped"] == pytest.approx(0.1)
-    moved = sum(float((p - before[n]).square().sum()) for n, p in tight.policy.state.params.items()) ** 0.5
+    moved = (
+        sum(float((p - before[n]).square().sum()) for n, p in tight.policy.state.params.items())
+        ** 0.5
+    )
     assert metrics["update_norm"] == pytest.approx(moved, rel=1e-4)
     assert metrics["num_loss_tokens"] == sum(d.num_loss_tokens for d in datums)
 
 
 def test_adamw_is_torchs_with_this_steps_parameters():
-    backend, datums = backend_of(reference=False), random_datums(4, 3)
+    backend = backend_of(reference=False)
+    datums = random_datums(4, 3)
     twin = {n: p.detach().clone().requires_grad_() for n, p in backend.policy.state.params.items()}
     groups = [[p for p in twin.values() if (p.ndim > 1) is matrix] for matrix in (True, False)]
     plain = torch.optim.AdamW([{"params": group} for group in groups], foreach=False)
     steps = [AdamParams(1e-2), AdamParams(3e-3, 0.8, 0.95, 1e-6, 0.1)]
-    steps += [AdamParams(1e-2, weight_decay=2.0, weight_decay_on="matrices"), AdamParams(1e-2, weight_decay=1.0)]
+    steps += [
+        AdamParams(1e-2, weight_decay=2.0, weight_decay_on="matrices"),
+        AdamParams(1e-2, weight_decay=1.0),
+    ]
     for adam in steps:
         run(backend.policy.forward_backward_custom(datums, mixing_loss))
         for name, g in gradients(backend).items():
             twin[name].grad = g
         betas = (adam.beta1, adam.beta2)
-        for group, decays in zip(plain.param_groups, (True, adam.weight_decay_on == "all"), strict=True):
+        for group, decays in zip(
+            plain.param_groups, (True, adam.weight_decay_on == "all"), strict=True
+        ):
             decay = adam.weight_decay if decays else 0.0
             group.update(lr=adam.learning_rate, betas=betas, eps=adam.eps, weight_decay=decay)
         plain.step()
@@ -222,7 +260,9 @@ def test_adamw_is_torchs_with_this_steps_parameters():
     for name, p in backend.policy.state.params.items():
         assert torch.allclose(p, twin[name], atol=1e-6), name
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
-    with pytest.raises(BackendError, match="weight_decay_on: got 'norms'; expected 'all' or 'matrices'"):
+    with pytest.raises(
+        BackendError, match="weight_decay_on: got 'norms'; expected 'all' or 'matrices'"
+    ):
         run(backend.policy.optim_step(AdamParams(weight_decay_on="norms")))
 
 
@@ -234,17 +274,23 @@ def captured(backend) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rejected_update_leaves_weights_moments_and_gradient(dtype):
     "The same gradient at a lower rate gives what it would have given at once."
-    datums, adams = random_datums(4, 3), [ADAM, AdamParams(learning_rate=1e-3, grad_clip_norm=0.01)]
-    backend, calm = backend_of(dtype=dtype, reference=False), backend_of(dtype=dtype, reference=False)
+    datums = random_datums(4, 3)
+    adams = [ADAM, AdamParams(learning_rate=1e-3, grad_clip_norm=0.01)]
+    backend = backend_of(dtype=dtype, reference=False)
+    calm = backend_of(dtype=dtype, reference=False)
     for adam in adams:
         for b in (backend, calm):
             run(b.policy.forward_backward_custom(datums, mixing_loss))
         before = captured(backend)
         for _ in range(2):
-            with pytest.raises(BackendError, match=r"update rejected: .*as before\. Lower learning_rate \(1e\+38\)"):
+            with pytest.raises(
+                BackendError, match=r"update rejected: .*as before\. Lower learning_rate \(1e\+38\)"
+            ):
                 run(backend.policy.optim_step(replace(adam, learning_rate=1e38), **BY_TOKENS))
             assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
-        assert run(backend.policy.optim_step(adam, **BY_TOKENS)) == run(calm.policy.optim_step(adam, **BY_TOKENS))
+        assert run(backend.policy.optim_step(adam, **BY_TOKENS)) == run(
+            calm.policy.optim_step(adam, **BY_TOKENS)
+        )
     assert captured(backend).keys() == captured(calm).keys()
     assert all(torch.equal(t, captured(backend)[n]) for n, t in captured(calm).items())
 
@@ -253,12 +299,14 @@ BY_TOKENS: Any = {"grad_accumulation_normalization": "num_loss_tokens"}
 
 
 def test_infinite_gradients_do_not_reach_the_weights():
-    backend, datums = backend_of(reference=False), random_datums(4, 3)
+    backend = backend_of(reference=False)
+    datums = random_datums(4, 3)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     before = captured(backend)
     next(p for p in backend.policy.state.params.values() if p.grad is not None).grad[0] = torch.inf
     with pytest.raises(
-        BackendError, match=r"gradient norm: got inf; .* as before\. Run the backward pass with another"
+        BackendError,
+        match=r"gradient norm: got inf; .* as before\. Run the backward pass with another",
     ):
         run(backend.policy.optim_step(ADAM))
     assert all(torch.equal(t, before[n]) for n, t in captured(backend).items())
@@ -267,7 +315,9 @@ def test_infinite_gradients_do_not_reach_the_weights():
 def test_an_update_copies_a_few_weights_at_a_time(monkeypatch):
     "Its metrics need no second copy of the model."
     monkeypatch.setattr(local_module, "TRIED_AT_ONCE", 200)
-    backend, whole, datums = backend_of(reference=False), backend_of(reference=False), random_datums(4, 3)
+    backend = backend_of(reference=False)
+    whole = backend_of(reference=False)
+    datums = random_datums(4, 3)
     for b in (backend, whole):
         run(b.policy.forward_backward_custom(datums, mixing_loss))
         run(b.policy.optim_step(ADAM))  # moments are made in the first update
@@ -296,17 +346,24 @@ def test_an_update_copies_a_few_weights_at_a_time(monkeypatch):
 
 
 def test_an_injected_nan_reaches_neither_update_nor_sampler_nor_disk(tmp_path):
-    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    backend = backend_of(reference=False)
+    datums = random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     good = run(backend.policy.save_state(str(tmp_path / "good")))
     backend.policy.state.params["model.layers.1.mlp.up_proj.weight"].data[3, 5] = torch.nan
     with pytest.raises(
-        BackendError, match=r"update 1: not finite: got NaN or infinity in model.layers.1.mlp.up_.*undo"
+        BackendError,
+        match=r"update 1: not finite: got NaN or infinity in model.layers.1.mlp.up_.*undo",
     ):
         run(backend.policy.optim_step(ADAM))
-    with pytest.raises(BackendError, match=r"save_weights_for_sampler: not finite: got NaN .*layers.1.mlp.up_proj"):
+    with pytest.raises(
+        BackendError, match=r"save_weights_for_sampler: not finite: got NaN .*layers.1.mlp.up_proj"
+    ):
         run(backend.policy.save_weights_for_sampler("s"))
-    with pytest.raises(RecordError, match=r"save_state, .*: not finite: got NaN or infinity in .*layers.1.mlp.up_proj"):
+    with pytest.raises(
+        RecordError,
+        match=r"save_state, .*: not finite: got NaN or infinity in .*layers.1.mlp.up_proj",
+    ):
         run(backend.policy.save_state(good))
     run(backend.policy.load_state(good))
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
@@ -314,7 +371,8 @@ def test_an_injected_nan_reaches_neither_update_nor_sampler_nor_disk(tmp_path):
 
 
 def test_small_updates_are_not_lost_in_bfloat16():
-    backend, datums = backend_of(dtype="bfloat16", reference=False), random_datums(4, 3)
+    backend = backend_of(dtype="bfloat16", reference=False)
+    datums = random_datums(4, 3)
     start = {n: m.clone() for n, m in backend.policy.state.masters.items()}
     for _ in range(3):
         run(backend.policy.forward_backward_custom(datums, mixing_loss))
@@ -341,15 +399,25 @@ def test_small_updates_are_not_lost_in_bfloat16():
     tokens=st.sampled_from([32, 16384]),
     temperature=st.sampled_from([1.0, 0.6]),
 )
-def test_sampler_and_policy_agree_on_every_token(seed, family, tied, heads, lora, lengths, tokens, temperature):
+def test_sampler_and_policy_agree_on_every_token(
+    seed, family, tied, heads, lora, lengths, tokens, temperature
+):
     shape = {"tied": tied, "heads": heads[0], "kv_heads": heads[1], "seed": seed % 1000}
-    options = {"lora_rank": lora, "tokens_per_batch": tokens, "temperature": temperature, "max_batch": 6}
+    options = {
+        "lora_rank": lora,
+        "tokens_per_batch": tokens,
+        "temperature": temperature,
+        "max_batch": 6,
+    }
     backend = backend_of(family, shape, **options)
     rng = np.random.default_rng(seed)
 
     async def check():
         prompts = [rng.integers(0, 256, n) for n in lengths]
-        params = [SampleParams(1 + i % 3, 3 + 4 * i, temperature, seed=seed + i) for i in range(len(prompts))]
+        params = [
+            SampleParams(1 + i % 3, 3 + 4 * i, temperature, seed=seed + i)
+            for i in range(len(prompts))
+        ]
         jobs = (backend.sampler.sample(p, s) for p, s in zip(prompts, params, strict=True))
         completions = [c for group in await asyncio.gather(*jobs) for c in group]
         weights = [[0] * (c.prompt_len - 1) + [1] * len(c.tokens) for c in completions]
@@ -357,7 +425,11 @@ def test_sampler_and_policy_agree_on_every_token(seed, family, tied, heads, lora
             Datum(c.full_tokens, w, advantage=float(rng.normal()), sample=i)
             for i, (c, w) in enumerate(zip(completions, weights, strict=True))
         ]
-        for scorer in (backend.policy, backend.reference) if not backend.policy.state.steps else (backend.policy,):
+        for scorer in (
+            (backend.policy, backend.reference)
+            if not backend.policy.state.steps
+            else (backend.policy,)
+        ):
             for d, c, scored in zip(datums, completions, await scorer.forward(datums), strict=True):
                 assert scored.temperature == temperature
                 assert np.abs(scored.values[d.active] - c.sampling_logprobs).max() <= 1e-4
@@ -376,7 +448,8 @@ def test_sampler_and_policy_agree_on_every_token(seed, family, tied, heads, lora
 
 @pytest.mark.parametrize("lora", [0, 3])
 def test_the_reference_is_where_the_policy_began(lora):
-    backend, plain = backend_of(lora_rank=lora), tiny_model()
+    backend = backend_of(lora_rank=lora)
+    plain = tiny_model()
     datums = random_datums(6, 4)
     want = []
     for d in datums:
@@ -447,7 +520,9 @@ def test_cancelled_and_abandoned_requests_do_no_harm():
     want = [c.tokens.tolist() for c in run(backend.sampler.sample([5, 6], params))]
 
     async def cancel_one():
-        gone = asyncio.create_task(backend.sampler.sample([7] * 9, SampleParams(n=9, max_tokens=200)))
+        gone = asyncio.create_task(
+            backend.sampler.sample([7] * 9, SampleParams(n=9, max_tokens=200))
+        )
         kept = asyncio.create_task(backend.sampler.sample([5, 6], params))
         await asyncio.sleep(0.01)
         gone.cancel()
@@ -482,7 +557,8 @@ def test_an_engine_that_fails_tells_everybody_and_recovers():
 
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 2}, {"dtype": "bfloat16"}])
 def test_a_state_on_disk_gives_the_same_next_steps(tmp_path, options):
-    backend, datums = backend_of(reference=False, **options), random_datums(1, 4)
+    backend = backend_of(reference=False, **options)
+    datums = random_datums(1, 4)
 
     def step(b):
         loss = run(b.policy.forward_backward_custom(datums, mixing_loss)).loss
@@ -502,7 +578,8 @@ def test_a_state_on_disk_gives_the_same_next_steps(tmp_path, options):
 
 
 def test_weights_without_the_optimizer():
-    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    backend = backend_of(reference=False)
+    datums = random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     run(backend.policy.optim_step(ADAM))
     want = [s.values for s in run(backend.policy.forward(datums))]
@@ -517,9 +594,14 @@ def test_weights_without_the_optimizer():
 
 def test_a_state_of_another_model_names_what_differs(tmp_path):
     path = run(backend_of(reference=False).policy.save_state(str(tmp_path / "s")))
-    with pytest.raises(RecordError, match="model of the saved state: got Qwen3ForCausalLM; expected LlamaForCausalLM"):
+    with pytest.raises(
+        RecordError,
+        match="model of the saved state: got Qwen3ForCausalLM; expected LlamaForCausalLM",
+    ):
         run(backend_of("llama", reference=False).policy.load_state(path))
-    with pytest.raises(RecordError, match=r"saved tensor weights/.*got nothing.* settings that it was saved with"):
+    with pytest.raises(
+        RecordError, match=r"saved tensor weights/.*got nothing.* settings that it was saved with"
+    ):
         run(backend_of(lora_rank=2, reference=False).policy.load_state(path))
     meta = json.loads((tmp_path / "s" / "state.json").read_text())
     (tmp_path / "s" / "state.json").write_text(json.dumps(meta | {"format": 99}))
@@ -532,16 +614,29 @@ def shorter(t):
 
 
 SPOILED = {  # how a tensor of a saved state is spoiled, and what the message says of it
-    "short moment": ("adam/exp_avg/model.norm.weight", shorter, r"got float32 \[31\]; expected float32 \[32\]"),
-    "head of one value": ("weights/lm_head.weight", lambda t: t[:1, :1], r"got float32 \[1, 1\]; expected"),
-    "unknown": ("adam/max_exp_avg_sq/lm_head.weight", lambda t: torch.ones(3), r"got float32 \[3\]; expected nothing"),
+    "short moment": (
+        "adam/exp_avg/model.norm.weight",
+        shorter,
+        r"got float32 \[31\]; expected float32 \[32\]",
+    ),
+    "head of one value": (
+        "weights/lm_head.weight",
+        lambda t: t[:1, :1],
+        r"got float32 \[1, 1\]; expected",
+    ),
+    "unknown": (
+        "adam/max_exp_avg_sq/lm_head.weight",
+        lambda t: torch.ones(3),
+        r"got float32 \[3\]; expected nothing",
+    ),
 }
 
 
 @pytest.mark.parametrize("how", SPOILED)
 def test_a_saved_tensor_of_the_wrong_shape_is_refused_before_it_is_used(how, tmp_path):
     name, spoil, message = SPOILED[how]
-    backend, datums = backend_of(reference=False), random_datums(1, 4)
+    backend = backend_of(reference=False)
+    datums = random_datums(1, 4)
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     run(backend.policy.optim_step(ADAM))
     path = run(backend.policy.save_state(str(tmp_path / "s")))
@@ -560,7 +655,8 @@ def test_a_saved_tensor_of_the_wrong_shape_is_refused_before_it_is_used(how, tmp
 
 
 def test_a_full_disk_leaves_the_old_state_and_nothing_else(tmp_path, monkeypatch):
-    backend, path = backend_of(reference=False), str(tmp_path / "s")
+    backend = backend_of(reference=False)
+    path = str(tmp_path / "s")
     run(backend.policy.save_state(path))
     before = (tmp_path / "s" / "state.safetensors").read_bytes()
 
@@ -581,7 +677,9 @@ def test_a_full_disk_leaves_the_old_state_and_nothing_else(tmp_path, monkeypatch
 def test_what_cannot_be_opened():
     with pytest.raises(ConfigError, match="'float8'; expected float32 or bfloat16 or float64"):
         backend_of(dtype="float8")
-    with pytest.raises(BackendError, match="tokenizer: got 258 tokens; expected at most the model's 100"):
+    with pytest.raises(
+        BackendError, match="tokenizer: got 258 tokens; expected at most the model's 100"
+    ):
         backend_of(model={"vocab": 100, "eos": None})
     with pytest.raises(BackendError, match="trainable parameters: got none"):
         open_local(tiny_model().requires_grad_(False), byte_tokenizer())
@@ -604,9 +702,15 @@ def test_threads_that_would_be_ignored_are_refused(asked):
 def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
     "Never drawn, and the logprobs of sampler, echo, policy and reference are of the law without them."
     tokenizer = byte_tokenizer()
-    model = tiny_model("gpt2" if family == "gpt2" else "qwen3", vocab=400, tied=family == "tied", scale=2.0)
-    logits, known = copy.deepcopy(model), len(tokenizer)
-    with pytest.warns(UserWarning, match=r"142 ids of the model have no token in the tokenizer \(258, 259, 260, ...\)"):
+    model = tiny_model(
+        "gpt2" if family == "gpt2" else "qwen3", vocab=400, tied=family == "tied", scale=2.0
+    )
+    logits = copy.deepcopy(model)
+    known = len(tokenizer)
+    with pytest.warns(
+        UserWarning,
+        match=r"142 ids of the model have no token in the tokenizer \(258, 259, 260, ...\)",
+    ):
         backend = open_local(model, tokenizer, temperature=draws.get("temperature", 1.0), **how)
     params = SampleParams(n=8, max_tokens=20, seed=3, **draws)
     drawn = asyncio.run(backend.sampler.sample([65, 66, 67], params))
@@ -615,38 +719,64 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
         assert c.tokens.max() < known
         whole = [65, 66, 67, *c.tokens.tolist()]
         with torch.no_grad():
-            law = logits(input_ids=torch.tensor([whole])).logits[0, :-1, :known].double().log_softmax(-1)
+            law = (
+                logits(input_ids=torch.tensor([whole]))
+                .logits[0, :-1, :known]
+                .double()
+                .log_softmax(-1)
+            )
         want = law[torch.arange(len(whole) - 1), torch.tensor(whole[1:])].numpy()
         np.testing.assert_allclose(c.logprobs, want[2:], atol=1e-5)
-        np.testing.assert_allclose(asyncio.run(backend.sampler.logprobs(whole)).values, want, atol=1e-5)
+        np.testing.assert_allclose(
+            asyncio.run(backend.sampler.logprobs(whole)).values, want, atol=1e-5
+        )
         datums.append(Datum(whole, [0, 0] + [1] * len(c.tokens)))
-    forward = asyncio.run(backend.policy.forward(datums)), asyncio.run(backend.reference.forward(datums))
+    forward = (
+        asyncio.run(backend.policy.forward(datums)),
+        asyncio.run(backend.reference.forward(datums)),
+    )
     hot = draws.get("temperature", 1.0)
     for datum, policy, reference in zip(datums, *forward, strict=True):
         with torch.no_grad():
-            law = logits(input_ids=torch.tensor([datum.tokens.tolist()])).logits[0, :-1, :known].double() / hot
-        want = law.log_softmax(-1)[torch.arange(len(datum.tokens) - 1), torch.tensor(datum.tokens[1:])].numpy()[2:]
+            law = (
+                logits(input_ids=torch.tensor([datum.tokens.tolist()]))
+                .logits[0, :-1, :known]
+                .double()
+                / hot
+            )
+        want = law.log_softmax(-1)[
+            torch.arange(len(datum.tokens) - 1), torch.tensor(datum.tokens[1:])
+        ].numpy()[2:]
         np.testing.assert_allclose(policy.values[2:], want, atol=1e-5)
         np.testing.assert_allclose(reference.values[2:], want, atol=1e-5)
-    masked, scored = Datum([65, 300, 66], [0, 1]), Datum([65, 66, 300], [0, 1], key="q17")
+    masked = Datum([65, 300, 66], [0, 1])
+    scored = Datum([65, 66, 300], [0, 1], key="q17")
     assert np.isfinite(asyncio.run(backend.policy.forward([masked]))[0].values[1])
     for model in (backend.policy, backend.reference):
-        with pytest.raises(BackendError, match=r"q17.*token id: got 300, which the tokenizer does not know"):
+        with pytest.raises(
+            BackendError, match=r"q17.*token id: got 300, which the tokenizer does not know"
+        ):
             asyncio.run(model.forward([scored]))
     asyncio.run(backend.__aexit__(None, None, None))
 
 
 def test_where_memory_ends_it_is_said_what_to_lower(monkeypatch):
     "With allocations that no machine grants."
-    backend, datums = backend_of(reference=False, inline=False), random_datums(1, 4)
+    backend = backend_of(reference=False, inline=False)
+    datums = random_datums(1, 4)
 
     def greedy(datums, logprobs):
         return logprobs[0].sum() * torch.empty(2**60)[0], {}
 
     for _ in range(2):
-        with pytest.raises(BackendError, match=r"out of memory: got .*alloc.*Lower max_samples_per_fwd_bwd, max_comp"):
+        with pytest.raises(
+            BackendError,
+            match=r"out of memory: got .*alloc.*Lower max_samples_per_fwd_bwd, max_comp",
+        ):
             run(backend.policy.forward_backward_custom(datums, greedy))
     run(backend.policy.forward_backward_custom(datums, mixing_loss))
     monkeypatch.setattr(local_module, "frozen_copy", lambda *args: bytearray(2**62))
-    with pytest.raises(BackendError, match=r"open_local: out of memory: got MemoryError.*dtype='bfloat16'"):
+    with pytest.raises(
+        BackendError, match=r"open_local: out of memory: got MemoryError.*dtype='bfloat16'"
+    ):
         backend_of()

@@ -36,19 +36,38 @@ SMALL = {
 
 
 def make_loop(
-    reward=(toy_reward, toy_format_reward), rows=24, make_loss=None, keep=None, outputs=(), keep_undo=1, **settings
+    reward=(toy_reward, toy_format_reward),
+    rows=24,
+    make_loss=None,
+    keep=None,
+    outputs=(),
+    keep_undo=1,
+    **settings,
 ):
     "A loop over the toy task with a backend of its own."
     cfg = Config(**SMALL | settings)
     model, tokenizer = load_model("tiny")
-    backend = open_local(model, tokenizer, temperature=cfg.temperature, lora_rank=cfg.lora_rank, reference=True)
+    backend = open_local(
+        model, tokenizer, temperature=cfg.temperature, lora_rank=cfg.lora_rank, reference=True
+    )
     reward = list(reward) if isinstance(reward, tuple) else reward
-    options = {"make_loss": make_loss, "dynamic_filter_fn": keep, "outputs": outputs, "keep_undo": keep_undo}
+    options = {
+        "make_loss": make_loss,
+        "dynamic_filter_fn": keep,
+        "outputs": outputs,
+        "keep_undo": keep_undo,
+    }
     return GRPOLoop(backend, load_rows(toy_rows(rows, seed=3)), reward, cfg, **options)
 
 
-LENGTH = lambda text: float(len(text))  # differs inside nearly every group
-ALL = lambda group: True  # every group is trained on, so that every step has its full number
+# differs inside nearly every group
+def LENGTH(text):
+    return float(len(text))
+
+
+# every group is trained on, so that every step has its full number
+def ALL(group):
+    return True
 
 
 def weights(loop):
@@ -84,11 +103,18 @@ def test_the_error_of_a_reward_function_is_short_and_keeps_its_line():
     run(up_to(loop, "sample"))
     with pytest.raises(RewardError, match="reward function 'breaks' raised") as raised:
         loop.score()
-    assert [f.name for f in traceback.extract_tb(raised.value.__cause__.__traceback__)] == ["breaks"]
-    assert [f.name for f in traceback.extract_tb(raised.tb)][1:] == ["refused_in_turns", "score_phase"]
+    assert [f.name for f in traceback.extract_tb(raised.value.__cause__.__traceback__)] == [
+        "breaks"
+    ]
+    assert [f.name for f in traceback.extract_tb(raised.tb)][1:] == [
+        "refused_in_turns",
+        "score_phase",
+    ]
 
 
-@pytest.mark.parametrize("change", [{"aggregation": "sequence_mean"}, {"aggregation": "sum"}, {"policy_loss": "gspo"}])
+@pytest.mark.parametrize(
+    "change", [{"aggregation": "sequence_mean"}, {"aggregation": "sum"}, {"policy_loss": "gspo"}]
+)
 def test_what_loss_was_asked_for_is_trained_and_recorded(change):
     async def main():
         loop = make_loop()
@@ -121,7 +147,8 @@ def test_a_loss_that_cannot_be_computed_is_not_kept():
 
 def test_backward_again_replaces_the_gradient():
     async def main():
-        once, twice = make_loop(), make_loop()
+        once = make_loop()
+        twice = make_loop()
         await up_to(once, "backward")
         await up_to(twice, "backward")
         twice.loss(kl_beta=3.0)
@@ -142,7 +169,8 @@ def test_undo_restores_weights_optimizer_cursor_and_sampler(finished):
     async def main():
         loop = make_loop()
         await loop.step()
-        before, place = weights(loop), loop.state.cursor.consumed
+        before = weights(loop)
+        place = loop.state.cursor.consumed
         tokens = np.array(loop.records[-1].groups[0].samples[0].tokens)
         served = await loop.backend.sampler.logprobs(tokens)
         if finished:
@@ -154,7 +182,9 @@ def test_undo_restores_weights_optimizer_cursor_and_sampler(finished):
         await loop.undo()
         assert same(before, weights(loop))
         assert (loop.state.number, loop.cursor.consumed) == (2, place)
-        np.testing.assert_array_equal((await loop.backend.sampler.logprobs(tokens)).values, served.values)
+        np.testing.assert_array_equal(
+            (await loop.backend.sampler.logprobs(tokens)).values, served.values
+        )
         again = await loop.step()
         assert "sync/gap" in first.metrics
         for name in first.metrics:
@@ -183,12 +213,20 @@ def test_a_step_with_nothing_to_learn_is_a_normal_outcome():
 
 def test_a_reward_that_does_not_read_the_text_is_asked_about_and_one_that_is_silent_named():
     async def main():
-        shown = str(xray(await make_loop(reward=lambda completions: [-19.0] * len(completions)).step()))
-        assert re.search(r"\d+ different completions earned -19: does the reward read the text\?", shown)
+        shown = str(
+            xray(await make_loop(reward=lambda completions: [-19.0] * len(completions)).step())
+        )
+        assert re.search(
+            r"\d+ different completions earned -19: does the reward read the text\?", shown
+        )
         one = make_loop(reward=lambda text: 0.0, prompt_groups_per_step=1)
-        assert "the only group is dead: every completion earned the same reward (0)" in (await one.step()).reason
+        assert (
+            "the only group is dead: every completion earned the same reward (0)"
+            in (await one.step()).reason
+        )
         with pytest.raises(
-            RewardError, match=r"sample 0 is unscorable: silent gave None; so did all \d+.* return its value\?"
+            RewardError,
+            match=r"sample 0 is unscorable: silent gave None; so did all \d+.* return its value\?",
         ):
             await make_loop(reward=silent).step()
 
@@ -204,8 +242,10 @@ def test_refill_replaces_dead_groups():
         def reward(text, question):
             return float(len(text)) if "?" in question else 1.0
 
-        plain, refilled = make_loop(reward=reward), make_loop(reward=reward, refill=True)
-        a, b = await plain.step(), await refilled.step()
+        plain = make_loop(reward=reward)
+        refilled = make_loop(reward=reward, refill=True)
+        a = await plain.step()
+        b = await refilled.step()
         live = [sum(np.ptp(g.rewards) > 0 for g in r.groups) for r in (a, b)]
         assert live[0] < 3
         assert live[1] == 3
@@ -225,9 +265,13 @@ def test_refill_replaces_dead_groups():
 def test_how_a_step_is_cut_does_not_change_the_update(aggregation, how):
     async def main():
         extra = {"max_completion_tokens": 16, "aggregation": aggregation, "grad_clip_norm": 0.0}
-        cut = {"max_samples_per_fwd_bwd": 6} | ({"min_samples_per_fwd_bwd": 6} if how == "greedy" else {})
+        cut = {"max_samples_per_fwd_bwd": 6} | (
+            {"min_samples_per_fwd_bwd": 6} if how == "greedy" else {}
+        )
         if how == "greedy" and aggregation == "prompt_mean":
-            with pytest.raises(ConfigError, match="aggregation: the batch is cut before it is whole"):
+            with pytest.raises(
+                ConfigError, match="aggregation: the batch is cut before it is whole"
+            ):
                 Config(**SMALL | extra | cut)
             return
         loops = [make_loop(**extra), make_loop(**extra, **cut)]
@@ -259,8 +303,10 @@ def test_a_greedy_step_can_be_undone_to_any_phase(to):
 def test_a_greedy_step_that_failed_leaves_no_gradient_behind():
     async def main():
         cut = {"min_samples_per_fwd_bwd": 6, "max_samples_per_fwd_bwd": 6}
-        whole, greedy = make_loop(reward=LENGTH), make_loop(reward=LENGTH, **cut)
-        trainer, calls = greedy.backend.policy, Counter()
+        whole = make_loop(reward=LENGTH)
+        greedy = make_loop(reward=LENGTH, **cut)
+        trainer = greedy.backend.policy
+        calls = Counter()
         pass_through = trainer.forward_backward_custom
 
         async def failing(datums, loss_fn):
@@ -274,7 +320,9 @@ def test_a_greedy_step_that_failed_leaves_no_gradient_behind():
             await greedy.step()
         records = [await loop.step() for loop in (whole, greedy)]
         assert calls["passes"] > 2
-        assert records[0].metrics["grad_norm"] == pytest.approx(records[1].metrics["grad_norm"], rel=2e-4)
+        assert records[0].metrics["grad_norm"] == pytest.approx(
+            records[1].metrics["grad_norm"], rel=2e-4
+        )
 
     run(main())
 
@@ -310,13 +358,19 @@ def test_score_is_awaited_where_it_waits_and_says_so():
         loop = make_loop(reward=judge)
         await up_to(loop, "sample")
         shown = loop.score()
-        assert repr(shown) == "not graded yet: these rewards have to be awaited. Run await loop.score()."
+        assert (
+            repr(shown)
+            == "not graded yet: these rewards have to be awaited. Run await loop.score()."
+        )
         with pytest.raises(PhaseError, match=r"got no score yet. Run await loop.score\(\)"):
             loop.advantages()
         judged = await shown
         assert loop.state.values["score"] is judged
-        assert await loop.score(LENGTH) is loop.state.values["score"]  # what need not wait may be awaited, too
-        assert [g.rewards.tolist() for g in loop.score(LENGTH)] == [g.rewards.tolist() for g in judged]
+        # what need not wait may be awaited, too
+        assert await loop.score(LENGTH) is loop.state.values["score"]
+        assert [g.rewards.tolist() for g in loop.score(LENGTH)] == [
+            g.rewards.tolist() for g in judged
+        ]
         assert loop.advantages()
 
     run(go())
@@ -328,7 +382,9 @@ def test_a_judge_may_ask_the_policy_of_its_own_loop(client):
         loop = make_loop(reward=LENGTH)
         async with loop.serve() as server:
             with server.rollout() as rollout:
-                judge = getattr(openai, client)(base_url=rollout.url, api_key=rollout.key, max_retries=0)
+                judge = getattr(openai, client)(
+                    base_url=rollout.url, api_key=rollout.key, max_retries=0
+                )
 
                 def asks(text):
                     said = [{"role": "user", "content": "1+1"}]
@@ -359,7 +415,8 @@ def test_a_reward_that_is_late_drops_its_sample_with_the_reason():
 
 @pytest.mark.parametrize("plain", [True, False])
 def test_an_interrupt_ends_the_wait_for_a_reward(plain):
-    never, struck = threading.Event(), []
+    never = threading.Event()
+    struck = []
 
     def strike():
         struck.append(1)
@@ -387,13 +444,17 @@ def test_an_interrupt_ends_the_wait_for_a_reward(plain):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"overlong_buffer": 4}, {"rewards": ["gsm8k"], "reward_weights": [0.5]}], ids=["penalty", "weights"]
+    "setting",
+    [{"overlong_buffer": 4}, {"rewards": ["gsm8k"], "reward_weights": [0.5]}],
+    ids=["penalty", "weights"],
 )
 def test_a_setting_that_a_rollout_function_would_ignore_is_refused(setting):
     async def rollout_fn(sample_prompt):
         return None
 
-    with pytest.raises(ConfigError, match=f"{list(setting)[-1]}: got .*; expected unset with a rollout function"):
+    with pytest.raises(
+        ConfigError, match=f"{list(setting)[-1]}: got .*; expected unset with a rollout function"
+    ):
         make_loop(reward=rollout_fn, **setting)
 
 

@@ -38,10 +38,18 @@ def samples(draw: st.DrawFn, index: int, has_old: bool) -> tuple[Datum, np.ndarr
     def near() -> np.ndarray:
         return policy + np.array(draw(st.lists(gaps, min_size=n, max_size=n)))
 
-    series = {"sampler_logprobs": near(), "ref_logprobs": near(), "old_logprobs": near() if has_old else None}
-    nowhere = {k: None if v is None else np.where(weights > 0, v, np.nan) for k, v in series.items()}
+    series = {
+        "sampler_logprobs": near(),
+        "ref_logprobs": near(),
+        "old_logprobs": near() if has_old else None,
+    }
+    nowhere = {
+        k: None if v is None else np.where(weights > 0, v, np.nan) for k, v in series.items()
+    }
     place = {"group": index // 2, "sample": index}
-    datum = Datum(tokens=range(n + 1), weights=weights, advantage=draw(advantages), **place, **nowhere)
+    datum = Datum(
+        tokens=range(n + 1), weights=weights, advantage=draw(advantages), **place, **nowhere
+    )
     return datum, np.where(weights > 0, policy, np.nan)
 
 
@@ -72,7 +80,8 @@ def loss_options(draw: st.DrawFn, policy_loss: str | None = None) -> LossOptions
         settings |= {"tis_mode": draw(st.sampled_from(["truncate", "mask", "reject"]))}
         settings |= {"tis_floor": draw(st.sampled_from([0.0, 0.7]))}
         settings |= {"tis_anchor": draw(st.sampled_from(["old", "policy"]))}
-        settings |= {"icepop_threshold": draw(st.sampled_from([None, 1.5]))} if level == "token" else {}
+        if level == "token":
+            settings |= {"icepop_threshold": draw(st.sampled_from([None, 1.5]))}
     settings["off_policy_mask_threshold"] = draw(st.sampled_from([None, 0.3]))
     choices = {
         "vespo_k_pos": [None, 1.0],
@@ -93,11 +102,16 @@ def loss_options(draw: st.DrawFn, policy_loss: str | None = None) -> LossOptions
         "sapo_temperature_neg": [None, 3.0],
     }
     read = POLICY_LOSSES[name][1]
-    return LossOptions(**settings, **{k: draw(st.sampled_from(v)) for k, v in choices.items() if k in read})
+    return LossOptions(
+        **settings, **{k: draw(st.sampled_from(v)) for k, v in choices.items() if k in read}
+    )
 
 
 def evaluate(
-    datums: list[Datum], policy: list[np.ndarray], options: LossOptions, denominator: float | None = None
+    datums: list[Datum],
+    policy: list[np.ndarray],
+    options: LossOptions,
+    denominator: float | None = None,
 ) -> tuple[float, list[np.ndarray]]:
     "Loss and gradient, one array per datum."
     p = [torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in policy]
@@ -118,7 +132,9 @@ def same(got: list[np.ndarray], want: list[np.ndarray]) -> None:
 
 @EXAMPLES
 @given(batches(), loss_options(), st.randoms(use_true_random=False))
-def test_micro_batches_do_not_change_the_gradient(batch: Batch, options: LossOptions, random: Any) -> None:
+def test_micro_batches_do_not_change_the_gradient(
+    batch: Batch, options: LossOptions, random: Any
+) -> None:
     datums, policy = batch
     loss, grads = evaluate(datums, policy, options)
     calls, step = in_calls(datums, options.aggregation, random.randrange(1, len(datums) + 1), None)
@@ -130,12 +146,16 @@ def test_micro_batches_do_not_change_the_gradient(batch: Batch, options: LossOpt
 
 @EXAMPLES
 @given(batches(), loss_options(), st.randoms(use_true_random=False))
-def test_row_order_does_not_change_the_gradient(batch: Batch, options: LossOptions, random: Any) -> None:
+def test_row_order_does_not_change_the_gradient(
+    batch: Batch, options: LossOptions, random: Any
+) -> None:
     datums, policy = batch
     loss, grads = evaluate(datums, policy, options)
     order = list(range(len(datums)))
     random.shuffle(order)
-    shuffled_loss, shuffled = evaluate([datums[i] for i in order], [policy[i] for i in order], options)
+    shuffled_loss, shuffled = evaluate(
+        [datums[i] for i in order], [policy[i] for i in order], options
+    )
     assert shuffled_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
     same(shuffled, [grads[i] for i in order])
 
@@ -145,7 +165,13 @@ def padded(x: np.ndarray, left: int, right: int, value: float) -> np.ndarray:
 
 
 @EXAMPLES
-@given(batches(), loss_options(), st.integers(0, 3), st.integers(0, 3), st.sampled_from([0.0, -1e4, np.nan, -np.inf]))
+@given(
+    batches(),
+    loss_options(),
+    st.integers(0, 3),
+    st.integers(0, 3),
+    st.sampled_from([0.0, -1e4, np.nan, -np.inf]),
+)
 def test_padding_does_not_change_the_gradient(
     batch: Batch, options: LossOptions, left: int, right: int, filler: float
 ) -> None:
@@ -153,10 +179,16 @@ def test_padding_does_not_change_the_gradient(
     loss, grads = evaluate(datums, policy, options)
     wider = []
     for d in datums:
-        names = [n for n in ("sampler_logprobs", "old_logprobs", "ref_logprobs") if getattr(d, n) is not None]
+        names = [
+            n
+            for n in ("sampler_logprobs", "old_logprobs", "ref_logprobs")
+            if getattr(d, n) is not None
+        ]
         series = {n: padded(getattr(d, n), left, right, filler) for n in names}
         tokens = range(len(d.tokens) + left + right)
-        wider.append(replace(d, tokens=tokens, weights=padded(d.weights, left, right, 0.0), **series))
+        wider.append(
+            replace(d, tokens=tokens, weights=padded(d.weights, left, right, 0.0), **series)
+        )
     wide_loss, wide = evaluate(wider, [padded(p, left, right, filler) for p in policy], options)
     assert wide_loss == pytest.approx(loss, rel=1e-10, abs=1e-12)
     same(wide, [padded(g, left, right, 0.0) for g in grads])
@@ -164,7 +196,9 @@ def test_padding_does_not_change_the_gradient(
 
 @EXAMPLES
 @given(batches(), loss_options())
-def test_masked_tokens_get_exactly_zero_and_every_datum_a_gradient(batch: Batch, options: LossOptions) -> None:
+def test_masked_tokens_get_exactly_zero_and_every_datum_a_gradient(
+    batch: Batch, options: LossOptions
+) -> None:
     datums, policy = batch
     silent = replace(datums[0], weights=np.zeros_like(datums[0].weights))
     _, grads = evaluate([*datums, silent], [*policy, np.full(len(silent.weights), np.nan)], options)
@@ -184,7 +218,10 @@ class Scalar:
     "One batch, one setting, one token at a time. `live` is what is differentiated, `held` is the stop-gradient copy."
 
     def __init__(self, datums: list[Datum], options: LossOptions, held: list[np.ndarray]):
-        self.datums, self.options, self.held, self.moved = datums, options, held, {}
+        self.datums = datums
+        self.options = options
+        self.held = held
+        self.moved = {}
         self.places = [(i, int(j)) for i, d in enumerate(datums) for j in np.flatnonzero(d.active)]
 
     def live(self, i: int, j: int) -> float:
@@ -233,15 +270,19 @@ class Scalar:
     def clipped(self, r: float, a: float, knob: dict[str, Any]) -> float:
         high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
         loss = max(-r * a, -within(r, 1 - knob["eps_clip"], 1 + high) * a)
-        return min(-knob["eps_clip_c"] * a, loss) if a < 0 and knob["eps_clip_c"] is not None else loss
+        return (
+            min(-knob["eps_clip_c"] * a, loss) if a < 0 and knob["eps_clip_c"] is not None else loss
+        )
 
     def vespo(self, i: int, p: float, knob: dict[str, Any]) -> float:
         def log_w(i: int, j: int) -> float:
             return self.held[i][j] - self.old(i, j) + math.log(max(self.correction(i, j), 1e-8))
 
-        a, x = self.datums[i].advantage, within(self.sum(i, log_w), math.log(1e-8), 20)
+        a = self.datums[i].advantage
+        x = within(self.sum(i, log_w), math.log(1e-8), 20)
         side = "pos" if a >= 0 else "neg"
-        k, rate = knob[f"vespo_k_{side}"], knob[f"vespo_lambda_{side}"]
+        k = knob[f"vespo_k_{side}"]
+        rate = knob[f"vespo_lambda_{side}"]
         return -math.exp(rate) * math.exp(k * x) * math.exp(-rate * math.exp(x)) * a * p
 
     def gmpo(self, i: int, knob: dict[str, Any]) -> float:
@@ -249,40 +290,58 @@ class Scalar:
         a = self.datums[i].advantage
 
         def gap(i: int, j: int) -> float:
-            d = within(self.live(i, j) - self.old(i, j), -knob["ratio_log_cap"], knob["ratio_log_cap"])
+            d = within(
+                self.live(i, j) - self.old(i, j), -knob["ratio_log_cap"], knob["ratio_log_cap"]
+            )
             return min(d, high) if a > 0 else max(d, -knob["eps_clip"])
 
         return -math.exp(self.mean(i, gap)) * a
 
     def dppo(self, name: str, i: int, j: int, p: float, knob: dict[str, Any]) -> float:
-        a, was, now = self.datums[i].advantage, math.exp(self.old(i, j)), math.exp(self.held[i][j])
+        a = self.datums[i].advantage
+        was = math.exp(self.old(i, j))
+        now = math.exp(self.held[i][j])
         odds = (1 - was + 1e-8) / (1 - now + 1e-8)
         rest = math.log(odds) if odds > 0 else math.nan  # drawn old logprobs may be above 0
         far = abs(now - was) if name == "dppo_tv" else was * math.log(was / now) + (1 - was) * rest
-        gone = (a > 0 and now > was and far > knob["dppo_high"]) or (a < 0 and now < was and far > knob["dppo_low"])
+        gone = (a > 0 and now > was and far > knob["dppo_high"]) or (
+            a < 0 and now < was and far > knob["dppo_low"]
+        )
         return 0.0 if gone else -min(now / was, knob["dppo_cap"]) * a * p
 
     def picked(self, name: str, knob: dict[str, Any]) -> list[tuple[int, int]]:
         "The tokens that the covariance of advantage and logprob singles out, in the batch."
         a = np.array([self.datums[i].advantage for i, _ in self.places])
         p = np.array([self.held[i][j] for i, j in self.places])
-        cov, count = (a - a.mean()) * (p - p.mean()), max(1, int(len(a) * knob["cov_share"]))
+        cov = (a - a.mean()) * (p - p.mean())
+        count = max(1, int(len(a) * knob["cov_share"]))
         if name == "kl_cov":
             top = torch.tensor(cov).topk(count).indices.tolist()
         else:
             high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
-            r = np.array([self.token_ratio(i, j, self.held[i][j], knob["ratio_log_cap"]) for i, j in self.places])
+            r = np.array(
+                [
+                    self.token_ratio(i, j, self.held[i][j], knob["ratio_log_cap"])
+                    for i, j in self.places
+                ]
+            )
             free = ~(-np.clip(r, 1 - knob["eps_clip"], 1 + high) * a > -r * a)
-            among = np.flatnonzero(free & (cov > knob["clip_cov_low"]) & (cov < knob["clip_cov_high"]))
+            among = np.flatnonzero(
+                free & (cov > knob["clip_cov_low"]) & (cov < knob["clip_cov_high"])
+            )
             drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
             top = among[drawn[:count].numpy()]
         return [self.places[k] for k in top]
 
     def surrogate(self, i: int, j: int) -> float:
-        name, a, p = self.options.policy_loss, self.datums[i].advantage, self.live(i, j)
+        name = self.options.policy_loss
+        a = self.datums[i].advantage
+        p = self.live(i, j)
         own = {k: getattr(self.options, k) for k in POLICY_LOSSES[name][1]}
         knob = {k: POLICY_LOSSES[name][1][k] if v is None else v for k, v in own.items()}
-        t, q, cap = self.correction(i, j), self.held[i][j], knob.get("ratio_log_cap", 20.0)
+        t = self.correction(i, j)
+        q = self.held[i][j]
+        cap = knob.get("ratio_log_cap", 20.0)
         match name:
             case "grpo":
                 return -a * p * t
@@ -293,10 +352,18 @@ class Scalar:
             case "ppo" | "dapo":
                 return self.clipped(self.token_ratio(i, j, p, cap), a, knob) * t
             case "gspo":
-                return self.clipped(self.sequence_ratio(i, j, p, knob["seq_ratio_log_cap"]), a, knob) * t
+                return (
+                    self.clipped(self.sequence_ratio(i, j, p, knob["seq_ratio_log_cap"]), a, knob)
+                    * t
+                )
             case "cispo":
                 high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
-                return -within(self.token_ratio(i, j, q, cap), 1 - knob["eps_clip"], 1 + high) * p * a * t
+                return (
+                    -within(self.token_ratio(i, j, q, cap), 1 - knob["eps_clip"], 1 + high)
+                    * p
+                    * a
+                    * t
+                )
             case "dro":
                 return -(p * a * t - knob["dro_beta"] / 2 * (p - self.old(i, j)) ** 2 * (a != 0))
             case "sapo":
@@ -320,13 +387,18 @@ class Scalar:
         raise AssertionError(f"no formula for {name}: write one")
 
     def kl(self, i: int, j: int) -> float:
-        o, x = self.options, self.datums[i].ref_logprobs[j] - self.live(i, j)
+        o = self.options
+        x = self.datums[i].ref_logprobs[j] - self.live(i, j)
         value = {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - x - 1}[o.kl_estimator]
         if not o.kl_bias_correction:
             return o.kl_beta * value
         if o.policy_loss == "gspo":
             cap = 10.0 if o.seq_ratio_log_cap is None else o.seq_ratio_log_cap
-            return o.kl_beta * value * math.exp(min(self.mean(i, lambda i, j: self.live(i, j) - self.old(i, j)), cap))
+            return (
+                o.kl_beta
+                * value
+                * math.exp(min(self.mean(i, lambda i, j: self.live(i, j) - self.old(i, j)), cap))
+            )
         return o.kl_beta * value * self.token_ratio(i, j, self.live(i, j), 20.0)
 
     def share(self, i: int) -> float:
@@ -347,40 +419,53 @@ class Scalar:
         return 1.0
 
     def value(self) -> float:
-        return sum((self.surrogate(i, j) * self.kept(i) + self.kl(i, j)) * self.share(i) for i, j in self.places)
+        return sum(
+            (self.surrogate(i, j) * self.kept(i) + self.kl(i, j)) * self.share(i)
+            for i, j in self.places
+        )
 
 
 @pytest.mark.parametrize("policy_loss", sorted(POLICY_LOSSES))
 @EXAMPLES
 @given(data=st.data())
-def test_value_and_gradient_agree_with_a_scalar_formula(policy_loss: str, data: st.DataObject) -> None:
+def test_value_and_gradient_agree_with_a_scalar_formula(
+    policy_loss: str, data: st.DataObject
+) -> None:
     datums, policy = data.draw(batches())
     options = data.draw(loss_options(policy_loss))
     loss, grads = evaluate(datums, policy, options)
     scalar = Scalar(datums, options, policy)
-    here, h = scalar.value(), 1e-6
+    here = scalar.value()
+    h = 1e-6
     assert loss == pytest.approx(here, rel=1e-10, abs=1e-12)
     for i, j in scalar.places:
         values = []
         for step in (-h, h):
             scalar.moved = {(i, j): policy[i][j] + step}
             values.append(scalar.value())
-        dlogprobs = sorted([(here - values[0]) / h, (values[1] - here) / h])  # they differ where the loss has a kink
-        assert dlogprobs[0] - 1e-4 <= grads[i][j] <= dlogprobs[1] + 1e-4, f"{datums[i].where}, target {j}"
+        # they differ where the loss has a kink
+        dlogprobs = sorted([(here - values[0]) / h, (values[1] - here) / h])
+        assert dlogprobs[0] - 1e-4 <= grads[i][j] <= dlogprobs[1] + 1e-4, (
+            f"{datums[i].where}, target {j}"
+        )
 
 
 # -- losses that a service computes ------------------------------------------------------------------------------
 
 
-def service(name: str, config: dict[str, float], p: torch.Tensor, sent: dict[str, np.ndarray]) -> torch.Tensor:
+def service(
+    name: str, config: dict[str, float], p: torch.Tensor, sent: dict[str, np.ndarray]
+) -> torch.Tensor:
     "The loss of one datum as the services' documentation has it: every position counts, and there is no mask."
     series = {k: torch.tensor(v, dtype=torch.float64) for k, v in sent.items()}
     if name == "cross_entropy":
         return -(p * series["weights"]).sum()
-    a, o = series["advantages"], series["logprobs"]
+    a = series["advantages"]
+    o = series["logprobs"]
     cap = config.get("ratio_log_cap", math.inf)
     ratio = torch.exp(torch.clamp(p - o, -cap, cap))
-    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", math.inf)
+    low = config.get("clip_low_threshold", 0.0)
+    high = config.get("clip_high_threshold", math.inf)
     match name:
         case "importance_sampling":
             return -(ratio * a).sum()
@@ -391,10 +476,17 @@ def service(name: str, config: dict[str, float], p: torch.Tensor, sent: dict[str
         case "gspo":
             trained = a != 0
             mean = (p - o).detach()[trained].mean() if trained.any() else torch.zeros(())
-            ratio = torch.exp(torch.clamp(p - p.detach() + mean, max=config.get("seq_ratio_log_cap", 10.0))) * trained
+            ratio = (
+                torch.exp(
+                    torch.clamp(p - p.detach() + mean, max=config.get("seq_ratio_log_cap", 10.0))
+                )
+                * trained
+            )
     objective = torch.minimum(ratio * a, torch.clamp(ratio, low, high) * a)
     if "eps_clip_c" in config:
-        objective = torch.where(a < 0, torch.maximum(objective, config["eps_clip_c"] * a), objective)
+        objective = torch.where(
+            a < 0, torch.maximum(objective, config["eps_clip_c"] * a), objective
+        )
     return -objective.sum()
 
 
@@ -409,13 +501,21 @@ def served_options(draw: st.DrawFn, where: str) -> LossOptions:
     if (level := draw(st.sampled_from(["off", "token", "sequence"]))) != "off":
         chosen |= {"tis": level, "tis_cap": draw(st.sampled_from([0.8, 5.0]))}
         drops = level == "token" and name not in ("gspo", "dro")
-        chosen |= {"icepop_threshold": draw(st.sampled_from([None, 1.5]))} if drops else {}
+        if drops:
+            chosen |= {"icepop_threshold": draw(st.sampled_from([None, 1.5]))}
     choices = {"eps_clip": [None, 0.1, 0.5], "eps_clip_high": [None, 0.3]}
     if where == "fireworks":
-        choices |= {"ratio_log_cap": [None, 0.61234], "seq_ratio_log_cap": [None, 0.31234], "dro_beta": [None, 0.5]}
-        choices |= {"eps_clip_c": [None, 1.4]} if name in ("ppo", "dapo") else {}
+        choices |= {
+            "ratio_log_cap": [None, 0.61234],
+            "seq_ratio_log_cap": [None, 0.31234],
+            "dro_beta": [None, 0.5],
+        }
+        if name in ("ppo", "dapo"):
+            choices |= {"eps_clip_c": [None, 1.4]}
     read = POLICY_LOSSES[name][1]
-    return LossOptions(**chosen, **{k: draw(st.sampled_from(v)) for k, v in choices.items() if k in read})
+    return LossOptions(
+        **chosen, **{k: draw(st.sampled_from(v)) for k, v in choices.items() if k in read}
+    )
 
 
 def with_old(batch: Batch) -> Batch:
@@ -427,13 +527,17 @@ def with_old(batch: Batch) -> Batch:
 
 @EXAMPLES
 @given(batches(), st.sampled_from(sorted(BUILTIN_LOSSES)), st.data())
-def test_a_service_computes_the_same_value_and_gradient(batch: Batch, where: str, data: st.DataObject) -> None:
+def test_a_service_computes_the_same_value_and_gradient(
+    batch: Batch, where: str, data: st.DataObject
+) -> None:
     datums, policy = with_old(batch)
     options = data.draw(served_options(where))
     name, config = builtin_loss(options, where)
     p = [torch.tensor(np.where(np.isnan(x), -1.5, x), requires_grad=True) for x in policy]
     sent = builtin_inputs(datums, options)
-    theirs = sum((service(name, config, x, row) for x, row in zip(p, sent, strict=True)), torch.zeros(()))
+    theirs = sum(
+        (service(name, config, x, row) for x, row in zip(p, sent, strict=True)), torch.zeros(())
+    )
     theirs.backward()
     ours, dlogprobs = evaluate(datums, policy, options)
     assert theirs.item() == pytest.approx(ours, rel=1e-5, abs=1e-5)
@@ -444,7 +548,9 @@ def test_a_service_computes_the_same_value_and_gradient(batch: Batch, where: str
 
 @EXAMPLES
 @given(batches(), served_options("fireworks"), st.randoms(use_true_random=False))
-def test_what_is_sent_does_not_depend_on_order_or_split(batch: Batch, options: LossOptions, random: Any) -> None:
+def test_what_is_sent_does_not_depend_on_order_or_split(
+    batch: Batch, options: LossOptions, random: Any
+) -> None:
     datums, _ = with_old(batch)
     whole = builtin_inputs(datums, options)
     assume(options.aggregation != "prompt_mean")  # which is split between prompts alone
@@ -459,7 +565,9 @@ def test_what_is_sent_does_not_depend_on_order_or_split(batch: Batch, options: L
 
 def one_datum(**changes: Any) -> Datum:
     series = {"sampler_logprobs": [np.nan, -1.0, -2.0], "old_logprobs": [np.nan, -1.2, -2.1]}
-    return Datum(**{"tokens": [5, 6, 7, 8], "weights": [0, 1, 1], "advantage": 1.0, **series, **changes})
+    return Datum(
+        **{"tokens": [5, 6, 7, 8], "weights": [0, 1, 1], "advantage": 1.0, **series, **changes}
+    )
 
 
 @pytest.mark.parametrize(
@@ -474,7 +582,9 @@ def one_datum(**changes: Any) -> Datum:
         ({"aggregation": "sum"}, {"advantage": 1e39}, "finite in float32"),
     ],
 )
-def test_what_cannot_be_sent_is_refused(given: dict[str, Any], changes: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_sent_is_refused(
+    given: dict[str, Any], changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
         builtin_inputs([one_datum(**changes)], LossOptions(**{"policy_loss": "ppo", **given}))
     assert said in str(caught.value)
@@ -482,7 +592,10 @@ def test_what_cannot_be_sent_is_refused(given: dict[str, Any], changes: dict[str
 
 def test_icepop_counts_what_it_leaves_out_and_not_what_a_cap_of_zero_does() -> None:
     policy = [torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)]
-    datum = one_datum(sampler_logprobs=[np.nan, -1.2, -4.0], old_logprobs=None)  # ratios e^0.2 and e^2
+    # ratios e^0.2 and e^2
+    datum = one_datum(sampler_logprobs=[np.nan, -1.2, -4.0], old_logprobs=None)
     for cap in (0.0, 5.0):
-        loss = make_loss_fn([datum], policy_loss="ppo", tis="token", tis_cap=cap, icepop_threshold=2.0)
+        loss = make_loss_fn(
+            [datum], policy_loss="ppo", tis="token", tis_cap=cap, icepop_threshold=2.0
+        )
         assert loss([datum], policy)[1]["tis/icepop_frac"] == 0.5

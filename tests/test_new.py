@@ -23,7 +23,9 @@ PROGRAM = Path(sys.executable).with_name("rl-notebook")
 def run(*command: str | Path, cwd: Path) -> str:
     "What a program prints; it has to end well."
     env = os.environ | {"PYTHONPATH": PATHS}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -47,7 +49,9 @@ def test_its_files_are_those_that_its_readme_lists(task):
 
 
 def test_its_test_passes(task):
-    assert "5 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=task)
+    assert "5 passed" in run(
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=task
+    )
 
 
 @pytest.mark.variant
@@ -67,7 +71,9 @@ def test_its_notebook_runs_and_says_the_config(task):
     from nbclient import NotebookClient
 
     nb = nbformat.read(task / "step_through.ipynb", as_version=4)
-    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(task)}}).execute()
+    NotebookClient(
+        nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(task)}}
+    ).execute()
     last = nb.cells[-1].outputs[0]["data"]["text/plain"]
     assert "dataset='task:rows'" in last
     assert "rewards=['task:right', 'task:tidy']" in last
@@ -81,8 +87,13 @@ def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path,
     model, tokenizer = load_model("tiny")
     for part in (model, tokenizer):
         part.save_pretrained(tmp_path / "model")
-    code, settings = (mine / "task.py").read_text(), (mine / "config.yaml").read_text()
-    rows = [{"question": f"What is {a}*{b}?", "answer": str(a * b)} for a in range(1, 6) for b in range(1, 7)]
+    code = (mine / "task.py").read_text()
+    settings = (mine / "config.yaml").read_text()
+    rows = [
+        {"question": f"What is {a}*{b}?", "answer": str(a * b)}
+        for a in range(1, 6)
+        for b in range(1, 7)
+    ]
     (mine / "products.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     head, _, rest = code.partition("def rows()")
     rest = rest.partition("def right(")[2].partition("def known()")[2]
@@ -102,12 +113,16 @@ def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path,
         assert before in settings
         settings = settings.replace(before, after)
     (mine / "config.yaml").write_text(settings)
-    assert "3 passed" in run(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=mine)
+    assert "3 passed" in run(
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=mine
+    )
     import nbformat
     from nbclient import NotebookClient
 
     nb = nbformat.read(mine / "step_through.ipynb", as_version=4)
-    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(mine)}}).execute()
+    NotebookClient(
+        nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(mine)}}
+    ).execute()
     assert "rewards=['task:exact']" in nb.cells[-1].outputs[0]["data"]["text/plain"]
     # and the test fails where the rewards are not as its writer said
     (mine / "task.py").write_text((head + own).replace("'6', 'six'", "'six', '6'"))
@@ -126,4 +141,5 @@ def test_a_folder_that_holds_something_is_left_alone(task):
 def test_its_config_says_nothing_that_is_the_default_anyway(task):
     settings = yaml.safe_load((task / "config.yaml").read_text())
     default = Config().to_dict()
-    assert [name for name, value in settings.items() if value == default[name]] == ["base_model"]  # the first to change
+    # the first to change
+    assert [name for name, value in settings.items() if value == default[name]] == ["base_model"]

@@ -32,9 +32,19 @@ from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_rows
 
 CFG = Config(
-    prompt_groups_per_step=2, completions_per_prompt=3, max_completion_tokens=6, max_seq_len=128, kl_beta=0.0, steps=3
+    prompt_groups_per_step=2,
+    completions_per_prompt=3,
+    max_completion_tokens=6,
+    max_seq_len=128,
+    kl_beta=0.0,
+    steps=3,
 )
-LENGTH = lambda text: float(sum(map(ord, text)) % 13)
+
+
+def LENGTH(text):
+    return float(sum(map(ord, text)) % 13)
+
+
 QUIET: dict[str, Any] = {"say": lambda line: None, "progress": False}
 
 
@@ -70,7 +80,9 @@ def test_a_second_process_is_refused_until_the_first_has_gone_even_by_kill(tmp_p
             lambda: RunFolder.resume(path, {"steps": 3}),
             lambda: plan_run(replace(CFG, log_path=str(path)), True),
         ):
-            with pytest.raises(RecordError, match=rf"another process that writes to it \(process {writer.pid}\)"):
+            with pytest.raises(
+                RecordError, match=rf"another process that writes to it \(process {writer.pid}\)"
+            ):
                 call()
         assert Run.open(path).metrics().loc[0, "reward"] == 0.5  # looking is possible
         writer.send_signal(signal.SIGKILL)
@@ -85,12 +97,18 @@ def test_a_second_process_is_refused_until_the_first_has_gone_even_by_kill(tmp_p
 def trained(tmp_path: Path, **options: Any) -> Any:
     cfg = replace(CFG, log_path=str(tmp_path / "run"), **options.pop("settings", {}))
     problem = Problem(rows(), options.pop("eval_rows", ()), options.pop("reward", LENGTH))
-    return asyncio.run(train(cfg, problem=problem, backend=options.pop("backend", None) or tiny(), **QUIET, **options))
+    return asyncio.run(
+        train(
+            cfg, problem=problem, backend=options.pop("backend", None) or tiny(), **QUIET, **options
+        )
+    )
 
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_run_whose_folder_is_deleted_ends_with_an_error(tmp_path, at):
-    delete = lambda record: record.step == at and shutil.rmtree(tmp_path / "run")
+    def delete(record):
+        return record.step == at and shutil.rmtree(tmp_path / "run")
+
     with pytest.raises(RecordError, match="the run folder is gone"):
         trained(tmp_path, on_record=[delete], settings={"dcp_save_interval": 1})
     assert not (tmp_path / "run").exists(), "half a run was begun anew"
@@ -109,7 +127,9 @@ VALUES = {
 
 
 def test_dates_times_and_decimals_of_a_parquet_file_reach_the_record(tmp_path):
-    table = pd.DataFrame([{"question": f"{i}+{i} = ?", "answer": str(2 * i), **VALUES} for i in range(8)])
+    table = pd.DataFrame(
+        [{"question": f"{i}+{i} = ?", "answer": str(2 * i), **VALUES} for i in range(8)]
+    )
     table.to_parquet(tmp_path / "rows.parquet")
     problem = Problem(load_rows(tmp_path / "rows.parquet"), (), LENGTH)
     cfg = replace(CFG, log_path=str(tmp_path / "run"), steps=1)
@@ -144,7 +164,9 @@ def test_one_bad_step_does_not_skip_promotion(tmp_path):
         async with await open_service(running, cfg) as backend:
             given = replace(problem(), reward=[reward])
             with pytest.raises(RewardError, match="one bad step"):
-                await train(cfg, problem=given, backend=backend, on_record=[finished.append], **QUIET)
+                await train(
+                    cfg, problem=given, backend=backend, on_record=[finished.append], **QUIET
+                )
         return " ".join(e.path for e in running.emulator.log if e.path.endswith(":promote"))
 
     running = start_emulator(folder=tmp_path, key="fw-promoted")
@@ -172,7 +194,9 @@ def sent(theirs: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["report.html", ".report.html.writing"])
-def test_looking_at_a_folder_that_was_sent_writes_nothing_in_it_and_follows_no_link(name, sent, tmp_path, capsys):
+def test_looking_at_a_folder_that_was_sent_writes_nothing_in_it_and_follows_no_link(
+    name, sent, tmp_path, capsys
+):
     mine = tmp_path / "mine.txt"
     mine.write_text("my text")
     (sent / name).unlink(missing_ok=True)
@@ -193,10 +217,14 @@ WAYS_OUT = [".lock", "metrics.jsonl", "steps", "checkpoints/00003/trainer"]
 
 
 @pytest.mark.parametrize("name", WAYS_OUT)
-def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(name, sent, tmp_path, capsys):
-    outside, link = tmp_path / "outside", sent / name
+def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
+    name, sent, tmp_path, capsys
+):
+    outside = tmp_path / "outside"
+    link = sent / name
     if link.is_file():
-        outside.write_bytes(link.read_bytes() + b'{"step": 9')  # half a line, which would be cut off
+        # half a line, which would be cut off
+        outside.write_bytes(link.read_bytes() + b'{"step": 9')
         link.unlink()
     else:
         outside.mkdir()
@@ -208,7 +236,9 @@ def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     resume = ["train", "--resume", "--log-path", str(sent), "--steps", "3"]
     assert main(resume) == 2
-    assert "expected files and folders of its own. Nothing was written" in (said := capsys.readouterr().err)
+    assert "expected files and folders of its own. Nothing was written" in (
+        said := capsys.readouterr().err
+    )
     assert f"{name} -> {outside}" in said
     with pytest.raises(RecordError, match="Nothing was written"):
         RunFolder.resume(sent, CFG)
@@ -220,7 +250,9 @@ def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
 
 def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_waited_for(sent):
     os.mkfifo(sent / "steps" / "more")
-    with pytest.raises(RecordError, match=r"got steps/more -> .*; expected files and folders of its own"):
+    with pytest.raises(
+        RecordError, match=r"got steps/more -> .*; expected files and folders of its own"
+    ):
         RunFolder.resume(sent, CFG)
 
 
@@ -255,14 +287,17 @@ def harmed(path: Path, put: str) -> None:
 
 
 FILES = ("config.yaml", "steps/00003/record.json")
-HARMS = [(put, name) for name in FILES for put in ("a pipe", "a device")] + [("aliases of aliases", "config.yaml")]
+HARMS = [(put, name) for name in FILES for put in ("a pipe", "a device")] + [
+    ("aliases of aliases", "config.yaml")
+]
 
 
 @pytest.mark.parametrize(("put", "name"), HARMS)
 @pytest.mark.filterwarnings("ignore:.*left out")
 def test_what_never_ends_is_named_and_not_waited_for(put, name, sent, capsys):
     harmed(sent / name, put)
-    code, said = main(["view", str(sent), "--once"]), capsys.readouterr()
+    code = main(["view", str(sent), "--once"])
+    said = capsys.readouterr()
     assert (code == 2 and name.rpartition("/")[2] in said.err) or "step 3 is left out" in Path(
         said.out.strip()
     ).read_text()
@@ -284,10 +319,19 @@ def test_a_tokenizer_of_the_hub_is_taken_from_this_machine_without_a_request(sen
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as hub:
         threading.Thread(target=hub.serve_forever, daemon=True).start()
-        env = os.environ | {"HF_HUB_OFFLINE": "0", "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path)}
-        env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "PYTHONPATH": str(Path(__file__).parents[1])}
+        env = os.environ | {
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_HOME": str(tmp_path),
+        }
+        env |= {
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
         code = "from rl_notebook.task.toy import tokenizer_of; print(len(tokenizer_of({'base_model': 'some/model'})))"
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
         hub.shutdown()
     assert done.stdout.strip() == str(len(load_model("tiny")[1]))
     assert asked == []

@@ -25,7 +25,14 @@ from tiny_models import byte_tokenizer, tiny_model
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.backends.services.completions import OpenAISampler, probe, request_seed
 from rl_notebook.backends.services.openai import open_openai
-from rl_notebook.core.types import AdamParams, AlignmentError, BackendError, ConfigError, Datum, SampleParams
+from rl_notebook.core.types import (
+    AdamParams,
+    AlignmentError,
+    BackendError,
+    ConfigError,
+    Datum,
+    SampleParams,
+)
 from rl_notebook.core.retries import AdaptiveLimit, Retries
 
 
@@ -50,7 +57,9 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="module")
 def processed_site(tmp_path_factory):
     "One that reports what it drew from."
-    server = emulated(model(), byte_tokenizer(), tmp_path_factory.mktemp("p"), logprobs_mode="processed_logprobs")
+    server = emulated(
+        model(), byte_tokenizer(), tmp_path_factory.mktemp("p"), logprobs_mode="processed_logprobs"
+    )
     with serve(app_of(server)) as url:
         yield server, url
 
@@ -90,7 +99,8 @@ def test_completions_are_those_of_the_model(site, local, dialect):
 
     async def test():
         async with sampler_at(site[1], dialect=dialect) as sampler:
-            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            got = await sampler.sample(PROMPT, params)
+            want = await drawn_locally(local, params)
             assert ids(got) == ids(want)
             assert [c.text for c in got] == [c.text for c in want]
             assert [c.finish_reason for c in got] == [c.finish_reason for c in want]
@@ -111,7 +121,8 @@ def test_stop_strings(site, local):  # stop ids: test_servers_of_other_makes
 
     async def test():
         async with sampler_at(site[1]) as sampler:
-            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            got = await sampler.sample(PROMPT, params)
+            want = await drawn_locally(local, params)
             assert [(c.tokens.tolist(), c.text, c.finish_reason) for c in got] == [
                 (c.tokens.tolist(), c.text, c.finish_reason) for c in want
             ]
@@ -127,7 +138,13 @@ COOL["greedy"] = replace(COOL["temperature"], temperature=0.0)
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("raw", "top_p"), ("processed", "temperature"), ("both", "temperature"), ("both", "min_p"), ("unknown", "greedy")],
+    [
+        ("raw", "top_p"),
+        ("processed", "temperature"),
+        ("both", "temperature"),
+        ("both", "min_p"),
+        ("unknown", "greedy"),
+    ],
 )
 def test_raw_and_sampling_logprobs_are_kept_apart(site, processed_site, local, kind, name):
     params = COOL[name]
@@ -141,7 +158,8 @@ def test_raw_and_sampling_logprobs_are_kept_apart(site, processed_site, local, k
                 with pytest.raises(BackendError, match="expected 0: it has no such setting"):
                     await sampler.sample(PROMPT, params)
                 return
-            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            got = await sampler.sample(PROMPT, params)
+            want = await drawn_locally(local, params)
             assert ids(got) == ids(want)
             for g, w in zip(got, want, strict=True):
                 assert np.abs(g.logprobs - w.logprobs).max() < 1e-5
@@ -160,7 +178,13 @@ class Moody:
     "A server that does one thing of a list with each request for completions, and then behaves."
 
     def __init__(self, server, moods):
-        self.inner, self.moods, self.times, self.most, self.now = app_of(server), list(moods), [], 0, 0
+        self.inner, self.moods, self.times, self.most, self.now = (
+            app_of(server),
+            list(moods),
+            [],
+            0,
+            0,
+        )
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or not scope["path"].endswith("/completions"):
@@ -178,7 +202,9 @@ class Moody:
         kind, _, value = mood.partition(":")
         if kind.isdigit():
             headers = {"retry-after": value} if value else {}
-            return await JSONResponse({"error": {"message": "moody"}}, int(kind), headers)(scope, receive, send)
+            return await JSONResponse({"error": {"message": "moody"}}, int(kind), headers)(
+                scope, receive, send
+            )
         if kind == "slow":
             await asyncio.sleep(float(value))
         if kind == "garbage":
@@ -196,7 +222,10 @@ class Moody:
             if message["type"] == "http.response.body" and message.get("body"):
                 sent += 1
                 if sent > 1 or not message.get("more_body"):
-                    await send(message | {"body": message["body"][: len(message["body"]) // 2], "more_body": True})
+                    await send(
+                        message
+                        | {"body": message["body"][: len(message["body"]) // 2], "more_body": True}
+                    )
                     raise ConnectionResetError
             await send(message)
 
@@ -229,7 +258,9 @@ def test_what_failed_is_asked_again_and_nothing_is_lost(site, local, name):
             assert ids(got) == ids(await drawn_locally(local, params))
             counts = dict(sampler.wire.counts)
             assert counts.pop("attempts") == 4 + sum(counts.values())
-            assert sum(counts.values()) == 3 or (name == "slow" and counts["no response within 0.6 s"] >= 3)
+            assert sum(counts.values()) == 3 or (
+                name == "slow" and counts["no response within 0.6 s"] >= 3
+            )
             assert reason is None or counts == {reason: 3}
 
     with serve(app) as url:
@@ -240,7 +271,10 @@ def test_a_server_that_is_not_there():
     async def test():
         retries = Retries(deadline_s=2.0, first_wait_s=0.05)
         async with sampler_at("http://127.0.0.1:9", retries=retries) as sampler:
-            with pytest.warns(UserWarning, match="ConnectError"), pytest.raises(BackendError, match="Is the server up"):
+            with (
+                pytest.warns(UserWarning, match="ConnectError"),
+                pytest.raises(BackendError, match="Is the server up"),
+            ):
                 await sampler.sample(PROMPT, SampleParams(max_tokens=2))
 
     asyncio.run(test())
@@ -252,7 +286,9 @@ def test_what_will_not_get_better_is_an_error_at_once(site, status):
 
     async def test(url):
         async with sampler_at(url, key=KEY) as sampler:
-            with pytest.raises(BackendError, match=f"/v1/completions: refused: got status {status}: moody"):
+            with pytest.raises(
+                BackendError, match=f"/v1/completions: refused: got status {status}: moody"
+            ):
                 await sampler.sample(PROMPT, SampleParams(max_tokens=2))
 
     with serve(app) as url:
@@ -269,11 +305,24 @@ def canned(choice, **rest):
     return Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])
 
 
-GOOD = {"text": "ab", "token_ids": [5, 6], "finish_reason": "stop", "logprobs": {"token_logprobs": [-1.0, -2.0]}}
+GOOD = {
+    "text": "ab",
+    "token_ids": [5, 6],
+    "finish_reason": "stop",
+    "logprobs": {"token_logprobs": [-1.0, -2.0]},
+}
 BAD = {
     "no logprobs": (GOOD | {"logprobs": None}, BackendError, "no logprobs came back"),
-    "too few logprobs": (GOOD | {"logprobs": {"token_logprobs": [-1.0]}}, AlignmentError, "1 values for 2 tokens"),
-    "odd ending": (GOOD | {"finish_reason": "content_filter"}, BackendError, "got 'content_filter'"),
+    "too few logprobs": (
+        GOOD | {"logprobs": {"token_logprobs": [-1.0]}},
+        AlignmentError,
+        "1 values for 2 tokens",
+    ),
+    "odd ending": (
+        GOOD | {"finish_reason": "content_filter"},
+        BackendError,
+        "got 'content_filter'",
+    ),
 }
 
 
@@ -337,7 +386,11 @@ def test_a_key_is_sent_and_never_shown(caplog, capsys):
             print(sampler.wire.key, vars(sampler), vars(sampler.wire))
             with pytest.raises(BackendError, match=r"the key \*\*\* is not known") as caught:
                 await sampler.sample(PROMPT, SampleParams(max_tokens=2))
-            return "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+            return "".join(
+                traceback.TracebackException.from_exception(
+                    caught.value, capture_locals=True
+                ).format()
+            )
 
     with serve(Starlette(routes=[Route("/v1/completions", answer, methods=["POST"])])) as url:
         trace = asyncio.run(test(url))
@@ -361,13 +414,21 @@ async def opened(url, tmp_path, **options):
 def datums_of(completions):
     dlogprobs = np.linspace(-1, 1, len(completions))
     return [
-        Datum(c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens), advantage=float(a), sample=i)
+        Datum(
+            c.full_tokens,
+            [0] * (c.prompt_len - 1) + [1] * len(c.tokens),
+            advantage=float(a),
+            sample=i,
+        )
         for i, (c, a) in enumerate(zip(completions, dlogprobs, strict=True))
     ]
 
 
 def reinforce(datums, policy_logprobs):
-    parts = [-d.advantage * lp[torch.tensor(d.active)].sum() for d, lp in zip(datums, policy_logprobs, strict=True)]
+    parts = [
+        -d.advantage * lp[torch.tensor(d.active)].sum()
+        for d, lp in zip(datums, policy_logprobs, strict=True)
+    ]
     return torch.stack(parts).sum(), {}
 
 
@@ -383,7 +444,10 @@ async def gap_to_policy(backend):
     drawn = await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=9))
     datums = datums_of(drawn)
     scored = await backend.policy.forward(datums)
-    gaps = [np.abs(s.values[d.active] - c.logprobs).max() for s, d, c in zip(scored, datums, drawn, strict=True)]
+    gaps = [
+        np.abs(s.values[d.active] - c.logprobs).max()
+        for s, d, c in zip(scored, datums, drawn, strict=True)
+    ]
     return float(max(gaps)), {c.policy_version for c in drawn}
 
 
@@ -414,14 +478,22 @@ def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
 
     async def test(url):
         async with opened(url, tmp_path, limit=AdaptiveLimit(start=4)) as backend:
-            states, drawn, over = {0: await backend.policy.save_state("v0")}, [], False
-            lesson = datums_of(await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=1)))
+            states = {0: await backend.policy.save_state("v0")}
+            drawn = []
+            over = False
+            lesson = datums_of(
+                await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=1))
+            )
 
             async def draw(first):
                 for seed in range(first, 10_000, 6):
                     if over:
                         return
-                    drawn.extend(await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=12, seed=seed)))
+                    drawn.extend(
+                        await backend.sampler.sample(
+                            PROMPT, SampleParams(n=2, max_tokens=12, seed=seed)
+                        )
+                    )
 
             async def seen(version):
                 async with asyncio.timeout(60):
@@ -486,7 +558,8 @@ def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
         async with opened(urls[0], tmp_path) as backend:
             await backend.sync(await step(backend, 1))
             want = await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
-            backend.sampler.wire.root = urls[1]  # another process at the address, with the first weights
+            # another process at the address, with the first weights
+            backend.sampler.wire.root = urls[1]
             backend.sync.check_after_s = 60.0
             backend.sampler.wire.answered_at -= 61.0  # the last answer was a minute ago
             with pytest.warns(UserWarning, match="lost its weights"):
@@ -496,9 +569,13 @@ def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
             before = backend.sampler.wire.counts["attempts"]
             await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
             assert backend.sampler.wire.counts["attempts"] == before + 3
-            backend.sampler.wire.lost = True  # as after a broken connection: looked at once, and found in order
+            # as after a broken connection: looked at once, and found in order
+            backend.sampler.wire.lost = True
             await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
-            assert (backend.sampler.wire.counts["attempts"], backend.sampler.wire.lost) == (before + 8, False)
+            assert (backend.sampler.wire.counts["attempts"], backend.sampler.wire.lost) == (
+                before + 8,
+                False,
+            )
 
     with serve(app_of(servers[0])) as first, serve(app_of(servers[1])) as second:
         asyncio.run(test((first, second)))
@@ -511,7 +588,10 @@ def test_servers_without_weight_sync(site, tmp_path):
             with pytest.raises(BackendError, match="weight_sync_interval=0"):
                 await backend.sync("step-1")
         plain = Starlette(routes=[r for r in app_of(site[0]).routes if "completions" in r.path])
-        with serve(plain) as url, pytest.raises(BackendError, match=r"status 404: Not Found.*VLLM_SERVER_DEV_MODE=1"):
+        with (
+            serve(plain) as url,
+            pytest.raises(BackendError, match=r"status 404: Not Found.*VLLM_SERVER_DEV_MODE=1"),
+        ):
             async with opened(url, tmp_path) as backend:
                 await backend.sync(await step(backend, 1))
 
@@ -521,8 +601,20 @@ def test_servers_without_weight_sync(site, tmp_path):
 KIN = {  # owner of its models, where it says its version and what, the field for a length, what it refuses
     "vLLM 0.8.5": ("vllm", "/version", {"version": "0.8.5"}, {"max_model_len": 96}, {"top_k": 0}),
     "vLLM behind a gateway": ("vllm", None, {}, {"max_model_len": 96}, {}),
-    "SGLang 0.5.23": ("sglang", "/get_server_info", {"version": "0.5.23"}, {"max_model_len": 96}, {"top_k": 0}),
-    "llama.cpp b9000": ("llamacpp", "/props", {"build_info": "b9000"}, {"meta": {"n_ctx": 96}}, {"echo": True}),
+    "SGLang 0.5.23": (
+        "sglang",
+        "/get_server_info",
+        {"version": "0.5.23"},
+        {"max_model_len": 96},
+        {"top_k": 0},
+    ),
+    "llama.cpp b9000": (
+        "llamacpp",
+        "/props",
+        {"build_info": "b9000"},
+        {"meta": {"n_ctx": 96}},
+        {"echo": True},
+    ),
     "a gateway": (None, None, {}, {"context_length": 96}, {}),
 }
 
@@ -531,36 +623,51 @@ class Kin:
     "A server of another make, in the words of its sources, before the model of these tests."
 
     def __init__(self, local, kind):
-        self.local, self.kind = local, kind
+        self.local = local
+        self.kind = kind
         self.owner, self.says_at, self.says, self.length, self.refuses = KIN[kind]
-        routes = [Route("/v1/models", self.models), Route("/v1/completions", self.complete, methods=["POST"])]
+        routes = [
+            Route("/v1/models", self.models),
+            Route("/v1/completions", self.complete, methods=["POST"]),
+        ]
         if self.says_at:
             routes.append(Route(self.says_at, lambda request: JSONResponse(self.says)))
         self.app = Starlette(routes=routes)
 
     def models(self, request):
-        return JSONResponse({"data": [{"id": "tiny", "owned_by": self.owner or "openai"} | self.length]})
+        return JSONResponse(
+            {"data": [{"id": "tiny", "owned_by": self.owner or "openai"} | self.length]}
+        )
 
     async def complete(self, request):
         body = await request.json()
         if any(body.get(name) == value for name, value in self.refuses.items()):
             return JSONResponse({"error": {"message": f"refused: {self.refuses}"}}, 400)
-        sampler, prompt = self.local.sampler, body["prompt"]
-        knows = ("max_tokens", "temperature", "top_p", "seed") + ("stop_token_ids",) * (self.owner != "llamacpp")
-        settings = {k: tuple(body[k]) if k == "stop_token_ids" else body[k] for k in knows if k in body}
+        sampler = self.local.sampler
+        prompt = body["prompt"]
+        knows = ("max_tokens", "temperature", "top_p", "seed") + ("stop_token_ids",) * (
+            self.owner != "llamacpp"
+        )
+        settings = {
+            k: tuple(body[k]) if k == "stop_token_ids" else body[k] for k in knows if k in body
+        }
         (drawn,) = await sampler.sample(prompt, SampleParams(**settings))
-        ids, values = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        ids = drawn.tokens.tolist()
+        values = drawn.logprobs.tolist()
         choice = {"index": 0, "text": drawn.text, "finish_reason": drawn.finish_reason}
         if self.owner == "llamacpp":
             rows = zip(ids, values, strict=True)
-            choice["logprobs"] = {"content": [{"id": i, "token": "?", "bytes": [63], "logprob": v} for i, v in rows]}
+            choice["logprobs"] = {
+                "content": [{"id": i, "token": "?", "bytes": [63], "logprob": v} for i, v in rows]
+            }
             return JSONResponse({"choices": [choice], "usage": {"prompt_tokens": len(prompt)}})
         if body.get("prompt_logprobs") is not None and self.owner == "vllm":
             scores = (await sampler.logprobs(prompt)).values
             rows = zip(prompt[1:], scores, strict=True)
             choice["prompt_logprobs"] = [None, *({str(i): {"logprob": v}} for i, v in rows)]
         if body.get("echo"):
-            ids, values = prompt + ids, [None, *(await sampler.logprobs(prompt)).values.tolist(), *values]
+            ids = prompt + ids
+            values = [None, *(await sampler.logprobs(prompt)).values.tolist(), *values]
         choice["logprobs"] = {"tokens": ["?"] * len(ids), "token_logprobs": values}
         if self.kind != "vLLM 0.8.5":
             choice |= {"token_ids": drawn.tokens.tolist()}
@@ -580,15 +687,26 @@ def test_servers_of_other_makes(local, kind):
                 "vLLM behind a gateway": "vLLM of a version that it does not say",
                 "a gateway": "OpenAI-compatible server",
             }.get(kind, kind)
-            assert (report.max_seq_len, report.prompt_logprobs, report.loads) == (96, kind[:2] != "ll", ())
-            got, want = await sampler.sample(PROMPT, params), await drawn_locally(local, params)
+            assert (report.max_seq_len, report.prompt_logprobs, report.loads) == (
+                96,
+                kind[:2] != "ll",
+                (),
+            )
+            got = await sampler.sample(PROMPT, params)
+            want = await drawn_locally(local, params)
             assert {c.finish_reason for c in want} == {"stop", "length"}
             for g, w in zip(got, want, strict=True):
-                assert (g.tokens.tolist(), g.text, g.finish_reason) == (w.tokens.tolist(), w.text, w.finish_reason)
+                assert (g.tokens.tolist(), g.text, g.finish_reason) == (
+                    w.tokens.tolist(),
+                    w.text,
+                    w.finish_reason,
+                )
                 assert np.abs(g.logprobs - w.logprobs).max() < 1e-5
             if report.prompt_logprobs:
                 exact = (await local.sampler.logprobs(got[0].full_tokens)).values
-                assert np.abs((await sampler.logprobs(got[0].full_tokens)).values - exact).max() < 1e-5
+                assert (
+                    np.abs((await sampler.logprobs(got[0].full_tokens)).values - exact).max() < 1e-5
+                )
                 return
             with pytest.raises(BackendError, match=r"scores no given tokens \(llama.cpp b9000\)"):
                 await sampler.logprobs(PROMPT)
@@ -618,13 +736,26 @@ def test_check_says_which_server_it_is_and_what_is_missing_for_what(local, site,
     assert "llama.cpp b9000, which serves 'tiny'" in out
     assert re.search(r"✗ prompt logprobs: none\n.*A weight sync cannot be checked", out)
     assert re.search(r"✗ takes new weights: no\n.*Set weight_sync_interval=0", out)
-    assert re.search(r"✓ drawn as often as said: .*\n– drawn and scored: .*scores no given tokens", out)
+    assert re.search(
+        r"✓ drawn as often as said: .*\n– drawn and scored: .*scores no given tokens", out
+    )
     code, out = said(site[1])
     assert code == 0
     assert re.search(r"✓ takes new weights: weights, adapters", out)
     (tmp_path / "mine.html").write_text("mine")
-    with pytest.raises(ConfigError, match=r"mine\.html: report: got something that this package did not"):
-        run_check(["--backend", "openai", "--base-url", "http://127.0.0.1:9", "--report", str(tmp_path / "mine.html")])
+    with pytest.raises(
+        ConfigError, match=r"mine\.html: report: got something that this package did not"
+    ):
+        run_check(
+            [
+                "--backend",
+                "openai",
+                "--base-url",
+                "http://127.0.0.1:9",
+                "--report",
+                str(tmp_path / "mine.html"),
+            ]
+        )
 
 
 # --- what comes in -----------------------------------------------------------------------------------------------
@@ -634,7 +765,11 @@ TORTS = {
     "html": (200, b"<html><body>Welcome</body></html>", "got a page of HTML"),
     "deep": (200, b'{"choices": ' + b"[" * 200_000, "JSON that is nested too deeply"),
     "endless": (200, b'{"choices": ["' + b"x" * 2**25, r"got more than 16,\d+,\d+ bytes"),
-    "escapes": (400, b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}', r"\\u001b\]0;owned\\u0007 \\u001b\[31mno"),
+    "escapes": (
+        400,
+        b'{"error": "\\u001b]0;owned\\u0007 \\u001b[31mno"}',
+        r"\\u001b\]0;owned\\u0007 \\u001b\[31mno",
+    ),
 }
 
 
@@ -645,7 +780,9 @@ def test_what_no_server_should_send_is_named_at_once(name):
 
     async def answer(request):
         asked.append(request.url.path)
-        return Response(body, status, media_type="text/html" if name == "html" else "application/json")
+        return Response(
+            body, status, media_type="text/html" if name == "html" else "application/json"
+        )
 
     async def test(url):
         async with sampler_at(url) as sampler:
@@ -664,30 +801,46 @@ VLLM = os.environ.get("RL_NOTEBOOK_VLLM_URL", "")
 DEV = "python -m vllm.entrypoints.openai.api_server --model DIR --served-model-name tiny, with VLLM_SERVER_DEV_MODE=1"
 
 
-@pytest.mark.skipif(not VLLM, reason=f"RL_NOTEBOOK_VLLM_URL is not set; start {DEV}, DIR being the tiny model as saved")
+@pytest.mark.skipif(
+    not VLLM,
+    reason=f"RL_NOTEBOOK_VLLM_URL is not set; start {DEV}, DIR being the tiny model as saved",
+)
 def test_vllm(tmp_path):
     from rl_notebook.task.toy import load_model
 
     async def test():
         policy, tokenizer = load_model("tiny")
         prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": "What is 1+2+3?"}], add_generation_prompt=True, return_dict=False
+            [{"role": "user", "content": "What is 1+2+3?"}],
+            add_generation_prompt=True,
+            return_dict=False,
         )
-        async with await open_openai(policy, tokenizer, base_url=VLLM, served_model="tiny", folder=tmp_path) as backend:
+        async with await open_openai(
+            policy, tokenizer, base_url=VLLM, served_model="tiny", folder=tmp_path
+        ) as backend:
             assert backend.sampler.report.server.startswith("vLLM")
             assert backend.capabilities.seed
             for version in (1, 2):
-                drawn = await backend.sampler.sample(prompt, SampleParams(n=8, max_tokens=20, seed=version))
-                again = await backend.sampler.sample(prompt, SampleParams(n=8, max_tokens=20, seed=version))
+                drawn = await backend.sampler.sample(
+                    prompt, SampleParams(n=8, max_tokens=20, seed=version)
+                )
+                again = await backend.sampler.sample(
+                    prompt, SampleParams(n=8, max_tokens=20, seed=version)
+                )
                 assert ids(drawn) == ids(again)
                 datums = datums_of(drawn)
-                for scored, d, c in zip(await backend.policy.forward(datums), datums, drawn, strict=True):
+                for scored, d, c in zip(
+                    await backend.policy.forward(datums), datums, drawn, strict=True
+                ):
                     assert np.abs(scored.values[d.active] - c.logprobs).max() < 1e-3
                     echoed = await backend.sampler.logprobs(c.full_tokens)
                     assert np.abs(echoed.values[d.active] - c.logprobs).max() < 1e-3
                 await backend.policy.forward_backward_custom(datums, reinforce)
                 await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
-                assert await backend.sync(await backend.policy.save_weights_for_sampler(f"s{version}")) == version
+                assert (
+                    await backend.sync(await backend.policy.save_weights_for_sampler(f"s{version}"))
+                    == version
+                )
                 assert backend.sync.reports[-1].sampler_moved > 1e-2
 
     asyncio.run(test())
@@ -696,7 +849,9 @@ def test_vllm(tmp_path):
 # --- restarts in line, pauses, silence --------------------------------------------------------------------------
 
 
-def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_from_its_first_weights(tmp_path):
+def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_from_its_first_weights(
+    tmp_path,
+):
     servers = [emulated(model(), byte_tokenizer(), tmp_path / name) for name in ("first", "second")]
     apps = [Moody(servers[0], []), app_of(servers[1])]
 
@@ -704,13 +859,18 @@ def test_a_request_that_stood_in_line_while_the_server_restarted_is_not_drawn_fr
         async with opened(urls[0], tmp_path, limit=AdaptiveLimit(start=1, most=1)) as backend:
             await backend.sync(await step(backend, 1))
             want = await backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5))
-            wire, apps[0].moods = backend.sampler.wire, ["slow:0.3", "half"]
+            wire = backend.sampler.wire
+            apps[0].moods = ["slow:0.3", "half"]
             wire.retries = replace(QUICK, attempt_s=30)
-            drawing = asyncio.create_task(backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5)))
+            drawing = asyncio.create_task(
+                backend.sampler.sample(PROMPT, SampleParams(n=2, max_tokens=6, seed=5))
+            )
             async with asyncio.timeout(60):
                 while not wire.limit.waiting:  # one request is under way, the other in line
                     await asyncio.sleep(0.005)
-            wire.root, wire.lost = urls[1], True  # the connection breaks, and another process is at the address
+            # the connection breaks, and another process is at the address
+            wire.root = urls[1]
+            wire.lost = True
             with pytest.warns(UserWarning, match="lost its weights"):
                 got = await drawing
             assert ids(got) == ids(want)

@@ -33,7 +33,14 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
 from rl_notebook.core.names import NameFromFile, source_hash
-from rl_notebook.recipes.rl_loop import Problem, diagnose_step, load_problem, main, replay_step, train
+from rl_notebook.recipes.rl_loop import (
+    Problem,
+    diagnose_step,
+    load_problem,
+    main,
+    replay_step,
+    train,
+)
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run, read_checkpoint
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
@@ -105,8 +112,10 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file that is changed within a second is read again
-    losses, modules = dict(POLICY_LOSSES), set(sys.modules)
+    # a file that is changed within a second is read again
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    losses = dict(POLICY_LOSSES)
+    modules = set(sys.modules)
     (tmp_path / "my_functions.py").write_text(MODULE)
     yield tmp_path
     POLICY_LOSSES.clear()
@@ -124,7 +133,9 @@ def forget(*modules: str) -> None:
 def grpo_loop(cfg: Config, **given: Any) -> GRPOLoop:
     "A loop over the toy task."
     rows = load_rows(toy_rows(16))
-    return GRPOLoop(open_local(*load_model("tiny"), reference=cfg.kl_beta > 0), rows, uneven, cfg, **given)
+    return GRPOLoop(
+        open_local(*load_model("tiny"), reference=cfg.kl_beta > 0), rows, uneven, cfg, **given
+    )
 
 
 def one_step(**settings: Any) -> StepRecord:
@@ -149,7 +160,11 @@ def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
     record = Run.open("run").record(2)
     assert record.options["policy_loss"] == "my_functions:doubled"
     hashes = set(record.sources.values())
-    assert [*record.sources] == ["reward uneven", "advantage_fn centred", "policy_loss my_functions:doubled"]
+    assert [*record.sources] == [
+        "reward uneven",
+        "advantage_fn centred",
+        "policy_loss my_functions:doubled",
+    ]
     assert hashes == {hashlib.sha256(MODULE.encode()).hexdigest()[:12]}
     assert all((g.advantages == g.rewards - np.median(g.rewards)).all() for g in record.groups)
     as_ours = what_if(record, {"plain": {"policy_loss": "grpo"}}).table
@@ -167,7 +182,9 @@ def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
     assert "backward is the first phase that is not the same" in said
     assert "policy_loss my_functions:doubled: not the source of step 1" in said
     assert command(["train", "--resume", "--log-path", "run", "--steps", "3"]) == 0
-    assert "policy_loss my_functions:doubled: not the source of step 2" in "".join(capsys.readouterr())
+    assert "policy_loss my_functions:doubled: not the source of step 2" in "".join(
+        capsys.readouterr()
+    )
     assert Run.open("run").record(3).sources["reward uneven"] not in hashes
 
 
@@ -176,7 +193,9 @@ def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
     import my_functions  # type: ignore[import-not-found]
 
     register_loss(my_functions.doubled, name="mine")
-    table = what_if(record, {"mine": {"policy_loss": "mine"}, "named": {"policy_loss": "my_functions:doubled"}}).table
+    table = what_if(
+        record, {"mine": {"policy_loss": "mine"}, "named": {"policy_loss": "my_functions:doubled"}}
+    ).table
     assert table.loc["mine", "note"] == "direction of recorded, 2 times as long"
     assert table.loc["named", "note"] == "same gradient as mine"
 
@@ -203,13 +222,23 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, recor
     sys.path.insert(0, str(desk))
     from my_functions import by_name
 
-    assert all(f"`{name}`" in register_loss.__doc__ for name in ("policy_logprobs", "old_logprobs", "advantages"))
+    assert all(
+        f"`{name}`" in register_loss.__doc__
+        for name in ("policy_logprobs", "old_logprobs", "advantages")
+    )
     small = {"eps_clip": 0.01, "anchor": "rollout", "tis": "token"}
-    variants: dict[str, Any] = {"ppo": {"policy_loss": "ppo"}, "small": {"policy_loss": "ppo", **small}}
+    variants: dict[str, Any] = {
+        "ppo": {"policy_loss": "ppo"},
+        "small": {"policy_loss": "ppo", **small},
+    }
     variants |= {"fn": {"policy_loss": by_name}, "fn small": {"policy_loss": by_name, **small}}
     variants |= {"named": {"policy_loss": "my_functions:by_name"}}
-    variants |= {"lambda": {"policy_loss": lambda policy_logprobs, advantages: -policy_logprobs * advantages}}
-    moved = [Logprobs(lp.values + 0.3 * np.sin(np.arange(len(lp.values)))) for lp in record.loss.logprobs]
+    variants |= {
+        "lambda": {"policy_loss": lambda policy_logprobs, advantages: -policy_logprobs * advantages}
+    }
+    moved = [
+        Logprobs(lp.values + 0.3 * np.sin(np.arange(len(lp.values)))) for lp in record.loss.logprobs
+    ]
     result = what_if(record, variants, policy_logprobs=moved)
     alike = [note.removeprefix("same gradient as ") for note in result.table.note[-4:]]
     assert alike == ["ppo", "small", "ppo", "recorded"]
@@ -222,7 +251,10 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, recor
         await loop.sample()
         loop.score(), loop.advantages(), loop.datums()
         await loop.reference()
-        assert loop.loss(by_name).output.loss == loop.loss("my_functions:by_name", eps_clip=0.2).output.loss
+        assert (
+            loop.loss(by_name).output.loss
+            == loop.loss("my_functions:by_name", eps_clip=0.2).output.loss
+        )
         loop.loss(by_name)
         return await loop.step(), await loop.step()
 
@@ -231,7 +263,14 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, recor
     assert second.options["policy_loss"] == "ppo"
     assert first.sources["policy_loss by_name"] == source_hash(by_name)
     assert one_step(policy_loss=by_name).options["policy_loss"] == "by_name"
-    own = ["--policy-loss", "my_functions:by_name", "--eps-clip", "0.1", "--rewards", "my_functions:uneven"]
+    own = [
+        "--policy-loss",
+        "my_functions:by_name",
+        "--eps-clip",
+        "0.1",
+        "--rewards",
+        "my_functions:uneven",
+    ]
     assert command(["train", *OPTIONS, *own, "--log-path", "run"]) == 0
     assert Run.open("run").record(1).options["eps_clip"] == 0.1
 
@@ -240,23 +279,36 @@ def test_what_a_loss_needs_is_there_or_named(desk, record):
     def needs(ref_logprobs, policy_logprobs, sampler_logprobs, entropy, advantages):
         return -policy_logprobs * advantages + (policy_logprobs - ref_logprobs) ** 2 - 0.1 * entropy
 
-    with pytest.raises(LossError, match=r"policy_loss 'needs': got a loss .*no ref_logprobs, .* Set kl_metric=True"):
+    with pytest.raises(
+        LossError, match=r"policy_loss 'needs': got a loss .*no ref_logprobs, .* Set kl_metric=True"
+    ):
         grpo_loop(Config(**SMALL, policy_loss=needs))
     backend = open_local(*load_model("tiny"))
-    loop = GRPOLoop(backend, load_rows(toy_rows(16)), uneven, Config(**SMALL, policy_loss=needs, kl_metric=True))
+    loop = GRPOLoop(
+        backend, load_rows(toy_rows(16)), uneven, Config(**SMALL, policy_loss=needs, kl_metric=True)
+    )
     assert asyncio.run(loop.step()).trained
-    with pytest.raises(LossError, match=r"policy_loss='needs': got 8 of 8 datums without ref_logprobs"):
+    with pytest.raises(
+        LossError, match=r"policy_loss='needs': got 8 of 8 datums without ref_logprobs"
+    ):
         what_if(record, {"x": {"policy_loss": needs}})
-    with pytest.raises(LossError, match=r"make_loss 'needs': .* loss of single tokens is passed as Config\(policy"):
+    with pytest.raises(
+        LossError, match=r"make_loss 'needs': .* loss of single tokens is passed as Config\(policy"
+    ):
         grpo_loop(Config(**SMALL), make_loss=needs)
 
 
 def test_short_names_of_an_earlier_release_are_announced_and_others_listed(record):
-    short = lambda t, tis, o: -t.advantage * t.policy_logprobs * tis
+    def short(t, tis, o):
+        return -t.advantage * t.policy_logprobs * tis
+
     with pytest.warns(UserWarning, match="ActiveTokens.advantage is called advantages now"):
         result = what_if(record, {"short": {"policy_loss": short}})
     assert result.table.loc["short", "note"] == "same gradient as recorded"
-    with pytest.raises(LossError, match=r"'advantag': the tokens .* have policy_logprobs, old_.* mean 'advantages'\?"):
+    with pytest.raises(
+        LossError,
+        match=r"'advantag': the tokens .* have policy_logprobs, old_.* mean 'advantages'\?",
+    ):
         what_if(record, {"x": {"policy_loss": lambda t, tis, o: t.advantag}})
 
 
@@ -268,32 +320,61 @@ def test_losses_that_share_a_name_are_kept_apart(desk, record):
         return made
 
     table = what_if(record, {str(scale): {"policy_loss": factory(scale)} for scale in (2, 3)}).table
-    assert [*table.note[1:]] == [f"direction of recorded, {scale} times as long" for scale in (2, 3)]
+    assert [*table.note[1:]] == [
+        f"direction of recorded, {scale} times as long" for scale in (2, 3)
+    ]
 
 
 def test_knobs_are_those_that_were_declared(desk, record):
-    with pytest.raises(LossError, match=r"eps_clip: got none\. Give your loss a default: a parameter"):
+    with pytest.raises(
+        LossError, match=r"eps_clip: got none\. Give your loss a default: a parameter"
+    ):
         what_if(record, {"clipped": {"policy_loss": "my_functions:clipped"}})
     with pytest.raises(LossError, match=r"does not read eps_clip: .* If it does, say so: register"):
         what_if(record, {"clipped": {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}})
     source = MODULE.replace("def clipped", "@register_loss(eps_clip=0.3)\ndef clipped")
-    (desk / "my_functions.py").write_text("from rl_notebook.core.losses import register_loss\n" + source)
+    (desk / "my_functions.py").write_text(
+        "from rl_notebook.core.losses import register_loss\n" + source
+    )
     forget("my_functions")
     POLICY_LOSSES.pop("my_functions:clipped")
-    both = {"policy_loss": "my_functions:clipped", "eps_clip": 0.1}, {"policy_loss": "ppo", "eps_clip": 0.1}
+    both = (
+        {"policy_loss": "my_functions:clipped", "eps_clip": 0.1},
+        {"policy_loss": "ppo", "eps_clip": 0.1},
+    )
     outputs = what_if(record, {"clipped": both[0], "ppo": both[1]}).outputs
-    assert outputs["clipped"].metrics["clip_ratio/region_mean"] == outputs["ppo"].metrics["clip_ratio/region_mean"]
+    assert (
+        outputs["clipped"].metrics["clip_ratio/region_mean"]
+        == outputs["ppo"].metrics["clip_ratio/region_mean"]
+    )
     assert LossOptions("my_functions:clipped").clip_range == (0.7, 1.3)
-    with pytest.raises(ConfigError, match=r"sapo: it is read with policy_loss=.sapo., not .clipped."):
+    with pytest.raises(
+        ConfigError, match=r"sapo: it is read with policy_loss=.sapo., not .clipped."
+    ):
         Config(policy_loss="clipped", sapo={"temperature_pos": 2.0})
 
 
 MISTAKES = [
-    ("mean", r"got a tensor of shape \(\); expected a tensor of shape \(\d+,\), one term per token. Return the terms"),
-    ("uneven", r"policy_loss 'uneven': got a parameter 'text'; expected some of policy_logprobs, old_logprobs"),
-    ("misspelled", r"got a parameter 'logprobs'; expected some of .* advantages, .* Did you mean 'policy_logprobs'\?"),
-    ("nothing", r"got 'my_functions:nothing'; expected a function of my_functions \(.*py\), which has plain, doubled"),
-    ("__name__", r"got 'my_functions:__name__', which is of type str; expected a function of my_functions"),
+    (
+        "mean",
+        r"got a tensor of shape \(\); expected a tensor of shape \(\d+,\), one term per token. Return the terms",
+    ),
+    (
+        "uneven",
+        r"policy_loss 'uneven': got a parameter 'text'; expected some of policy_logprobs, old_logprobs",
+    ),
+    (
+        "misspelled",
+        r"got a parameter 'logprobs'; expected some of .* advantages, .* Did you mean 'policy_logprobs'\?",
+    ),
+    (
+        "nothing",
+        r"got 'my_functions:nothing'; expected a function of my_functions \(.*py\), which has plain, doubled",
+    ),
+    (
+        "__name__",
+        r"got 'my_functions:__name__', which is of type str; expected a function of my_functions",
+    ),
 ]
 
 
@@ -302,7 +383,17 @@ def test_a_mistake_in_a_loss_is_named(name, message, desk, record, capsys):
     with pytest.raises(LossError, match=message):
         what_if(record, {"x": {"policy_loss": f"my_functions:{name}"}})
     assert (
-        command(["train", *OPTIONS, "--rewards", "my_functions:uneven", "--policy-loss", f"my_functions:{name}"]) == 2
+        command(
+            [
+                "train",
+                *OPTIONS,
+                "--rewards",
+                "my_functions:uneven",
+                "--policy-loss",
+                f"my_functions:{name}",
+            ]
+        )
+        == 2
     )
     last = capsys.readouterr().err.strip().splitlines()[-1]
     assert last.startswith("rl-notebook train: policy_loss")
@@ -311,25 +402,48 @@ def test_a_mistake_in_a_loss_is_named(name, message, desk, record, capsys):
 def test_advantages_by_name_and_as_an_object(desk, record):
     problem = Problem(load_rows(toy_rows(16)), [], uneven, advantage_fn="my_functions:centred")
     said: list[Any] = []
-    main(Config(**SMALL), problem=problem, on_record=[said.append], say=lambda line: None, progress=False)
-    own = lambda groups: [replace(g, advantages=g.rewards * 0 + 1) for g in groups]
-    assert all((g.advantages == g.rewards - np.median(g.rewards)).all() for r in said for g in r.groups)
-    result = what_if(record, {"centred": {"advantage_fn": "my_functions:centred"}, "one": {"advantage_fn": own}})
+    main(
+        Config(**SMALL),
+        problem=problem,
+        on_record=[said.append],
+        say=lambda line: None,
+        progress=False,
+    )
+
+    def own(groups):
+        return [replace(g, advantages=g.rewards * 0 + 1) for g in groups]
+
+    assert all(
+        (g.advantages == g.rewards - np.median(g.rewards)).all() for r in said for g in r.groups
+    )
+    result = what_if(
+        record, {"centred": {"advantage_fn": "my_functions:centred"}, "one": {"advantage_fn": own}}
+    )
     assert {d.advantage for d in result.datums["one"]} == {1.0}
     assert result.table.loc["centred", "cosine"] > 0
-    with pytest.raises(LossError, match="advantage_fn: got ddof beside it; expected one of the two"):
+    with pytest.raises(
+        LossError, match="advantage_fn: got ddof beside it; expected one of the two"
+    ):
         what_if(record, {"x": {"advantage_fn": own, "ddof": 1}})
-    with pytest.raises(LossError, match="got ZeroDivisionError: no groups today; expected groups with advantages"):
+    with pytest.raises(
+        LossError, match="got ZeroDivisionError: no groups today; expected groups with advantages"
+    ):
         what_if(record, {"x": {"advantage_fn": "my_functions:fails"}})
-    with pytest.raises(ConfigError, match="advantage_fn: advantage_scale, advantage_eps and ddof would"):
+    with pytest.raises(
+        ConfigError, match="advantage_fn: advantage_scale, advantage_eps and ddof would"
+    ):
         Config(advantage_fn="my_functions:centred", advantage_scale="loo")
-    with pytest.raises(ConfigError, match="advantage_fn: got 'centred'; expected 'module:function'"):
+    with pytest.raises(
+        ConfigError, match="advantage_fn: got 'centred'; expected 'module:function'"
+    ):
         Config(advantage_fn="centred")
 
     async def branched() -> list[str]:
         loop = grpo_loop(Config(**SMALL), advantage_fn=own)
         loop.prompts()
-        return [*(await loop.branch(advantage_fn="my_functions:centred")).advantage_fn.__name__.split()]
+        return [
+            *(await loop.branch(advantage_fn="my_functions:centred")).advantage_fn.__name__.split()
+        ]
 
     assert asyncio.run(branched()) == ["centred"]
 
@@ -356,7 +470,8 @@ class Trap:
     "A copy of a run folder, and the file that appears when something of it is executed."
 
     def __init__(self, honest: Path, desk: Path):
-        self.path, self.canary = desk / "from_a_stranger", desk / "executed"
+        self.path = desk / "from_a_stranger"
+        self.canary = desk / "executed"
         shutil.copytree(honest, self.path)
         code = f"from pathlib import Path\nPath({str(self.canary)!r}).touch()\n"
         code += "def f(*args, **more):\n    return 1.0\ng = rewards = f\n"
@@ -376,14 +491,19 @@ class Trap:
         plain.pop("sha256", None)  # records of before there were checksums have none
         for name in plain["files"]:
             content = (folder / name).read_bytes()
-            plain["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+            plain["files"][name] = {
+                "bytes": len(content),
+                "sha256": hashlib.sha256(content).hexdigest(),
+            }
         (folder / "record.json").write_text(json.dumps(plain))
 
     def texts(self) -> None:
         "Every answer is a shell command."
         shell = f"touch {self.canary}"
         for step in (1, 2):
-            self.rewrite(lambda r: [s.update(text=shell) for g in r["groups"] for s in g["samples"]], step)
+            self.rewrite(
+                lambda r: [s.update(text=shell) for g in r["groups"] for s in g["samples"]], step
+            )
 
     @property
     def sprung(self) -> bool:
@@ -430,7 +550,10 @@ def _parquet_types(trap: Trap) -> None:
     file = trap.path / "steps" / "00002" / "tokens.parquet"
     table = pq.read_table(file)
     bomb = pickle.dumps(Bomb(trap.canary))
-    hidden = {b"ARROW:extension:name": b"arrow.py_extension_type", b"ARROW:extension:metadata": bomb}
+    hidden = {
+        b"ARROW:extension:name": b"arrow.py_extension_type",
+        b"ARROW:extension:metadata": bomb,
+    }
     fields = [f.with_metadata(hidden) for f in table.schema]
     pq.write_table(pa.table(table.columns, schema=pa.schema(fields, table.schema.metadata)), file)
     trap.rewrite(lambda r: None)
@@ -440,11 +563,17 @@ def _model(trap: Trap) -> None:
     "A model with code and a chat template of its own."
     model = trap.path / "model"
     model.mkdir()
-    (model / "modeling_evil.py").write_text((trap.path / "evil.py").read_text() + "class Evil: pass\n")
-    auto = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "modeling_evil.Evil")
+    (model / "modeling_evil.py").write_text(
+        (trap.path / "evil.py").read_text() + "class Evil: pass\n"
+    )
+    auto = dict.fromkeys(
+        ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer"), "modeling_evil.Evil"
+    )
     auto["AutoTokenizer"] = ["modeling_evil.Evil", None]
     (model / "config.json").write_text(json.dumps({"model_type": "evil", "auto_map": auto}))
-    (model / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": auto["AutoTokenizer"]}}))
+    (model / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": auto["AutoTokenizer"]}})
+    )
     trap.settings(base_model=str(model))
 
 
@@ -463,7 +592,9 @@ def _template(trap: Trap) -> None:
 ATTACKS: dict[str, Callable[[Trap], Any]] = {
     "a shell": _rewards("os:system"),
     "a module of the folder": _rewards("evil:f"),
-    "our own module that imports one": _rewards("rl_notebook.runs.records:os", "rl_notebook.task.rewards:subprocess"),
+    "our own module that imports one": _rewards(
+        "rl_notebook.runs.records:os", "rl_notebook.task.rewards:subprocess"
+    ),
     "a function that evaluates": _rewards("builtins:exec", "pickle:loads", "subprocess:getoutput"),
     "one text for a list": lambda trap: (trap.texts(), trap.settings(rewards="os:system")),
     "a loss": lambda trap: trap.settings(policy_loss="evil:f"),
@@ -471,7 +602,9 @@ ATTACKS: dict[str, Callable[[Trap], Any]] = {
     "advantages": lambda trap: trap.settings(advantage_fn="evil:f"),
     "rows of a function": lambda trap: trap.settings(dataset="evil:f"),
     "an earlier spelling": lambda trap: trap.settings(loss_type="evil:f"),
-    "a loss for a sub-config": lambda trap: trap.settings(tis={"level": "evil:f"}, report_to=["evil:f"]),
+    "a loss for a sub-config": lambda trap: trap.settings(
+        tis={"level": "evil:f"}, report_to=["evil:f"]
+    ),
     "tags": _yaml_tag,
     "pickles": _pickles,
     "types of parquet": _parquet_types,
@@ -528,25 +661,38 @@ ENTRIES: dict[str, Callable[[Path], Any]] = {
     "doctor": lambda p: command(["doctor", str(p)]),
     "doctor --rescore": lambda p: command(["doctor", str(p), "--step", "2", "--rescore"]),
     "replay": lambda p: command(["replay", str(p), "2"]),
-    "train --resume": lambda p: command(["train", "--resume", "--log-path", str(p), "--steps", "3"]),
-    "train --config": lambda p: command(["train", "--config", str(p / "config.yaml"), "--log-path", f"{p}-again"]),
+    "train --resume": lambda p: command(
+        ["train", "--resume", "--log-path", str(p), "--steps", "3"]
+    ),
+    "train --config": lambda p: command(
+        ["train", "--config", str(p / "config.yaml"), "--log-path", f"{p}-again"]
+    ),
     "replay_step": lambda p: asyncio.run(replay_step(p, 2)),
     "diagnose_step": lambda p: asyncio.run(diagnose_step(p, 2)),
-    "train": lambda p: asyncio.run(train(Config.from_dict(Run.open(p).config), resume=True, progress=False)),
-    "train from the file": lambda p: main(replace(Config.from_yaml(p / "config.yaml"), log_path=None), progress=False),
-    "a checkpoint": lambda p: load_problem(Config.from_dict(read_checkpoint(p / "checkpoints" / "00002").config)),
+    "train": lambda p: asyncio.run(
+        train(Config.from_dict(Run.open(p).config), resume=True, progress=False)
+    ),
+    "train from the file": lambda p: main(
+        replace(Config.from_yaml(p / "config.yaml"), log_path=None), progress=False
+    ),
+    "a checkpoint": lambda p: load_problem(
+        Config.from_dict(read_checkpoint(p / "checkpoints" / "00002").config)
+    ),
     "a loop": lambda p: asyncio.run(_stepped(p)),
     "views": _looked_at,
 }
 QUICK = {"a shell", "a loss of a step"}  # in every run; all pairs with SLOW=1
 
 
-@pytest.mark.parametrize("attack", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ATTACKS])
+@pytest.mark.parametrize(
+    "attack", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ATTACKS]
+)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, desk, capsys, monkeypatch):
     trap = Trap(sent, desk)
     ATTACKS[attack](trap)
-    monkeypatch.setattr("builtins.input", lambda *args: "y")  # who is asked, and says yes without reading
+    # who is asked, and says yes without reading
+    monkeypatch.setattr("builtins.input", lambda *args: "y")
     with whatever_it_says():
         ENTRIES[entry](trap.path)
     assert not trap.sprung, capsys.readouterr()
@@ -585,18 +731,25 @@ def test_what_is_refused_is_listed_and_can_be_trusted(sent, desk, capsys):
 REACHING = {  # settings that reach out of the run: what is named in the message
     "a tracker": ({"report_to": ["wandb"]}, "'wandb'"),
     "a file as template": ({"chat_template": "/etc/passwd"}, "'/etc/passwd'"),
-    "an address as rows": ({"dataset": "http://127.0.0.1:9/rows.jsonl"}, "'http://127.0.0.1:9/rows.jsonl'"),
+    "an address as rows": (
+        {"dataset": "http://127.0.0.1:9/rows.jsonl"},
+        "'http://127.0.0.1:9/rows.jsonl'",
+    ),
     "a service": ({"backend": "tinker", "lora_rank": 8}, "'tinker'"),
     "a checkpoint elsewhere": ({"resume": {"resume_from": "../another"}}, "'../another'"),
 }
 
 
 @pytest.mark.parametrize("what", REACHING)
-@pytest.mark.parametrize("way", ["--resume --log-path {}", "--config {}/config.yaml --log-path new"])
+@pytest.mark.parametrize(
+    "way", ["--resume --log-path {}", "--config {}/config.yaml --log-path new"]
+)
 def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, capsys):
-    trap, (settings, named) = Trap(sent, desk), REACHING[what]
+    trap = Trap(sent, desk)
+    (settings, named) = REACHING[what]
     trap.settings(**settings)
-    before, modules = sorted(trap.path.rglob("*")), {*sys.modules}
+    before = sorted(trap.path.rglob("*"))
+    modules = {*sys.modules}
     assert command(["train", *way.format(trap.path).split()]) == 2
     said = capsys.readouterr().err
     assert f"config: got {named}, which" in said.replace("'tinker', 'accounts", "'accounts")
@@ -612,7 +765,11 @@ def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, c
 def mine(desk: Path) -> Path:
     "A run with functions of one's own."
     own = {"rewards": ["my_functions:uneven"], "policy_loss": "my_functions:plain"}
-    main(Config(**SMALL, **own, log_path="run", dcp_save_interval=1), say=lambda line: None, progress=False)
+    main(
+        Config(**SMALL, **own, log_path="run", dcp_save_interval=1),
+        say=lambda line: None,
+        progress=False,
+    )
     forget("my_functions")
     return desk / "run"
 
@@ -626,15 +783,22 @@ def refused(path: Path | str) -> bool:
     return False
 
 
-def test_a_run_that_was_started_here_is_known_by_its_path_and_its_beginning(mine, desk, monkeypatch):
+def test_a_run_that_was_started_here_is_known_by_its_path_and_its_beginning(
+    mine, desk, monkeypatch
+):
     assert not refused(mine)
     assert not refused("run")
     assert type(Run.open(mine).record(2).options["policy_loss"]) is str
     shutil.copytree(mine, desk / "copy")
     assert refused(desk / "copy")
     text = (mine / "config.yaml").read_text()
-    edits = text.replace("my_functions:uneven", "os:system"), text + "\n", text.replace("seed: 0", "seed: 1")
-    for edited in edits:  # what is edited by hand stays one's own; a name that is new in it does not
+    edits = (
+        text.replace("my_functions:uneven", "os:system"),
+        text + "\n",
+        text.replace("seed: 0", "seed: 1"),
+    )
+    # what is edited by hand stays one's own; a name that is new in it does not
+    for edited in edits:
         (mine / "config.yaml").write_text(edited)
         assert refused(mine) == ("os:system" in edited)
     (mine / "config.yaml").write_text(text)

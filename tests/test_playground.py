@@ -53,7 +53,9 @@ def test_the_trained_weights_answer_and_the_base_is_the_base(folder):
 
     async def plain() -> Any:
         async with open_local(model, tokenizer) as backend:
-            return await backend.sampler.sample(exchange.answers["base"].prompt_tokens, SampleParams(temperature=0))
+            return await backend.sampler.sample(
+                exchange.answers["base"].prompt_tokens, SampleParams(temperature=0)
+            )
 
     assert run(plain())[0].text == exchange.answers["base"].text
 
@@ -62,7 +64,9 @@ def test_an_answer_is_said_as_it_grows_and_stops_when_it_is_cancelled(folder):
     async def ask() -> tuple[list[tuple[str, str]], Any, Playground]:
         async with await open_playground(folder, beside="base", seed=1) as playground:
             said = list[tuple[str, str]]()
-            exchange = await playground.ask("What is 3+7+2+9+4?", lambda who, piece: said.append((who, piece)))
+            exchange = await playground.ask(
+                "What is 3+7+2+9+4?", lambda who, piece: said.append((who, piece))
+            )
 
             def stop(who: str, piece: str) -> None:
                 raise KeyboardInterrupt
@@ -74,7 +78,9 @@ def test_an_answer_is_said_as_it_grows_and_stops_when_it_is_cancelled(folder):
             assert playground.talks["base"].turns == 2
             assert len(playground.exchanges) == 2
             playground.samplers["trained"].engine.max_seq_len = 40
-            with pytest.raises(ConfigError, match=r"expected less than the model's 40\. Begin a new conversation"):
+            with pytest.raises(
+                ConfigError, match=r"expected less than the model's 40\. Begin a new conversation"
+            ):
                 await playground.ask("And 2+2+2+2+2?")
             return said, exchange, playground
 
@@ -93,7 +99,9 @@ def test_a_stop_string_is_never_said():
         async with open_local(*load_model("tiny")) as backend:
             said = list[str]()
             prompt = backend.tokenizer.apply_chat_template(
-                [{"role": "user", "content": "What is 3+7+2+9+4?"}], add_generation_prompt=True, return_dict=False
+                [{"role": "user", "content": "What is 3+7+2+9+4?"}],
+                add_generation_prompt=True,
+                return_dict=False,
             )
             params = SampleParams(temperature=0, max_tokens=24, stop=("## 2", " 21 "))
             whole = await streamed(backend.sampler, backend.tokenizer, prompt, params, said.append)
@@ -106,7 +114,10 @@ def test_a_stop_string_is_never_said():
 
 def test_what_is_not_there_is_said(folder, capsys):
     assert main(["chat", str(folder), "--step", "7"]) == 2
-    assert "chat: got no whole checkpoint after step 7; expected one after 1" in capsys.readouterr().err
+    assert (
+        "chat: got no whole checkpoint after step 7; expected one after 1"
+        in capsys.readouterr().err
+    )
     with pytest.raises(ConfigError, match="beside: got 'both'; expected 'base' or None"):
         run(open_playground(folder, beside="both"))
 
@@ -114,7 +125,9 @@ def test_what_is_not_there_is_said(folder, capsys):
 def test_a_chat_in_a_terminal(folder):
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     arguments = ["-c", code, "chat", str(folder), "--beside", "base", "--temperature", "0"]
-    terminal = pexpect.spawn(sys.executable, arguments, encoding="utf-8", timeout=60, dimensions=(50, 120))
+    terminal = pexpect.spawn(
+        sys.executable, arguments, encoding="utf-8", timeout=60, dimensions=(50, 120)
+    )
     terminal.expect("tiny after step 1 beside its base model")
     for line, answers in (
         ("What is 3+7+2+9+4?", ["trained> ", "base> "]),

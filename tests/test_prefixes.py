@@ -33,7 +33,8 @@ tokens = st.lists(st.integers(2, 4), min_size=1, max_size=12)  # few values: man
 def test_a_tree_holds_every_prefix_once(rows):
     sequences = [np.array(row) for row in rows]
     tree = prefix_tree(sequences)
-    ids, positions = tree.ids[0].numpy(), tree.positions[0].numpy()
+    ids = tree.ids[0].numpy()
+    positions = tree.positions[0].numpy()
     prefixes = {tuple(row[: n + 1]) for row in rows for n in range(len(row))}
     assert len(ids) == len(prefixes)
     for s, place in zip(sequences, tree.place, strict=True):
@@ -59,8 +60,15 @@ def test_batches_take_every_sequence_once_and_stay_within_the_budget(rows, budge
 
 def mistral():
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = MistralForCausalLM(MistralConfig(vocab_size=200, **sizes, num_key_value_heads=2, sliding_window=5))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = MistralForCausalLM(
+        MistralConfig(vocab_size=200, **sizes, num_key_value_heads=2, sliding_window=5)
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4 if p.ndim == 2 else 1)
@@ -72,7 +80,10 @@ MODELS = {name: tiny_model(name) for name in ("qwen3", "gpt2")} | {"mistral": mi
 
 def pair_of(family: str, **options):
     "Two backends over equal weights: one reads trees whenever there is a datum, the other never."
-    made = [open_local(copy.deepcopy(MODELS[family]), None, inline=True, device="cpu", **options) for _ in range(2)]
+    made = [
+        open_local(copy.deepcopy(MODELS[family]), None, inline=True, device="cpu", **options)
+        for _ in range(2)
+    ]
     for backend, shares in zip(made, (True, False), strict=True):
         roles = (backend.policy.state, backend.reference)
         assert [role.scoring.no_tree for role in roles] == ["", ""]
@@ -113,9 +124,16 @@ def batches_of_datums(draw):
     for _ in range(draw(st.integers(1, 7))):
         parent = sequences[rng.integers(len(sequences))]
         cut = int(rng.integers(0, len(parent) + 1))
-        sequences.append(np.concatenate([parent[:cut], rng.integers(0, 200, max(2 - cut, int(rng.integers(0, 12))))]))
+        sequences.append(
+            np.concatenate(
+                [parent[:cut], rng.integers(0, 200, max(2 - cut, int(rng.integers(0, 12))))]
+            )
+        )
     masks = [(rng.random(len(s) - 1) < 0.6).astype(float) for s in sequences]
-    datums = [Datum(s, m, advantage=float(rng.normal()), sample=i) for i, (s, m) in enumerate(zip(sequences, masks))]
+    datums = [
+        Datum(s, m, advantage=float(rng.normal()), sample=i)
+        for i, (s, m) in enumerate(zip(sequences, masks))
+    ]
     return [datums[i] for i in rng.permutation(len(datums))]
 
 
@@ -126,21 +144,40 @@ def weighted(prompt_logprobs: bool):
         total = torch.zeros(())
         for d, lp in zip(datums, logprobs, strict=True):
             known = lp[torch.from_numpy(d.active | prompt_logprobs)]
-            total = total + d.advantage * (known * (1 + torch.arange(len(known)))).sum() + 0 * known.sum()
+            total = (
+                total
+                + d.advantage * (known * (1 + torch.arange(len(known)))).sum()
+                + 0 * known.sum()
+            )
         return total, {}
 
     return loss
 
 
 def gradient(backend) -> torch.Tensor:
-    return torch.cat([p.grad.double().flatten() for p in backend.policy.state.params.values() if p.grad is not None])
+    return torch.cat(
+        [
+            p.grad.double().flatten()
+            for p in backend.policy.state.params.values()
+            if p.grad is not None
+        ]
+    )
 
 
-def compare(family, datums, budget, prompt_logprobs, rank=0, dtype="float64", nats=1e-5, gradients=1e-6):
-    options = {"tokens_per_batch": budget, "prompt_logprobs": prompt_logprobs, "lora_rank": rank, "dtype": dtype}
+def compare(
+    family, datums, budget, prompt_logprobs, rank=0, dtype="float64", nats=1e-5, gradients=1e-6
+):
+    options = {
+        "tokens_per_batch": budget,
+        "prompt_logprobs": prompt_logprobs,
+        "lora_rank": rank,
+        "dtype": dtype,
+    }
     once, each = pair_of(family, **options)
     if rank:
-        for a, b in zip(once.policy.state.params.values(), each.policy.state.params.values(), strict=True):
+        for a, b in zip(
+            once.policy.state.params.values(), each.policy.state.params.values(), strict=True
+        ):
             a.data.normal_(std=0.03, generator=torch.Generator().manual_seed(a.numel()))
             b.data.copy_(a.data)
     with forced():
@@ -155,11 +192,16 @@ def compare_pair(once, each, datums, loss, nats, gradients):
     for ours, theirs in rows:
         for x, y in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(x.values, y.values, atol=nats, rtol=0)
-    ga, gb = gradient(once), gradient(each)
+    ga = gradient(once)
+    gb = gradient(each)
     assert (ga - gb).norm() <= gradients * gb.norm() + 1e-30
 
 
-CASES = st.tuples(st.sampled_from(["qwen3", "gpt2", "mistral"]), st.sampled_from([6, 24, 60, 10_000]), st.booleans())
+CASES = st.tuples(
+    st.sampled_from(["qwen3", "gpt2", "mistral"]),
+    st.sampled_from([6, 24, 60, 10_000]),
+    st.booleans(),
+)
 
 
 @settings(max_examples=8)
@@ -178,7 +220,9 @@ def test_trees_under_lora(datums, budget, prompt_logprobs):
 
 @pytest.mark.parametrize("family", MODELS)
 def test_in_float32_they_differ_by_rounding(family):
-    compare(family, [*a_group(), *a_group(seed=1, count=3)], 10_000, False, 0, "float32", 1e-4, 1e-6)
+    compare(
+        family, [*a_group(), *a_group(seed=1, count=3)], 10_000, False, 0, "float32", 1e-4, 1e-6
+    )
 
 
 # --- when it is done ---------------------------------------------------------------------------------------------
@@ -186,7 +230,8 @@ def test_in_float32_they_differ_by_rounding(family):
 
 def a_group(prompt: int = 40, completion: int = 16, count: int = 6, seed: int = 0) -> list[Datum]:
     rng = np.random.default_rng(seed)
-    start, mask = rng.integers(0, 200, prompt), [0.0] * (prompt - 1) + [1.0] * completion
+    start = rng.integers(0, 200, prompt)
+    mask = [0.0] * (prompt - 1) + [1.0] * completion
     rows = [np.concatenate([start, rng.integers(0, 200, completion)]) for _ in range(count)]
     return [Datum(row, mask, advantage=float(rng.normal()), sample=i) for i, row in enumerate(rows)]
 
@@ -194,7 +239,10 @@ def a_group(prompt: int = 40, completion: int = 16, count: int = 6, seed: int = 
 def strangers(count: int = 6) -> list[Datum]:
     "Datums of one length that have nothing in common."
     rng = np.random.default_rng(1)
-    return [Datum([i, *rng.integers(0, 200, 39)], [1.0] * 39, advantage=1.0, sample=i) for i in range(count)]
+    return [
+        Datum([i, *rng.integers(0, 200, 39)], [1.0] * 39, advantage=1.0, sample=i)
+        for i in range(count)
+    ]
 
 
 def test_a_group_is_a_tree_and_the_step_says_what_it_saved():
@@ -212,11 +260,17 @@ def test_what_gains_nothing_runs_as_before():
     once, each = pair_of("qwen3")
     datums = strangers()
     plain = plan_batches([len(d.weights) for d in datums], 16384, 512)
-    assert [(b.rows, b.tree) for b in once.policy.state.scoring.batches(datums)] == [(rows, None) for rows in plain]
-    a, b = (asyncio.run(x.policy.forward_backward_custom(datums, weighted(False))) for x in (once, each))
+    assert [(b.rows, b.tree) for b in once.policy.state.scoring.batches(datums)] == [
+        (rows, None) for rows in plain
+    ]
+    a, b = (
+        asyncio.run(x.policy.forward_backward_custom(datums, weighted(False))) for x in (once, each)
+    )
     assert a.metrics == b.metrics
     assert a.metrics["perf/prefix_tokens_saved"] == 0
-    assert all(np.array_equal(x.values, y.values) for x, y in zip(a.logprobs, b.logprobs, strict=True))
+    assert all(
+        np.array_equal(x.values, y.values) for x, y in zip(a.logprobs, b.logprobs, strict=True)
+    )
     assert torch.equal(gradient(once), gradient(each))
 
 
@@ -232,7 +286,10 @@ def test_a_datum_alone_and_one_without_a_scored_position(trees):
 def test_turns_of_a_conversation_share_what_came_before():
     whole = np.random.default_rng(3).integers(0, 200, 120)
     ends = list(accumulate([30, 30, 30, 30]))
-    datums = [Datum(whole[:end], [0.0] * (end - 11) + [1.0] * 10, advantage=1.0, sample=end) for end in ends]
+    datums = [
+        Datum(whole[:end], [0.0] * (end - 11) + [1.0] * 10, advantage=1.0, sample=end)
+        for end in ends
+    ]
     backend = open_local(tiny_model(), byte_tokenizer(), inline=True, device="cpu")
     (batch,) = backend.policy.state.scoring.batches(datums)
     assert batch.tree
@@ -241,7 +298,9 @@ def test_turns_of_a_conversation_share_what_came_before():
 
 def test_a_model_without_attention_by_name_says_so_and_runs_as_before():
     torch.manual_seed(0)
-    model = BloomForCausalLM(BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4)).eval()
+    model = BloomForCausalLM(
+        BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4)
+    ).eval()
     causal = open_model(model, routes=("modules", "full"), sampling=False)
     assert "logprobs off" in causal.no_tree
     assert not any(b.tree for b in Scoring(causal).batches(a_group()))
@@ -250,7 +309,15 @@ def test_a_model_without_attention_by_name_says_so_and_runs_as_before():
 def test_attention_with_a_soft_cap_is_refused_by_name():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     config = Gemma2Config(vocab_size=258, **sizes, num_key_value_heads=2, head_dim=8)
     model = Gemma2ForCausalLM._from_config(config, attn_implementation="eager").eval()
-    assert open_model(model, routes=("modules",), sampling=False).no_tree == "ValueError: attention with softcap"
+    assert (
+        open_model(model, routes=("modules",), sampling=False).no_tree
+        == "ValueError: attention with softcap"
+    )

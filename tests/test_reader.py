@@ -20,20 +20,58 @@ from rl_notebook.insight.doctor.doctor import diagnose
 from rl_notebook.task.toy import toy_rows
 from rl_notebook.insight.xray import sentence
 
-LINE, XRAY, DOCTOR, PREFLIGHT = "line of loop.run", "sentence of the x-ray", "doctor, from the record", "pre-flight"
+LINE = "line of loop.run"
+XRAY = "sentence of the x-ray"
+DOCTOR = "doctor, from the record"
+PREFLIGHT = "pre-flight"
 SAID: tuple[tuple[str, str, int, str], ...] = (  # bug, display, step (0 = before the first), words
     ("advantages_not_centred", XRAY, 1, r"(?i)advantages[^.]*(do not sum to 0|not centred)"),
     ("reward_reads_prompt", PREFLIGHT, 0, r"(?i)form[^\n]*every completion"),
-    ("reward_reads_prompt", PREFLIGHT, 0, r"(?i)form[^\n]*(prompt|empty completion|not (read|depend))"),
-    ("prompt_in_mask", LINE, 1, r"(?i)(prompt[^.]*(in the loss|mask|trained))|((loss|mask)[^.]*prompt)"),
-    ("kl_wrong_sign", LINE, 4, r"(?i)(KL|loss)[^.]*(away from the reference|wrong sign|opposite sign)"),
-    ("learning_rate_collapses", LINE, 8, r"(?i)learning rate[^;]*(fell|dropped|collapsed)|hardly moved[^;]*learning"),
-    ("server_ignores_syncs", LINE, 2, r"(?i)(sampler|server)[^;]*(older|old|stale|previous|first|not)[^;]*weights"),
+    (
+        "reward_reads_prompt",
+        PREFLIGHT,
+        0,
+        r"(?i)form[^\n]*(prompt|empty completion|not (read|depend))",
+    ),
+    (
+        "prompt_in_mask",
+        LINE,
+        1,
+        r"(?i)(prompt[^.]*(in the loss|mask|trained))|((loss|mask)[^.]*prompt)",
+    ),
+    (
+        "kl_wrong_sign",
+        LINE,
+        4,
+        r"(?i)(KL|loss)[^.]*(away from the reference|wrong sign|opposite sign)",
+    ),
+    (
+        "learning_rate_collapses",
+        LINE,
+        8,
+        r"(?i)learning rate[^;]*(fell|dropped|collapsed)|hardly moved[^;]*learning",
+    ),
+    (
+        "server_ignores_syncs",
+        LINE,
+        2,
+        r"(?i)(sampler|server)[^;]*(older|old|stale|previous|first|not)[^;]*weights",
+    ),
     ("server_ignores_syncs", DOCTOR, 2, r"(?i)^stale weights"),
     ("server_renders_otherwise", LINE, 1, r"(?i)policy is not what the sampler drew from"),
     ("server_renders_otherwise", LINE, 1, r"(?i)(sampler|server)[^;]*(template|prompt)"),
-    ("server_renders_otherwise", DOCTOR, 1, r"(?i)^(BOS or )?template|^[^.]*(another|other) prompt"),
-    ("duplicated_rows", PREFLIGHT, 0, r"(?i)\b(rows|prompts)\b[^.\n]*(duplicate|repeat|twice|another row)"),
+    (
+        "server_renders_otherwise",
+        DOCTOR,
+        1,
+        r"(?i)^(BOS or )?template|^[^.]*(another|other) prompt",
+    ),
+    (
+        "duplicated_rows",
+        PREFLIGHT,
+        0,
+        r"(?i)\b(rows|prompts)\b[^.\n]*(duplicate|repeat|twice|another row)",
+    ),
 )
 
 
@@ -69,8 +107,13 @@ def test_the_bug_is_said(bug: str, display: str, step: int, words: str) -> None:
     assert re.search(words, text), text
 
 
-CURED: dict[str, tuple[str, Any]] = {  # bug: the name in the script that has it, and its value without
-    "advantages_not_centred": ("normalised", lambda groups: [replace(g) for g in with_advantages(groups)]),
+CURED: dict[
+    str, tuple[str, Any]
+] = {  # bug: the name in the script that has it, and its value without
+    "advantages_not_centred": (
+        "normalised",
+        lambda groups: [replace(g) for g in with_advantages(groups)],
+    ),
     "reward_reads_prompt": ("form", lambda text: 0.5 * ("####" in text)),
     "kl_wrong_sign": ("BETA", -0.1),
     "learning_rate_collapses": ("cosine", lambda step: 1e-3 * (1 - step / 10)),

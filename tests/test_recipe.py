@@ -76,13 +76,16 @@ main(cfg)
 @pytest.mark.variant
 def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
     rows = [
-        {"messages": [{"role": "user", "content": f"What is 1+{i}?"}], "ground_truth": str(i + 1)} for i in range(4)
+        {"messages": [{"role": "user", "content": f"What is 1+{i}?"}], "ground_truth": str(i + 1)}
+        for i in range(4)
     ]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     script = tmp_path / "script.py"
     script.write_text(SEED.format(dataset=str(data), log_path=str(tmp_path / "run")))
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "step 1 · reward " in done.stdout
     run = RunFolder.open(tmp_path / "run")
@@ -95,7 +98,8 @@ def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
 
 def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
     "A factory whose parameter has another name, and what it makes; a function whose parameter is called `setup`."
-    rows, seen = [{"prompt": "1+1=", "answer": "2"}] * 4, list[int]()
+    rows = [{"prompt": "1+1=", "answer": "2"}] * 4
+    seen = list[int]()
 
     def factory(dependencies):
         seen.append(dependencies.completions_per_prompt)
@@ -118,7 +122,10 @@ def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
 
     for given in ({"rollout_fn_factory": factory}, {"rollout_fn_factory": make_rollout_fn}):
         for module in (rl_loop, async_rl_loop):
-            assert module.main(Config(**SMALL, steps=1), rows=rows, say=lambda _: None, **given).steps == 1
+            assert (
+                module.main(Config(**SMALL, steps=1), rows=rows, say=lambda _: None, **given).steps
+                == 1
+            )
     assert seen == [4, 4]
 
     with pytest.raises(ConfigError, match="rollout_fn: got a rollout_fn_factory beside it"):
@@ -149,8 +156,16 @@ def test_main_takes_rows_a_filter_and_an_evaluation_as_in_the_guides(recipe, wit
     own = {"rollout_fn_factory": make_rollout_fn} if with_rollouts else {}
     rows = toy_rows(8)
     cfg = Config(**SMALL, steps=2, eval_interval=1)
-    keep = lambda group: kept.append(group.number) or True
-    given = {"dynamic_filter_fn": keep, "evaluation_fn": evaluation_fn, "on_record": [records.append], **own}
+
+    def keep(group):
+        return kept.append(group.number) or True
+
+    given = {
+        "dynamic_filter_fn": keep,
+        "evaluation_fn": evaluation_fn,
+        "on_record": [records.append],
+        **own,
+    }
     result = main(cfg, rows=rows, say=lambda line: None, progress=False, **given)
     assert (result.steps, kept != []) == (2, True)
     assert [step for step, _ in asked] == [0, 1, 2]
@@ -160,11 +175,19 @@ def test_main_takes_rows_a_filter_and_an_evaluation_as_in_the_guides(recipe, wit
 
 def test_held_out_rows_are_no_training_rows(tmp_path):
     problem = load_problem(Config(max_rows=64, eval_rows=32))
-    digits = [[int(c) for c in str(row.data["question"]) if c.isdigit()] for row in problem.eval_rows]
+    digits = [
+        [int(c) for c in str(row.data["question"]) if c.isdigit()] for row in problem.eval_rows
+    ]
     assert all(is_heldout(terms) for terms in digits)
-    assert not {row.data["question"] for row in problem.rows} & {row.data["question"] for row in problem.eval_rows}
+    assert not {row.data["question"] for row in problem.rows} & {
+        row.data["question"] for row in problem.eval_rows
+    }
     data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"question": f"What is {i}?", "answer": str(i)}) + "\n" for i in range(10)))
+    data.write_text(
+        "".join(
+            json.dumps({"question": f"What is {i}?", "answer": str(i)}) + "\n" for i in range(10)
+        )
+    )
     problem = load_problem(Config(dataset=str(data), max_rows=6, eval_rows=3))
     assert [row.answer for row in problem.rows] == list("012345")
     assert [row.answer for row in problem.eval_rows] == list("678")
@@ -174,11 +197,25 @@ def test_held_out_rows_are_no_training_rows(tmp_path):
 
 def test_a_service_without_a_key_is_refused_before_anything_is_sent():
     deployment = DeployConfig(tokenizer_model="tiny")
-    fireworks = Config(**SMALL, base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment)
-    with pytest.raises(BackendError, match="key: got no FIREWORKS_API_KEY; expected an environment variable"):
+    fireworks = Config(
+        **SMALL, base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment
+    )
+    with pytest.raises(
+        BackendError, match="key: got no FIREWORKS_API_KEY; expected an environment variable"
+    ):
         main(fireworks)
-    with pytest.raises(BackendError, match="key: got no TINKER_API_KEY; expected an environment variable"):
-        main(Config(**SMALL, backend="tinker", base_model="Qwen/Qwen3-8B", tokenizer_model="tiny", lora_rank=4))
+    with pytest.raises(
+        BackendError, match="key: got no TINKER_API_KEY; expected an environment variable"
+    ):
+        main(
+            Config(
+                **SMALL,
+                backend="tinker",
+                base_model="Qwen/Qwen3-8B",
+                tokenizer_model="tiny",
+                lora_rank=4,
+            )
+        )
 
 
 def test_a_backend_that_is_passed_stays_open():
@@ -198,7 +235,9 @@ def test_records_go_to_whoever_listens(tmp_path):
     assert [record.step for record in heard] == [1, 2, 3, 4]
     assert all(line.startswith(record.verdict) for line, record in zip(said, heard, strict=False))
     assert result.run is not None
-    assert [record.metrics == there.metrics for record, there in zip(heard, result.run, strict=True)] == [True] * 4
+    assert [
+        record.metrics == there.metrics for record, there in zip(heard, result.run, strict=True)
+    ] == [True] * 4
     assert result.run.checkpoints == [4]  # the trained policy is always kept
     assert (result.reward_before, result.reward_after, result.stopped) == (None, None, False)
     assert str(result).startswith("done (4 steps, ")
@@ -210,7 +249,9 @@ def test_held_out_reward_before_after_and_every_so_often(tmp_path):
     measured = RunFolder.open(tmp_path / "run").metrics()["eval/reward"].dropna()
     assert measured.index.tolist() == [0, 3, 4]
     assert (result.reward_before, result.reward_after) == (measured[0], measured[4])
-    assert str(result).startswith(f"held-out reward {measured[0]:.2f} -> {measured[4]:.2f} (4 steps, ")
+    assert str(result).startswith(
+        f"held-out reward {measured[0]:.2f} -> {measured[4]:.2f} (4 steps, "
+    )
 
 
 # --- weights that leave the numbers ---------------------------------------------------------------------------------
@@ -219,18 +260,28 @@ def test_held_out_reward_before_after_and_every_so_often(tmp_path):
 def options(folder: Any, steps: int, rate: float) -> list[str]:
     "A small run from the command line; `dataset` is its own, so that every group has signal."
     given = SMALL | {"max_rows": 64, "learning_rate": rate, "steps": steps, "log_path": folder}
-    return [arg for name, value in given.items() for arg in (f"--{name.replace('_', '-')}", str(value))]
+    return [
+        arg for name, value in given.items() for arg in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint(tmp_path, capfd):
-    folder, twin = tmp_path / "run", tmp_path / "twin"
+    folder = tmp_path / "run"
+    twin = tmp_path / "twin"
     assert command(["train", *options(folder, 2, 1e-3)]) == 0
     assert command(["train", "--resume", *options(folder, 4, 9e37)]) == 2
     said = capfd.readouterr()
-    assert re.search(r"step 3: optim_step, update \d: update rejected: got NaN or infinity in model\.\S+", said.err)
-    assert "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume" in said.out + said.err
+    assert re.search(
+        r"step 3: optim_step, update \d: update rejected: got NaN or infinity in model\.\S+",
+        said.err,
+    )
+    assert (
+        "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume"
+        in said.out + said.err
+    )
     assert (RunFolder.open(folder).checkpoints, RunFolder.open(folder).steps) == ([2], [1, 2])
-    (folder / "steps/00001/tokens.parquet").write_bytes(b"spoiled")  # costs that record, not the run
+    # costs that record, not the run
+    (folder / "steps/00001/tokens.parquet").write_bytes(b"spoiled")
     lines = (folder / "metrics.jsonl").read_text()
     (folder / "metrics.jsonl").write_text(lines.replace('"step": 1', '"step": 7', 1))
     assert command(["train", "--resume", *options(folder, 4, 1e-3)]) == 0
@@ -240,7 +291,8 @@ def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint
 
 
 def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
-    backend, said = open_local(*load_model("tiny")), []
+    backend = open_local(*load_model("tiny"))
+    said = []
 
     def spoil(record: StepRecord) -> None:
         if record.step == 3:
@@ -248,9 +300,14 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
 
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"), dcp_save_interval=2)
     with pytest.raises(RLNotebookError, match=r"(?i)nan"):
-        main(cfg, problem=toy(), backend=backend, on_record=[spoil], say=said.append, progress=False)
+        main(
+            cfg, problem=toy(), backend=backend, on_record=[spoil], say=said.append, progress=False
+        )
     assert RunFolder.open(tmp_path / "run").checkpoints == [2]
-    assert any("and no checkpoint could be saved" in line and "not finite: got NaN" in line for line in said)
+    assert any(
+        "and no checkpoint could be saved" in line and "not finite: got NaN" in line
+        for line in said
+    )
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------
@@ -260,7 +317,8 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
 def test_a_stop_is_said_with_what_is_saved(given, tmp_path, monkeypatch):
     from rl_notebook.loop.loop import GRPOLoop
 
-    sample, said = GRPOLoop.sample, []
+    sample = GRPOLoop.sample
+    said = []
 
     async def stops(loop: GRPOLoop) -> Any:
         if loop.state.number == 3:
@@ -276,7 +334,10 @@ def test_a_stop_is_said_with_what_is_saved(given, tmp_path, monkeypatch):
     assert str(result).startswith("stopped (2 steps, ")
     command = f"rl-notebook train --resume --log-path '{folder}'"
     script = f"the script that began it, main(..., resume=True), and log_path '{folder}'"
-    assert f"stopped after step 2; it goes on after step 2 with: {script if given else command}" in said
+    assert (
+        f"stopped after step 2; it goes on after step 2 with: {script if given else command}"
+        in said
+    )
     assert RunFolder.open(folder).checkpoints == [2]
 
 
@@ -287,7 +348,9 @@ class Counted:
     "A sampler that notes how many completions are asked of it at once."
 
     def __init__(self, sampler):
-        self.inner, self.now, self.most = sampler, 0, 0
+        self.inner = sampler
+        self.now = 0
+        self.most = 0
 
     async def sample(self, prompt_tokens, params):
         self.now += params.n
@@ -305,12 +368,15 @@ class Counted:
 FIXED = {"concurrency": {"mode": "fixed", "max_concurrency": 3}}
 
 
-@pytest.mark.parametrize(("asks", "limit"), [("sampler", {"max_concurrent": 2}), ("serve", FIXED), ("loop", FIXED)])
+@pytest.mark.parametrize(
+    ("asks", "limit"), [("sampler", {"max_concurrent": 2}), ("serve", FIXED), ("loop", FIXED)]
+)
 def test_a_limit_is_one_of_completions(limit, asks):
     most = limit.get("max_concurrent", 3)
 
     async def play(sample_prompt, rollout):
-        body, head = {"messages": sample_prompt["messages"]}, {"Authorization": f"Bearer {rollout.key}"}
+        body = {"messages": sample_prompt["messages"]}
+        head = {"Authorization": f"Bearer {rollout.key}"}
         async with httpx.AsyncClient(headers=head, timeout=60) as client:
             (await client.post(f"{rollout.url}/chat/completions", json=body)).raise_for_status()
         return 1.0
@@ -335,12 +401,26 @@ def test_a_limit_is_one_of_completions(limit, asks):
 # --- what a run leaves behind -----------------------------------------------------------------------------------------
 
 
-PERF = ("wait_time_ratio", "overlap_ratio", "step_wall_time", "ref_forward_time", "fwd_bwd_time", "optim_step_time")
-PERF += ("weight_sync_time", "trainer_wait_for_sampler_time", "sampler_wait_for_trainer_time", "rollout_samples_per_s")
+PERF = (
+    "wait_time_ratio",
+    "overlap_ratio",
+    "step_wall_time",
+    "ref_forward_time",
+    "fwd_bwd_time",
+    "optim_step_time",
+)
+PERF += (
+    "weight_sync_time",
+    "trainer_wait_for_sampler_time",
+    "sampler_wait_for_trainer_time",
+    "rollout_samples_per_s",
+)
 
 
 @pytest.mark.parametrize("recipe", [rl_loop, async_rl_loop])
-def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(recipe, tmp_path, capsys):
+def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(
+    recipe, tmp_path, capsys
+):
     path = tmp_path / "run"
     cfg = recipe.Config(**SMALL | {"max_completion_tokens": 16}, steps=2, log_path=str(path))
     quiet = {"say": lambda line: None, "progress": False}
@@ -356,9 +436,16 @@ def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(re
 
 def test_rows_without_answer_are_refused_only_where_a_reward_reads_it(tmp_path):
     path = tmp_path / "countdown.jsonl"
-    path.write_text('{"question": "Make 98.", "target": 98, "nums": [44, 19, 35]}\n', encoding="utf-8")
+    path.write_text(
+        '{"question": "Make 98.", "target": 98, "nums": [44, 19, 35]}\n', encoding="utf-8"
+    )
     assert load_problem(Config(dataset=str(path), rewards=("countdown",))).rows[0].answer is None
-    assert make_problem(Config(dataset=str(path)), reward=lambda text, target: 1.0).rows[0].data["target"] == 98
+    assert (
+        make_problem(Config(dataset=str(path)), reward=lambda text, target: 1.0)
+        .rows[0]
+        .data["target"]
+        == 98
+    )
     with pytest.raises(DataError, match="no answer"):
         load_problem(Config(dataset=str(path), rewards=("countdown", "gsm8k")))
 
@@ -368,18 +455,33 @@ def test_a_resumed_run_notices_other_rows_and_goes_on_with_the_same_from_elsewhe
 
     def write(folder: Path, records: list[dict[str, str]]) -> Config:
         (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
-        own = {"dataset": str(folder / "d.jsonl"), "log_path": str(folder / "run"), "rewards": ["gsm8k"]}
-        return Config(**{**SMALL, **own, "max_rows": None, "completions_per_prompt": 2, "kl_beta": 0.0})
+        own = {
+            "dataset": str(folder / "d.jsonl"),
+            "log_path": str(folder / "run"),
+            "rewards": ["gsm8k"],
+        }
+        return Config(
+            **{**SMALL, **own, "max_rows": None, "completions_per_prompt": 2, "kl_beta": 0.0}
+        )
 
-    first, later = tmp_path / "first", tmp_path / "later"
+    first = tmp_path / "first"
+    later = tmp_path / "later"
     first.mkdir()
     run(replace(write(first, rows), steps=1))
     for changed in ([*rows[:7], {**rows[7], "answer": "7"}], rows[::-1]):
-        failed(lambda changed=changed: run(write(first, changed), resume=True), "rows of the data", where="resume")
+        failed(
+            lambda changed=changed: run(write(first, changed), resume=True),
+            "rows of the data",
+            where="resume",
+        )
     write(first, rows)
     first.rename(later)
     run(replace(write(later, rows), steps=2), resume=True)
-    seen = [group.row["question"] for step in (1, 2) for group in RunFolder.open(later / "run").record(step).groups]
+    seen = [
+        group.row["question"]
+        for step in (1, 2)
+        for group in RunFolder.open(later / "run").record(step).groups
+    ]
     assert len(set(seen)) == 4
 
 
@@ -389,7 +491,9 @@ def test_the_row_that_shortens_every_completion_is_named_and_plain_prompts_are_s
         {"id": "long", "prompt": "x" * 480},
     ]
     lines: list[str] = []
-    cfg = Config(base_model="tiny", steps=1, completions_per_prompt=2, prompt_groups_per_step=1, kl_beta=0.0)
+    cfg = Config(
+        base_model="tiny", steps=1, completions_per_prompt=2, prompt_groups_per_step=1, kl_beta=0.0
+    )
     main(cfg, rows=rows, reward=lambda text: float(len(text)), say=lines.append, progress=False)
     [budget] = [line for line in lines if line.startswith("fitted")]
     assert "as the prompt of row 'long' has 480 tokens" in budget

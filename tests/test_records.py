@@ -28,8 +28,22 @@ from synthetic import synthetic_record
 from tiny_models import byte_tokenizer, tiny_model
 
 from rl_notebook.backends.local.trainer import open_local, read_folder
-from rl_notebook.core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
-from rl_notebook.runs.records import StepRecord, decode, encode, read_record, staged_folder, write_record
+from rl_notebook.core.types import (
+    Datum,
+    Logprobs,
+    LossOutput,
+    PromptGroup,
+    RecordError,
+    RolloutSample,
+)
+from rl_notebook.runs.records import (
+    StepRecord,
+    decode,
+    encode,
+    read_record,
+    staged_folder,
+    write_record,
+)
 from rl_notebook.runs.run import RunFolder
 
 CONFIG = {"base_model": "tiny", "dataset": "toy", "seed": 0, "kl_beta": 0.001, "tis": {"cap": 5.0}}
@@ -38,18 +52,26 @@ CONFIG = {"base_model": "tiny", "dataset": "toy", "seed": 0, "kl_beta": 0.001, "
 def same(a, b) -> bool:
     "Whether two values are the same in type, in every bit of a number, and all the way down."
     if is_dataclass(a):
-        return type(a) is type(b) and all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+        return type(a) is type(b) and all(
+            same(getattr(a, f.name), getattr(b, f.name)) for f in fields(a)
+        )
     if isinstance(a, np.ndarray):
         if not isinstance(b, np.ndarray):
             return False
         alike = a.dtype == b.dtype and a.shape == b.shape
-        return alike and np.array_equal(a, b, equal_nan=a.dtype.kind == "f") and (a.dtype.kind != "f" or signs(a, b))
+        return (
+            alike
+            and np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+            and (a.dtype.kind != "f" or signs(a, b))
+        )
     if isinstance(a, Mapping):
         return isinstance(b, Mapping) and list(a) == list(b) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
     if isinstance(a, float) and isinstance(b, float):
-        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (math.isnan(a) and math.isnan(b)) or (
+            a == b and math.copysign(1, a) == math.copysign(1, b)
+        )
     return type(a) is type(b) and a == b
 
 
@@ -79,7 +101,8 @@ def run(tmp_path: Path) -> RunFolder:
 floats = st.floats(width=64)
 finite = st.floats(allow_nan=False, allow_infinity=False)
 names = st.text(max_size=8)
-text = st.text(st.characters() | st.characters(categories=["Cs"]), max_size=8)  # halves of surrogate pairs too
+# halves of surrogate pairs too
+text = st.text(st.characters() | st.characters(categories=["Cs"]), max_size=8)
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | floats | text | st.binary(max_size=4),
     lambda inner: (
@@ -106,7 +129,11 @@ def samples(draw):
         draw(st.none() | floats),
         draw(st.sampled_from(["stop", "length", "abort"])),
         draw(text),
-        draw(st.dictionaries(st.sampled_from(["correct", "format"]) | names, st.none() | floats, max_size=2)),
+        draw(
+            st.dictionaries(
+                st.sampled_from(["correct", "format"]) | names, st.none() | floats, max_size=2
+            )
+        ),
         draw(st.none() | series),
         draw(st.integers(0, 9)),
         draw(floats),
@@ -121,7 +148,8 @@ def groups(draw, index=0):
     inside = draw(st.lists(samples(), max_size=3))
     advantages = draw(st.none() | st.lists(floats, min_size=len(inside), max_size=len(inside)))
     dropped = draw(st.lists(text, max_size=2).map(tuple))
-    row, number = draw(st.dictionaries(text, plain, max_size=3)), draw(st.integers(0, 10**9))
+    row = draw(st.dictionaries(text, plain, max_size=3))
+    number = draw(st.integers(0, 10**9))
     return PromptGroup(inside, row, draw(text), index, advantages, dropped, number)
 
 
@@ -142,11 +170,19 @@ def datums(draw):
 def losses(draw):
     "Any loss output; its series need not fit the datums."
     lengths = draw(st.lists(st.integers(0, 4), max_size=3))
-    arrays = [np.array(draw(st.lists(floats, min_size=n, max_size=n)), dtype=np.float64) for n in lengths]
-    stamp = (draw(st.sampled_from(["target", "token"])), draw(text), draw(st.none() | st.integers(0, 9)))
+    arrays = [
+        np.array(draw(st.lists(floats, min_size=n, max_size=n)), dtype=np.float64) for n in lengths
+    ]
+    stamp = (
+        draw(st.sampled_from(["target", "token"])),
+        draw(text),
+        draw(st.none() | st.integers(0, 9)),
+    )
     stamp = (*stamp, draw(floats), draw(st.booleans()), draw(text))
     logprobs = tuple(Logprobs(a, *stamp, draw(st.sampled_from([None, -a]))) for a in arrays)
-    return LossOutput(draw(floats), draw(st.dictionaries(text, floats, max_size=2)), logprobs, tuple(arrays))
+    return LossOutput(
+        draw(floats), draw(st.dictionaries(text, floats, max_size=2)), logprobs, tuple(arrays)
+    )
 
 
 @st.composite
@@ -168,7 +204,11 @@ def records(draw):
     )
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 @given(record=records())
 def test_any_record_comes_back_as_it_was(record: StepRecord):
     with tempfile.TemporaryDirectory() as folder:
@@ -189,14 +229,20 @@ def test_the_files_need_nothing_of_this_package(run: RunFolder):
         raise AssertionError(f"{name} is not JSON")
 
     for path in [*run.path.rglob("*.json"), *run.path.rglob("*.jsonl")]:
-        for line in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+        for line in (
+            path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
+        ):
             json.loads(line, parse_constant=no_constant)
     record = run.record(2)
     table = pd.read_parquet(run.path / "steps/00002/completions.parquet")
     assert table["text"].tolist() == [s.text for g in record.groups for s in g.samples]
-    assert table["rewards/correct"].tolist() == [s.rewards["correct"] for g in record.groups for s in g.samples]
+    assert table["rewards/correct"].tolist() == [
+        s.rewards["correct"] for g in record.groups for s in g.samples
+    ]
     tokens = pd.read_parquet(run.path / "steps/00002/tokens.parquet")
-    assert tokens["token"].tolist() == [t for g in record.groups for s in g.samples for t in s.tokens]
+    assert tokens["token"].tolist() == [
+        t for g in record.groups for s in g.samples for t in s.tokens
+    ]
     assert yaml.safe_load((run.path / "config.yaml").read_text()) == CONFIG
     lines = pd.read_json(run.path / "metrics.jsonl", lines=True, precise_float=True)
     assert lines["reward"].tolist() == [r.metrics["reward"] for r in run]
@@ -234,11 +280,19 @@ def test_parts_that_do_not_fit_are_refused(changes: dict, reason: str | None, ru
 
 
 @pytest.mark.parametrize(
-    "flip", [('"step": 2', '"step" 2'), ('"policy_version": ', '"policy_version": "one", "of": '), ("{", "[")]
+    "flip",
+    [
+        ('"step": 2', '"step" 2'),
+        ('"policy_version": ', '"policy_version": "one", "of": '),
+        ("{", "["),
+    ],
 )
-def test_a_damaged_line_costs_that_line_and_its_record_stands_in(flip: tuple[str, str], run: RunFolder):
+def test_a_damaged_line_costs_that_line_and_its_record_stands_in(
+    flip: tuple[str, str], run: RunFolder
+):
     run.log_metrics(1, {"eval/reward": 0.25})
-    path, whole = run.path / "metrics.jsonl", run.metrics()
+    path = run.path / "metrics.jsonl"
+    whole = run.metrics()
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([lines[0], lines[1].replace(*flip), *lines[2:]]))
     with pytest.warns(UserWarning, match=r"metrics.jsonl, line 2: damaged and left out"):
@@ -264,7 +318,8 @@ def test_a_damaged_record_costs_that_record(run: RunFolder):
 
 def test_what_was_written_before_there_were_checksums_is_read(run: RunFolder):
     save(run, 3)
-    whole, metrics = [*run], run.metrics()
+    whole = [*run]
+    metrics = run.metrics()
     for path in [*run.path.rglob("record.json"), *run.path.rglob("checkpoint.json")]:
         rewrite(path)
     opened = RunFolder.open(run.path)
@@ -299,8 +354,13 @@ def seen(path: Path) -> tuple:
 
 def alike(a: tuple, b: tuple) -> bool:
     "Whether two readings of a run folder are the same."
-    tensors = [{k: v.numpy() for k, v in t[0].items()} if (t := reading[4]) else {} for reading in (a, b)]
-    parts = [(r[0], r[1].to_dict(), r[2], r[3] and vars(r[3]) | {"state": ""}, r[4] and r[4][1]) for r in (a, b)]
+    tensors = [
+        {k: v.numpy() for k, v in t[0].items()} if (t := reading[4]) else {} for reading in (a, b)
+    ]
+    parts = [
+        (r[0], r[1].to_dict(), r[2], r[3] and vars(r[3]) | {"state": ""}, r[4] and r[4][1])
+        for r in (a, b)
+    ]
     return same(parts[0], parts[1]) and same(*tensors)
 
 
@@ -312,12 +372,18 @@ def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callabl
         run.add(synthetic_record(step, groups=2, completions=2))
     run.log_metrics(2, {"eval/reward": 0.5})
     save(run, 2, backend.policy.save_state)
-    whole, rng, counts = seen(run.path), np.random.default_rng(0), Counter()
+    whole = seen(run.path)
+    rng = np.random.default_rng(0)
+    counts = Counter()
     assert alike(seen(run.path), whole)
-    for name in sorted(files(run.path).keys() - {"config.yaml", "metrics.jsonl"}):  # these may be edited by hand
-        path, outcomes = run.path / name, Counter()
+    # these may be edited by hand
+    for name in sorted(files(run.path).keys() - {"config.yaml", "metrics.jsonl"}):
+        path = run.path / name
+        outcomes = Counter()
         data = path.read_bytes()
-        for place in rng.integers(0, 8 * len(data), 162 if os.environ.get("SLOW") == "1" else 3).tolist():
+        for place in rng.integers(
+            0, 8 * len(data), 162 if os.environ.get("SLOW") == "1" else 3
+        ).tolist():
             flipped = bytearray(data)
             flipped[place // 8] ^= 1 << place % 8
             path.write_bytes(flipped)
@@ -329,7 +395,11 @@ def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callabl
                     outcomes["named" if named else "harmless" if same_as_before else "TAKEN"] += 1
                 except RecordError:
                     outcomes["refused"] += 1
-            assert "TAKEN" not in outcomes, (name, place, data[max(0, place // 8 - 40) : place // 8 + 40])
+            assert "TAKEN" not in outcomes, (
+                name,
+                place,
+                data[max(0, place // 8 - 40) : place // 8 + 40],
+            )
         path.write_bytes(data)
         say(f"{name:45} {dict(outcomes)}")
         counts += outcomes
@@ -348,7 +418,9 @@ def test_a_folder_holds_one_run(run: RunFolder):
     with pytest.raises(RecordError, match="got 3 steps of a run with the same settings"):
         RunFolder.create(run.path, CONFIG | {"log_path": "elsewhere"})
     (run.path / "run.json").unlink()
-    with pytest.raises(RecordError, match=r"got config\.yaml, metrics\.jsonl, steps; expected a folder without"):
+    with pytest.raises(
+        RecordError, match=r"got config\.yaml, metrics\.jsonl, steps; expected a folder without"
+    ):
         RunFolder.create(run.path, CONFIG)
     assert len(list((run.path / "steps").iterdir())) == 3
 
@@ -358,15 +430,20 @@ def test_a_folder_holds_one_run(run: RunFolder):
 
 def files(folder: Path) -> dict[str, bytes]:
     "Every file in a folder."
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()
+    }
 
 
 def test_a_full_disk_leaves_nothing_half_written(run: RunFolder):
     before = files(run.path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, hard))  # a real write that really stops in the middle
+    # a real write that really stops in the middle
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, hard))
     try:
-        with pytest.raises(RecordError, match=r"cannot write: got File too large .*Free some space"):
+        with pytest.raises(
+            RecordError, match=r"cannot write: got File too large .*Free some space"
+        ):
             run.add(synthetic_record(4, groups=30, completions=8))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -389,7 +466,9 @@ def refused_by_the_disk(folder: Path, monkeypatch: pytest.MonkeyPatch, number: i
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_system_that_cannot_flush_names_holds_a_run(number: int, run: RunFolder, tmp_path: Path, monkeypatch):
+def test_a_file_system_that_cannot_flush_names_holds_a_run(
+    number: int, run: RunFolder, tmp_path: Path, monkeypatch
+):
     refused_by_the_disk(run.path, monkeypatch, number)
     with pytest.warns(UserWarning, match="the file system cannot flush the names of files"):
         run.add(synthetic_record(4))
@@ -404,7 +483,8 @@ def test_a_step_that_is_recorded_once_more_gets_what_is_missing(run: RunFolder):
     lines = (run.path / "metrics.jsonl").read_text()
     run.add(run.record(3))
     assert (run.path / "metrics.jsonl").read_text() == lines
-    (run.path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:2]))  # the third was not written
+    # the third was not written
+    (run.path / "metrics.jsonl").write_text("".join(lines.splitlines(keepends=True)[:2]))
     run.add(run.record(3))
     assert [json.loads(line)["step"] for line in (run.path / "metrics.jsonl").open()] == [1, 2, 3]
     with pytest.raises(RecordError, match="recorded already: got 3, with other content"):
@@ -425,14 +505,18 @@ def save(run: RunFolder, step: int, save_state=local_state, **kwargs):
     "A checkpoint after a step."
     extra = {"window": (1, 2)}
     return asyncio.run(
-        run.save_checkpoint(step, save_state, {"consumed": step}, policy_version=step - 1, extra=extra, **kwargs)
+        run.save_checkpoint(
+            step, save_state, {"consumed": step}, policy_version=step - 1, extra=extra, **kwargs
+        )
     )
 
 
 # --- going back -----------------------------------------------------------------------------------------------------
 
 
-def test_a_rewind_that_was_cut_short_is_finished_by_the_next(run: RunFolder, monkeypatch: pytest.MonkeyPatch):
+def test_a_rewind_that_was_cut_short_is_finished_by_the_next(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+):
     whole = Path.rename
     moved = []
 

@@ -24,10 +24,24 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.views.payloads import History, advantages_payload, reward_payload, run_payloads
 from rl_notebook.views.report import Known, Status, charts_of_last_step
-from rl_notebook.views.report import charts_over_steps, compare, follow, linked, material, report_html, run_status
+from rl_notebook.views.report import (
+    charts_over_steps,
+    compare,
+    follow,
+    linked,
+    material,
+    report_html,
+    run_status,
+)
 from rl_notebook.views.report import write_report
 
-CONFIG = {"base_model": "tiny", "dataset": "toy", "policy_loss": "grpo", "kl_beta": 0.001, "note": None}
+CONFIG = {
+    "base_model": "tiny",
+    "dataset": "toy",
+    "policy_loss": "grpo",
+    "kl_beta": 0.001,
+    "note": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +59,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 
 
 def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
-    disk, memory = material(run), material(iter(run))
+    disk = material(run)
+    memory = material(iter(run))
     assert [r.step for r in disk.samples] == [r.step for r in memory.samples] == [1, 4, 7]
     assert [step for step, _ in disk.recent] == [3, 4, 5, 6, 7]
     assert disk.recent == memory.recent
@@ -60,11 +75,15 @@ def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
 def fallen(step: int) -> StepRecord:
     "A step of a run whose reward falls at step 16."
     record = synthetic_record(step, steps=30, groups=3, completions=4)
-    return replace(record, metrics={**record.metrics, "reward": (0.9 if step < 16 else 0.1) + 0.001 * (step % 3)})
+    return replace(
+        record,
+        metrics={**record.metrics, "reward": (0.9 if step < 16 else 0.1) + 0.001 * (step % 3)},
+    )
 
 
 def test_what_changed_stands_above_with_what_to_try(tmp_path: Path):
-    run, known = RunFolder.create(tmp_path / "sums", CONFIG), Known()
+    run = RunFolder.create(tmp_path / "sums", CONFIG)
+    known = Known()
     for step in range(1, 16):
         run.add(fallen(step))
     assert not material(run, known).trends
@@ -83,7 +102,9 @@ def test_what_changed_stands_above_with_what_to_try(tmp_path: Path):
     page = report_html(run, known=known)
     assert f'<a href="#{html.escape(address)}">{named[1]}</a>' in page
     assert address in Page(page).carried("tokens")
-    assert address in {row["id"] for s in Page(page).carried("completions")["steps"].values() for row in s["rows"]}
+    assert address in {
+        row["id"] for s in Page(page).carried("completions")["steps"].values() for row in s["rows"]
+    }
     shutil.rmtree(run.path / "steps" / "00001")  # was rewound, say
     material(run, known)
     assert sorted(known.watched) == list(range(2, 24))
@@ -106,9 +127,9 @@ def test_a_completion_that_is_named_is_a_link(text: str, step: int | None, addre
     page = Page(linked(text + " <b>", step))
     assert page.text == text + " <b>"
     assert page.tags == ["a"] * (address is not None)
-    assert [html.unescape(found) for found in re.findall('href="#(.*?)"', linked(text, step))] == [address] * len(
-        page.tags
-    )
+    assert [html.unescape(found) for found in re.findall('href="#(.*?)"', linked(text, step))] == [
+        address
+    ] * len(page.tags)
 
 
 def test_a_check_that_fails_leads_to_its_token(run: RunFolder):
@@ -116,8 +137,11 @@ def test_a_check_that_fails_leads_to_its_token(run: RunFolder):
     gradient = record.loss.dlogprobs[0].copy()
     at = int(np.flatnonzero(record.datums[0].active)[2])
     gradient[at] = np.nan
-    record = replace(record, loss=replace(record.loss, dlogprobs=(gradient, *record.loss.dlogprobs[1:])))
-    d, page = record.datums[0], report_html([run.record(6), record])
+    record = replace(
+        record, loss=replace(record.loss, dlogprobs=(gradient, *record.loss.dlogprobs[1:]))
+    )
+    d = record.datums[0]
+    page = report_html([run.record(6), record])
     address = f"step=7&group={d.group}&sample={d.sample}&token={at + 1}"
     assert f'<a href="#{html.escape(address)}">' in page
     assert address.rpartition("&")[0] in Page(page).carried("tokens")
@@ -127,7 +151,8 @@ def test_a_check_that_fails_leads_to_its_token(run: RunFolder):
 
 
 def test_the_page_draws_what_the_payloads_say(run: RunFolder):
-    page, m = Page(report_html(run)), material(run)
+    page = Page(report_html(run))
+    m = material(run)
     titles = [c.title for c in [*charts_over_steps(m), *charts_of_last_step(m)]]
     assert titles == [
         "Reward",
@@ -142,8 +167,14 @@ def test_the_page_draws_what_the_payloads_say(run: RunFolder):
         "Rewards, counted",
     ]
     figures = page.carried("figures")
-    assert [*figures] == [i for i in page.ids if re.fullmatch(r"f\d+", i)] == [f"f{i}" for i in range(len(titles))]
-    mean, held_out = (next(t for t in figures["f0"]["data"] if t.get("name") == n) for n in ("mean", "held out"))
+    assert (
+        [*figures]
+        == [i for i in page.ids if re.fullmatch(r"f\d+", i)]
+        == [f"f{i}" for i in range(len(titles))]
+    )
+    mean, held_out = (
+        next(t for t in figures["f0"]["data"] if t.get("name") == n) for n in ("mean", "held out")
+    )
     assert mean["y"] == reward_payload(History(m.metrics))["reward"]["y"]
     assert held_out["y"] == [0.25, 0.75]
     assert figures["f8"]["data"][0]["z"] == advantages_payload(run.record(7))["advantages"]
@@ -161,7 +192,11 @@ def test_the_numbers_above_do_not_pass_over_a_spike(tmp_path: Path):
     for step, value in enumerate(kl, start=1):
         record = synthetic_record(step, groups=2, completions=3)
         metrics = {name: v for name, v in record.metrics.items() if not name.startswith("kl")}
-        run.add(replace(record, metrics=metrics | ({} if value is None else {"kl": value, "kl/k3": value})))
+        run.add(
+            replace(
+                record, metrics=metrics | ({} if value is None else {"kl": value, "kl/k3": value})
+            )
+        )
     text = Page(page := report_html(run)).text
     assert "KL to the reference0 → 0.04step 1 → 6highest 0.594 at step 3" in text
     started = json.loads((run.path / "run.json").read_text())["started"]
@@ -179,11 +214,16 @@ def test_a_page_holds_completions_of_every_step_and_stays_small(tmp_path: Path):
     steps = Page(page).carried("completions")["steps"]
     assert [*steps] == [str(record.step) for record in records]
     for record in records:
-        found = [(row["group"], row["sample"], row["text"]) for row in steps[str(record.step)]["rows"]]
-        assert found == [(g.index, i, s.text) for g in record.groups for i, s in enumerate(g.samples)]
+        found = [
+            (row["group"], row["sample"], row["text"]) for row in steps[str(record.step)]["rows"]
+        ]
+        assert found == [
+            (g.index, i, s.text) for g in record.groups for i, s in enumerate(g.samples)
+        ]
     large = [replace(r, groups=tuple(long_group(g) for g in r.groups)) for r in records]
     steps = Page(report_html(large)).carried("completions")["steps"]
-    assert all({row["group"] for row in step["rows"]} for step in steps.values())  # a prompt of each, at least
+    # a prompt of each, at least
+    assert all({row["group"] for row in step["rows"]} for step in steps.values())
     assert "6 of these completions are here" in steps["2"]["line"]
 
 
@@ -213,11 +253,15 @@ def test_writing(run: RunFolder, tmp_path: Path):
     assert "<title>Sums</title>" in path.read_text(encoding="utf-8")
     assert write_report(run, path) == path
     path.write_text("a page of mine")
-    with pytest.raises(ConfigError, match=r"report: got something that this package did not write; expected a free"):
+    with pytest.raises(
+        ConfigError, match=r"report: got something that this package did not write; expected a free"
+    ):
         write_report(run, path)
     assert path.read_text() == "a page of mine"
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match=r"report\.html: cannot write: got (Not a directory|File exists)"):
+    with pytest.raises(
+        RecordError, match=r"report\.html: cannot write: got (Not a directory|File exists)"
+    ):
         write_report(run, tmp_path / "file" / "report.html")
     surrogate = replace(synthetic_record(1), reason="\ud800")
     odd = Page(write_report([surrogate], tmp_path / "odd.html").read_text(encoding="utf-8"))
@@ -260,7 +304,8 @@ def test_a_run_is_called_what_its_folder_shows(tmp_path: Path):
 
 
 def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
-    run, out = growing(tmp_path / "run"), tmp_path / "page.html"
+    run = growing(tmp_path / "run")
+    out = tmp_path / "page.html"
 
     async def stop_early() -> None:
         task = asyncio.create_task(follow(run.path, out, every=0.05))
@@ -281,22 +326,40 @@ def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
 
 def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
     "A run of three steps of so many rows, each of which earns its share of `add` more."
-    run, draw = RunFolder.create(path, {"learning_rate": add, "seed": 1}), np.random.default_rng(seed)
+    run = RunFolder.create(path, {"learning_rate": add, "seed": 1})
+    draw = np.random.default_rng(seed)
     for step in (1, 2, 3):
         record = synthetic_record(step, groups=rows, completions=2)
         groups = []
         for i, group in enumerate(record.groups):
-            samples = tuple(replace(s, reward=add + i + draw.normal(0, 0.01), rewards={}) for s in group.samples)
+            samples = tuple(
+                replace(s, reward=add + i + draw.normal(0, 0.01), rewards={}) for s in group.samples
+            )
             number = rows * step + i
-            groups.append(replace(group, samples=samples, number=number, key=f"row {number}", advantages=None))
+            groups.append(
+                replace(group, samples=samples, number=number, key=f"row {number}", advantages=None)
+            )
         run.add(replace(record, groups=tuple(groups), datums=(), loss=None))
     return run
 
 
-def test_runs_side_by_side_differ_by_what_the_rows_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_runs_side_by_side_differ_by_what_the_rows_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     for name, add, seed in (("a", 0.0, 1), ("b", 0.5, 2), ("c", 0.0, 3)):
         rewarded(tmp_path / name, add, seed)
-    assert command(["view", str(tmp_path / "a"), str(tmp_path / "c"), "--out", str(tmp_path / "equal.html")]) == 0
+    assert (
+        command(
+            [
+                "view",
+                str(tmp_path / "a"),
+                str(tmp_path / "c"),
+                "--out",
+                str(tmp_path / "equal.html"),
+            ]
+        )
+        == 0
+    )
     said = capsys.readouterr().err
     assert "No recorded setting differs between a and c." in said
     assert "Empty" not in said
@@ -306,11 +369,22 @@ def test_runs_side_by_side_differ_by_what_the_rows_say(tmp_path: Path, capsys: p
     assert table["rows"].tolist() == [12, 4, 12, 4]
     assert table["difference"].round(1).tolist() == [0.5, 0.5, 0, 0]
     assert (table["low"] < table["difference"]).all()
-    assert (table["high"] - table["low"] < 0.1).all()  # the rows differ by 1 each; what is compared is the same row
+    # the rows differ by 1 each; what is compared is the same row
+    assert (table["high"] - table["low"] < 0.1).all()
     assert both.settings.loc["learning_rate"].tolist() == [0.0, 0.5, 0.0]
     with pytest.raises(ConfigError, match="compare: got 1 runs; expected two or more"):
         compare(tmp_path / "a")
-    assert command(["view", *(str(tmp_path / name) for name in "abc"), "--out", str(tmp_path / "page.html")]) == 0
+    assert (
+        command(
+            [
+                "view",
+                *(str(tmp_path / name) for name in "abc"),
+                "--out",
+                str(tmp_path / "page.html"),
+            ]
+        )
+        == 0
+    )
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     assert "Difference of the reward to a, on the same rows" in page.text
     assert "learning_rate" in page.text

@@ -80,7 +80,11 @@ def cli_body(args: list[str], out: str) -> None:
 
 
 def run(
-    settings: dict[str, Any], *, resume: bool = False, kill: tuple[int, float] | None = None, **options: Any
+    settings: dict[str, Any],
+    *,
+    resume: bool = False,
+    kill: tuple[int, float] | None = None,
+    **options: Any,
 ) -> str:
     "Run to the end, or kill -9 so many seconds after a step is recorded; returns what was said."
     process = SERVER.Process(target=body, args=(settings, resume), kwargs=options)
@@ -109,7 +113,9 @@ def wait_for(process: Any, there: Callable[[], Any]) -> None:
         time.sleep(0.002)
 
 
-def kill_after(process: Any, folder: Path, step: int, delay: float, signum: int = signal.SIGKILL) -> None:
+def kill_after(
+    process: Any, folder: Path, step: int, delay: float, signum: int = signal.SIGKILL
+) -> None:
     "Send a signal to a process so many seconds after it has recorded a step."
     wait_for(process, (folder / "steps" / f"{step:05d}").exists)
     time.sleep(delay)
@@ -121,7 +127,11 @@ def numbers(folder: Path) -> dict[int, dict[str, Any]]:
     rows: dict[int, dict[str, Any]] = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        kept = {k: v for k, v in row.items() if not k.startswith(("seconds/", "perf/", "sync/", "crc32"))}
+        kept = {
+            k: v
+            for k, v in row.items()
+            if not k.startswith(("seconds/", "perf/", "sync/", "crc32"))
+        }
         rows.setdefault(row["step"], {}).update(kept)
     return rows
 
@@ -133,15 +143,19 @@ def state(folder: Path, step: int = STEPS) -> dict[str, np.ndarray]:
 
 def assert_same_run(folder: Path, other: Path) -> None:
     "Exactly the same numbers in every step, and bit for bit the same final state."
-    ours, theirs = numbers(folder), numbers(other)
+    ours = numbers(folder)
+    theirs = numbers(other)
     assert list(ours) == list(theirs)
     for step in ours:
         assert ours[step] == theirs[step], f"step {step}"
-    ours, theirs = state(folder), state(other)
+    ours = state(folder)
+    theirs = state(other)
     assert ours.keys() == theirs.keys()
     assert [k for k in ours if not np.array_equal(ours[k], theirs[k])] == []
     for a, b in zip(RunFolder.open(folder), RunFolder.open(other), strict=True):
-        assert [s.text for g in a.groups for s in g.samples] == [s.text for g in b.groups for s in g.samples]
+        assert [s.text for g in a.groups for s in g.samples] == [
+            s.text for g in b.groups for s in g.samples
+        ]
 
 
 # --- kill -9 --------------------------------------------------------------------------------------------------------
@@ -184,12 +198,18 @@ def test_kill_9_anywhere_and_resume_gives_the_same_numbers(variant, whole, tmp_p
 
 @pytest.mark.variant
 def test_kill_9_again_and_again(whole, tmp_path):
-    settings, folder = SETTINGS | {"log_path": str(tmp_path / "run")}, tmp_path / "run"
+    settings = SETTINGS | {"log_path": str(tmp_path / "run")}
+    folder = tmp_path / "run"
     rng = np.random.default_rng(0)
     for attempt in range(6):  # the first ones never get to a checkpoint
         process = SERVER.Process(target=body, args=(settings, attempt > 0))
         process.start()
-        wait_for(process, lambda n=attempt: Path(f"{folder}.out").exists() and (n or (folder / "run.json").exists()))
+        wait_for(
+            process,
+            lambda n=attempt: (
+                Path(f"{folder}.out").exists() and (n or (folder / "run.json").exists())
+            ),
+        )
         time.sleep(float(rng.random()))
         process.kill()
         process.join(60)
@@ -216,17 +236,28 @@ def test_steps_before_a_resume_with_other_settings_are_replayed_with_their_own(t
 
 @pytest.mark.parametrize(
     ("variant", "phase", "saved"),
-    [("full", "sample", 3), ("full", "backward", 3), ("full", "sync", 4), ("windows of 2", "backward", None)],
+    [
+        ("full", "sample", 3),
+        ("full", "backward", 3),
+        ("full", "sync", 4),
+        ("windows of 2", "backward", None),
+    ],
 )
 @pytest.mark.variant(but="full-backward")
-def test_an_interrupt_stops_after_the_phase_saves_and_says_how_to_go_on(variant, phase, saved, whole, tmp_path):
+def test_an_interrupt_stops_after_the_phase_saves_and_says_how_to_go_on(
+    variant, phase, saved, whole, tmp_path
+):
     settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
     said = run(settings, stop_in=phase)
     stopped_run = RunFolder.open(tmp_path / "run")
     last = stopped_run.checkpoints[-1]
     assert saved in (None, last)
-    assert f"it goes on after step {last} with: rl-notebook train --resume --log-path {tmp_path / 'run'}" in said
-    assert "\nstopped (" in said  # no held-out reward after: it would cost time that an interrupted user does not have
+    assert (
+        f"it goes on after step {last} with: rl-notebook train --resume --log-path {tmp_path / 'run'}"
+        in said
+    )
+    # no held-out reward after: it would cost time that an interrupted user does not have
+    assert "\nstopped (" in said
     assert len(stopped_run) < STEPS
     assert (tmp_path / "run" / "report.html").exists()
     said = run(settings, resume=True)
@@ -235,27 +266,34 @@ def test_an_interrupt_stops_after_the_phase_saves_and_says_how_to_go_on(variant,
 
 
 def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
-    folder, out = tmp_path / "run", tmp_path / "out"
+    folder = tmp_path / "run"
+    out = tmp_path / "out"
     Config(**SETTINGS, log_path="elsewhere").to_yaml(tmp_path / "config.yaml")
-    process = command(["train", "--config", str(tmp_path / "config.yaml"), "--log-path", str(folder)], out)
+    process = command(
+        ["train", "--config", str(tmp_path / "config.yaml"), "--log-path", str(folder)], out
+    )
     kill_after(process, folder, 3, 0.0, signal.SIGINT)
     process.join(60)
     said = out.read_text()
     assert process.exitcode == 130, said
-    [advice] = [line.partition("with: ")[2] for line in said.splitlines() if "it goes on after step" in line]
+    [advice] = [
+        line.partition("with: ")[2] for line in said.splitlines() if "it goes on after step" in line
+    ]
     name, *args = shlex.split(advice)
     assert name == "rl-notebook"
     process = command(args, out)
     process.join(60)
     assert process.exitcode == 0, out.read_text()
     assert_same_run(folder, whole["full"])
-    first, last = numbers(folder)[0]["eval/reward"], numbers(folder)[STEPS]["eval/reward"]
+    first = numbers(folder)[0]["eval/reward"]
+    last = numbers(folder)[STEPS]["eval/reward"]
     assert f"held-out reward {first:.2f} -> {last:.2f} (" in out.read_text()
 
 
 @pytest.mark.variant
 def test_a_second_interrupt_ends_at_once_and_loses_nothing_recorded(whole, tmp_path):
-    folder, out = tmp_path / "run", tmp_path / "out"
+    folder = tmp_path / "run"
+    out = tmp_path / "out"
     Config(**SETTINGS, log_path=str(folder)).to_yaml(tmp_path / "config.yaml")
     process = command(["train", "--config", str(tmp_path / "config.yaml")], out)
     kill_after(process, folder, 3, 0.0, signal.SIGINT)
@@ -274,7 +312,12 @@ def test_a_second_interrupt_ends_at_once_and_loses_nothing_recorded(whole, tmp_p
 
 def test_what_has_changed_is_said(whole, tmp_path):
     shutil.copytree(whole["full"], tmp_path / "run")
-    settings = SETTINGS | {"log_path": str(tmp_path / "run"), "learning_rate": 1e-4, "epochs": 2, "steps": 9}
+    settings = SETTINGS | {
+        "log_path": str(tmp_path / "run"),
+        "learning_rate": 1e-4,
+        "epochs": 2,
+        "steps": 9,
+    }
     said = run(settings, resume=True)
     assert "settings that differ from those recorded" in said
     assert "learning_rate  0.001     0.0001" in said
@@ -284,9 +327,13 @@ def test_what_has_changed_is_said(whole, tmp_path):
 @pytest.mark.variant
 def test_resume_from_begins_another_folder_where_the_first_one_stood(whole, tmp_path):
     checkpoint = whole["full"] / "checkpoints" / "00006"
-    settings = SETTINGS | {"log_path": str(tmp_path / "run"), "resume": {"resume_from": str(checkpoint)}}
+    settings = SETTINGS | {
+        "log_path": str(tmp_path / "run"),
+        "resume": {"resume_from": str(checkpoint)},
+    }
     run(settings)
-    ours, theirs = numbers(tmp_path / "run"), numbers(whole["full"])
+    ours = numbers(tmp_path / "run")
+    theirs = numbers(whole["full"])
     assert list(ours) == [6, 7, 8]
     assert [ours[s] for s in (7, 8)] == [theirs[s] for s in (7, 8)]
     again = run(settings, resume=True)  # its own checkpoint counts now, and nothing is left to do

@@ -17,7 +17,8 @@ def both(calls, retries: Retries) -> list[tuple[str, int, list[float]]]:
     "Outcome, tries and pauses of the same calls, awaited and blocking."
     seen = []
     for awaited in (True, False):
-        tries, pauses = 0, []
+        tries = 0
+        pauses = []
 
         def once():
             nonlocal tries

@@ -32,7 +32,10 @@ def test_a_loop_compares_each_part_with_its_weight():
     async def main():
         weights = {"length": 0.5, "letters": 2.0}
         loop = make_loop(
-            reward=(length, letters), rewards=["length", "letters"], reward_weights=[0.5, 2.0], advantage_scale="parts"
+            reward=(length, letters),
+            rewards=["length", "letters"],
+            reward_weights=[0.5, 2.0],
+            advantage_scale="parts",
         )
         assert loop.task.part_weights == weights
         record = await loop.step()
@@ -45,7 +48,9 @@ def test_a_loop_compares_each_part_with_its_weight():
             np.testing.assert_allclose(g.advantages, want, atol=1e-9)
         assert any(abs(g.advantages - z(g.rewards)).max() > 0.1 for g in record.groups)
         assert replay_advantages(loop, record).same is not False
-        assert {d.advantage for d in record.datums} <= {a for g in record.groups for a in g.advantages}
+        assert {d.advantage for d in record.datums} <= {
+            a for g in record.groups for a in g.advantages
+        }
         with pytest.raises(LossError, match="parts that add up to"):  # these weights are not 1
             what_if(record, {"parts": {"advantage_scale": "parts"}})
 
@@ -56,12 +61,19 @@ def test_what_if_preflight_and_lab_know_the_rule():
     async def main():
         loop = make_loop(reward=(length, letters), advantage_scale="parts")
         record = await loop.step()
-        shown = what_if(record, {"sum": {"advantage_scale": "std"}, "again": {"advantage_scale": "parts"}})
-        again, recorded = shown.dlogprobs["again"], shown.dlogprobs["recorded"]
+        shown = what_if(
+            record, {"sum": {"advantage_scale": "std"}, "again": {"advantage_scale": "parts"}}
+        )
+        again = shown.dlogprobs["again"]
+        recorded = shown.dlogprobs["recorded"]
         assert all(np.allclose(a, b, atol=1e-9) for a, b in zip(again, recorded, strict=True))
-        assert not all(np.allclose(a, b) for a, b in zip(shown.dlogprobs["sum"], recorded, strict=True))
+        assert not all(
+            np.allclose(a, b) for a, b in zip(shown.dlogprobs["sum"], recorded, strict=True)
+        )
         assert len(reward_lab(record, [length, letters], [1.0, 3.0]).groups) == len(record.groups)
-        cfg = Config(**SMALL, advantage_scale="parts", rewards=["a", "b"], reward_weights=[1.0, 4.0])
+        cfg = Config(
+            **SMALL, advantage_scale="parts", rewards=["a", "b"], reward_weights=[1.0, 4.0]
+        )
         checked = await preflight(loop.backend, loop.rows, [length, letters], cfg)
         assert "parts" not in str(checked.verdict)
 
@@ -72,14 +84,17 @@ def test_a_group_that_names_no_parts_is_refused():
     sample = RolloutSample(tokens=[1, 2], logprobs=[0, -1], loss_mask=[0, 1], reward=1.0)
     group = PromptGroup(samples=(sample, replace(sample, reward=0.0)), key="q")
     with pytest.raises(
-        LossError, match=r"row 'q'.*advantage_scale 'parts': got rewards \[1.0, 0.0\], parts that add up"
+        LossError,
+        match=r"row 'q'.*advantage_scale 'parts': got rewards \[1.0, 0.0\], parts that add up",
     ):
         with_advantages([group], scale="parts")
     parts = tuple(replace(s, rewards={"a": s.reward, "b": 0.0}) for s in group.samples)
     [made] = with_advantages([replace(group, samples=parts)], scale="parts")
     assert made.advantages == pytest.approx([0.7071068, -0.7071068])
     weighed = [replace(s, reward=3 * s.reward) for s in parts]
-    [made] = with_advantages([replace(group, samples=tuple(weighed))], scale="parts", weights={"a": 3.0})
+    [made] = with_advantages(
+        [replace(group, samples=tuple(weighed))], scale="parts", weights={"a": 3.0}
+    )
     assert made.advantages == pytest.approx([2.1213203, -2.1213203])
 
 
@@ -88,7 +103,9 @@ def test_a_scale_that_weighs_by_tokens_names_a_completion_without_them(scale):
     known = RolloutSample([1, 2, 3], [0.0, -1.0, -1.0], [0, 1, 1], reward=1.0)
     text = RolloutSample([], [], [], reward=0.0, text="an answer")
     for others in ([text, replace(text, reward=1.0)], [known, text]):
-        with pytest.raises(LossError, match=rf"sample \d: advantage_scale '{scale}': got a completion without"):
+        with pytest.raises(
+            LossError, match=rf"sample \d: advantage_scale '{scale}': got a completion without"
+        ):
             with_advantages([PromptGroup(others)], scale=scale)
     unscored = [known, replace(known, reward=None)]
     with pytest.raises(RewardError, match="rewards of a group: got"):

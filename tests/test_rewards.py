@@ -47,7 +47,9 @@ def values(function, texts=("72", "7"), row=CHAT, **options) -> list[float]:
 
 @given(st.integers(-(10**12), 10**12))
 def test_whole_numbers_read_back_with_and_without_separators(n):
-    assert {parse_number(t) for t in (str(n), f"{n:,}", f"${n:,}", f"{n:,}.00 USD", f"x = **{n}**")} == {n}
+    assert {
+        parse_number(t) for t in (str(n), f"{n:,}", f"${n:,}", f"{n:,}.00 USD", f"x = **{n}**")
+    } == {n}
 
 
 @given(st.text(max_size=60))
@@ -136,8 +138,24 @@ def test_boxed_answers_are_graded_as_the_reference_grades_figures(boxed, truth, 
     assert asyncio.run(judge(text, truth)) == reward
 
 
-SIZES = ["9^9^9^9", "9**9**9", "2^{10^9}", "10^{-100000000}", "1e-400", "1e-999999999", "-.5E-99999999", "0e999999999"]
-SIZES += ["1e-" + "1" * 150, "1e+" + "9" * 90, "9" * 5000, "(" * 90 + "1" + ")" * 90, "-" * 190 + "1", "100000!"]
+SIZES = [
+    "9^9^9^9",
+    "9**9**9",
+    "2^{10^9}",
+    "10^{-100000000}",
+    "1e-400",
+    "1e-999999999",
+    "-.5E-99999999",
+    "0e999999999",
+]
+SIZES += [
+    "1e-" + "1" * 150,
+    "1e+" + "9" * 90,
+    "9" * 5000,
+    "(" * 90 + "1" + ")" * 90,
+    "-" * 190 + "1",
+    "100000!",
+]
 SIZES += [
     "\\sqrt{" * 30 + "2" + "}" * 30,
     "9*" * 90 + "9",
@@ -148,9 +166,15 @@ SIZES += [
 
 @pytest.mark.parametrize("made", [int, str, float, np.int64])
 def test_countdown_reads_numbers_however_a_row_holds_them(made):
-    grade = lambda said: countdown_reward(f"<answer>{said}</answer>", made(3), [made(1), made(2)])
+    def grade(said):
+        return countdown_reward(f"<answer>{said}</answer>", made(3), [made(1), made(2)])
+
     assert [grade("1+2"), grade("3"), grade("1+1+1")] == [1.0, 0.0, 0.0]
-    for columns in ({"target": "x", "nums": [1, 2]}, {"target": 3, "nums": [1, None]}, {"target": 3, "nums": "[1, 2]"}):
+    for columns in (
+        {"target": "x", "nums": [1, 2]},
+        {"target": 3, "nums": [1, None]},
+        {"target": 3, "nums": "[1, 2]"},
+    ):
         bad = "target" if columns["target"] == "x" else "nums"
         with pytest.raises(RewardError, match=f"row 'q1'.*column '{bad}'"):
             score_blocking(["1+2"], make_row({"id": "q1", "question": "?", **columns}), "countdown")
@@ -173,8 +197,16 @@ def test_whatever_an_answer_or_a_row_holds_it_is_graded_at_once(name):
 def test_trl_sync_async_and_columns():
     seen = {}
 
-    def sync(prompts, completions, completion_ids, level, solution, trainer_state, log_metric, **kwargs):
-        seen.update(prompts=prompts, completions=completions, ids=completion_ids, level=level, solution=solution)
+    def sync(
+        prompts, completions, completion_ids, level, solution, trainer_state, log_metric, **kwargs
+    ):
+        seen.update(
+            prompts=prompts,
+            completions=completions,
+            ids=completion_ids,
+            level=level,
+            solution=solution,
+        )
         seen.update(step=trainer_state.global_step, rest=kwargs)
         log_metric("n", 3)
         return [1, None]
@@ -186,19 +218,29 @@ def test_trl_sync_async_and_columns():
     drawn = [Completion([5, 6], [8, 2], [-0.1, -0.2], text=t) for t in ("72", "7")]
     scores = score_blocking(drawn, CHAT, [sync, later], step=7)
     assert (seen["prompts"], seen["completions"]) == (["48/2+48?"] * 2, ["72", "7"])
-    assert (seen["ids"], seen["level"], seen["solution"]) == ([[8, 2]] * 2, ["easy"] * 2, ["72"] * 2)
+    assert (seen["ids"], seen["level"], seen["solution"]) == (
+        [[8, 2]] * 2,
+        ["easy"] * 2,
+        ["72"] * 2,
+    )
     assert seen["step"] == 7
     assert set(seen["rest"]) == {"id", "question", "answer", "log_extra"}
     assert scores.rewards(1) == {"sync": None, "later": 0.25}
     assert scores.metrics == {"n": 3.0}
-    score_blocking(["72"], TEXT, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0])
+    score_blocking(
+        ["72"], TEXT, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0]
+    )
     assert (seen["p"], seen["c"]) == (["48/2+48 ="], ["72"])
     asked = [{"role": "user", "content": "48/2+48?"}]
     for row in (make_row({"prompt": asked, "question": "?"}), make_row({"messages": asked})):
-        score_blocking(["72"], row, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0])
+        score_blocking(
+            ["72"], row, lambda prompts, completions: seen.update(p=prompts, c=completions) or [0]
+        )
         assert (seen["p"], seen["c"]) == ([asked], [[{"role": "assistant", "content": "72"}]])
     turns = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "Sure?"}]
-    sample = RolloutSample([1, 2, 3], [0, -1, -1], [0, 1, 1], None, text="7", info={"messages": turns})
+    sample = RolloutSample(
+        [1, 2, 3], [0, -1, -1], [0, 1, 1], None, text="7", info={"messages": turns}
+    )
     score_blocking([sample], CHAT, lambda completions: seen.update(c=completions) or [0])
     assert seen["c"] == [turns]  # a conversation is one
 
@@ -206,23 +248,42 @@ def test_trl_sync_async_and_columns():
 def test_a_function_of_trl_that_got_the_other_form_is_told_which_and_why():
     listed = make_row({"prompt": [{"role": "user", "content": "48/2+48?"}]})
     failed(
-        lambda: values(lambda completions: [len(c[0]["content"]) for c in completions]), fix="`completions` are texts"
+        lambda: values(lambda completions: [len(c[0]["content"]) for c in completions]),
+        fix="`completions` are texts",
     )
-    failed(lambda: values(lambda completions: [float(c) for c in completions], row=listed), fix="are lists of messages")
+    failed(
+        lambda: values(lambda completions: [float(c) for c in completions], row=listed),
+        fix="are lists of messages",
+    )
 
 
 def test_a_function_without_parameters_is_told_what_it_is_called_with():
-    failed(lambda: values(lambda: 1.0), got="no parameters", expected="first the text of the completion", fix="(text,")
+    failed(
+        lambda: values(lambda: 1.0),
+        got="no parameters",
+        expected="first the text of the completion",
+        fix="(text,",
+    )
 
 
 def test_trls_own_functions_work_unchanged():
     rewards = pytest.importorskip("trl.rewards")
     pytest.importorskip("math_verify")
     texts = ["<think>\nhm\n</think>\nSo \\boxed{72}.", "\\boxed{71}"]
-    functions = [rewards.accuracy_reward, rewards.think_format_reward, rewards.get_soft_overlong_punishment(4, 2)]
-    drawn = [Completion([5], range(n), [-0.1] * n, text=t) for t, n in zip(texts, (3, 9), strict=True)]
+    functions = [
+        rewards.accuracy_reward,
+        rewards.think_format_reward,
+        rewards.get_soft_overlong_punishment(4, 2),
+    ]
+    drawn = [
+        Completion([5], range(n), [-0.1] * n, text=t) for t, n in zip(texts, (3, 9), strict=True)
+    ]
     row = make_row({"prompt": [{"role": "user", "content": "48/2+48?"}], "solution": "$72$"})
-    assert [v.tolist() for v in score_blocking(drawn, row, functions).values] == [[1, 0], [1, 0], [-0.5, -1]]
+    assert [v.tolist() for v in score_blocking(drawn, row, functions).values] == [
+        [1, 0],
+        [1, 0],
+        [-0.5, -1],
+    ]
 
 
 def test_verl_float_and_dict():
@@ -280,14 +341,18 @@ def test_verifiers_sync_async_and_conversations():
     assert values(chatty, texts=["72"], row=TEXT) == [2]  # text where the row is text
     turns = [{"role": "assistant", "content": "7"}, {"role": "user", "content": "Sure?"}]
     turns += [{"role": "assistant", "content": "72"}]
-    sample = RolloutSample([1, 2, 3], [0, -1, -1], [0, 1, 1], None, text="772", info={"messages": turns})
+    sample = RolloutSample(
+        [1, 2, 3], [0, -1, -1], [0, 1, 1], None, text="772", info={"messages": turns}
+    )
     assert values(correct, texts=[sample]) == [1]
 
 
 def test_native_gets_what_it_names():
     assert values(lambda c: len(c)) == [2, 1]
     assert values(lambda text, row: float(row.key == "q17")) == [1, 1]
-    assert values(lambda text, *, level="none", missing=0.25: missing if level == "easy" else 0) == [0.25, 0.25]
+    assert values(
+        lambda text, *, level="none", missing=0.25: missing if level == "easy" else 0
+    ) == [0.25, 0.25]
     assert values(lambda text, **everything: len(everything)) == values(lambda text, **kw: len(kw))
     drawn = Completion([5], [8, 2, 3], [-0.1] * 3, text="72")
     assert values(make_soft_overlong(4, 2), texts=[drawn]) == [-0.5]
@@ -309,7 +374,9 @@ def test_a_failure_leaves_no_coroutine_behind():
 
     start = time.perf_counter()
     failed(lambda: values(fails, texts=["0", "1", "2"]), got="ValueError: first")
-    failed(lambda: values(lambda text: 1 / int(text), texts=["0", "1", "2"]), got="ZeroDivisionError")
+    failed(
+        lambda: values(lambda text: 1 / int(text), texts=["0", "1", "2"]), got="ZeroDivisionError"
+    )
     assert time.perf_counter() - start < 50
 
 
@@ -345,17 +412,21 @@ def test_math_verify_pays_what_is_the_same(judge, given, truth, reward):
 
 
 def test_a_comparison_that_hangs_is_killed_counted_and_unscorable(judge):
-    before, row, fn = judge.timeouts, make_row({"prompt": "?", "answer": "72"}), reward_fn(judge, name="math")
+    before = judge.timeouts
+    row = make_row({"prompt": "?", "answer": "72"})
+    fn = reward_fn(judge, name="math")
     judge.timeout = 1
     assert score_blocking([r"\boxed{9^{9^{9^{9}}}!}"], row, fn).reward(0) is None
     judge.timeout = 60
-    assert score_blocking([r"\boxed{72}"], row, fn).reward(0) == 1.0  # the next one got a fresh worker
+    # the next one got a fresh worker
+    assert score_blocking([r"\boxed{72}"], row, fn).reward(0) == 1.0
     assert judge.timeouts == before + 1
 
 
 def test_a_time_limit_is_that_of_each_comparison_not_of_those_before_it(judge):
     judge.timeout = 60
-    row, texts = make_row({"question": "?", "answer": ["x+1", "x+2"]}), [r"\boxed{9^{9^{9^{8}}}!}", r"\boxed{1+x}"]
+    row = make_row({"question": "?", "answer": ["x+1", "x+2"]})
+    texts = [r"\boxed{9^{9^{9^{8}}}!}", r"\boxed{1+x}"]
     scores = asyncio.run(score(texts, row, judge, limits=Limits(timeout=2)))
     assert scores.totals[1] == 1.0
     assert scores.late == {0: "MathVerify took longer than 2 s (reward_timeout)"}
@@ -389,7 +460,10 @@ def clear(threads: list) -> bool:
 
 
 def test_calls_wait_together_within_the_limit_and_plain_ones_in_threads():
-    free, running, most, threads = threading.Semaphore(0), 0, 0, []
+    free = threading.Semaphore(0)
+    running = 0
+    most = 0
+    threads = []
 
     def blocks(text):
         nonlocal running, most
@@ -433,7 +507,9 @@ def helped(text):
 def test_an_alarm_behind_a_helper_is_no_silent_zero_and_has_no_second_limit():
     assert asyncio.run(score(["a"] * 3, CHAT, helped)).totals.tolist() == [1.0] * 3
     assert score_blocking(["a"] * 3, CHAT, helped).totals.tolist() == [1.0] * 3
-    with pytest.raises(RewardError, match="reward_timeout: got helped, which runs in the main thread"):
+    with pytest.raises(
+        RewardError, match="reward_timeout: got helped, which runs in the main thread"
+    ):
         asyncio.run(score(["a"], CHAT, helped, limits=Limits(timeout=5.0)))
 
 
@@ -480,7 +556,8 @@ def test_a_client_is_asked_in_one_event_loop_by_all_calls_of_a_notebook():
 
 
 def test_a_client_is_asked_in_one_event_loop_by_all_calls_of_a_script():
-    judge, texts = make_judge(), ["a", "bb", "ccc"]
+    judge = make_judge()
+    texts = ["a", "bb", "ccc"]
     for _ in range(2):
         assert score_blocking(texts, CHAT, judge).totals.tolist() == [1, 2, 3]
         assert asyncio.run(score(texts, CHAT, judge)).totals.tolist() == [1, 2, 3]
@@ -496,7 +573,8 @@ def test_a_reward_that_asks_for_other_rewards_does_not_wait_for_itself():
 
 
 def test_functions_that_cannot_be_in_a_thread_stay_where_the_loop_is():
-    rows, threads = sqlite3.connect(":memory:"), []
+    rows = sqlite3.connect(":memory:")
+    threads = []
 
     def looks_up(text):
         threads.append(threading.current_thread())
@@ -509,7 +587,8 @@ def test_functions_that_cannot_be_in_a_thread_stay_where_the_loop_is():
         return 0.25
 
     assert asyncio.run(score(["a"] * 3, CHAT, [looks_up, alarmed])).totals.tolist() == [0.75] * 3
-    assert threads.count(threading.main_thread()) == 6  # calls of `looks_up` that failed in a thread were made again
+    # calls of `looks_up` that failed in a thread were made again
+    assert threads.count(threading.main_thread()) == 6
 
 
 def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
@@ -521,10 +600,12 @@ def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
     async def judge(completions):
         await asyncio.sleep(60)
 
-    texts, limits = ["late", "in time"], Limits(timeout=0.5)
+    texts = ["late", "in time"]
+    limits = Limits(timeout=0.5)
     scores = asyncio.run(score(texts, CHAT, [slow, "format"], limits=limits))
     assert scores.rewards(0) == {"slow": None, "format": 0.0}
-    assert [scores.reward(i) for i in (0, 1)] == [None, 1.0]  # what "format" said of the first one is half a grade
+    # what "format" said of the first one is half a grade
+    assert [scores.reward(i) for i in (0, 1)] == [None, 1.0]
     samples = [RolloutSample([1, 2], [0, -1], [0, 1], None, text=t) for t in texts]
     assert graded(samples, scores)[0].info["late"] == "slow took longer than 0.5 s (reward_timeout)"
     watched = [reward_fn(judge, weight=0), "format"]  # one of no weight spoils nothing

@@ -29,13 +29,19 @@ WHERE = r"group 3 \(row 'q17', number 41\), rollout 2"
 
 def sample(reward=1.0, **changes) -> RolloutSample:
     "An answer to `PROMPT`."
-    fields = {"tokens": [1, 3, 10, 5, 8, 2], "logprobs": [0.0] * 4 + [-0.1, -0.2], "loss_mask": [0] * 4 + [1, 1]}
+    fields = {
+        "tokens": [1, 3, 10, 5, 8, 2],
+        "logprobs": [0.0] * 4 + [-0.1, -0.2],
+        "loss_mask": [0] * 4 + [1, 1],
+    }
     return RolloutSample(**fields | changes, reward=reward)
 
 
 def status(code) -> httpx.HTTPStatusError:
     request = httpx.Request("POST", "http://localhost")
-    return httpx.HTTPStatusError(f"status {code}", request=request, response=httpx.Response(code, request=request))
+    return httpx.HTTPStatusError(
+        f"status {code}", request=request, response=httpx.Response(code, request=request)
+    )
 
 
 def draw(rollout_fn, n=4, **options) -> Rollouts:
@@ -48,7 +54,9 @@ def quiet(coroutine):
     complaints = []
 
     async def main():
-        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        asyncio.get_running_loop().set_exception_handler(
+            lambda loop, context: complaints.append(context)
+        )
         try:
             return await coroutine
         finally:
@@ -70,7 +78,9 @@ def quiet(coroutine):
 # --- what is passed --------------------------------------------------------------------------------------------------
 
 
-@given(st.sets(st.sampled_from(["row_index", "epoch", "rollout_index", "evaluation"])), st.booleans())
+@given(
+    st.sets(st.sampled_from(["row_index", "epoch", "rollout_index", "evaluation"])), st.booleans()
+)
 def test_a_function_gets_the_context_that_it_names_and_nothing_else(names, everything):
     told = []
     parameters = ", ".join(["sample_prompt", *sorted(names), *(["**more"] if everything else [])])
@@ -82,7 +92,9 @@ def test_a_function_gets_the_context_that_it_names_and_nothing_else(names, every
     for i, got in enumerate(told):
         expected = whole | {"rollout_index": i}
         assert {k: v for k, v in got.items() if k in expected} == {k: expected[k] for k in names}
-        assert got.get("more", {}) == ({k: v for k, v in expected.items() if k not in names} if everything else {})
+        assert got.get("more", {}) == (
+            {k: v for k, v in expected.items() if k not in names} if everything else {}
+        )
 
 
 # --- what is tried again ---------------------------------------------------------------------------------------------
@@ -187,11 +199,16 @@ def test_a_rollout_that_cancels_itself_is_not_a_cancelled_step():
 
 
 @given(
-    st.lists(st.lists(st.sampled_from(["ok", "none", "lost"]), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.lists(
+        st.lists(st.sampled_from(["ok", "none", "lost"]), min_size=1, max_size=4),
+        min_size=1,
+        max_size=5,
+    ),
     st.integers(0, 3),
 )
 def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
-    seeds, calls = [], []
+    seeds = []
+    calls = []
 
     async def planned(sample_prompt, rollout_index):
         calls.append(rollout_index)
@@ -208,11 +225,17 @@ def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
     kept = [i for i, fates in enumerate(tried) if "ok" in fates]
     assert [s.reward for s in drawn.samples] == kept
     assert len(drawn.samples) + len(drawn.dropped) == n
-    assert [calls.count(i) for i in range(n)] == [f.index("ok") + 1 if "ok" in f else rounds + 1 for f in tried]
+    assert [calls.count(i) for i in range(n)] == [
+        f.index("ok") + 1 if "ok" in f else rounds + 1 for f in tried
+    ]
     assert len(drawn.redrawn) == len(calls) - n
     assert len(set(seeds)) == len(seeds)
-    assert sorted(seeds[:n]) == [prompt_seed(5, 41) + i for i in range(n)], "the first round is as it always was"
-    assert set(seeds[n:]) <= {draw_seed(5, 41, i, r) for i in range(n) for r in range(1, rounds + 1)}
+    assert sorted(seeds[:n]) == [prompt_seed(5, 41) + i for i in range(n)], (
+        "the first round is as it always was"
+    )
+    assert set(seeds[n:]) <= {
+        draw_seed(5, 41, i, r) for i in range(n) for r in range(1, rounds + 1)
+    }
 
 
 def test_an_unscorable_sample_is_not_drawn_again():
@@ -224,11 +247,15 @@ def test_an_unscorable_sample_is_not_drawn_again():
 
     drawn = draw(unscorable, group_retries=3)
     assert (len(calls), drawn.redrawn) == (4, ())
-    assert assemble(drawn, drawn.samples).dropped == tuple(f"sample {i} is unscorable" for i in range(4))
+    assert assemble(drawn, drawn.samples).dropped == tuple(
+        f"sample {i} is unscorable" for i in range(4)
+    )
 
 
 @given(
-    st.lists(st.tuples(st.integers(1, 3), st.sampled_from([1.0, 0.0, None])), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from([1.0, 0.0, None])), min_size=1, max_size=6
+    ),
     st.integers(0, 3),
     st.integers(1, 5),
 )
@@ -261,14 +288,29 @@ def test_samples_and_reasons_add_up_and_runs_stay_whole(drawn_runs, lost, smalle
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"logprobs": [0.0] * 4 + [-0.1, None]}, "logprobs: got nan at token 5, where loss_mask is 1"),
+        (
+            {"logprobs": [0.0] * 4 + [-0.1, None]},
+            "logprobs: got nan at token 5, where loss_mask is 1",
+        ),
         ({"tokens": [1, 3, -100, 5, 8, 2]}, "tokens: got -100 at token 2; expected ids from 0"),
-        ({"logprobs": [0.0] * 4 + [-0.1, 0.3]}, "logprobs: got 0.3 at token 5, .*; expected natural logs of prob"),
-        ({"finish_reason": "banana"}, r"finish_reason: got 'banana'; expected \('stop', 'length', 'abort'\)"),
+        (
+            {"logprobs": [0.0] * 4 + [-0.1, 0.3]},
+            "logprobs: got 0.3 at token 5, .*; expected natural logs of prob",
+        ),
+        (
+            {"finish_reason": "banana"},
+            r"finish_reason: got 'banana'; expected \('stop', 'length', 'abort'\)",
+        ),
         ({"reward": np.inf}, "reward: got inf; expected a finite number or None"),
-        ({"logprobs": [-0.1, -0.2]}, "RolloutSample: logprobs: got 2 values for 6 tokens; expected one per token"),
+        (
+            {"logprobs": [-0.1, -0.2]},
+            "RolloutSample: logprobs: got 2 values for 6 tokens; expected one per token",
+        ),
         ({"loss_mask": [0] * 6}, "RolloutSample: loss_mask: got no sampled token"),
-        ({"loss_mask": [0, 0, 0, 0, 1, 2]}, r"RolloutSample: loss_mask: got \[0, 1, 2\]; expected 0 or 1"),
+        (
+            {"loss_mask": [0, 0, 0, 0, 1, 2]},
+            r"RolloutSample: loss_mask: got \[0, 1, 2\]; expected 0 or 1",
+        ),
     ],
     ids=lambda x: "" if isinstance(x, str) else repr(x),
 )
@@ -282,7 +324,9 @@ def test_a_sample_that_cannot_be_right_is_named(changes, says):
 
     with pytest.raises((AlignmentError, RewardError), match=f"^{WHERE}: {says}"):
         draw(alone)
-    segment = "" if "RolloutSample" in says else ", segment 0" if "reward" in changes else ", segment 1"
+    segment = (
+        "" if "RolloutSample" in says else ", segment 0" if "reward" in changes else ", segment 1"
+    )
     with pytest.raises((AlignmentError, RewardError), match=f"^{WHERE}{segment}: {says}"):
         draw(in_a_run)
 
@@ -294,22 +338,35 @@ def test_a_promise_that_is_not_kept_is_named():
     def blocking(sample_prompt):
         return sample()
 
-    with pytest.raises(RewardError, match="rollout 0: rollout_fn: got str; expected RolloutSample, RolloutRun or None"):
+    with pytest.raises(
+        RewardError,
+        match="rollout 0: rollout_fn: got str; expected RolloutSample, RolloutRun or None",
+    ):
         draw(text)
-    with pytest.raises(RewardError, match="rollout 0: rollout_fn: got RolloutSample; expected something to await"):
+    with pytest.raises(
+        RewardError, match="rollout 0: rollout_fn: got RolloutSample; expected something to await"
+    ):
         draw(blocking)
 
 
 # --- the breaker -----------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.booleans(), max_size=150), st.sampled_from([0.0, 0.25, 0.5, 1.0]), st.sampled_from([2, 8, 64]))
+@given(
+    st.lists(st.booleans(), max_size=150),
+    st.sampled_from([0.0, 0.25, 0.5, 1.0]),
+    st.sampled_from([2, 8, 64]),
+)
 def test_a_breaker_trips_when_it_should_and_not_before(lost, limit, window):
-    breaker, seen = Breaker(limit, window), []
+    breaker = Breaker(limit, window)
+    seen = []
     for bad in lost:
         seen = [*seen, bad][-window:]
         if 2 * len(seen) >= window and sum(seen) > limit * len(seen):
-            with pytest.raises(BackendError, match=f"{sum(seen)} of the last {len(seen)} .*max_rollout_failure_rate"):
+            with pytest.raises(
+                BackendError,
+                match=f"{sum(seen)} of the last {len(seen)} .*max_rollout_failure_rate",
+            ):
                 breaker.note("refused" if bad else "")
             return
         breaker.note("refused" if bad else "")
@@ -322,7 +379,8 @@ class Shaky:
     "A sampler of which some requests fail and some completions are empty."
 
     def __init__(self, *plan):
-        self.plan, self.asked = list(plan), []
+        self.plan = list(plan)
+        self.asked = []
 
     async def sample(self, prompt_tokens, params):
         self.asked.append(params)
@@ -330,7 +388,9 @@ class Shaky:
         if isinstance(empty, Exception):
             raise empty
         full = Completion(prompt_tokens, [8, 2], [-0.1, -0.2])
-        return [replace(full, tokens=[], logprobs=[]) if i in empty else full for i in range(params.n)]
+        return [
+            replace(full, tokens=[], logprobs=[]) if i in empty else full for i in range(params.n)
+        ]
 
 
 def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_others():
@@ -341,12 +401,21 @@ def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_
     assert sampler.asked[0].seed == sampler.asked[1].seed == prompt_seed(5, 41)
     assert len({p.seed for p in sampler.asked}) == 3
     assert (len(drawn.samples), drawn.dropped) == (3, ("completion 3 is empty",))
-    assert drawn.redrawn == ("completion 0 is empty", "completion 3 is empty", "completion 3 is empty")
+    assert drawn.redrawn == (
+        "completion 0 is empty",
+        "completion 3 is empty",
+        "completion 3 is empty",
+    )
 
 
 @pytest.mark.parametrize(
     ("returned", "said"),
-    [(None, "got None"), ("text", "got 'text'"), ([None], "got None as completion 0"), ((), "0 completions")],
+    [
+        (None, "got None"),
+        ("text", "got 'text'"),
+        ([None], "got None as completion 0"),
+        ((), "0 completions"),
+    ],
 )
 def test_a_sampler_that_returns_no_completions_is_named(returned, said):
     class Custom:
@@ -357,9 +426,13 @@ def test_a_sampler_that_returns_no_completions_is_named(returned, said):
         def sample(self, prompt_tokens, params):
             return returned
 
-    with pytest.raises(BackendError, match=rf"group 3 \(row 'q17'\): .*: got {said.removeprefix('got ')}"):
+    with pytest.raises(
+        BackendError, match=rf"group 3 \(row 'q17'\): .*: got {said.removeprefix('got ')}"
+    ):
         simulate(draw_completions(Custom(), PROMPT, SampleParams(n=2)))
-    with pytest.raises(BackendError, match=r"Plain\.sample: got .*; expected something to await\. Write `async def"):
+    with pytest.raises(
+        BackendError, match=r"Plain\.sample: got .*; expected something to await\. Write `async def"
+    ):
         simulate(draw_completions(Plain(), PROMPT, SampleParams(n=2)))
 
 
@@ -372,7 +445,9 @@ def test_a_lost_request_is_an_error_unless_a_breaker_watches():
     assert drawn.dropped == ("the request raised BackendError: down",) * 4
     assert len(breaker.recent) == 1
     with pytest.raises(KeyError):
-        simulate(draw_completions(Shaky(KeyError("bug")), PROMPT, params, retries=3, breaker=breaker))
+        simulate(
+            draw_completions(Shaky(KeyError("bug")), PROMPT, params, retries=3, breaker=breaker)
+        )
 
 
 # --- the function of the Fireworks guides, with no line changed but its imports --------------------------------------
@@ -415,7 +490,12 @@ def guide_function(score):
 
 def loop_of(reward, **settings) -> GRPOLoop:
     "A loop over the built-in task on the model that ships."
-    small = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 12, "max_seq_len": 96}
+    small = {
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 4,
+        "max_completion_tokens": 12,
+        "max_seq_len": 96,
+    }
     cfg = Config(**small | {"learning_rate": 1e-3, "kl_beta": 0.0} | settings)
     model, tokenizer = load_model("tiny")
     backend = open_local(model, tokenizer, temperature=cfg.temperature, reference=False)
@@ -427,14 +507,20 @@ async def steps(loop, count=2) -> list:
 
 
 def test_the_guides_rollout_trains_like_any_other():
-    records, again = (asyncio.run(steps(loop_of(guide_function(lambda c: len(c.text) / 10)))) for _ in range(2))
+    records, again = (
+        asyncio.run(steps(loop_of(guide_function(lambda c: len(c.text) / 10)))) for _ in range(2)
+    )
     for record, same in zip(records, again, strict=True):
         assert record.trained
         assert record.metrics["rollout/num_dropped"] == 0
-        assert record.metrics["staleness/max"] == 0, "a sample put together by hand is as old as what it is made of"
+        assert record.metrics["staleness/max"] == 0, (
+            "a sample put together by hand is as old as what it is made of"
+        )
         for group, twin in zip(record.groups, same.groups, strict=True):
             texts = [s.text for s in group.samples]
-            assert texts == [s.text for s in twin.samples], "no seed was passed on, and yet it repeats"
+            assert texts == [s.text for s in twin.samples], (
+                "no seed was passed on, and yet it repeats"
+            )
             assert len(set(texts)) > 1, "draws of a prompt are not copies of each other"
             for s in group.samples:
                 assert s.policy_version == record.step - 1
@@ -446,7 +532,10 @@ def test_the_guides_rollout_trains_like_any_other():
 
 REWRITES = {  # what a template makes of an assistant's turn
     "drops its thought": ("{{ m.content.split('</think>')[-1] }}", "<think>2+2</think>4"),
-    "refuses it": ("{% if '?' in m.content %}{{ raise_exception('no questions') }}{% endif %}{{ m.content }}", "4?"),
+    "refuses it": (
+        "{% if '?' in m.content %}{{ raise_exception('no questions') }}{% endif %}{{ m.content }}",
+        "4?",
+    ),
 }
 
 
@@ -454,12 +543,18 @@ REWRITES = {  # what a template makes of an assistant's turn
 def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_path):
     change, written = REWRITES[rewrites]
     turn = "{% if m.role == 'assistant' %}" + change + "{% else %}{{ m.content }}{% endif %}"
-    template = "{% for m in messages %}{{ '<|' + m.role + '|>' }}" + turn + "{{ '<|end|>' }}{% endfor %}<|assistant|>"
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
+        + turn
+        + "{{ '<|end|>' }}{% endfor %}<|assistant|>"
+    )
     (tmp_path / "t.jinja").write_text(template)
 
     def factory(setup):
         async def rollout_fn(sample_prompt, rollout_index):
-            c = start_conversation(setup.tokenizer, Row(key="q", messages=tuple(sample_prompt["messages"])))
+            c = start_conversation(
+                setup.tokenizer, Row(key="q", messages=tuple(sample_prompt["messages"]))
+            )
             said = setup.tokenizer.encode(
                 (written if rollout_index == 1 else "4") + "<|end|>", add_special_tokens=False
             )
@@ -479,5 +574,8 @@ def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_
         [reason] = group.dropped
         assert reason.startswith("rollout 1 cannot go on (unfit_turns: drop): ")
         assert "no questions" in reason or "differs from the chat template's rendering" in reason
-    with pytest.raises(AlignmentError, match=r"rollout 1.*(no questions|differs from the chat template's rendering)"):
+    with pytest.raises(
+        AlignmentError,
+        match=r"rollout 1.*(no questions|differs from the chat template's rendering)",
+    ):
         asyncio.run(loop_of(factory, **own, unfit_turns="raise").step())

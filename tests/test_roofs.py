@@ -43,7 +43,10 @@ def datums_of(lengths: Sequence[int], prompt: int = 0) -> list[Datum]:
     start = rng.integers(0, 200, prompt)
     rows = [[*start, *rng.integers(0, 200, n - prompt)] for n in lengths]
     weights = [np.arange(1, n) >= max(prompt, 1) for n in lengths]
-    return [Datum(r, w.astype(float), advantage=1.0, sample=i) for i, (r, w) in enumerate(zip(rows, weights))]
+    return [
+        Datum(r, w.astype(float), advantage=1.0, sample=i)
+        for i, (r, w) in enumerate(zip(rows, weights))
+    ]
 
 
 def backend_of(**options: Any) -> Backend:
@@ -56,7 +59,8 @@ def backend_of(**options: Any) -> Backend:
 
 @pytest.mark.parametrize("lengths", [[9, 9, 9], [6, 12, 9]])
 def test_scoring_counts_what_pytorch_counts(lengths: list[int]):
-    backend, datums = backend_of(), datums_of(lengths)
+    backend = backend_of()
+    datums = datums_of(lengths)
     with FlopCounterMode(display=False) as counter:
         asyncio.run(backend.policy.forward(datums))
     work = backend.meter.work["scoring"]
@@ -69,15 +73,20 @@ def test_scoring_counts_what_pytorch_counts(lengths: list[int]):
 @pytest.mark.parametrize("options", [{}, {"lora_rank": 4}], ids=["full", "lora"])
 @pytest.mark.parametrize("prompt", [0, 40])
 def test_training_counts_what_pytorch_counts(options: dict[str, Any], prompt: int):
-    backend, datums = backend_of(**options), datums_of([48] * 6, prompt)
+    backend = backend_of(**options)
+    datums = datums_of([48] * 6, prompt)
     with FlopCounterMode(display=False) as counter:
-        asyncio.run(backend.policy.forward_backward_custom(datums, make_loss_fn(datums, policy_loss="ppo")))
-    work, size = backend.meter.work["training"], backend.size
+        asyncio.run(
+            backend.policy.forward_backward_custom(datums, make_loss_fn(datums, policy_loss="ppo"))
+        )
+    work = backend.meter.work["training"]
+    size = backend.size
     assert size is not None
     scored = sum(d.num_loss_tokens for d in datums)
     assert work.tokens == (47 * 6 if not prompt else 40 + 7 * 6)
     assert work.padding == 0
-    again = 0 if options else 2 * size.head * scored  # the head's logits are made a second time, to save memory
+    # the head's logits are made a second time, to save memory
+    again = 0 if options else 2 * size.head * scored
     counted = products(counter) - again
     assert counted == pytest.approx(
         work.flops, rel=0.06 if options else 1e-9
@@ -85,15 +94,18 @@ def test_training_counts_what_pytorch_counts(options: dict[str, Any], prompt: in
 
 
 def test_sampling_counts_prefill_and_decode_steps():
-    backend, params = backend_of(reference=False), SampleParams(n=3, max_tokens=8, seed=1)
+    backend = backend_of(reference=False)
+    params = SampleParams(n=3, max_tokens=8, seed=1)
     with FlopCounterMode(display=False) as counter:
         [drawn] = asyncio.run(draw(backend, [list(range(5, 17))], params))
-    work, size = backend.meter.work["sampling"], backend.size
+    work = backend.meter.work["sampling"]
+    size = backend.size
     assert size is not None
     lengths = [len(c.tokens) for c in drawn]
     assert work.tokens == 12 + sum(n - 1 for n in lengths)  # the first token comes of the prompt
     assert work.flops == products(counter)
-    assert work.bytes == size.nbytes * max(lengths)  # a pass for the prompt, and one a step while a row is left
+    # a pass for the prompt, and one a step while a row is left
+    assert work.bytes == size.nbytes * max(lengths)
 
 
 async def draw(backend: Backend, prompts: list[list[int]], params: SampleParams) -> list[Any]:
@@ -103,7 +115,10 @@ async def draw(backend: Backend, prompts: list[list[int]], params: SampleParams)
 def test_a_model_with_experts_has_no_size():
     assert model_size(tiny_mixture()) is None
     assert model_size(tiny_model("gpt2")) is None
-    assert work_metrics({"sampling": Work(1.0, 100)}) == {"perf/sampling_tokens": 100.0, "perf/padding_ratio": 0.0}
+    assert work_metrics({"sampling": Work(1.0, 100)}) == {
+        "perf/sampling_tokens": 100.0,
+        "perf/padding_ratio": 0.0,
+    }
 
 
 SIZE = model_size(tiny_model())
@@ -114,9 +129,18 @@ assert SIZE is not None
 
 MACHINE = Roofs(1e11, 1e10)
 SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
-RATES = {f"perf/{name}_{what}" for name in ("sampling", "ref", "train") for what in ("tokens", "flops_per_s")}
+RATES = {
+    f"perf/{name}_{what}"
+    for name in ("sampling", "ref", "train")
+    for what in ("tokens", "flops_per_s")
+}
 RATES |= {"perf/sampling_bytes_per_s", "perf/padding_ratio", "perf/peak_memory_gb"}
-AGAINST = {"perf/mfu", "perf/sampling_floor_ratio", "perf/roof_flops_per_s", "perf/roof_bytes_per_s"}
+AGAINST = {
+    "perf/mfu",
+    "perf/sampling_floor_ratio",
+    "perf/roof_flops_per_s",
+    "perf/roof_bytes_per_s",
+}
 
 
 def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
@@ -124,7 +148,13 @@ def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
 
     async def run() -> Any:
         backend = open_local(*load_model("tiny"), device="cpu")
-        made = loop(backend, toy_rows(16), toy_reward, Config(**SMALL, recipe=recipe), dynamic_filter_fn=lambda g: True)
+        made = loop(
+            backend,
+            toy_rows(16),
+            toy_reward,
+            Config(**SMALL, recipe=recipe),
+            dynamic_filter_fn=lambda g: True,
+        )
         try:
             return await made.step()
         finally:
@@ -134,7 +164,9 @@ def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
     return metrics_row(asyncio.run(run()))
 
 
-@pytest.mark.parametrize(("loop", "recipe"), [(GRPOLoop, "rl_loop"), (AsyncGRPOLoop, "async_rl_loop")])
+@pytest.mark.parametrize(
+    ("loop", "recipe"), [(GRPOLoop, "rl_loop"), (AsyncGRPOLoop, "async_rl_loop")]
+)
 def test_a_step_never_measures_and_says_what_it_knows(loop, recipe, measured: dict):
     known = {name for name in step_of(loop, recipe) if name.startswith("perf/")}
     assert known >= RATES
@@ -152,7 +184,10 @@ def test_work_is_counted_by_phase_and_not_for_what_runs_between():
     before = dict(meter.work)
     meter.note("sampling", Work(0.5, 5, 1))
     meter.note("training", trained := Work(tokens=3, flops=2.0))
-    assert roofs.work_between(before, meter.work) == {"sampling": Work(0.5, 5, 1), "training": trained}
+    assert roofs.work_between(before, meter.work) == {
+        "sampling": Work(0.5, 5, 1),
+        "training": trained,
+    }
     assert before == {"sampling": Work(1.0, 10)}
 
 
@@ -164,10 +199,19 @@ def test_preflight_foretells_all_phases_and_memory():
 
     async def look() -> Any:
         async with open_local(*load_model("tiny"), device="cpu") as backend:
-            return (await preflight(backend, toy_rows(16), toy_reward, cfg, prompts=2, samples=8)).cost, backend.size
+            return (
+                await preflight(backend, toy_rows(16), toy_reward, cfg, prompts=2, samples=8)
+            ).cost, backend.size
 
     cost, size = asyncio.run(look())
-    assert set(cost.step_seconds) == {"sample", "score", "reference", "backward", "optimize", "sync"}
+    assert set(cost.step_seconds) == {
+        "sample",
+        "score",
+        "reference",
+        "backward",
+        "optimize",
+        "sync",
+    }
     assert all(s > 0 for s in cost.step_seconds.values())
     assert cost.step_memory == pytest.approx(cost.memory["process"][0] + 20 * size.learned / 1e9)
     assert "before update and sync" not in repr(cost)

@@ -13,14 +13,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import EOS, byte_tokenizer
-from transformers import MixtralConfig, MixtralForCausalLM, OlmoeConfig, OlmoeForCausalLM, PreTrainedModel
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PreTrainedModel,
+)
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from rl_notebook.core.align import align_routing
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.local.model import open_model
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.local.routing import find_routers, noting, read_notes, replaying, write_notes
+from rl_notebook.backends.local.routing import (
+    find_routers,
+    noting,
+    read_notes,
+    replaying,
+    write_notes,
+)
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import AlignmentError, BackendError, Datum, SampleParams
@@ -30,7 +42,9 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.run import RunFolder
 
 
-PROMPT, NEW, TOP_K = 16, 24, 2
+PROMPT = 16
+NEW = 24
+TOP_K = 2
 SIZES = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -38,14 +52,26 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 258,
 }
-IDS = {"eos_token_id": EOS, "bos_token_id": None, "pad_token_id": None, "max_position_embeddings": 256}
+IDS = {
+    "eos_token_id": EOS,
+    "bos_token_id": None,
+    "pad_token_id": None,
+    "max_position_embeddings": 256,
+}
 
 
 def tiny_mixture(seed: int = 0, near: float = 0.02, normalised: bool = True) -> PreTrainedModel:
     "Two layers of eight experts; router rows are equal but for `near`, so that their logits nearly tie."
     torch.manual_seed(seed)
-    experts = {"num_experts": 8, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 32, "head_dim": 8}
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES, **IDS, **experts, norm_topk_prob=normalised))
+    experts = {
+        "num_experts": 8,
+        "num_experts_per_tok": TOP_K,
+        "moe_intermediate_size": 32,
+        "head_dim": 8,
+    }
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, **IDS, **experts, norm_topk_prob=normalised)
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4 if p.ndim > 1 else 1)
@@ -55,7 +81,11 @@ def tiny_mixture(seed: int = 0, near: float = 0.02, normalised: bool = True) -> 
 
 
 def opened(model: PreTrainedModel | None = None, **options) -> Backend:
-    options = {"router_replay": True, "router_replay_completion_only": False, "inline": True} | options
+    options = {
+        "router_replay": True,
+        "router_replay_completion_only": False,
+        "inline": True,
+    } | options
     return open_local(model or tiny_mixture(), byte_tokenizer(), **options)
 
 
@@ -63,14 +93,23 @@ def in_bfloat16(router, args, output):
     "What a trainer does whose routers compute in low precision: other choices, and slightly other weights."
     logits = output[0].bfloat16().to(output[0].dtype)
     weights, chosen = logits.softmax(-1).topk(router.top_k)
-    return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+    return (
+        logits,
+        weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights,
+        chosen,
+    )
 
 
 def only_choice(router, args, output):
     "The same choices, but the weights of whoever is chosen are exact."
-    logits, chosen = output[0], in_bfloat16(router, args, output)[2]
+    logits = output[0]
+    chosen = in_bfloat16(router, args, output)[2]
     weights = logits.softmax(-1).gather(-1, chosen)
-    return logits, weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights, chosen
+    return (
+        logits,
+        weights / weights.sum(-1, keepdim=True) if router.norm_topk_prob else weights,
+        chosen,
+    )
 
 
 def perturb(backend: Backend, hook=in_bfloat16) -> None:
@@ -83,7 +122,9 @@ async def draw(backend: Backend, prompts: int = 4, n: int = 4) -> list[Datum]:
     for i in range(prompts):
         prompt = list(range(40 + i, 40 + i + PROMPT))
         for c in await backend.sampler.sample(prompt, SampleParams(n=n, max_tokens=NEW, seed=i)):
-            drawn.append(datum_from_sample(sample_from_completion(c, 1.0), advantage=1.0, sample=len(drawn)))
+            drawn.append(
+                datum_from_sample(sample_from_completion(c, 1.0), advantage=1.0, sample=len(drawn))
+            )
     return drawn
 
 
@@ -91,7 +132,9 @@ def limited(datums: list[Datum], to: str) -> list[Datum]:
     "The datums with notes of 'none', of the 'completion', or of 'all' tokens."
     keep = {
         "none": lambda d: None,
-        "completion": lambda d: align_routing(d.routing, PROMPT, len(d.weights), completion_only=True),
+        "completion": lambda d: align_routing(
+            d.routing, PROMPT, len(d.weights), completion_only=True
+        ),
         "all": lambda d: d.routing,
     }[to]
     return [replace(d, routing=keep(d)) for d in datums]
@@ -101,7 +144,10 @@ async def gaps(backend: Backend, datums: list[Datum]) -> np.ndarray:
     "|trainer - sampler| of every sampled token."
     scored = await backend.policy.forward(datums)
     return np.concatenate(
-        [np.abs(s.values - d.sampler_logprobs)[d.active] for s, d in zip(scored, datums, strict=True)]
+        [
+            np.abs(s.values - d.sampler_logprobs)[d.active]
+            for s, d in zip(scored, datums, strict=True)
+        ]
     )
 
 
@@ -121,7 +167,9 @@ def moe_block(block, h: torch.Tensor, chosen: torch.Tensor, rounded: bool) -> to
     return torch.stack(rows)
 
 
-def reference_logprobs(model, tokens: np.ndarray, chosen: np.ndarray, rounded: bool = False) -> torch.Tensor:
+def reference_logprobs(
+    model, tokens: np.ndarray, chosen: np.ndarray, rounded: bool = False
+) -> torch.Tensor:
     "(N-1,) logprobs of one sequence with given experts (N-1, L, k): the model's attention, our own mixture."
     ids = torch.tensor(tokens)[None]
     x = model.model.embed_tokens(ids[:, :-1])
@@ -138,7 +186,9 @@ def reference_logprobs(model, tokens: np.ndarray, chosen: np.ndarray, rounded: b
 
 def experts_of(backend: Backend, datum: Datum) -> np.ndarray:
     "(N-1, L, k) of a datum whose tokens are all noted."
-    return read_notes(find_routers(backend.policy.state.module), [datum.routing], len(datum.weights))[0]
+    return read_notes(
+        find_routers(backend.policy.state.module), [datum.routing], len(datum.weights)
+    )[0]
 
 
 def weighted_sum(datums, policy_logprobs):
@@ -151,13 +201,19 @@ def weighted_sum(datums, policy_logprobs):
 
 
 def gradients(backend: Backend) -> dict[str, torch.Tensor]:
-    return {name: p.grad.clone() for name, p in backend.policy.state.params.items() if p.grad is not None}
+    return {
+        name: p.grad.clone()
+        for name, p in backend.policy.state.params.items()
+        if p.grad is not None
+    }
 
 
 def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     "Largest difference of two gradients, relative to the largest entry."
     assert a.keys() == b.keys()
-    return max(float((a[k] - b[k]).abs().max()) for k in a) / max(float(g.abs().max()) for g in a.values())
+    return max(float((a[k] - b[k]).abs().max()) for k in a) / max(
+        float(g.abs().max()) for g in a.values()
+    )
 
 
 # --- notes ----------------------------------------------------------------------------------------------------------
@@ -184,7 +240,10 @@ def test_notes_name_the_experts_that_read_each_token_whatever_the_batch():
 def test_completion_only_keeps_the_notes_from_the_last_prompt_token_on():
     async def main():
         both = [opened(router_replay_completion_only=only) for only in (False, True)]
-        drawn = [await b.sampler.sample(range(40, 56), SampleParams(max_tokens=NEW, seed=3)) for b in both]
+        drawn = [
+            await b.sampler.sample(range(40, 56), SampleParams(max_tokens=NEW, seed=3))
+            for b in both
+        ]
         whole, sampled = (c.routing for (c,) in drawn)
         assert whole[PROMPT - 1 :] == sampled
         assert len(sampled) == len(drawn[1][0].tokens)
@@ -202,7 +261,11 @@ def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
         assert not backend.capabilities.routing
         on = opened()
         await on.policy.forward_backward_custom(await draw(on, 1), weighted_sum)
-        for module in (on.policy.state.module, on.sampler.engine.causal.model, on.reference.scoring.causal.model):
+        for module in (
+            on.policy.state.module,
+            on.sampler.engine.causal.model,
+            on.reference.scoring.causal.model,
+        ):
             assert not any(router._forward_hooks for router in find_routers(module).modules)
 
     asyncio.run(main())
@@ -228,7 +291,8 @@ def test_other_families_are_noted_and_replayed(family):
         model = MixtralForCausalLM(MixtralConfig(**sizes, **IDS, num_local_experts=8))
     else:
         model = OlmoeForCausalLM(OlmoeConfig(**sizes, **IDS, num_experts=8, num_experts_per_tok=2))
-    routers, ids = find_routers(model.eval()), torch.arange(40, 60)[None]
+    routers = find_routers(model.eval())
+    ids = torch.arange(40, 60)[None]
     with torch.no_grad(), noting(routers) as notes:
         plain = model(ids).logits
         chosen = notes.take()
@@ -251,7 +315,11 @@ def test_a_blank_lets_the_trainer_choose():
         routers = find_routers(backend.policy.state.module)
         holes = tuple("" if i % 3 == 0 else note for i, note in enumerate(datum.routing))
         chosen = read_notes(routers, [holes], len(holes))[0]
-        with torch.no_grad(), replaying(routers, torch.from_numpy(chosen)), noting(routers) as notes:
+        with (
+            torch.no_grad(),
+            replaying(routers, torch.from_numpy(chosen)),
+            noting(routers) as notes,
+        ):
             backend.policy.state.module(torch.tensor(datum.tokens[None, :-1]))
             taken = notes.take().numpy()
         known = chosen[:, 0, 0] >= 0
@@ -259,7 +327,9 @@ def test_a_blank_lets_the_trainer_choose():
         assert (taken >= 0).all()
         (scored,) = await backend.policy.forward([replace(datum, routing=holes)])
         with torch.no_grad():
-            want = reference_logprobs(backend.policy.state.module, datum.tokens, taken, rounded=True).numpy()
+            want = reference_logprobs(
+                backend.policy.state.module, datum.tokens, taken, rounded=True
+            ).numpy()
         np.testing.assert_allclose(scored.values[datum.active], want[datum.active], atol=2e-5)
 
     asyncio.run(main())
@@ -307,7 +377,10 @@ def test_order_padding_and_the_split_into_batches_do_not_matter():
                  for d, n in zip(datums, (18, 22, 27), strict=False)]  # fmt: skip
         datums = [*datums, *short]
         perturb(backend, only_choice)
-        scores = {d.sample: s.values for d, s in zip(datums, await backend.policy.forward(datums), strict=True)}
+        scores = {
+            d.sample: s.values
+            for d, s in zip(datums, await backend.policy.forward(datums), strict=True)
+        }
         await backend.policy.forward_backward_custom(datums, weighted_sum)
         together = gradients(backend)
         await backend.policy.discard_gradients()
@@ -347,8 +420,19 @@ def test_the_probe_compares_routes_and_not_choices():
 
 def test_a_grpo_step_replays_and_its_record_keeps_the_notes(tmp_path):
     async def main():
-        settings = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 12}
-        cfg = Config(**settings, max_seq_len=96, kl_beta=0.05, learning_rate=1e-3, epochs=1, router_replay=True)
+        settings = {
+            "prompt_groups_per_step": 2,
+            "completions_per_prompt": 4,
+            "max_completion_tokens": 12,
+        }
+        cfg = Config(
+            **settings,
+            max_seq_len=96,
+            kl_beta=0.05,
+            learning_rate=1e-3,
+            epochs=1,
+            router_replay=True,
+        )
         seen = []
         backend = opened(router_replay_completion_only=cfg.router_replay_completion_only)
         perturb(backend)
@@ -390,7 +474,16 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
 
     asked = []
     drawn = sampling.SampledCompletion(
-        "Hi", [5, 6, 7, 8], 2, "stop", 2, [-9.0, -0.5, -0.2], [-9.0, -0.5, -0.2], True, ["b", "c", ""], 1
+        "Hi",
+        [5, 6, 7, 8],
+        2,
+        "stop",
+        2,
+        [-9.0, -0.5, -0.2],
+        [-9.0, -0.5, -0.2],
+        True,
+        ["b", "c", ""],
+        1,
     )
 
     class Drawer:
@@ -412,7 +505,8 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
         assert got["all"].routing == ("b", "c", "")
         datum = datum_from_sample(sample_from_completion(got["all"], 1.0))
         classes = sdk_classes()
-        policy, reference = bare_datum(replace(classes, replays=True), datum), bare_datum(classes, datum)
+        policy = bare_datum(replace(classes, replays=True), datum)
+        reference = bare_datum(classes, datum)
         assert policy.model_input.to_ints() == reference.model_input.to_ints() == [5, 6, 7]
         assert policy.model_input.routing_matrices == ["b", "c", ""]
         assert reference.model_input.routing_matrices is None

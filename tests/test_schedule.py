@@ -22,10 +22,26 @@ from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.insight.xray import check_gradient
 from tiny_models import uneven
 
-SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
-SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "rewards": ["test_schedule:uneven"]}
+SMALL: dict[str, Any] = {
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 8,
+}
+SMALL |= {
+    "max_seq_len": 64,
+    "learning_rate": 1e-3,
+    "kl_beta": 0.0,
+    "rewards": ["test_schedule:uneven"],
+}
 LINEAR = {"lr_scheduler_type": "linear", "warmup_steps": 1}
-SHAPES = ["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt"]
+SHAPES = [
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_min_lr",
+    "inverse_sqrt",
+]
 
 
 def theirs(shape: str, warm: int, of: int) -> list[float]:
@@ -53,7 +69,9 @@ def test_the_values_are_those_of_transformers(shape, warm, of):
 
 def test_a_share_is_rounded_up_as_transformers_rounds_it():
     own = UpdateSettings(lr_scheduler_type="linear", warmup_ratio=0.25)
-    assert [lr_factor(own, step, 10) for step in range(1, 11)] == pytest.approx(theirs("linear", 3, 10))
+    assert [lr_factor(own, step, 10) for step in range(1, 11)] == pytest.approx(
+        theirs("linear", 3, 10)
+    )
 
 
 @pytest.mark.parametrize(
@@ -80,7 +98,13 @@ def rates(records: Any) -> list[float]:
 def grpo_loop(**settings: Any) -> GRPOLoop:
     "A loop over the toy task."
     cfg = Config(**{**SMALL, "steps": 4, **LINEAR, **settings})
-    return GRPOLoop(open_local(*load_model("tiny"), reference=False), toy_rows(16), list(cfg.rewards), cfg, keep_undo=3)
+    return GRPOLoop(
+        open_local(*load_model("tiny"), reference=False),
+        toy_rows(16),
+        list(cfg.rewards),
+        cfg,
+        keep_undo=3,
+    )
 
 
 EXPECTED = [0.0, 1e-3, 1e-3 * (1 - 1 / 3), 1e-3 * (1 - 2 / 3)]
@@ -90,14 +114,19 @@ def test_a_loop_follows_it_and_records_it():
     loop = grpo_loop()
     records = asyncio.run(loop.run(progress=False))
     assert rates(records) == EXPECTED
-    assert [r.metrics["learning_rate/schedule"] for r in records] == [0.0, 1.0, 1 - 1 / 3, 1 - 2 / 3]
+    assert [r.metrics["learning_rate/schedule"] for r in records] == [
+        0.0,
+        1.0,
+        1 - 1 / 3,
+        1 - 2 / 3,
+    ]
     first = check_gradient(records[0])
     assert (first.ok, first.text) == (None, "the learning rate is 0 here, as its schedule has it")
     assert (
         "learning_rate/schedule"
-        not in asyncio.run(grpo_loop(lr_scheduler_type="constant", warmup_steps=0, steps=1).run(progress=False))[
-            0
-        ].metrics
+        not in asyncio.run(
+            grpo_loop(lr_scheduler_type="constant", warmup_steps=0, steps=1).run(progress=False)
+        )[0].metrics
     )
 
 
@@ -119,12 +148,21 @@ def test_undo_branch_and_another_length():
 
 
 @pytest.mark.parametrize(
-    "more", [{}, {"ppo_n_minibatches": 2}, {"recipe": "async_rl_loop", "synchronous_training": True}]
+    "more",
+    [{}, {"ppo_n_minibatches": 2}, {"recipe": "async_rl_loop", "synchronous_training": True}],
 )
 @pytest.mark.variant(but="more0")
 def test_resumed_and_replayed_it_is_the_same(more, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    cfg = Config(**SMALL, **LINEAR, steps=4, max_rows=16, dcp_save_interval=2, log_path=str(tmp_path / "run"), **more)
+    cfg = Config(
+        **SMALL,
+        **LINEAR,
+        steps=4,
+        max_rows=16,
+        dcp_save_interval=2,
+        log_path=str(tmp_path / "run"),
+        **more,
+    )
     quiet: dict[str, Any] = {"say": lambda line: None, "progress": False}
     asyncio.run(train(cfg, **quiet))
     whole = [*Run.open(tmp_path / "run")]
@@ -146,7 +184,8 @@ def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
     from rl_notebook.emulator import trainer
     from rl_notebook.emulator.service import start_emulator
 
-    told, key = list[float](), "tml-a-key-of-the-tests"
+    told = list[float]()
+    key = "tml-a-key-of-the-tests"
     step = trainer.run_step
 
     def noting(learner: Any, adam: Any, *rest: Any) -> Any:
@@ -158,8 +197,15 @@ def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
     async def test(url: str) -> list[float]:
         where: dict[str, Any] = {"base_url": url, "base_model": "tiny", "lora_rank": 4}
         cfg = Config(**SMALL, **LINEAR, **where, backend="tinker", sync_audit=False, steps=4)
-        quick = {"probing": False, "conformance": "off", "reference": False, "say": lambda line: None}
-        async with await open_tinker(**where, **quick, key=key, tokenizer=load_model("tiny")[1]) as backend:
+        quick = {
+            "probing": False,
+            "conformance": "off",
+            "reference": False,
+            "say": lambda line: None,
+        }
+        async with await open_tinker(
+            **where, **quick, key=key, tokenizer=load_model("tiny")[1]
+        ) as backend:
             return rates(await GRPOLoop(backend, toy_rows(16), uneven, cfg).run(progress=False))
 
     with start_emulator(key=key) as running:

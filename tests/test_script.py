@@ -32,7 +32,11 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 
-SMALL: dict[str, Any] = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 8}
+SMALL: dict[str, Any] = {
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 4,
+    "max_completion_tokens": 8,
+}
 SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "steps": 2}
 
 MODULE = """
@@ -60,20 +64,43 @@ def assert_same(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> None
     "Two runs made the same steps, to the last bit."
     assert [r.step for r in there] == [r.step for r in here]
     for one, other in zip(there, here, strict=True):
-        samples = lambda r: [(s.text, s.reward, s.tokens.tolist()) for g in r.groups for s in g.samples]
+
+        def samples(r):
+            return [(s.text, s.reward, s.tokens.tolist()) for g in r.groups for s in g.samples]
+
         assert samples(one) == samples(other)
-        np.testing.assert_equal([g.advantages for g in one.groups], [g.advantages for g in other.groups])
-        measured = lambda r: {name: value for name, value in r.metrics.items() if not name.startswith("sync/")}
-        np.testing.assert_equal(measured(one), measured(other))  # a run's probe is of its own first step
+        np.testing.assert_equal(
+            [g.advantages for g in one.groups], [g.advantages for g in other.groups]
+        )
+
+        def measured(r):
+            return {
+                name: value for name, value in r.metrics.items() if not name.startswith("sync/")
+            }
+
+        # a run's probe is of its own first step
+        np.testing.assert_equal(measured(one), measured(other))
         assert one.options == other.options
 
 
-def grpo_loop(reward: Any, *, cfg: dict[str, Any] | None = None, rows: Any = None, **given: Any) -> GRPOLoop:
+def grpo_loop(
+    reward: Any, *, cfg: dict[str, Any] | None = None, rows: Any = None, **given: Any
+) -> GRPOLoop:
     "A loop as a notebook opens one."
     settings = Config(**SMALL | (cfg or {}))
-    rank = {"lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha} if settings.lora_rank else {}
+    rank = (
+        {"lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
+        if settings.lora_rank
+        else {}
+    )
     backend = open_local(*load_model("tiny"), reference=settings.kl_beta > 0, **rank)
-    return GRPOLoop(backend, load_rows(toy_rows(8)) if rows is None else load_rows(rows), reward, settings, **given)
+    return GRPOLoop(
+        backend,
+        load_rows(toy_rows(8)) if rows is None else load_rows(rows),
+        reward,
+        settings,
+        **given,
+    )
 
 
 @pytest.fixture
@@ -147,14 +174,23 @@ loop = rln.GRPOLoop(backend, rows, reward, cfg, dynamic_filter_fn=keep, advantag
 """
 
 REFUSED = {
-    "a closure": ("def make(k):\n    return lambda text: k * len(text)\nfn = make(2.0)", "closure over k"),
+    "a closure": (
+        "def make(k):\n    return lambda text: k * len(text)\nfn = make(2.0)",
+        "closure over k",
+    ),
     "nested": (
         "def make():\n    def inner(text):\n        return 1.0\n    return inner\nfn = make()",
         "without a definition",
     ),
-    "in a call": ("fn = max([lambda text: 1.0], key=id)", "without a definition of its own at the top level of a cell"),
+    "in a call": (
+        "fn = max([lambda text: 1.0], key=id)",
+        "without a definition of its own at the top level of a cell",
+    ),
     "no source": ("exec('def fn(text): return 1.0')", "without a definition"),
-    "a partial": ("import functools\nfn = functools.partial(lambda text, k: k, k=2)", "partial object"),
+    "a partial": (
+        "import functools\nfn = functools.partial(lambda text, k: k, k=2)",
+        "partial object",
+    ),
     "kernel state": (
         "model = rln.load_model('tiny')[0]\ndef fn(text):\n    return float(model.training)",
         "got model, Qwen3ForCausalLM of the kernel",
@@ -185,9 +221,14 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
     asked = [cell for source, _ in REFUSED.values() for cell in (source, "ask()")]
     cells = map(nbformat.v4.new_code_cell, [OPEN, *CELLS, OPENED, RUN, ASK, *asked])
-    nb, folder = nbformat.v4.new_notebook(cells=[*cells]), tmp_path_factory.mktemp("kernel")
-    NotebookClient(nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}).execute()
-    return folder, ["".join(o.get("text", "") for o in cell.outputs if o.name == "stdout") for cell in nb.cells]
+    nb = nbformat.v4.new_notebook(cells=[*cells])
+    folder = tmp_path_factory.mktemp("kernel")
+    NotebookClient(
+        nb, timeout=300, kernel_name="python3", resources={"metadata": {"path": str(folder)}}
+    ).execute()
+    return folder, [
+        "".join(o.get("text", "") for o in cell.outputs if o.name == "stdout") for cell in nb.cells
+    ]
 
 
 def test_functions_of_cells_come_with_their_source(kernel):
@@ -195,7 +236,9 @@ def test_functions_of_cells_come_with_their_source(kernel):
     said = printed[len(CELLS) + 2]
     first = said.splitlines()[0]
     assert first.startswith("run.py, run.yaml, run.rows.jsonl: with the source of ")
-    assert {"Grade", "last", "graded", "shape", "keep", "ratio", "by_rank"} <= set(first.split("of ")[-1].split(", "))
+    assert {"Grade", "last", "graded", "shape", "keep", "ratio", "by_rank"} <= set(
+        first.split("of ")[-1].split(", ")
+    )
     assert "note" not in said
     there = run_script(folder / "made" / "run.py", folder / "log")
     POLICY_LOSSES.pop("mine")
@@ -204,11 +247,14 @@ def test_functions_of_cells_come_with_their_source(kernel):
 
 def test_what_only_the_kernel_knows_is_refused_in_words(kernel):
     folder, printed = kernel
-    for (name, (_, expected)), words in zip(REFUSED.items(), printed[len(CELLS) + 5 :: 2], strict=True):
+    for (name, (_, expected)), words in zip(
+        REFUSED.items(), printed[len(CELLS) + 5 :: 2], strict=True
+    ):
         assert expected in words, f"{name}: {words}"
-        assert all(part in words for part in ("reward", "function '", "expected a function in a file", "Write")) or (
-            "Make it inside" in words or "Return it" in words
-        ), words
+        assert all(
+            part in words
+            for part in ("reward", "function '", "expected a function in a file", "Write")
+        ) or ("Make it inside" in words or "Return it" in words), words
     assert not (folder / "refused").exists()
 
 
@@ -219,7 +265,9 @@ def test_a_config_names_functions_of_files(desk):
     import my_own  # pyright: ignore[reportMissingImports]
 
     rewards = [reward_fn(my_own.close, weight=2.0), "format"]
-    loop = grpo_loop(rewards, cfg={"lora_rank": 4, "kl_beta": 0.01}, advantage_fn=my_own.against_the_worst)
+    loop = grpo_loop(
+        rewards, cfg={"lora_rank": 4, "kl_beta": 0.01}, advantage_fn=my_own.against_the_worst
+    )
     cfg = loop.to_config()
     assert (cfg.rewards, cfg.reward_weights) == (("my_own:close", "format"), (2.0, 1.0))
     assert (cfg.advantage_fn, cfg.max_rows) == ("my_own:against_the_worst", 8)
@@ -245,11 +293,14 @@ def test_the_config_is_that_of_the_loop_as_it_is_now():
     loop = grpo_loop(toy_reward, cfg={"seed": 3, "eval_rows": 2}, rows=toy_rows(8, seed=3))
     loop.change(learning_rate=2e-3)
     cfg = loop.to_config()
-    assert (cfg.learning_rate, cfg.seed, cfg.max_rows, cfg.eval_rows) == (2e-3, 3, 8, 0)  # none was held out
+    # none was held out
+    assert (cfg.learning_rate, cfg.seed, cfg.max_rows, cfg.eval_rows) == (2e-3, 3, 8, 0)
 
 
 def test_a_length_that_nobody_chose_fits_the_model():
-    cfg = Config(prompt_groups_per_step=2, completions_per_prompt=2, max_completion_tokens=6, kl_beta=0)
+    cfg = Config(
+        prompt_groups_per_step=2, completions_per_prompt=2, max_completion_tokens=6, kl_beta=0
+    )
     loop = GRPOLoop(open_local(*load_model("tiny"), reference=False), toy_rows(8), toy_reward, cfg)
     assert loop.to_config().max_seq_len == loop.backend.capabilities.max_seq_len < cfg.max_seq_len
 
@@ -260,11 +311,15 @@ def test_what_changed_on_the_way_is_noted(tmp_path):
     loop.change(learning_rate=2e-3)
     said = repr(loop.to_script(tmp_path / "run.py"))
     assert (
-        "note: learning_rate: changed since the loop was opened; the script has the last value from step 1 on" in said
+        "note: learning_rate: changed since the loop was opened; the script has the last value from step 1 on"
+        in said
     )
     text = (tmp_path / "run.py").read_text()
     assert "main(cfg, **how)" in text  # all of it has a name
-    assert "note: the script makes 2 steps (steps=2), this loop has made 1: --steps 1 ends it there" in said
+    assert (
+        "note: the script makes 2 steps (steps=2), this loop has made 1: --steps 1 ends it there"
+        in said
+    )
 
 
 def test_the_settings_of_a_script_name_the_file_that_has_its_rows(tmp_path):
@@ -272,7 +327,8 @@ def test_the_settings_of_a_script_name_the_file_that_has_its_rows(tmp_path):
     grpo_loop(toy_reward, rows=rows).to_script(tmp_path / "sums.py")
     cfg = Config.from_yaml(tmp_path / "sums.yaml")
     assert (cfg.dataset, cfg.rewards) == ("sums.rows.jsonl", ("rl_notebook.task.toy:toy_reward",))
-    loop = grpo_loop([toy_reward, reward_fn(toy_format_reward, weight=0.0)], rows=rows)  # those of the built-in data
+    # those of the built-in data
+    loop = grpo_loop([toy_reward, reward_fn(toy_format_reward, weight=0.0)], rows=rows)
     loop.to_script(tmp_path / "sums.py")
     assert Config.from_yaml(tmp_path / "sums.yaml").reward_weights == (1.0, 0.0)
 
@@ -284,7 +340,9 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path):
     loop = grpo_loop(toy_reward, rows=[{"prompt": "1+1=", "answer": "2"}])
     for name in ("run.py", "run.yaml", "run.rows.jsonl"):
         (tmp_path / name).write_text("mine\n")
-        with pytest.raises(ConfigError, match=rf"{name}: to_script: got something that this package did not write"):
+        with pytest.raises(
+            ConfigError, match=rf"{name}: to_script: got something that this package did not write"
+        ):
             loop.to_script(tmp_path / "run.py")
         assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(name, "mine\n")]
         (tmp_path / name).unlink()
@@ -307,10 +365,14 @@ def test_a_file_of_somebody_else_is_left_alone(tmp_path):
 )
 def test_a_backend_that_the_config_would_not_open(opened, cfg, match, monkeypatch):
     monkeypatch.setattr(
-        "rl_notebook.recipes.script.model_source", lambda name: load_model("tiny")[1].name_or_path + name[4:]
+        "rl_notebook.recipes.script.model_source",
+        lambda name: load_model("tiny")[1].name_or_path + name[4:],
     )
     loop = GRPOLoop(
-        open_local(*load_model("tiny"), reference=False, **opened), toy_rows(4), toy_reward, Config(**SMALL | cfg)
+        open_local(*load_model("tiny"), reference=False, **opened),
+        toy_rows(4),
+        toy_reward,
+        Config(**SMALL | cfg),
     )
     for write in (loop.to_config, loop.to_script):
         with pytest.raises(ConfigError, match=match):
@@ -321,10 +383,16 @@ def test_a_backend_that_the_config_would_not_open(opened, cfg, match, monkeypatc
 
 
 @pytest.mark.variant
-def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_same_numbers(tmp_path: Path):
+def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_same_numbers(
+    tmp_path: Path,
+):
     settings = {"steps": 60, "max_completion_tokens": 6, "log_path": None}
-    opened = lambda: grpo_loop(toy_reward, cfg=settings, rows=toy_rows(40, seed=3))
-    script, log = opened().to_script(tmp_path / "run.py").path, tmp_path / "night"
+
+    def opened():
+        return grpo_loop(toy_reward, cfg=settings, rows=toy_rows(40, seed=3))
+
+    script = opened().to_script(tmp_path / "run.py").path
+    log = tmp_path / "night"
     command = [sys.executable, script, "--log-path", log]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     while running.poll() is None and not ((log / "run.json").exists() and len(Run.open(log)) >= 2):
@@ -335,7 +403,9 @@ def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_sa
     assert (running.returncode, 2 <= last < 60) == (0, True), said
     assert "the script that began it" in said
     cfg = replace(Config.from_dict(Run.open(log).config), log_path=str(log))
-    with pytest.raises(ConfigError, match=r"resume: got a run with rows of its own.*script that began it"):
+    with pytest.raises(
+        ConfigError, match=r"resume: got a run with rows of its own.*script that began it"
+    ):
         asyncio.run(train(cfg, resume=True))
     resumed = run_script(script, log, "--resume", "--steps", str(last + 2))
     assert_same(resumed, asyncio.run(opened().run(last + 2, progress=False)))

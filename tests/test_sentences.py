@@ -29,10 +29,17 @@ from rl_notebook.task.toy import toy_reward, toy_rows
 Records = list[StepRecord]
 
 
-def opened(reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **given: Any) -> GRPOLoop:
+def opened(
+    reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **given: Any
+) -> GRPOLoop:
     "A loop on sums; keywords that are not the loop's are settings."
     own = {name: given.pop(name) for name in ("make_loss", "advantage_fn") if name in given}
-    size = {"prompt_groups_per_step": 4, "completions_per_prompt": 6, "max_completion_tokens": 24, "max_seq_len": 96}
+    size = {
+        "prompt_groups_per_step": 4,
+        "completions_per_prompt": 6,
+        "max_completion_tokens": 24,
+        "max_seq_len": 96,
+    }
     cfg = Config(**size | {"learning_rate": 5e-4, "kl_beta": 0.01} | given)
     return GRPOLoop(backend or tiny(), toy_rows(40) if rows is None else rows, reward, cfg, **own)
 
@@ -46,7 +53,8 @@ def between(n: int, do: Callable[[GRPOLoop], Any], **given: Any) -> Records:
     "Steps of a loop to which something is done after each."
 
     async def steps() -> Records:
-        loop, records = opened(**given), []
+        loop = opened(**given)
+        records = []
         for _ in range(n):
             records += [await loop.step()]
             await do(loop)
@@ -102,7 +110,10 @@ class Careless:
         return out
 
     async def optim_step(self, adam: Any, **how: Any) -> dict[str, float]:
-        return await self.inner.optim_step(adam, **how) | {"grad_norm": self.norm, "grad_norm_clipped": self.norm}
+        return await self.inner.optim_step(adam, **how) | {
+            "grad_norm": self.norm,
+            "grad_norm_clipped": self.norm,
+        }
 
 
 class Scheduled(Careless):
@@ -125,7 +136,9 @@ class Bent:
     "A sampler that is asked something else than the loop asked."
 
     def __init__(self, inner: Any, ask: Callable[..., Any]):
-        self.inner, self.ask, self.calls = inner, ask, 0
+        self.inner = inner
+        self.ask = ask
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -152,7 +165,9 @@ def another_prompt(setup: Any) -> Any:
     async def rollout_fn(sample_prompt: dict) -> Any:
         ids = list(sample_prompt["prompt_token_ids"])
         ids[len(ids) // 2] += sample_prompt["sample_index"] % 2
-        [completion] = await setup.sampler.sample(ids, replace(setup.params, seed=sample_prompt["seed"]))
+        [completion] = await setup.sampler.sample(
+            ids, replace(setup.params, seed=sample_prompt["seed"])
+        )
         return sample_from_completion(completion, reward=uneven(completion.text))
 
     return rollout_fn
@@ -198,7 +213,8 @@ def by_row(text: str, row: Any) -> float:
 
 # --- what must be said, and what would be false -------------------------------------------------------------------
 
-Situation = tuple[Callable[[], Records], str, str]  # how it is made, what must be said, what must not
+# how it is made, what must be said, what must not
+Situation = tuple[Callable[[], Records], str, str]
 MOVED = r"cancel|has not moved since|on-policy"
 SITUATIONS: dict[str, Situation] = {
     "all rewards 0": (lambda: run(1, always(0.0)), r"(?i)reward 0\b|rewards are (all )?0\b", r"all right|cut|masked"),

@@ -16,7 +16,13 @@ import torch
 from pydantic import BaseModel, Field
 from tiny_models import tiny_model
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 import rl_notebook as rln
 from rl_notebook.backends.local.trainer import open_local
@@ -31,9 +37,13 @@ openai = pytest.importorskip("openai", reason="the client of OpenAI is not insta
 ASKED = [{"role": "user", "content": "1+2+3+4+5 = ?"}]
 ADD = {
     "type": "function",
-    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
 }
-CALL, ANSWER = '{"name": "add", "arguments": {"a": 2}}', "The sum is 4."
+CALL = '{"name": "add", "arguments": {"a": 2}}'
+ANSWER = "The sum is 4."
 
 
 def caller() -> tuple[Any, Any]:
@@ -52,17 +62,22 @@ def caller() -> tuple[Any, Any]:
     ]
     raw = Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)}, unk_token="<?>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex(r"<[^>]*>"), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<end>", pad_token="<end>", unk_token="<?>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token="<end>", pad_token="<end>", unk_token="<?>"
+    )
     tokenizer.chat_template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] }}{% endfor %}"
         "{% if '<tool_response>' not in messages[-1]['content'] %}{{ '<|assistant|>' }}{% else %}{{ '</tool_call>' }}"
         "{% endif %}"
     )
-    follows = {2: 4, 4: 5, 5: 6, 6: 7, 7: 0}  # assistant, call, its text, its end, the answer, the end
+    # assistant, call, its text, its end, the answer, the end
+    follows = {2: 4, 4: 5, 5: 6, 6: 7, 7: 0}
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512}
     ids = {"eos_token_id": 0, "bos_token_id": None, "pad_token_id": 0}
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(texts), tie_word_embeddings=False, **sizes, **heads, **ids))
+    model = Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=len(texts), tie_word_embeddings=False, **sizes, **heads, **ids)
+    )
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
@@ -114,7 +129,9 @@ async def served(model: Any = None, tokenizer: Any = None, max_seq_len: int = 25
 
 def client_of(rollout: Any, **options: Any) -> Any:
     "The client, told an address and a key."
-    return openai.AsyncOpenAI(base_url=rollout.url, api_key=rollout.key, **{"max_retries": 0} | options)
+    return openai.AsyncOpenAI(
+        base_url=rollout.url, api_key=rollout.key, **{"max_retries": 0} | options
+    )
 
 
 async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
@@ -141,7 +158,8 @@ def check_exact(samples: Any, drawn: Any) -> None:
             found = next(
                 c
                 for c in left.values()
-                if c.prompt_tokens.tolist() == tokens[:first] and c.tokens.tolist() == tokens[first:end]
+                if c.prompt_tokens.tolist() == tokens[:first]
+                and c.tokens.tolist() == tokens[first:end]
             )
             assert np.array_equal(sample.raw_logprobs[first:end], found.logprobs)
             del left[id(found)]
@@ -160,13 +178,18 @@ async def check_scores(backend: Any, samples: Any) -> None:
 def test_what_comes_back_is_what_was_drawn() -> None:
     async def play() -> None:
         async with served() as (server, watched, backend):
-            odd, turns = 0, 4
+            odd = 0
+            turns = 4
             for i in range(4):
                 with server.rollout(f"q{i}") as rollout:
                     await talk(rollout, turns, seed=i)
                 run = rollout.to_run(0.5, note="kept")
                 (sample,) = run.segments
-                assert (sample.info["rollout"], sample.info["note"], sample.reward) == (f"q{i}", "kept", 0.5)
+                assert (sample.info["rollout"], sample.info["note"], sample.reward) == (
+                    f"q{i}",
+                    "kept",
+                    0.5,
+                )
                 assert (sample.info["turns"], len(sample.turns)) == (turns, turns)
                 check_exact(run.segments, watched.drawn[-turns:])
                 await check_scores(backend, run.segments)
@@ -179,10 +202,20 @@ def test_what_comes_back_is_what_was_drawn() -> None:
 def test_the_experts_that_read_a_token_come_back_too() -> None:
     async def play() -> None:
         tokenizer = build_tokenizer()
-        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8, "num_experts": 4}
+        sizes = {
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "head_dim": 8,
+            "num_experts": 4,
+        }
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
         experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
-        ids = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+        ids = {
+            "vocab_size": len(tokenizer),
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": None,
+        }
         torch.manual_seed(0)
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **heads, **experts, **ids)).eval()
         async with open_local(model, tokenizer, reference=False, router_replay=True) as backend:
@@ -210,7 +243,11 @@ def test_a_stream_says_the_same_and_is_recorded() -> None:
                     said = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
                     assert said == whole.choices[0].message.content
                     assert [e.usage for e in events if e.usage] == [whole.usage]
-                    more = [*ASKED, {"role": "assistant", "content": said}, {"role": "user", "content": "and?"}]
+                    more = [
+                        *ASKED,
+                        {"role": "assistant", "content": said},
+                        {"role": "user", "content": "and?"},
+                    ]
                     await ask(client, more)
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] in ([1, 2], [2, 1])
@@ -229,12 +266,17 @@ def test_tools_are_called_and_answered_with_the_tokens_that_were_drawn() -> None
                     said = (await ask(client, messages, tools=[ADD])).choices[0]
                     assert (said.finish_reason, said.message.content) == ("tool_calls", None)
                     (call,) = said.message.tool_calls
-                    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
+                    assert (call.function.name, json.loads(call.function.arguments)) == (
+                        "add",
+                        {"a": 2},
+                    )
                     # sent again as a library would: other spelling of the arguments, further fields
                     again = said.message.to_dict() | {"content": "", "name": "policy"}
                     again["tool_calls"][0]["function"]["arguments"] = '{ "a":2 }'
                     messages += [again, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
-                    async with client.chat.completions.stream(model="any", messages=messages, tools=[ADD]) as stream:
+                    async with client.chat.completions.stream(
+                        model="any", messages=messages, tools=[ADD]
+                    ) as stream:
                         last = (await stream.get_final_completion()).choices[0]
                     assert (last.message.content, last.finish_reason) == (ANSWER, "stop")
             (sample,) = rollout.to_run(1.0).segments
@@ -243,7 +285,9 @@ def test_tools_are_called_and_answered_with_the_tokens_that_were_drawn() -> None
             check_exact([sample], watched.drawn)
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:  # then a call is only text
-                    plain = await ask(client, [{"role": "user", "content": "x"}], tools=[ADD], tool_choice="none")
+                    plain = await ask(
+                        client, [{"role": "user", "content": "x"}], tools=[ADD], tool_choice="none"
+                    )
             assert plain.choices[0].message.tool_calls is None
             assert CALL in plain.choices[0].message.content
 
@@ -266,9 +310,13 @@ def test_branches_and_edited_histories_are_sequences_of_their_own() -> None:
                     await ask(client, both, tools=[ADD])
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] == [2, 1, 1, 1, 1, 1]
-            branch, edited, tools = "a second branch from message 2 on", "other history from message", "other tools"
+            branch = "a second branch from message 2 on"
+            edited = "other history from message"
+            tools = "other tools"
             apart = ["", branch, branch, f"{edited} 1 on", f"{edited} 0 on", tools]
-            assert all(s.info["apart"].startswith(why) for s, why in zip(run.segments, apart, strict=True))
+            assert all(
+                s.info["apart"].startswith(why) for s, why in zip(run.segments, apart, strict=True)
+            )
             check_exact(run.segments, watched.drawn)
             await check_scores(backend, run.segments)
 
@@ -284,7 +332,8 @@ def test_a_template_that_rewrites_history_makes_each_turn_a_sequence() -> None:
         )
         async with served(tokenizer=tokenizer) as (server, watched, _backend):
             with server.rollout() as rollout:
-                await talk(rollout, 3, seed=0)  # an answer that ends at once would be as the template renders it
+                # an answer that ends at once would be as the template renders it
+                await talk(rollout, 3, seed=0)
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] == [1, 1, 1]
             assert all("the chat template" in s.info["apart"] for s in run.segments[1:])
@@ -309,7 +358,8 @@ def test_keys_and_addresses() -> None:
                         assert [model.id async for model in there.models.list()] == ["policy"]
                         assert (await there.models.retrieve("any")).id == "any"
                     with pytest.raises(
-                        openai.NotFoundError, match=r"GET /v1/files: there is only POST .* GET .*models"
+                        openai.NotFoundError,
+                        match=r"GET /v1/files: there is only POST .* GET .*models",
                     ):
                         await client.with_options(base_url=f"{server.url}/v1").files.list()
                     with pytest.raises(openai.NotFoundError, match="chat/completions"):
@@ -338,8 +388,18 @@ def test_keys_and_addresses() -> None:
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "judge", "content": "x"}]}, "unknown role judge"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "image_url"),
-    ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}
+            ]
+        },
+        "image_url",
+    ),
+    (
+        {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+        "tool_choice",
+    ),
     ({"tool_choice": "required"}, "a function that is offered"),
     ({"tools": [ADD], "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({"tools": [{"type": "function"}]}, "function"),
@@ -362,7 +422,9 @@ def test_what_is_not_done_is_refused_by_name() -> None:
                 async with httpx.AsyncClient() as client:
                     for more, named in REFUSED:
                         body = {"model": "any", "messages": ASKED} | more
-                        reply = await client.post(f"{rollout.url}/chat/completions", json=body, headers=headers)
+                        reply = await client.post(
+                            f"{rollout.url}/chat/completions", json=body, headers=headers
+                        )
                         said = reply.json()["error"]["message"]
                         assert (reply.status_code, named in said) == (400, True), reply.text
             assert not watched.drawn
@@ -374,7 +436,8 @@ def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
     async def play() -> None:
         async with served() as (server, watched, _backend):
             with server.rollout() as rollout:
-                address, key = f"{rollout.url}/chat/completions", {"Authorization": f"Bearer {rollout.key}"}
+                address = f"{rollout.url}/chat/completions"
+                key = {"Authorization": f"Bearer {rollout.key}"}
                 body = {"model": "any", "messages": ASKED}
                 again = {"X-Stainless-Retry-Count": "1"}
                 async with httpx.AsyncClient(headers=key) as client:
@@ -384,13 +447,17 @@ def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
                         same = last.json()["choices"] == first["choices"]
                         assert same == ("Idempotency-Key" not in headers)
                     asking = {"Idempotency-Key": "one", "X-Stainless-Retry-Count": "0"}
-                    both = [client.post(address, json=body | {"seed": 7}, headers=asking) for _ in range(2)]
+                    both = [
+                        client.post(address, json=body | {"seed": 7}, headers=asking)
+                        for _ in range(2)
+                    ]
                     one, two = await asyncio.gather(*both)  # while the first is being drawn
                     assert one.json() == two.json()
                     other = await client.post(address, json=body | {"seed": 8}, headers=asking)
                     assert (other.status_code, "another body" in other.text) == (422, True)
                     assert len(watched.drawn) == 3
-                    fresh = {"X-Stainless-Retry-Count": "0"}  # a client that counts asks for a second answer
+                    # a client that counts asks for a second answer
+                    fresh = {"X-Stainless-Retry-Count": "0"}
                     await client.post(address, json=body, headers=fresh)
                     assert len(watched.drawn) == 4
             run = rollout.to_run(1.0)
@@ -410,7 +477,9 @@ def test_several_completions_and_their_logprobs() -> None:
                     reply = await ask(client, more, n=3, logprobs=True)
                     assert [choice.index for choice in reply.choices] == [0, 1, 2]
                     for choice, drawn in zip(reply.choices, watched.drawn[1:], strict=True):
-                        assert [t.logprob for t in choice.logprobs.content] == drawn.logprobs.tolist()
+                        assert [
+                            t.logprob for t in choice.logprobs.content
+                        ] == drawn.logprobs.tolist()
                     chosen = [*more, reply.choices[2].message, {"role": "user", "content": "and?"}]
                     stream = await ask(client, chosen, n=2, logprobs=True, stream=True)
                     chunks = [c async for c in stream]
@@ -439,12 +508,24 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
 
     async def play(rollout: Any, seed: int) -> None:
         async with client_of(rollout) as client:
-            chat, common = client.chat.completions, {"model": "any", "seed": seed}
-            said = (await chat.parse(messages=ASKED, response_format=Sum, **common)).choices[0].message
+            chat = client.chat.completions
+            common = {"model": "any", "seed": seed}
+            said = (
+                (await chat.parse(messages=ASKED, response_format=Sum, **common)).choices[0].message
+            )
             assert said.parsed.total in range(100)
-            more = [*ASKED, {"role": "assistant", "content": said.content}, {"role": "user", "content": "Report."}]
+            more = [
+                *ASKED,
+                {"role": "assistant", "content": said.content},
+                {"role": "user", "content": "Report."},
+            ]
             for choice in ("required", named):
-                ask = {"messages": more, "tools": [tool], "tool_choice": choice, "parallel_tool_calls": False}
+                ask = {
+                    "messages": more,
+                    "tools": [tool],
+                    "tool_choice": choice,
+                    "parallel_tool_calls": False,
+                }
                 async with chat.stream(**ask, **common) as stream:
                     last = (await stream.get_final_completion()).choices[0]
                 (call,) = last.message.tool_calls
@@ -457,19 +538,32 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
 
     async def both() -> None:
         tokenizer = build_tokenizer()
-        model = tiny_model(vocab=len(tokenizer), eos=tokenizer.eos_token_id, scale=1.0, context=2048)
-        async with served(model, tokenizer, max_seq_len=2048, max_tokens=150) as (server, watched, backend):
+        model = tiny_model(
+            vocab=len(tokenizer), eos=tokenizer.eos_token_id, scale=1.0, context=2048
+        )
+        async with served(model, tokenizer, max_seq_len=2048, max_tokens=150) as (
+            server,
+            watched,
+            backend,
+        ):
             for _ in range(2):
                 with server.rollout() as rollout:
                     await play(rollout, seed=1)
-            tokens, half = [c.tokens.tolist() for c in watched.drawn], len(watched.drawn) // 2
+            tokens = [c.tokens.tolist() for c in watched.drawn]
+            half = len(watched.drawn) // 2
             assert tokens[: half - 1] == tokens[half:-1]  # the last request has no seed
             run = rollout.to_run(1.0)
-            assert all(s.processed and s.info["grammar_turns"] == s.info["turns"] for s in run.segments)
+            assert all(
+                s.processed and s.info["grammar_turns"] == s.info["turns"] for s in run.segments
+            )
             check_exact(run.segments, watched.drawn[half:])
             await check_scores(backend, run.segments)
-            server.read_calls = lambda text: (text, [])  # then nothing reads the calls that a grammar makes
-            with server.rollout() as rollout, pytest.raises(openai.BadRequestError, match="split_calls"):
+            # then nothing reads the calls that a grammar makes
+            server.read_calls = lambda text: (text, [])
+            with (
+                server.rollout() as rollout,
+                pytest.raises(openai.BadRequestError, match="split_calls"),
+            ):
                 await ask(client_of(rollout), ASKED, tools=[ADD], tool_choice="required")
 
     asyncio.run(both())
@@ -481,13 +575,24 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     tool = {"type": "function", **ADD["function"]}
-                    asked = {"model": "any", "tools": [tool], "instructions": "x", "max_output_tokens": 3}
-                    items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "x"}]}]
+                    asked = {
+                        "model": "any",
+                        "tools": [tool],
+                        "instructions": "x",
+                        "max_output_tokens": 3,
+                    }
+                    items: list[Any] = [
+                        {"role": "user", "content": [{"type": "input_text", "text": "x"}]}
+                    ]
                     for _ in range(2):
                         reply = await client.responses.create(input=items, **asked)
                         items += [item.to_dict() for item in reply.output]
                         for call in [item for item in reply.output if item.type == "function_call"]:
-                            out = {"type": "function_call_output", "call_id": call.call_id, "output": "4"}
+                            out = {
+                                "type": "function_call_output",
+                                "call_id": call.call_id,
+                                "output": "4",
+                            }
                             items.append(out)
                     kinds = [item.get("type", "asked") for item in items]
                     assert kinds == ["asked", "function_call", "function_call_output", "message"]
@@ -500,9 +605,13 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
                     assert whole.output[0].type == "function_call"
                     assert whole.usage.output_tokens == len(watched.drawn[-1].tokens)
                     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
-                        await client.responses.create(input="x", previous_response_id=reply.id, model="any")
+                        await client.responses.create(
+                            input="x", previous_response_id=reply.id, model="any"
+                        )
                     with pytest.raises(openai.BadRequestError, match="web_search"):
-                        await client.responses.create(input="x", tools=[{"type": "web_search"}], model="any")
+                        await client.responses.create(
+                            input="x", tools=[{"type": "web_search"}], model="any"
+                        )
             run = rollout.to_run(1.0)
             assert run.segments[0].info["turns"] >= 2
             check_exact(run.segments, watched.drawn)
@@ -582,9 +691,16 @@ def test_a_backend_that_fails_is_what_is_raised() -> None:
 
 def loop_of(play: Any, kind: Any = rln.GRPOLoop, **settings: Any) -> tuple[Any, Any]:
     "A loop over the toy task, and its backend."
-    cfg = {"prompt_groups_per_step": 3, "completions_per_prompt": 4, "max_completion_tokens": 32, "max_seq_len": 128}
+    cfg = {
+        "prompt_groups_per_step": 3,
+        "completions_per_prompt": 4,
+        "max_completion_tokens": 32,
+        "max_seq_len": 128,
+    }
     backend = open_local(*rln.load_model("tiny"), reference=False)
-    return kind(backend, rln.toy_rows(32), play, rln.Config(**cfg | {"kl_beta": 0.0} | settings)), backend
+    return kind(
+        backend, rln.toy_rows(32), play, rln.Config(**cfg | {"kl_beta": 0.0} | settings)
+    ), backend
 
 
 def player(servers: list[Any]) -> Any:
@@ -654,7 +770,9 @@ def test_a_lost_backend_is_a_lost_draw_and_a_bug_is_an_error() -> None:
 def test_rollouts_beside_training_and_a_branch() -> None:
     async def play() -> None:
         servers: list[Any] = []
-        loop, backend = loop_of(player(servers), rln.AsyncGRPOLoop, recipe="async_rl_loop", max_completion_tokens=16)
+        loop, backend = loop_of(
+            player(servers), rln.AsyncGRPOLoop, recipe="async_rl_loop", max_completion_tokens=16
+        )
         async with backend, loop.serve() as server:
             servers.append(server)
             for record in await loop.run(2, progress=False):
@@ -670,7 +788,9 @@ def test_rollouts_beside_training_and_a_branch() -> None:
             await loop.step()
             other = await loop.branch()
             records = [await each.step() for each in (loop, other)]
-            drawn = [[s.tokens.tolist() for g in record.groups for s in g.samples] for record in records]
+            drawn = [
+                [s.tokens.tolist() for g in record.groups for s in g.samples] for record in records
+            ]
             assert drawn[0] == drawn[1]
 
     asyncio.run(play())

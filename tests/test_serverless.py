@@ -27,13 +27,30 @@ def running() -> Iterator[Any]:
 
 
 @contextlib.asynccontextmanager
-async def opened(running: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> AsyncIterator[Any]:
+async def opened(
+    running: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> AsyncIterator[Any]:
     "A backend and its config."
     for name, value in running.environment().items():
         monkeypatch.setenv(name, value)
-    own = {"backend": "tinker", "base_url": f"{running.url}/training/v1/serverless", "base_model": MODEL}
-    own |= {"tokenizer_model": "tiny", "lora_rank": 8, "kl_beta": 0.0, "kl_metric": False, "learning_rate": 2e-3}
-    own |= {"prompt_groups_per_step": 2, "completions_per_prompt": 8, "max_completion_tokens": 16, "max_seq_len": 96}
+    own = {
+        "backend": "tinker",
+        "base_url": f"{running.url}/training/v1/serverless",
+        "base_model": MODEL,
+    }
+    own |= {
+        "tokenizer_model": "tiny",
+        "lora_rank": 8,
+        "kl_beta": 0.0,
+        "kl_metric": False,
+        "learning_rate": 2e-3,
+    }
+    own |= {
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 8,
+        "max_completion_tokens": 16,
+        "max_seq_len": 96,
+    }
     cfg = rln.Config(**(own | settings))
     async with await rln.open_backend(cfg, lambda line: None) as backend:
         yield backend, cfg
@@ -48,7 +65,9 @@ def test_a_run_trains_in_one_session_and_leaves_none(running: Any, monkeypatch: 
         async with opened(running, monkeypatch) as (backend, cfg):
             assert not backend.checks.failed
             assert len(pool(running).sessions) == 1
-            loop = rln.GRPOLoop(backend, rln.toy_rows(16), lambda text: float(sum(map(ord, text)) % 2), cfg)
+            loop = rln.GRPOLoop(
+                backend, rln.toy_rows(16), lambda text: float(sum(map(ord, text)) % 2), cfg
+            )
             records = [await loop.step() for _ in range(2)]
             for record in records:
                 assert "No mismatch found" in (await rln.diagnose(record)).sentence
@@ -67,17 +86,22 @@ def test_a_snapshot_is_sampled_in_its_session_only(running: Any, monkeypatch: py
             mine, other = sorted(pool(running).sessions, key=lambda id: f"/{id}/" not in path)
             asked = {"prompt": [1, 2, 3], "max_tokens": 2}
             headers = {"Authorization": f"Bearer {running.environment()['FIREWORKS_API_KEY']}"}
-            url, found = f"{running.url}/training/v1/serverless/inference/v1/completions", {}
+            url = f"{running.url}/training/v1/serverless/inference/v1/completions"
+            found = {}
             async with httpx.AsyncClient(headers=headers) as client:
                 for session in (mine, other, "ts-none"):
                     model = f"accounts/local/trainingSessions/{session}/checkpoints/{path}"
-                    found[session] = (await client.post(url, json=asked | {"model": model})).status_code
+                    found[session] = (
+                        await client.post(url, json=asked | {"model": model})
+                    ).status_code
             assert found == {mine: 200, other: 404, "ts-none": 404}
 
     asyncio.run(test())
 
 
-def test_what_serverless_training_does_not_have_is_refused(running: Any, monkeypatch: pytest.MonkeyPatch):
+def test_what_serverless_training_does_not_have_is_refused(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+):
     async def test() -> None:
         with pytest.raises(ConfigError, match="kl_beta=0"):
             async with opened(running, monkeypatch, kl_beta=0.1):

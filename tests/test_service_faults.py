@@ -60,7 +60,10 @@ DEPLOYING = (
     "restart_trainer:chance=0.05:times=1:path=reference",
     "restart_trainer:chance=0.1:times=1:path=/save_weights_for_sampler",
 )
-SAMPLING = ("drop_after:0.03:times=1:path=/asample", "restart_trainer:chance=0.02:times=1:path=/asample")
+SAMPLING = (
+    "drop_after:0.03:times=1:path=/asample",
+    "restart_trainer:chance=0.02:times=1:path=/asample",
+)
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,17 @@ def go(plan: Plan, faults: str, seed: int = 0) -> Ended:
     refused: list[str] = []
     began = time.monotonic()
     with start_emulator(faults=faults, seed=seed) as running:
-        outcome, emulator = asyncio.run(inside(running)), running.emulator
+        outcome = asyncio.run(inside(running))
+        emulator = running.emulator
         jobs = [job.state(time.time()) for job in emulator.site.resources.all("rlorTrainerJobs")]
         assert set(jobs) <= {"JOB_STATE_CANCELLED", "JOB_STATE_FAILED"}
-    return Ended(outcome, refused, emulator.faults.counts, list(emulator.faults.log), time.monotonic() - began)
+    return Ended(
+        outcome,
+        refused,
+        emulator.faults.counts,
+        list(emulator.faults.log),
+        time.monotonic() - began,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +175,11 @@ def test_every_kind_of_fault_happened(plan: Plan, calm: Ended, stormy: Ended) ->
     assert calm.outcome.reconnects == 0
     assert stormy.outcome.reconnects >= 1
     hit = {(kind, where.rsplit("/", 1)[1]) for kind, where in stormy.struck}
-    assert {("drop_after", "optim_step"), ("drop_after", "forward_backward"), ("restart_trainer", "optim_step")} <= hit
+    assert {
+        ("drop_after", "optim_step"),
+        ("drop_after", "forward_backward"),
+        ("restart_trainer", "optim_step"),
+    } <= hit
     if "job_fails" in plan.kinds:
         (refused,) = stormy.refused
         assert "got FAILED: the trainer did not start" in refused
@@ -177,7 +191,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def test_the_final_weights_are_the_same_bit_for_bit(calm: Ended, stormy: Ended) -> None:
-    a, b = calm.outcome, stormy.outcome
+    a = calm.outcome
+    b = stormy.outcome
     assert same(a.weights, b.weights)
     assert same(a.snapshot, b.snapshot)
     assert np.array_equal(a.logprobs, b.logprobs)
@@ -208,7 +223,8 @@ def answers(outcome: Outcome) -> list[tuple[Any, ...]]:
 
 def test_the_records_agree(calm: Ended, stormy: Ended) -> None:
     assert answers(calm.outcome) == answers(stormy.outcome)
-    assert len({text for _, text, *_ in answers(calm.outcome)}) > len(calm.outcome.records)  # answers differ at all
+    # answers differ at all
+    assert len({text for _, text, *_ in answers(calm.outcome)}) > len(calm.outcome.records)
     for a, b in zip(calm.outcome.records, stormy.outcome.records, strict=True):
         assert a.loss is not None
         assert b.loss is not None
@@ -216,7 +232,9 @@ def test_the_records_agree(calm: Ended, stormy: Ended) -> None:
         differing = {k for k, v in a.loss.metrics.items() if v != b.loss.metrics[k]}
         assert all(name.startswith(("sampling/", "entropy")) for name in differing), differing
         for name in ("logprobs", "dlogprobs"):
-            series = [[getattr(x, "values", x) for x in getattr(loss, name)] for loss in (a.loss, b.loss)]
+            series = [
+                [getattr(x, "values", x) for x in getattr(loss, name)] for loss in (a.loss, b.loss)
+            ]
             assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(*series, strict=True))
 
 
@@ -226,7 +244,9 @@ def test_the_records_agree(calm: Ended, stormy: Ended) -> None:
 CROWD = 5e-5  # nats
 
 
-def test_what_the_sampler_reported_agrees_up_to_the_crowd_it_was_drawn_in(calm: Ended, stormy: Ended) -> None:
+def test_what_the_sampler_reported_agrees_up_to_the_crowd_it_was_drawn_in(
+    calm: Ended, stormy: Ended
+) -> None:
     pairs = [
         (s.logprobs, t.logprobs)
         for a, b in zip(calm.outcome.records, stormy.outcome.records, strict=True)
@@ -238,7 +258,10 @@ def test_what_the_sampler_reported_agrees_up_to_the_crowd_it_was_drawn_in(calm: 
 
 # --- a client that is killed ------------------------------------------------------------------------------------------
 
-STEPS, EVERY, KILLED_AFTER = 8, 3, 5  # steps of the run, between checkpoints, before the kill
+# steps of the run, between checkpoints, before the kill
+STEPS = 8
+EVERY = 3
+KILLED_AFTER = 5
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +277,9 @@ def half_a_run(running: RunningEmulator, folder: Path) -> None:
     command = [sys.executable, str(script), str(folder), str(STEPS), str(EVERY), folder.name]
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FIREWORKS_", "TINKER_"))}
     env = inherited | running.environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as client:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as client:
         assert client.stdout is not None
         said = []
         for line in client.stdout:
@@ -267,13 +292,18 @@ def half_a_run(running: RunningEmulator, folder: Path) -> None:
 def job_states(running: RunningEmulator, folder: Path) -> dict[str, str]:
     "The trainer jobs whose names begin with that of a folder."
     jobs = running.emulator.site.resources.all("rlorTrainerJobs")
-    states = {job.name.rsplit("/", 1)[1]: job.state(time.time()).removeprefix("JOB_STATE_") for job in jobs}
+    states = {
+        job.name.rsplit("/", 1)[1]: job.state(time.time()).removeprefix("JOB_STATE_")
+        for job in jobs
+    }
     return {name: state for name, state in states.items() if name.startswith(f"{folder.name}-")}
 
 
 def most_replicas(running: RunningEmulator, folder: Path) -> int:
     "How far the deployment of a folder may grow."
-    return running.emulator.site.resources.find(f"accounts/local/deployments/{folder.name}").body["maxReplicaCount"]
+    return running.emulator.site.resources.find(f"accounts/local/deployments/{folder.name}").body[
+        "maxReplicaCount"
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -288,18 +318,25 @@ def uninterrupted(service: RunningEmulator) -> Outcome:
     return asyncio.run(inside())
 
 
-async def go_on(service: RunningEmulator, folder: Path, leftover: str) -> tuple[Outcome, dict[str, str], list[str]]:
+async def go_on(
+    service: RunningEmulator, folder: Path, leftover: str
+) -> tuple[Outcome, dict[str, str], list[str]]:
     "Open from the run folder, look at the jobs, and resume."
     cfg = killed_config(folder, STEPS, EVERY, folder.name)
     mark = len(service.emulator.log)
     async with await open_service(service, cfg, leftover=leftover) as backend:
         asked = [f"{e.method} {e.path}" for e in service.emulator.log[mark:]]
-        return await measured(cfg, backend, service, resume=True), job_states(service, folder), asked
+        return (
+            await measured(cfg, backend, service, resume=True),
+            job_states(service, folder),
+            asked,
+        )
 
 
 def check_resumed(outcome: Outcome, uninterrupted: Outcome, folder: Path) -> None:
     "The weights and records of an uninterrupted run."
-    run, first = Run.open(folder), KILLED_AFTER // EVERY * EVERY + 1
+    run = Run.open(folder)
+    first = KILLED_AFTER // EVERY * EVERY + 1
     assert outcome.result.steps == STEPS + 1 - first
     assert [r.step for r in outcome.records] == list(range(first, STEPS + 1))
     assert same(outcome.weights, uninterrupted.weights)
@@ -308,25 +345,37 @@ def check_resumed(outcome: Outcome, uninterrupted: Outcome, folder: Path) -> Non
     assert np.array_equal(outcome.served, uninterrupted.served)
     assert outcome.updates == STEPS
     assert run.steps == list(range(1, STEPS + 1))
-    recorded = [s.tokens.tolist() for step in run.steps for g in run.record(step).groups for s in g.samples]
+    recorded = [
+        s.tokens.tolist() for step in run.steps for g in run.record(step).groups for s in g.samples
+    ]
     assert recorded == [tokens for tokens, *_ in answers(uninterrupted)]
-    assert [run.record(step).loss.loss for step in run.steps] == [r.loss.loss for r in uninterrupted.records]
+    assert [run.record(step).loss.loss for step in run.steps] == [
+        r.loss.loss for r in uninterrupted.records
+    ]
 
 
-def test_a_killed_run_attaches_to_what_it_left_and_goes_on(service, uninterrupted, tmp_path: Path) -> None:
+def test_a_killed_run_attaches_to_what_it_left_and_goes_on(
+    service, uninterrupted, tmp_path: Path
+) -> None:
     half_a_run(service, folder := tmp_path / "attached")
     found = leftovers(folder)
     assert [r.role for r in found] == ["policy", "reference", "deployment"]
     left = job_states(service, folder)
     assert list(left.values()) == ["RUNNING", "RUNNING"]
     cfg = killed_config(folder, STEPS, EVERY, folder.name)
-    with pytest.raises(BackendError, match=r"(?s)leftover='attach'.*leftover='clean'.*curl") as asked:
+    with pytest.raises(
+        BackendError, match=r"(?s)leftover='attach'.*leftover='clean'.*curl"
+    ) as asked:
         asyncio.run(open_service(service, cfg))
     assert service.key.reveal() not in str(asked.value)
     assert job_states(service, folder) == left
     outcome, jobs, requests = asyncio.run(go_on(service, folder, "attach"))
     assert jobs == left  # no job but those
-    assert not [line for line in requests if line.endswith(("/rlorTrainerJobs", "/deployments")) and "POST" in line]
+    assert not [
+        line
+        for line in requests
+        if line.endswith(("/rlorTrainerJobs", "/deployments")) and "POST" in line
+    ]
     check_resumed(outcome, uninterrupted, folder)
     assert set(job_states(service, folder).values()) == {"CANCELLED"}
     assert most_replicas(service, folder) == 0

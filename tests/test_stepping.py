@@ -39,8 +39,14 @@ def test_a_run_prints_each_verdict_once_with_the_checks_that_failed_and_says_why
         said = capsys.readouterr().out
         assert [said.count(r.verdict) for r in records] == [1, 1]
         assert "✗ signal" not in said  # all earn the most
-        assert all(r.verdict in line and "all 3 groups are dead" in line for r, line in zip(records, said.split("\n")))
-        assert "2 steps: all 6 prompts are used up (6 rows, epochs=1); raise epochs, or pass more rows" in said
+        assert all(
+            r.verdict in line and "all 3 groups are dead" in line
+            for r, line in zip(records, said.split("\n"))
+        )
+        assert (
+            "2 steps: all 6 prompts are used up (6 rows, epochs=1); raise epochs, or pass more rows"
+            in said
+        )
         assert repr(records) == "2 records, steps 1 to 2"
         assert await loop.run(50) == []
         assert "no steps: all 6 prompts are used up" in capsys.readouterr().out
@@ -89,13 +95,19 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
         first = asyncio.ensure_future(loop.step())
         while loop.running != "sample":
             await asyncio.sleep(0.001)
-        with pytest.raises(PhaseError, match=r"score: got sample is running, begun in another cell.*Pause the dash"):
+        with pytest.raises(
+            PhaseError, match=r"score: got sample is running, begun in another cell.*Pause the dash"
+        ):
             loop.score()
         with pytest.raises(PhaseError, match="prompts"):
             loop.prompts()
         others = await asyncio.gather(first, loop.step(), loop.step())
         assert [r.step for r in others] == [1, 2, 3]
-        assert (loop.weights.shared.holder, loop.weights.shared.turn, TURNS.get()) == (None, None, ())
+        assert (loop.weights.shared.holder, loop.weights.shared.turn, TURNS.get()) == (
+            None,
+            None,
+            (),
+        )
 
     run(main())
 
@@ -107,7 +119,9 @@ def two_over_one(second=lambda backend: backend):
     return one, GRPOLoop(second(one.backend), rows, LENGTH, one.cfg, name="other")
 
 
-@pytest.mark.parametrize("second", [lambda b: b, lambda b: replace(b, close=None)], ids=["the backend", "a copy of it"])
+@pytest.mark.parametrize(
+    "second", [lambda b: b, lambda b: replace(b, close=None)], ids=["the backend", "a copy of it"]
+)
 @pytest.mark.variant(but="the backend")
 def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the_other(second):
     async def main():
@@ -118,7 +132,9 @@ def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the
             await loop.step()
         assert same(weights(one), weights(apart))
         for a, b in ((one, apart), (other, beside)):
-            assert [r.metrics.get("grad_norm") for r in a.records] == [r.metrics.get("grad_norm") for r in b.records]
+            assert [r.metrics.get("grad_norm") for r in a.records] == [
+                r.metrics.get("grad_norm") for r in b.records
+            ]
             assert [r.policy_version for r in a.records] == [r.policy_version for r in b.records]
 
     run(main())
@@ -134,12 +150,15 @@ def test_a_loop_that_comes_between_backward_and_update_of_another_drops_its_grad
         await apart.step()
         assert (await beside.step()).metrics["grad_norm"] == alone
         with pytest.raises(
-            PhaseError, match=r"'main'.*no scores and no gradient: another loop .* 'other' \(step 1, next"
+            PhaseError,
+            match=r"'main'.*no scores and no gradient: another loop .* 'other' \(step 1, next",
         ):
             await one.optimize()
         with pytest.raises(PhaseError, match="no update to take back"):
             await one.undo()  # it would take the other's along
-        with pytest.raises(PhaseError, match=r"no reference, backward yet. Run await loop.reference"):
+        with pytest.raises(
+            PhaseError, match=r"no reference, backward yet. Run await loop.reference"
+        ):
             await one.optimize()
         await one.step()
         assert (one.state.number, one.policy_version) == (3, 3)
@@ -155,7 +174,9 @@ def test_a_loop_that_a_step_of_another_asks_for_a_step_is_refused_and_does_not_w
             return await asyncio.gather(other.step())
 
         one.evaluation_fn = asks
-        with pytest.raises(PhaseError, match=r"a turn for .other.: got a turn of .main. that waits for this"):
+        with pytest.raises(
+            PhaseError, match=r"a turn for .other.: got a turn of .main. that waits for this"
+        ):
             await one.evaluate()
         assert (await other.step()).step == 1
 
@@ -169,7 +190,10 @@ def test_a_window_is_joined_between_its_steps_and_says_who_has_it_within_one():
         playing = dashboard.start("step")
         while not loop.running:
             await asyncio.sleep(0.001)
-        with pytest.raises(PhaseError, match=r"a window of several steps.*running, begun in another cell or by a dash"):
+        with pytest.raises(
+            PhaseError,
+            match=r"a window of several steps.*running, begun in another cell or by a dash",
+        ):
             await asyncio.create_task(loop.evaluate(loop.rows[:1]))
         await playing
         assert dashboard.window is not None
@@ -214,11 +238,15 @@ def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_r
         await up_to(loop, "optimize")
         with pytest.raises(PhaseError, match=r"another reward.*updated"):
             loop.change(reward=LENGTH)
-        first, second = await loop.step(), await loop.step()
+        first = await loop.step()
+        second = await loop.step()
         assert (first.metrics["learning_rate"], first.options["kl_beta"]) == (1e-3, 0.0)
         assert (second.metrics["learning_rate"], second.options["kl_beta"]) == (3e-4, 0.05)
         settings = {"learning_rate": 3e-4, "kl_beta": 0.05, "max_completion_tokens": 9}
-        assert (first.changed, second.changed) == ({"reward": "<lambda>"}, settings | {"reward": "<lambda>"})
+        assert (first.changed, second.changed) == (
+            {"reward": "<lambda>"},
+            settings | {"reward": "<lambda>"},
+        )
         assert max(s.completion_len for g in second.groups for s in g.samples) <= 9
         assert "from step 3 on" in repr(loop.change(learning_rate=1e-4))
         assert loop.cfg.learning_rate == 1e-4
@@ -231,24 +259,41 @@ def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_r
 
 def test_a_rejected_update_is_tried_again_in_its_step_at_a_lower_rate_or_with_another_gradient():
     async def main():
-        settings = {"keep": ALL, "ppo_n_minibatches": 2, "prompt_groups_per_step": 2, "completions_per_prompt": 4}
-        loop, calm = make_loop(**settings, learning_rate=9e37), make_loop(**settings)
+        settings = {
+            "keep": ALL,
+            "ppo_n_minibatches": 2,
+            "prompt_groups_per_step": 2,
+            "completions_per_prompt": 4,
+        }
+        loop = make_loop(**settings, learning_rate=9e37)
+        calm = make_loop(**settings)
         want = [await calm.step(), await calm.step()]
         for _ in range(2):
-            with pytest.raises(BackendError, match=r"step 1: .*rejected.*as before.*loop\.change\(learning_rate="):
+            with pytest.raises(
+                BackendError, match=r"step 1: .*rejected.*as before.*loop\.change\(learning_rate="
+            ):
                 await loop.step()
         changed = repr(loop.change(learning_rate=1e-3, epochs=2))
-        assert changed == "epochs: 1 -> 2, from step 2 on\nlearning_rate: 9e+37 -> 0.001, from step 1 on"
+        assert (
+            changed
+            == "epochs: 1 -> 2, from step 2 on\nlearning_rate: 9e+37 -> 0.001, from step 1 on"
+        )
         first = await loop.step()
         assert first.changed == {"learning_rate": 1e-3}
         await up_to(loop, "backward")
-        next(p for p in loop.backend.policy.state.params.values() if p.grad is not None).grad[0] = torch.inf
+        next(p for p in loop.backend.policy.state.params.values() if p.grad is not None).grad[0] = (
+            torch.inf
+        )
         for _ in range(2):
-            with pytest.raises(BackendError, match=r"step 2: .*norm: got inf.*as before.*await loop\.backward\(\)"):
+            with pytest.raises(
+                BackendError, match=r"step 2: .*norm: got inf.*as before.*await loop\.backward\(\)"
+            ):
                 await loop.optimize()
         await loop.backward()
         second = await loop.step()
-        assert [first.metrics["update_norm"], second.metrics["update_norm"]] == [r.metrics["update_norm"] for r in want]
+        assert [first.metrics["update_norm"], second.metrics["update_norm"]] == [
+            r.metrics["update_norm"] for r in want
+        ]
         assert same(weights(loop), weights(calm))
 
     run(main())
@@ -265,13 +310,20 @@ def played(setup):
 
 
 @pytest.mark.parametrize("reward", [LENGTH, RolloutFactory(played)], ids=["reward", "rollout_fn"])
-def test_weights_that_have_diverged_are_named_at_the_next_sample_and_undo_brings_back_those_before(reward):
+def test_weights_that_have_diverged_are_named_at_the_next_sample_and_undo_brings_back_those_before(
+    reward,
+):
     async def main():
-        loop = make_loop(reward, keep=ALL, prompt_groups_per_step=2, completions_per_prompt=4, learning_rate=1e25)
+        loop = make_loop(
+            reward, keep=ALL, prompt_groups_per_step=2, completions_per_prompt=4, learning_rate=1e25
+        )
         before = weights(loop)
         await loop.step()  # finite weights whose logits are not
         for _ in range(2):
-            with pytest.raises(DivergedError, match=r"sampling, token 1 .*logits: got NaN or infinity.*loop\.undo\(\)"):
+            with pytest.raises(
+                DivergedError,
+                match=r"sampling, token 1 .*logits: got NaN or infinity.*loop\.undo\(\)",
+            ):
                 await loop.step()
         await loop.undo()
         assert same(weights(loop), before)
@@ -365,7 +417,12 @@ def test_another_limit_of_completions_in_flight_holds_from_the_next_draw_on():
 def test_what_rows_beside_training_depend_on_is_refused_and_the_rate_is_not():
     async def main():
         loop = begin(rows=20, reward=LENGTH)
-        for setting in ({"temperature": 0.5}, {"max_completion_tokens": 4}, {"reward": LENGTH}, {"steps": 3}):
+        for setting in (
+            {"temperature": 0.5},
+            {"max_completion_tokens": 4},
+            {"reward": LENGTH},
+            {"steps": 3},
+        ):
             with pytest.raises(ConfigError, match=next(iter(setting))):
                 loop.change(**setting)
         loop.change(learning_rate=1e-6)
@@ -399,11 +456,15 @@ def test_seek_replay_and_resume_know_what_was_changed(tmp_path):
 
 
 def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
-    cfg = Config(**SMALL | {"log_path": str(tmp_path / "run"), "max_rows": 12, "steps": 3, "learning_rate": 1e-4})
+    cfg = Config(
+        **SMALL
+        | {"log_path": str(tmp_path / "run"), "max_rows": 12, "steps": 3, "learning_rate": 1e-4}
+    )
     said = []
 
     async def main():
-        folder, rows = RunFolder.create(cfg.log_path, cfg), toy_rows(12, seed=cfg.seed)
+        folder = RunFolder.create(cfg.log_path, cfg)
+        rows = toy_rows(12, seed=cfg.seed)
         async with open_local(*load_model("tiny")) as backend:
             loop = GRPOLoop(backend, load_rows(rows), LENGTH, cfg, outputs=[folder.add])
             await loop.step()
@@ -411,12 +472,20 @@ def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
             await loop.step()
             await save_checkpoint(loop, folder)
         problem = Problem(load_rows(rows), [], LENGTH)
-        await train(replace(cfg, weight_decay=0.1), problem=problem, resume=True, say=said.append, progress=False)
+        await train(
+            replace(cfg, weight_decay=0.1),
+            problem=problem,
+            resume=True,
+            say=said.append,
+            progress=False,
+        )
 
     run(main())
     record = Run.open(cfg.log_path).record(3)
     assert (record.metrics["learning_rate"], record.changed) == (3e-4, {"learning_rate": 3e-4})
-    assert any("as it was changed in the run:\nlearning_rate: 0.0001 -> 0.0003" in line for line in said)
+    assert any(
+        "as it was changed in the run:\nlearning_rate: 0.0001 -> 0.0003" in line for line in said
+    )
 
 
 # --- the step under way -------------------------------------------------------------------------------------------
@@ -443,7 +512,10 @@ def test_the_dashboard_draws_what_each_phase_returns_whoever_runs_it():
         loop.score()
         assert shown_in(dashboard)[0] == "Rewards by group, step 1, after score"
         assert dashboard.history.column("reward")[0].tolist() == [1]
-        assert dashboard.screen.pane.table["rows"][0]["reward"] == loop.state.values["score"][0].samples[0].reward
+        assert (
+            dashboard.screen.pane.table["rows"][0]["reward"]
+            == loop.state.values["score"][0].samples[0].reward
+        )
         loop.advantages()
         assert shown_in(dashboard)[0] == "Advantages by group, step 1, after advantages"
         first = dashboard.screen.pane.table["rows"][0]["advantage"]

@@ -35,9 +35,9 @@ def backend():
 def config(tmp_path):
     path = tmp_path / "thinker.jinja"
     path.write_text(THINKER)
-    Config(chat_template=str(path), chat_template_kwargs={"enable_thinking": False}, **SIZES).to_yaml(
-        tmp_path / "c.yaml"
-    )
+    Config(
+        chat_template=str(path), chat_template_kwargs={"enable_thinking": False}, **SIZES
+    ).to_yaml(tmp_path / "c.yaml")
     return Config.from_yaml(tmp_path / "c.yaml")
 
 
@@ -54,28 +54,38 @@ def test_every_prompt_of_a_run_is_rendered_so(backend, config):
     assert len(record.groups) == 2
     for group in record.groups:
         sample = group.samples[0]
-        prompt = backend.tokenizer.decode(sample.tokens[: sample.prompt_len], skip_special_tokens=False)
+        prompt = backend.tokenizer.decode(
+            sample.tokens[: sample.prompt_len], skip_special_tokens=False
+        )
         assert prompt == rendered(backend.tokenizer, rows[group.key], enable_thinking=False)
         assert prompt.endswith("<think>\n\n</think>\n\n")
-    assert backend.tokenizer.chat_template != THINKER  # the backend's own tokenizer is left as it was
+    # the backend's own tokenizer is left as it was
+    assert backend.tokenizer.chat_template != THINKER
 
 
 def test_later_turns_and_rollouts_of_your_own_are_rendered_so(backend, config):
-    setup, (row,) = rollout_setup(backend, config), load_rows(rln.toy_rows(1))
-    talk, (own, back) = start_conversation(setup.tokenizer, row), (setup.tokenizer, backend.tokenizer)
-    text = own.apply_chat_template([dict(m) for m in row.messages], tokenize=False, add_generation_prompt=True)
+    setup = rollout_setup(backend, config)
+    (row,) = load_rows(rln.toy_rows(1))
+    talk = start_conversation(setup.tokenizer, row)
+    (own, back) = (setup.tokenizer, backend.tokenizer)
+    text = own.apply_chat_template(
+        [dict(m) for m in row.messages], tokenize=False, add_generation_prompt=True
+    )
     assert text == own.decode(talk.tokens) == rendered(back, row, enable_thinking=False)
 
 
 def test_one_request_may_say_otherwise(backend, config):
-    tokenizer, (row,) = rollout_setup(backend, config).tokenizer, load_rows(rln.toy_rows(1))
+    tokenizer = rollout_setup(backend, config).tokenizer
+    (row,) = load_rows(rln.toy_rows(1))
     talk = start_conversation(tokenizer, row, enable_thinking=True)
     assert tokenizer.decode(talk.tokens) == rendered(backend.tokenizer, row, enable_thinking=True)
 
 
 def test_what_the_template_never_reads_is_refused(backend, config):
     wrong = replace(config, chat_template_kwargs={"enable_thinkin": False})
-    with pytest.raises(ConfigError, match="'enable_thinkin': got a chat template that never reads it"):
+    with pytest.raises(
+        ConfigError, match="'enable_thinkin': got a chat template that never reads it"
+    ):
         rln.GRPOLoop(backend, rln.toy_rows(8), rln.toy_reward, wrong)
     with pytest.raises(ConfigError, match="chat_template: got /nowhere"):
         with_template(backend.tokenizer, "/nowhere.jinja", None)
@@ -92,15 +102,21 @@ def test_the_script_and_its_preflight_take_it(backend, config, tmp_path):
     assert "</think>" in backend.tokenizer.decode(record.groups[0].samples[0].tokens)
 
 
-def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_never_closes(backend, tmp_path):
-    (tmp_path / "opens.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}<think>\n")
+def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_never_closes(
+    backend, tmp_path
+):
+    (tmp_path / "opens.jinja").write_text(
+        "{% for m in messages %}{{ m['content'] }}{% endfor %}<think>\n"
+    )
     texts = ["Is it #### 72", "Is it #### 7?</think>#### 72", "<answer>72</answer>"]
     [row] = rows = load_rows([{"question": "48/2+48?", "answer": "72"}])
 
     def said(tokenizer, tokens, params):
         ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
         read = partial(tokenizer.decode, skip_special_tokens=True)
-        return [Completion(tokens, i, *[[0.0] * len(i)] * 2, text=read(i), params=params) for i in ids]
+        return [
+            Completion(tokens, i, *[[0.0] * len(i)] * 2, text=read(i), params=params) for i in ids
+        ]
 
     def shown(completions, **columns):
         return [gsm8k_reward(messages[-1]["content"], "72") for messages in completions]
@@ -116,7 +132,9 @@ def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_n
         group = await score_group(await draw_completions(Sampler(), prompt, params), "gsm8k")
         begun = start_conversation(tokenizer, row)
         turns = [begun.add_completion(c).to_sample() for c in said(tokenizer, begun.tokens, params)]
-        return group.rewards.tolist(), *[(await score(turns, row, fn)).totals.tolist() for fn in ("gsm8k", shown)]
+        return group.rewards.tolist(), *[
+            (await score(turns, row, fn)).totals.tolist() for fn in ("gsm8k", shown)
+        ]
 
     opens = with_template(backend.tokenizer, tmp_path / "opens.jinja", None)
     assert asyncio.run(rewards(opens)) == ([0, 1, 0],) * 3
@@ -129,12 +147,25 @@ def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_n
 
 FORMS = {  # what a template opens: rewards of three completions
     "<think>\n": (
-        ["4</think><answer>4</answer>", "4 <answer>4</answer>", "<think>4</think><answer>4</answer>"],
+        [
+            "4</think><answer>4</answer>",
+            "4 <answer>4</answer>",
+            "<think>4</think><answer>4</answer>",
+        ],
         [1, 0, 0],
     ),
-    "Well: <think>\nI see. ": (["4</think><answer>4</answer>", "4 <answer>4</answer>", "</think>4"], [1, 0, 0]),
-    "<think>\n\n</think>\n\n": (["<think>4</think><answer>4</answer>", "<answer>4</answer>", "4"], [1, 0, 0]),
-    "<think>4</think><answer>": (["4</answer>", "4", "<think>4</think><answer>4</answer>"], [1, 0, 0]),
+    "Well: <think>\nI see. ": (
+        ["4</think><answer>4</answer>", "4 <answer>4</answer>", "</think>4"],
+        [1, 0, 0],
+    ),
+    "<think>\n\n</think>\n\n": (
+        ["<think>4</think><answer>4</answer>", "<answer>4</answer>", "4"],
+        [1, 0, 0],
+    ),
+    "<think>4</think><answer>": (
+        ["4</answer>", "4", "<think>4</think><answer>4</answer>"],
+        [1, 0, 0],
+    ),
 }
 
 
@@ -154,11 +185,16 @@ def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
         async def sample(self, tokens, params):
             ids = [own.encode(text, add_special_tokens=False) for text in texts]
             drawn = zip(ids, texts, strict=True)
-            return [Completion(tokens, i, *[[0.0] * len(i)] * 2, text=text, params=params) for i, text in drawn]
+            return [
+                Completion(tokens, i, *[[0.0] * len(i)] * 2, text=text, params=params)
+                for i, text in drawn
+            ]
 
     [prompt] = encode_rows(load_rows([{"question": "Use <think>. 2+2?", "answer": "4"}]), own)
     drawn = asyncio.run(draw_completions(Sampler(), prompt, SampleParams(n=3)))
     group = asyncio.run(score_group(drawn, ["format", "gsm8k", seen]))
     assert [s.rewards["format"] for s in group.samples] == right
     assert group.samples[0].rewards["gsm8k"] == 1
-    assert [s.rewards["seen"] for s in group.samples] == ["unfinished_thinking" not in s.info for s in group.samples]
+    assert [s.rewards["seen"] for s in group.samples] == [
+        "unfinished_thinking" not in s.info for s in group.samples
+    ]

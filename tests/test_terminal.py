@@ -23,21 +23,35 @@ PLACES = [(), ("--step", "1"), ("--step", "1", "--group", "0", "--sample", "0")]
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = RunFolder.create(tmp_path_factory.mktemp("terminal") / "run", {"base_model": "nothing"})
+    folder = RunFolder.create(
+        tmp_path_factory.mktemp("terminal") / "run", {"base_model": "nothing"}
+    )
     record = synthetic_record(1)
-    dress = lambda s: replace(s, text=EVIL, finish_reason=EVIL, rewards={EVIL: s.reward})
-    groups = [replace(g, samples=tuple(map(dress, g.samples)), key=EVIL, row={"question": EVIL}) for g in record.groups]
+
+    def dress(s):
+        return replace(s, text=EVIL, finish_reason=EVIL, rewards={EVIL: s.reward})
+
+    groups = [
+        replace(g, samples=tuple(map(dress, g.samples)), key=EVIL, row={"question": EVIL})
+        for g in record.groups
+    ]
     folder.add(replace(record, groups=groups))
     folder.release()
     return folder.path
 
 
 def acting(text: str) -> set[str]:
-    return {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t"}
+    return {
+        c
+        for c in text
+        if unicodedata.category(c) in ("Cc", "Cf", "Cs", "Zl", "Zp") and c not in "\n\t"
+    }
 
 
 @pytest.mark.parametrize("place", PLACES, ids=["run", "step", "sample"])
-def test_nothing_that_a_model_wrote_acts(place, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_that_a_model_wrote_acts(
+    place, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["show", str(run), *place]) == 0
     plain = capsys.readouterr().out
     assert main(["show", str(run), *place, "--json"]) == 0
@@ -59,7 +73,9 @@ def test_errors_and_lines_do_not_act_either(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "gbk"])
-def test_what_an_encoding_lacks_is_written_out(encoding: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_encoding_lacks_is_written_out(
+    encoding: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def printed(encoding: str) -> str:
         out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
         monkeypatch.setattr(sys, "stdout", out)
@@ -70,14 +86,17 @@ def test_what_an_encoding_lacks_is_written_out(encoding: str, run: Path, monkeyp
         out.flush()
         return out.buffer.getvalue().decode(encoding)
 
-    there, all_of_it = printed(encoding), printed("utf-8")
+    there = printed(encoding)
+    all_of_it = printed("utf-8")
     assert len(there.splitlines()) == len(all_of_it.splitlines())
     assert "\\U0001f642" in there
     assert ("你好" in there) == (encoding == "gbk")
     assert "🙂 – 你好" in all_of_it
 
 
-def test_a_closed_output_takes_nothing_and_costs_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_output_takes_nothing_and_costs_nothing(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shut = io.StringIO()
     shut.close()
     for stream in (None, shut):

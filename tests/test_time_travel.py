@@ -14,7 +14,14 @@ from test_loop import ALL, LENGTH, SMALL, make_loop, same, texts, up_to, weights
 
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import make_loss_fn
-from rl_notebook.core.types import BackendError, ConfigError, DataError, PhaseError, RecordError, RewardError
+from rl_notebook.core.types import (
+    BackendError,
+    ConfigError,
+    DataError,
+    PhaseError,
+    RecordError,
+    RewardError,
+)
 from rl_notebook.experiments.replay import replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.state import PHASES, StepState
@@ -36,7 +43,9 @@ def length(text: str) -> float:
 def numbers(record):
     "Everything measured in a step, but the clock, and the probe of its sync, which is of the run's first step."
     loss = float("nan") if record.loss is None else record.loss.loss
-    measured = {name: value for name, value in record.metrics.items() if not name.startswith("sync/")}
+    measured = {
+        name: value for name, value in record.metrics.items() if not name.startswith("sync/")
+    }
     return {**measured, "version": record.policy_version, "loss of the record": loss}
 
 
@@ -44,7 +53,9 @@ def assert_equal(ours, theirs, rel=0.0):
     "The same names and, to the last bit unless said otherwise, the same numbers."
     assert ours.keys() == theirs.keys()
     different = {
-        k: (ours[k], theirs[k]) for k in ours if ours[k] != pytest.approx(theirs[k], rel=rel, abs=0, nan_ok=True)
+        k: (ours[k], theirs[k])
+        for k in ours
+        if ours[k] != pytest.approx(theirs[k], rel=rel, abs=0, nan_ok=True)
     }
     assert different == {}
 
@@ -52,7 +63,9 @@ def assert_equal(ours, theirs, rel=0.0):
 # --- the phase under way --------------------------------------------------------------------------------------------
 
 
-SOME = lambda text, question: float(len(text)) if "?" in question else 1.0  # some groups are dead
+# some groups are dead
+def SOME(text, question):
+    return float(len(text)) if "?" in question else 1.0
 
 
 BREAKS = {  # phase: (owner of the method that fails, its name)
@@ -75,7 +88,14 @@ def undisturbed():
 def place(loop):
     "Where a loop stands."
     state = loop.state
-    return state.number, set(state.values), loop.cursor.consumed, len(loop.records), loop.policy_version, loop.running
+    return (
+        state.number,
+        set(state.values),
+        loop.cursor.consumed,
+        len(loop.records),
+        loop.policy_version,
+        loop.running,
+    )
 
 
 async def fail(loop, phase, monkeypatch):
@@ -95,7 +115,8 @@ async def fail(loop, phase, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("phase", "done"), [*((p, False) for p in BREAKS), *((p, True) for p in ("sample", "reference", "backward"))]
+    ("phase", "done"),
+    [*((p, False) for p in BREAKS), *((p, True) for p in ("sample", "reference", "backward"))],
 )
 @pytest.mark.variant(but="optimize")
 def test_a_phase_that_fails_leaves_the_loop_where_it_stood(phase, done, monkeypatch):
@@ -106,7 +127,8 @@ def test_a_phase_that_fails_leaves_the_loop_where_it_stood(phase, done, monkeypa
         await loop.step()
         if phase != "prompts":
             await up_to(loop, PHASES[PHASES.index(phase) - (not done)])
-        before, kept = place(loop), weights(loop)
+        before = place(loop)
+        kept = weights(loop)
         loop.state.cache.clear()  # scored again by the reference
         with pytest.raises((RuntimeError, RewardError, DataError), match="somebody else's fault"):
             await fail(loop, phase, monkeypatch)
@@ -141,7 +163,9 @@ def test_a_window_of_which_nothing_came_costs_no_prompts(monkeypatch):
 
 def bare(loop):
     "The loop's backend, as one that cannot save states."
-    loop.backend.capabilities = replace(loop.backend.capabilities, name="bare", state_snapshots=False)
+    loop.backend.capabilities = replace(
+        loop.backend.capabilities, name="bare", state_snapshots=False
+    )
     loop.backend.policy.save_state = loop.backend.policy.load_state = None  # must not be called
     return loop
 
@@ -152,9 +176,15 @@ def test_a_backend_without_snapshots_trains_and_says_what_it_cannot(tmp_path):
         folder = recorded(loop, tmp_path)
         assert (await loop.step()).trained
         assert "remember" not in loop.records[-1].seconds
-        calls = {"undo": loop.undo, "branch": lambda: loop.branch(kl_beta=0.5), "seek": lambda: loop.seek(1, folder)}
+        calls = {
+            "undo": loop.undo,
+            "branch": lambda: loop.branch(kl_beta=0.5),
+            "seek": lambda: loop.seek(1, folder),
+        }
         for what, call in calls.items():
-            with pytest.raises(BackendError, match=rf"backend bare: {what}: got no state snapshots; expected a"):
+            with pytest.raises(
+                BackendError, match=rf"backend bare: {what}: got no state snapshots; expected a"
+            ):
                 await call()
         assert loop.state.number == 2
 
@@ -200,7 +230,9 @@ async def alone(changes, at, steps, **settings):
     if at == "start":
         loop.state = StepState(loop.state.number, loop.state.cursor)
     else:
-        loop.state.values = {k: v for k, v in loop.state.values.items() if k in ("prompts", "sample", "score")}
+        loop.state.values = {
+            k: v for k, v in loop.state.values.items() if k in ("prompts", "sample", "score")
+        }
     return [await loop.step() for _ in range(steps)], weights(loop)
 
 
@@ -209,13 +241,19 @@ def assert_same_records(ours, theirs):
     assert [r.step for r in ours] == [r.step for r in theirs]
     for a, b in zip(ours, theirs, strict=True):
         assert_equal(numbers(a), numbers(b))
-        assert (a.policy_version, a.consumed, a.options) == (b.policy_version, b.consumed, b.options)
+        assert (a.policy_version, a.consumed, a.options) == (
+            b.policy_version,
+            b.consumed,
+            b.options,
+        )
         for g, h in zip(a.groups, b.groups, strict=True):
             for s, t in zip(g.samples, h.samples, strict=True):
                 np.testing.assert_array_equal(s.tokens, t.tokens)
                 np.testing.assert_array_equal(s.logprobs, t.logprobs)
         assert (a.loss is None) == (b.loss is None)
-        for x, y in zip(a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True):
+        for x, y in zip(
+            a.loss.logprobs if a.loss else (), b.loss.logprobs if b.loss else (), strict=True
+        ):
             np.testing.assert_array_equal(x.values, y.values)
 
 
@@ -224,7 +262,11 @@ CHANGES = {"kl_beta": 0.5, "learning_rate": 3e-3, "policy_loss": "reinforce"}
 
 @pytest.mark.parametrize(
     ("at", "how", "settings"),
-    [("batch", "side by side", {}), ("start", "in turn", {}), ("batch", "in turn", {"lora_rank": 4})],
+    [
+        ("batch", "side by side", {}),
+        ("start", "in turn", {}),
+        ("batch", "in turn", {"lora_rank": 4}),
+    ],
     ids=["batch, side by side", "start, in turn", "lora"],
 )
 @pytest.mark.variant(but="lora")
@@ -234,9 +276,12 @@ def test_two_branches_give_what_each_gives_alone(at, how, settings):
         branch = await loop.branch(at=at, **CHANGES)
         assert branch.state.current == ("advantages" if at == "batch" else "prompts")
         if how == "side by side":
-            ours, theirs = await asyncio.gather(loop.run(2, progress=False), branch.run(2, progress=False))
+            ours, theirs = await asyncio.gather(
+                loop.run(2, progress=False), branch.run(2, progress=False)
+            )
         else:
-            ours, theirs = [], []
+            ours = []
+            theirs = []
             for _ in range(2):
                 theirs.append(await branch.step())
                 ours.append(await loop.step())
@@ -256,9 +301,12 @@ def test_a_branch_keeps_the_batch_and_grades_it_anew_with_another_reward():
         loop = await begun()
         branch = await loop.branch(reward=lambda text: -float(len(text)))
         assert branch.state.current == "score"
-        ours, theirs = await loop.step(), await branch.step()
+        ours = await loop.step()
+        theirs = await branch.step()
         assert texts(ours) == texts(theirs)
-        assert [g.rewards.tolist() for g in ours.groups] == [(-g.rewards).tolist() for g in theirs.groups]
+        assert [g.rewards.tolist() for g in ours.groups] == [
+            (-g.rewards).tolist() for g in theirs.groups
+        ]
         weighted = await (await begun(rewards=["length"])).branch(reward_weights=[0.5])
         assert weighted.state.current == "score"
 
@@ -266,7 +314,10 @@ def test_a_branch_keeps_the_batch_and_grades_it_anew_with_another_reward():
 
 
 NO_BRANCH = [
-    ({"base_model": "smollm2"}, r"base_model: got 'smollm2'; expected 'tiny', as the loop was opened"),
+    (
+        {"base_model": "smollm2"},
+        r"base_model: got 'smollm2'; expected 'tiny', as the loop was opened",
+    ),
     ({"log_path": "runs/x"}, r"log_path: got 'runs/x'.*open another loop for it"),
     ({"temperature": 0.7}, r"temperature: got 0.7; expected 1.0, at which the policy scores"),
     ({"kl_betta": 0.7}, r"unknown setting 'kl_betta'"),
@@ -288,21 +339,29 @@ def test_what_a_branch_cannot_change_is_refused():
 def test_places_from_which_no_branch_leaves_say_why():
     async def main():
         loop = make_loop(reward=LENGTH, keep=ALL)
-        with pytest.raises(PhaseError, match=r"step 1: branch: got no samples yet; expected a batch. Run await"):
+        with pytest.raises(
+            PhaseError, match=r"step 1: branch: got no samples yet; expected a batch. Run await"
+        ):
             await loop.branch(at="batch")
         with pytest.raises(PhaseError, match=r"branch: got at='end'; expected 'batch' or 'start'"):
             await loop.branch(at="end")
         await up_to(loop, "optimize")
-        with pytest.raises(PhaseError, match=r"branch: got updated weights; expected a step before its update"):
+        with pytest.raises(
+            PhaseError, match=r"branch: got updated weights; expected a step before its update"
+        ):
             await loop.branch()
         windows = make_loop(reward=LENGTH, keep=ALL, weight_sync_interval=2)
         async for _ in windows:
-            with pytest.raises(PhaseError, match=r"branch: got a running window; .* Let the window end"):
+            with pytest.raises(
+                PhaseError, match=r"branch: got a running window; .* Let the window end"
+            ):
                 await windows.branch(kl_beta=0.5)
             break
         never = make_loop(reward=LENGTH, weight_sync_interval=0)
         await up_to(never, "finish")
-        with pytest.raises(PhaseError, match=r"weights that the sampler has not got yet; .*weight_sync_interval=0"):
+        with pytest.raises(
+            PhaseError, match=r"weights that the sampler has not got yet; .*weight_sync_interval=0"
+        ):
             await never.branch(kl_beta=0.5)
 
     run(main())
@@ -315,7 +374,9 @@ def test_a_turn_that_could_never_come_is_refused_and_costs_nothing():
         numbers = []
         async for record in loop:
             numbers.append(record.step)
-            with pytest.raises(PhaseError, match=r"a turn for 'kl_beta=0.5': got a turn of 'main' that waits"):
+            with pytest.raises(
+                PhaseError, match=r"a turn for 'kl_beta=0.5': got a turn of 'main' that waits"
+            ):
                 await branch.step()
         assert numbers == [1, 2, 3, 4]
         assert [r.step for r in await branch.run(progress=False)] == [1, 2, 3, 4]
@@ -352,7 +413,11 @@ VARIANTS = {
     "plain": {},
     "lora": {"lora_rank": 4, "policy_loss": "ppo", "tis_enabled": True},
     "passes": {"max_samples_per_fwd_bwd": 6},
-    "greedy": {"min_samples_per_fwd_bwd": 6, "max_samples_per_fwd_bwd": 6, "aggregation": "sequence_mean"},
+    "greedy": {
+        "min_samples_per_fwd_bwd": 6,
+        "max_samples_per_fwd_bwd": 6,
+        "aggregation": "sequence_mean",
+    },
     "divided": {
         "aggregation": "sum",
         "grad_accumulation_normalization": "num_loss_tokens",
@@ -364,14 +429,16 @@ VARIANTS = {
 }
 
 
-KEPT = [*((name, 2) for name in VARIANTS), ("plain", 0), ("greedy", 0)]  # (variant, steps between checkpoints)
+# (variant, steps between checkpoints)
+KEPT = [*((name, 2) for name in VARIANTS), ("plain", 0), ("greedy", 0)]
 
 
 class Recorded:
     "A run in a folder, with the weights after each of its steps."
 
     def __init__(self, path, variant="plain", every=0):
-        self.variant, self.every = variant, every
+        self.variant = variant
+        self.every = every
         self.loop = self.fresh()
         self.folder = RunFolder.create(path / "run", self.loop.cfg)
         self.loop.outputs.append(self.folder.add)
@@ -381,7 +448,8 @@ class Recorded:
     def fresh(self, **settings):
         gentle = {"learning_rate": 2e-4, "rows": 48}
         return make_loop(
-            reward=SOME if self.variant == "refill" else LENGTH, **gentle | VARIANTS[self.variant] | settings
+            reward=SOME if self.variant == "refill" else LENGTH,
+            **gentle | VARIANTS[self.variant] | settings,
         )
 
     async def all(self):
@@ -437,7 +505,8 @@ def test_seek_goes_back_in_a_running_loop_and_forward_again(runs):
         loop = found.loop
         records = [found.folder.record(n) for n in range(1, STEPS + 1)]
         assert [r.step for r in loop.records] == [1, 2, 3, 4, 5]
-        outputs, loop.outputs = loop.outputs, []
+        outputs = loop.outputs
+        loop.outputs = []
         await loop.seek(3, found.folder)
         assert [r.step for r in loop.records] == [1, 2, 3]
         assert_same_records([await loop.step(), await loop.step()], records[3:])
@@ -447,7 +516,9 @@ def test_seek_goes_back_in_a_running_loop_and_forward_again(runs):
         assert [r.step for r in loop.records] == [1, 2, 3, 4, 5]
         with pytest.raises(PhaseError, match="no update to take back"):
             await loop.undo()
-        with pytest.raises(RecordError, match=r"no way to step 1: got checkpoints after 2, 4, and a loop in step 6"):
+        with pytest.raises(
+            RecordError, match=r"no way to step 1: got checkpoints after 2, 4, and a loop in step 6"
+        ):
             await loop.seek(1, found.folder)
         assert found.folder.steps == [1, 2, 3, 4, 5]
         loop.outputs = outputs
@@ -460,10 +531,13 @@ def test_seek_leaves_the_folder_alone_until_it_is_rewound(runs, tmp_path):
 
     async def main():
         shutil.copytree(found.folder.path, tmp_path / "copy")
-        folder, loop = RunFolder.open(tmp_path / "copy"), found.fresh()
+        folder = RunFolder.open(tmp_path / "copy")
+        loop = found.fresh()
         loop.outputs.append(folder.add)
         await loop.seek(2, folder)
-        with pytest.raises(RecordError, match=r"recorded already.*Rewind the run to an earlier step first"):
+        with pytest.raises(
+            RecordError, match=r"recorded already.*Rewind the run to an earlier step first"
+        ):
             await loop.step()
         folder.rewind(2)
         loop.finish()
@@ -479,7 +553,9 @@ def test_seek_from_another_model_is_noticed(runs):
         loop = found.fresh()
         with torch.no_grad():
             next(iter(loop.backend.policy.state.params.values())).mul_(1.05)
-        with pytest.warns(UserWarning, match=r"not the weights of .*: logprobs differ from its records by"):
+        with pytest.warns(
+            UserWarning, match=r"not the weights of .*: logprobs differ from its records by"
+        ):
             arrival = await loop.seek(2, found.folder)
         assert arrival.gap > 1e-3
 
@@ -497,7 +573,10 @@ def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
         other = make_loop(reward=LENGTH, keep=ALL, **settings)
         await other.seek(4, folder)
         assert_same_records(await other.run(progress=False), records[4:])
-        with pytest.raises(RecordError, match=r"step 5 of a run in windows: got no checkpoint; expected a step with a"):
+        with pytest.raises(
+            RecordError,
+            match=r"step 5 of a run in windows: got no checkpoint; expected a step with a",
+        ):
             await other.seek(5, folder)
         assert other.done
 
@@ -535,7 +614,8 @@ def test_the_first_phase_that_differs_is_named(runs, tmp_path):
     async def main():
         shutil.copytree(found.folder.path, tmp_path / "tampered")
         folder, record = RunFolder.open(tmp_path / "tampered"), found.folder.record(3)
-        values, datums = np.array(record.datums[1].ref_logprobs), list(record.datums)
+        values = np.array(record.datums[1].ref_logprobs)
+        datums = list(record.datums)
         values[-1] += 0.125
         datums[1] = replace(datums[1], ref_logprobs=values)
         place = folder.path / "steps" / "00003"
@@ -546,8 +626,12 @@ def test_the_first_phase_that_differs_is_named(runs, tmp_path):
         first = result.first_difference
         assert (first.phase, first.unit) == ("reference", "nats"), result
         assert first.difference == pytest.approx(0.125, rel=1e-6)
-        assert first.where.startswith(f"group 0, sample 1 (row '{record.groups[0].key}'), logprobs[")
-        assert result.sentence.startswith("step 3: reference is the first phase that is not the same; it differs by")
+        assert first.where.startswith(
+            f"group 0, sample 1 (row '{record.groups[0].key}'), logprobs["
+        )
+        assert result.sentence.startswith(
+            "step 3: reference is the first phase that is not the same; it differs by"
+        )
 
     run(main())
 
@@ -573,10 +657,15 @@ def test_what_cannot_be_computed_again_is_said(tmp_path):
         assert (await replay(folder, 2, make_loop(reward=better, make_loss=doubled))).same
         without = notes(await replay(folder, 1, make_loop(reward=better)))
         assert set(without) == {"backward", "optimize", "sync", "finish"}
-        assert "a loss of its own: got no make_loss; expected a loop with this loss: " in without["backward"]
+        assert (
+            "a loss of its own: got no make_loss; expected a loop with this loss: "
+            in without["backward"]
+        )
         later = notes(await replay(folder, 2, make_loop(reward=better)))
         assert set(later) == {"sample", "backward", "optimize", "sync", "finish"}
-        assert later["sample"].startswith("the weights before the step are not known: step 1: a loss of its own")
+        assert later["sample"].startswith(
+            "the weights before the step are not known: step 1: a loss of its own"
+        )
         other = notes(await replay(folder, 1, make_loop(reward=LENGTH, make_loss=doubled)))
         assert other == {"score": "graded by better, and the loop has <lambda>"}
 
@@ -669,7 +758,10 @@ def test_a_step_is_replayed_from_its_folder(tmp_path):
         await train(cfg, **quiet)
         assert (await replay_step(cfg.log_path, 3)).same
         later = replace(
-            cfg, log_path=str(tmp_path / "later"), dcp_save_interval=0, resume={"resume_from": checkpoint(cfg, 2)}
+            cfg,
+            log_path=str(tmp_path / "later"),
+            dcp_save_interval=0,
+            resume={"resume_from": checkpoint(cfg, 2)},
         )
         await train(later, **quiet)
         result = await replay_step(later.log_path, 4)

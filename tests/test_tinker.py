@@ -20,12 +20,26 @@ from tinker_run import PROMPT, reinforce, trained
 from toy_service import TOY, Dropped, Service
 
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.backends.services.link import ENCODINGS, Limits, ServiceTrainer, SdkAdapter, label_of
+from rl_notebook.backends.services.link import (
+    ENCODINGS,
+    Limits,
+    ServiceTrainer,
+    SdkAdapter,
+    label_of,
+)
 from rl_notebook.backends.services.link import state_name, version_in
 from rl_notebook.backends.services.tinker import TinkerSampler, open_tinker, tinker_sdk
 from rl_notebook.recipes.open import open_backend
 from rl_notebook.config.config import Config
-from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, LossError, MissingExtra, SampleParams
+from rl_notebook.core.types import (
+    AdamParams,
+    BackendError,
+    ConfigError,
+    Datum,
+    LossError,
+    MissingExtra,
+    SampleParams,
+)
 from rl_notebook.core.losses import LossOptions, make_loss_fn
 
 
@@ -39,7 +53,9 @@ DATUMS = [
 
 
 def trainer_of(service, **options) -> ServiceTrainer:
-    return ServiceTrainer(service.connect, TOY, **{"pause_s": 0.0, "say": lambda line: None} | options)
+    return ServiceTrainer(
+        service.connect, TOY, **{"pause_s": 0.0, "say": lambda line: None} | options
+    )
 
 
 def run(test):
@@ -48,7 +64,11 @@ def run(test):
 
 # --- the journal, on a toy service -----------------------------------------------------------------------------------
 
-TRAIN = st.tuples(st.just("train"), st.integers(0, 2), st.sampled_from(["none", "num_loss_tokens", "num_sequences"]))
+TRAIN = st.tuples(
+    st.just("train"),
+    st.integers(0, 2),
+    st.sampled_from(["none", "num_loss_tokens", "num_sequences"]),
+)
 OTHERS = st.one_of(
     st.tuples(st.just("backward"), st.integers(0, 2)),
     st.tuples(st.just("save"), st.sampled_from(["a", "b"])),
@@ -57,12 +77,16 @@ OTHERS = st.one_of(
     st.tuples(st.sampled_from(["discard", "score", "refused"])),
 )
 SCRIPTS = st.lists(st.one_of(TRAIN, TRAIN, OTHERS), min_size=3, max_size=12)
-FAULTS = st.dictionaries(st.integers(1, 40), st.sampled_from(["before", "after"]), min_size=2, max_size=8)
+FAULTS = st.dictionaries(
+    st.integers(1, 40), st.sampled_from(["before", "after"]), min_size=2, max_size=8
+)
 
 
 async def played(operations, faults=(), **options):
     "Weights, logprobs, versions and metrics at the end of a script."
-    service, paths, seen = Service(faults), [], []
+    service = Service(faults)
+    paths = []
+    seen = []
     t = trainer_of(service, attempts=len(dict(faults)) + 2, **options)
     await t.open()
     for name, *what in operations:
@@ -86,7 +110,13 @@ async def played(operations, faults=(), **options):
                 await t.optim_step(ADAM)
             await t.discard_gradients()
     scores = np.concatenate([lp.values for lp in await t.forward(DATUMS)])
-    return t.link.client.table, scores, (t.versions.current, t.versions.published, len(t.pending)), seen, t
+    return (
+        t.link.client.table,
+        scores,
+        (t.versions.current, t.versions.published, len(t.pending)),
+        seen,
+        t,
+    )
 
 
 @settings(max_examples=40)
@@ -125,14 +155,19 @@ BUILTIN = st.lists(
 
 async def played_there(operations, faults=(), builtin=True, **options):
     "Weights, logprobs and books at the end of a script in which losses are computed by the service, or not."
-    service, paths, losses, made = Service(faults), [], [], LossOptions(aggregation="sum")
+    service = Service(faults)
+    paths = []
+    losses = []
+    made = LossOptions(aggregation="sum")
     quiet = {"pause_s": 0.0, "say": lambda line: None, "attempts": len(dict(faults)) + 2}
     t = ServiceTrainer(service.connect, replace(TOY, name="tinker"), **quiet, **options)
     for name, k in operations:
         if name == "there" and builtin:
             losses.append((await t.forward_backward_builtin(DATUMS[k:], made)).loss)
         elif name in ("there", "here"):
-            losses.append((await t.forward_backward_custom(DATUMS[k:], make_loss_fn(DATUMS[k:], made))).loss)
+            losses.append(
+                (await t.forward_backward_custom(DATUMS[k:], make_loss_fn(DATUMS[k:], made))).loss
+            )
         elif name == "step" and t.pending:
             losses.append((await t.optim_step(ADAM))["num_loss_tokens"])
         elif name == "save":
@@ -167,9 +202,12 @@ def test_a_gradient_on_the_service_is_not_sent_again():
         assert service.requests == before + 2
         assert "forward_gap" not in metrics
         assert t.journal.updates[0].passes[0].sent_on is None
-        service.faults[service.requests + 1] = "before"  # the step; then the pass has to be sent again, and is compared
+        # the step; then the pass has to be sent again, and is compared
+        service.faults[service.requests + 1] = "before"
         await t.forward_backward_builtin(DATUMS, LossOptions())
-        with pytest.warns(UserWarning, match="reconnected after Dropped: optim_step; repeated 1 update"):
+        with pytest.warns(
+            UserWarning, match="reconnected after Dropped: optim_step; repeated 1 update"
+        ):
             assert (await t.optim_step(ADAM))["forward_gap"] < 1e-6
 
     run(test())
@@ -235,7 +273,10 @@ def test_a_path_that_cannot_be_loaded_changes_nothing():
         with pytest.raises(BackendError, match="refused"):
             await t.load_state("nowhere")
         assert len(t.pending) == 1
-        assert all(np.array_equal(a, b.values, equal_nan=True) for a, b in zip(before, await t.forward(DATUMS)))
+        assert all(
+            np.array_equal(a, b.values, equal_nan=True)
+            for a, b in zip(before, await t.forward(DATUMS))
+        )
 
     run(test())
 
@@ -246,7 +287,9 @@ def test_a_service_that_is_gone_and_comes_back():
         t = trainer_of(service, attempts=3)
         await t.forward_backward_custom(DATUMS, reinforce)
         service.faults |= dict.fromkeys(range(service.requests, service.requests + 50), "before")
-        with pytest.raises(BackendError, match=r"toy is lost: got Dropped.*within 3 attempts.*Call again") as caught:
+        with pytest.raises(
+            BackendError, match=r"toy is lost: got Dropped.*within 3 attempts.*Call again"
+        ) as caught:
             await t.optim_step(ADAM)
         assert isinstance(caught.value.__cause__, Dropped)
         service.faults.clear()
@@ -278,7 +321,10 @@ def test_a_cancelled_await_leaves_the_books_in_order():
         with pytest.raises(asyncio.CancelledError):
             await waiting
         await t.forward(DATUMS)
-        assert (len(t.journal.updates), len(t.pending), t.versions.published) in [(1, 0, False), (0, 1, True)]
+        assert (len(t.journal.updates), len(t.pending), t.versions.published) in [
+            (1, 0, False),
+            (0, 1, True),
+        ]
         assert t.link.client.steps == len(t.journal.updates)
 
     run(test())
@@ -323,9 +369,25 @@ def test_names_of_states_carry_the_version(name, current, published, number):
 
 def test_versions_are_counted_as_locally():
     async def counted(policy, sync):
-        seen, paths = [], []
-        versions = lambda: (policy.versions.current, policy.versions.upcoming, policy.versions.published)
-        for name in ["save", "step", "save", "sync", "step", "load 0", "sync", "load 1", "sync", "weights 0", "sync"]:
+        seen = []
+        paths = []
+
+        def versions():
+            return (policy.versions.current, policy.versions.upcoming, policy.versions.published)
+
+        for name in [
+            "save",
+            "step",
+            "save",
+            "sync",
+            "step",
+            "load 0",
+            "sync",
+            "load 1",
+            "sync",
+            "weights 0",
+            "sync",
+        ]:
             kind, _, which = name.partition(" ")
             if kind == "save":
                 paths.append(await policy.save_state(f"s{len(paths)}"))
@@ -367,21 +429,39 @@ def service(model, tmp_path_factory):
 
 
 def opened(service, **options):
-    quick = {"probing": False, "conformance": "off", "pause_s": 0.02, "reference": False, "say": lambda line: None}
-    where = {"base_url": service.url, "key": KEY, "base_model": "a-model", "tokenizer": byte_tokenizer()}
+    quick = {
+        "probing": False,
+        "conformance": "off",
+        "pause_s": 0.02,
+        "reference": False,
+        "say": lambda line: None,
+    }
+    where = {
+        "base_url": service.url,
+        "key": KEY,
+        "base_model": "a-model",
+        "tokenizer": byte_tokenizer(),
+    }
     return open_tinker(**{"lora_rank": 4} | where | quick | options)
 
 
 def drawn_datums(completions) -> list[Datum]:
-    make = lambda i, c: Datum(
-        c.full_tokens, [0] * (c.prompt_len - 1) + [1] * len(c.tokens), advantage=i - 1.5, sample=i
-    )
+    def make(i, c):
+        return Datum(
+            c.full_tokens,
+            [0] * (c.prompt_len - 1) + [1] * len(c.tokens),
+            advantage=i - 1.5,
+            sample=i,
+        )
+
     return [make(i, c) for i, c in enumerate(completions)]
 
 
 def test_probes_and_conformance_of_a_right_service(service):
     async def test():
-        async with await opened(service, probing=True, conformance="raise", reference=True) as backend:
+        async with await opened(
+            service, probing=True, conformance="raise", reference=True
+        ) as backend:
             assert not backend.checks.failed
             assert not backend.probes.failed
             assert backend.capabilities.max_seq_len == 256
@@ -399,11 +479,14 @@ def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkey
     from rl_notebook.emulator import trainer as its
     from rl_notebook.emulator.service import start_emulator
 
-    used, refused = set(), []
+    used = set()
+    refused = []
 
     def noting(name, ask):
         def noted(call):
-            model_id = call.body.get("model_id") or call.body.get("forward_backward_input", {}).get("model_id")
+            model_id = call.body.get("model_id") or call.body.get("forward_backward_input", {}).get(
+                "model_id"
+            )
             if name == "load_weights" and model_id in used:
                 refused.append(model_id)
                 raise its.Refusal(400, "load", got="LoadWeights is not permitted with seq_id 6")
@@ -417,17 +500,22 @@ def test_a_service_that_loads_into_fresh_models_alone_is_given_one(model, monkey
 
     async def test(running):
         async with await opened(running) as backend:
-            before, state = await backend.policy.forward(DATUMS), await backend.policy.save_state("here")
+            before = await backend.policy.forward(DATUMS)
+            state = await backend.policy.save_state("here")
             await backend.policy.forward_backward_custom(DATUMS, reinforce)
             await backend.policy.optim_step(ADAM)
             await backend.policy.load_state(state)
             after = await backend.policy.forward(DATUMS)
-            assert all(np.array_equal(a.values, b.values, equal_nan=True) for a, b in zip(before, after, strict=True))
+            assert all(
+                np.array_equal(a.values, b.values, equal_nan=True)
+                for a, b in zip(before, after, strict=True)
+            )
         assert refused
 
     with start_emulator(model=model, key=KEY) as running:
         run(test(running))
-        assert not running.emulator.site.trainers["root"].memory.learners  # no adapter is left behind
+        # no adapter is left behind
+        assert not running.emulator.site.trainers["root"].memory.learners
 
 
 def test_no_heartbeat_outlives_its_backend(model):
@@ -473,7 +561,9 @@ class Drawer:
     "A sampling client that knows no end of text, and stops only where it is told, or not even there."
 
     def __init__(self, heeds):
-        self.heeds, self.told, self.line = heeds, [], [7, 8, 256, 9, 256, 10]
+        self.heeds = heeds
+        self.told = []
+        self.line = [7, 8, 256, 9, 256, 10]
 
     def sample(self, prompt, n, params):
         stop = params.stop or []
@@ -507,9 +597,13 @@ class Drawer:
 def test_a_completion_ends_at_the_end_of_text(heeds, stop, told, expected, temperature):
     async def test():
         client = Drawer(heeds)
-        session = SimpleNamespace(package=tinker_sdk()[0], sdk=tinker_sdk()[1], sampling={}, make=lambda fn: client)
+        session = SimpleNamespace(
+            package=tinker_sdk()[0], sdk=tinker_sdk()[1], sampling={}, make=lambda fn: client
+        )
         sampler = TinkerSampler(session, "a-model", byte_tokenizer(), Limits())
-        (c,) = await sampler.sample(PROMPT, SampleParams(max_tokens=6, temperature=temperature, **stop))
+        (c,) = await sampler.sample(
+            PROMPT, SampleParams(max_tokens=6, temperature=temperature, **stop)
+        )
         assert client.told == [told]
         assert c.tokens.tolist() == expected
         assert c.finish_reason == "stop"
@@ -526,20 +620,35 @@ def test_a_wrong_key_and_a_wrong_address():
         run(open_tinker(base_model="x", tokenizer=byte_tokenizer()))
     began = time.monotonic()
     with pytest.raises(BackendError, match="got ConnectError; expected a response"):
-        run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="x", tokenizer=byte_tokenizer()))
+        run(
+            open_tinker(
+                base_url="http://127.0.0.1:9", key=KEY, base_model="x", tokenizer=byte_tokenizer()
+            )
+        )
     assert time.monotonic() - began < 30
-    moved = Route("/{path:path}", lambda request: RedirectResponse(f"https://elsewhere.test{request.url.path}?key=1"))
-    with serve(Starlette(routes=[moved])) as url, pytest.raises(BackendError, match=r"a redirect to .*healthz; exp"):
+    moved = Route(
+        "/{path:path}",
+        lambda request: RedirectResponse(f"https://elsewhere.test{request.url.path}?key=1"),
+    )
+    with (
+        serve(Starlette(routes=[moved])) as url,
+        pytest.raises(BackendError, match=r"a redirect to .*healthz; exp"),
+    ):
         run(open_tinker(base_url=url, key=KEY, base_model="x", tokenizer=byte_tokenizer()))
     with pytest.raises(BackendError, match="tokenizer: got 'no-such-model'"):
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="no-such-model"))
 
 
-def test_a_length_that_the_service_does_not_take_is_refused_before_anything_is_trained(service, monkeypatch, tmp_path):
+def test_a_length_that_the_service_does_not_take_is_refused_before_anything_is_trained(
+    service, monkeypatch, tmp_path
+):
     byte_tokenizer().save_pretrained(tmp_path)
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     where = {"backend": "tinker", "base_url": service.url, "base_model": "a-model", "lora_rank": 4}
-    asked = lambda: {e.path.rpartition("/")[2] for e in service.emulator.log[mark:]}
+
+    def asked():
+        return {e.path.rpartition("/")[2] for e in service.emulator.log[mark:]}
+
     mark = len(service.emulator.log)
 
     async def opens():
@@ -550,11 +659,17 @@ def test_a_length_that_the_service_does_not_take_is_refused_before_anything_is_t
     mark = len(service.emulator.log)
     for longest in (4000, 257):
         with pytest.raises(
-            ConfigError, match=rf"a-model: max_seq_len: got {longest}; expected at most 256, its context"
+            ConfigError,
+            match=rf"a-model: max_seq_len: got {longest}; expected at most 256, its context",
         ):
             run(
                 open_backend(
-                    Config(**where, tokenizer_model=str(tmp_path), max_seq_len=longest, max_completion_tokens=64)
+                    Config(
+                        **where,
+                        tokenizer_model=str(tmp_path),
+                        max_seq_len=longest,
+                        max_completion_tokens=64,
+                    )
                 )
             )
     assert asked() - {"session_heartbeat"} == {"get_server_capabilities", "healthz"}
@@ -574,7 +689,12 @@ def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
     from rl_notebook.config.config import Config
     from rl_notebook.loop.loop import GRPOLoop
 
-    sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 6, "seed": 1}
+    sizes = {
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 4,
+        "max_completion_tokens": 6,
+        "seed": 1,
+    }
 
     def passes(start: int) -> int:
         asked = [e.path.rsplit("/", 1)[-1] for e in list(service.emulator.log)[start:]]
@@ -584,14 +704,24 @@ def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
         quick = {"backend": "tinker", "lora_rank": 4, "kl_beta": 0.0, "learning_rate": 1e-3}
         cfg = Config(loss_path=path, sync_audit=False, **sizes, **quick, **given)
         async with await opened(service) as backend:
-            loop = GRPOLoop(backend, [{"prompt": text} for text in ("Hello", "World", "again", "and on")], varied, cfg)
+            loop = GRPOLoop(
+                backend,
+                [{"prompt": text} for text in ("Hello", "World", "again", "and on")],
+                varied,
+                cfg,
+            )
             await loop.step()
             await loop.undo()
-            first, begun = await loop.step(), len(service.emulator.log)
+            first = await loop.step()
+            begun = len(service.emulator.log)
             second = await loop.step()
-            calls, scores = passes(begun), await backend.policy.forward(second.datums)
-            by_place = {(d.group, d.sample): s.values for d, s in zip(second.datums, scores, strict=True)}
-            return first, second, calls, by_place  # greedy passes take groups in the order of their arrival
+            calls = passes(begun)
+            scores = await backend.policy.forward(second.datums)
+            by_place = {
+                (d.group, d.sample): s.values for d, s in zip(second.datums, scores, strict=True)
+            }
+            # greedy passes take groups in the order of their arrival
+            return first, second, calls, by_place
 
     def varied(completion: str) -> float:
         return float(sum(map(ord, completion)) % 7)
@@ -599,13 +729,16 @@ def test_the_loop_with_a_loss_of_the_service(service, given, here, there):
     first, second, calls, values = run(stepped("client"))
     first_, second_, calls_, values_ = run(stepped("builtin"))
     for ours, theirs in ((first, first_), (second, second_)):
-        graded, graded_ = ({g.number: g.rewards.tolist() for g in record.groups} for record in (ours, theirs))
+        graded, graded_ = (
+            {g.number: g.rewards.tolist() for g in record.groups} for record in (ours, theirs)
+        )
         assert graded == graded_
         assert ours.loss.loss == pytest.approx(theirs.loss.loss, rel=1e-4, abs=1e-5)
         assert ours.options == theirs.options
     assert values.keys() == values_.keys()
     assert all(np.allclose(values[k], values_[k], atol=1e-4, equal_nan=True) for k in values)
-    assert len(second.passes) > 1 or "max_samples_per_fwd_bwd" not in given  # greedy ones depend on who arrives when
+    # greedy ones depend on who arrives when
+    assert len(second.passes) > 1 or "max_samples_per_fwd_bwd" not in given
     assert (calls, calls_) == (here * len(second.passes), there * len(second_.passes))
 
 
@@ -614,7 +747,13 @@ def test_a_warm_up_is_computed_by_the_service(service):
     from rl_notebook.loop.loop import GRPOLoop
 
     rows = [{"prompt": "Hello", "completion": "world"}, {"prompt": "again", "completion": "and on"}]
-    quick = {"prompt_groups_per_step": 2, "lora_rank": 4, "learning_rate": 1e-3, "kl_beta": 0.0, "sync_audit": False}
+    quick = {
+        "prompt_groups_per_step": 2,
+        "lora_rank": 4,
+        "learning_rate": 1e-3,
+        "kl_beta": 0.0,
+        "sync_audit": False,
+    }
 
     async def warmed(opening, name: str):
         async with opening as backend:
@@ -631,10 +770,13 @@ def test_a_warm_up_is_computed_by_the_service(service):
     asked = [e.path.rsplit("/", 1)[-1] for e in list(service.emulator.log)[begun:]]
     ours, undone_ = run(warmed(open_local(tiny_model(), byte_tokenizer(), lora_rank=4), "local"))
     assert [r.loss.loss for r in ours] == pytest.approx([r.loss.loss for r in theirs], rel=1e-4)
-    for d, a, b, before in zip(theirs[1].datums, undone_, undone, theirs[1].loss.logprobs, strict=True):
+    for d, a, b, before in zip(
+        theirs[1].datums, undone_, undone, theirs[1].loss.logprobs, strict=True
+    ):
         np.testing.assert_allclose(a.values[d.active], b.values[d.active], atol=1e-4)
         np.testing.assert_array_equal(b.values[d.active], before.values[d.active])
-    assert (asked.count("forward_backward"), asked.count("forward")) == (3, 0)  # two steps, and what scores
+    # two steps, and what scores
+    assert (asked.count("forward_backward"), asked.count("forward")) == (3, 0)
 
 
 def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
@@ -647,9 +789,17 @@ def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
     async def test():
         async with await opened(service) as backend:
             with pytest.raises(ConfigError, match="make_loss: got a loss of yours; expected none"):
-                GRPOLoop(backend, toy_rows(8), toy_reward, cfg, make_loss=lambda datums, denominator: reinforce)
+                GRPOLoop(
+                    backend,
+                    toy_rows(8),
+                    toy_reward,
+                    cfg,
+                    make_loss=lambda datums, denominator: reinforce,
+                )
         async with open_local(tiny_model(), byte_tokenizer(), lora_rank=4) as local:
-            with pytest.raises(ConfigError, match=r"got grpo; expected 'client'\. local does not compute this loss"):
+            with pytest.raises(
+                ConfigError, match=r"got grpo; expected 'client'\. local does not compute this loss"
+            ):
                 GRPOLoop(local, toy_rows(8), toy_reward, cfg)
 
     run(test())
@@ -661,15 +811,28 @@ def test_spans_are_taken_and_a_closed_loss_names_an_open_one(service):
     from tinker.types import PromptProvenanceSpan, SampledProvenanceSpan
 
     targets = tinker.TensorData(data=[5, 6, 7], dtype="int64", shape=[3])
-    datum = tinker.Datum(model_input=tinker.ModelInput.from_ints([4, 5, 6]), loss_fn_inputs={"target_tokens": targets})
-    runs = [PromptProvenanceSpan(sequence_id="s", length=2), SampledProvenanceSpan(sequence_id="s", length=1)]
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints([4, 5, 6]),
+        loss_fn_inputs={"target_tokens": targets},
+    )
+    runs = [
+        PromptProvenanceSpan(sequence_id="s", length=2),
+        SampledProvenanceSpan(sequence_id="s", length=1),
+    ]
 
     async def test():
         async with await opened(service) as backend:
             client = backend.policy.link.client  # type: ignore[attr-defined]
-            sent = lambda d, loss: client.forward_backward([d], loss).result()
-            assert len(sent(datum.with_provenance(runs, runs), "cross_entropy").loss_fn_outputs) == 1
-            with pytest.raises(tinker.TinkerError, match=r"stable_reinforce.*Take importance_sampling, or ppo"):
+
+            def sent(d, loss):
+                return client.forward_backward([d], loss).result()
+
+            assert (
+                len(sent(datum.with_provenance(runs, runs), "cross_entropy").loss_fn_outputs) == 1
+            )
+            with pytest.raises(
+                tinker.TinkerError, match=r"stable_reinforce.*Take importance_sampling, or ppo"
+            ):
                 sent(datum, "stable_reinforce")
 
     run(test())
@@ -677,5 +840,8 @@ def test_spans_are_taken_and_a_closed_loss_names_an_open_one(service):
 
 def test_without_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "tinker", None)
-    with pytest.raises(MissingExtra, match=r"the Tinker backend: got no tinker. pip install 'rl-notebook\[tinker\]'"):
+    with pytest.raises(
+        MissingExtra,
+        match=r"the Tinker backend: got no tinker. pip install 'rl-notebook\[tinker\]'",
+    ):
         tinker_sdk()

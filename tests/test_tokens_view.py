@@ -17,7 +17,14 @@ from ipykernel.comm.comm import BaseComm
 from markup import Page
 from synthetic import hostile_record, synthetic_record
 
-from rl_notebook.core.types import AlignmentError, Datum, Logprobs, PromptGroup, RecordError, RolloutSample
+from rl_notebook.core.types import (
+    AlignmentError,
+    Datum,
+    Logprobs,
+    PromptGroup,
+    RecordError,
+    RolloutSample,
+)
 from rl_notebook.insight.doctor.doctor import Diagnosis
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.show.html import shown_text, token_text
@@ -35,7 +42,8 @@ class Words:
     "A tokenizer whose tokens are the words of a list."
 
     def __init__(self, *words: str, special: tuple[int, ...] = ()):
-        self.words, self.all_special_ids = words, special
+        self.words = words
+        self.all_special_ids = special
 
     def decode(self, ids: list[int], **options: bool) -> str:
         return "".join(self.words[i % len(self.words)] for i in ids)
@@ -43,7 +51,11 @@ class Words:
 
 def small_datum(**changes) -> Datum:
     "Three prompt tokens, two scored ones."
-    about = {"sampler_logprobs": [NAN, NAN, -1.0, -0.5], "old_logprobs": [NAN, NAN, -1.0, -0.25], "advantage": 0.5}
+    about = {
+        "sampler_logprobs": [NAN, NAN, -1.0, -0.5],
+        "old_logprobs": [NAN, NAN, -1.0, -0.25],
+        "advantage": 0.5,
+    }
     return Datum(tokens=[5, 6, 7, 8, 9], weights=[0, 0, 1, 1], **about | changes)
 
 
@@ -56,7 +68,9 @@ def long_datum(size: int, seed: int = 0, **changes) -> Datum:
     weights = np.ones(size - 1)
     weights[: size // 4] = weights[size // 2 : size // 2 + size // 8] = 0
     logprobs = np.where(weights > 0, -rng.exponential(0.5, size - 1), NAN)
-    return Datum(tokens=rng.integers(0, 200, size), weights=weights, sampler_logprobs=logprobs, **changes)
+    return Datum(
+        tokens=rng.integers(0, 200, size), weights=weights, sampler_logprobs=logprobs, **changes
+    )
 
 
 # --- payloads ---------------------------------------------------------------------------------------------------------
@@ -68,12 +82,18 @@ def long_datum(size: int, seed: int = 0, **changes) -> Datum:
         ({"policy_loss": "ppo", "eps_clip": 0.1}, [np.exp(-0.5), 1.0], [0.9, 1.0]),
         ({"policy_loss": "grpo"}, [np.exp(-0.5), 1.0], None),
         ({"policy_loss": "reinforce"}, [np.exp(-0.5), np.exp(0.25)], None),
-        ({"policy_loss": "importance_sampling", "anchor": "rollout"}, [np.exp(-0.5), np.exp(0.25)], None),
+        (
+            {"policy_loss": "importance_sampling", "anchor": "rollout"},
+            [np.exp(-0.5), np.exp(0.25)],
+            None,
+        ),
         ({"policy_loss": "gspo", "eps_clip": 0.1}, [np.exp(-0.25)] * 2, [0.9, 0.9]),
         ({"policy_loss": "ppo", "ratio_log_cap": 0.1}, [np.exp(-0.1), 1.0], [np.exp(-0.1), 1.0]),
     ],
 )
-def test_the_ratio_is_the_one_of_the_loss(options: dict, ratio: list[float], clipped: list[float] | None):
+def test_the_ratio_is_the_one_of_the_loss(
+    options: dict, ratio: list[float], clipped: list[float] | None
+):
     (row,) = token_rows([small_datum()], policy_logprobs=POLICY)
     found = all_series(replace(row, options=options))
     assert found["ratio"][2:] == pytest.approx(ratio)
@@ -85,7 +105,9 @@ def test_the_ratio_is_the_one_of_the_loss(options: dict, ratio: list[float], cli
 def test_a_record_gives_every_sample_trained_or_not():
     record = synthetic_record(1, groups=6, completions=4)
     rows = token_rows(record)
-    assert [(r.group, r.sample) for r in rows] == [(g.index, i) for g in record.groups for i in range(len(g.samples))]
+    assert [(r.group, r.sample) for r in rows] == [
+        (g.index, i) for g in record.groups for i in range(len(g.samples))
+    ]
     trained = {(d.group, d.sample): i for i, d in enumerate(record.datums)}
     for r in rows:
         sample = record.groups[r.group].samples[r.sample]
@@ -95,7 +117,9 @@ def test_a_record_gives_every_sample_trained_or_not():
         i = trained.get((r.group, r.sample))
         assert bool(r.notes) == (i is None)
         if i is not None:
-            assert np.array_equal(r.series["policy"], record.loss.logprobs[i].values, equal_nan=True)
+            assert np.array_equal(
+                r.series["policy"], record.loss.logprobs[i].values, equal_nan=True
+            )
             assert np.array_equal(r.series["dlogprob"], record.loss.dlogprobs[i])
     assert len(trained) < len(rows)  # else the test shows half of it
 
@@ -103,7 +127,9 @@ def test_a_record_gives_every_sample_trained_or_not():
 def test_turns_and_raw_logprobs_of_a_sample():
     mask = [0, 0, 1, 1, 0, 1]
     lp = np.array([-1.0] * 6)
-    sample = RolloutSample(tokens=range(6), logprobs=lp, raw_logprobs=lp * 2, loss_mask=mask, reward=1.0)
+    sample = RolloutSample(
+        tokens=range(6), logprobs=lp, raw_logprobs=lp * 2, loss_mask=mask, reward=1.0
+    )
     (row,) = token_rows(StepRecord(1, [PromptGroup((sample,), index=3)], reason="a test"))
     payload = token_payload(row)
     named = {s["name"]: s["values"] for s in payload["series"]}
@@ -150,7 +176,10 @@ def test_a_shift_that_was_made_is_found(shift: int, seed: int, size: int, noise:
     sampler = np.full_like(policy, -1.0)
     to = np.arange(max(0, shift), size + min(0, shift))
     sampler[:, to] = policy[:, to - shift] + noise * rng.normal(size=(4, len(to)))
-    datums = [Datum(range(size + 1), np.ones(size), sampler_logprobs=row, sample=i) for i, row in enumerate(sampler)]
+    datums = [
+        Datum(range(size + 1), np.ones(size), sampler_logprobs=row, sample=i)
+        for i, row in enumerate(sampler)
+    ]
     overview = inspect_tokens(datums, policy_logprobs=policy).overview
     means = overview["shift"]["means"]
     assert overview["shift"]["shifts"][int(np.argmin(means))] == shift
@@ -160,7 +189,9 @@ def test_a_shift_that_was_made_is_found(shift: int, seed: int, size: int, noise:
 
 def test_the_verdict_is_the_doctors():
     record = synthetic_record(1)
-    found = Diagnosis("dropout", 0.95, "scored twice, it differs", {}, (), "Call eval.", (), controls=("policy",))
+    found = Diagnosis(
+        "dropout", 0.95, "scored twice, it differs", {}, (), "Call eval.", (), controls=("policy",)
+    )
     assert verdict(record, diagnosis=found)["text"] == "Dropout: scored twice, it differs"
     assert verdict(record, diagnosis=found)["more"].endswith("Call eval.")
     likely = verdict(record, diagnosis=replace(found, score=0.7, undecided=("padding side",)))
@@ -168,7 +199,10 @@ def test_the_verdict_is_the_doctors():
         "likely",
         "Probably dropout: scored twice, it differs; or padding side",
     )
-    half = verdict(record, diagnosis=replace(found, cause="shift", score=0.7, undecided=("dropout",), controls=()))
+    half = verdict(
+        record,
+        diagnosis=replace(found, cause="shift", score=0.7, undecided=("dropout",), controls=()),
+    )
     assert (half["state"], half["text"].endswith("causes fit: dropout")) == ("open", True)
     assert "diagnose(record, backend=backend)" in half["more"]
 
@@ -178,11 +212,16 @@ def test_the_verdict_is_the_doctors():
 
 def test_the_overview_counts_all_and_draws_some():
     datums = [long_datum(4001, seed=i, group=i // 2, sample=i % 2) for i in range(4)]
-    policy = [d.sampler_logprobs + np.random.default_rng(i).normal(0, 0.01, 4000) for i, d in enumerate(datums)]
+    policy = [
+        d.sampler_logprobs + np.random.default_rng(i).normal(0, 0.01, 4000)
+        for i, d in enumerate(datums)
+    ]
     policy[3][1500] += 7.0
     rows = token_rows(datums, policy_logprobs=policy)
     found = overview_payload(datums, rows, policy_logprobs=policy)
-    gap = np.concatenate([(p - d.sampler_logprobs)[d.active] for p, d in zip(policy, datums, strict=True)])
+    gap = np.concatenate(
+        [(p - d.sampler_logprobs)[d.active] for p, d in zip(policy, datums, strict=True)]
+    )
     assert len(found["points"]["x"]) == 5000 < found["tokens"] == len(gap)
     assert found["scopes"][0]["quantiles"]["max"] == pytest.approx(7.0, abs=0.1)
     assert found["scopes"][0]["quantiles"]["p90"] == pytest.approx(np.quantile(np.abs(gap), 0.9))
@@ -215,7 +254,9 @@ def test_nothing_that_a_model_wrote_becomes_markup():
     record = hostile_record()
     for source in (record, [long_datum(300, key=BAD)]):
         inspector = inspect_tokens(
-            source, words, extra={BAD: [np.ones(len(d.weights)) for d in getattr(source, "datums", source)]}
+            source,
+            words,
+            extra={BAD: [np.ones(len(d.weights)) for d in getattr(source, "datums", source)]},
         )
         inspector.series = BAD
         page = Page(inspector.static_html())
@@ -233,7 +274,9 @@ def test_a_still_picture_is_small_and_honest():
     Page(still)
     assert len(still.encode()) < 70_000
     left = [int(n) for n in re.findall(r"… (\d+) tokens …", still)]
-    assert sum(left) + 2 * 300 == 8192, "of prompt and completion, what is drawn and what is said to be left out"
+    assert sum(left) + 2 * 300 == 8192, (
+        "of prompt and completion, what is drawn and what is said to be left out"
+    )
 
 
 # --- the widget -------------------------------------------------------------------------------------------------------
@@ -251,7 +294,9 @@ def test_live_and_still_are_two_outputs(monkeypatch: pytest.MonkeyPatch):
     assert live.keys() == {"application/vnd.jupyter.widget-view+json", "text/plain"}
     assert live["text/plain"] == ""
     replaced: list[tuple[dict, str]] = []
-    monkeypatch.setattr(views, "update_display", lambda data, raw, display_id: replaced.append((data, display_id)))
+    monkeypatch.setattr(
+        views, "update_display", lambda data, raw, display_id: replaced.append((data, display_id))
+    )
     both.update("<p>later</p>", "in other words")
     ((later, place),) = replaced
     assert (place, later["text/plain"]) == (both.place, "in other words")
@@ -283,7 +328,8 @@ def asset(name: str) -> str:
 def test_the_module_asks_for_nothing_and_writes_no_markup():
     code = module("tokens.js")
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\s*\(|srcdoc", code
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\s*\(|srcdoc",
+        code,
     )
     assert not re.findall(r"https?://[^\"']+", code + asset("tokens.css"))
     assert "url(" not in asset("tokens.css")

@@ -17,7 +17,9 @@ from rl_notebook.task import toy
 from rl_notebook.core.types import BackendError, MissingExtra
 
 TOKENIZER = toy.build_tokenizer()
-SPEC = importlib.util.spec_from_file_location("make_tiny", Path(__file__).parents[1] / "scripts" / "make_tiny.py")
+SPEC = importlib.util.spec_from_file_location(
+    "make_tiny", Path(__file__).parents[1] / "scripts" / "make_tiny.py"
+)
 SPEC.loader.exec_module(MADE := importlib.util.module_from_spec(SPEC))
 PLAIN_TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=40)
 # a "<|" can be completed to a control token by its neighbour, in this tokenizer as in any other
@@ -39,7 +41,9 @@ def digits_of(question):
 def test_rows_are_right_distinct_and_repeatable():
     for split, count in (("train", 5), ("heldout", 5), ("hard", 6)):
         rows = toy.toy_rows(300, seed=5, split=split)
-        assert rows == toy.toy_rows(300, seed=5, split=split) != toy.toy_rows(300, seed=6, split=split)
+        assert (
+            rows == toy.toy_rows(300, seed=5, split=split) != toy.toy_rows(300, seed=6, split=split)
+        )
         assert len({row["question"] for row in rows}) == 300
         assert {len(digits_of(row["question"])) for row in rows} == {count}
         assert all(int(row["answer"]) == sum(digits_of(row["question"])) for row in rows)
@@ -60,17 +64,23 @@ TURNS = st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3)
 
 @given(TURNS)
 def test_chat_template_only_appends_and_marks_what_was_said(turns):
-    messages, ids, said = [], [], []
+    messages = []
+    ids = []
+    said = []
     for user, assistant in turns:
         messages.append({"role": "user", "content": user})
-        prompt = TOKENIZER.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        prompt = TOKENIZER.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
         assert prompt[: len(ids)] == ids
         completion = [*TOKENIZER(assistant)["input_ids"], TOKENIZER.eos_token_id]
         messages.append({"role": "assistant", "content": assistant})
         ids = TOKENIZER.apply_chat_template(messages, return_dict=False)
         assert ids == prompt + completion
         said += completion
-    template_mask = TOKENIZER.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    template_mask = TOKENIZER.apply_chat_template(
+        messages, return_dict=True, return_assistant_tokens_mask=True
+    )
     spoken = MADE.spoken_mask(torch.tensor([ids]))[0]
     assert spoken.tolist() == [bool(m) for m in template_mask["assistant_masks"]]
     assert torch.tensor(ids)[spoken].tolist() == said
@@ -88,7 +98,9 @@ def test_shipped_tokenizer_is_the_one_the_notebook_builds(tmp_path):
 def test_shipped_model_is_small_complete_and_plain():
     files = {path.name: path.stat().st_size for path in toy.tiny_path().iterdir()}
     assert sum(files.values()) < 5e6
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(
+        files
+    )
     model = AutoModelForCausalLM.from_pretrained(toy.tiny_path())
     tokenizer = AutoTokenizer.from_pretrained(toy.tiny_path())
     assert type(model).__name__ == "Qwen3ForCausalLM"
@@ -112,9 +124,13 @@ def test_a_local_folder_loads_to_the_same_weights(tiny, tmp_path):
     assert torch.equal(ours.bfloat16(), theirs)
 
 
-@pytest.mark.parametrize("name", ["./absent", "/absent/folder", "~/absent-folder", "~nobody-here/x", "", "a b"])
+@pytest.mark.parametrize(
+    "name", ["./absent", "/absent/folder", "~/absent-folder", "~nobody-here/x", "", "a b"]
+)
 def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(name):
-    with pytest.raises(BackendError, match="got no such folder; expected 'tiny', 'smollm2', a folder"):
+    with pytest.raises(
+        BackendError, match="got no such folder; expected 'tiny', 'smollm2', a folder"
+    ):
         toy.load_model(name)
 
 
@@ -211,7 +227,10 @@ def test_smollm2_is_a_chat_model_that_can_add():
     model, tokenizer = toy.load_model("smollm2")
     assert (model.dtype, model.num_parameters()) == (torch.float32, 134_515_008)
     batch = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is 3+4?"}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        [{"role": "user", "content": "What is 3+4?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
     )
     out = model.generate(**batch, max_new_tokens=10, do_sample=False)
     assert "7" in tokenizer.decode(out[0, batch["input_ids"].shape[1] :])

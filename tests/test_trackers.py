@@ -22,7 +22,12 @@ SECRET = "sk-0123456789abcdef-not-a-real-key"
 CONFIG = Config(learning_rate=5e-5, stop=("\n",), run_name="sums").to_dict() | {
     "where": f"https://{SECRET}@example.org"
 }
-STEPS = [(1, {"reward": 0.25, "kl/k3": 0.5}), (2, {"reward": math.nan}), (3, {"reward": 0.75}), (2, {"reward": 1.0})]
+STEPS = [
+    (1, {"reward": 0.25, "kl/k3": 0.5}),
+    (2, {"reward": math.nan}),
+    (3, {"reward": 0.75}),
+    (2, {"reward": 1.0}),
+]
 
 TABLE = {
     "step": [1, 1],
@@ -41,7 +46,11 @@ def cleaned(rows):
         for name, values in TABLE.items():
             wanted = values[i].replace(SECRET, "***") if isinstance(values[i], str) else values[i]
             missing = wanted != wanted
-            assert row[name] in (None, "NaN") or math.isnan(row[name]) if missing else row[name] == wanted, name
+            assert (
+                row[name] in (None, "NaN") or math.isnan(row[name])
+                if missing
+                else row[name] == wanted
+            ), name
     return True
 
 
@@ -74,13 +83,17 @@ def read_wandb(folder: Path):
     "Protocol buffers in a W&B run file: 7 bytes of header, then records cut into blocks of 32 kB (LevelDB's log)."
     pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     (path,) = Path(folder).glob("wandb/*run-*/*.wandb")
-    data, at, parts = path.read_bytes(), 7, b""
+    data = path.read_bytes()
+    at = 7
+    parts = b""
     while at + 7 <= len(data):
         if (left := 32768 - at % 32768) < 7:
             at += left
             continue
-        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
-        parts, at = parts + data[at + 7 : at + 7 + length], at + 7 + length
+        length = int.from_bytes(data[at + 4 : at + 6], "little")
+        kind = data[at + 6]
+        parts = parts + data[at + 7 : at + 7 + length]
+        at = at + 7 + length
         if kind in (1, 4):  # whole, or the last part
             yield pb.Record.FromString(parts)
             parts = b""
@@ -101,13 +114,19 @@ def test_wandb_offline(wandb_offline, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", SECRET.ljust(40, "0"))
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
     options = WandBConfig(entity="my-team", project="sums-project")
-    (tracker,) = open_trackers(["wandb"], run_name="sums", config=CONFIG, log_path=wandb_offline, wandb=options)
+    (tracker,) = open_trackers(
+        ["wandb"], run_name="sums", config=CONFIG, log_path=wandb_offline, wandb=options
+    )
     run(tracker)
     records = list(wandb_records(wandb_offline))
     begun = next(r.run for r in records if r.WhichOneof("record_type") == "run")
     assert (begun.project, begun.display_name, begun.entity) == ("sums-project", "sums", "my-team")
     settings = {u.key: json.loads(u.value_json) for u in begun.config.update if u.key}
-    assert (settings["learning_rate"], settings["stop"], settings["output_model_id"]) == (5e-5, ["\n"], None)
+    assert (settings["learning_rate"], settings["stop"], settings["output_model_id"]) == (
+        5e-5,
+        ["\n"],
+        None,
+    )
     assert settings["where"] == "https://***@example.org"
     rows = [
         {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in r.history.item}
@@ -119,7 +138,11 @@ def test_wandb_offline(wandb_offline, monkeypatch):
     assert rows[0]["kl/k3"] == 0.5
     assert rows[1]["step"] == 2
     assert math.isnan(float(rows[1]["reward"]))
-    axes = {r.metric.name or r.metric.glob_name: r.metric.step_metric for r in records if r.HasField("metric")}
+    axes = {
+        r.metric.name or r.metric.glob_name: r.metric.step_metric
+        for r in records
+        if r.HasField("metric")
+    }
     assert axes.get("*", axes.get("reward")) == "step"
     assert SECRET.encode() not in everything(wandb_offline)
 
@@ -130,8 +153,12 @@ def wandb_tables(folder: Path):
     for record in wandb_records(folder):
         if record.WhichOneof("record_type") != "history":
             continue
-        row = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
-        for name, path in ((k.removesuffix(".path"), v) for k, v in row.items() if k.endswith(".path")):
+        row = {
+            ".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item
+        }
+        for name, path in (
+            (k.removesuffix(".path"), v) for k, v in row.items() if k.endswith(".path")
+        ):
             assert row[f"{name}._type"] == "table-file"
             (file,) = Path(folder).glob(f"wandb/*run-*/files/{path}")
             table = json.loads(file.read_text())
@@ -158,7 +185,9 @@ def test_wandb_goes_on_with_the_same_run(wandb_offline):
         ids.append(tracker.run.id)
         tracker.finish()
     assert ids[0] == ids[1]
-    (other,) = open_trackers(["wandb"], run_name=None, config={}, log_path=wandb_offline.parent / "other")
+    (other,) = open_trackers(
+        ["wandb"], run_name=None, config={}, log_path=wandb_offline.parent / "other"
+    )
     other.finish()
     assert other.run.id != ids[0]
 
@@ -205,10 +234,18 @@ def test_trackio_local(tmp_path):
         + "def run(tracker, steps):\n"
         "    for step, metrics in steps:\n        tracker.log(metrics, step)\n    finish_trackers([tracker])\n"
     )
-    env = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "OPENAI_API_KEY": SECRET, "HOME": str(tmp_path)}
+    env = os.environ | {
+        "TRACKIO_DIR": str(tmp_path / "trackio"),
+        "OPENAI_API_KEY": SECRET,
+        "HOME": str(tmp_path),
+    }
     env["PYTHONPATH"] = f"{Path(m.__file__).parents[1]}{os.pathsep}{tmp_path}"
     done = subprocess.run(
-        [sys.executable, "-c", TRACKIO, str(tmp_path / "run")], capture_output=True, text=True, env=env, cwd=tmp_path
+        [sys.executable, "-c", TRACKIO, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     logs, config, separate, threads, modules, tables = json.loads(done.stdout.split("RESULT")[1])
@@ -244,12 +281,23 @@ def trained_with(report_to, log_path):
     from rl_notebook.task.data import load_rows
     from rl_notebook.task.toy import load_model, toy_rows
 
-    sizes = {"prompt_groups_per_step": 2, "completions_per_prompt": 2, "max_completion_tokens": 4, "max_seq_len": 96}
+    sizes = {
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 2,
+        "max_completion_tokens": 4,
+        "max_seq_len": 96,
+    }
     sizes |= {"log_completions": 3, "drop_dead": False, "eval_interval": 2}
     cfg = Config(**sizes, steps=2, kl_beta=0.0, report_to=report_to, log_path=str(log_path))
-    problem = Problem(load_rows(toy_rows(8, seed=3)), load_rows(toy_rows(2, seed=4)), lambda text: float(len(text)))
+    problem = Problem(
+        load_rows(toy_rows(8, seed=3)),
+        load_rows(toy_rows(2, seed=4)),
+        lambda text: float(len(text)),
+    )
     backend = open_local(*load_model("tiny"), reference=False)
-    return asyncio.run(train(cfg, problem=problem, backend=backend, say=lambda line: None, progress=False))
+    return asyncio.run(
+        train(cfg, problem=problem, backend=backend, say=lambda line: None, progress=False)
+    )
 
 
 def check_scalars(scalars):  # name -> {step: value}
@@ -264,10 +312,17 @@ def test_tensorboard_has_the_held_out_scores_the_seconds_and_completions(tmp_pat
     pytest.importorskip("tensorboard")
     result = trained_with(["tensorboard"], tmp_path / "run")
     board = board_of(tmp_path / "run")
-    scalars = {name: {e.step: e.value for e in board.Scalars(name)} for name in board.Tags()["scalars"]}
+    scalars = {
+        name: {e.step: e.value for e in board.Scalars(name)} for name in board.Tags()["scalars"]
+    }
     check_scalars(scalars)
-    assert scalars["eval/reward"] == pytest.approx({0: result.reward_before, 2: result.reward_after})
-    texts = {e.step: json.loads(e.tensor_proto.string_val[0]) for e in board.Tensors("completions/text_summary")}
+    assert scalars["eval/reward"] == pytest.approx(
+        {0: result.reward_before, 2: result.reward_after}
+    )
+    texts = {
+        e.step: json.loads(e.tensor_proto.string_val[0])
+        for e in board.Tensors("completions/text_summary")
+    }
     check_completions(texts, tmp_path / "run")
 
 

@@ -32,7 +32,9 @@ SETTINGS = {
 
 def recorded(steps, seed, rows=32, folder=None, **given):
     "Records of a real run; what is given as a pair has its second value from step BROKEN on."
-    before = {name: value[0] if isinstance(value, tuple) else value for name, value in given.items()}
+    before = {
+        name: value[0] if isinstance(value, tuple) else value for name, value in given.items()
+    }
     after = {name: value[1] for name, value in given.items() if isinstance(value, tuple)}
     reward = before.pop("reward", [toy_reward, toy_format_reward])
 
@@ -84,7 +86,11 @@ BOTH = [toy_reward, toy_format_reward]
 SITUATIONS = {  # name: what is said, the step at which it begins, the run
     "rate": ("KL jumped", BROKEN, {"learning_rate": (5e-5, 1e-2)}),
     "aggregation": ("gradient norm jumped", BROKEN, {"aggregation": ("token_mean", "sum")}),
-    "length": ("reward follows length", 1, {"learning_rate": 1e-4, "reward": [toy_reward, long_answers]}),
+    "length": (
+        "reward follows length",
+        1,
+        {"learning_rate": 1e-4, "reward": [toy_reward, long_answers]},
+    ),
     "temperature": ("entropy fell", BROKEN, {"temperature": (1.0, 0.3)}),
     "parser": ("reward fell", BROKEN, {"reward": (BOTH, [nothing])}),
     "marker": ("dead groups grew", BROKEN, {"reward": (BOTH, [marker])}),
@@ -92,10 +98,13 @@ SITUATIONS = {  # name: what is said, the step at which it begins, the run
 }
 
 
-MISSED = {("rate", 22), ("length", 22)}  # of the 28 runs that were looked at once, with the thresholds as they are
+# of the 28 runs that were looked at once, with the thresholds as they are
+MISSED = {("rate", 22), ("length", 22)}
 
 
-@pytest.mark.parametrize("seed", [21, *(pytest.param(s, marks=pytest.mark.slow) for s in (22, 23, 24, 25))])
+@pytest.mark.parametrize(
+    "seed", [21, *(pytest.param(s, marks=pytest.mark.slow) for s in (22, 23, 24, 25))]
+)
 @pytest.mark.parametrize("name", SITUATIONS)
 @pytest.mark.variant(but="parser-21")
 def test_what_goes_wrong_is_named_within_ten_steps(name, seed, broken):
@@ -133,7 +142,9 @@ def test_a_healthy_run_gives_no_alarm(seed):
 def test_at_most_one_healthy_run_in_fifty_gives_an_alarm(say):
     alarms = {seed: [t.name for t in watch_run(healthy(seed))] for seed in range(100, 150)}
     kinds = Counter(what for whats in alarms.values() for what in whats)
-    say(f"false alarms in {sum(map(bool, alarms.values()))} of {len(alarms)} healthy runs: {dict(kinds)}")
+    say(
+        f"false alarms in {sum(map(bool, alarms.values()))} of {len(alarms)} healthy runs: {dict(kinds)}"
+    )
     assert sum(map(bool, alarms.values())) <= 1
 
 
@@ -166,13 +177,21 @@ def test_the_verdict_line_says_it_once(broken):
 @pytest.mark.parametrize("reward", [0.0, 1.0, -1.0, 1 / 3])
 @pytest.mark.parametrize("steps", [1, 13, 30])
 def test_numbers_that_never_change_are_no_news(reward, steps):
-    tokens, series = np.arange(4), np.array([np.nan, -1, -1, -1])
-    drawn = [RolloutSample(tokens, series, np.array([0, 1, 1, 1]), reward, text="a") for _ in range(4)]
-    noise = 1e-16 * np.random.default_rng(0).integers(-3, 4, steps)  # as sums of the same numbers have
+    tokens = np.arange(4)
+    series = np.array([np.nan, -1, -1, -1])
+    drawn = [
+        RolloutSample(tokens, series, np.array([0, 1, 1, 1]), reward, text="a") for _ in range(4)
+    ]
+    # as sums of the same numbers have
+    noise = 1e-16 * np.random.default_rng(0).integers(-3, 4, steps)
     names = ("reward", "kl", "grad_norm", "completions/mean_length", "entropy")
     groups = (PromptGroup(tuple(drawn), key="row"),)
-    metrics = [{name: reward + float(of) for name in names} | {"frac_reward_zero_std": 1.0} for of in noise]
-    records = [StepRecord(i, groups, metrics=m, reason="no signal") for i, m in enumerate(metrics, 1)]
+    metrics = [
+        {name: reward + float(of) for name in names} | {"frac_reward_zero_std": 1.0} for of in noise
+    ]
+    records = [
+        StepRecord(i, groups, metrics=m, reason="no signal") for i, m in enumerate(metrics, 1)
+    ]
     assert watch_run(records) == ()
     assert ledger(records)["solved"].tolist() == [float(reward > 0)]
     with pytest.raises(DataError, match="no sample"):
@@ -184,12 +203,20 @@ def test_an_entropy_that_creeps_down_is_named_unless_the_task_is_solved(reward, 
     "By 15 % a step: a line through it falls as fast."
     drawn = [RolloutSample(np.zeros(0), np.zeros(0), np.zeros(0), r, text="a") for r in (0.0, 1.0)]
     metrics = [{"entropy": 0.8 * 0.85**i, "reward": min(0.1 * i, reward)} for i in range(40)]
-    records = [StepRecord(i, (PromptGroup(drawn),), metrics=m, reason="x") for i, m in enumerate(metrics, 1)]
+    records = [
+        StepRecord(i, (PromptGroup(drawn),), metrics=m, reason="x")
+        for i, m in enumerate(metrics, 1)
+    ]
     assert [t.name for t in watch_run(records)][:1] == said
 
 
 def test_a_run_whose_reward_never_changes_goes_to_its_end_and_is_shown(tmp_path, capsys):
-    small = {"completions_per_prompt": 2, "prompt_groups_per_step": 1, "max_completion_tokens": 4, "max_rows": 14}
+    small = {
+        "completions_per_prompt": 2,
+        "prompt_groups_per_step": 1,
+        "max_completion_tokens": 4,
+        "max_rows": 14,
+    }
     options = small | {"steps": 14, "log_path": tmp_path / "run", "rewards": "test_trends:nothing"}
     assert main(["train", *(f"--{name}={value}" for name, value in options.items())]) == 0
     assert [r.step for r in Run.open(tmp_path / "run")] == list(range(1, 15))

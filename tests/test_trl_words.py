@@ -21,7 +21,10 @@ from rl_notebook.core.losses import LossOptions, make_loss_fn
 from rl_notebook.core.types import ConfigError, Datum, PromptGroup, RolloutSample
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-ROWS, WIDTH, SEEDS, LENGTHS = 6, 7, 2, {"max_completion_length": 256}
+ROWS = 6
+WIDTH = 7
+SEEDS = 2
+LENGTHS = {"max_completion_length": 256}
 
 
 def trls(function: str, first: str, last: str) -> Any:
@@ -32,12 +35,19 @@ def trls(function: str, first: str, last: str) -> Any:
     return compile(textwrap.dedent("\n".join(lines[start:end])), f"trl:{function}", "exec")
 
 
-WEIGHTS = trls("_generate_and_score_completions", "per_token_logps_diff =", "log probabilities for the reference model")
-ADVANTAGES = trls("_generate_and_score_completions", "unscorable_mask =", "# Unscorable completions")
+WEIGHTS = trls(
+    "_generate_and_score_completions",
+    "per_token_logps_diff =",
+    "log probabilities for the reference model",
+)
+ADVANTAGES = trls(
+    "_generate_and_score_completions", "unscorable_mask =", "# Unscorable completions"
+)
 
 
 class Accelerator:
-    num_processes, sync_gradients = 1, True
+    num_processes = 1
+    sync_gradients = True
 
     def reduce(self, x: Any, reduction: str = "sum") -> Any:
         return x
@@ -52,7 +62,10 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     "Logprobs of a stale policy in float64, with holes and a short row."
     g = torch.Generator().manual_seed(seed)
     p = -3 * torch.rand(ROWS, WIDTH, generator=g, dtype=torch.float64) - 0.05
-    near = lambda by: (p + by * torch.randn(p.shape, generator=g, dtype=torch.float64)).clamp(max=-1e-3)
+
+    def near(by):
+        return (p + by * torch.randn(p.shape, generator=g, dtype=torch.float64)).clamp(max=-1e-3)
+
     mask = (torch.arange(WIDTH) < torch.tensor([[7], [4], [6], [7], [2], [5]])).double()
     mask[0, 2] = 0  # a token of a tool
     advantages = torch.tensor([1.2, -0.8, 0.0, -1.5, 0.6, 0.5], dtype=torch.float64)
@@ -61,50 +74,86 @@ def batch(seed: int) -> dict[str, torch.Tensor]:
     return {**series, "mask": mask, "advantages": advantages}
 
 
-def theirs(words: dict[str, Any], b: dict[str, torch.Tensor]) -> tuple[float, np.ndarray, np.ndarray]:
+def theirs(
+    words: dict[str, Any], b: dict[str, torch.Tensor]
+) -> tuple[float, np.ndarray, np.ndarray]:
     "TRL's loss, dL/dlogprob and dL/dentropy."
     vllm = any(name.startswith("vllm_") for name in words)
-    args = GRPOConfig(**{**LENGTHS, **words}, use_cpu=True, bf16=False, report_to="none", num_generations=2)
+    args = GRPOConfig(
+        **{**LENGTHS, **words}, use_cpu=True, bf16=False, report_to="none", num_generations=2
+    )
     t: Any = GRPOTrainer.__new__(GRPOTrainer)
     t.args, t.accelerator, t.model = args, Accelerator(), SimpleNamespace(training=True)
     same = "loss_type beta importance_sampling_level top_entropy_quantile off_policy_mask_threshold entropy_coef"
-    same += " use_adaptive_entropy vllm_importance_sampling_correction vllm_importance_sampling_mode"
-    same += " vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max max_completion_length"
+    same += (
+        " use_adaptive_entropy vllm_importance_sampling_correction vllm_importance_sampling_mode"
+    )
+    same += (
+        " vllm_importance_sampling_clip_min vllm_importance_sampling_clip_max max_completion_length"
+    )
     for name in same.split():
         setattr(t, name, getattr(args, name))
-    t.epsilon_low, t.epsilon_high = args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high
-    t.use_vllm, t.aux_loss_enabled, t.current_gradient_accumulation_steps = vllm, False, 1
+    t.epsilon_low, t.epsilon_high = (
+        args.epsilon,
+        args.epsilon if args.epsilon_high is None else args.epsilon_high,
+    )
+    t.use_vllm = vllm
+    t.aux_loss_enabled = False
+    t.current_gradient_accumulation_steps = 1
     t._entropy_bonus_enabled, t._metrics = args.entropy_coef > 0, {"train": defaultdict(list)}
     args.steps_per_generation = 1
     p, entropy = b["p"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
     t._get_per_token_logps_and_entropies = lambda *a, **k: (p, entropy, None)
     inputs = {"prompt_ids": torch.ones(ROWS, 1), "prompt_mask": torch.ones(ROWS, 1)}
-    inputs |= {"completion_ids": torch.ones(ROWS, WIDTH), "completion_mask": b["mask"], "advantages": b["advantages"]}
+    inputs |= {
+        "completion_ids": torch.ones(ROWS, WIDTH),
+        "completion_mask": b["mask"],
+        "advantages": b["advantages"],
+    }
     inputs |= {"old_per_token_logps": b["old"], "ref_per_token_logps": b["ref"]}
     inputs |= {"num_items_in_batch": b["mask"].sum()}
     if vllm and args.vllm_importance_sampling_correction:
         names = vars(inspect.getmodule(GRPOTrainer)) | {"self": t, "mask": b["mask"]}
-        exec(WEIGHTS, names := names | {"sampling_per_token_logps": b["sampler"], "old_per_token_logps": b["old"]})
+        exec(
+            WEIGHTS,
+            names := names
+            | {"sampling_per_token_logps": b["sampler"], "old_per_token_logps": b["old"]},
+        )
         inputs |= {"importance_sampling_ratio": names["vllm_importance_sampling_ratio"]}
         inputs |= {"sampling_per_token_logps": b["sampler"]}
     loss = t._compute_loss(None, inputs)
     loss.backward()
-    return loss.item(), p.grad.numpy(), np.zeros_like(p.grad) if entropy.grad is None else entropy.grad.numpy()
+    return (
+        loss.item(),
+        p.grad.numpy(),
+        np.zeros_like(p.grad) if entropy.grad is None else entropy.grad.numpy(),
+    )
 
 
 def ours(words: dict[str, Any], b: dict[str, torch.Tensor]) -> tuple[float, np.ndarray, np.ndarray]:
     "Our loss of a config in the same words."
     options = LossOptions(**Config(**LENGTHS, **words).loss_options())
     corrected = options.tis != "off"
-    series = {f"{name}_logprobs": b[name].numpy() for name in ("old", "ref", *(["sampler"] if corrected else []))}
+    series = {
+        f"{name}_logprobs": b[name].numpy()
+        for name in ("old", "ref", *(["sampler"] if corrected else []))
+    }
     datums = [
-        Datum(range(WIDTH + 1), b["mask"][i].numpy(), b["advantages"][i].item(), **{k: v[i] for k, v in series.items()})
+        Datum(
+            range(WIDTH + 1),
+            b["mask"][i].numpy(),
+            b["advantages"][i].item(),
+            **{k: v[i] for k, v in series.items()},
+        )
         for i in range(ROWS)
     ]
     p, entropy = ([x.clone().requires_grad_() for x in b[name]] for name in ("p", "entropy"))
     loss, _ = make_loss_fn(datums, options)(datums, p, entropy)
     loss.backward()
-    rows = ([np.zeros(WIDTH) if x.grad is None else x.grad.numpy() for x in leaves] for leaves in (p, entropy))
+    rows = (
+        [np.zeros(WIDTH) if x.grad is None else x.grad.numpy() for x in leaves]
+        for leaves in (p, entropy)
+    )
     return loss.item(), *map(np.stack, rows)
 
 
@@ -146,12 +195,24 @@ def test_loss_and_gradient_are_trls_own(words: dict[str, Any]) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
-    *(("importance_sampling_level", {"loss_type": k, **SEQUENCE}) for k in ("cispo", "sapo", "vespo")),
-    ("vllm_importance_sampling_mode", {"loss_type": "grpo", **SEQUENCE, "vllm_importance_sampling_mode": "token_mask"}),
-    ("tis: got product; expected 'token'", {"loss_type": "vespo", "vllm_importance_sampling_clip_max": 2}),
+    *(
+        ("importance_sampling_level", {"loss_type": k, **SEQUENCE})
+        for k in ("cispo", "sapo", "vespo")
+    ),
+    (
+        "vllm_importance_sampling_mode",
+        {"loss_type": "grpo", **SEQUENCE, "vllm_importance_sampling_mode": "token_mask"},
+    ),
+    (
+        "tis: got product; expected 'token'",
+        {"loss_type": "vespo", "vllm_importance_sampling_clip_max": 2},
+    ),
     ("top_entropy_quantile", {"loss_type": "grpo", **SEQUENCE, "top_entropy_quantile": 0.2}),
     ("delta: got 0.9; expected at least 1", {"loss_type": "grpo", "delta": 0.9}),
-    *(("entropy_coef", {"loss_type": k, "entropy_coef": 0.1}) for k in ("grpo", "dr_grpo", "sapo", "luspo")),
+    *(
+        ("entropy_coef", {"loss_type": k, "entropy_coef": 0.1})
+        for k in ("grpo", "dr_grpo", "sapo", "luspo")
+    ),
     ("entropy_coef", {"loss_type": "dapo", "entropy_coef": 0.1, "top_entropy_quantile": 0.2}),
 ]
 
@@ -172,15 +233,23 @@ def test_advantages_are_trls_own(how: str, scale: str) -> None:
     weights = torch.tensor([1.0, 0.5])[: FUNCTIONS[how]]
     scores = torch.rand(12, FUNCTIONS[how], generator=torch.Generator().manual_seed(3)).double()
     scores[4:8] = 0.25  # a group without signal
-    trainer = SimpleNamespace(multi_objective_aggregation=how, scale_rewards=scale, reward_weights=weights)
+    trainer = SimpleNamespace(
+        multi_objective_aggregation=how, scale_rewards=scale, reward_weights=weights
+    )
     trainer.reward_funcs = [*range(FUNCTIONS[how])]
-    trl = vars(inspect.getmodule(GRPOTrainer)) | {"self": trainer, "rewards_per_func": scores, "num_generations": 4}
+    trl = vars(inspect.getmodule(GRPOTrainer)) | {
+        "self": trainer,
+        "rewards_per_func": scores,
+        "num_generations": 4,
+    }
     exec(ADVANTAGES, trl := trl | {"device": "cpu"})
     cfg = Config(scale_rewards=scale, multi_objective_aggregation=how)
     parts = [dict(zip("ab", row.tolist(), strict=False)) for row in scores]
     total = (scores * weights).sum(1).tolist()
     plain = {"tokens": [1, 2], "logprobs": [0, -1], "loss_mask": [0, 1]}
-    samples = [RolloutSample(**plain, reward=r, rewards=p) for r, p in zip(total, parts, strict=True)]
+    samples = [
+        RolloutSample(**plain, reward=r, rewards=p) for r, p in zip(total, parts, strict=True)
+    ]
     groups = [PromptGroup(tuple(samples[i : i + 4]), index=i) for i in (0, 4, 8)]
     rule = {"scale": cfg.advantage_scale, "eps": cfg.advantage_eps}
     rule["weights"] = dict(zip("ab", weights.tolist(), strict=False))
@@ -197,9 +266,11 @@ def test_every_field_of_trl_is_understood_or_refused_by_its_name(name: str) -> N
     default = next(f.default for f in fields(GRPOConfig) if f.name == name)
     for value in (default, "something else"):
         try:
-            understood, said = canonical(Config, {name: value})[0] or value in (default, None), ""
+            understood = canonical(Config, {name: value})[0] or value in (default, None)
+            said = ""
         except ConfigError as error:
-            understood, said = name in str(error), str(error)
+            understood = name in str(error)
+            said = str(error)
         assert understood
         assert "unknown setting" not in said
 
@@ -207,15 +278,25 @@ def test_every_field_of_trl_is_understood_or_refused_by_its_name(name: str) -> N
 def test_defaults_that_enter_the_gradient_are_trls_and_are_told() -> None:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        plain, with_kl = Config(loss_type="dapo"), Config(loss_type="grpo", beta=0.04, num_generations=8)
+        plain = Config(loss_type="dapo")
+        with_kl = Config(loss_type="grpo", beta=0.04, num_generations=8)
         below = Config.from_dict({"loss_type": "grpo"}, {"beta": 0.04})
     assert (plain.kl_beta, plain.kl_bias_correction, plain.advantage_eps) == (0.0, False, 1e-4)
     assert (with_kl.kl_bias_correction, below.kl_bias_correction) == (True, True)
     first, second = (str(w.message) for w in said[:2])
     assert "as in TRL, where nothing is said: kl_beta=0.0, advantage_eps=0.0001" in first
-    assert "not as in TRL: learning_rate=1e-05 (1e-06 there), completions_per_prompt=4 (8 there)" in first
+    assert (
+        "not as in TRL: learning_rate=1e-05 (1e-06 there), completions_per_prompt=4 (8 there)"
+        in first
+    )
     assert "completions_per_prompt=" not in second.partition("not as in TRL")[2]
-    assert Config(loss_type="grpo", scale_rewards="none").advantage_eps == 1e-8  # nothing is divided
-    adaptive = Config(loss_type="dapo", use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_target=0.4)
+    # nothing is divided
+    assert Config(loss_type="grpo", scale_rewards="none").advantage_eps == 1e-8
+    adaptive = Config(
+        loss_type="dapo", use_adaptive_entropy=True, entropy_coef_delta=0.01, entropy_target=0.4
+    )
     assert (adaptive.entropy_target, adaptive.entropy_coeff_step) == (0.4, 0.01)
-    assert Config(loss_type="dapo", use_adaptive_entropy=False, entropy_target=0.4).entropy_target is None
+    assert (
+        Config(loss_type="dapo", use_adaptive_entropy=False, entropy_target=0.4).entropy_target
+        is None
+    )

@@ -22,9 +22,19 @@ from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.views.payloads import token_payload, token_rows
 
-QUESTIONS = {"What is 12+25?": "12+25 is #### 37", "What is 7+1?": "#### 8", "What is 40+32?": "It is #### 72"}
+QUESTIONS = {
+    "What is 12+25?": "12+25 is #### 37",
+    "What is 7+1?": "#### 8",
+    "What is 40+32?": "It is #### 72",
+}
 ROWS = [{"question": q, "completion": a} for q, a in QUESTIONS.items()]
-OWN = {"tis": "token", "kl_beta": 0.5, "aggregation": "sequence_mean", "entropy_coeff": 0.1, "advantage_scale": "none"}
+OWN = {
+    "tis": "token",
+    "kl_beta": 0.5,
+    "aggregation": "sequence_mean",
+    "entropy_coeff": 0.1,
+    "advantage_scale": "none",
+}
 
 
 def test_loss_and_gradient_are_those_of_transformers():
@@ -37,7 +47,8 @@ def test_loss_and_gradient_are_those_of_transformers():
 
     record, found = asyncio.run(ours())
     model, tokenizer = load_model("tiny")
-    total, count = torch.zeros(()), 0
+    total = torch.zeros(())
+    count = 0
     for question, answer in QUESTIONS.items():
         asked = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
@@ -59,11 +70,15 @@ def test_its_steps_are_steps_of_the_run(how, tmp_path):
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs, loop.on_undo, begun = [folder.add], [folder.rewind], weights(loop)
         warmed = await loop.warm_up(ROWS, 4)
-        assert [r.metrics["warm_up/loss"] for r in warmed] == sorted((r.loss.loss for r in warmed), reverse=True)
-        spoken, [policy] = warmed[0].datums[0].active, await loop.backend.policy.forward(warmed[0].datums[:1])
+        assert [r.metrics["warm_up/loss"] for r in warmed] == sorted(
+            (r.loss.loss for r in warmed), reverse=True
+        )
+        spoken = warmed[0].datums[0].active
+        [policy] = await loop.backend.policy.forward(warmed[0].datums[:1])
         sampler = await loop.backend.sampler.logprobs(warmed[0].datums[0].tokens)
         np.testing.assert_allclose(policy.values[spoken], sampler.values[spoken], atol=1e-4)
-        later, run = await loop.step(), Run.open(folder.path)
+        later = await loop.step()
+        run = Run.open(folder.path)
         assert (later.consumed, later.given, run.record(4).given) == (3, False, True)
         found = xray(run.record(3), run.record(2))
         assert "cross-entropy of the given answers" in found.sentence
@@ -72,14 +87,21 @@ def test_its_steps_are_steps_of_the_run(how, tmp_path):
             other = make_loop(**how)
             assert (await other.seek(5, run)).gap == 0.0
             assert same(weights(other), weights(loop))
-            with pytest.raises(RecordError, match=r"got given answers; expected drawn completions\. await loop\.seek"):
+            with pytest.raises(
+                RecordError,
+                match=r"got given answers; expected drawn completions\. await loop\.seek",
+            ):
                 await replay(run, 2, make_loop(**how))
         for _ in range(5):
             await loop.undo()
         assert (loop.state.number, loop.cursor.consumed) == (1, 0)
         assert same(weights(loop), begun)
-        with pytest.raises(PhaseError, match="got rows that are drawn ahead; expected a fresh step"):
-            await AsyncGRPOLoop(loop.backend, ROWS, len, Config(recipe="async_rl_loop")).warm_up(ROWS)
+        with pytest.raises(
+            PhaseError, match="got rows that are drawn ahead; expected a fresh step"
+        ):
+            await AsyncGRPOLoop(loop.backend, ROWS, len, Config(recipe="async_rl_loop")).warm_up(
+                ROWS
+            )
 
     asyncio.run(main())
 
@@ -93,10 +115,14 @@ def other():
     return model, tokenizer
 
 
-@pytest.mark.parametrize("how", [{"reward_coeff": 0.0}, {"reward_coeff": 0.5, "policy_loss": "ppo"}])
+@pytest.mark.parametrize(
+    "how", [{"reward_coeff": 0.0}, {"reward_coeff": 0.5, "policy_loss": "ppo"}]
+)
 def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
     def taught():
-        pupil, teacher = (open_local(*made, reference=False) for made in (load_model("tiny"), other()))
+        pupil, teacher = (
+            open_local(*made, reference=False) for made in (load_model("tiny"), other())
+        )
         cfg = Config(**SMALL | {"kl_beta": 0.0, "teacher_coeff": 0.7} | how)
         return GRPOLoop(with_teacher(pupil, teacher), toy_rows(24, seed=3), toy_reward, cfg)
 
@@ -104,22 +130,37 @@ def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
         loop = taught()
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs.append(folder.add)
-        begun, record = weights(loop), await loop.step()
-        assert {d.group for d in record.datums} == {g.index for g in record.groups}  # dead ones, too
-        model, count = other()[0], sum(d.num_loss_tokens for d in record.datums)
+        begun = weights(loop)
+        record = await loop.step()
+        # dead ones, too
+        assert {d.group for d in record.datums} == {g.index for g in record.groups}
+        model = other()[0]
+        count = sum(d.num_loss_tokens for d in record.datums)
         for d, found in zip(record.datums, record.loss.dlogprobs, strict=True):
             logits = model(torch.tensor(d.input_tokens.copy())[None]).logits[0]
-            theirs = torch.log_softmax(logits, -1)[range(len(d.weights)), d.target_tokens.copy()].detach().numpy()
+            theirs = (
+                torch.log_softmax(logits, -1)[range(len(d.weights)), d.target_tokens.copy()]
+                .detach()
+                .numpy()
+            )
             group = record.groups[d.group]
             pushed = (
-                0.7 * (theirs - group.samples[d.sample].logprobs[1:]) + how["reward_coeff"] * group.advantages[d.sample]
+                0.7 * (theirs - group.samples[d.sample].logprobs[1:])
+                + how["reward_coeff"] * group.advantages[d.sample]
             )
             np.testing.assert_allclose(found[d.active], -pushed[d.active] / count, atol=1e-6)
-        assert what_if(record, {"same": {}}).outputs["same"].loss == pytest.approx(record.loss.loss, rel=1e-5)
+        assert what_if(record, {"same": {}}).outputs["same"].loss == pytest.approx(
+            record.loss.loss, rel=1e-5
+        )
         checks = {c.name: c.ok for c in xray(record).checks}
-        assert (checks["reference"], checks["signal"], (await diagnose(record)).ok) == (None, True, True)
+        assert (checks["reference"], checks["signal"], (await diagnose(record)).ok) == (
+            None,
+            True,
+            True,
+        )
         assert token_payload(token_rows(record)[0])["first"] == "ref-policy"
-        end, again = weights(loop), taught()
+        end = weights(loop)
+        again = taught()
         assert (await again.seek(1, Run.open(folder.path))).gap == 0.0
         assert same(weights(again), end)
         await loop.undo()
@@ -130,13 +171,21 @@ def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
 
 def test_a_config_opens_a_teacher_and_a_loop_needs_one():
     async def main():
-        async with await open_backend(Config(teacher="tiny", teacher_coeff=1.0, kl_beta=0.1)) as backend:
+        async with await open_backend(
+            Config(teacher="tiny", teacher_coeff=1.0, kl_beta=0.1)
+        ) as backend:
             loop = GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL, teacher_coeff=1.0))
             for d in (await loop.step()).datums:
-                np.testing.assert_allclose(d.ref_logprobs[d.active], d.sampler_logprobs[d.active], atol=1e-4)
-            with pytest.raises(ConfigError, match=r"teacher_coeff: got 0\.0; expected above 0 with a teacher"):
+                np.testing.assert_allclose(
+                    d.ref_logprobs[d.active], d.sampler_logprobs[d.active], atol=1e-4
+                )
+            with pytest.raises(
+                ConfigError, match=r"teacher_coeff: got 0\.0; expected above 0 with a teacher"
+            ):
                 loop.change(teacher_coeff=0.0)
-        with pytest.raises(ConfigError, match=r"teacher_coeff: got 1\.0; expected 0 without a teacher"):
+        with pytest.raises(
+            ConfigError, match=r"teacher_coeff: got 1\.0; expected 0 without a teacher"
+        ):
             GRPOLoop(open_local(*load_model("tiny")), toy_rows(8), toy_reward, loop.cfg)
 
     asyncio.run(main())

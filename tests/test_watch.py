@@ -47,7 +47,9 @@ def said(completion: Any) -> str:
 
 
 def right(completions: list, answer: list, **_: Any) -> list[float]:
-    return [float(said(c).strip().endswith(str(a))) for c, a in zip(completions, answer, strict=True)]
+    return [
+        float(said(c).strip().endswith(str(a))) for c, a in zip(completions, answer, strict=True)
+    ]
 
 
 def short(completions: list, **_: Any) -> list[float | None]:
@@ -55,12 +57,21 @@ def short(completions: list, **_: Any) -> list[float | None]:
 
 
 def trainer(
-    folder: Path, cls: type = GRPOTrainer, rewards: Any = (right, short), peft: Any = None, **settings: Any
+    folder: Path,
+    cls: type = GRPOTrainer,
+    rewards: Any = (right, short),
+    peft: Any = None,
+    **settings: Any,
 ) -> Any:
-    rows = [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in toy_rows(64)]
-    data, own = Dataset.from_list(rows), ("rollout_func", "tools", "processing_class")
+    rows = [
+        {"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]}
+        for r in toy_rows(64)
+    ]
+    data = Dataset.from_list(rows)
+    own = ("rollout_func", "tools", "processing_class")
     more = {k: settings.pop(k) for k in own if k in settings}
-    more |= {"eval_dataset": data.select(range(8))} if "eval_steps" in settings else {}
+    if "eval_steps" in settings:
+        more |= {"eval_dataset": data.select(range(8))}
     plain: dict[str, Any] = {
         "output_dir": str(folder / "trl"), "use_cpu": True, "bf16": False, "per_device_train_batch_size": 8,
         "num_generations": 4, "max_completion_length": 24, "max_steps": 2, "learning_rate": 2e-3, "top_k": 0,
@@ -69,7 +80,9 @@ def trainer(
     args = GRPOConfig(**{**plain, **settings})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return cls(str(tiny_path()), list(rewards), args, train_dataset=data, peft_config=peft, **more)
+        return cls(
+            str(tiny_path()), list(rewards), args, train_dataset=data, peft_config=peft, **more
+        )
 
 
 def recorded(folder: Path, **settings: Any) -> tuple[Any, list[rln.StepRecord]]:
@@ -137,7 +150,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def weights(t: Any) -> str:
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in t.model.parameters())).hexdigest()
+    return hashlib.sha256(
+        b"".join(p.detach().numpy().tobytes() for p in t.model.parameters())
+    ).hexdigest()
 
 
 def test_training_is_the_same_to_the_last_bit(tmp_path: Path):
@@ -149,8 +164,14 @@ def test_training_is_the_same_to_the_last_bit(tmp_path: Path):
 FAULTS = {  # name in SHARED: the check that fails in step 1, and its words
     "no rate": ("update", "the weights did not move: the learning rate is 0"),
     "other tensors": ("update", "the weights did not move, at a learning rate of 0.01"),
-    "other old policy": ("old policy", "differ by 3.500 nats a token, 3.500 at most, before any update"),
-    "NaN": ("rewards", "4 of 8 completions have no reward, so advantage 0: all functions gave None or NaN"),
+    "other old policy": (
+        "old policy",
+        "differ by 3.500 nats a token, 3.500 at most, before any update",
+    ),
+    "NaN": (
+        "rewards",
+        "4 of 8 completions have no reward, so advantage 0: all functions gave None or NaN",
+    ),
 }
 
 
@@ -161,7 +182,8 @@ def test_what_is_wrong_fails_a_check(shared: Any, name: str):
     failed = {c.name: c for c in rln.xray(first).failed}
     assert words in failed[check].text
     assert "synced" not in rln.xray(first)["weights"].text or check != "update"
-    assert "old policy" not in {c.name for c in rln.xray(second, first).failed}  # the weights have moved since
+    # the weights have moved since
+    assert "old policy" not in {c.name for c in rln.xray(second, first).failed}
 
 
 def test_what_is_right_passes(shared: Any):
@@ -175,14 +197,22 @@ def test_what_is_right_passes(shared: Any):
     t, (_, second), folder = shared("plain")
     load = transformers.AutoModelForCausalLM.from_pretrained
     before = dict(load(folder / "trl" / "checkpoint-1").named_parameters())
-    moved = sum(float((p - before[name]).detach().square().sum()) for name, p in t.model.named_parameters())
+    moved = sum(
+        float((p - before[name]).detach().square().sum()) for name, p in t.model.named_parameters()
+    )
     assert second.metrics["update_norm"] == pytest.approx(math.sqrt(moved), rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "words"), {"doubled": "the loss is", "steeper": "at best 2 times that"}.items())
-def test_options_that_do_not_give_the_loss_and_its_gradient_are_withdrawn(shared: Any, name: str, words: str):
+@pytest.mark.parametrize(
+    ("name", "words"), {"doubled": "the loss is", "steeper": "at best 2 times that"}.items()
+)
+def test_options_that_do_not_give_the_loss_and_its_gradient_are_withdrawn(
+    shared: Any, name: str, words: str
+):
     t, records, _ = shared(name)
-    for record, log in zip(records, [row for row in t.state.log_history if "loss" in row], strict=True):
+    for record, log in zip(
+        records, [row for row in t.state.log_history if "loss" in row], strict=True
+    ):
         assert record.loss.loss == pytest.approx(float(log["loss"]), rel=1e-4)
         assert words in record.options["make_loss"]
         assert "which is not taken apart" in rln.xray(record).sentence
@@ -207,7 +237,9 @@ def test_a_run_continues_in_its_folder_from_a_checkpoint(shared: Any, tmp_path: 
     more = {**SHARED["plain"], "max_steps": 3}
     t = trainer(tmp_path, **more)
     rln.watch(t, place)
-    with pytest.raises(RecordError, match="2 recorded steps, and a training that begins at its first"):
+    with pytest.raises(
+        RecordError, match="2 recorded steps, and a training that begins at its first"
+    ):
         t.train()
     assert rln.Run.open(place).steps == [1, 2]
     t = trainer(tmp_path, **more)
@@ -221,10 +253,14 @@ def test_a_run_continues_in_its_folder_from_a_checkpoint(shared: Any, tmp_path: 
         assert ours.tokens.tolist() == theirs.tokens.tolist()
 
 
-def test_groups_that_are_spread_over_processes_are_refused_before_anything_is_generated(tmp_path: Path):
+def test_groups_that_are_spread_over_processes_are_refused_before_anything_is_generated(
+    tmp_path: Path,
+):
     t = trainer(tmp_path)
     t.args.per_device_train_batch_size = 2  # as where two processes share a generation
-    with pytest.raises(ConfigError, match=r"spread over processes(.|\n)*per_device_train_batch_size"):
+    with pytest.raises(
+        ConfigError, match=r"spread over processes(.|\n)*per_device_train_batch_size"
+    ):
         rln.watch(t, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -240,12 +276,16 @@ MORE = {
 
 @pytest.mark.variant(every=7)
 @pytest.mark.parametrize(
-    ("kind", "beta", "accumulated", "iterations"), list(itertools.product(KINDS, (0.0, 0.04), (1, 2), (1, 2)))
+    ("kind", "beta", "accumulated", "iterations"),
+    list(itertools.product(KINDS, (0.0, 0.04), (1, 2), (1, 2))),
 )
-def test_the_loss_is_known_here_or_what_is_not_is_named(tmp_path: Path, kind, beta, accumulated, iterations):
+def test_the_loss_is_known_here_or_what_is_not_is_named(
+    tmp_path: Path, kind, beta, accumulated, iterations
+):
     more = {**MORE.get(kind, {}), "loss_type": kind, "beta": beta, "num_iterations": iterations}
     more |= {"gradient_accumulation_steps": accumulated}
-    more |= {"top_entropy_quantile": 0.5} if kind == "luspo" and accumulated == 1 else {}
+    if kind == "luspo" and accumulated == 1:
+        more |= {"top_entropy_quantile": 0.5}
     t, records = recorded(tmp_path, **more)
     logged = [row["loss"] for row in t.state.log_history if "loss" in row]
     for record, loss in zip(records, logged, strict=True):
@@ -260,7 +300,13 @@ def test_the_loss_is_known_here_or_what_is_not_is_named(tmp_path: Path, kind, be
 def test_numbers_are_those_that_trl_logs(tmp_path: Path):
     t, records = recorded(tmp_path, beta=0.04, gradient_accumulation_steps=2)
     logs = [row for row in t.state.log_history if "reward" in row]
-    same = ["rewards/right/mean", "rewards/short/mean", "reward", "completions/mean_length", "grad_norm"]
+    same = [
+        "rewards/right/mean",
+        "rewards/short/mean",
+        "reward",
+        "completions/mean_length",
+        "grad_norm",
+    ]
     for record, log in zip(records, logs, strict=True):
         for name in same:
             told = math.nan if log[name] is None else float(log[name])
@@ -272,7 +318,13 @@ def test_numbers_are_those_that_trl_logs(tmp_path: Path):
 
 def test_rows_keep_their_place_through_shuffle_and_split(tmp_path: Path):
     "A fresh pass of the model, without padding, over the recorded tokens gives the recorded logprobs."
-    t = trainer(tmp_path, gradient_accumulation_steps=2, steps_per_generation=4, beta=0.04, learning_rate=0.0)
+    t = trainer(
+        tmp_path,
+        gradient_accumulation_steps=2,
+        steps_per_generation=4,
+        beta=0.04,
+        learning_rate=0.0,
+    )
     watched = rln.watch(t, tmp_path / "run")
     t.train()
     model = t.model.eval()
@@ -289,9 +341,13 @@ def test_rows_keep_their_place_through_shuffle_and_split(tmp_path: Path):
 
 
 def test_what_a_function_does_not_say_and_what_is_cut_off(tmp_path: Path):
-    never = lambda completions, **_: [None] * len(completions)
+    def never(completions, **_):
+        return [None] * len(completions)
+
     never.__name__ = "never"
-    _, records = recorded(tmp_path, rewards=(short, never), max_completion_length=8, mask_truncated_completions=True)
+    _, records = recorded(
+        tmp_path, rewards=(short, never), max_completion_length=8, mask_truncated_completions=True
+    )
     samples = [s for r in records for g in r.groups for s in g.samples]
     assert {s.rewards["never"] for s in samples} == {None}
     assert any(s.reward is None for s in samples)
@@ -309,8 +365,10 @@ def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path)
     def rollout(prompts: list, t: Any) -> dict:
         ids = t._tokenizer.apply_chat_template(prompts, add_generation_prompt=True)["input_ids"]
         answer = t._tokenizer.encode("#### 12", add_special_tokens=False)
-        count, turn = len(answer), [*answer, *answer, *answer, t._tokenizer.eos_token_id]
-        mask, logprobs = [1] * count + [0] * count + [1] * (count + 1), [-0.5, None, *[-1.5] * (3 * count - 1)]
+        count = len(answer)
+        turn = [*answer, *answer, *answer, t._tokenizer.eos_token_id]
+        mask = [1] * count + [0] * count + [1] * (count + 1)
+        logprobs = [-0.5, None, *[-1.5] * (3 * count - 1)]
         return {
             "prompt_ids": ids,
             "completion_ids": [turn] * len(ids),
@@ -318,8 +376,11 @@ def test_a_rollout_of_ones_own_brings_sampler_logprobs_and_turns(tmp_path: Path)
             "env_mask": [mask] * len(ids),
         }
 
-    _, records = recorded(tmp_path, rollout_func=rollout, max_steps=1, rewards=(lambda completions, **_: [*range(8)],))
-    (sample, *_), datum = records[0].groups[0].samples, records[0].datums[0]
+    _, records = recorded(
+        tmp_path, rollout_func=rollout, max_steps=1, rewards=(lambda completions, **_: [*range(8)],)
+    )
+    (sample, *_) = records[0].groups[0].samples
+    datum = records[0].datums[0]
     assert len(sample.turns) == 2
     written = sample.logprobs[sample.loss_mask == 1]
     assert (written[0], {*written[2:]}) == (-0.5, {-1.5})
@@ -358,15 +419,28 @@ def test_what_a_tool_answered_is_masked_as_trl_masks_it(tmp_path: Path):
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_path(), chat_template=TOOLS)
     fields = {"tool_calls": CALLS, "content": {"close_pattern": r"<\|end\|>", "content": "text"}}
-    tokenizer.response_template = {"defaults": {"role": "assistant"}, "start_anchor": "<|assistant|>", "fields": fields}
-    more = {"tools": [add], "processing_class": tokenizer, "max_completion_length": 160, "max_steps": 1}
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<|assistant|>",
+        "fields": fields,
+    }
+    more = {
+        "tools": [add],
+        "processing_class": tokenizer,
+        "max_completion_length": 160,
+        "max_steps": 1,
+    }
     t, (record,) = recorded(tmp_path, cls=CallsTools, **more)
-    rows = zip(*(t.scored[name] for name in ("completion_ids", "tool_mask", "completion_mask")), strict=True)
+    rows = zip(
+        *(t.scored[name] for name in ("completion_ids", "tool_mask", "completion_mask")),
+        strict=True,
+    )
     theirs = {tuple(ids[read > 0].tolist()): mask[read > 0].tolist() for ids, mask, read in rows}
     masked = set[str]()
     for d in record.datums:
         s = record.groups[d.group].samples[d.sample]
-        said, weights = s.tokens[s.prompt_len :], d.weights[s.prompt_len - 1 :]
+        said = s.tokens[s.prompt_len :]
+        weights = d.weights[s.prompt_len - 1 :]
         assert weights.tolist() == theirs[tuple(said.tolist())]
         masked.add(tokenizer.decode(said[weights == 0]))
     assert masked == {"", "<|tool|>7<|end|><|assistant|>"}
@@ -397,9 +471,23 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "Runs of two processes, the second of which records no more in one: their folders, with what TRL logged."
     folder = tmp_path_factory.mktemp("two")
     (folder / "two.py").write_text(PROCESSES)
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "two.py"]
+    start = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--standalone",
+        "two.py",
+    ]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "ACCELERATE_USE_CPU": "1"}
-    how = {"cwd": folder, "env": env, "capture_output": True, "text": True, "check": False, "timeout": 400}
+    how = {
+        "cwd": folder,
+        "env": env,
+        "capture_output": True,
+        "text": True,
+        "check": False,
+        "timeout": 400,
+    }
     done = subprocess.run(start, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
@@ -442,8 +530,11 @@ def test_evaluation_is_not_training(tmp_path: Path):
     cut = {"top_k": 20, "temperature": 0.5}  # beside TRL's own fields
     how = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8}
     _, records = recorded(tmp_path, **how, generation_kwargs=cut)
-    assert {(s.processed, s.temperature) for r in records for g in r.groups for s in g.samples} == {(True, 0.5)}
-    assert {lp.temperature for r in records for lp in r.loss.logprobs} == {1.0}  # generation_kwargs do not reach it
+    assert {(s.processed, s.temperature) for r in records for g in r.groups for s in g.samples} == {
+        (True, 0.5)
+    }
+    # generation_kwargs do not reach it
+    assert {lp.temperature for r in records for lp in r.loss.logprobs} == {1.0}
     assert "drawn at 0.5, scored at 1" in rln.xray(records[0])["on-policy"].text
     assert [r.step for r in records] == [1, 2]
     assert all(len(r.datums) == 8 for r in records)
@@ -463,14 +554,16 @@ def test_a_loss_of_ones_own_an_adapter_and_half_precision(tmp_path: Path):
         assert "a _compute_loss of your own" in record.options["make_loss"]
         assert {lp.dtype for lp in record.loss.logprobs} == {"bfloat16"}
         assert all(
-            np.isfinite(lp.values[d.active]).all() for d, lp in zip(record.datums, record.loss.logprobs, strict=True)
+            np.isfinite(lp.values[d.active]).all()
+            for d, lp in zip(record.datums, record.loss.logprobs, strict=True)
         )
         assert all(np.isfinite(d.ref_logprobs[d.active]).all() for d in record.datums)
 
 
 def test_the_command_line_reads_it(shared: Any, capsys: pytest.CaptureFixture[str]):
     _, records, folder = shared("plain")
-    run, said = str(folder / "run"), {}
+    run = str(folder / "run")
+    said = {}
     for words, code in {"show": 0, "show --step 2": 0, "view --once": 0, "doctor": 2}.items():
         name, *more = words.split()
         assert command([name, run, *more]) == code
@@ -484,17 +577,28 @@ def test_the_command_line_reads_it(shared: Any, capsys: pytest.CaptureFixture[st
 def test_every_sentence_is_in_the_words_of_trl():
     "No text of the x-ray, the trends or the doctor names a setting that TRL has not."
     trl = {f.name for f in dataclasses.fields(GRPOConfig)}
-    ours = {name for name in rln.Config().flat() if "_" in name} | {"loop", "datums_from_groups", "group_advantages"}
-    ours -= trl | {"advantage_fn", "weight_sync_interval", "kl_metric", "max_concurrent"}  # of what TRL's records lack
+    ours = {name for name in rln.Config().flat() if "_" in name} | {
+        "loop",
+        "datums_from_groups",
+        "group_advantages",
+    }
+    # of what TRL's records lack
+    ours -= trl | {"advantage_fn", "weight_sync_interval", "kl_metric", "max_concurrent"}
     for source in map(inspect.getsource, (xray_module, trends, causes, doctor, evidence)):
         nodes = ast.walk(ast.parse(source))
-        texts = [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " in n.value]
+        texts = [
+            n.value
+            for n in nodes
+            if isinstance(n, ast.Constant) and isinstance(n.value, str) and " " in n.value
+        ]
         for text in map(in_words_of_trl, texts):
             assert not ours & {*re.findall(r"\w+", text)}, text
 
 
 def test_what_cannot_be_watched_is_refused_before_it_trains(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"got list without _generate; expected a trl\.GRPOTrainer"):
+    with pytest.raises(
+        ConfigError, match=r"got list without _generate; expected a trl\.GRPOTrainer"
+    ):
         rln.watch([], tmp_path / "run")
     t = trainer(tmp_path)
     rln.watch(t, tmp_path / "run")
@@ -502,9 +606,17 @@ def test_what_cannot_be_watched_is_refused_before_it_trains(tmp_path: Path):
         rln.watch(t, tmp_path / "run")
 
 
-def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
+def test_the_example(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["train.py", "--max_steps", "2", "--report_to", "none"])
-    runpy.run_path(str(Path(__file__).parent.parent / "examples" / "watch_trl" / "train.py"), run_name="__main__")
+    runpy.run_path(
+        str(Path(__file__).parent.parent / "examples" / "watch_trl" / "train.py"),
+        run_name="__main__",
+    )
     assert "Watched(watch_trl: 2 steps" in capsys.readouterr().out
-    assert [*rln.Run.open("runs/watch_trl").record(2).groups[0].samples[0].rewards] == ["right", "short"]
+    assert [*rln.Run.open("runs/watch_trl").record(2).groups[0].samples[0].rewards] == [
+        "right",
+        "short",
+    ]

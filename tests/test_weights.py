@@ -25,10 +25,17 @@ class Numbers:
     "A backend whose policy is a number and whose gradient is a sum; it can fail, or take long, at any call."
 
     def __init__(self) -> None:
-        self.weights, self.gradient, self.served, self.version = 0, 0, 0, 0
+        self.weights = 0
+        self.gradient = 0
+        self.served = 0
+        self.version = 0
         self.saved: dict[str, int] = {}
-        self.to_fail, self.slow = 0, False  # which of the next calls raises, counted down; whether calls take long
-        self.policy, self.sampler, self.turns = self, None, []
+        # which of the next calls raises, counted down; whether calls take long
+        self.to_fail = 0
+        self.slow = False
+        self.policy = self
+        self.sampler = None
+        self.turns = []
         self.capabilities = SimpleNamespace(state_snapshots=True)
 
     async def call(self) -> None:
@@ -38,10 +45,13 @@ class Numbers:
         if self.to_fail == 0:
             raise BackendError("lost")
 
-    async def optim_step(self, adam: AdamParams, *, grad_accumulation_normalization: str) -> dict[str, float]:
+    async def optim_step(
+        self, adam: AdamParams, *, grad_accumulation_normalization: str
+    ) -> dict[str, float]:
         await self.call()
         assert self.gradient, "an update without a gradient"
-        self.weights, self.gradient = self.weights * 31 + self.gradient, 0
+        self.weights = self.weights * 31 + self.gradient
+        self.gradient = 0
         return {}
 
     async def discard_gradients(self) -> None:
@@ -55,7 +65,8 @@ class Numbers:
 
     async def load_state(self, name: str) -> None:
         await self.call()
-        self.weights, self.gradient = self.saved[name], 0
+        self.weights = self.saved[name]
+        self.gradient = 0
 
     async def save_weights_for_sampler(self, name: str) -> str:
         await self.call()
@@ -86,11 +97,15 @@ class Step:
 class OneLoop:
     "As much of a loop, and what it would have if it were alone: the model."
 
-    running, place = "", "step 1"
+    running = ""
+    place = "step 1"
 
     def __init__(self, backend: Any, name: str, weights: int, served: int, family: Any = None):
         self.name, self.state, self.can_leave = name, Step(), True
-        self.trained, self.served, self.gradient = weights, served, 0  # the model's
+        # the model's
+        self.trained = weights
+        self.served = served
+        self.gradient = 0
         self.before: list[tuple[int, int]] = []  # the model's: (trained, served) before each update
         self.forgotten = 0
         self.weights = Weights(backend, self, 2, family)
@@ -146,7 +161,8 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             pass  # what was begun is finished: the work, the swap, or nothing
         finally:
             for other in self.all:
-                other.gradient = other.gradient if other is self.loaded else 0  # it does not survive a swap
+                # it does not survive a swap
+                other.gradient = other.gradient if other is self.loaded else 0
         return True
 
     def __init__(self) -> None:
@@ -161,7 +177,9 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
 
     def can_go_to(self, loop: OneLoop) -> bool:
         "Whether the loop that is loaded may leave."
-        return loop is self.loaded or (self.loaded.can_leave and self.loaded.weights.sampler is not SamplerHas.UNSAVED)
+        return loop is self.loaded or (
+            self.loaded.can_leave and self.loaded.weights.sampler is not SamplerHas.UNSAVED
+        )
 
     which = st.integers(0, 2)
     failing = st.sampled_from([0, 0, 0, 1, 2, 3])
@@ -193,11 +211,14 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             await loop.weights.update(AdamParams(), "none", before)
             if before is not None:
                 loop.before = [*loop.before, (loop.trained, loop.served)][-2:]
-            loop.trained, loop.gradient = loop.trained * 31 + loop.gradient, 0
+            loop.trained = loop.trained * 31 + loop.gradient
+            loop.gradient = 0
 
         self.in_turn(loop, work, failing, cancelled)
         # after a failure, what `remember` had to give up for the new snapshot is gone
-        assert 0 <= len(loop.before) - len(loop.weights.undoable) <= (1 if failing and undoable else 0)
+        assert (
+            0 <= len(loop.before) - len(loop.weights.undoable) <= (1 if failing and undoable else 0)
+        )
         loop.before = loop.before[len(loop.before) - len(loop.weights.undoable) :]
 
     @rule(index=which, failing=failing, cancelled=st.booleans())
@@ -222,13 +243,17 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             version = loop.weights.version
             entry = await loop.weights.undo(lambda entry: None)
             synced_since = version != entry.policy_version
-            (loop.trained, loop.served), loop.gradient = loop.before.pop(), 0
-            if synced_since and entry.sampler is SamplerHas.UNSAVED:  # what it had is nowhere: it has the trainer's
+            (loop.trained, loop.served) = loop.before.pop()
+            loop.gradient = 0
+            # what it had is nowhere: it has the trainer's
+            if synced_since and entry.sampler is SamplerHas.UNSAVED:
                 loop.served = loop.trained
 
         self.in_turn(loop, work)
 
-    @precondition(lambda self: len(self.all) < 3 and self.loaded.weights.sampler is SamplerHas.CURRENT)
+    @precondition(
+        lambda self: len(self.all) < 3 and self.loaded.weights.sampler is SamplerHas.CURRENT
+    )
     @rule()
     def branch(self) -> None:
         loop = self.loaded
@@ -285,7 +310,8 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
         async def work() -> None:
             await loop.weights.discard()
             await loop.weights.load("checkpoint")
-            loop.trained, loop.gradient = at, 0
+            loop.trained = at
+            loop.gradient = 0
 
         self.in_turn(loop, work)
 

@@ -77,25 +77,41 @@ def record() -> StepRecord:
     return trained()
 
 
-def made_up(seed: int = 0, samples: int = 6, length: int = 9) -> tuple[StepRecord, dict[str, np.ndarray]]:
+def made_up(
+    seed: int = 0, samples: int = 6, length: int = 9
+) -> tuple[StepRecord, dict[str, np.ndarray]]:
     "A record with every series set apart from the others, and the same numbers end to end."
     rng = np.random.default_rng(seed)
-    datums, policy, active = [], [], []
+    datums = []
+    policy = []
+    active = []
     for i in range(samples):
         w = (rng.random(length) < 0.7).astype(float)
         w[-1] = 1.0
         on = w > 0
-        series = {k: np.where(on, -rng.exponential(0.6, length), np.nan) for k in ("sampler", "old", "ref")}
+        series = {
+            k: np.where(on, -rng.exponential(0.6, length), np.nan)
+            for k in ("sampler", "old", "ref")
+        }
         fields = {f"{k}_logprobs": v for k, v in series.items()}
         a = float(rng.normal())
-        datums.append(Datum(rng.integers(0, 50, length + 1), w, a, **fields, group=i // 3, sample=i % 3))
+        datums.append(
+            Datum(rng.integers(0, 50, length + 1), w, a, **fields, group=i // 3, sample=i % 3)
+        )
         policy.append(np.where(on, series["old"] + rng.normal(0, 0.4, length), np.nan))
         active.append(on)
-    cat = lambda arrays: np.concatenate([np.asarray(x)[on] for x, on in zip(arrays, active, strict=True)])
-    numbers = {k: cat([getattr(d, f"{k}_logprobs") for d in datums]) for k in ("sampler", "old", "ref")}
+
+    def cat(arrays):
+        return np.concatenate([np.asarray(x)[on] for x, on in zip(arrays, active, strict=True)])
+
+    numbers = {
+        k: cat([getattr(d, f"{k}_logprobs") for d in datums]) for k in ("sampler", "old", "ref")
+    }
     numbers |= {"policy": cat(policy), "A": cat([np.full(length, d.advantage) for d in datums])}
     numbers["n"] = np.array([int(on.sum()) for on in active])
-    loss = LossOutput(0.0, {}, tuple(map(Logprobs, policy)), tuple(np.zeros(length) for _ in datums))
+    loss = LossOutput(
+        0.0, {}, tuple(map(Logprobs, policy)), tuple(np.zeros(length) for _ in datums)
+    )
     return StepRecord(7, (), datums, loss, options={"policy_loss": "grpo"}), numbers
 
 
@@ -104,16 +120,26 @@ def made_up(seed: int = 0, samples: int = 6, length: int = 9) -> tuple[StepRecor
 
 def test_ppo_with_kl_and_correction_is_the_formula():
     record, x = made_up()
-    settings = {"policy_loss": "ppo", "eps_clip": 0.2, "kl_beta": 0.3, "tis": "token", "tis_cap": 1.5}
+    settings = {
+        "policy_loss": "ppo",
+        "eps_clip": 0.2,
+        "kl_beta": 0.3,
+        "tis": "token",
+        "tis_cap": 1.5,
+    }
     result = what_if(record, {"v": settings})
-    r, tis = np.exp(x["policy"] - x["old"]), np.minimum(np.exp(x["old"] - x["sampler"]), 1.5)
+    r = np.exp(x["policy"] - x["old"])
+    tis = np.minimum(np.exp(x["old"] - x["sampler"]), 1.5)
     stopped = ((r > 1.2) & (x["A"] > 0)) | ((r < 0.8) & (x["A"] < 0))
     surrogate = np.where(stopped, 0.0, -x["A"] * r * tis) / len(r)
     kl = 0.3 * (1 - np.exp(x["ref"] - x["policy"])) / len(r)
-    g, row = surrogate + kl, result.table.loc["v"]
+    g = surrogate + kl
+    row = result.table.loc["v"]
     assert stopped.any()
     assert not stopped.all()
-    np.testing.assert_allclose(flat(record.datums, result.dlogprobs["v"]), g, rtol=1e-12, atol=1e-15)
+    np.testing.assert_allclose(
+        flat(record.datums, result.dlogprobs["v"]), g, rtol=1e-12, atol=1e-15
+    )
     mass = np.abs(g).sum()
     own = -x["A"] / len(r)
     expected = {
@@ -131,20 +157,29 @@ def test_ppo_with_kl_and_correction_is_the_formula():
 
 
 ADVANTAGES = {
-    "loo": ({"advantage_scale": "loo"}, lambda r, everything: (r - r.mean()) * len(r) / (len(r) - 1)),
+    "loo": (
+        {"advantage_scale": "loo"},
+        lambda r, everything: (r - r.mean()) * len(r) / (len(r) - 1),
+    ),
     "none": ({"advantage_scale": "none"}, lambda r, everything: r - r.mean()),
     "population": ({"ddof": 0}, lambda r, everything: (r - r.mean()) / (r.std() + 1e-8)),
-    "batch": ({"advantage_scale": "batch"}, lambda r, everything: (r - r.mean()) / (everything.std(ddof=1) + 1e-8)),
+    "batch": (
+        {"advantage_scale": "batch"},
+        lambda r, everything: (r - r.mean()) / (everything.std(ddof=1) + 1e-8),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_advantage_variants_use_the_rewards_of_all_groups(name):
-    record, (changes, formula) = synthetic_record(20, seed=4), ADVANTAGES[name]
+    record = synthetic_record(20, seed=4)
+    (changes, formula) = ADVANTAGES[name]
     everything = np.concatenate([g.rewards for g in record.groups])
     wanted = {g.index: formula(g.rewards, everything) for g in record.groups}
     n = sum(d.num_loss_tokens for d in record.datums)
-    want = np.concatenate([np.full(d.num_loss_tokens, -wanted[d.group][d.sample] / n) for d in record.datums])
+    want = np.concatenate(
+        [np.full(d.num_loss_tokens, -wanted[d.group][d.sample] / n) for d in record.datums]
+    )
     got = what_if(record, {"v": {**changes, "kl_beta": 0.0}}).dlogprobs["v"]
     np.testing.assert_allclose(flat(record.datums, got), want, rtol=1e-9, atol=1e-18)
 
@@ -195,7 +230,9 @@ def test_the_recorded_loss_and_gradient_come_out_again(name):
     assert (len(record.updates) > 1) == ("updates" in name)
     assert "cause is not known" not in sentence(record)
     for ours, theirs in zip(output.dlogprobs, record.loss.dlogprobs, strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=1e-4 * max(np.abs(g).max() for g in record.loss.dlogprobs))
+        np.testing.assert_allclose(
+            ours, theirs, atol=1e-4 * max(np.abs(g).max() for g in record.loss.dlogprobs)
+        )
 
 
 def test_a_record_that_lies_is_noticed():
@@ -203,7 +240,9 @@ def test_a_record_that_lies_is_noticed():
 
 
 def test_a_custom_loss_is_compared_by_its_recorded_gradient():
-    mine = lambda datums, denominator: make_loss_fn(datums, policy_loss="grpo", aggregation="sum")
+    def mine(datums, denominator):
+        return make_loss_fn(datums, policy_loss="grpo", aggregation="sum")
+
     record = trained(1, make_loss=mine, kl_beta=0.0)
     result = what_if(record, {"sum": {"aggregation": "sum"}, "mean": {}})
     assert result.table.note["sum"] == "same gradient as recorded"
@@ -228,7 +267,11 @@ def test_another_reward_is_compared_by_the_steps_own_rule(settings):
         want = group_advantages(r, scale=settings.get("advantage_scale", "std"))
         rows = lab.samples[lab.samples.group == g.index]
         np.testing.assert_allclose(rows.new_advantage, want)
-        swapped = sum((g.rewards[i] - g.rewards[j]) * (r[i] - r[j]) < 0 for i in range(len(r)) for j in range(i))
+        swapped = sum(
+            (g.rewards[i] - g.rewards[j]) * (r[i] - r[j]) < 0
+            for i in range(len(r))
+            for j in range(i)
+        )
         assert lab.groups.set_index("group").swapped_pairs[g.index] == swapped
     flips = (np.sign(lab.samples.advantage) * np.sign(lab.samples.new_advantage) < 0).sum()
     assert lab.summary["sign_flips"] == flips
@@ -238,16 +281,26 @@ def test_two_graders_on_the_same_completions(record):
     "With a step and without one; pairs counted one by one."
     texts = ["", "a", "bb", "bbb", "cccc", "cc"]
     rows = [({"question": f"q{i}", "answer": "b"}, texts[i:]) for i in range(3)]
-    count = lambda text, answer: None if text == "" else float(text.count(answer))
+
+    def count(text, answer):
+        return None if text == "" else float(text.count(answer))
+
     lab = reward_lab(rows, length_reward, against=count)
-    assert lab.samples.groupby("row", sort=False).size().tolist() == [5, 5, 4], "what cannot be judged is left out"
+    assert lab.samples.groupby("row", sort=False).size().tolist() == [5, 5, 4], (
+        "what cannot be judged is left out"
+    )
     lists = [zip(t.reward, t.new_reward, strict=True) for _, t in lab.samples.groupby("row")]
-    pairs = [(np.sign(a - c), np.sign(b - d)) for t in lists for (a, b), (c, d) in itertools.combinations(t, 2)]
+    pairs = [
+        (np.sign(a - c), np.sign(b - d))
+        for t in lists
+        for (a, b), (c, d) in itertools.combinations(t, 2)
+    ]
     before, now = np.transpose(pairs)
     tau = (before * now).sum() / np.sqrt((before != 0).sum() * (now != 0).sum())
     assert lab.summary["rank_correlation"] == pytest.approx(tau)
     assert len(lab.disagreements) == (lab.samples.reward != lab.samples.new_reward).sum()
-    one, two = reward_lab(record, length_reward), reward_lab(record, REWARDS, against=length_reward)
+    one = reward_lab(record, length_reward)
+    two = reward_lab(record, REWARDS, against=length_reward)
     np.testing.assert_allclose(two.samples.new_advantage, one.samples.advantage)
     assert reward_lab(record, REWARDS, against=REWARDS).disagreements.empty
     with pytest.raises(RewardError, match="two graders"):
@@ -259,8 +312,15 @@ def test_groups_come_alive_and_die():
     dead = prompt_group(rng, 0, 1.0, 4)
     dead = replace(dead, samples=tuple(replace(s, reward=1.0) for s in dead.samples))
     live = prompt_group(rng, 1, 0.5, 4)
-    live = replace(live, samples=tuple(replace(s, reward=float(i), text="x" * 3) for i, s in enumerate(live.samples)))
-    dead = replace(dead, samples=tuple(replace(s, text="x" * i) for i, s in enumerate(dead.samples)))
+    live = replace(
+        live,
+        samples=tuple(
+            replace(s, reward=float(i), text="x" * 3) for i, s in enumerate(live.samples)
+        ),
+    )
+    dead = replace(
+        dead, samples=tuple(replace(s, text="x" * i) for i, s in enumerate(dead.samples))
+    )
     record = StepRecord(1, with_advantages([dead, live]))
     lab = reward_lab(record, length_reward)
     assert list(lab.groups.signal) == ["comes alive", "dies"]
@@ -288,14 +348,18 @@ def test_a_misbehaving_reward_is_named(record):
     odd = [replace(g, advantages=np.arange(len(g.samples)) - 7.0) for g in record.groups]
     with pytest.raises(RewardError, match="no known rule"):
         reward_lab(replace(record, groups=odd), length_reward)
-    assert len(reward_lab(replace(record, groups=odd), length_reward, advantage_scale="none").groups) == 3
+    assert (
+        len(reward_lab(replace(record, groups=odd), length_reward, advantage_scale="none").groups)
+        == 3
+    )
 
 
 # --- attribution --------------------------------------------------------------------------------------------------
 
 
 def test_each_token_is_at_its_place(record):
-    a, batch = attribution(record), FrozenBatch.of(record)
+    a = attribution(record)
+    batch = FrozenBatch.of(record)
     assert len(a.by_token) == sum(d.num_loss_tokens for d in record.datums)
     for row in a.top_tokens(20).itertuples():
         d = batch.datums[row.datum]
@@ -318,7 +382,9 @@ def test_what_the_record_lacks_is_named(record):
         ({"policy_loss": "ppo", "anchor": "rollout"}, "anchor='rollout'"),
         ({"kl_beta": 0.1}, "kl_beta=0.1"),
     ):
-        with pytest.raises(LossError, match=f"variant 'x'.*{reader}.*{len(bare)} of {len(bare)} datums without"):
+        with pytest.raises(
+            LossError, match=f"variant 'x'.*{reader}.*{len(bare)} of {len(bare)} datums without"
+        ):
             what_if(without, {"x": changes})
     with pytest.raises(LossError, match="without rewards"):
         what_if(replace(record, groups=()), {"x": {"advantage_scale": "none"}})
@@ -345,7 +411,8 @@ def tiny_backend(family: str = "qwen3", tied: bool = False, **options):
 def random_datums(seed: int, count: int = 5) -> tuple[list[Datum], list[np.ndarray]]:
     "Sequences of several lengths with derivatives, one of them all zero, one of them masked."
     rng = np.random.default_rng(seed)
-    datums, dlogprobs = [], []
+    datums = []
+    dlogprobs = []
     for i in range(count):
         n = int(rng.integers(4, 24))
         w = (rng.random(n - 1) < 0.7).astype(float) * (i != 3)
@@ -356,7 +423,9 @@ def random_datums(seed: int, count: int = 5) -> tuple[list[Datum], list[np.ndarr
 
 def everything(state) -> dict[str, torch.Tensor]:
     "A copy of all that a trainer holds: weights, masters, moments, accumulated gradients and their counts."
-    held = {f"weight/{n}": p for n, p in state.params.items()} | {f"master/{n}": m for n, m in state.masters.items()}
+    held = {f"weight/{n}": p for n, p in state.params.items()} | {
+        f"master/{n}": m for n, m in state.masters.items()
+    }
     grads = {f"grad/{n}": t.grad for n, t in held.items() if t.grad is not None}
     moments = state.optimizer.state.values() if state.optimizer else ()
     moved = {f"adam/{i}/{k}": v for i, m in enumerate(moments) for k, v in m.items()}
@@ -366,7 +435,8 @@ def everything(state) -> dict[str, torch.Tensor]:
 
 async def look_at_gradients(policy, start: str, datums, dlogprobs) -> None:
     "Everything that must leave no trace, mistakes included; raises if it leaves one."
-    before, graph = everything(policy.state), policy.state.graph
+    before = everything(policy.state)
+    graph = policy.state.graph
     await policy.sample_gradients(datums, dlogprobs)
     await policy.sample_gradients(datums, dlogprobs, start)
     await policy.linear_change(datums, start)
@@ -383,9 +453,17 @@ async def look_at_gradients(policy, start: str, datums, dlogprobs) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_looking_at_gradients_leaves_no_trace(kind):
     async def steps(look: bool):
-        policy, (datums, dlogprobs) = tiny_backend(**KINDS[kind]).policy, random_datums(0)
-        others, pushes = [replace(d, weights=d.weights) for d in datums], [2 * s for s in dlogprobs]
-        loss = lambda ds, lps: (sum(lp[torch.tensor(d.active)].sum() for d, lp in zip(ds, lps, strict=True)), {})
+        policy = tiny_backend(**KINDS[kind]).policy
+        (datums, dlogprobs) = random_datums(0)
+        others = [replace(d, weights=d.weights) for d in datums]
+        pushes = [2 * s for s in dlogprobs]
+
+        def loss(ds, lps):
+            return (
+                sum(lp[torch.tensor(d.active)].sum() for d, lp in zip(ds, lps, strict=True)),
+                {},
+            )
+
         start = await policy.save_state("start")
         await policy.backward(datums, dlogprobs)
         await policy.optim_step(AdamParams(learning_rate=1e-3))
@@ -402,7 +480,8 @@ def test_looking_at_gradients_leaves_no_trace(kind):
         await policy.optim_step(AdamParams(learning_rate=1e-3))
         return everything(policy.state)
 
-    seen, unseen = asyncio.run(steps(True)), asyncio.run(steps(False))
+    seen = asyncio.run(steps(True))
+    unseen = asyncio.run(steps(False))
     assert seen.keys() == unseen.keys()
     assert all(torch.equal(seen[n], unseen[n]) for n in seen)
 
@@ -412,16 +491,22 @@ def by_hand(module: torch.nn.Module, datum: Datum, dlogprob: np.ndarray) -> torc
     params = [p for p in module.parameters() if p.requires_grad]
     ids = torch.from_numpy(datum.tokens.copy())
     logprobs = module(ids[None]).logits[0, :-1].log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]]
-    grads = torch.autograd.grad((logprobs * torch.from_numpy(dlogprob)).sum(), params, allow_unused=True)
+    grads = torch.autograd.grad(
+        (logprobs * torch.from_numpy(dlogprob)).sum(), params, allow_unused=True
+    )
     parts = zip(grads, params, strict=True)
-    return torch.cat([torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in parts])
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if g is None else g.flatten() for g, p in parts]
+    )
 
 
 @pytest.mark.parametrize("options", [{"family": "llama", "tied": True}, {"lora_rank": 4}])
 def test_norms_and_products_are_those_of_autograd(options):
     backend = tiny_backend(dtype="float64", **options)
     datums, dlogprobs = random_datums(2)
-    own = torch.stack([by_hand(backend.policy.state.module, d, s) for d, s in zip(datums, dlogprobs, strict=True)])
+    own = torch.stack(
+        [by_hand(backend.policy.state.module, d, s) for d, s in zip(datums, dlogprobs, strict=True)]
+    )
     logprobs, norms, products = asyncio.run(backend.policy.sample_gradients(datums, dlogprobs))
     np.testing.assert_allclose(norms, own.norm(dim=1).numpy(), rtol=1e-5, atol=1e-12)
     np.testing.assert_allclose(products, (own @ own.sum(0)).numpy(), rtol=1e-5, atol=1e-6)
@@ -453,9 +538,14 @@ def test_the_first_order_change_is_the_limit_of_small_steps(kind):
 
     then, now, predicted, at, begin = asyncio.run(measure())
     on = [d.active for d in datums]
-    cat = lambda series: np.concatenate([np.asarray(s)[o] for s, o in zip(series, on, strict=True)])
+
+    def cat(series):
+        return np.concatenate([np.asarray(s)[o] for s, o in zip(series, on, strict=True)])
+
     quotient = (cat(at[0]) - cat(at[1])) / 2e-3
-    np.testing.assert_allclose(cat(predicted), quotient, rtol=1e-3, atol=2e-3 * np.abs(quotient).max())
+    np.testing.assert_allclose(
+        cat(predicted), quotient, rtol=1e-3, atol=2e-3 * np.abs(quotient).max()
+    )
     np.testing.assert_array_equal(cat(then), cat(begin))
     assert np.abs(cat(now) - cat(then)).max() > 1e-3
     assert all(np.isnan(p[~o]).all() for p, o in zip(predicted, on, strict=True))
@@ -482,10 +572,14 @@ def test_attribution_with_true_gradients(stepped):
     assert a.by_group.contribution.sum() == pytest.approx(1)
     first = a.by_sample[a.by_sample.group == a.by_group.group[0]].contribution.sum()
     assert a.by_group.contribution[0] == pytest.approx(first)
-    _, norms, products = asyncio.run(policy.sample_gradients(record.datums, record.loss.dlogprobs, before))
+    _, norms, products = asyncio.run(
+        policy.sample_gradients(record.datums, record.loss.dlogprobs, before)
+    )
     assert products.sum() ** 0.5 == pytest.approx(record.metrics["grad_norm"], rel=1e-5)
     np.testing.assert_allclose(a.by_sample.grad_norm, norms[a.by_sample.datum])
-    np.testing.assert_allclose(a.by_sample.cosine, (products / norms)[a.by_sample.datum] / products.sum() ** 0.5)
+    np.testing.assert_allclose(
+        a.by_sample.cosine, (products / norms)[a.by_sample.datum] / products.sum() ** 0.5
+    )
 
 
 def test_the_change_of_a_step_and_its_prediction(stepped):
@@ -499,8 +593,11 @@ def test_the_change_of_a_step_and_its_prediction(stepped):
     np.testing.assert_allclose(change.tokens.realised, flat(record.datums, want), atol=1e-5)
     assert change.summary["correlation"] > 0.9
     assert change.summary["rms_error"] < change.summary["rms_change"] / 2
-    assert (flat(record.datums, record.loss.dlogprobs) * change.tokens.realised).sum() < 0  # what the loss wanted
-    up = [change.tokens.realised[change.tokens.datum == i].sum() > 0 for i in change.by_sample.datum]
+    # what the loss wanted
+    assert (flat(record.datums, record.loss.dlogprobs) * change.tokens.realised).sum() < 0
+    up = [
+        change.tokens.realised[change.tokens.datum == i].sum() > 0 for i in change.by_sample.datum
+    ]
     better = [record.datums[i].advantage > 0 for i in change.by_sample.datum]
     assert change.summary["better"] == sum(better) > 0
     assert change.summary["better_up"] == sum(u and b for u, b in zip(up, better, strict=True))
@@ -519,7 +616,9 @@ def test_the_change_of_several_updates_is_predicted_and_realised():
         assert change.summary["correlation"] > 0.99
         assert change.summary["rms_error"] < 0.2 * change.summary["rms_change"]
         with pytest.raises(BackendError, match="weights are not those of the step"):
-            await predicted_change(loop.backend.policy, record, await loop.backend.policy.save_state("after"))
+            await predicted_change(
+                loop.backend.policy, record, await loop.backend.policy.save_state("after")
+            )
         with pytest.raises(LossError, match="2 updates, each from weights of its own"):
             await true_gradients(loop.backend.policy, record, before)
 

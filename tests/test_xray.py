@@ -21,7 +21,13 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import Datum, RecordError, RolloutSample
 from rl_notebook.core.datums import attach
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.core.losses import AGGREGATIONS, POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
+from rl_notebook.core.losses import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    LossOptions,
+    make_loss_fn,
+    register_loss,
+)
 from rl_notebook.core.metrics import step_metrics
 from rl_notebook.core.options import SURROGATE_KNOBS
 from rl_notebook.runs.records import StepRecord
@@ -43,7 +49,9 @@ SMALL: dict[str, Any] = {
 }
 
 
-def steps(n: int = 1, reward: Any = toy_reward, *, backend: Any = None, **settings: Any) -> list[StepRecord]:
+def steps(
+    n: int = 1, reward: Any = toy_reward, *, backend: Any = None, **settings: Any
+) -> list[StepRecord]:
     "The first steps of a run on sums."
     loop = GRPOLoop(backend or tiny(), toy_rows(40), reward, Config(**SMALL | settings))
     return asyncio.run(loop.run(n, progress=False))
@@ -64,11 +72,18 @@ def fresh() -> StepRecord:
 
 
 @pytest.mark.parametrize("loss", SURROGATE_KNOBS)
-def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(loss: str, fresh: StepRecord):
+def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(
+    loss: str, fresh: StepRecord
+):
     values = set()
     for more in (0.0, 0.25):  # at ratio 1 only their terms see how likely the tokens are
-        series = [(d.sampler_logprobs - more * (d.advantage > 0)).astype(np.float32) for d in fresh.datums]
-        datums = [replace(d, old_logprobs=x, sampler_logprobs=x) for d, x in zip(fresh.datums, series, strict=True)]
+        series = [
+            (d.sampler_logprobs - more * (d.advantage > 0)).astype(np.float32) for d in fresh.datums
+        ]
+        datums = [
+            replace(d, old_logprobs=x, sampler_logprobs=x)
+            for d, x in zip(fresh.datums, series, strict=True)
+        ]
         found, _ = make_loss_fn(datums, policy_loss=loss)(datums, [torch.tensor(x) for x in series])
         values.add(round(float(found), 6))
     assert (len(values) == 2) == (loss in TERM_WORDS and loss not in ("sapo", "clip_cov", "kl_cov"))
@@ -79,23 +94,27 @@ def test_a_registered_loss_is_not_taken_apart():
     try:
         record = steps(policy_loss="tilted", kl_beta=0.0)[0]
         said = " ".join(c.text for c in invariants(record))
-        assert re.search(r"from the custom loss tilted, which is not taken apart\.$", xray(record).sentence)
+        assert re.search(
+            r"from the custom loss tilted, which is not taken apart\.$", xray(record).sentence
+        )
         assert "the loss is a custom one" in said
     finally:
         del POLICY_LOSSES["tilted"]
 
 
 def test_later_steps_of_a_window_know_that_the_policy_moved():
-    first, second = steps(2, weight_sync_interval=2, policy_loss="ppo", aggregation="sequence_mean", kl_beta=0.0)
+    first, second = steps(
+        2, weight_sync_interval=2, policy_loss="ppo", aggregation="sequence_mean", kl_beta=0.0
+    )
     text = sentence(second, first)
     assert "Loss is 0.000 because the ratio is 1, so the advantages cancel" in text
-    said = (
-        r"the policy has moved since sampling, by 0\.\d+ nats a token on average, and the loss does not correct for it"
-    )
+    said = r"the policy has moved since sampling, by 0\.\d+ nats a token on average, and the loss does not correct for it"
     assert re.search(rf"^✗ correction: {said}", text)
     assert "Not synced: the sampler keeps version 0" in text
     assert failed(second, first, weight_sync_interval=2) == ["correction"]
-    assert "whether the weights are the same needs the record of the step before" in str(invariants(second))
+    assert "whether the weights are the same needs the record of the step before" in str(
+        invariants(second)
+    )
 
 
 def test_a_correction_in_a_window_is_credited():
@@ -107,22 +126,34 @@ def test_a_correction_in_a_window_is_credited():
 # --- every claim, against its own computation -----------------------------------------------------------------------
 
 
-def constructed(fresh: StepRecord, shift: float = 0.0, batch: str = "own", **options: Any) -> StepRecord:
+def constructed(
+    fresh: StepRecord, shift: float = 0.0, batch: str = "own", **options: Any
+) -> StepRecord:
     "The real batch under other options, its policy moved by noise of this size."
     rng = np.random.default_rng(0)
-    noise = lambda lp: np.where(np.isfinite(lp.values), rng.normal(0, shift, len(lp)), 0) if shift else 0.0
+
+    def noise(lp):
+        return np.where(np.isfinite(lp.values), rng.normal(0, shift, len(lp)), 0) if shift else 0.0
+
     datums = [d for d in fresh.datums if d.group < 2]
     before = fresh.loss.logprobs[: len(datums)]
     policy = [replace(lp, values=lp.values + noise(lp)) for lp in before]
     if batch == "no advantages":
         datums = [replace(d, advantage=0.0) for d in datums]
     if batch == "one lost":  # after the comparison
-        datums, policy = datums[1:], policy[1:]
+        datums = datums[1:]
+        policy = policy[1:]
     if batch == "old":  # a pass of its own for the ratio's anchor
         datums = attach(datums, "old_logprobs", before)
     output = evaluate_loss(datums, policy, loss_factory(LossOptions(**options)))
     metrics = step_metrics(fresh.groups[:2], datums, output, policy_version=0)
-    changed = {"datums": datums, "loss": output, "options": options, "metrics": metrics, "step": 2 if shift else 1}
+    changed = {
+        "datums": datums,
+        "loss": output,
+        "options": options,
+        "metrics": metrics,
+        "step": 2 if shift else 1,
+    }
     return replace(fresh, groups=fresh.groups[:2], **changed)
 
 
@@ -134,9 +165,15 @@ def value(record: StepRecord, **changes: Any) -> float:
 
 def deny(record: StepRecord, text: str) -> list[str]:
     "Claims of a sentence that are not true of its record."
-    o, wrong = LossOptions(**record.options), []
-    active = lambda name: np.concatenate([np.asarray(getattr(d, name))[d.active] for d in record.datums])
-    p = np.concatenate([lp.values[d.active] for lp, d in zip(record.loss.logprobs, record.datums, strict=True)])
+    o = LossOptions(**record.options)
+    wrong = []
+
+    def active(name):
+        return np.concatenate([np.asarray(getattr(d, name))[d.active] for d in record.datums])
+
+    p = np.concatenate(
+        [lp.values[d.active] for lp, d in zip(record.loss.logprobs, record.datums, strict=True)]
+    )
     to_sampler = np.abs(p - active("sampler_logprobs")).max()
     a, n, group = np.array([(d.advantage, d.num_loss_tokens, d.group) for d in record.datums]).T
     push = sum(np.abs(g).sum() for g in record.loss.dlogprobs)
@@ -147,18 +184,26 @@ def deny(record: StepRecord, text: str) -> list[str]:
         to_anchor = np.abs(p - active("old_logprobs")).max()
 
     def claim(pattern: str, truth: Callable[..., bool]) -> None:
-        wrong.extend(repr(found[0]) for found in re.finditer(pattern, text) if not truth(*found.groups()))
+        wrong.extend(
+            repr(found[0]) for found in re.finditer(pattern, text) if not truth(*found.groups())
+        )
 
-    close = lambda said, real: math.isclose(float(said), real, rel_tol=0.06, abs_tol=6e-4)
+    def close(said, real):
+        return math.isclose(float(said), real, rel_tol=0.06, abs_tol=6e-4)
+
     without_kl = value(record, kl_beta=0.0)
     claim(r"\bLoss is (-?[\d.e+-]+\d)", lambda x: close(x, record.loss.loss))
-    claim(r"\bLoss is 0\.000", lambda: abs(record.loss.loss) <= 2e-4 * push * max(1, np.abs(p).max()) + 1e-9)
+    claim(
+        r"\bLoss is 0\.000",
+        lambda: abs(record.loss.loss) <= 2e-4 * push * max(1, np.abs(p).max()) + 1e-9,
+    )
     claim(r"ratio 1\b|ratio is 1\b|hence 1", lambda: to_anchor <= 2e-3)
     claim(r"ratio \d+\.\d+ to", lambda: to_anchor > 1e-3)
     claim(r"not moved since sampling", lambda: to_sampler <= 1e-3)
     claim(r"differ by|(?<!not )moved since", lambda: to_sampler > 1e-3)
     claim(
-        r"advantages cancel", lambda: np.any(a > 0) and np.any(a < 0) and abs(without_kl) <= 2e-4 * np.abs(a * n).sum()
+        r"advantages cancel",
+        lambda: np.any(a > 0) and np.any(a < 0) and abs(without_kl) <= 2e-4 * np.abs(a * n).sum(),
     )
     claim(r"longer completions had the higher", lambda: np.dot(a, n) > 0 and abs(a.sum()) < 1e-6)
     claim(r"longer completions had the lower", lambda: np.dot(a, n) < 0 and abs(a.sum()) < 1e-6)
@@ -170,7 +215,9 @@ def deny(record: StepRecord, text: str) -> list[str]:
     claim(r"the gradient is 0\b", lambda: push == 0)
     claim(r"Gradient (?:norm|sum)", lambda: push > 0)
     aware = o.tis != "off" or o.anchor == "rollout" or o.policy_loss == "reinforce"
-    aware = aware or (record.datums[0].old_logprobs is not None and o.policy_loss not in ("grpo", "reinforce"))
+    aware = aware or (
+        record.datums[0].old_logprobs is not None and o.policy_loss not in ("grpo", "reinforce")
+    )
     claim(r"the loss corrects", lambda: aware)
     claim(r"the loss does not correct", lambda: not aware)
     return wrong
@@ -181,7 +228,9 @@ def _minus_advantages(a: np.ndarray, n: np.ndarray, o: LossOptions, group: np.nd
     by = {
         "token_mean": (a * n).sum() / n.sum(),
         "sequence_mean": a.mean(),
-        "prompt_mean": np.mean([np.average(a[group == g], weights=n[group == g]) for g in set(group)]),
+        "prompt_mean": np.mean(
+            [np.average(a[group == g], weights=n[group == g]) for g in set(group)]
+        ),
         "sample_mean": (a * n).sum() / len(n),
         "constant": (a * n).sum() / len(n) / (o.max_completion_tokens or 1),
         "sum": (a * n).sum(),
@@ -191,7 +240,8 @@ def _minus_advantages(a: np.ndarray, n: np.ndarray, o: LossOptions, group: np.nd
 
 def combinations(batch: str = "own") -> list[dict[str, Any]]:
     "Every loss, with and without KL, correction and another anchor; four of them in every aggregation."
-    usual, each = ("token_mean", "sequence_mean"), ("grpo", "ppo", "gspo", "sapo")
+    usual = ("token_mean", "sequence_mean")
+    each = ("grpo", "ppo", "gspo", "sapo")
     corners = ((0.0, "off"), (0.05, "off"), (0.0, "token"), (0.05, "sequence"))
     out = []
     for loss, how, (kl, tis) in itertools.product(POLICY_LOSSES, AGGREGATIONS, corners):
@@ -212,7 +262,8 @@ def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batc
     lies = {}
     for options in combinations(batch):
         record = constructed(fresh, shift, batch, **options)
-        text = sentence(record, replace(fresh, policy_version=0))  # whose update no sync has published
+        # whose update no sync has published
+        text = sentence(record, replace(fresh, policy_version=0))
         if wrong := deny(record, text):
             lies[str(options)] = (wrong, text)
     assert not lies, f"{len(lies)} of {len(combinations(batch))}: {next(iter(lies.items()))}"
@@ -239,7 +290,10 @@ def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batc
 @pytest.mark.variant(every=3)
 def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
     records = steps(2, **settings)
-    found = {r.step: failed(r, p, weight_sync_interval=1) for r, p in zip(records, [None, *records], strict=False)}
+    found = {
+        r.step: failed(r, p, weight_sync_interval=1)
+        for r, p in zip(records, [None, *records], strict=False)
+    }
     dead_or_narrow = {"signal", "variety"}  # true of some of these steps
     assert {n for names in found.values() for n in names} <= dead_or_narrow
 
@@ -265,10 +319,13 @@ def in_datum(name: str, bad: float) -> Callable[[StepRecord], StepRecord]:
 
 def in_loss(name: str, bad: float) -> Callable[[StepRecord], StepRecord]:
     def spoil(r: StepRecord) -> StepRecord:
-        series, at = list(getattr(r.loss, name)), first_target(r.datums[2])
+        series = list(getattr(r.loss, name))
+        at = first_target(r.datums[2])
         one = series[2]
         series[2] = (
-            replace(one, values=with_value(one.values, at, bad)) if name == "logprobs" else with_value(one, at, bad)
+            replace(one, values=with_value(one.values, at, bad))
+            if name == "logprobs"
+            else with_value(one, at, bad)
         )
         return replace(r, loss=replace(r.loss, **{name: tuple(series)}))
 
@@ -293,7 +350,10 @@ BAD_TENSORS = {
     "ref_logprobs": (in_datum("ref_logprobs", math.nan), "ref_logprobs is nan at group"),
     "policy_logprobs": (in_loss("logprobs", math.nan), "policy_logprobs is nan at group"),
     "dlogprobs": (in_loss("dlogprobs", math.inf), "dL/dlogprob is inf at group"),
-    "metric": (lambda r: replace(r, metrics=dict(r.metrics) | {"grad_norm": math.nan}), "metric grad_norm is nan"),
+    "metric": (
+        lambda r: replace(r, metrics=dict(r.metrics) | {"grad_norm": math.nan}),
+        "metric grad_norm is nan",
+    ),
 }
 
 
@@ -308,7 +368,8 @@ def test_the_first_bad_tensor_is_named(fresh: StepRecord, name: str):
 
 
 def hole(r: StepRecord) -> StepRecord:
-    first, dlogprob = r.datums[0], r.loss.dlogprobs[0]
+    first = r.datums[0]
+    dlogprob = r.loss.dlogprobs[0]
     at = first_target(first)
     without = replace(first, weights=with_value(first.weights, at, 0.0))
     dlogprobs = (with_value(dlogprob, at, 0.0), *r.loss.dlogprobs[1:])
@@ -321,16 +382,22 @@ def metric(name: str, number: float) -> Callable[[StepRecord], StepRecord]:
 
 def neighbours(r: StepRecord) -> StepRecord:
     turned = [*r.datums[5:], *r.datums[:5]]
-    return replace(r, datums=[replace(d, advantage=e.advantage) for d, e in zip(r.datums, turned, strict=True)])
+    return replace(
+        r, datums=[replace(d, advantage=e.advantage) for d, e in zip(r.datums, turned, strict=True)]
+    )
 
 
-FAULTS: dict[str, tuple[Callable[[StepRecord], StepRecord], str]] = {  # beside those that the page of the x-ray plants
+FAULTS: dict[
+    str, tuple[Callable[[StepRecord], StepRecord], str]
+] = {  # beside those that the page of the x-ray plants
     "advantages of the neighbour": (neighbours, "advantages"),
     "a sampled token left out": (hole, "mask"),
     "no gradient": (metric("grad_norm", 0.0), "update"),
     "version goes back": (lambda r: replace(r, policy_version=-1), "weights"),
     "answers lost": (
-        lambda r: replace(r, groups=[replace(g, dropped=("rollout 0 returned None",) * 6) for g in r.groups]),
+        lambda r: replace(
+            r, groups=[replace(g, dropped=("rollout 0 returned None",) * 6) for g in r.groups]
+        ),
         "completions",
     ),
 }
@@ -373,15 +440,24 @@ def test_preflight_changes_nothing():
             return await GRPOLoop(backend, toy_rows(40), toy_reward, cfg).run(2, progress=False)
 
         records = asyncio.run(go())
-        return [r.loss.loss for r in records], [s.text for r in records for g in r.groups for s in g.samples]
+        return [r.loss.loss for r in records], [
+            s.text for r in records for g in r.groups for s in g.samples
+        ]
 
     assert run(True) == run(False)
 
 
-def look(reward: Any = toy_reward, backend: Backend | None = None, rows: Any = None, **settings: Any) -> Any:
+def look(
+    reward: Any = toy_reward, backend: Backend | None = None, rows: Any = None, **settings: Any
+) -> Any:
     "A small pre-flight."
     looked = preflight(
-        backend or tiny(), rows or toy_rows(10), reward, Config(**SMALL | settings), prompts=2, samples=8
+        backend or tiny(),
+        rows or toy_rows(10),
+        reward,
+        Config(**SMALL | settings),
+        prompts=2,
+        samples=8,
     )
     return asyncio.run(looked)
 
@@ -397,7 +473,10 @@ def test_preflight_with_a_rollout_function():
         ids = sample_prompt["prompt_token_ids"]
         said = [20 + sample_prompt["sample_index"], 2]
         return RolloutSample(
-            [*ids, *said], [0.0] * len(ids) + [-1.0, -2.0], [0] * len(ids) + [1, 1], reward=said[0] % 2
+            [*ids, *said],
+            [0.0] * len(ids) + [-1.0, -2.0],
+            [0] * len(ids) + [1, 1],
+            reward=said[0] % 2,
         )
 
     flight = look(rollout)
@@ -410,7 +489,10 @@ def test_preflight_knows_stale_weights():
 
     async def train_without_sync() -> None:
         loop = GRPOLoop(
-            backend, toy_rows(40), toy_reward, Config(**SMALL | {"weight_sync_interval": 0, "learning_rate": 1e-2})
+            backend,
+            toy_rows(40),
+            toy_reward,
+            Config(**SMALL | {"weight_sync_interval": 0, "learning_rate": 1e-2}),
         )
         await loop.run(1, progress=False)
 
@@ -422,7 +504,11 @@ def test_preflight_knows_stale_weights():
 
 # --- where the time went ---------------------------------------------------------------------------------------------
 
-READS = {"perf/sampling_bytes_per_s": 7e9, "perf/sampling_flops_per_s": 2e10, "perf/sampling_floor_ratio": 1.4}
+READS = {
+    "perf/sampling_bytes_per_s": 7e9,
+    "perf/sampling_flops_per_s": 2e10,
+    "perf/sampling_floor_ratio": 1.4,
+}
 READS |= {"perf/roof_bytes_per_s": 1e10, "perf/roof_flops_per_s": 1e11}
 SPENT = {"sample": 7.8, "reference": 0.6, "backward": 1.6}
 
@@ -432,23 +518,32 @@ def test_time_is_said_last_and_only_where_nothing_failed():
     words = time_words(slow)
     assert failed_words(slow) == []
     assert sentence(slow).endswith(f" {words}.")
-    assert words.startswith("78% of the step is sampling, at 1.4 times its floor, which is reading the weights")
+    assert words.startswith(
+        "78% of the step is sampling, at 1.4 times its floor, which is reading the weights"
+    )
     assert words.endswith("take at most 1.3 times as long")
     broken = replace(slow, metrics={**slow.metrics, "grad_norm": math.nan})
     assert failed_words(broken)
     assert words not in sentence(broken)
     assert words not in sentence(replace(slow, reason="nothing to learn"))
-    assert [c.name for c in invariants(slow)] == [c.name for c in invariants(replace(slow, seconds={}))]
+    assert [c.name for c in invariants(slow)] == [
+        c.name for c in invariants(replace(slow, seconds={}))
+    ]
 
 
 @pytest.mark.parametrize("given", ["loop", "not awaited", "record"])
 def test_a_loop_for_a_step_or_a_step_for_a_loop_is_named(given: str, fresh: StepRecord):
     loop = GRPOLoop(tiny(), toy_rows(4), toy_reward, Config(**SMALL))
-    views, thing, said = [xray, rln.inspect_tokens, rln.what_if], loop, "loop.records"
+    views = [xray, rln.inspect_tokens, rln.what_if]
+    thing = loop
+    said = "loop.records"
     if given == "not awaited":
-        thing, said = asyncio.sleep(0), "Await it first"
+        thing = asyncio.sleep(0)
+        said = "Await it first"
     if given == "record":
-        views, thing, said = [rln.Dashboard], fresh, "the loop that made it"
+        views = [rln.Dashboard]
+        thing = fresh
+        said = "the loop that made it"
     for view in views:
         with pytest.raises(RecordError, match=said):
             view(thing, {}) if view is rln.what_if else view(thing)
@@ -456,7 +551,9 @@ def test_a_loop_for_a_step_or_a_step_for_a_loop_is_named(given: str, fresh: Step
         thing.close()
 
 
-@pytest.mark.parametrize("settings", [{"learning_rate": 0.5}, {"learning_rate": 0.02, "ppo_n_minibatches": 3}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{"learning_rate": 0.5}, {"learning_rate": 0.02, "ppo_n_minibatches": 3}], ids=str
+)
 def test_a_learning_rate_that_wrecks_a_step_has_its_cross(settings: dict[str, Any]):
     (record,) = steps(1, uneven, **settings)
     assert "update" in failed(record)

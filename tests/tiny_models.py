@@ -61,7 +61,10 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     "Ids 0 to 255 are bytes, 256 is <eos>, 257 is <pad>."
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     raw = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.pre_tokenizer, raw.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<eos>")
 
 
@@ -86,11 +89,24 @@ def tiny_model(
         sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": context}
         model = GPT2LMHeadModel(GPT2Config(vocab_size=vocab, **sizes, **ids))
     else:
-        config, kind = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}[family]
-        sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+        config, kind = {
+            "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+            "llama": (LlamaConfig, LlamaForCausalLM),
+        }[family]
+        sizes = {
+            "hidden_size": hidden,
+            "intermediate_size": 2 * hidden,
+            "num_hidden_layers": layers,
+        }
         sizes |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": 8}
         model = kind(
-            config(vocab_size=vocab, max_position_embeddings=context, tie_word_embeddings=tied, **sizes, **ids)
+            config(
+                vocab_size=vocab,
+                max_position_embeddings=context,
+                tie_word_embeddings=tied,
+                **sizes,
+                **ids,
+            )
         )
     with torch.no_grad():
         for p in model.parameters():

@@ -35,7 +35,8 @@ class Service:
 
     def __init__(self, faults=()):
         self.states, self.faults, self.requests = {}, dict(faults), 0
-        self.opened, self.deleted = 0, []
+        self.opened = 0
+        self.deleted = []
 
     def connect(self):
         self.request("connect", lambda: None).result()
@@ -44,7 +45,8 @@ class Service:
 
     def request(self, name, do):
         "Run `do` and answer; a fault drops the request `before` or `after` it was executed."
-        answer, fault = Future(), self.faults.pop(self.requests, None)
+        answer = Future()
+        fault = self.faults.pop(self.requests, None)
         self.requests += 1
         try:
             if fault == "before":
@@ -104,7 +106,8 @@ class Client:
             g, self.grad, self.steps = self.grad, np.zeros_like(self.table), self.steps + 1
             self.m = adam.beta1 * self.m + (1 - adam.beta1) * g
             self.v = adam.beta2 * self.v + (1 - adam.beta2) * g * g
-            m, v = self.m / (1 - adam.beta1**self.steps), self.v / (1 - adam.beta2**self.steps)
+            m = self.m / (1 - adam.beta1**self.steps)
+            v = self.v / (1 - adam.beta2**self.steps)
             self.table = self.table - adam.learning_rate * m / (np.sqrt(v) + adam.eps)
             return SimpleNamespace(metrics={"grad_norm": float(np.linalg.norm(g))})
 
@@ -131,7 +134,9 @@ class Client:
     def load_state(self, path):
         future = self.load_state_with_optimizer(path)
         if future.exception() is None:
-            self.m, self.v, self.steps = 0.0, 0.0, 0
+            self.m = 0.0
+            self.v = 0.0
+            self.steps = 0
         return future
 
     def save_weights_for_sampler(self, name):

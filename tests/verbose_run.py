@@ -71,7 +71,11 @@ async def opened(backend: str, running: RunningEmulator, cfg: Any, **more: Any) 
     quick = {"base_url": running.url, "pause_s": 0.05, "attempts": 1, "say": print, **more}
     if backend == "fireworks":
         return await open_fireworks(cfg, grace_s=0, poll_interval_s=0.05, **quick)
-    names = {"base_model": cfg.base_model, "lora_rank": cfg.lora_rank, "tokenizer": cfg.tokenizer_model}
+    names = {
+        "base_model": cfg.base_model,
+        "lora_rank": cfg.lora_rank,
+        "tokenizer": cfg.tokenizer_model,
+    }
     return await open_tinker(**names, conformance="off", probing=False, **quick)
 
 
@@ -81,18 +85,34 @@ async def go(backend: str, folder: Path, running: RunningEmulator) -> None:
     await fails("a wrong key", opened(backend, running, cfg, key=WRONG))
     back = await opened(backend, running, cfg)
     records: list[Any] = []
-    result = await train(cfg, problem=problem(), backend=back, on_record=[records.append], progress=False)
+    result = await train(
+        cfg, problem=problem(), backend=back, on_record=[records.append], progress=False
+    )
     links = [getattr(part, "link", None) for part in (back.policy, back.reference, back.sampler)]
-    shown = {"backend": back, "config": cfg, "result": result, "records": records, "emulator": running.emulator}
-    shown |= {"running": running, "gate": running.emulator.app, "log": running.emulator.log, "links": links}
+    shown = {
+        "backend": back,
+        "config": cfg,
+        "result": result,
+        "records": records,
+        "emulator": running.emulator,
+    }
     shown |= {
-        name: getattr(back, name, None) for name in ("policy", "reference", "sampler", "sync", "infra", "cleanup")
+        "running": running,
+        "gate": running.emulator.app,
+        "log": running.emulator.log,
+        "links": links,
+    }
+    shown |= {
+        name: getattr(back, name, None)
+        for name in ("policy", "reference", "sampler", "sync", "infra", "cleanup")
     }
     for name, value in shown.items():
         show(name, value)
     for link in filter(None, links):
         show("link", link)
-    await fails("a refused request", back.policy.forward([Datum(np.array([1, 10**6, 2]), np.array([1, 1]))]))
+    await fails(
+        "a refused request", back.policy.forward([Datum(np.array([1, 10**6, 2]), np.array([1, 1]))])
+    )
     await fails("another refused request", back.sync("no-such-snapshot"))
     policy_trainer(running, back).lose_memory()
     await fails("a lost service", back.policy.forward(fixed_datums()))

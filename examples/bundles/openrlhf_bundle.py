@@ -23,7 +23,8 @@ def samples_of(experience):
 
 def record(trainer, folder):
     "Have a PPOTrainer write a bundle of each batch of experience."
-    maker, count = trainer.experience_maker, [0]
+    maker = trainer.experience_maker
+    count = [0]
     plain = maker.make_experience_batch
 
     def make_experience_batch(*args, **options):

@@ -9,14 +9,22 @@ import os
 from write import write_step
 
 COUNT = itertools.count()
-OURS = {"inference_logprobs": "sampler_logprobs", "trainer_logprobs": "policy_logprobs", "ref_logprobs": "ref_logprobs"}
+OURS = {
+    "inference_logprobs": "sampler_logprobs",
+    "trainer_logprobs": "policy_logprobs",
+    "ref_logprobs": "ref_logprobs",
+}
 OURS |= {"advantages": "advantages", "loss_mask": "loss_mask"}
 
 
 def sample_of(inputs, number):
     "One sequence of `LossInputs`; ids and groups are not in it: positions and a number stand for them."
     known = {ours: getattr(inputs, name, None) for name, ours in OURS.items()}
-    known = {name: values.detach().float().cpu().numpy() for name, values in known.items() if values is not None}
+    known = {
+        name: values.detach().float().cpu().numpy()
+        for name, values in known.items()
+        if values is not None
+    }
     return {"tokens": range(len(known["loss_mask"])), "group": str(number), **known}
 
 
@@ -25,7 +33,9 @@ def loss(inputs, **options):
     from prime_rl.configs.trainer import DefaultLossConfig
     from prime_rl.trainer.rl.loss import default_loss_fn
 
-    folder = os.path.join(os.environ.get("BUNDLES", "bundles"), f"rank_{os.environ.get('RANK', '0')}")
+    folder = os.path.join(
+        os.environ.get("BUNDLES", "bundles"), f"rank_{os.environ.get('RANK', '0')}"
+    )
     number = next(COUNT)
     write_step(folder, number, "prime-rl", [sample_of(inputs, number)])
     return default_loss_fn(inputs, DefaultLossConfig(**options))

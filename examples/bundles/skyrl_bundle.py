@@ -3,19 +3,30 @@
 import numpy as np
 from write import write_step
 
-OURS = {"action_log_probs": "old_logprobs", "base_action_log_probs": "ref_logprobs", "advantages": "advantages"}
+OURS = {
+    "action_log_probs": "old_logprobs",
+    "base_action_log_probs": "ref_logprobs",
+    "advantages": "advantages",
+}
 OURS |= {"rollout_logprobs": "sampler_logprobs", "loss_mask": "loss_mask"}
 
 
 def samples_of(batch):
     "One sample a row; SkyRL aligns to the right, and its response fields are as wide as the longest response."
-    real, said = batch["attention_mask"].numpy() > 0, batch["response_mask"].numpy() > 0
+    real = batch["attention_mask"].numpy() > 0
+    said = batch["response_mask"].numpy() > 0
     for i, tokens in enumerate(batch["sequences"].numpy()):
         known = {
-            ours: batch[name][i].float().numpy()[said[i]] for name, ours in OURS.items() if batch.get(name) is not None
+            ours: batch[name][i].float().numpy()[said[i]]
+            for name, ours in OURS.items()
+            if batch.get(name) is not None
         }
         own = tokens[real[i]]
-        yield {"tokens": own, "group": str(own[: len(own) - int(np.sum(said[i]))].tolist()), **known}
+        yield {
+            "tokens": own,
+            "group": str(own[: len(own) - int(np.sum(said[i]))].tolist()),
+            **known,
+        }
 
 
 def recorder(folder):

@@ -7,7 +7,11 @@ import os
 
 from write import write_step
 
-OURS = {"loss_masks": "loss_mask", "rollout_log_probs": "sampler_logprobs", "log_probs": "old_logprobs"}
+OURS = {
+    "loss_masks": "loss_mask",
+    "rollout_log_probs": "sampler_logprobs",
+    "log_probs": "old_logprobs",
+}
 OURS |= {"ref_log_probs": "ref_logprobs", "advantages": "advantages"}
 
 
@@ -24,5 +28,7 @@ def samples_of(data):
 
 def record(args, rollout_id, rollout_data):
     "One bundle a rollout and rank, in the folder that BUNDLES names."
-    folder = os.path.join(os.environ.get("BUNDLES", "bundles"), f"rank_{os.environ.get('RANK', '0')}")
+    folder = os.path.join(
+        os.environ.get("BUNDLES", "bundles"), f"rank_{os.environ.get('RANK', '0')}"
+    )
     write_step(folder, rollout_id, "slime", list(samples_of(rollout_data)))

@@ -15,7 +15,10 @@ def samples_of(data, outputs):
         advantages = inputs["advantages"].data
         mask = [float(a != 0) for a in advantages]  # the cookbook takes the mask away before
         first = next((i for i, m in enumerate(mask) if m), len(mask))
-        known = {"sampler_logprobs": inputs["logprobs"].data, "policy_logprobs": output["logprobs"].data}
+        known = {
+            "sampler_logprobs": inputs["logprobs"].data,
+            "policy_logprobs": output["logprobs"].data,
+        }
         yield {
             "tokens": tokens,
             "loss_mask": mask,
@@ -27,7 +30,8 @@ def samples_of(data, outputs):
 
 def record(client, folder):
     "Have a training client write a bundle at each pass."
-    plain, count = client.forward_backward, [0]
+    plain = client.forward_backward
+    count = [0]
 
     def forward_backward(data, loss_fn, *args, **options):
         future = plain(data, loss_fn, *args, **options)

@@ -23,13 +23,24 @@ def write_step(folder, step, trainer, samples, **more):
     for s in samples:
         for name in names:
             values = np.asarray([] if s.get(name) is None else s[name], dtype=float).ravel()
-            fill = 0.0 if name in ("loss_mask", "weights") else np.nan  # nothing was measured on the prompt
+            # nothing was measured on the prompt
+            fill = 0.0 if name in ("loss_mask", "weights") else np.nan
             arrays[name].append(np.r_[np.full(len(s["tokens"]) - len(values), fill), values])
     lengths = np.array([len(s["tokens"]) for s in samples])
     facts = [{k: v for k, v in s.items() if k not in (*names, "tokens")} for s in samples]
-    plain = {"format": "rl_notebook.bundle/1", "step": step, "trainer": trainer, "samples": facts, **more}
+    plain = {
+        "format": "rl_notebook.bundle/1",
+        "step": step,
+        "trainer": trainer,
+        "samples": facts,
+        **more,
+    }
     path = Path(folder, f"bundle_{step:05d}.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path.with_suffix(".npz"), lengths=lengths, **{n: np.concatenate(v) for n, v in arrays.items()})
+    np.savez(
+        path.with_suffix(".npz"),
+        lengths=lengths,
+        **{n: np.concatenate(v) for n, v in arrays.items()},
+    )
     path.write_text(json.dumps(plain, default=float))  # last: it makes the bundle whole
     return path

@@ -18,7 +18,9 @@ SUMS = {
     "operators": ("+",),
     "allow_parentheses": False,
 }
-data = reasoning_gym.create_dataset("basic_arithmetic", size=512, seed=1, allow_negation=False, **SUMS)
+data = reasoning_gym.create_dataset(
+    "basic_arithmetic", size=512, seed=1, allow_negation=False, **SUMS
+)
 
 
 def asked(entry: dict[str, Any]) -> str:

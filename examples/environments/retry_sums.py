@@ -43,9 +43,17 @@ class Asks(vf.Harness[vf.HarnessConfig]):
     NEEDS_CONTAINER = EXECUTES_CODE = False
     SUPPORTS_RESUME = True
 
-    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None):
-        prompt = [{"role": "user", "content": data.prompt}] if isinstance(data.prompt, str) else data.prompt
-        messages = [m if isinstance(m, dict) else {"role": m.role, "content": m.content} for m in prompt]
+    async def launch(
+        self, ctx, trace, runtime, endpoint, secret, mcp_urls, data, tool_interception_url=None
+    ):
+        prompt = (
+            [{"role": "user", "content": data.prompt}]
+            if isinstance(data.prompt, str)
+            else data.prompt
+        )
+        messages = [
+            m if isinstance(m, dict) else {"role": m.role, "content": m.content} for m in prompt
+        ]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(0, "", "")

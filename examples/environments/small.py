@@ -49,7 +49,9 @@ async def train(
     **settings: Any,  # others than the above
 ) -> list[float]:  # mean reward of each step
     "Train, and say every fifth step what the rewards of five were."
-    cfg = rln.Config.from_dict(SETTINGS | settings, option_values(sys.argv[1:] if options is None else options))
+    cfg = rln.Config.from_dict(
+        SETTINGS | settings, option_values(sys.argv[1:] if options is None else options)
+    )
     rewards: list[float] = []
     async with await rln.open_backend(cfg, say) as backend:
         if cfg.base_model == "tiny":

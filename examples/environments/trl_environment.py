@@ -15,7 +15,9 @@ class Adding:
     "Asks for a sum until it is right, twice at most. It fits GRPOTrainer(environment_factory=Adding) as it is."
 
     def reset(self, answer: str, **columns) -> str | None:
-        self.number, self.tries, self.right = int(answer), 0, False
+        self.number = int(answer)
+        self.tries = 0
+        self.right = False
         return None
 
     def answer(self, number: int) -> str:
@@ -36,9 +38,12 @@ class Adding:
 
 # --- the glue: 4 lines. A model that was taught tools needs no `read_calls`.
 rows = [
-    {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rln.toy_rows(512)
+    {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
+    for row in rln.toy_rows(512)
 ]
-task = tool_rollouts(environment_factory=Adding, read_calls=small.read_answer, max_tool_calling_iterations=2)
+task = tool_rollouts(
+    environment_factory=Adding, read_calls=small.read_answer, max_tool_calling_iterations=2
+)
 # ---------------------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,8 @@ import verifiers.v1 as vf
 from rl_notebook.agents.environments import agent_rollouts
 from rl_notebook.agents.serve import ServedRollout
 
-WHERE = {"taskset": {"id": "retry_sums"}, "agent": {"runtime": {"type": "subprocess"}}}  # or the id of an installed one
+# or the id of an installed one
+WHERE = {"taskset": {"id": "retry_sums"}, "agent": {"runtime": {"type": "subprocess"}}}
 env = vf.load_environment(vf.resolve_env_config(WHERE))
 
 
@@ -33,8 +34,11 @@ async def play(row: dict[str, Any], rollout: ServedRollout) -> float | None:
 
 
 async def main(options: list[str] | None = None, say: Any = print) -> list[float]:
-    async with env.serving():  # an episode costs this library a tenth of a second, so there are fewer
-        return await small.train(rows, agent_rollouts(play), options, say, steps=10, prompt_groups_per_step=4)
+    # an episode costs this library a tenth of a second, so there are fewer
+    async with env.serving():
+        return await small.train(
+            rows, agent_rollouts(play), options, say, steps=10, prompt_groups_per_step=4
+        )
 
 
 if __name__ == "__main__":

@@ -8,10 +8,21 @@ from __future__ import annotations
 import asyncio
 
 import httpx
-from fireworks.training.sdk import AdamParams, DeploymentManager, DeploymentSampler, TrainerJobManager, WeightSyncer
+from fireworks.training.sdk import (
+    AdamParams,
+    DeploymentManager,
+    DeploymentSampler,
+    TrainerJobManager,
+    WeightSyncer,
+)
 from task import load_task, load_tokenizer, score, service, settings, tokenizer_folder
 
-from rl_notebook.backends.services.provision import DeployConfig, InfraConfig, ResourceCleanup, setup_infra
+from rl_notebook.backends.services.provision import (
+    DeployConfig,
+    InfraConfig,
+    ResourceCleanup,
+    setup_infra,
+)
 from rl_notebook.core.datums import build_grpo_datums
 from rl_notebook.core.losses import make_offpolicy_grpo_loss_fn
 
@@ -47,7 +58,8 @@ def behavior_logprobs(model: str, tokens: list[int]) -> list[float]:
 
 def train(infra) -> None:
     "The loop."
-    policy, reference = infra.policy, infra.reference
+    policy = infra.policy
+    reference = infra.reference
     sampler = DeploymentSampler(
         inference_url=deploy_mgr.inference_url,
         model=infra.inference_model,
@@ -55,9 +67,14 @@ def train(infra) -> None:
         tokenizer=load_tokenizer(args.tokenizer),
     )
     tracker = WeightSyncer(
-        policy_client=policy.inner, deploy_mgr=deploy_mgr, deployment_id=args.deployment, base_model=args.base_model
+        policy_client=policy.inner,
+        deploy_mgr=deploy_mgr,
+        deployment_id=args.deployment,
+        base_model=args.base_model,
     )
-    adam = AdamParams(learning_rate=args.learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+    adam = AdamParams(
+        learning_rate=args.learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01
+    )
     step = 0
     for row in load_task(args.rows):
         if step == args.steps:
@@ -75,18 +92,32 @@ def train(infra) -> None:
 
         # The behaviour policy is the one that drew: it is asked before the next sync changes it. At temperature 1 its
         # prefill should say what was reported with each token when it was drawn.
-        behavior = [behavior_logprobs(infra.inference_model, list(c.full_tokens)) for c in completions]
+        behavior = [
+            behavior_logprobs(infra.inference_model, list(c.full_tokens)) for c in completions
+        ]
         drawn = [c.sampling_logprobs for c in completions]
-        gap = max(abs(b - d) for bs, ds in zip(behavior, drawn, strict=True) for b, d in zip(bs[-len(ds) :], ds))
+        gap = max(
+            abs(b - d)
+            for bs, ds in zip(behavior, drawn, strict=True)
+            for b, d in zip(bs[-len(ds) :], ds)
+        )
 
-        loss_fn = make_offpolicy_grpo_loss_fn(rewards, ref_logprobs, behavior, kl_beta=0.001, clip_rho=CLIP_RHO)
+        loss_fn = make_offpolicy_grpo_loss_fn(
+            rewards, ref_logprobs, behavior, kl_beta=0.001, clip_rho=CLIP_RHO
+        )
         result = policy.forward_backward_custom(datums, loss_fn)
         policy.optim_step(adam)
         step += 1
-        snapshot = tracker.save_and_hotload(f"step-{step:05d}") if step % HOTLOAD_INTERVAL == 0 else "none"
-        reward, loss = sum(rewards) / len(rewards), result.metrics["grpo_loss"]
+        snapshot = (
+            tracker.save_and_hotload(f"step-{step:05d}") if step % HOTLOAD_INTERVAL == 0 else "none"
+        )
+        reward = sum(rewards) / len(rewards)
+        loss = result.metrics["grpo_loss"]
         rho = f"rho {result.metrics['rho/mean']:.6f} at most {result.metrics['rho/max']:.6f}"
-        print(f"step {step}: reward {reward:.3f} loss {loss:.6f} {rho} gap {gap:.1e} synced {snapshot}", flush=True)
+        print(
+            f"step {step}: reward {reward:.3f} loss {loss:.6f} {rho} gap {gap:.1e} synced {snapshot}",
+            flush=True,
+        )
 
 
 with ResourceCleanup(rlor_mgr, deploy_mgr) as cleanup:
@@ -94,8 +125,12 @@ with ResourceCleanup(rlor_mgr, deploy_mgr) as cleanup:
         rlor_mgr=rlor_mgr,
         deploy_mgr=deploy_mgr,
         base_model=args.base_model,
-        infra_cfg=InfraConfig(training_shape_id=args.shape, ref_training_shape_id=f"{args.shape}-forward"),
-        deploy_cfg=DeployConfig(deployment_id=args.deployment, tokenizer_model=tokenizer_folder(args.tokenizer)),
+        infra_cfg=InfraConfig(
+            training_shape_id=args.shape, ref_training_shape_id=f"{args.shape}-forward"
+        ),
+        deploy_cfg=DeployConfig(
+            deployment_id=args.deployment, tokenizer_model=tokenizer_folder(args.tokenizer)
+        ),
         needs_reference=True,
         needs_inference=True,
         role_prefix="grpo-offpolicy",
@@ -107,4 +142,6 @@ with ResourceCleanup(rlor_mgr, deploy_mgr) as cleanup:
         train(infra)
     finally:
         infra.close()
-print("trainers cancelled, deployment scaled to zero" if not cleanup.left else f"left: {cleanup.left}")
+print(
+    "trainers cancelled, deployment scaled to zero" if not cleanup.left else f"left: {cleanup.left}"
+)

@@ -44,7 +44,8 @@ deploy_cfg = DeployConfig(
 
 def train(infra) -> None:
     "The loop; what it talks to is in `infra`."
-    policy, reference = infra.policy, infra.reference
+    policy = infra.policy
+    reference = infra.reference
     tokenizer = load_tokenizer(args.tokenizer)
     sampler = DeploymentSampler(
         inference_url=deploy_mgr.inference_url,
@@ -61,14 +62,18 @@ def train(infra) -> None:
         hotload_timeout=600,
         first_checkpoint_type="base",
     )
-    adam = AdamParams(learning_rate=args.learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+    adam = AdamParams(
+        learning_rate=args.learning_rate, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01
+    )
 
     step = 0
     for row in load_task(args.rows):
         if step == args.steps:
             break
         # 3. Completions of the deployment, each request for one of them. `sample_with_tokens` is a coroutine.
-        ask = sampler.sample_with_tokens(messages=list(row.messages), n=args.samples, max_tokens=args.max_tokens)
+        ask = sampler.sample_with_tokens(
+            messages=list(row.messages), n=args.samples, max_tokens=args.max_tokens
+        )
         completions = asyncio.run(ask)
         rewards = [score(c.text, row) for c in completions]
         if len(set(rewards)) == 1:
@@ -88,8 +93,13 @@ def train(infra) -> None:
 
         # 6. The new weights, to the deployment: whole the first time, then what changed.
         snapshot = tracker.save_and_hotload(f"step-{step:05d}")
-        reward, loss, kl = sum(rewards) / len(rewards), result.metrics["grpo_loss"], result.metrics["mean_kl"]
-        print(f"step {step}: reward {reward:.3f} loss {loss:.6f} kl {kl:.6f} synced {snapshot}", flush=True)
+        reward = sum(rewards) / len(rewards)
+        loss = result.metrics["grpo_loss"]
+        kl = result.metrics["mean_kl"]
+        print(
+            f"step {step}: reward {reward:.3f} loss {loss:.6f} kl {kl:.6f} synced {snapshot}",
+            flush=True,
+        )
 
 
 # 2. Trainers and a deployment. All of the work is inside this block: at its end trainers are cancelled and the
@@ -113,4 +123,6 @@ with ResourceCleanup(rlor_mgr, deploy_mgr) as cleanup:
         train(infra)
     finally:
         infra.close()
-print("trainers cancelled, deployment scaled to zero" if not cleanup.left else f"left: {cleanup.left}")
+print(
+    "trainers cancelled, deployment scaled to zero" if not cleanup.left else f"left: {cleanup.left}"
+)

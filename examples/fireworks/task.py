@@ -18,16 +18,32 @@ ASK = "Work out the answer step by step, then give it after ####, such as: #### 
 
 def settings(about: str, **defaults: Any) -> argparse.Namespace:
     "The settings at the top of a script; `defaults` are those in which it differs."
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--base-model", default="accounts/fireworks/models/qwen3-8b", help="what is trained")
-    parser.add_argument("--tokenizer", default="Qwen/Qwen3-8B", help="name on the hub, a folder, or tiny")
-    parser.add_argument("--rows", default=str(SAMPLE), help="JSONL with questions and answers, or toy")
+    parser = argparse.ArgumentParser(
+        description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument(
+        "--base-model", default="accounts/fireworks/models/qwen3-8b", help="what is trained"
+    )
+    parser.add_argument(
+        "--tokenizer", default="Qwen/Qwen3-8B", help="name on the hub, a folder, or tiny"
+    )
+    parser.add_argument(
+        "--rows", default=str(SAMPLE), help="JSONL with questions and answers, or toy"
+    )
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps")
     parser.add_argument("--samples", type=int, default=4, help="completions per prompt")
-    parser.add_argument("--max-tokens", type=int, default=512, help="tokens after which a completion is cut")
+    parser.add_argument(
+        "--max-tokens", type=int, default=512, help="tokens after which a completion is cut"
+    )
     parser.add_argument("--learning-rate", type=float, default=1e-5, help="of AdamW")
-    parser.add_argument("--shape", default="accounts/fireworks/trainingShapes/qwen3-8b-128k-h200", help="of trainers")
-    parser.add_argument("--deployment", default="grpo-serving", help="id of the deployment; reused if it is there")
+    parser.add_argument(
+        "--shape",
+        default="accounts/fireworks/trainingShapes/qwen3-8b-128k-h200",
+        help="of trainers",
+    )
+    parser.add_argument(
+        "--deployment", default="grpo-serving", help="id of the deployment; reused if it is there"
+    )
     parser.set_defaults(**defaults)
     return parser.parse_args()
 
@@ -35,8 +51,12 @@ def settings(about: str, **defaults: Any) -> argparse.Namespace:
 def service() -> tuple[str, str]:
     "Key and address of the service, from the environment."
     if "FIREWORKS_API_KEY" not in os.environ:
-        raise SystemExit("FIREWORKS_API_KEY is not set; without an account, run: rl-notebook emulate")
-    return os.environ["FIREWORKS_API_KEY"], os.environ.get("FIREWORKS_BASE_URL", "https://api.fireworks.ai")
+        raise SystemExit(
+            "FIREWORKS_API_KEY is not set; without an account, run: rl-notebook emulate"
+        )
+    return os.environ["FIREWORKS_API_KEY"], os.environ.get(
+        "FIREWORKS_BASE_URL", "https://api.fireworks.ai"
+    )
 
 
 def tokenizer_folder(name: str) -> str:

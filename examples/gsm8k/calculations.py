@@ -16,7 +16,9 @@ NUMBER = r"\$?(?<![\d.,])(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?!\d)%?"
 UNIT = r"(?:\s?[A-Za-z]+(?![A-Za-z])){0,2}"
 SIGN = r"\s*[-+*/×÷]\s*"
 # Without brackets; what is said is one number, and not the first of a fraction or of a second calculation.
-CALCULATION = re.compile(rf"({NUMBER}{UNIT}(?:{SIGN}{NUMBER}{UNIT})+)\s*=\s*({NUMBER})(?!{SIGN}\$?[\d.])")
+CALCULATION = re.compile(
+    rf"({NUMBER}{UNIT}(?:{SIGN}{NUMBER}{UNIT})+)\s*=\s*({NUMBER})(?!{SIGN}\$?[\d.])"
+)
 MARKED = re.compile(r"<<[^<>]*=\s*(-?[\d,.]+)")
 MINUS = {0x2013: "-", 0x2212: "-"}
 CENT = 0.01
@@ -29,11 +31,14 @@ def plain(expression: str) -> str:
 
 def results(text: str) -> list[tuple[float, bool]]:
     "What a calculator has for each calculation of a text, earlier results put right, and whether the text has it, too."
-    found, right = list[tuple[float, bool]](), dict[str, str]()
+    found = list[tuple[float, bool]]()
+    right = dict[str, str]()
     text = re.sub(r"\s[x×]\s", " * ", text.translate(MINUS))
     for left, said in CALCULATION.findall(text):
-        left, said = re.sub(r"[\d.]+", lambda n: right.get(n[0], n[0]), plain(left)), plain(said)
-        value, same = parse_number(left), bool(numeric_equal(said, left, CENT))
+        left = re.sub(r"[\d.]+", lambda n: right.get(n[0], n[0]), plain(left))
+        said = plain(said)
+        value = parse_number(left)
+        same = bool(numeric_equal(said, left, CENT))
         right.pop(said, None)
         if value is not None and not same:
             right[said] = f"({value})"
@@ -43,12 +48,18 @@ def results(text: str) -> list[tuple[float, bool]]:
 
 def wanted(answer: str) -> list[float]:
     "Results of the calculations that a reference solution marks."
-    return [round(float(parse_number(plain(n.rstrip("."))) or 0), 2) for n in MARKED.findall(answer) if n.strip(",.")]
+    return [
+        round(float(parse_number(plain(n.rstrip("."))) or 0), 2)
+        for n in MARKED.findall(answer)
+        if n.strip(",.")
+    ]
 
 
 def calculations(text: str, answer: str) -> float:  # 0 to 1
     "The share of the reference's calculations that are there, of theirs or ours, whichever are more; half for a slip."
-    there, gold, earned = results(text), Counter(wanted(answer)), 0.0
+    there = results(text)
+    gold = Counter(wanted(answer))
+    earned = 0.0
     for value, same in sorted(there, key=lambda found: not found[1]):
         earned += (gold[value] > 0) * (1.0 if same else 0.5)
         gold[value] -= 1

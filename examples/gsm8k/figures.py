@@ -25,7 +25,9 @@ from rl_notebook.loop.rollouts import encode_rows
 from rl_notebook.views.charts import svg
 from rl_notebook.views.payloads import History, reward_payload
 
-HELD_OUT, TIMES = 100, 8  # rows, and completions of each
+# rows, and completions of each
+HELD_OUT = 100
+TIMES = 8
 SHOWN = 10  # rows of our own whose completions are shown
 WINDOW = 10  # steps that a point of the curve is the mean of
 DRAWS = 10_000  # of the bootstrap
@@ -34,23 +36,33 @@ DRAWS = 10_000  # of the bootstrap
 # --- answers ---------------------------------------------------------------------------------------------------------
 
 
-async def answers(backend: rln.Backend, cfg: rln.Config, rows: Sequence[rln.Row], n: int) -> list[dict[str, Any]]:
+async def answers(
+    backend: rln.Backend, cfg: rln.Config, rows: Sequence[rln.Row], n: int
+) -> list[dict[str, Any]]:
     "Completions of each row, drawn and graded as in training."
 
     async def of(i: int, prompt: Any) -> list[dict[str, Any]]:
         drawn = await backend.sampler.sample(prompt.tokens.tolist(), cfg.sample_params(n=n, seed=i))
         scores = await score(drawn, prompt.row, list(cfg.rewards), cfg.reward_weights)
-        said = [{"tokens": len(c.tokens), "cut": c.finish_reason == "length", "text": c.text} for c in drawn]
+        said = [
+            {"tokens": len(c.tokens), "cut": c.finish_reason == "length", "text": c.text}
+            for c in drawn
+        ]
         graded = [{"reward": scores.reward(j), **scores.rewards(j)} for j in range(n)]
         return [{"row": prompt.row.key, **a, **b} for a, b in zip(graded, said, strict=True)]
 
     prompts = encode_rows(ask(rows), backend.tokenizer)
-    return [line for lines in await asyncio.gather(*map(of, range(len(prompts)), prompts)) for line in lines]
+    return [
+        line
+        for lines in await asyncio.gather(*map(of, range(len(prompts)), prompts))
+        for line in lines
+    ]
 
 
 async def measure(run: rln.Run, out: Path) -> None:
     "Answer held-out rows and rows of our own with the model as it was, and with the newest checkpoint."
-    cfg, found = rln.Config.from_dict(run.config), run.latest_checkpoint()
+    cfg = rln.Config.from_dict(run.config)
+    found = run.latest_checkpoint()
     assert found is not None, "the run has no checkpoint"
     assert cfg.max_rows is not None
     rows = rln.load_rows(cfg.dataset, system_prompt=cfg.system_prompt)
@@ -64,7 +76,11 @@ async def measure(run: rln.Run, out: Path) -> None:
                 await rln.sync_weights(backend, f"step-{step}")
             drawn = {"held out": await answers(backend, cfg, held_out, TIMES)}
             drawn["shown"] = await answers(backend, cfg, own, 1)
-            lines = [{"step": step, "set": name, **line} for name, several in drawn.items() for line in several]
+            lines = [
+                {"step": step, "set": name, **line}
+                for name, several in drawn.items()
+                for line in several
+            ]
             with out.open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
 
@@ -84,8 +100,11 @@ def table(held: pd.DataFrame, names: Sequence[str]) -> str:
     lines = ["| | before | after | difference |", "|---|---|---|---|"]
     for name in names:
         means = held.assign(value=held[name].astype(float)).pivot_table("value", "row", "step")
-        before, after = means.iloc[:, 0].to_numpy(), means.iloc[:, -1].to_numpy()
-        lines.append(f"| {name} | {' | '.join(interval(v) for v in (before, after, after - before))} |")
+        before = means.iloc[:, 0].to_numpy()
+        after = means.iloc[:, -1].to_numpy()
+        lines.append(
+            f"| {name} | {' | '.join(interval(v) for v in (before, after, after - before))} |"
+        )
     return "\n".join(lines)
 
 
@@ -93,7 +112,10 @@ def curve(metrics: pd.DataFrame, held: pd.DataFrame) -> str:
     "Reward of the steps, smoothed, and of held-out rows, as a picture."
     metrics = metrics.drop(columns="reason").rolling(WINDOW, min_periods=1).mean()
     metrics = metrics.join(held.groupby("step")["reward"].mean().rename("eval/reward"), how="outer")
-    return svg(rln.chart("reward", reward_payload(History(metrics))).figure, f"Reward, means of {WINDOW} steps")
+    return svg(
+        rln.chart("reward", reward_payload(History(metrics))).figure,
+        f"Reward, means of {WINDOW} steps",
+    )
 
 
 def completions(own: pd.DataFrame) -> str:
@@ -103,18 +125,24 @@ def completions(own: pd.DataFrame) -> str:
     for row, of_row in own.groupby("row", sort=False):
         parts.append(f"**{questions[str(row)]}**")
         for name, said in zip(("before", "after"), of_row.to_dict("records"), strict=True):
-            parts.append(f"{name}, reward {said['reward']:.2g}:\n\n```text\n{said['text'].strip()}\n```")
+            parts.append(
+                f"{name}, reward {said['reward']:.2g}:\n\n```text\n{said['text'].strip()}\n```"
+            )
     return "\n\n".join(parts)
 
 
 def main(folder: Path) -> None:
-    run, out = rln.Run.open(folder), folder / "answers.jsonl"
+    run = rln.Run.open(folder)
+    out = folder / "answers.jsonl"
     asyncio.run(measure(run, out))
     found = pd.read_json(out, lines=True, dtype={"row": str})
-    held, own = found[found["set"] == "held out"], found[found["set"] == "shown"]
+    held = found[found["set"] == "held out"]
+    own = found[found["set"] == "shown"]
     names = ["reward", *(n for n in found if f"rewards/{n}/mean" in run.metrics()), "cut", "tokens"]
     (folder / "curve.svg").write_text(curve(run.metrics(), held), encoding="utf-8")
-    (folder / "figures.md").write_text(f"{table(held, names)}\n\n{completions(own)}\n", encoding="utf-8")
+    (folder / "figures.md").write_text(
+        f"{table(held, names)}\n\n{completions(own)}\n", encoding="utf-8"
+    )
     print(table(held, names))
 
 

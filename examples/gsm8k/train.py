@@ -24,7 +24,12 @@ from rl_notebook.recipes.rl_loop import Config, load_problem, main
 HERE = Path(__file__).parent
 ROLES = ("user", "assistant")
 OURS = {  # what the form and the right number earn, and what calculations do; the last one is only looked at
-    "rewards": ["gsm8k", "gsm8k_format", "calculations:calculations", "calculations:with_calculator"],
+    "rewards": [
+        "gsm8k",
+        "gsm8k_format",
+        "calculations:calculations",
+        "calculations:with_calculator",
+    ],
     "reward_weights": [1.0, 0.1, 1.0, 0.0],
 }
 EXAMPLES = (
@@ -46,7 +51,11 @@ EXAMPLES = (
 
 def ask(rows: Sequence[rln.Row]) -> list[rln.Row]:
     "The same rows, with the examples as the first turns of the conversation."
-    turns = [{"role": role, "content": text} for pair in EXAMPLES for role, text in zip(ROLES, pair, strict=True)]
+    turns = [
+        {"role": role, "content": text}
+        for pair in EXAMPLES
+        for role, text in zip(ROLES, pair, strict=True)
+    ]
     return [replace(row, messages=(row.messages[0], *turns, *row.messages[1:])) for row in rows]
 
 

@@ -13,6 +13,8 @@ def is_right(text: str, answer: str) -> bool | None:  # None = the row's own ans
     return None if right is None else bool(right)
 
 
-def reward(right: bool | None, retries: int) -> float | None:  # None = unscorable: the sample is dropped and counted
+def reward(
+    right: bool | None, retries: int
+) -> float | None:  # None = unscorable: the sample is dropped and counted
     "1 for a right first answer, then 0.8, 0.64, ...; 0 for one that never came."
     return None if right is None else right * DISCOUNT**retries

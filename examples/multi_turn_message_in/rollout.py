@@ -18,20 +18,28 @@ MAX_TURNS = 3
 FEEDBACK = "Try again."
 
 
-def make_rollout_fn(setup: rln.RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
+def make_rollout_fn(
+    setup: rln.RolloutSetup,
+) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
     "Called once; `setup` has the sampler, the tokenizer, how to draw, and what `rollout_extras` says."
-    max_turns, feedback = setup.extras.get("max_turns", MAX_TURNS), setup.extras.get("feedback", FEEDBACK)
+    max_turns, feedback = (
+        setup.extras.get("max_turns", MAX_TURNS),
+        setup.extras.get("feedback", FEEDBACK),
+    )
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: a conversation to its end."
         row = rln.Row(key=sample_prompt.get("key", ""), messages=tuple(sample_prompt["messages"]))
         talk = rln.start_conversation(setup.tokenizer, row)
         while True:
-            params = rln.SampleParams(**setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], talk.turns))
+            params = rln.SampleParams(
+                **setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], talk.turns)
+            )
             [completion] = await setup.sampler.sample(talk.tokens, params)
             talk = talk.add_completion(completion)
             right = is_right(completion.text, sample_prompt["answer"])
-            cut = completion.finish_reason == "length"  # no room to answer, and no end of turn to reply to
+            # no room to answer, and no end of turn to reply to
+            cut = completion.finish_reason == "length"
             if right or right is None or cut or talk.turns == max_turns:
                 return talk.to_sample(reward(right, retries=talk.turns - 1), right=right)
             talk = talk.add_messages({"role": "user", "content": feedback})

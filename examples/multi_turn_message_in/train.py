@@ -29,7 +29,10 @@ SETTINGS = {
 
 def messages(row: dict[str, str]) -> dict[str, Any]:
     "A question as a conversation that the policy is to go on with."
-    asked = [{"role": "system", "content": "Answer after ####."}, {"role": "user", "content": row["question"]}]
+    asked = [
+        {"role": "system", "content": "Answer after ####."},
+        {"role": "user", "content": row["question"]},
+    ]
     return {"messages": asked, "answer": row["answer"]}
 
 
@@ -45,7 +48,9 @@ def show(record: rln.StepRecord) -> None:
     ever = np.mean([bool(s.info["right"]) for s in samples])
     reward = float(np.mean([s.reward for s in samples]))
     bar = "#" * round(40 * reward)
-    print(f"step {record.step:3}  reward {reward:.3f}  right at once {first:.2f}, in the end {ever:.2f}  {bar}")
+    print(
+        f"step {record.step:3}  reward {reward:.3f}  right at once {first:.2f}, in the end {ever:.2f}  {bar}"
+    )
 
 
 if __name__ == "__main__":

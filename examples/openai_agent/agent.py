@@ -16,7 +16,11 @@ CALC = {
     "function": {
         "name": "calc",
         "description": "A calculator for whole numbers. It knows + - * // % and brackets.",
-        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string"}},
+            "required": ["expression"],
+        },
     },
 }
 

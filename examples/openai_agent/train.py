@@ -38,7 +38,10 @@ SETTINGS = {
     "learning_rate": 5e-4,
     "kl_beta": 0.0,
 }
-HELD_OUT, DEMONSTRATED, ROWS = 200, 500, 1500  # rows to measure on, rows of the warm start, rows for RL: all different
+# rows to measure on, rows of the warm start, rows for RL: all different
+HELD_OUT = 200
+DEMONSTRATED = 500
+ROWS = 1500
 CALL = re.compile(r"calc\((.*)\)\s*$")
 
 
@@ -68,7 +71,9 @@ async def run(
 ) -> list[dict[str, float]]:
     "Measure, warm up, measure, train, measure; returns what was measured."
     rows = tool_rows(held_out + DEMONSTRATED + ROWS)
-    test, shown, rows = rows[:held_out], rows[held_out:][:DEMONSTRATED], rows[held_out + DEMONSTRATED :]
+    test = rows[:held_out]
+    shown = rows[held_out:][:DEMONSTRATED]
+    rows = rows[held_out + DEMONSTRATED :]
 
     async def play(sample_prompt: dict[str, Any]) -> RolloutRun:
         "One rollout: the agent, at an address of its own."
@@ -77,12 +82,16 @@ async def run(
             text = await solve(own, sample_prompt["messages"])
         return rollout.to_run(rln.gsm8k_reward(text, sample_prompt["answer"]))
 
-    async with await rln.open_backend(cfg, say) as backend, AsyncOpenAI(base_url="set", api_key="later") as client:
+    async with (
+        await rln.open_backend(cfg, say) as backend,
+        AsyncOpenAI(base_url="set", api_key="later") as client,
+    ):
         backend.tokenizer.chat_template = with_tools(backend.tokenizer.chat_template)
         setup = rollout_setup(backend, cfg)
         found = [await measure(setup, test)]
         say(line("base model", found[-1]))
-        await warm_start(backend, shown, warm_steps, cfg.seed)  # as in ../tool_use: it has never seen a call
+        # as in ../tool_use: it has never seen a call
+        await warm_start(backend, shown, warm_steps, cfg.seed)
         found.append(await measure(setup, test))
         say(line("after warm start", found[-1]))
         loop = rln.AsyncGRPOLoop(backend, rows, play, cfg)
@@ -90,7 +99,9 @@ async def run(
             async for record in loop:
                 samples = [s for g in record.groups for s in g.samples]
                 turns = sum(s.info["turns"] for s in samples) / len(samples)
-                say(f"step {record.step:3}  reward {record.metrics['reward']:.3f}  turns {turns:.2f}")
+                say(
+                    f"step {record.step:3}  reward {record.metrics['reward']:.3f}  turns {turns:.2f}"
+                )
         found.append(await measure(setup, test))
         say(line("after RL", found[-1]))
     return found
@@ -98,8 +109,15 @@ async def run(
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--warm-start", type=int, default=250, help="supervised steps that show what a call looks like")
+    parser.add_argument(
+        "--warm-start",
+        type=int,
+        default=250,
+        help="supervised steps that show what a call looks like",
+    )
     parser.add_argument("--library", action="store_true", help="the agent of library.py")
     given, rest = parser.parse_known_args()
     agent = import_module("library" if given.library else "agent")
-    asyncio.run(run(rln.Config.from_dict(SETTINGS, option_values(rest)), given.warm_start, agent.solve))
+    asyncio.run(
+        run(rln.Config.from_dict(SETTINGS, option_values(rest)), given.warm_start, agent.solve)
+    )

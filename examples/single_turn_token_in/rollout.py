@@ -12,7 +12,9 @@ from typing import Any
 import rl_notebook as rln
 
 
-def make_rollout_fn(setup: rln.RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
+def make_rollout_fn(
+    setup: rln.RolloutSetup,
+) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
     "Called once; `setup` has the sampler, the tokenizer and how to draw."
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
@@ -23,6 +25,8 @@ def make_rollout_fn(setup: rln.RolloutSetup) -> Callable[[dict[str, Any]], Await
             return None
         right = rln.toy_reward(completion.text, sample_prompt["answer"])
         tidy = rln.toy_format_reward(completion.text)
-        return rln.sample_from_completion(completion, reward=right + 0.1 * tidy, info={"right": right, "tidy": tidy})
+        return rln.sample_from_completion(
+            completion, reward=right + 0.1 * tidy, info={"right": right, "tidy": tidy}
+        )
 
     return rollout_fn

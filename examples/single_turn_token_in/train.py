@@ -31,7 +31,9 @@ SETTINGS = {
 def token_rows(tokenizer: Any, n: int, split: str = "train") -> list[dict[str, Any]]:
     "Rows that are tokens already; the author of a data set chooses what encodes them."
     rows = rln.load_rows(rln.toy_rows(n, seed=1, split=split))
-    return [{"prompt_token_ids": encode_prompt(tokenizer, row), "answer": row.answer} for row in rows]
+    return [
+        {"prompt_token_ids": encode_prompt(tokenizer, row), "answer": row.answer} for row in rows
+    ]
 
 
 if __name__ == "__main__":

@@ -50,7 +50,9 @@ def value_of(node: ast.expr, depth: int = 0) -> int:
         sign = -1 if isinstance(node.op, ast.USub) else 1
         value = sign * value_of(node.operand, depth + 1)
     elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        value = OPERATORS[type(node.op)](value_of(node.left, depth + 1), value_of(node.right, depth + 1))
+        value = OPERATORS[type(node.op)](
+            value_of(node.left, depth + 1), value_of(node.right, depth + 1)
+        )
     else:
         raise ValueError("only whole numbers and + - * // % ( )")
     if abs(value) > MAX_VALUE:

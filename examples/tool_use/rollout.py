@@ -37,20 +37,26 @@ def begin(setup: rln.RolloutSetup, sample_prompt: dict[str, Any]) -> Conversatio
     return rln.start_conversation(setup.tokenizer, row)
 
 
-def make_rollout_fn(setup: rln.RolloutSetup) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
+def make_rollout_fn(
+    setup: rln.RolloutSetup,
+) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
     "Called once; `setup` has the sampler, the tokenizer and how to draw."
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: turns until the policy answers, or has had all that it gets."
-        talk, calls = begin(setup, sample_prompt), 0
+        talk = begin(setup, sample_prompt)
+        calls = 0
         for turn in range(MAX_TURNS):
-            params = rln.SampleParams(**setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], turn))
+            params = rln.SampleParams(
+                **setup.sample_kwargs, seed=prompt_seed(sample_prompt["seed"], turn)
+            )
             [completion] = await setup.sampler.sample(talk.tokens, params)
             talk = talk.add_completion(completion)
             expression = call_in(completion.text) if completion.finish_reason == "stop" else None
             if expression is None or turn == MAX_TURNS - 1:
                 break
-            talk, calls = talk.add_messages({"role": "user", "content": respond(expression)}), calls + 1
+            talk = talk.add_messages({"role": "user", "content": respond(expression)})
+            calls = calls + 1
         right = rln.gsm8k_reward(completion.text, sample_prompt["answer"])
         return talk.to_sample(right, calls=calls)
 

@@ -15,13 +15,19 @@ import rl_notebook as rln
 
 def tool_rows(n: int, system: str = "", seed: int = 0) -> list[dict[str, Any]]:
     "`n` different questions such as `What is 3*4-5+9?`. The small model was trained on sums only."
-    rng, rows = np.random.default_rng(seed), {}
+    rng = np.random.default_rng(seed)
+    rows = {}
     while len(rows) < n:
-        digits, signs = rng.integers(1, 10, size=4).tolist(), [*rng.choice(list("+-*"), size=3), ""]
+        digits = rng.integers(1, 10, size=4).tolist()
+        signs = [*rng.choice(list("+-*"), size=3), ""]
         expression = "".join(f"{digit}{sign}" for digit, sign in zip(digits, signs, strict=True))
         asked = [{"role": "system", "content": system}] if system else []
         asked.append({"role": "user", "content": f"What is {expression}?"})
-        rows[expression] = {"messages": asked, "expression": expression, "answer": str(calculate(expression))}
+        rows[expression] = {
+            "messages": asked,
+            "expression": expression,
+            "answer": str(calculate(expression)),
+        }
     return list(rows.values())
 
 
@@ -29,7 +35,11 @@ def shares(samples: Sequence[rln.RolloutSample]) -> dict[str, float]:
     "Mean reward, share of rollouts that called the calculator, and share of those that were right."
     called = [s.reward for s in samples if s.info["calls"]]
     right = float(np.mean(called)) if called else 0.0
-    return {"reward": float(np.mean([s.reward for s in samples])), "calls": len(called) / len(samples), "right": right}
+    return {
+        "reward": float(np.mean([s.reward for s in samples])),
+        "calls": len(called) / len(samples),
+        "right": right,
+    }
 
 
 async def measure(setup: rln.RolloutSetup, rows: Sequence[dict[str, Any]]) -> dict[str, float]:

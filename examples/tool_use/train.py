@@ -30,7 +30,10 @@ SETTINGS = {
     "learning_rate": 5e-4,
     "kl_beta": 0.0,
 }
-HELD_OUT, DEMONSTRATED, ROWS = 200, 500, 1500  # rows to measure on, rows of the warm start, rows for RL: all different
+# rows to measure on, rows of the warm start, rows for RL: all different
+HELD_OUT = 200
+DEMONSTRATED = 500
+ROWS = 1500
 WARM_STEPS = 250  # for the small model, which has never seen a call; others read the instructions
 
 
@@ -41,17 +44,25 @@ def curve(say: Callable[[str], Any], every: int = 10) -> Callable[[rln.StepRecor
     def on_record(record: rln.StepRecord) -> None:
         seen.append(shares([s for g in record.groups for s in g.samples]))
         if len(seen) % every == 0:
-            means = {name: float(np.mean([found[name] for found in seen[-every:]])) for name in seen[0]}
+            means = {
+                name: float(np.mean([found[name] for found in seen[-every:]])) for name in seen[0]
+            }
             say(line(f"  steps to {record.step}", means))
 
     return on_record
 
 
-async def run(cfg: Config, warm_steps: int, say: Callable[[str], Any] = print, held_out: int = HELD_OUT) -> list[Any]:
+async def run(
+    cfg: Config, warm_steps: int, say: Callable[[str], Any] = print, held_out: int = HELD_OUT
+) -> list[Any]:
     "Measure, warm up, measure, train, measure; returns what was measured."
-    small = cfg.base_model == "tiny" or (cfg.deployment is not None and cfg.deployment.tokenizer_model == "tiny")
+    small = cfg.base_model == "tiny" or (
+        cfg.deployment is not None and cfg.deployment.tokenizer_model == "tiny"
+    )
     rows = tool_rows(held_out + DEMONSTRATED + ROWS, system="" if small else HOW)
-    test, shown, rows = rows[:held_out], rows[held_out:][:DEMONSTRATED], rows[held_out + DEMONSTRATED :]
+    test = rows[:held_out]
+    shown = rows[held_out:][:DEMONSTRATED]
+    rows = rows[held_out + DEMONSTRATED :]
     async with await rln.open_backend(cfg, say) as backend:
         setup = rollout_setup(backend, cfg)
         found = [await measure(setup, test)]
@@ -69,7 +80,9 @@ async def run(cfg: Config, warm_steps: int, say: Callable[[str], Any] = print, h
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("--warm-start", type=int, help=f"supervised steps first; the small model needs {WARM_STEPS}")
+    parser.add_argument(
+        "--warm-start", type=int, help=f"supervised steps first; the small model needs {WARM_STEPS}"
+    )
     given, rest = parser.parse_known_args()
     cfg = Config.from_dict(SETTINGS, option_values(rest))
     default = WARM_STEPS if cfg.base_model == "tiny" else 0

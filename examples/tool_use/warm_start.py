@@ -26,15 +26,21 @@ CALLS = 0.5  # share of traces that call
 def spoken(talk: Conversation, text: str) -> Conversation:
     "With a turn that was written, not drawn."
     tokens = [*talk.tokenizer.encode(text, add_special_tokens=False), talk.tokenizer.eos_token_id]
-    return talk.add_completion(rln.Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text))
+    return talk.add_completion(
+        rln.Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text)
+    )
 
 
 def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> rln.Datum:
     "One demonstration, with the mask of a rollout: 1 on what the assistant says."
-    talk = rln.start_conversation(tokenizer, rln.Row(key=row["expression"], messages=tuple(row["messages"])))
+    talk = rln.start_conversation(
+        tokenizer, rln.Row(key=row["expression"], messages=tuple(row["messages"]))
+    )
     if rng.random() < CALLS:
         result = respond(row["expression"])
-        talk = spoken(talk, f"calc({row['expression']})").add_messages({"role": "user", "content": result})
+        talk = spoken(talk, f"calc({row['expression']})").add_messages(
+            {"role": "user", "content": result}
+        )
         talk = spoken(talk, f"#### {result.removeprefix('= ')}")
     else:
         talk = spoken(talk, f"#### {rng.integers(100)}")
@@ -42,7 +48,9 @@ def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> r
     return datum_from_tokens_weights(sample.tokens, sample.loss_mask)
 
 
-def cross_entropy(datums: Sequence[rln.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def cross_entropy(
+    datums: Sequence[rln.Datum], logprobs: list[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     "Mean over the assistant's tokens of -log p."
     said = [series[torch.tensor(d.active)] for d, series in zip(datums, logprobs, strict=True)]
     loss = -torch.cat(said).mean()
@@ -56,10 +64,13 @@ async def warm_start(
     seed: int = 0,
 ) -> list[float]:  # cross entropy of each step, nats per token
     "Supervised steps through the same backend, and one weight sync at their end."
-    rng, losses = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    losses = []
     traces = [trace(backend.tokenizer, row, rng) for row in rows]
     for _ in tqdm(range(steps), desc="warm start", leave=False):
-        batch = [traces[i] for i in rng.choice(len(traces), size=min(BATCH, len(traces)), replace=False)]
+        batch = [
+            traces[i] for i in rng.choice(len(traces), size=min(BATCH, len(traces)), replace=False)
+        ]
         output = await backend.policy.forward_backward_custom(batch, cross_entropy)
         await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
         losses.append(output.metrics["cross_entropy"])

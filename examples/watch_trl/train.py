@@ -42,8 +42,13 @@ if __name__ == "__main__":
         logging_steps=5,
     )
     (args,) = parser.parse_args_and_config()
-    rows = [{"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]} for r in rln.toy_rows(512)]
-    trainer = GRPOTrainer(str(tiny_path()), [right, short], args, train_dataset=Dataset.from_list(rows))
+    rows = [
+        {"prompt": [{"role": "user", "content": r["question"]}], "answer": r["answer"]}
+        for r in rln.toy_rows(512)
+    ]
+    trainer = GRPOTrainer(
+        str(tiny_path()), [right, short], args, train_dataset=Dataset.from_list(rows)
+    )
     watched = rln.watch(trainer, "runs/watch_trl")  # the one line more; the other is its import
     trainer.train()
     print(watched)

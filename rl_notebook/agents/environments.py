@@ -26,7 +26,8 @@ from .serve import PolicyServer, ServedRollout, serve
 __all__ = ['agent_rollouts']
 
 # %% ../../nbs/agents/02_environments.ipynb #c1d49fd0
-Play = Callable[[dict[str, Any], ServedRollout], Any]  # (sample_prompt, rollout) -> reward, or an awaitable of it
+# (sample_prompt, rollout) -> reward, or an awaitable of it
+Play = Callable[[dict[str, Any], ServedRollout], Any]
 
 
 def rollout_id(sample_prompt: Mapping[str, Any]) -> str:
@@ -36,7 +37,8 @@ def rollout_id(sample_prompt: Mapping[str, Any]) -> str:
 # %% ../../nbs/agents/02_environments.ipynb #af7c1f46
 async def played(play: Play, sample_prompt: dict[str, Any], rollout: ServedRollout) -> float | None:
     "What an agent has earned; a plain function plays in a thread, for it would block the event loop that answers it."
-    if inspect.iscoroutinefunction(play) or inspect.iscoroutinefunction(getattr(play, "__call__", None)):  # noqa: B004
+    call = getattr(play, "__call__", None)  # noqa: B004
+    if inspect.iscoroutinefunction(play) or inspect.iscoroutinefunction(call):
         return await play(sample_prompt, rollout)
     reward, error = await in_thread(lambda: play(sample_prompt, rollout))
     if error is not None:
@@ -64,29 +66,45 @@ def agent_rollouts(
 def tools_of(environment: Any) -> list[Callable[..., Any]]:
     "The public methods of an environment, but for `reset` and `get_reward`."
     names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction)]
-    return [getattr(environment, n) for n in names if not n.startswith("_") and n not in ("reset", "get_reward")]
+    return [
+        getattr(environment, n)
+        for n in names
+        if not n.startswith("_") and n not in ("reset", "get_reward")
+    ]
 
 
 def described(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
     "Tools as the policy is told of them; raises `ConfigError` for a function without type hints or docstring."
     try:
         return [get_json_schema(tool) for tool in tools]
-    except Exception as reason:  # transformers has an error of its own for each part that is missing
+    except Exception as reason:
+        # transformers has an error of its own for each part that is missing
         fix = "Give it type hints, a docstring, and a line for each argument under `Args:`."
-        raise ConfigError("tool", got=str(reason), expected="a described function", fix=fix) from reason
+        raise ConfigError(
+            "tool", got=str(reason), expected="a described function", fix=fix
+        ) from reason
 
 # %% ../../nbs/agents/02_environments.ipynb #9d31e5dc
-async def result_of(call: Mapping[str, Any], tools: Mapping[str, Callable[..., Any]]) -> tuple[dict[str, Any], bool]:
+async def result_of(
+    call: Mapping[str, Any], tools: Mapping[str, Callable[..., Any]]
+) -> tuple[dict[str, Any], bool]:
     "What a call comes to, as a message, and whether it failed."
-    name, failed = call["function"]["name"], False
+    name = call["function"]["name"]
+    failed = False
     try:
         if name not in tools:
             raise LookupError(f"there is no tool {name!r}, only {', '.join(tools)}")
         result = tools[name](**json.loads(call["function"]["arguments"]))
         result = await result if inspect.isawaitable(result) else result
     except Exception as error:  # of the tool, or arguments that it does not take
-        result, failed = {"error": str(error)}, True
-    return {"role": "tool", "tool_call_id": call["id"], "name": name, "content": str(result)}, failed
+        result = {"error": str(error)}
+        failed = True
+    return {
+        "role": "tool",
+        "tool_call_id": call["id"],
+        "name": name,
+        "content": str(result),
+    }, failed
 
 # %% ../../nbs/agents/02_environments.ipynb #93ab2139
 @dataclass
@@ -95,7 +113,9 @@ class ToolGame:
 
     rewards: tuple[RewardFn, ...]
     tools: tuple[Callable[..., Any], ...]
-    factories: Mapping[Any, Callable[[], Any]]  # by the column `environment`; under None, the only one
+    factories: Mapping[
+        Any, Callable[[], Any]
+    ]  # by the column `environment`; under None, the only one
     rounds: int | None  # of calls; None = as many as fit
     read_calls: Calls
     spare: dict[Any, list[Any]] = field(default_factory=dict)  # environments that are not in use
@@ -114,38 +134,56 @@ async def first_messages(
     environment: Any, sample_prompt: Mapping[str, Any], several: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
     "The conversation before the policy's first turn, with what `reset` says behind it."
-    asked = [*(sample_prompt.get("messages") or [{"role": "user", "content": sample_prompt.get("prompt") or ""}])]
+    asked = [
+        *(
+            sample_prompt.get("messages")
+            or [{"role": "user", "content": sample_prompt.get("prompt") or ""}]
+        )
+    ]
     own = ("messages", "prompt_token_ids", "sample_index", "seed")
     columns = {"prompt": asked} | {k: v for k, v in sample_prompt.items() if k not in own}
     if environment is not None:
-        seen = environment.reset(**{k: v for k, v in columns.items() if k != "environment" or not several})
+        seen = environment.reset(
+            **{k: v for k, v in columns.items() if k != "environment" or not several}
+        )
         seen = await seen if inspect.isawaitable(seen) else seen
         asked[-1] = {**asked[-1], "content": asked[-1]["content"] + (seen or "")}
     return asked, columns
 
 
 async def take_turns(
-    rollout: ServedRollout, asked: Sequence[Any], tools: Sequence[Callable[..., Any]], rounds: int | None
+    rollout: ServedRollout,
+    asked: Sequence[Any],
+    tools: Sequence[Callable[..., Any]],
+    rounds: int | None,
 ) -> tuple[list[Any], dict[str, int]]:  # what was said, counts
     "Ask, make the calls, ask again, until there are none."
-    said, counts = list[Any](), {"tool_calls": 0, "tool_errors": 0}
-    by_name, told = {tool.__name__: tool for tool in tools}, described(tools)
+    said = list[Any]()
+    counts = {"tool_calls": 0, "tool_errors": 0}
+    by_name = {tool.__name__: tool for tool in tools}
+    told = described(tools)
     while True:
         body = {"messages": [*asked, *said], "tools": told}
         try:
-            reply, _ = await rollout.answer(json.dumps(body).encode(), str(len(said)), False, json.loads)
+            reply, _ = await rollout.answer(
+                json.dumps(body).encode(), str(len(said)), False, json.loads
+            )
         except DataError as error:
             if said and error.what == "prompt too long":
                 return said, counts
             raise
         said.append(reply["choices"][0]["message"])
-        calls, rounds = said[-1].get("tool_calls") or (), None if rounds is None else rounds - 1
+        calls = said[-1].get("tool_calls") or ()
+        rounds = None if rounds is None else rounds - 1
         if not calls or (rounds is not None and rounds < 0):
             return said, counts
         made = [await result_of(call, by_name) for call in calls]
         said += [message for message, _ in made]
         failed = sum(failed for _, failed in made)
-        counts = {"tool_calls": counts["tool_calls"] + len(made), "tool_errors": counts["tool_errors"] + failed}
+        counts = {
+            "tool_calls": counts["tool_calls"] + len(made),
+            "tool_errors": counts["tool_errors"] + failed,
+        }
 
 # %% ../../nbs/agents/02_environments.ipynb #5604e450
 async def graded_run(
@@ -161,7 +199,9 @@ async def graded_run(
         rewards = [*rewards, reward_fn(get_reward, name=type(environment).__name__)]
     whole = replace(run.segments[-1], info={**run.segments[-1].info, "messages": list(said)})
     scores = await score([whole], row, list(rewards))
-    segments: tuple[RolloutSample, ...] = tuple(replace(s, rewards=scores.rewards(0)) for s in run.segments)
+    segments: tuple[RolloutSample, ...] = tuple(
+        replace(s, rewards=scores.rewards(0)) for s in run.segments
+    )
     return RolloutRun(segments, scores.reward(0))
 
 
@@ -169,19 +209,27 @@ def tool_rollouts(
     rewards: Any = (),  # one or several reward functions; () = the environment's `get_reward`
     *,
     tools: Sequence[Callable[..., Any]] = (),  # functions with type hints and a docstring
-    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,  # or several, by name
+    environment_factory: Callable[[], Any]
+    | Mapping[str, Callable[[], Any]]
+    | None = None,  # or several, by name
     max_tool_calling_iterations: int | None = None,  # rounds of calls; None = as many as fit
     read_calls: Calls = split_calls,  # how the policy writes a call
 ) -> RolloutFactory:
     "A rollout factory for a policy that calls Python functions; an environment is used by one rollout at a time."
     fns = as_reward_fns(rewards) if callable(rewards) or rewards else ()
-    named = environment_factory if isinstance(environment_factory, Mapping) else {None: environment_factory}
+    named = (
+        environment_factory
+        if isinstance(environment_factory, Mapping)
+        else {None: environment_factory}
+    )
     factories = {} if environment_factory is None else named
     game = ToolGame(fns, tuple(tools), factories, max_tool_calling_iterations, read_calls)
     return RolloutFactory(lambda setup: partial(play_tools, game, setup))
 
 
-async def play_tools(game: ToolGame, setup: RolloutSetup, sample_prompt: dict[str, Any]) -> RolloutRun:
+async def play_tools(
+    game: ToolGame, setup: RolloutSetup, sample_prompt: dict[str, Any]
+) -> RolloutRun:
     "One rollout with tools."
     name, environment = game.environment(sample_prompt)
     asked, columns = await first_messages(environment, sample_prompt, several=name is not None)

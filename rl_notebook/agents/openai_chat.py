@@ -27,11 +27,19 @@ def closed(schema: Any) -> Any:
     "A JSON schema whose objects have the properties that they list, unless it says otherwise or joins schemas."
     found = [json.loads(json.dumps(schema))]
     for part in found:  # and those that come behind it meanwhile
-        parts = part.items() if isinstance(part, dict) else enumerate(part if isinstance(part, list) else ())
+        parts = (
+            part.items()
+            if isinstance(part, dict)
+            else enumerate(part if isinstance(part, list) else ())
+        )
         found += [p for name, p in parts if name not in ("const", "enum", "default", "examples")]
     own = [part for part in found if isinstance(part, dict)]
-    joined = any("allOf" in s or ("properties" in s and {"anyOf", "oneOf", "$ref"} & s.keys()) for s in own)
-    for listed in (s for s in own if not joined and s.get("type") == "object" and s.get("properties")):
+    joined = any(
+        "allOf" in s or ("properties" in s and {"anyOf", "oneOf", "$ref"} & s.keys()) for s in own
+    )
+    for listed in (
+        s for s in own if not joined and s.get("type") == "object" and s.get("properties")
+    ):
         listed.setdefault("additionalProperties", False)
     return found[0]
 
@@ -39,48 +47,83 @@ def closed(schema: Any) -> Any:
 def schema_rule(schema: Any) -> str:
     "What a JSON schema allows, as the right side of a rule; raises `DataError`."
     if not isinstance(schema, dict):
-        raise DataError("schema", where="the request", got=repr(schema)[:60], expected="a JSON schema, as an object")
+        raise DataError(
+            "schema",
+            where="the request",
+            got=repr(schema)[:60],
+            expected="a JSON schema, as an object",
+        )
     return "%json " + json.dumps({"x-guidance": {"whitespace_pattern": " ?"}} | closed(schema))
 
 # %% ../../nbs/agents/00_openai_chat.ipynb #dc9cc5c9
 def reply_grammar(form: Mapping[str, Any], tools: Sequence[Mapping[str, Any]], forced: bool) -> str:
     'The grammar of a reply, "" = any text: a form (`response_format`), a call of one of the tools, or either.'
     kind = form.get("type", "text")
-    if kind not in ("text", "json_object", "json_schema") or not isinstance(form.get("json_schema") or {}, dict):
+    if kind not in ("text", "json_object", "json_schema") or not isinstance(
+        form.get("json_schema") or {}, dict
+    ):
         expected = "text, json_object, or json_schema with an object"
-        raise DataError("response_format", where="the request", got=repr(form)[:60], expected=expected)
+        raise DataError(
+            "response_format", where="the request", got=repr(form)[:60], expected=expected
+        )
     rules: dict[str, str] = {}
     if kind != "text" and not forced:
-        rules["answer"] = schema_rule((form.get("json_schema") or form).get("schema", {"type": "object"}))
+        rules["answer"] = schema_rule(
+            (form.get("json_schema") or form).get("schema", {"type": "object"})
+        )
     if not rules and not forced:
         return ""
     starts = [*rules, *(f"call_{i}" for i in range(len(tools)))]
     for i, tool in enumerate(tools):
-        name, parameters = tool["function"]["name"], tool["function"].get("parameters") or {"type": "object"}
+        name = tool["function"]["name"]
+        parameters = tool["function"].get("parameters") or {"type": "object"}
         head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
         rules[f"call_{i}"] = rf'"<tool_call>" "\n"? {head} arguments_{i} "}}" "\n"? "</tool_call>"'
         rules[f"arguments_{i}"] = schema_rule(parameters)
-    return "\n".join(f"{name}: {rule}" for name, rule in {"start": " | ".join(starts), **rules}.items())
+    return "\n".join(
+        f"{name}: {rule}" for name, rule in {"start": " | ".join(starts), **rules}.items()
+    )
 
 
 def forced_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
     "The tools of which one has to be called; none = as the policy likes. Raises `DataError`."
     if choice in (None, "auto", "none"):
         return []
-    named = lambda name: ({"type": "function", "function": {"name": name}}, {"type": "function", "name": name})
+
+    def named(name):
+        return (
+            {"type": "function", "function": {"name": name}},
+            {"type": "function", "name": name},
+        )
+
     found = [tool for tool in tools if choice in ("required", *named(tool["function"]["name"]))]
     if not found:
         expected = "auto, none, required or the name of a function that is offered"
-        raise DataError("tool_choice", where="the request", got=repr(choice)[:60], expected=expected)
+        raise DataError(
+            "tool_choice", where="the request", got=repr(choice)[:60], expected=expected
+        )
     return found
 
 # %% ../../nbs/agents/00_openai_chat.ipynb #8c62d5f5
 KINDS = {"stop": str | list, "tools": list, "tool_choice": str | dict, "response_format": dict}
 KINDS |= {"chat_template_kwargs": dict, "stream_options": dict, "logprobs": bool}
-NEUTRAL = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "reasoning_effort": "none"}
+NEUTRAL = {
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+    "reasoning_effort": "none",
+}
 NEUTRAL |= {"functions": [], "function_call": "none"}  # by field: what changes nothing
-CHAT_FIELDS = {"messages", "parallel_tool_calls", "max_completion_tokens", "metadata", "store", "service_tier"}
-CHAT_FIELDS |= {*NEUTRAL, *KINDS} - {"stop", "stream_options", "logprobs"}  # of chat completions alone
+CHAT_FIELDS = {
+    "messages",
+    "parallel_tool_calls",
+    "max_completion_tokens",
+    "metadata",
+    "store",
+    "service_tier",
+}
+# of chat completions alone
+CHAT_FIELDS |= {*NEUTRAL, *KINDS} - {"stop", "stream_options", "logprobs"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,19 +151,30 @@ def read_chat(body: Any) -> ChatRequest:
     tools = [] if body.get("tool_choice") == "none" else body.get("tools") or []
     functions = [tool.get("function") if isinstance(tool, dict) else None for tool in tools]
     if not all(isinstance(f, dict) and isinstance(f.get("name"), str) for f in functions):
-        raise DataError("tools", where=where, got=repr(tools)[:60], expected="functions, each with a name")
+        raise DataError(
+            "tools", where=where, got=repr(tools)[:60], expected="functions, each with a name"
+        )
     forced = forced_tools(tools, body.get("tool_choice"))
     one_call = True if tools and not forced else body.get("parallel_tool_calls")
     for name, neutral in {**NEUTRAL, "parallel_tool_calls": one_call}.items():
         if body.get(name) not in (None, neutral):
-            expected, fix = f"{neutral!r}, or nothing", "Leave it out: it is not done here."
-            raise ConfigError(name, where=where, got=repr(body[name])[:60], expected=expected, fix=fix)
-    length, stop = body.get("max_completion_tokens") or body.get("max_tokens") or None, body.get("stop")
+            expected = f"{neutral!r}, or nothing"
+            fix = "Leave it out: it is not done here."
+            raise ConfigError(
+                name, where=where, got=repr(body[name])[:60], expected=expected, fix=fix
+            )
+    length = body.get("max_completion_tokens") or body.get("max_tokens") or None
+    stop = body.get("stop")
     if length is not None and (type(length) is not int or length < 1):
-        raise DataError("max_tokens", where=where, got=repr(length), expected="a whole number from 1")
-    messages, options = read_messages(body.get("messages")), body.get("chat_template_kwargs") or {}
+        raise DataError(
+            "max_tokens", where=where, got=repr(length), expected="a whole number from 1"
+        )
+    messages = read_messages(body.get("messages"))
+    options = body.get("chat_template_kwargs") or {}
     if taken := {"messages", "tools", "where"} & options.keys():
-        raise ConfigError("chat_template_kwargs", where=where, got=sorted(taken), expected="options of its own")
+        raise ConfigError(
+            "chat_template_kwargs", where=where, got=sorted(taken), expected="options of its own"
+        )
     grammar = reply_grammar(body.get("response_format") or {}, forced or tools, bool(forced))
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
     return ChatRequest(messages, tools, options, grammar, length, stops, body)
@@ -133,21 +187,37 @@ def message_of(
     opened: str = "",  # what the prompt has written of this turn, see `opened_by`
 ) -> dict[str, Any]:
     "What was drawn, as a message."
-    content, calls = text, list[dict[str, Any]]()
+    content = text
+    calls = list[dict[str, Any]]()
     if tools:
-        content, calls = split_calls(text, tools, opened) if read_calls is split_calls else read_calls(text)
-    return {"role": "assistant", "content": content, "refusal": None} | ({"tool_calls": calls} if calls else {})
+        content, calls = (
+            split_calls(text, tools, opened) if read_calls is split_calls else read_calls(text)
+        )
+    return {"role": "assistant", "content": content, "refusal": None} | (
+        {"tool_calls": calls} if calls else {}
+    )
 
 
 def token_record(tokenizer: Any, token: int, logprob: float) -> dict[str, Any]:
     "A token and its logprob."
-    return {"token": token_text(token, tokenizer), "logprob": logprob, "bytes": [*token_bytes(token, tokenizer)]}
+    return {
+        "token": token_text(token, tokenizer),
+        "logprob": logprob,
+        "bytes": [*token_bytes(token, tokenizer)],
+    }
 
 
-def choice_of(index: int, message: Any, completion: Completion, tokenizer: Any, logprobs: Any = None) -> dict[str, Any]:
+def choice_of(
+    index: int, message: Any, completion: Completion, tokenizer: Any, logprobs: Any = None
+) -> dict[str, Any]:
     "One choice of a reply, with these logprobs (C,) of its tokens, if any."
     ended = "tool_calls" if message.get("tool_calls") else completion.finish_reason
-    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": ended, "logprobs": None}
+    choice: dict[str, Any] = {
+        "index": index,
+        "message": message,
+        "finish_reason": ended,
+        "logprobs": None,
+    }
     if logprobs is not None:
         pairs = zip(completion.tokens.tolist(), logprobs.tolist(), strict=True)
         records = [token_record(tokenizer, *pair) | {"top_logprobs": []} for pair in pairs]
@@ -155,22 +225,32 @@ def choice_of(index: int, message: Any, completion: Completion, tokenizer: Any, 
     return choice
 
 
-def reply_of(choices: Sequence[Any], model: str, prompt: int, new: int, kind: str = "chat.completion") -> dict:
+def reply_of(
+    choices: Sequence[Any], model: str, prompt: int, new: int, kind: str = "chat.completion"
+) -> dict:
     "The choices with what stands around them: the model, and how many tokens there are in prompt and choices."
     usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-    name = f"{'chat' * (kind[0] == 'c')}cmpl-{secrets.token_hex(8)}"
+    name = f"{('chat' if kind[0] == 'c' else '')}cmpl-{secrets.token_hex(8)}"
     said = {"id": name, "object": kind, "created": int(time.time()), "model": model}
     return said | {"choices": choices, "usage": usage}
 
 # %% ../../nbs/agents/00_openai_chat.ipynb #7b0da39f
 PIECE = 4  # tokens in one piece of a stream
-LONGEST_CHARACTER = 64  # tokens after which a text that does not become clear is left for the last piece
+# tokens after which a text that does not become clear is left for the last piece
+LONGEST_CHARACTER = 64
 
 
-def in_pieces(tokens: Sequence[int], text: str, tokenizer: Any, size: int = PIECE) -> Iterator[tuple[int, int, str]]:
+def in_pieces(
+    tokens: Sequence[int], text: str, tokenizer: Any, size: int = PIECE
+) -> Iterator[tuple[int, int, str]]:
     "First token, end and text of each piece; together they are the whole text. What is not clear yet comes later."
-    start, sent, read = 0, 0, 0  # `read`: tokens whose text is known to be `text[:known]`
-    known, before = 0, 0  # `before`: tokens from here are decoded along, for a first one loses its space
+    # `read`: tokens whose text is known to be `text[:known]`
+    start = 0
+    sent = 0
+    read = 0
+    # `before`: tokens from here are decoded along, for a first one loses its space
+    known = 0
+    before = 0
     for end in [*range(size, len(tokens), size), len(tokens)]:
         upto = sent
         if end == len(tokens):
@@ -180,15 +260,23 @@ def in_pieces(tokens: Sequence[int], text: str, tokenizer: Any, size: int = PIEC
             more = decode(tokens[before:end]).removeprefix(decode(tokens[before:read]))
             upto = max(sent, known + first_difference(more, text[known : known + len(more)]))
             if upto == known + len(more):
-                before, read, known = read, end, upto
+                before = read
+                read = end
+                known = upto
         yield start, end, text[sent:upto]
-        start, sent = end, upto
+        start = end
+        sent = upto
 
 
-def deltas_of(choice: Mapping[str, Any], completion: Completion, tokenizer: Any) -> list[dict[str, Any]]:
+def deltas_of(
+    choice: Mapping[str, Any], completion: Completion, tokenizer: Any
+) -> list[dict[str, Any]]:
     "A choice as the pieces of a stream."
-    message, records = choice["message"], (choice["logprobs"] or {}).get("content")
-    text, calls, tokens = message["content"] or "", message.get("tool_calls") or (), completion.tokens.tolist()
+    message = choice["message"]
+    records = (choice["logprobs"] or {}).get("content")
+    text = message["content"] or ""
+    calls = message.get("tool_calls") or ()
+    tokens = completion.tokens.tolist()
     pieces = [{"delta": {"role": "assistant", "content": message["content"] and ""}}]
     for start, end, part in in_pieces(tokens, text, tokenizer, len(tokens) if calls else PIECE):
         piece: dict[str, Any] = {"delta": {"content": part} if part or not calls else {}}
@@ -197,10 +285,15 @@ def deltas_of(choice: Mapping[str, Any], completion: Completion, tokenizer: Any)
         pieces.append(piece)
     pieces += [{"delta": {"tool_calls": [call | {"index": i}]}} for i, call in enumerate(calls)]
     pieces.append({"delta": {}, "finish_reason": choice["finish_reason"]})
-    return [{"index": choice["index"], "finish_reason": None, "logprobs": None} | piece for piece in pieces]
+    return [
+        {"index": choice["index"], "finish_reason": None, "logprobs": None} | piece
+        for piece in pieces
+    ]
 
 
-def event_lines(reply: Mapping[str, Any], pieces: Sequence[Any], usage: bool, with_last: bool = False) -> Iterator[str]:
+def event_lines(
+    reply: Mapping[str, Any], pieces: Sequence[Any], usage: bool, with_last: bool = False
+) -> Iterator[str]:
     "The pieces of the choices as server-sent events, usage in one of its own, or with the last piece."
     tail = {k: reply[k] for k in ("usage", "perf_metrics") if k in reply}
     head = {k: v for k, v in reply.items() if k not in tail}

@@ -23,11 +23,29 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
 from ..task.chat import Calls, Conversation, UnfitTurn, check_fits, first_difference
-from ..task.chat import answer_header, opened_by, split_calls, start_conversation, told_to_template
-from ..core.types import AlignmentError, BackendError, ConfigError, DataError, MissingExtra
+from rl_notebook.task.chat import (
+    answer_header,
+    opened_by,
+    split_calls,
+    start_conversation,
+    told_to_template,
+)
+from rl_notebook.core.types import (
+    AlignmentError,
+    BackendError,
+    ConfigError,
+    DataError,
+    MissingExtra,
+)
 from ..core.types import OFF, Completion, RolloutRun, SampleParams, plain_text
 from ..task.data import Row, message_text
-from .openai_chat import CHAT_FIELDS, ChatRequest, choice_of, deltas_of, event_lines
+from rl_notebook.agents.openai_chat import (
+    CHAT_FIELDS,
+    ChatRequest,
+    choice_of,
+    deltas_of,
+    event_lines,
+)
 from .openai_chat import message_of, read_chat, reply_of
 from ..loop.setup import rollout_setup
 from ..loop.state import Loop
@@ -37,7 +55,18 @@ from ..loop.rollouts import DRAW, RolloutSetup
 __all__ = ['ServedRollout', 'PolicyServer', 'serve']
 
 # %% ../../nbs/agents/01_serve.ipynb #9e5c1840
-OWN = {"model", "n", "max_tokens", "stop", "seed", "stream", "stream_options", "logprobs", "user", "safety_identifier"}
+OWN = {
+    "model",
+    "n",
+    "max_tokens",
+    "stop",
+    "seed",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "user",
+    "safety_identifier",
+}
 
 
 def check_draws(body: Mapping[str, Any], params: SampleParams) -> None:
@@ -45,11 +74,21 @@ def check_draws(body: Mapping[str, Any], params: SampleParams) -> None:
     names = "temperature", *OFF
     allowed = {name: getattr(params, name) for name in names} | {"top_logprobs": 0}
     for name, value in body.items():
-        if value is None or name in OWN | CHAT_FIELDS | {"prompt_cache_key"} or value == allowed.get(name, ...):
+        if (
+            value is None
+            or name in OWN | CHAT_FIELDS | {"prompt_cache_key"}
+            or value == allowed.get(name, ...)
+        ):
             continue
         expected = f"{allowed[name]!r}, or nothing" if name in allowed else "no such field"
-        fix = "It is a setting of the run: set it there." if name in names else "Leave it out: it is not done here."
-        raise ConfigError(name, where="the request", got=repr(value)[:60], expected=expected, fix=fix)
+        fix = (
+            "It is a setting of the run: set it there."
+            if name in names
+            else "Leave it out: it is not done here."
+        )
+        raise ConfigError(
+            name, where="the request", got=repr(value)[:60], expected=expected, fix=fix
+        )
 
 # %% ../../nbs/agents/01_serve.ipynb #dbecb01c
 @dataclass(frozen=True, eq=False)
@@ -57,13 +96,19 @@ class Asked(ChatRequest):
     "A request for the next turn."
 
     params: SampleParams
-    seen: tuple[Any, ...]  # what decides whether it goes on with a conversation: tools and options, then each message
+    seen: tuple[
+        Any, ...
+    ]  # what decides whether it goes on with a conversation: tools and options, then each message
 
 
 def as_said(message: Mapping[str, Any]) -> tuple[Any, ...]:
     "A message without what clients add, drop or write differently when they send it again."
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
-    return message["role"], message.get("content") or "", tuple((c.get("name"), _values(c)) for c in calls)
+    return (
+        message["role"],
+        message.get("content") or "",
+        tuple((c.get("name"), _values(c)) for c in calls),
+    )
 
 
 def _values(function: Mapping[str, Any]) -> str:
@@ -77,20 +122,31 @@ def read_asked(body: Any, params: SampleParams) -> Asked:
     "The request behind a body; raises `DataError` or `ConfigError`."
     chat = read_chat(body)
     check_draws(body, params)
-    count, length = body.get("n") or 1, min(chat.max_tokens or params.max_tokens, params.max_tokens)
+    count = body.get("n") or 1
+    length = min(chat.max_tokens or params.max_tokens, params.max_tokens)
     if type(count) is not int or not 1 <= count <= 128:
-        raise DataError("n", where="the request", got=repr(count), expected="a whole number from 1 to 128")
-    drawn = {"n": count, "max_tokens": length, "stop": (*params.stop, *chat.stop), "seed": body.get("seed")}
+        raise DataError(
+            "n", where="the request", got=repr(count), expected="a whole number from 1 to 128"
+        )
+    drawn = {
+        "n": count,
+        "max_tokens": length,
+        "stop": (*params.stop, *chat.stop),
+        "seed": body.get("seed"),
+    }
     own = replace(params, **drawn, grammar=chat.grammar or params.grammar)
     how = json.dumps([chat.tools, chat.options], sort_keys=True)
     try:
         return Asked(**vars(chat), params=own, seen=(how, *map(as_said, chat.messages)))
     except (AttributeError, TypeError) as reason:
-        raise DataError("tool_calls", where="the request", got=str(reason), expected="a list of calls") from reason
+        raise DataError(
+            "tool_calls", where="the request", got=str(reason), expected="a list of calls"
+        ) from reason
 
 # %% ../../nbs/agents/01_serve.ipynb #35c9efe9
 Read = Callable[[bytes], Any]  # a body, as what a chat completion asks for
-Answer = tuple[dict[str, Any], list[dict[str, Any]] | None]  # the reply, and its pieces if they are asked for
+# the reply, and its pieces if they are asked for
+Answer = tuple[dict[str, Any], list[dict[str, Any]] | None]
 
 
 @dataclass(eq=False)
@@ -109,14 +165,21 @@ def as_given(talk: Conversation) -> Conversation:
     return replace(talk, spans=tuple(replace(span, completion=None) for span in talk.spans))
 
 
-def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tuple[Conversation, Turn | str]:
+def go_on(
+    turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str
+) -> tuple[Conversation, Turn | str]:
     "The conversation to draw from, and the turn that it takes further, or why it is a sequence of its own."
-    seen, apart = asked.seen, ""
+    seen = asked.seen
+    apart = ""
     for turn in sorted(turns, key=lambda t: (-first_difference(seen, t.seen), t.continued)):
         same = first_difference(seen, turn.seen)
         new = asked.messages[same - 1 :]
         if same < len(turn.seen) or not new or any(m["role"] == "assistant" for m in new):
-            other = f"other history from message {same - 1} on" if same else "other tools or template options"
+            other = (
+                f"other history from message {same - 1} on"
+                if same
+                else "other tools or template options"
+            )
             apart = apart or other
             continue
         try:
@@ -128,7 +191,8 @@ def go_on(turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str) -> tu
             return as_given(talk), f"a second branch from message {same - 1} on"
         return talk, turn
     messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
-    row = Row(key=where, messages=tuple(messages), options=asked.options)  # of which none is a parameter of ours
+    # of which none is a parameter of ours
+    row = Row(key=where, messages=tuple(messages), options=asked.options)
     try:
         return start_conversation(tokenizer, row, **options), apart
     except DataError as error:
@@ -161,11 +225,13 @@ class ServedRollout:
     "One rollout that an agent plays over HTTP: its address, and what was drawn for it."
 
     def __init__(self, server: PolicyServer, id: str):
-        self.id, self.url, self.key = id, f"{server.url}/rollouts/{id}/v1", server.key  # url: `base_url` of a client
+        # url: `base_url` of a client
+        self.id, self.url, self.key = id, f"{server.url}/rollouts/{id}/v1", server.key
         self.turns: list[Turn] = []  # in the order in which they were drawn
         self._server, self._note = server, DRAW.get()
         self._drawing: set[asyncio.Task[Any]] = set()
-        self._answers: dict[str, tuple[str, asyncio.Task[Any]]] = {}  # hash of the body, by the key of the request
+        # hash of the body, by the key of the request
+        self._answers: dict[str, tuple[str, asyncio.Task[Any]]] = {}
         self._failed: Exception | None = None
         self._refused = ""  # why the last request was refused
         self._quiet = expect_request("")
@@ -197,23 +263,35 @@ class ServedRollout:
         parents = {id(turn.parent) for turn in self.turns}
         ends = [turn for turn in self.turns if id(turn) not in parents]
         if not ends:
-            where, fix = f"rollout {self.id!r}", "Return None from the rollout to drop it."
-            got = f"none; the last request was refused: {self._refused}" if self._refused else "none"
-            raise AlignmentError("turns", where=where, got=got, expected="at least one request", fix=fix)
-        sample = lambda end: end.talk.to_sample(reward, rollout=self.id, apart=end.apart, **info)
+            where = f"rollout {self.id!r}"
+            fix = "Return None from the rollout to drop it."
+            got = (
+                f"none; the last request was refused: {self._refused}" if self._refused else "none"
+            )
+            raise AlignmentError(
+                "turns", where=where, got=got, expected="at least one request", fix=fix
+            )
+
+        def sample(end):
+            return end.talk.to_sample(reward, rollout=self.id, apart=end.apart, **info)
+
         return RolloutRun(tuple(sample(end) for end in ends), reward)
 
     async def answer(self, body: bytes, key: str, repeat: bool, read: Read) -> Answer:
         "What a request gets; a repeat gets what the first one got. Raises for one that is refused."
-        task, digest = asyncio.current_task(), hashlib.sha256(body).hexdigest()
+        task = asyncio.current_task()
+        digest = hashlib.sha256(body).hexdigest()
         assert task is not None
         if repeat and key in self._answers:
             first, before = self._answers[key]
             await asyncio.wait([before])
             if not before.cancelled() and before.exception() is None:
                 if first != digest:
-                    got, expected = "the key of a request with another body", "a new key for a new request"
-                    raise ReusedKey("Idempotency-Key", where="the request", got=got, expected=expected)
+                    got = "the key of a request with another body"
+                    expected = "a new key for a new request"
+                    raise ReusedKey(
+                        "Idempotency-Key", where="the request", got=got, expected=expected
+                    )
                 return before.result()
         self._answers[key] = digest, task
         self._drawing.add(task)
@@ -233,25 +311,37 @@ class ServedRollout:
             if not self._drawing and self.id in self._server.rollouts:
                 self._quiet = expect_request(self._server.url)
 
-    def _read(self, body: bytes, read: Read) -> tuple[RolloutSetup, Asked, Conversation, Turn | str]:
+    def _read(
+        self, body: bytes, read: Read
+    ) -> tuple[RolloutSetup, Asked, Conversation, Turn | str]:
         "The request and the conversation to draw from; whatever is odd about a request is its sender's to mend."
         setup = self._server.setup()
         try:
             asked = read_asked(read(body), setup.params)
             if self._server.read_calls is not split_calls and "<tool_call>" in asked.grammar:
                 expected = "nothing: only `split_calls` reads the calls that it makes"
-                raise ConfigError("tool_choice", where="the request", got="a call by grammar", expected=expected)
+                raise ConfigError(
+                    "tool_choice", where="the request", got="a call by grammar", expected=expected
+                )
             return setup, asked, *go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
         except (DataError, ConfigError, UnfitTurn):
             raise
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as reason:
-            raise DataError("the request", got=f"{type(reason).__name__}: {plain_text(reason)[:200]}") from reason
+            raise DataError(
+                "the request", got=f"{type(reason).__name__}: {plain_text(reason)[:200]}"
+            ) from reason
 
-    async def _take_turn(self, setup: RolloutSetup, asked: Asked, talk: Conversation, behind: Turn | str) -> Answer:
+    async def _take_turn(
+        self, setup: RolloutSetup, asked: Asked, talk: Conversation, behind: Turn | str
+    ) -> Answer:
         "Draw the next turn and record it; of several completions each has a sequence of its own."
         most = self._server.max_seq_len or setup.max_seq_len
         check_fits(len(talk.tokens), most, 1, talk.row.where)
-        room = asked.params.max_tokens if most is None else min(asked.params.max_tokens, most - len(talk.tokens))
+        room = (
+            asked.params.max_tokens
+            if most is None
+            else min(asked.params.max_tokens, most - len(talk.tokens))
+        )
         parent, apart = (behind, behind.apart) if isinstance(behind, Turn) else (None, behind)
         if parent is not None:
             parent.continued = True
@@ -262,23 +352,33 @@ class ServedRollout:
                 if not len(completion.tokens) or completion.finish_reason == "abort":
                     got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}"
                     raise BackendError("sampler", where=talk.row.where, got=got, expected="a turn")
-            talks = [(talk if i == 0 else as_given(talk)).add_completion(c) for i, c in enumerate(drawn)]
+            talks = [
+                (talk if i == 0 else as_given(talk)).add_completion(c) for i, c in enumerate(drawn)
+            ]
             choices, pieces = await asyncio.to_thread(self._write, asked, talk, drawn)
         except BaseException:
             if parent is not None:
                 parent.continued = False
             raise
         for i, (choice, ended) in enumerate(zip(choices, talks, strict=True)):
-            own = (parent, apart) if i == 0 else (None, f"completion {i + 1} of {len(drawn)} for one request")
-            self.turns.append(Turn((*asked.seen, as_said(choice["message"])), ended, parent=own[0], apart=own[1]))
-        new, model = sum(len(c.tokens) for c in drawn), str(asked.body.get("model") or "policy")
+            own = (
+                (parent, apart)
+                if i == 0
+                else (None, f"completion {i + 1} of {len(drawn)} for one request")
+            )
+            self.turns.append(
+                Turn((*asked.seen, as_said(choice["message"])), ended, parent=own[0], apart=own[1])
+            )
+        new = sum(len(c.tokens) for c in drawn)
+        model = str(asked.body.get("model") or "policy")
         return reply_of(choices, model, len(talk.tokens), new), pieces
 
     def _write(
         self, asked: Asked, talk: Conversation, drawn: Sequence[Completion]
     ) -> tuple[list[Any], list[Any] | None]:
         "The choices of a reply, and its pieces if it is a stream; in a thread, for a long one takes a while."
-        choices, tokenizer = list[Any](), talk.tokenizer
+        choices = list[Any]()
+        tokenizer = talk.tokenizer
         opened = opened_by(talk.spans[-1].text, answer_header(tokenizer)) if asked.tools else ""
         for i, completion in enumerate(drawn):
             message = message_of(completion.text, asked.tools, self._server.read_calls, opened)
@@ -287,7 +387,11 @@ class ServedRollout:
         if not asked.body.get("stream"):
             return choices, None
         pairs = zip(choices, drawn, strict=True)
-        return choices, [piece for choice, completion in pairs for piece in deltas_of(choice, completion, tokenizer)]
+        return choices, [
+            piece
+            for choice, completion in pairs
+            for piece in deltas_of(choice, completion, tokenizer)
+        ]
 
 # %% ../../nbs/agents/01_serve.ipynb #73610cb5
 SPELLED = {"max_output_tokens": "max_completion_tokens"}
@@ -297,11 +401,19 @@ EMPTY = {"include": ([],), "truncation": ("disabled",)}
 
 def read_items(items: Any) -> list[dict[str, Any]]:
     "The items of a request as messages; raises `DataError`."
-    plain = lambda part: part | {"type": "text"} if part["type"] in ("input_text", "output_text") else part
-    said = lambda content: [plain(part) for part in content] if isinstance(content, list) else content
+
+    def plain(part):
+        return part | {"type": "text"} if part["type"] in ("input_text", "output_text") else part
+
+    def said(content):
+        return [plain(part) for part in content] if isinstance(content, list) else content
+
     messages: list[dict[str, Any]] = []
-    for i, item in enumerate([{"role": "user", "content": items}] if isinstance(items, str) else items):
-        kind, where = item.get("type") or "message", f"input[{i}]"
+    for i, item in enumerate(
+        [{"role": "user", "content": items}] if isinstance(items, str) else items
+    ):
+        kind = item.get("type") or "message"
+        where = f"input[{i}]"
         if kind == "function_call":
             function = {"name": item["name"], "arguments": item["arguments"]}
             call = {"id": item["call_id"], "type": "function", "function": function}
@@ -312,7 +424,9 @@ def read_items(items: Any) -> list[dict[str, Any]]:
             text = message_text(said(item["output"]), where)
             messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
         elif kind == "message":
-            messages.append({"role": item["role"], "content": message_text(said(item["content"]), where)})
+            messages.append(
+                {"role": item["role"], "content": message_text(said(item["content"]), where)}
+            )
         else:
             expected = "message, function_call or function_call_output"
             raise DataError("type", where=where, got=repr(kind), expected=expected)
@@ -325,36 +439,89 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     if body.get("instructions"):
         chat["messages"].insert(0, {"role": "system", "content": body["instructions"]})
     for tool in body.get("tools") or ():
-        function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
+        function = {
+            name: tool[name]
+            for name in ("name", "description", "parameters")
+            if tool.get(name) is not None
+        }
         if tool["type"] != "function":
-            raise DataError("tools", where="the request", got=repr(tool["type"]), expected="functions")
+            raise DataError(
+                "tools", where="the request", got=repr(tool["type"]), expected="functions"
+            )
         chat.setdefault("tools", []).append({"type": "function", "function": function})
     for name, value in body.items():
         if name == "text" and isinstance(value, dict) and value.keys() <= {"format"}:
             chat["response_format"] = value.get("format")
         elif name in SAME.split() or name in SPELLED:
             chat[SPELLED.get(name, name)] = value
-        elif name not in ("input", "instructions", "tools") and value is not None and value not in EMPTY.get(name, ()):
-            raise DataError(name, where="the request", got=repr(value)[:60], expected="nothing: it is not done here")
+        elif (
+            name not in ("input", "instructions", "tools")
+            and value is not None
+            and value not in EMPTY.get(name, ())
+        ):
+            raise DataError(
+                name,
+                where="the request",
+                got=repr(value)[:60],
+                expected="nothing: it is not done here",
+            )
     return chat
 
 # %% ../../nbs/agents/01_serve.ipynb #dc6142b7
 def as_response(reply: Mapping[str, Any]) -> dict[str, Any]:
     "A chat completion as a response."
-    [choice], usage = reply["choices"], reply["usage"]
-    message, status = choice["message"], "incomplete" if choice["finish_reason"] == "length" else "completed"
-    name = lambda kind, i: f"{kind}_{reply['id']}_{i}"
-    text = {"type": "output_text", "text": message["content"] or "", "annotations": [], "logprobs": []}
+    [choice] = reply["choices"]
+    usage = reply["usage"]
+    message = choice["message"]
+    status = "incomplete" if choice["finish_reason"] == "length" else "completed"
+
+    def name(kind, i):
+        return f"{kind}_{reply['id']}_{i}"
+
+    text = {
+        "type": "output_text",
+        "text": message["content"] or "",
+        "annotations": [],
+        "logprobs": [],
+    }
     calls = [
-        {"type": "function_call", "id": name("fc", i), "call_id": call["id"], "status": "completed", **call["function"]}
+        {
+            "type": "function_call",
+            "id": name("fc", i),
+            "call_id": call["id"],
+            "status": "completed",
+            **call["function"],
+        }
         for i, call in enumerate(message.get("tool_calls") or ())
     ]
-    said = {"type": "message", "id": name("msg", 0), "role": "assistant", "status": status, "content": [text]}
+    said = {
+        "type": "message",
+        "id": name("msg", 0),
+        "role": "assistant",
+        "status": status,
+        "content": [text],
+    }
     counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-    details = {"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}}
-    about = {"id": f"resp_{reply['id']}", "object": "response", "created_at": reply["created"], "model": reply["model"]}
-    about |= {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "status": status, "error": None}
-    about |= {"incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None}
+    details = {
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0},
+    }
+    about = {
+        "id": f"resp_{reply['id']}",
+        "object": "response",
+        "created_at": reply["created"],
+        "model": reply["model"],
+    }
+    about |= {
+        "tools": [],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "status": status,
+        "error": None,
+    }
+    about |= {
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None
+    }
     about |= {"usage": counts | details | {"total_tokens": usage["total_tokens"]}}
     return about | {"output": [*[said] * bool(text["text"] or not calls), *calls]}
 
@@ -366,17 +533,33 @@ def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
     for i, item in enumerate(response["output"]):
         at = {"item_id": item["id"], "output_index": i}
         empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        events.append({"type": "response.output_item.added", **at, "item": item | empty | {"status": "in_progress"}})
+        events.append(
+            {
+                "type": "response.output_item.added",
+                **at,
+                "item": item | empty | {"status": "in_progress"},
+            }
+        )
         if item["type"] == "message":
-            at, [part] = at | {"content_index": 0}, item["content"]
-            events.append({"type": "response.content_part.added", **at, "part": part | {"text": ""}})
-            events.append({"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []})
-            events.append({"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []})
+            at = at | {"content_index": 0}
+            [part] = item["content"]
+            events.append(
+                {"type": "response.content_part.added", **at, "part": part | {"text": ""}}
+            )
+            events.append(
+                {"type": "response.output_text.delta", **at, "delta": part["text"], "logprobs": []}
+            )
+            events.append(
+                {"type": "response.output_text.done", **at, "text": part["text"], "logprobs": []}
+            )
             events.append({"type": "response.content_part.done", **at, "part": part})
         else:
-            said, told = item["arguments"], {"name": item["name"]}
+            said = item["arguments"]
+            told = {"name": item["name"]}
             events.append({"type": "response.function_call_arguments.delta", **at, "delta": said})
-            events.append({"type": "response.function_call_arguments.done", **at, "arguments": said, **told})
+            events.append(
+                {"type": "response.function_call_arguments.done", **at, "arguments": said, **told}
+            )
         events.append({"type": "response.output_item.done", "output_index": i, "item": item})
     events.append({"type": f"response.{response['status']}", "response": response})
     return [event | {"sequence_number": n} for n, event in enumerate(events)]
@@ -394,7 +577,9 @@ def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
 
 def refused(words: str, code: str | None = None) -> dict[str, Any]:
     "The body of a refusal."
-    return {"error": {"message": words, "type": "invalid_request_error", "param": None, "code": code}}
+    return {
+        "error": {"message": words, "type": "invalid_request_error", "param": None, "code": code}
+    }
 
 # %% ../../nbs/agents/01_serve.ipynb #a7db9174
 PATHS = {
@@ -424,9 +609,14 @@ class ChatHandler(RequestHandler):
     def prepare(self) -> None:
         "Of a request without the key, or for what is not there, nothing is kept."
         given = self.request.headers.get("Authorization", "").removeprefix("Bearer ")
-        found = PATHS.get(self.request.method or "", re.compile("(?!)")).fullmatch(self.request.path)
+        found = PATHS.get(self.request.method or "", re.compile("(?!)")).fullmatch(
+            self.request.path
+        )
         if not hmac.compare_digest(given.encode(), self.server.key.encode()):
-            self.refusal = 401, refused("The key is not that of this server: use rollout.key.", "invalid_api_key")
+            self.refusal = (
+                401,
+                refused("The key is not that of this server: use rollout.key.", "invalid_api_key"),
+            )
         elif found and found[1] in {None, *self.server.rollouts}:
             self.found = found
         else:
@@ -461,11 +651,18 @@ class ChatHandler(RequestHandler):
         "The next turn of a rollout."
         if self.refusal is not None:
             return self.tell(*self.refusal)
-        rollout, chat = self.server.rollouts[self.found[1]], self.found[2] == "chat/completions"
-        named, count = (self.request.headers.get(name) for name in ("Idempotency-Key", "X-Stainless-Retry-Count"))
+        rollout = self.server.rollouts[self.found[1]]
+        chat = self.found[2] == "chat/completions"
+        named, count = (
+            self.request.headers.get(name)
+            for name in ("Idempotency-Key", "X-Stainless-Retry-Count")
+        )
         try:
-            body, read = bytes(self.body), json.loads if chat else lambda body: as_chat(json.loads(body))
-            asking = rollout.answer(body, named or hashlib.sha256(body).hexdigest(), bool(named) or count != "0", read)
+            body = bytes(self.body)
+            read = json.loads if chat else lambda body: as_chat(json.loads(body))
+            asking = rollout.answer(
+                body, named or hashlib.sha256(body).hexdigest(), bool(named) or count != "0", read
+            )
             self.drawing = asyncio.create_task(asking)
             reply, pieces = await self.drawing
         except (Exception, asyncio.CancelledError) as error:
@@ -476,7 +673,9 @@ class ChatHandler(RequestHandler):
         if chat:
             usage = bool((json.loads(body).get("stream_options") or {}).get("include_usage"))
             chunk = reply | {"object": "chat.completion.chunk"}
-            return self.write(await asyncio.to_thread(lambda: "".join(event_lines(chunk, pieces, usage))))
+            return self.write(
+                await asyncio.to_thread(lambda: "".join(event_lines(chunk, pieces, usage)))
+            )
         events = events_of(as_response(reply))
         return self.write("".join(f"event: {e['type']}\ndata: {json.dumps(e)}\n\n" for e in events))
 
@@ -494,7 +693,9 @@ class PolicyServer:
     setup: Callable[[], RolloutSetup] = field(repr=False)  # how to draw; asked before each turn
     max_seq_len: int | None = None  # of a whole conversation; None = that of the setup
     read_calls: Calls = field(default=split_calls, repr=False)
-    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)  # for `Authorization: Bearer`
+    key: str = field(
+        default_factory=lambda: secrets.token_urlsafe(24), repr=False
+    )  # for `Authorization: Bearer`
     rollouts: dict[str, ServedRollout] = field(default_factory=dict, repr=False)  # open ones, by id
     closed: bool = False
 
@@ -506,10 +707,16 @@ class PolicyServer:
     def rollout(self, id: str = "") -> ServedRollout:
         "A rollout for a `with` block, under an id of letters, digits, `.`, `_`, `-`; raises `ConfigError` for another."
         if self.closed:
-            raise ConfigError("server", got="closed", fix="Play inside `async with loop.serve() as server`.")
+            raise ConfigError(
+                "server", got="closed", fix="Play inside `async with loop.serve() as server`."
+            )
         id = id or secrets.token_hex(8)
         if not re.fullmatch(r"[A-Za-z0-9._-]+", id) or id in self.rollouts:
-            raise ConfigError("rollout id", got=repr(id), expected="letters, digits, . _ -, and no id that is open")
+            raise ConfigError(
+                "rollout id",
+                got=repr(id),
+                expected="letters, digits, . _ -, and no id that is open",
+            )
         self.rollouts[id] = ServedRollout(self, id)
         return self.rollouts[id]
 
@@ -522,7 +729,8 @@ class PolicyServer:
 
 @asynccontextmanager
 async def serve(
-    setup: RolloutSetup | Callable[[], RolloutSetup],  # how to draw, or what says so before each turn
+    setup: RolloutSetup
+    | Callable[[], RolloutSetup],  # how to draw, or what says so before each turn
     *,
     max_seq_len: int | None = None,  # of a whole conversation; None = that of the setup
     read_calls: Calls = split_calls,  # text -> content, tool calls
@@ -530,9 +738,12 @@ async def serve(
 ) -> AsyncIterator[PolicyServer]:
     "The policy behind an address, for the time of an `async with` block."
     sockets = bind_sockets(0, "127.0.0.1")
-    url, ask = f"http://127.0.0.1:{sockets[0].getsockname()[1]}", setup if callable(setup) else lambda: setup
+    url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+    ask = setup if callable(setup) else lambda: setup
     server = PolicyServer(url, ask, max_seq_len, read_calls, key or secrets.token_urlsafe(24))
-    http = HTTPServer(Application([(r"/.*", ChatHandler, {"server": server})], log_function=lambda handler: None))
+    http = HTTPServer(
+        Application([(r"/.*", ChatHandler, {"server": server})], log_function=lambda handler: None)
+    )
     http.add_sockets(sockets)
     try:
         yield server
@@ -545,7 +756,10 @@ async def serve(
 @asynccontextmanager
 async def serve_loop(loop: Loop, **options: Any) -> AsyncIterator[PolicyServer]:
     "The policy of a loop; see `GRPOLoop.serve`."
-    setup = lambda: rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler)
+
+    def setup():
+        return rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler)
+
     async with serve(setup, **options) as server:
         try:
             yield server

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeAlias, runti
 
 import numpy as np
 
-from ..core.types import AdamParams, BackendError, Completion, ConfigError, Datum, Logprobs, LossOutput
+from rl_notebook.core.types import (
+    AdamParams,
+    BackendError,
+    Completion,
+    ConfigError,
+    Datum,
+    Logprobs,
+    LossOutput,
+)
 from ..core.types import OFF, SampleParams, quoted
 
 if TYPE_CHECKING:
@@ -29,7 +37,9 @@ __all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSy
            'with_teacher']
 
 # %% ../../nbs/backends/02_base.ipynb #1598f3a6
-LossFn: TypeAlias = "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
+LossFn: TypeAlias = (
+    "Callable[[Sequence[Datum], list[torch.Tensor]], tuple[torch.Tensor, Mapping[str, float]]]"
+)
 
 # %% ../../nbs/backends/02_base.ipynb #bdbdcb3d
 GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
@@ -140,7 +150,9 @@ class SyncReport:
         "Whether the sampler says what it said before, although the policy has moved."
         if not self.policy_moved > max(_SEEN, 4 * self.noise):
             return False
-        return self.sampler_moved == 0 or (self.sampler_moved <= self.policy_moved / 50 and self.gap > self.tolerance)
+        return self.sampler_moved == 0 or (
+            self.sampler_moved <= self.policy_moved / 50 and self.gap > self.tolerance
+        )
 
     @property
     def ok(self) -> bool | None:
@@ -152,7 +164,8 @@ class SyncReport:
     @property
     def sentence(self) -> str:
         "The same in words."
-        sync, moved = f"sync {self.version}", f"the policy moved by {self.policy_moved:.2g}"
+        sync = f"sync {self.version}"
+        moved = f"the policy moved by {self.policy_moved:.2g}"
         apart = f"policy and sampler differ by {self.gap:.2g} nats a token on a probe"
         if self.nothing:
             by = f"by {self.sampler_moved:.2g}" if self.sampler_moved else "not at all"
@@ -171,7 +184,9 @@ class SyncReport:
         return {f"sync/{name}": float(getattr(self, name)) for name in _REPORTED}
 
     @classmethod
-    def from_metrics(cls, metrics: Mapping[str, float]) -> SyncReport | None:  # None = there was none
+    def from_metrics(
+        cls, metrics: Mapping[str, float]
+    ) -> SyncReport | None:  # None = there was none
         "What `metrics` were made from."
         if "sync/gap" not in metrics:
             return None
@@ -189,20 +204,30 @@ class Capabilities:
 
     name: str  # as `open_backend` knows it
     discard_gradients: bool = True  # accumulated gradients can be dropped
-    grad_accumulation_normalization: tuple[str, ...] = ("none", "num_loss_tokens", "num_sequences")  # of `optim_step`
+    grad_accumulation_normalization: tuple[str, ...] = (
+        "none",
+        "num_loss_tokens",
+        "num_sequences",
+    )  # of `optim_step`
     prompt_logprobs: bool = False  # the policy also scores positions of weight 0
     top_p: bool = True  # sampler honours it and reports logprobs of the distribution drawn from
     top_k: bool = True  # likewise
     min_p: bool = True  # likewise
     repetition_penalty: bool = True  # likewise
     seed: bool = True  # same seed, same tokens
-    builtin_losses: tuple[str, ...] = ()  # `policy_loss`es that the service computes (`BuiltinTrainer`)
-    state_snapshots: bool = True  # `save_state` and `load_state`: without them no undo, branch or seek
+    builtin_losses: tuple[
+        str, ...
+    ] = ()  # `policy_loss`es that the service computes (`BuiltinTrainer`)
+    state_snapshots: bool = (
+        True  # `save_state` and `load_state`: without them no undo, branch or seek
+    )
     policy_temperature: float = 1.0  # the policy's logits are divided by it
     lora_rank: int = 0  # 0 = every parameter is trained
     load_in_8bit: bool = False  # the base of the adapter is kept in 8 bits
     entropy: bool = False  # the policy's exact entropy can be part of the loss
-    routing: bool = False  # completions name the experts that read each token, and the policy takes the same
+    routing: bool = (
+        False  # completions name the experts that read each token, and the policy takes the same
+    )
     max_seq_len: int | None = None  # longest prompt plus completion; None = unknown
 
 # %% ../../nbs/backends/02_base.ipynb #a04f19a0
@@ -211,9 +236,13 @@ def refuse_unknown(params: SampleParams, where: str, known: Collection[str] = ()
     for name in ("min_p", "repetition_penalty"):
         if (got := getattr(params, name)) != (off := OFF[name]) and name not in known:
             fix = "Leave it out, or draw with the local engine or vLLM."
-            raise BackendError(name, where=where, got=got, expected=f"{off:g}: it has no such setting", fix=fix)
+            raise BackendError(
+                name, where=where, got=got, expected=f"{off:g}: it has no such setting", fix=fix
+            )
     if params.grammar:
-        raise ConfigError("grammar", where=where, got=quoted(params.grammar), expected="none: only local ones do")
+        raise ConfigError(
+            "grammar", where=where, got=quoted(params.grammar), expected="none: only local ones do"
+        )
 
 # %% ../../nbs/backends/02_base.ipynb #cb36d019
 @dataclass
@@ -223,7 +252,9 @@ class Meter:
     tokens_sampled: int = 0  # completion tokens drawn
     datums_scored: int = 0  # sequences through a forward pass
     datums_trained: int = 0  # sequences through a backward pass
-    work: dict[str, Work] = field(default_factory=dict)  # of this process: "sampling", "scoring" and "training"
+    work: dict[str, Work] = field(
+        default_factory=dict
+    )  # of this process: "sampling", "scoring" and "training"
 
     def note(self, kind: str, work: Work) -> None:
         "Add to one kind of work; only the thread that computes may."
@@ -262,20 +293,37 @@ class Backend:
     capabilities: Capabilities  # what is supported
     close: Callable[[], Awaitable[None]] | None = None  # releases what the backend holds
     meter: Meter = field(default_factory=Meter)  # how much work was done
-    promote: Callable[[str], Awaitable[str]] | None = None  # publishes the policy under a model id; returns its name
-    boot_metrics: Mapping[str, float] = field(default_factory=dict)  # seconds until it was ready: `infra/...`
-    export: Callable[..., Awaitable[None]] | None = None  # (folder, kind, tokenizer) writes it; None = it cannot
-    endpoint: Endpoint | None = None  # of the sampler, for rollouts that make their own requests; None = no HTTP
-    score_at: Callable[[float], None] | None = None  # another `policy_temperature`; None = it cannot be changed
-    size: ModelSize | None = None  # of the model that is computed here; None = not here, or not known
-    turns: list[Any] = field(default_factory=list, repr=False)  # who uses it: the `SharedBackend` of its loops
-    opened: Mapping[str, Any] = field(default_factory=dict)  # how, as keywords of what opened it, where that is known
+    promote: Callable[[str], Awaitable[str]] | None = (
+        None  # publishes the policy under a model id; returns its name
+    )
+    boot_metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds until it was ready: `infra/...`
+    export: Callable[..., Awaitable[None]] | None = (
+        None  # (folder, kind, tokenizer) writes it; None = it cannot
+    )
+    endpoint: Endpoint | None = (
+        None  # of the sampler, for rollouts that make their own requests; None = no HTTP
+    )
+    score_at: Callable[[float], None] | None = (
+        None  # another `policy_temperature`; None = it cannot be changed
+    )
+    size: ModelSize | None = (
+        None  # of the model that is computed here; None = not here, or not known
+    )
+    turns: list[Any] = field(
+        default_factory=list, repr=False
+    )  # who uses it: the `SharedBackend` of its loops
+    opened: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # how, as keywords of what opened it, where that is known
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        close, self.close = self.close, None
+        close = self.close
+        self.close = None
         if close is not None:
             await close()
 
@@ -284,12 +332,20 @@ def with_teacher(backend: Backend, teacher: Backend) -> Backend:
     "The backend with another's policy as its reference, for `teacher_coeff`; it closes both. Raises `ConfigError`."
     ours, theirs = (one.tokenizer.get_vocab() for one in (backend, teacher))
     if other := sorted({*ours.items()} ^ {*theirs.items()}):
-        got, fix = f"{len(other)} tokens that one of them has, such as {other[0]}", "Take one of the policy's family."
-        raise ConfigError("tokenizer of the teacher", got=got, expected="that of the policy", fix=fix)
+        got = f"{len(other)} tokens that one of them has, such as {other[0]}"
+        fix = "Take one of the policy's family."
+        raise ConfigError(
+            "tokenizer of the teacher", got=got, expected="that of the policy", fix=fix
+        )
     at, asked = (one.capabilities.policy_temperature for one in (teacher, backend))
     if at != asked:
         fix = "Open it with the policy's temperature."
-        raise ConfigError("temperature of the teacher", got=f"{at:g}", expected=f"{asked:g}, as the policy's", fix=fix)
+        raise ConfigError(
+            "temperature of the teacher",
+            got=f"{at:g}",
+            expected=f"{asked:g}, as the policy's",
+            fix=fix,
+        )
 
     async def close() -> None:
         for one in (backend, teacher):

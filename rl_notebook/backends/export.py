@@ -24,17 +24,35 @@ from ..core.types import SampleParams, without_keys
 __all__ = []
 
 # %% ../../nbs/backends/01_export.ipynb #119225d2
-def generation_config(params: SampleParams, base: GenerationConfig, tokenizer: Any = None) -> GenerationConfig:
+def generation_config(
+    params: SampleParams, base: GenerationConfig, tokenizer: Any = None
+) -> GenerationConfig:
     "How the run draws, for other programs; bos and pad are the model's, all end tokens count."
     named = [base.eos_token_id, getattr(tokenizer, "eos_token_id", None), [*params.stop_token_ids]]
-    ends = sorted({int(i) for ids in named for i in (ids if isinstance(ids, list) else [ids]) if i is not None})
+    ends = sorted(
+        {
+            int(i)
+            for ids in named
+            for i in (ids if isinstance(ids, list) else [ids])
+            if i is not None
+        }
+    )
     how: dict[str, Any] = {"do_sample": params.temperature > 0}
     if params.temperature > 0:
         how |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
-        how |= {"min_p": params.min_p} if params.min_p else {}
+        if params.min_p:
+            how |= {"min_p": params.min_p}
     how |= {"repetition_penalty": params.repetition_penalty, "max_new_tokens": params.max_tokens}
-    pad = base.pad_token_id if base.pad_token_id is not None else getattr(tokenizer, "pad_token_id", None)
-    own = {"bos_token_id": base.bos_token_id, "pad_token_id": pad, "eos_token_id": ends[0] if len(ends) == 1 else ends}
+    pad = (
+        base.pad_token_id
+        if base.pad_token_id is not None
+        else getattr(tokenizer, "pad_token_id", None)
+    )
+    own = {
+        "bos_token_id": base.bos_token_id,
+        "pad_token_id": pad,
+        "eos_token_id": ends[0] if len(ends) == 1 else ends,
+    }
     return GenerationConfig(**own, **how)
 
 # %% ../../nbs/backends/01_export.ipynb #05a173e3
@@ -46,16 +64,28 @@ FIGURES = {
     "entropy": "entropy, nats",
     "kl": "KL to the base model",
 }
-MACHINE = ("log_path", "base_url", "run_name", "resume", "served_model", "report_to", "wandb")  # settings left out
+# settings left out
+MACHINE = ("log_path", "base_url", "run_name", "resume", "served_model", "report_to", "wandb")
 
 # %% ../../nbs/backends/01_export.ipynb #8948c311
-def figures_table(metrics: Mapping[int, Mapping[str, Any]], step: int) -> str:  # Markdown; empty without a figure
+def figures_table(
+    metrics: Mapping[int, Mapping[str, Any]], step: int
+) -> str:  # Markdown; empty without a figure
     "The first value of each figure, and the last one up to a step."
-    known = {name: name for steps in metrics.values() for name in steps if re.match(r"eval/(avg|pass)@", name)}
+    known = {
+        name: name
+        for steps in metrics.values()
+        for name in steps
+        if re.match(r"eval/(avg|pass)@", name)
+    }
     rows = []
     for name, label in (FIGURES | known).items():
         found = {at: m.get(name) for at, m in sorted(metrics.items()) if at <= step}
-        values = [(at, v) for at, v in found.items() if isinstance(v, int | float | np.number) and math.isfinite(v)]
+        values = [
+            (at, v)
+            for at, v in found.items()
+            if isinstance(v, int | float | np.number) and math.isfinite(v)
+        ]
         if values:
             cells = [f"{value:.4g} (step {at})" for at, value in (values[0], values[-1])]
             rows.append(f"| {label} | {cells[0]} | {cells[1]} |")
@@ -77,24 +107,32 @@ print(tokenizer.decode(drawn[prompt["input_ids"].shape[1] :], skip_special_token
 
 def loading_code(kind: str, cfg: Any, chats: bool, name: str) -> str:  # Python
     "How a folder of this kind is loaded and asked."
-    source, loader, model = "transformers", "AutoModelForCausalLM", "AutoModelForCausalLM.from_pretrained(folder)"
+    source = "transformers"
+    loader = "AutoModelForCausalLM"
+    model = "AutoModelForCausalLM.from_pretrained(folder)"
     if kind == "adapter" and name in ("tiny", "smollm2"):
-        source, loader, model = "rl_notebook.task.toy", "load_model", f"load_model({name!r})[0]"
+        source = "rl_notebook.task.toy"
+        loader = "load_model"
+        model = f"load_model({name!r})[0]"
     elif kind == "adapter":
         model = f"AutoModelForCausalLM.from_pretrained({name!r})"
     prompt = 'prompt = tokenizer("Once upon a time", return_tensors="pt")'
     if chats:
         said = [{"role": "system", "content": cfg.system_prompt}] if cfg.system_prompt else []
         options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        told = ", ".join(f"{k}={v!r}" for k, v in (options | (cfg.chat_template_kwargs or {})).items())
+        told = ", ".join(
+            f"{k}={v!r}" for k, v in (options | (cfg.chat_template_kwargs or {})).items()
+        )
         prompt = f"messages = {[*said, {'role': 'user', 'content': 'What is 3+7+2+9+4?'}]!r}\n"
         prompt += f"prompt = tokenizer.apply_chat_template(messages, {told})"
     if kind == "adapter":
-        source, model = f"peft import PeftModel\nfrom {source}", f"PeftModel.from_pretrained({model}, folder)"
+        source = f"peft import PeftModel\nfrom {source}"
+        model = f"PeftModel.from_pretrained({model}, folder)"
     return _CODE.format(source=source, loader=loader, model=model, prompt=prompt)
 
 # %% ../../nbs/backends/01_export.ipynb #e79cbaba
-PLACES = ("base_model", "dataset", "chat_template", "tokenizer_model")  # settings that may name a file or a folder
+# settings that may name a file or a folder
+PLACES = ("base_model", "dataset", "chat_template", "tokenizer_model")
 
 
 def public_name(text: str) -> str:
@@ -120,29 +158,51 @@ def model_card(
     base: str | None = None,  # what was trained; None = what the config names
 ) -> str:  # Markdown
     "Where a model comes from, what its run measured, how to load it, and how it was trained."
-    source, adapter = str(base or cfg.base_model), kind == "adapter"
+    source = str(base or cfg.base_model)
+    adapter = kind == "adapter"
     name = public_name(source)
     head: dict[str, Any] = {"library_name": "peft" if adapter else "transformers"}
-    head |= {"base_model": name} if name == source and re.fullmatch(r"[\w.-]+/[\w.-]+", source) else {}
-    head |= {"pipeline_tag": "text-generation", "tags": ["grpo", "rl-notebook", *(["lora"] if adapter else [])]}
+    if name == source and re.fullmatch(r"[\w.-]+/[\w.-]+", source):
+        head |= {"base_model": name}
+    head |= {
+        "pipeline_tag": "text-generation",
+        "tags": ["grpo", "rl-notebook", *(["lora"] if adapter else [])],
+    }
     table = figures_table(metrics, step) or "No figure was recorded up to this step."
     told = [f"This folder holds {_KINDS[kind]}."]
-    told += [f"The run ended a completion at {', '.join(map(repr, cfg.stop))}: pass these, too."] if cfg.stop else []
+    if cfg.stop:
+        told += [
+            f"The run ended a completion at {', '.join(map(repr, cfg.stop))}: pass these, too."
+        ]
     settings = {k: v for k, v, _ in cfg.effective().rows if k.partition(".")[0] not in MACHINE}
-    places = {k: public_name(v) for k, v in settings.items() if k.rpartition(".")[2] in PLACES and isinstance(v, str)}
+    places = {
+        k: public_name(v)
+        for k, v in settings.items()
+        if k.rpartition(".")[2] in PLACES and isinstance(v, str)
+    }
     settings = settings | places | {"base_model": name}
-    plain = yaml.safe_dump(json.loads(json.dumps(settings, default=str)), sort_keys=False, allow_unicode=True)
+    plain = yaml.safe_dump(
+        json.loads(json.dumps(settings, default=str)), sort_keys=False, allow_unicode=True
+    )
     versions = ", ".join(f"{p} {version(p)}" for p in ("rl-notebook", "torch", "transformers"))
     draws = cfg.sample_params(n=1)
     how = f"temperature {draws.temperature:g}, top-p {draws.top_p:g}, top-k {draws.top_k or 'off'}"
     trained = f"with `{cfg.policy_loss}` on `{public_name(str(cfg.dataset))}`"
     drawn = f"It was trained with {how}, at most {draws.max_tokens} tokens; `generation_config.json` says the same."
-    parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name} after {step} steps of GRPO"]
+    parts = [
+        f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
+        f"# {name} after {step} steps of GRPO",
+    ]
     parts += [f"`{name}`, trained by reinforcement learning {trained}.", "\n".join(told)]
     parts += ["## What the run measured", table, "## Loading it"]
     parts += [f"```python\n{loading_code(kind, cfg, chats, name)}\n```", drawn]
-    parts += [] if adapter else ["From a terminal: `vllm serve .`"]
-    parts += ["## How it was trained", "The settings that differ from the defaults:", f"````yaml\n{plain}````"]
+    if not adapter:
+        parts += ["From a terminal: `vllm serve .`"]
+    parts += [
+        "## How it was trained",
+        "The settings that differ from the defaults:",
+        f"````yaml\n{plain}````",
+    ]
     parts += [f"Made with {versions}. The licence is that of the base model."]
     return without_keys("\n\n".join(parts)) + "\n"
 
@@ -157,7 +217,9 @@ def describe_export(
     base: str | None = None,  # of `model_card`
 ) -> None:
     "Write generation config and card beside exported weights."
-    drawn = generation_config(cfg.sample_params(n=1), GenerationConfig.from_pretrained(folder), tokenizer)
+    drawn = generation_config(
+        cfg.sample_params(n=1), GenerationConfig.from_pretrained(folder), tokenizer
+    )
     drawn.save_pretrained(folder)
     chats = bool(getattr(tokenizer, "chat_template", None))
     card = model_card(kind, cfg, step, metrics, chats=chats, base=base)

@@ -45,21 +45,41 @@ class ModelSize:
     def flops(self, tokens: int, scored: int, backward: bool = False) -> float:
         "Of a pass over `tokens`, of which `scored` go through the head."
         forward = 2.0 * (self.body * tokens + self.head * scored)
-        return forward + 2.0 * (self.body_trained * tokens + self.head_trained * scored) if backward else forward
+        return (
+            forward + 2.0 * (self.body_trained * tokens + self.head_trained * scored)
+            if backward
+            else forward
+        )
 
 # %% ../../nbs/backends/00_roofline.ipynb #ea4a2f5a
 def model_size(model: nn.Module) -> ModelSize | None:
     "The matrices of a Hugging Face model; None where some are in no linear layer, such as those of experts."
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    known = {id(m.weight) for m in (*linear, *(m for m in model.modules() if isinstance(m, nn.Embedding)))}
-    if not isinstance(head, nn.Linear) or any(p.ndim > 1 and id(p) not in known for p in model.parameters()):
+    known = {
+        id(m.weight)
+        for m in (*linear, *(m for m in model.modules() if isinstance(m, nn.Embedding)))
+    }
+    if not isinstance(head, nn.Linear) or any(
+        p.ndim > 1 and id(p) not in known for p in model.parameters()
+    ):
         return None
     body = [m.weight for m in linear if m is not head]
-    learns = lambda weights: sum(w.numel() for w in weights if w.requires_grad)
+
+    def learns(weights):
+        return sum(w.numel() for w in weights if w.requires_grad)
+
     shapes = tuple(sorted({(w.shape[0], w.shape[1]) for w in body}))
-    kind = {"dtype": str(head.weight.dtype).removeprefix("torch."), "device": head.weight.device.type}
-    counts = (sum(w.numel() for w in body), head.weight.numel(), learns(body), learns([head.weight]))
+    kind = {
+        "dtype": str(head.weight.dtype).removeprefix("torch."),
+        "device": head.weight.device.type,
+    }
+    counts = (
+        sum(w.numel() for w in body),
+        head.weight.numel(),
+        learns(body),
+        learns([head.weight]),
+    )
     held = [getattr(w, "qdata", w).nbytes for w in body]
     packed = sum(held) if any(hasattr(w, "qdata") for w in body) else 0
     return ModelSize(*counts, shapes, learns(model.parameters()), packed=packed, **kind)
@@ -76,17 +96,23 @@ class Work:
     bytes: float = 0.0  # of weights that were read
 
     def __add__(self, other: Work) -> Work:
-        return Work(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Work(
+            *(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
     def __sub__(self, other: Work) -> Work:
-        return Work(*(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))
+        return Work(
+            *(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
+        )
 
     def floor(self, roofs: Roofs) -> float:
         "Seconds that this takes at least."
         return max(self.flops / roofs.flops, self.bytes / roofs.bytes)
 
 
-def pass_work(size: ModelSize | None, tokens: int, scored: int, padding: int = 0, passes: int = 1) -> Work:
+def pass_work(
+    size: ModelSize | None, tokens: int, scored: int, padding: int = 0, passes: int = 1
+) -> Work:
     "The work of forward passes, their time apart."
     if size is None:
         return Work(0.0, tokens, padding)
@@ -104,7 +130,10 @@ def work_between(before: AllWork, after: AllWork) -> dict[str, Work]:
 
 def work_together(*parts: AllWork) -> dict[str, Work]:
     "Sums by kind."
-    return {k: sum((p[k] for p in parts if k in p), Work()) for k in dict.fromkeys(k for p in parts for k in p)}
+    return {
+        k: sum((p[k] for p in parts if k in p), Work())
+        for k in dict.fromkeys(k for p in parts for k in p)
+    }
 
 # %% ../../nbs/backends/00_roofline.ipynb #e9b2b74f
 @dataclass(frozen=True)
@@ -129,7 +158,8 @@ def threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 # %% ../../nbs/backends/00_roofline.ipynb #98cce2e3
-CALLS = 20  # that are timed together on a GPU, where a single one is over before the wait for it has begun
+# that are timed together on a GPU, where a single one is over before the wait for it has begun
+CALLS = 20
 
 
 def settle(device: torch.device | str) -> None:
@@ -138,9 +168,12 @@ def settle(device: torch.device | str) -> None:
         torch.accelerator.synchronize(device)
 
 
-def rate(run: Callable[[], Any], amount: float, device: str, seconds: float, most: int | None) -> float:
+def rate(
+    run: Callable[[], Any], amount: float, device: str, seconds: float, most: int | None
+) -> float:
     "The best that was reached of an `amount` a call, per second, on one thread and on `most` (None = as torch is set)."
-    best, calls = math.inf, 1 if device == "cpu" else CALLS
+    best = math.inf
+    calls = 1 if device == "cpu" else CALLS
     counts = {1, most or torch.get_num_threads()} if device == "cpu" else {None}
     for count in counts:
         with threads(count):
@@ -156,20 +189,31 @@ def rate(run: Callable[[], Any], amount: float, device: str, seconds: float, mos
 
 def gemm_rate(size: ModelSize, rows: int, seconds: float = 0.1, most: int | None = None) -> float:
     "The best FLOP/s that torch reaches with so many rows on one of the model's larger matrices."
-    rates, kind = [], {"dtype": getattr(torch, size.dtype), "device": size.device}
+    rates = []
+    kind = {"dtype": getattr(torch, size.dtype), "device": size.device}
     for n, k in sorted(size.shapes, key=math.prod)[-4:]:
-        a, b, out = torch.randn(rows, k, **kind), torch.randn(n, k, **kind), torch.empty(rows, n, **kind)
-        rates.append(rate(partial(torch.mm, a, b.t(), out=out), 2.0 * rows * n * k, size.device, seconds, most))
+        a = torch.randn(rows, k, **kind)
+        b = torch.randn(n, k, **kind)
+        out = torch.empty(rows, n, **kind)
+        rates.append(
+            rate(
+                partial(torch.mm, a, b.t(), out=out), 2.0 * rows * n * k, size.device, seconds, most
+            )
+        )
     return max(rates)
 
 
-def read_rate(nbytes: int, device: str = "cpu", seconds: float = 0.3, most: int | None = None) -> float:
+def read_rate(
+    nbytes: int, device: str = "cpu", seconds: float = 0.3, most: int | None = None
+) -> float:
     "The best bytes/s of reading that many bytes again and again."
     buffer = torch.ones(max(nbytes // 4, 1), device=device)
     return rate(buffer.sum, nbytes, device, seconds, most)
 
 
-ROWS, READ = {"cpu": 1024}, 2**29  # tokens of the product that is measured (on a GPU MANY), bytes that are read at most
+# tokens of the product that is measured (on a GPU MANY), bytes that are read at most
+ROWS = {"cpu": 1024}
+READ = 2**29
 MANY = 8192
 
 
@@ -184,12 +228,14 @@ def known_roofs(size: ModelSize | None) -> Roofs | None:
 def roofs_of(size: ModelSize) -> Roofs:
     "The roofs of this machine for a model, measured (about a second) where they are not known."
     if size not in _MEASURED:
-        rows, read = ROWS.get(size.device, MANY), min(size.nbytes, READ)
+        rows = ROWS.get(size.device, MANY)
+        read = min(size.nbytes, READ)
         _MEASURED[size] = Roofs(gemm_rate(size, rows), read_rate(read, size.device))
     return _MEASURED[size]
 
 # %% ../../nbs/backends/00_roofline.ipynb #f13d575c
-NAMES = {"sampling": "sampling", "scoring": "ref", "training": "train"}  # of kinds of work, in metrics
+# of kinds of work, in metrics
+NAMES = {"sampling": "sampling", "scoring": "ref", "training": "train"}
 
 
 def work_metrics(work: AllWork, roofs: Roofs | None = None) -> dict[str, float]:
@@ -198,8 +244,10 @@ def work_metrics(work: AllWork, roofs: Roofs | None = None) -> dict[str, float]:
     for kind, name in NAMES.items():
         if (w := work.get(kind, Work())).tokens and w.seconds:
             out[f"perf/{name}_tokens"] = float(w.tokens)
-            out |= {f"perf/{name}_flops_per_s": w.flops / w.seconds} if w.flops else {}
-    drawn, trained = work.get("sampling", Work()), work.get("training", Work())
+            if w.flops:
+                out |= {f"perf/{name}_flops_per_s": w.flops / w.seconds}
+    drawn = work.get("sampling", Work())
+    trained = work.get("training", Work())
     if drawn.bytes and drawn.seconds:
         out["perf/sampling_bytes_per_s"] = drawn.bytes / drawn.seconds
     if tokens := sum(w.tokens for w in work.values()):
@@ -210,7 +258,9 @@ def work_metrics(work: AllWork, roofs: Roofs | None = None) -> dict[str, float]:
     if drawn.bytes and drawn.seconds:
         out["perf/sampling_floor_ratio"] = drawn.seconds / drawn.floor(roofs)
     if trained.flops and trained.seconds:
-        out["perf/mfu"] = trained.flops * (1 - trained.padding / trained.tokens) / trained.seconds / roofs.flops
+        out["perf/mfu"] = (
+            trained.flops * (1 - trained.padding / trained.tokens) / trained.seconds / roofs.flops
+        )
     return out
 
 # %% ../../nbs/backends/00_roofline.ipynb #49d15a89
@@ -233,17 +283,30 @@ def memory_metrics() -> dict[str, float]:
     return {names[where]: peak for where, peak in peak_memory().items()}
 
 # %% ../../nbs/backends/00_roofline.ipynb #2d8b3f6d
-USUAL = {"sample": 1.5, "reference": 3.0, "backward": 3.0}  # times reading plus multiplying that grow with the work
-UPDATED, SYNCED, KEPT = 96, 20, 20  # bytes for each weight that learns: moved by an update, by a sync, and kept
+# times reading plus multiplying that grow with the work
+USUAL = {"sample": 1.5, "reference": 3.0, "backward": 3.0}
+# bytes for each weight that learns: moved by an update, by a sync, and kept
+UPDATED = 96
+SYNCED = 20
+KEPT = 20
 
 
 def expected_seconds(measured: Work, planned: Work, roofs: Roofs, usual: float) -> float:
     "How long planned work takes, after work of the same kind that was timed."
-    plain = lambda w: w.flops / roofs.flops + w.bytes / roofs.bytes
+
+    def plain(w):
+        return w.flops / roofs.flops + w.bytes / roofs.bytes
+
     grows = min(measured.seconds, usual * plain(measured))
-    return grows * plain(planned) / plain(measured) + (measured.seconds - grows) * planned.bytes / measured.bytes
+    return (
+        grows * plain(planned) / plain(measured)
+        + (measured.seconds - grows) * planned.bytes / measured.bytes
+    )
 
 
 def expected_updates(size: ModelSize, roofs: Roofs) -> dict[str, float]:
     "Seconds of update and sync."
-    return {"optimize": UPDATED * size.learned / roofs.bytes, "sync": SYNCED * size.learned / roofs.bytes}
+    return {
+        "optimize": UPDATED * size.learned / roofs.bytes,
+        "sync": SYNCED * size.learned / roofs.bytes,
+    }

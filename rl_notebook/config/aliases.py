@@ -37,7 +37,11 @@ __all__ = []
 def keywords(*values: Any, **named: Any) -> dict[str, Any]:
     "Settings by their names, for sub-configs of other recipes; raises `ConfigError` for a value without one."
     if values:
-        raise ConfigError("sub-config", got=quoted(values[0]), expected="names before values, as TISConfig(cap=2.0)")
+        raise ConfigError(
+            "sub-config",
+            got=quoted(values[0]),
+            expected="names before values, as TISConfig(cap=2.0)",
+        )
     return named
 
 
@@ -76,7 +80,9 @@ else:
             return self.tis != "off"
 
 # %% ../../nbs/config/01_aliases.ipynb #d03497cf
-OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL, verl, OpenRLHF, Tinker, vLLM, PEFT
+OTHER_NAMES: dict[
+    str, str
+] = {  # ours: those of the cookbook over time, of TRL, verl, OpenRLHF, Tinker, vLLM, PEFT
     "max_head_offpolicy_versions": "max_head_off_policy_versions",
     "pipeline_chunks_per_step": "training_chunks_per_step",
     "eval_interval": "evaluation_interval eval_steps",
@@ -134,7 +140,14 @@ OTHER_NAMES: dict[str, str] = {  # ours: those of the cookbook over time, of TRL
 RENAMED = {theirs: ours for ours, names in OTHER_NAMES.items() for theirs in names.split()}
 
 # %% ../../nbs/config/01_aliases.ipynb #a6ae47c9
-_OF_TRL = ["beta", "epsilon", "epsilon_high", "max_completion_length", "max_grad_norm", "num_generations"]
+_OF_TRL = [
+    "beta",
+    "epsilon",
+    "epsilon_high",
+    "max_completion_length",
+    "max_grad_norm",
+    "num_generations",
+]
 _IN_TRL = {RENAMED[theirs]: theirs for theirs in _OF_TRL} | {
     "overlong and max_seq_len": "mask_truncated_completions",
     "tis='token' or anchor='rollout'": "vllm_importance_sampling_correction=True",
@@ -163,7 +176,9 @@ def words_for(sources: Iterable[str]) -> Callable[[str], str]:  # names in `Step
     return in_words_of_trl if any(name.startswith("trl.") for name in sources) else str
 
 # %% ../../nbs/config/01_aliases.ipynb #2e285b5e
-OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each of its words is here
+OTHER_WORDS: dict[
+    str, Mapping[Any, Mapping[str, Any]]
+] = {  # theirs: what each of its words is here
     "loss_type": TRL_PRESETS,
     "importance_sampling_level": {"token": {}, "sequence": {"policy_loss": "gspo"}},
     "vllm_importance_sampling_mode": {
@@ -182,26 +197,53 @@ OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {  # theirs: what each
         False: {"advantage_scale": "none"},
         "batch": {"advantage_scale": "batch"},
     },
-    "multi_objective_aggregation": {"sum_then_normalize": {}, "normalize_then_sum": {"advantage_scale": "gdpo"}},
-    "mask_truncated_completions": {True: {"overlong": "mask"}, False: {"overlong": "keep"}, None: {}},
+    "multi_objective_aggregation": {
+        "sum_then_normalize": {},
+        "normalize_then_sum": {"advantage_scale": "gdpo"},
+    },
+    "mask_truncated_completions": {
+        True: {"overlong": "mask"},
+        False: {"overlong": "keep"},
+        None: {},
+    },
     "bf16": {None: {}, True: {"dtype": "bfloat16"}, False: {"dtype": "float32"}},
     "anchor_logp": {"old_policy": {"anchor": "old"}, "rollout": {"anchor": "rollout"}},
 }
-_SO_HERE: dict[str, dict[str, Any]] = {  # what is so here: names of others, with the only value that is accepted
+_SO_HERE: dict[
+    str, dict[str, Any]
+] = {  # what is so here: names of others, with the only value that is accepted
     "each sample is trained on once": {"num_iterations": 1},
-    "a step is prompt_groups_per_step x completions_per_prompt samples": {"gradient_accumulation_steps": 1},
+    "a step is prompt_groups_per_step x completions_per_prompt samples": {
+        "gradient_accumulation_steps": 1
+    },
     "the last checkpoint is always saved": {"save_final_checkpoint": True},
     "a step has no time limit": {"step_timeout": 0},
-    "the backend decides who samples": {"use_vllm": False, "use_transformers_continuous_batching": False}
-    | {"transformers_continuous_batching_config": None, "use_transformers_paged": False, "cache_implementation": None},
+    "the backend decides who samples": {
+        "use_vllm": False,
+        "use_transformers_continuous_batching": False,
+    }
+    | {
+        "transformers_continuous_batching_config": None,
+        "use_transformers_paged": False,
+        "cache_implementation": None,
+    },
     "each way to draw is a setting of its own, such as top_k": {"generation_kwargs": None},
     "eval_samples says it": {"num_generations_eval": None},
     "the reference stays as it is": {"sync_ref_model": False}
     | {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 512},
     "dtype is 'float32' or 'bfloat16'": {"fp16": False, "cast_lm_head_to_fp32": False},
-    "every step leaves a record, with all completions": {"logging_steps": 1, "log_unique_prompts": False},
-    "a model that needs more than its name is loaded by you": {"model_init_kwargs": None, "trust_remote_code": False},
-    "nothing is padded, and there are no images": {"pad_to_multiple_of": "auto", "log_multimodal": True},
+    "every step leaves a record, with all completions": {
+        "logging_steps": 1,
+        "log_unique_prompts": False,
+    },
+    "a model that needs more than its name is loaded by you": {
+        "model_init_kwargs": None,
+        "trust_remote_code": False,
+    },
+    "nothing is padded, and there are no images": {
+        "pad_to_multiple_of": "auto",
+        "log_multimodal": True,
+    },
     "a router gets no loss of its own": {"router_aux_loss_coef": 0.0},
     "entropy_coeff adapts between 0 and 1": {"entropy_coef_min": 0.0, "entropy_coef_max": 1.0},
     "the rollout function decides how many turns there are": {"max_tool_calling_iterations": None},
@@ -223,23 +265,39 @@ _BOUNDS_OF_TRL = ("epsilon", "epsilon_high", "delta")
 
 def _refuse_trl(name: str, value: Any, given: Mapping[str, Any]) -> None:
     "Raise ConfigError for a word of TRL's loss that has another value here beside the others."
-    kind, by_sequence = given.get("loss_type"), given.get("importance_sampling_level") == "sequence"
-    preset, refuse = TRL_PRESETS.get(str(kind), TRL_PRESETS["dapo"]), partial(ConfigError, name, where="Config")
+    kind = given.get("loss_type")
+    by_sequence = given.get("importance_sampling_level") == "sequence"
+    preset = TRL_PRESETS.get(str(kind), TRL_PRESETS["dapo"])
+    refuse = partial(ConfigError, name, where="Config")
     beside = f"{quoted(value)} beside "
     match name, value:
         case "importance_sampling_level", "sequence" if preset["policy_loss"] != "ppo":
-            raise refuse(got=f"{beside}loss_type {kind!r}", expected="'token': it has no ratio per sequence here")
+            raise refuse(
+                got=f"{beside}loss_type {kind!r}",
+                expected="'token': it has no ratio per sequence here",
+            )
         case "vllm_importance_sampling_mode", "token_truncate" | "token_mask" if by_sequence:
-            raise refuse(got=f"{beside}importance_sampling_level 'sequence'", expected="a mode by sequence")
+            raise refuse(
+                got=f"{beside}importance_sampling_level 'sequence'", expected="a mode by sequence"
+            )
         case "top_entropy_quantile", _ if by_sequence and _float(value) < 1:
-            raise refuse(got=f"{beside}importance_sampling_level 'sequence'", expected="1.0, all tokens")
+            raise refuse(
+                got=f"{beside}importance_sampling_level 'sequence'", expected="1.0, all tokens"
+            )
         case "epsilon", _ if kind == "cispo":
-            raise refuse(got=f"{beside}loss_type 'cispo'", expected="epsilon_high, TRL's only bound there")
+            raise refuse(
+                got=f"{beside}loss_type 'cispo'", expected="epsilon_high, TRL's only bound there"
+            )
         case "delta", _ if preset["policy_loss"] == "ppo" and _float(value) < 1:
-            raise refuse(got=quoted(value), expected="at least 1, the ratio of a token that has not moved")
+            raise refuse(
+                got=quoted(value), expected="at least 1, the ratio of a token that has not moved"
+            )
         case "entropy_coef", _ if _float(value) != 0:
             fix = "TRL's bonus is a mean over the tokens it acts on, and entropy_coeff is averaged as the loss is."
-            if preset["aggregation"] != "token_mean" or _float(given.get("top_entropy_quantile", 1)) < 1:
+            if (
+                preset["aggregation"] != "token_mean"
+                or _float(given.get("top_entropy_quantile", 1)) < 1
+            ):
                 got = f"{beside}loss_type {kind!r}, top_entropy_quantile {given.get('top_entropy_quantile', 1.0)}"
                 raise refuse(got=got, expected="a mean over all tokens, such as 'dapo'", fix=fix)
 
@@ -247,17 +305,24 @@ def _refuse_trl(name: str, value: Any, given: Mapping[str, Any]) -> None:
 def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
     "A word of TRL's loss whose meaning depends on those beside it; None for all the rest."
     _refuse_trl(name, value, given)
-    kind, (low, high, delta) = given.get("loss_type"), (_float(given.get(k)) for k in _BOUNDS_OF_TRL)
+    kind = given.get("loss_type")
+    (low, high, delta) = (_float(given.get(k)) for k in _BOUNDS_OF_TRL)
     preset = TRL_PRESETS.get(str(kind), {"policy_loss": "ppo", "aggregation": "token_mean"})
-    clips, off = preset["policy_loss"] == "ppo", given.get("vllm_importance_sampling_correction") is False
+    clips = preset["policy_loss"] == "ppo"
+    off = given.get("vllm_importance_sampling_correction") is False
     high = next((bound for bound in (high, low) if not math.isnan(bound)), 0.2)
     match name, value:
-        case "loss_type", _ if clips and given.get("importance_sampling_level") == "sequence" and kind in TRL_PRESETS:
+        case "loss_type", _ if (
+            clips and given.get("importance_sampling_level") == "sequence" and kind in TRL_PRESETS
+        ):
             return {"aggregation": preset["aggregation"]}  # the level says which loss
         case "epsilon_high", None if kind == "cispo":
             return {}
         case "epsilon_high", _ if kind == "cispo":
-            return {"eps_clip": 1.0, "eps_clip_high": value if math.isnan(_float(value)) else _float(value) - 1}
+            return {
+                "eps_clip": 1.0,
+                "eps_clip_high": value if math.isnan(_float(value)) else _float(value) - 1,
+            }
         case "epsilon_high", _ if clips and delta < 1 + high:
             return {}  # in place of delta
         case "delta", _ if clips and delta < 1 + high:
@@ -276,28 +341,49 @@ def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
             return {}
         case "use_adaptive_entropy", bool():
             return {"entropy_target": given.get("entropy_target", 0.2)} if value else {}
-        case "entropy_target" | "entropy_coef_delta", _ if given.get("use_adaptive_entropy") is False:
+        case "entropy_target" | "entropy_coef_delta", _ if (
+            given.get("use_adaptive_entropy") is False
+        ):
             return {}
         case "scale_rewards", _ if given.get("multi_objective_aggregation") == "normalize_then_sum":
             return {}  # TRL does not look at it there
     return None
 
 # %% ../../nbs/config/01_aliases.ipynb #b7e7a371
-_TRL_ELSEWHERE = {"learning_rate": 1e-6, "completions_per_prompt": 8, "max_completion_tokens": 512, "epochs": 3}
+_TRL_ELSEWHERE = {
+    "learning_rate": 1e-6,
+    "completions_per_prompt": 8,
+    "max_completion_tokens": 512,
+    "epochs": 3,
+}
 _TRL_ELSEWHERE |= {"weight_decay": 0.0, "lr_scheduler_type": "linear", "drop_dead": False}
 
 
-def trl_defaults(cls: type, given: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+def trl_defaults(
+    cls: type, given: Mapping[str, Any], settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], str]:
     "What TRL's defaults add to settings in its words, and a note of them and of those that are others here."
-    kind, new = given.get("loss_type"), dict[str, Any]()
+    kind = given.get("loss_type")
+    new = dict[str, Any]()
     if kind is not None:
-        new |= {"kl_beta": 0.0} | ({"kl_bias_correction": True} if _float(settings.get("kl_beta", 0)) > 0 else {})
-        new |= {"eps_clip": 1.0, "eps_clip_high": -0.8} if kind == "cispo" else {}
+        new |= {"kl_beta": 0.0} | (
+            {"kl_bias_correction": True} if _float(settings.get("kl_beta", 0)) > 0 else {}
+        )
+        if kind == "cispo":
+            new |= {"eps_clip": 1.0, "eps_clip_high": -0.8}
     theirs = {kind, given.get("scale_rewards"), given.get("multi_objective_aggregation")} - {None}
-    scaled = settings.get("advantage_scale", "std") in ("std", "batch", "gdpo") and "advantage_fn" not in settings
-    new |= {"advantage_eps": 1e-4} if theirs and scaled else {}
+    scaled = (
+        settings.get("advantage_scale", "std") in ("std", "batch", "gdpo")
+        and "advantage_fn" not in settings
+    )
+    if theirs and scaled:
+        new |= {"advantage_eps": 1e-4}
     new = {k: v for k, v in new.items() if k not in settings and hasattr(cls, k)}
-    others = {k: v for k, v in _TRL_ELSEWHERE.items() if kind is not None and k not in settings and hasattr(cls, k)}
+    others = {
+        k: v
+        for k, v in _TRL_ELSEWHERE.items()
+        if kind is not None and k not in settings and hasattr(cls, k)
+    }
     taken = ", ".join(f"{k}={v!r}" for k, v in new.items())
     kept = ", ".join(f"{k}={getattr(cls, k)!r} ({v!r} there)" for k, v in others.items())
     note = f"as in TRL, where nothing is said: {taken}" if taken else ""
@@ -322,11 +408,18 @@ def _special(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] 
             return {"grad_accumulation_normalization": "none"}
         case "gspo.clip_ratio", _:
             return {"eps_clip": value, "eps_clip_high": value}
-        case "tis", bool() | {}:  # on, if it is not off: which level is decided when everything has been read
+        case (
+            "tis",
+            bool() | {},
+        ):  # on, if it is not off: which level is decided when everything has been read
             return {} if value is not False else {"tis": "off"}
         case "init_from_checkpoint", _:  # the cookbook's "job:name" or "name", counting from step 0
             job, _, checkpoint = str(value).rpartition(":")
-            return {"resume.resume_from": checkpoint, "resume.resume_job_id": job or None, "resume.step_offset": 0}
+            return {
+                "resume.resume_from": checkpoint,
+                "resume.resume_job_id": job or None,
+                "resume.step_offset": 0,
+            }
     return None
 
 
@@ -338,12 +431,17 @@ def our_names(name: str, value: Any, given: Mapping[str, Any]) -> Mapping[str, A
         for word, ours in OTHER_WORDS[name].items():
             if word == value:
                 return ours
-        words, fix = [*OTHER_WORDS[name]], nearest(value, [*map(str, OTHER_WORDS[name])])
-        raise ConfigError(name, where="Config", got=quoted(value), expected=" or ".join(map(repr, words)), fix=fix)
+        words = [*OTHER_WORDS[name]]
+        fix = nearest(value, [*map(str, OTHER_WORDS[name])])
+        raise ConfigError(
+            name, where="Config", got=quoted(value), expected=" or ".join(map(repr, words)), fix=fix
+        )
     if name in NEUTRAL:
         accepted, why = NEUTRAL[name]
         if value is not None and value != accepted:
-            raise ConfigError(name, where="Config", got=quoted(value), expected=repr(accepted), fix=f"Here {why}.")
+            raise ConfigError(
+                name, where="Config", got=quoted(value), expected=repr(accepted), fix=f"Here {why}."
+            )
         return {}
     return {} if name in SPELLED and name != "tis" else {RENAMED.get(name, name): value}
 
@@ -353,7 +451,9 @@ def flat(given: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for name, value in given.items():
         if not isinstance(name, str):
-            raise ConfigError("setting", where="Config", got=quoted(name), expected="a name, which is text")
+            raise ConfigError(
+                "setting", where="Config", got=quoted(name), expected="a name, which is text"
+            )
         name = re.sub(r"^infra(?=\.|$)", "trainer", name)  # in an earlier spelling
         if isinstance(value, Enum):
             value = value.value
@@ -362,39 +462,81 @@ def flat(given: Mapping[str, Any], prefixes: Sequence[str]) -> dict[str, Any]:
         elif is_dataclass(value) and not isinstance(value, type):
             value = {f.name: v for f in fields(value) if (v := getattr(value, f.name)) is not None}
         if name not in prefixes or value is None:
-            leaves |= {} if name in prefixes else {name: value}
+            if name not in prefixes:
+                leaves |= {name: value}
         elif isinstance(value, Mapping):
             below = {f"{name}.{k}": v for k, v in value.items()} or {name: {}}
             if twice := [k for k, v in below.items() if leaves.get(k, v) != v]:
-                raise ConfigError(f"{twice[0]} is given twice", where="Config", fix="Keep one of them.")
+                raise ConfigError(
+                    f"{twice[0]} is given twice", where="Config", fix="Keep one of them."
+                )
             leaves |= below
-        elif name == "tis" and isinstance(value, str | bool):  # a sub-config of the cookbook's, and a word here
+        elif name == "tis" and isinstance(value, str | bool):
+            # a sub-config of the cookbook's, and a word here
             leaves[name] = value
         else:
             fix = _TRACKERS if name == "wandb" else None
-            raise ConfigError(name, where="Config", got=quoted(value), expected="a sub-config or a mapping", fix=fix)
+            raise ConfigError(
+                name,
+                where="Config",
+                got=quoted(value),
+                expected="a sub-config or a mapping",
+                fix=fix,
+            )
     return leaves
 
 # %% ../../nbs/config/01_aliases.ipynb #d34a9fbe
 _ADAMW = "It is AdamW: set learning_rate, adam_beta1, adam_beta2, adam_eps and weight_decay."
-_WANDB = "Set wandb.{0}, on the command line --wandb.{0}; with it the run reports to Weights & Biases."
-_TRACKERS = "Set report_to to some of wandb, trackio, tensorboard, on the command line --report-to wandb."
+_WANDB = (
+    "Set wandb.{0}, on the command line --wandb.{0}; with it the run reports to Weights & Biases."
+)
+_TRACKERS = (
+    "Set report_to to some of wandb, trackio, tensorboard, on the command line --report-to wandb."
+)
 ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to take here)
     "load_in_4bit": ("4 bits, which torchao packs for GPUs only", "Set load_in_8bit=True instead."),
-    "max_prompt_length": ("a length to cut prompts at", "Prompts are never cut: set max_seq_len, of both parts."),
-    "gradient_checkpointing": ("a way to train", "Open the backend with open_local(gradient_checkpointing=True)."),
-    "vllm_*": ("a setting of TRL's vLLM", "The backend samples: backend='openai' with base_url takes a vLLM server."),
+    "max_prompt_length": (
+        "a length to cut prompts at",
+        "Prompts are never cut: set max_seq_len, of both parts.",
+    ),
+    "gradient_checkpointing": (
+        "a way to train",
+        "Open the backend with open_local(gradient_checkpointing=True).",
+    ),
+    "vllm_*": (
+        "a setting of TRL's vLLM",
+        "The backend samples: backend='openai' with base_url takes a vLLM server.",
+    ),
     "deepspeed": ("training on several GPUs", "Past one machine: backend='fireworks' or 'tinker'."),
     **dict.fromkeys(("optim", "optimizer", "optimizer_type"), ("a choice of optimizers", _ADAMW)),
-    **dict.fromkeys(("wandb_project", "project"), ("a project of Weights & Biases", _WANDB.format("project"))),
-    **dict.fromkeys(("wandb_entity", "entity"), ("a team of Weights & Biases", _WANDB.format("entity"))),
-    **dict.fromkeys(("wandb_run_name", "wandb_name"), ("a run's name at Weights & Biases", _WANDB.format("run_name"))),
-    **dict.fromkeys(("use_wandb", "log_with", "logger", "loggers", "tracker", "tracking"), ("a tracker", _TRACKERS)),
-    "disable_dropout": ("a switch", "Leave it out: there is no dropout, a model is always in evaluation mode."),
+    **dict.fromkeys(
+        ("wandb_project", "project"), ("a project of Weights & Biases", _WANDB.format("project"))
+    ),
+    **dict.fromkeys(
+        ("wandb_entity", "entity"), ("a team of Weights & Biases", _WANDB.format("entity"))
+    ),
+    **dict.fromkeys(
+        ("wandb_run_name", "wandb_name"),
+        ("a run's name at Weights & Biases", _WANDB.format("run_name")),
+    ),
+    **dict.fromkeys(
+        ("use_wandb", "log_with", "logger", "loggers", "tracker", "tracking"),
+        ("a tracker", _TRACKERS),
+    ),
+    "disable_dropout": (
+        "a switch",
+        "Leave it out: there is no dropout, a model is always in evaluation mode.",
+    ),
     "peft_config": ("PEFT's config", "Set lora_rank and lora_alpha."),
     "push_to_hub": ("an upload", "await loop.export(folder) writes what the hub takes."),
-    "remove_unused_columns": ("a choice of columns", "Leave it out: rewards get every column of a row."),
-    "resume_from_checkpoint": ("a place to go on from", "Set resume=ResumeConfig(resume_from=...)."),
+    "remove_unused_columns": (
+        "a choice of columns",
+        "Leave it out: rewards get every column of a row.",
+    ),
+    "resume_from_checkpoint": (
+        "a place to go on from",
+        "Set resume=ResumeConfig(resume_from=...).",
+    ),
 }
 _BATCHES = "batch_size train_batch_size per_device_train_batch_size generation_batch_size rollout_batch_size"
 _OF_WHAT = "a name for prompts in some libraries, for completions in others"
@@ -404,7 +546,8 @@ ELSEWHERE |= dict.fromkeys(_BATCHES.split(), (_OF_WHAT, _PROMPTS))
 
 def refuse_unknown(cls: type, given: Iterable[str]) -> None:
     "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
-    leaves, heads = leaf_types(cls), [*sub_configs(cls), *SPELLED]
+    leaves = leaf_types(cls)
+    heads = [*sub_configs(cls), *SPELLED]
     known = dict.fromkeys([*leaves, *heads, *RENAMED, *OTHER_WORDS, *NEUTRAL])
     found = dict[str, str]()
     for name in (name for name in given if name not in known):
@@ -437,18 +580,24 @@ def canonical(
     laid = flat(given, prefixes)
     context = {**flat(beside or {}, prefixes), **laid}
     refuse_unknown(cls, laid)
-    settings, came_from, notes = {}, {}, []
+    settings = {}
+    came_from = {}
+    notes = []
     for name, value in laid.items():
         ours = our_names(name, value, context)
         for target, v in ours.items():
             v = or_off(target, v)
             if target in settings and not _agree(settings[target], v):
                 got = f"{came_from[target]}={quoted(settings[target])} and {name}={quoted(v)}"
-                raise ConfigError(f"{target} is given twice", where="Config", got=got, fix="Keep one of them.")
+                raise ConfigError(
+                    f"{target} is given twice", where="Config", got=got, fix="Keep one of them."
+                )
             settings[target] = v
             came_from.setdefault(target, name)
-        todays = name == "tis_enabled" or name.partition(".")[0] in ("tis", *SURROGATE_KNOBS)  # the cookbook's own
-        notes += [] if todays or [*ours] in ([], [name]) else [f"{name} -> {', '.join(ours)}"]
+        # the cookbook's own
+        todays = name == "tis_enabled" or name.partition(".")[0] in ("tis", *SURROGATE_KNOBS)
+        if not (todays or [*ours] in ([], [name])):
+            notes += [f"{name} -> {', '.join(ours)}"]
     stated = canonical(cls, beside)[0] if beside else {}
     _settle_loss(cls, laid, settings, stated)
     more, note = trl_defaults(cls, context, stated | settings)
@@ -466,19 +615,29 @@ def _turns_on(name: str, value: Any) -> bool:
     return name.startswith(("tis.", _OF_VLLM)) or RENAMED.get(name) in CORRECTION
 
 
-def _settle_loss(cls: type, laid: Mapping[str, Any], settings: dict[str, Any], stated: dict[str, Any]) -> None:
+def _settle_loss(
+    cls: type, laid: Mapping[str, Any], settings: dict[str, Any], stated: dict[str, Any]
+) -> None:
     "Turn the correction on where something was said about it; raise ConfigError where two things contradict."
     off = laid.get(f"{_OF_VLLM}correction") is False
-    on = [name for name, value in laid.items() if _turns_on(name, value) and not (off and name.startswith(_OF_VLLM))]
+    on = [
+        name
+        for name, value in laid.items()
+        if _turns_on(name, value) and not (off and name.startswith(_OF_VLLM))
+    ]
     if any(name.startswith(_OF_VLLM) for name in on):
         usual = {"tis": "product", "tis_mode": "mask"} if "tis" not in settings else {}
-        settings |= {k: v for k, v in (usual | {"tis_cap": 3.0}).items() if k not in settings | stated}
+        settings |= {
+            k: v for k, v in (usual | {"tis_cap": 3.0}).items() if k not in settings | stated
+        }
     level = stated.get("tis", "off")
     if on and settings.setdefault("tis", "token" if level == "off" else level) == "off":
         got = f"'off' and {', '.join(on)}"
         raise ConfigError("tis is given twice", where="Config", got=got, fix="Keep one of them.")
     loss = settings.get("policy_loss", stated.get("policy_loss", getattr(cls, "policy_loss", "")))
-    for name in {name.partition(".")[0] for name in laid} & ({*SPELLED} & SURROGATE_KNOBS.keys() - {str(loss)}):
+    for name in {name.partition(".")[0] for name in laid} & (
+        {*SPELLED} & SURROGATE_KNOBS.keys() - {str(loss)}
+    ):
         what = f"{name}: it is read with policy_loss={name!r}, not {loss!r}"
         raise ConfigError(what, where="Config", fix="Leave it out or change the loss.")
 
@@ -489,7 +648,9 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         keys = [k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)]
         if twice := sorted({k for k in keys if keys.count(k) > 1}):
-            raise yaml.MarkedYAMLError(problem=f"{', '.join(twice)} given twice", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"{', '.join(twice)} given twice", problem_mark=node.start_mark
+            )
         return super().construct_mapping(node, deep)
 
 
@@ -497,7 +658,8 @@ def yaml_text(values: Mapping[str, Any]) -> str:
     "Plain values as YAML, in their order."
     values = json.loads(json.dumps(values))  # text of a run folder as bare text
     text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
-    return text if yaml.safe_load(text) == values else yaml.safe_dump(values, sort_keys=False)  # U+0085 and the like
+    # U+0085 and the like
+    return text if yaml.safe_load(text) == values else yaml.safe_dump(values, sort_keys=False)
 
 # %% ../../nbs/config/01_aliases.ipynb #3f60ac5e
 def _all_values(value: Any) -> Iterator[Any]:
@@ -516,8 +678,15 @@ def yaml_value(text: str) -> Any:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
         raise ValueError("brackets inside brackets, hundreds deep") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as e:  # of `!!int x`, `!!bool y`, 2020-99-99
-        raise ValueError(f"a value that is not what it says to be ({type(e).__name__}: {str(e)[:80]})") from e
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as e:  # of `!!int x`, `!!bool y`, 2020-99-99
+        raise ValueError(
+            f"a value that is not what it says to be ({type(e).__name__}: {str(e)[:80]})"
+        ) from e
     if too_many:
         raise ValueError("more than 100,000 values, by aliases of aliases")
     return value
@@ -529,11 +698,15 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         data = yaml_value(read_file(Path(path)).decode())
     except OSError as e:
-        raise ConfigError("config file", where=where, got=e.strerror, expected="a readable YAML file") from e
+        raise ConfigError(
+            "config file", where=where, got=e.strerror, expected="a readable YAML file"
+        ) from e
     except ValueError as e:
         raise ConfigError("config file", where=where, got=e, expected="YAML") from e
     if not isinstance(data, dict):
-        raise ConfigError("config file", where=where, got=type(data).__name__, expected="a mapping of settings")
+        raise ConfigError(
+            "config file", where=where, got=type(data).__name__, expected="a mapping of settings"
+        )
     return data
 
 # %% ../../nbs/config/01_aliases.ipynb #7ac78bdd
@@ -545,11 +718,17 @@ def plain(value: Any) -> Any:
         return [plain(v) for v in value]
     if is_dataclass(value):
         pairs = {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-        return pairs if isinstance(value, TaskSettings) else {k: v for k, v in pairs.items() if v is not None}
+        return (
+            pairs
+            if isinstance(value, TaskSettings)
+            else {k: v for k, v in pairs.items() if v is not None}
+        )
     return value
 
 # %% ../../nbs/config/01_aliases.ipynb #128ab65b
-def overlaid(cls: type, data: Mapping[str, Any], overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def overlaid(
+    cls: type, data: Mapping[str, Any], overrides: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
     "What `canonical` gives for settings with others over them, under any spelling; None takes a sub-config away."
     prefixes = [*sub_configs(cls), *SPELLED]
     refuse_unknown(cls, {**flat(data, prefixes), **flat(overrides, prefixes)})
@@ -559,8 +738,11 @@ def overlaid(cls: type, data: Mapping[str, Any], overrides: Mapping[str, Any]) -
     off = {"tis": "off"} if overrides.get("tis", "off") is None else {}
     later, more = canonical(cls, {**overrides, **off}, data)
     gone = {name for name, value in overrides.items() if value is None and name in sub_configs(cls)}
-    gone |= {*CORRECTION} if later.get("tis") == "off" else set()
-    return {k: v for k, v in settings.items() if k.partition(".")[0] not in gone} | later, notes + more
+    if later.get("tis") == "off":
+        gone |= {*CORRECTION}
+    return {
+        k: v for k, v in settings.items() if k.partition(".")[0] not in gone
+    } | later, notes + more
 
 # %% ../../nbs/config/01_aliases.ipynb #4a8de579
 def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -578,7 +760,9 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def _announce(notes: Sequence[str]) -> None:
     "One message for all other spellings of one config."
     if notes:
-        warnings.warn("Config: other spellings, stored under one name: " + "; ".join(notes), stacklevel=3)
+        warnings.warn(
+            "Config: other spellings, stored under one name: " + "; ".join(notes), stacklevel=3
+        )
 
 # %% ../../nbs/config/01_aliases.ipynb #206089d8
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -590,9 +774,15 @@ def accepts_other_spellings(cls: Any) -> Any:
     @functools.wraps(init)
     def __init__(self: Any, **given: Any) -> None:
         defaults = {f.name: f.default for f in fields(made)}
-        copied = defaults.keys() <= given.keys()  # by `replace`, or read back: all that is known is what differs
-        own = {k: v for k, v in given.items() if k in defaults and (k not in SPELLED or isinstance(v, str))}
-        mine = own if copied else given  # what `replace` is given under another name wins over what it copied
+        # by `replace`, or read back: all that is known is what differs
+        copied = defaults.keys() <= given.keys()
+        own = {
+            k: v
+            for k, v in given.items()
+            if k in defaults and (k not in SPELLED or isinstance(v, str))
+        }
+        # what `replace` is given under another name wins over what it copied
+        mine = own if copied else given
         settings, notes = overlaid(made, mine, {k: v for k, v in given.items() if k not in mine})
         _announce(notes)
         init(self, **nested(settings))
@@ -620,13 +810,16 @@ def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
     return {f.name: f.default for f in fields(LossKnobs)} | rest | settings
 
 # %% ../../nbs/config/01_aliases.ipynb #180b3841
-OWN_YAML = "# Settings for rl_notebook. Config.to_yaml replaces this file, as long as this line is in it."
+OWN_YAML = (
+    "# Settings for rl_notebook. Config.to_yaml replaces this file, as long as this line is in it."
+)
 
 
 def _line_of(text: str, complaint: str) -> int | None:
     "The line of a YAML text with the setting that a complaint begins with."
     found = re.match(r"(?:unknown setting ')?([\w.]+)", complaint)
-    lines, at = text.splitlines(), -1
+    lines = text.splitlines()
+    at = -1
     for depth, name in enumerate(found[1].split(".") if found else ()):
         begins = rf"{' +' if depth else ''}{name}\s*:"
         at = next((i for i in range(at + 1, len(lines)) if re.match(begins, lines[i])), len(lines))
@@ -648,13 +841,23 @@ class Stored:
     def from_dict(
         cls,
         data: Mapping[str, Any],  # settings under any known spelling
-        overrides: Mapping[str, Any] | None = None,  # settings that win over `data`, such as a command line's
+        overrides: Mapping[str, Any]
+        | None = None,  # settings that win over `data`, such as a command line's
     ) -> Self:
         "A config from plain values; raises ConfigError naming the setting."
-        for what, given in (("config", data), ("overrides", {} if overrides is None else overrides)):
+        for what, given in (
+            ("config", data),
+            ("overrides", {} if overrides is None else overrides),
+        ):
             if not isinstance(given, Mapping):
                 fix = "Config() has the defaults; Config.from_yaml(path) reads a file."
-                raise ConfigError(what, where="from_dict", got=quoted(given), expected="a mapping of settings", fix=fix)
+                raise ConfigError(
+                    what,
+                    where="from_dict",
+                    got=quoted(given),
+                    expected="a mapping of settings",
+                    fix=fix,
+                )
         settings, notes = overlaid(cls, data, overrides or {})
         _announce(notes)
         return typing.cast(Any, cls)(**settings)
@@ -668,7 +871,8 @@ class Stored:
         trust: bool = False,  # import what the config of a run that was not started here names
     ) -> Self:
         "A config from a YAML file; raises ConfigError for a file that cannot be read."
-        folder, data = Path(os.path.realpath(path)).parent, read_yaml(path)
+        folder = Path(os.path.realpath(path)).parent
+        data = read_yaml(path)
         of_run = (folder / "run.json").exists()
         trusted = trusted_names(folder) if of_run and not trust else None
         data = from_file(migrate(data) if of_run else data, str(folder), trusted)
@@ -704,9 +908,15 @@ class SettingsTable:
         return len(self.rows)
 
     def __repr__(self) -> str:
-        cells = [("setting", *self.columns), *((name, *map(_in_table, pair)) for name, *pair in self.rows)]
+        cells = [
+            ("setting", *self.columns),
+            *((name, *map(_in_table, pair)) for name, *pair in self.rows),
+        ]
         widths = [max(len(row[i]) for row in cells) for i in range(3)]
-        return "\n".join("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells)
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+            for row in cells
+        )
 
     def _repr_html_(self) -> str:
         head = "".join(f"<th>{html.escape(c)}</th>" for c in ("setting", *self.columns))
@@ -718,31 +928,48 @@ class SettingsTable:
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 # %% ../../nbs/config/01_aliases.ipynb #a11fee6a
-def compared(ours: Mapping[str, Any], theirs: Mapping[str, Any], columns: tuple[str, str]) -> SettingsTable:
+def compared(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any], columns: tuple[str, str]
+) -> SettingsTable:
     "The settings in which two flat configs differ; a sub-config that one lacks counts as None."
     names = [*ours, *(k for k in theirs if k not in ours)]
     rows = [(k, ours.get(k), theirs.get(k)) for k in names if ours.get(k) != theirs.get(k)]
     return SettingsTable(columns, tuple(rows))
 
 # %% ../../nbs/config/01_aliases.ipynb #36bb2e4f
-_KEY_NAME = re.compile(r"(^|[._-])(api_?key|key|token|secret|password|credentials?)$", re.IGNORECASE)
-A_KEY, KEYLESS = "a value that looks like a key", "Put it into the environment; it must not reach a file or a screen."
+_KEY_NAME = re.compile(
+    r"(^|[._-])(api_?key|key|token|secret|password|credentials?)$", re.IGNORECASE
+)
+A_KEY = "a value that looks like a key"
+KEYLESS = "Put it into the environment; it must not reach a file or a screen."
 
 
 def keys_in(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     "The dotted names of settings that are called like a key, or that hold one."
     for name, value in settings.items():
-        texts = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)]
+        texts = [
+            v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)
+        ]
         if isinstance(value, Mapping):
             yield from keys_in(value, f"{prefix}{name}.")
-        elif (value and _KEY_NAME.search(str(name))) or any(without_keys(text) != text for text in texts):
+        elif (value and _KEY_NAME.search(str(name))) or any(
+            without_keys(text) != text for text in texts
+        ):
             yield f"{prefix}{name}"
 
 # %% ../../nbs/config/01_aliases.ipynb #21dad352
 def changed_settings(cfg: Any) -> SettingsTable:
     "Settings that differ from the defaults, sub-configs from theirs; one that is used as it comes shows as `{}`."
-    used = {name: sub() for name, sub in sub_configs(type(cfg)).items() if getattr(cfg, name) is not None}
-    defaults = type(cfg)().flat() | flat({name: plain(sub) for name, sub in used.items()}, list(used))
+    used = {
+        name: sub()
+        for name, sub in sub_configs(type(cfg)).items()
+        if getattr(cfg, name) is not None
+    }
+    defaults = type(cfg)().flat() | flat(
+        {name: plain(sub) for name, sub in used.items()}, list(used)
+    )
     rows = compared(cfg.flat(), defaults | dict.fromkeys(used), ("value", "default")).rows
     changed = {name.partition(".")[0] for name, *_ in rows}
-    return SettingsTable(("value", "default"), (*rows, *((name, {}, None) for name in used if name not in changed)))
+    return SettingsTable(
+        ("value", "default"), (*rows, *((name, {}, None) for name in used if name not in changed))
+    )

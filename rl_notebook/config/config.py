@@ -15,12 +15,48 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from ..core.types import OFF, AdamParams, ConfigError, LossError, SampleParams, quoted
-from ..core.options import Bool, Int, Plain, Positive, Text, Texts, listed, option_class, nearest
-from .settings import RULES, LossSettings, Opened, RunSettings, SamplingSettings, ScheduleSettings
-from .settings import SignalSettings, SubConfigs, TaskSettings, UpdateSettings, address_trouble
+from rl_notebook.core.options import (
+    Bool,
+    Int,
+    Plain,
+    Positive,
+    Text,
+    Texts,
+    listed,
+    option_class,
+    nearest,
+)
+from rl_notebook.config.settings import (
+    RULES,
+    LossSettings,
+    Opened,
+    RunSettings,
+    SamplingSettings,
+    ScheduleSettings,
+)
+from rl_notebook.config.settings import (
+    SignalSettings,
+    SubConfigs,
+    TaskSettings,
+    UpdateSettings,
+    address_trouble,
+)
 from .settings import loss_options, not_default
-from .settings import ConcurrencyConfig, IGPOConfig, ResumeConfig, WandBConfig, completions_at_once  # noqa: F401 (handed on)
-from .aliases import A_KEY, KEYLESS, OtherSpellings, SettingsTable, Stored, accepts_other_spellings
+from rl_notebook.config.settings import (  # noqa: F401 (handed on)
+    ConcurrencyConfig,
+    IGPOConfig,
+    ResumeConfig,
+    WandBConfig,
+    completions_at_once,
+)
+from rl_notebook.config.aliases import (
+    A_KEY,
+    KEYLESS,
+    OtherSpellings,
+    SettingsTable,
+    Stored,
+    accepts_other_spellings,
+)
 from .aliases import changed_settings, compared, keys_in, was_chosen  # noqa: F401 (handed on)
 from .aliases import CISPOConfig, DAPOConfig, DROConfig, GSPOConfig, HotloadConfig  # noqa: F401 (handed on)
 from .aliases import ISConfig, SAPOConfig, TISConfig  # noqa: F401 (handed on)
@@ -40,10 +76,16 @@ _all_ = [  # what a config is written with
 class ServiceSettings:
     "Where a service is, and what it calls things."
 
-    base_url: Text | None = None  # address of the service; None = from the environment (not for "openai")
+    base_url: Text | None = (
+        None  # address of the service; None = from the environment (not for "openai")
+    )
     served_model: Text | None = None  # openai: the model's name on the server; None = base_model
-    tokenizer_model: Text | None = None  # tinker: name or folder of the tokenizer; None = the base model's
-    output_model_id: Opened[Text | None] = None  # Fireworks: the final weights are promoted to this model id
+    tokenizer_model: Text | None = (
+        None  # tinker: name or folder of the tokenizer; None = the base model's
+    )
+    output_model_id: Opened[Text | None] = (
+        None  # Fireworks: the final weights are promoted to this model id
+    )
 
 # %% ../../nbs/config/02_config.ipynb #7d4da0f8
 @option_class
@@ -84,7 +126,9 @@ def InfraConfig(
     *, ref_training_shape_id: str | None = None, trainer_timeout_s: float = 3600, **settings: Any
 ) -> TrainerConfig:
     "A `TrainerConfig` in the earlier spelling."
-    return TrainerConfig(reference_training_shape_id=ref_training_shape_id, timeout_s=trainer_timeout_s, **settings)
+    return TrainerConfig(
+        reference_training_shape_id=ref_training_shape_id, timeout_s=trainer_timeout_s, **settings
+    )
 
 # %% ../../nbs/config/02_config.ipynb #d0a0b7d6
 class WeightSyncScope(Enum):
@@ -104,7 +148,9 @@ class DeployConfig:
     "The Fireworks deployment that samples."
 
     deployment_id: Text | None = None  # reused if it exists; None = a new one
-    tokenizer_model: Text | None = None  # hub id of the tokenizer; the service needs it, prompts are encoded here
+    tokenizer_model: Text | None = (
+        None  # hub id of the tokenizer; the service needs it, prompts are encoded here
+    )
     tokenizer_revision: Text | None = None  # of the tokenizer
     create_deployment: Bool = True  # False = it must exist
     deployment_shape: Text | None = None  # None = from the training shape
@@ -209,7 +255,14 @@ def concurrency_rules(c: Any) -> Iterator[str]:
 def backend_rules(c: Any) -> Iterator[str]:
     "Settings that the backend would ignore, and those that it needs."
     if c.backend not in BACKENDS:
-        meant = next((told for names, told in MEANT_BACKENDS.items() if c.backend.casefold() in names.split()), "")
+        meant = next(
+            (
+                told
+                for names, told in MEANT_BACKENDS.items()
+                if c.backend.casefold() in names.split()
+            ),
+            "",
+        )
         near = nearest(c.backend, BACKENDS)
         meant = meant or (f". {near}" if near else "")
         yield f"backend: got {quoted(c.backend)}; expected one of {', '.join(BACKENDS)}{meant}"
@@ -221,7 +274,11 @@ def backend_rules(c: Any) -> Iterator[str]:
         yield f"{name}: backend={quoted(c.backend)} decides it. Leave it out or set backend='local'"
     if c.load_in_8bit and c.backend != "local":
         yield f"load_in_8bit: backend={quoted(c.backend)} samples from a base of its own. Set backend='local'"
-    for name in () if c.trained_here else not_default(c, "entropy_coeff", "entropy_target", "top_entropy_quantile"):
+    for name in (
+        ()
+        if c.trained_here
+        else not_default(c, "entropy_coeff", "entropy_target", "top_entropy_quantile")
+    ):
         yield f"{name}: backend={quoted(c.backend)} computes no entropy. Leave it out or set backend='local'"
     for name in () if c.trained_here else not_default(c, "min_p", "repetition_penalty"):
         yield f"{name}: backend={quoted(c.backend)} is not asked for it. Leave it out or set backend='local'"
@@ -267,7 +324,9 @@ def resumes_there(c: Any) -> bool:
     if c.resume is None or c.resume.resume_from is None:
         return False
     name = c.resume.resume_from
-    bare = c.backend == "fireworks" and not any(s in name for s in "/\\") and not Path(name).exists()
+    bare = (
+        c.backend == "fireworks" and not any(s in name for s in "/\\") and not Path(name).exists()
+    )
     return bare or c.resume.resume_job_id is not None
 
 
@@ -283,7 +342,9 @@ SERVICE_RULES = (builtin_rules, backend_rules, concurrency_rules)
 def _settle(cfg: Config) -> None:
     "Fill in what follows from other settings."
     if cfg.backend == "auto":
-        object.__setattr__(cfg, "backend", "fireworks" if cfg.base_model.startswith("accounts/") else "local")
+        object.__setattr__(
+            cfg, "backend", "fireworks" if cfg.base_model.startswith("accounts/") else "local"
+        )
     if cfg.wandb is not None and "wandb" not in cfg.report_to:
         object.__setattr__(cfg, "report_to", (*cfg.report_to, "wandb"))
     if cfg.weight_sync == WeightSyncConfig():
@@ -293,7 +354,9 @@ def _settle(cfg: Config) -> None:
 def _check(cfg: Config) -> None:
     "Raise one ConfigError that lists every rule that is broken."
     for name in keys_in(cfg.to_dict()):
-        raise ConfigError(name, where="Config", got=A_KEY, expected="a setting that may be shown", fix=KEYLESS)
+        raise ConfigError(
+            name, where="Config", got=A_KEY, expected="a setting that may be shown", fix=KEYLESS
+        )
     if complaints := [complaint for rules in (*RULES, *SERVICE_RULES) for complaint in rules(cfg)]:
         raise listed(complaints, "Config", ConfigError)
 
@@ -326,8 +389,10 @@ class Config(  # fields are collected from the last base to the first
     def eval_params(self) -> SampleParams:
         "How held-out rows are answered; raises `ConfigError` for a draw that cannot be."
         told = dict(self.eval_sampling or {})
-        told |= {"max_tokens": told.pop("max_completion_tokens")} if "max_completion_tokens" in told else {}
-        told |= {"stop": tuple(told["stop"])} if "stop" in told else {}
+        if "max_completion_tokens" in told:
+            told |= {"max_tokens": told.pop("max_completion_tokens")}
+        if "stop" in told:
+            told |= {"stop": tuple(told["stop"])}
         return replace(self.sample_params(n=self.eval_samples, seed=self.seed), **told)
 
     def adam(self) -> AdamParams:

@@ -19,7 +19,18 @@ from pydantic import BeforeValidator, Field, WrapValidator
 from ..core.types import COLDEST, OFF, quoted
 from ..core.advantages import OF_BATCH, WITHOUT_STD, AdvantageScale
 from ..core.names import NAMED
-from ..core.options import AnyText, AnyTexts, Bool, Count, Float, Int, NotNegative, Plain, Positive, Share
+from rl_notebook.core.options import (
+    AnyText,
+    AnyTexts,
+    Bool,
+    Count,
+    Float,
+    Int,
+    NotNegative,
+    Plain,
+    Positive,
+    Share,
+)
 from ..core.options import SURROGATE_KNOBS, LossKnobs, SomeShare, Text, Texts, Whole
 from ..core.options import loss_faults, option_class, several
 
@@ -35,7 +46,11 @@ def _draw_numbers(value: Any) -> Any:
     for name in read.keys() - {"stop"}:
         with suppress(ValueError):
             read[name] = float(read[name]) if isinstance(read[name], str) else read[name]
-        if name in ("max_completion_tokens", "top_k") and isinstance(read[name], float) and read[name].is_integer():
+        if (
+            name in ("max_completion_tokens", "top_k")
+            and isinstance(read[name], float)
+            and read[name].is_integer()
+        ):
             read[name] = int(read[name])
     return read
 
@@ -43,7 +58,8 @@ def _draw_numbers(value: Any) -> Any:
 EvalSampling = Annotated[Plain, BeforeValidator(_draw_numbers)]
 T = TypeVar("T")
 Past = Annotated[T, "past"]  # as before, in a run that is resumed and in a branch
-Opened = Annotated[T, "opened"]  # of the backend, the data or the run folder: a branch has it as before
+# of the backend, the data or the run folder: a branch has it as before
+Opened = Annotated[T, "opened"]
 AtPrompts = Annotated[T, "prompts"]  # the phase that reads it, where that is not "sample"
 AtScore = Annotated[T, "score"]
 AtAdvantages = Annotated[T, "advantages"]
@@ -59,27 +75,49 @@ class TaskSettings:
     "Which model learns which task."
 
     base_model: Past[Text] = "tiny"  # name for `load_model`, or an id of the service that trains it
-    dataset: Past[Text] = "toy"  # built-in task, path, URL, hub name, or "module:function" that returns rows
+    dataset: Past[Text] = (
+        "toy"  # built-in task, path, URL, hub name, or "module:function" that returns rows
+    )
     dataset_config: Text | None = None  # of a data set on the hub, as "main"
     dataset_split: Text | None = None  # likewise; None = "train"
-    dataset_eval_split: Text | None = None  # that `eval_rows` are taken from; None = the last rows of `dataset_split`
+    dataset_eval_split: Text | None = (
+        None  # that `eval_rows` are taken from; None = the last rows of `dataset_split`
+    )
     dataset_streaming: Bool = False  # read its rows as they come, in place of a download of all
     dataset_columns: Plain | None = None  # its columns by our names, as {"question": "problem"}
-    system_prompt: Opened[AnyText | None] = None  # goes in front of every prompt that is a conversation
+    system_prompt: Opened[AnyText | None] = (
+        None  # goes in front of every prompt that is a conversation
+    )
     chat_template: Text | None = None  # file with a Jinja template; None = the tokenizer's own
-    chat_template_kwargs: Plain | None = None  # what the template is told, as {"enable_thinking": False}
+    chat_template_kwargs: Plain | None = (
+        None  # what the template is told, as {"enable_thinking": False}
+    )
     max_rows: Past[Count | None] = 100  # rows used, from the top; None = all
     epochs: AtPrompts[Count] = 1  # passes over the rows
-    steps: AtPrompts[Count | None] = None  # optimizer steps that end the run, if the epochs have not; None = no limit
+    steps: AtPrompts[Count | None] = (
+        None  # optimizer steps that end the run, if the epochs have not; None = no limit
+    )
     shuffle: Past[Bool] = True  # another order in each epoch, decided by `seed`
-    difficulty_sampling: Past[SomeShare | None] = None  # share of epochs with a row never or always solved; None = all
+    difficulty_sampling: Past[SomeShare | None] = (
+        None  # share of epochs with a row never or always solved; None = all
+    )
     seed: Past[Seed] = 0  # every draw derives from (seed, number of the row in the run, sample)
     eval_rows: Opened[Whole] = 0  # held-out rows to score; 0 = no evaluation
-    eval_interval: AtFinish[Whole] = 0  # optimizer steps between evaluations; 0 = only before and after
-    eval_samples: Count = 1  # completions of each held-out row; with several there are avg@k and pass@k
-    eval_sampling: EvalSampling | None = None  # settings of its draws that differ, as {"temperature": 0.6}
-    eval_pass_reward: Float = 1.0  # a completion passes if its reward is at least this; for `difficulty_sampling`, too
-    keep_best: Text | None = None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
+    eval_interval: AtFinish[Whole] = (
+        0  # optimizer steps between evaluations; 0 = only before and after
+    )
+    eval_samples: Count = (
+        1  # completions of each held-out row; with several there are avg@k and pass@k
+    )
+    eval_sampling: EvalSampling | None = (
+        None  # settings of its draws that differ, as {"temperature": 0.6}
+    )
+    eval_pass_reward: Float = (
+        1.0  # a completion passes if its reward is at least this; for `difficulty_sampling`, too
+    )
+    keep_best: Text | None = (
+        None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #7e5bd646
 @dataclass(frozen=True, kw_only=True)
@@ -94,11 +132,17 @@ class SamplingSettings:
     top_p: SomeShare = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: Whole = 0  # keep the k most likely tokens; 0 = all
     min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest
-    repetition_penalty: Positive = 1.0  # divides logits of tokens in the text, multiplies those below 0; 1 = none
+    repetition_penalty: Positive = (
+        1.0  # divides logits of tokens in the text, multiplies those below 0; 1 = none
+    )
     stop: AnyTexts = ()  # strings that end a completion, besides the end-of-text token
     max_concurrent: Count = 32  # completions in flight, at most
-    weight_sync_interval: AtSync[Whole] = 1  # optimizer steps between weight syncs; 0 = the first weights are kept
-    sync_audit: AtSync[Bool] = True  # after a sync trainer and sampler score one row: did the weights arrive?
+    weight_sync_interval: AtSync[Whole] = (
+        1  # optimizer steps between weight syncs; 0 = the first weights are kept
+    )
+    sync_audit: AtSync[Bool] = (
+        True  # after a sync trainer and sampler score one row: did the weights arrive?
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #44477146
 @dataclass(frozen=True, kw_only=True)
@@ -107,16 +151,28 @@ class SignalSettings:
 
     rewards: AtScore[Texts] = ()  # names of reward functions; () = the data set's own
     reward_weights: AtScore[tuple[Float, ...] | None] = None  # one per reward; None = 1 each
-    reward_timeout: AtScore[Positive | None] = None  # seconds for a call; a later one is unscorable; None = no limit
-    max_concurrent_rewards: AtScore[Whole] = 32  # calls at once, plain ones in threads; 0 = one by one, in no thread
+    reward_timeout: AtScore[Positive | None] = (
+        None  # seconds for a call; a later one is unscorable; None = no limit
+    )
+    max_concurrent_rewards: AtScore[Whole] = (
+        32  # calls at once, plain ones in threads; 0 = one by one, in no thread
+    )
     advantage_scale: AtAdvantages[AdvantageScale] = "std"  # what the centred reward is divided by
     advantage_eps: AtAdvantages[NotNegative] = 1e-8  # added to the standard deviation; TRL has 1e-4
-    advantage_fn: AtAdvantages[Text | None] = None  # "module:function" in its place; see the advantages notebook
+    advantage_fn: AtAdvantages[Text | None] = (
+        None  # "module:function" in its place; see the advantages notebook
+    )
     ddof: AtAdvantages[Literal[0, 1]] = 1  # the standard deviation divides by K - ddof
-    drop_dead: AtDatums[Bool] = True  # leave groups without signal out; False = they count, with the KL term only
+    drop_dead: AtDatums[Bool] = (
+        True  # leave groups without signal out; False = they count, with the KL term only
+    )
     refill: AtDatums[Bool] = False  # sample another prompt for each group that was left out
-    overlong: AtDatums[Literal["keep", "mask"]] = "keep"  # completions cut at the limit: train on them, or mask (DAPO)
-    overlong_buffer: AtScore[Whole] = 0  # last tokens, over which the reward falls by up to 1; 0 = off (DAPO)
+    overlong: AtDatums[Literal["keep", "mask"]] = (
+        "keep"  # completions cut at the limit: train on them, or mask (DAPO)
+    )
+    overlong_buffer: AtScore[Whole] = (
+        0  # last tokens, over which the reward falls by up to 1; 0 = off (DAPO)
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #bf9e73ad
 GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
@@ -127,12 +183,22 @@ class LossSettings(LossKnobs):
     "Which loss, with which knobs."
 
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
-    teacher: Past[Text | None] = None  # a model that takes the reference's place, for `teacher_coeff`, as base_model
+    teacher: Past[Text | None] = (
+        None  # a model that takes the reference's place, for `teacher_coeff`, as base_model
+    )
     kl_metric: AtReference[Bool] = False  # measure the KL even when `kl_beta` is 0
-    entropy_target: Float | None = None  # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
-    entropy_coeff_step: Float = 0.005  # by which `entropy_coeff`, where it begins, rises or falls after each step
-    grad_accumulation_normalization: GradNormalization = "none"  # division left to the trainer; only with "sum"
-    loss_path: Literal["client", "builtin"] = "client"  # computed here, or by the service that trains, in one call
+    entropy_target: Float | None = (
+        None  # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
+    )
+    entropy_coeff_step: Float = (
+        0.005  # by which `entropy_coeff`, where it begins, rises or falls after each step
+    )
+    grad_accumulation_normalization: GradNormalization = (
+        "none"  # division left to the trainer; only with "sum"
+    )
+    loss_path: Literal["client", "builtin"] = (
+        "client"  # computed here, or by the service that trains, in one call
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #a1ff5a63
 def next_bonus(c: Any, coeff: float, entropy: float) -> tuple[float, float]:
@@ -143,7 +209,9 @@ def next_bonus(c: Any, coeff: float, entropy: float) -> tuple[float, float]:
 
 # %% ../../nbs/config/00_settings.ipynb #2acb25b6
 Decay = Annotated[Float, Field(ge=0, lt=1)]
-LRSchedule = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt"]
+LRSchedule = Literal[
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "inverse_sqrt"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,7 +219,9 @@ class UpdateSettings:
     "Optimizer, adapter, batching of the backward passes."
 
     learning_rate: Positive = 1e-5  # AdamW; with a schedule its highest
-    lr_scheduler_type: LRSchedule = "constant"  # shape over the planned steps, by the name that transformers has for it
+    lr_scheduler_type: LRSchedule = (
+        "constant"  # shape over the planned steps, by the name that transformers has for it
+    )
     warmup_steps: Whole = 0  # steps in which the learning rate rises from 0
     warmup_ratio: Share = 0.0  # the same as a share of the planned steps
     min_lr_rate: Share = 0.0  # cosine_with_min_lr: where it ends, as a share of `learning_rate`
@@ -163,14 +233,19 @@ class UpdateSettings:
     grad_clip_norm: NotNegative = 1.0  # largest gradient norm; 0 = no clipping
     lora_rank: Past[Whole] = 0  # 0 = all parameters
     lora_alpha: Past[Positive] = 32.0  # the adapter's output is scaled by alpha / rank
-    load_in_8bit: Past[Bool] = False  # trained here, with an adapter: the base in 8 bits (rl-notebook[quantized])
-    min_samples_per_fwd_bwd: Count | None = None  # start a forward/backward call at so many samples; None = the maximum
+    load_in_8bit: Past[Bool] = (
+        False  # trained here, with an adapter: the base in 8 bits (rl-notebook[quantized])
+    )
+    min_samples_per_fwd_bwd: Count | None = (
+        None  # start a forward/backward call at so many samples; None = the maximum
+    )
     max_samples_per_fwd_bwd: Count = 256  # samples in one forward/backward call at most
 
 # %% ../../nbs/config/00_settings.ipynb #3284defb
 def lr_factor(c: Any, step: int, of: int) -> float:
     "What the learning rate of a step (from 1, `of` so many) is multiplied by, as in transformers' `get_scheduler`."
-    done, warm = step - 1, c.warmup_steps or math.ceil(c.warmup_ratio * of)
+    done = step - 1
+    warm = c.warmup_steps or math.ceil(c.warmup_ratio * of)
     if c.lr_scheduler_type == "constant":
         return 1.0
     if done < warm:
@@ -190,23 +265,33 @@ def _as_given(value: Any, check: Callable[[Any], Any]) -> Any:
 
 
 TrackerName = Literal["wandb", "trackio", "tensorboard"]
-Trackers = Annotated[tuple[Annotated[TrackerName, WrapValidator(_as_given)], ...], BeforeValidator(several)]
+Trackers = Annotated[
+    tuple[Annotated[TrackerName, WrapValidator(_as_given)], ...], BeforeValidator(several)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
     "Where the run computes and what it leaves behind."
 
-    backend: Opened[Text] = "auto"  # who computes, a name of `open_backend`; "auto" decides by the base model's name
+    backend: Opened[Text] = (
+        "auto"  # who computes, a name of `open_backend`; "auto" decides by the base model's name
+    )
     device: Opened[Text] = "auto"  # trained here: "cpu", "cuda", or what is there
-    dtype: Opened[Literal["float32", "bfloat16"]] = "float32"  # trained here: of the weights in the forward pass
+    dtype: Opened[Literal["float32", "bfloat16"]] = (
+        "float32"  # trained here: of the weights in the forward pass
+    )
     log_path: Opened[Text | None] = None  # run folder; None = records stay in memory
     run_name: Opened[Text | None] = None  # name in the trackers; None = the name of the run folder
     report_to: Opened[Trackers] = ()  # who else gets the metrics of each step
     log_completions: Opened[Whole] = 0  # completions of each step that `report_to` gets as a table
     dcp_save_interval: Opened[Whole] = 0  # optimizer steps between resumable checkpoints; 0 = none
-    router_replay: Opened[Bool] = False  # mixture of experts: the trainer takes the experts that the sampler chose
-    router_replay_completion_only: Bool = True  # for sampled tokens only; False = for the prompt as well
+    router_replay: Opened[Bool] = (
+        False  # mixture of experts: the trainer takes the experts that the sampler chose
+    )
+    router_replay_completion_only: Bool = (
+        True  # for sampled tokens only; False = for the prompt as well
+    )
 
     @property
     def trained_here(self) -> bool:
@@ -222,27 +307,45 @@ class ScheduleSettings:
     "When rollouts run and when the weights are updated."
 
     recipe: RecipeName = "rl_loop"  # which loop runs it
-    max_head_offpolicy_versions: Whole = 0  # async: syncs between the start of a rollout and its training, at most
-    max_concurrency_rollout_sample: Int | None = None  # async: samples in flight; None = all that staleness allows
+    max_head_offpolicy_versions: Whole = (
+        0  # async: syncs between the start of a rollout and its training, at most
+    )
+    max_concurrency_rollout_sample: Int | None = (
+        None  # async: samples in flight; None = all that staleness allows
+    )
     synchronous_training: Bool = False  # async: wait for every rollout in flight before each update
-    pipeline_chunks_per_step: Count = 1  # async: backward passes of a step, each made as soon as its groups are there
+    pipeline_chunks_per_step: Count = (
+        1  # async: backward passes of a step, each made as soon as its groups are there
+    )
     ppo_n_minibatches: Count = 1  # optimizer steps per batch
     min_group_size: AtScore[Count] = 1  # samples that a group needs to be trained on
-    max_incomplete_group_retries: Whole = 0  # rounds in which samples that were lost are drawn again
+    max_incomplete_group_retries: Whole = (
+        0  # rounds in which samples that were lost are drawn again
+    )
     rollout_retries: Whole = 2  # calls of a rollout again, after its connection failed
-    unfit_turns: Literal["drop", "raise"] = "drop"  # rollouts that the chat template cannot continue: lost, or an error
-    max_rollout_failure_rate: SomeShare = 0.5  # of rollouts that lose their connection: more end the run; 1 = never
+    unfit_turns: Literal["drop", "raise"] = (
+        "drop"  # rollouts that the chat template cannot continue: lost, or an error
+    )
+    max_rollout_failure_rate: SomeShare = (
+        0.5  # of rollouts that lose their connection: more end the run; 1 = never
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #72e8964b
 @option_class
 class IGPOConfig:
     "Knobs of `recipe='igpo_loop'`: information gain per turn (arXiv:2510.14967)."
 
-    ig_weight: NotNegative = 1.0  # of the information gain beside the outcome; 0 = the outcome alone
+    ig_weight: NotNegative = (
+        1.0  # of the information gain beside the outcome; 0 = the outcome alone
+    )
     gamma: Share = 0.99  # discount from a turn to the one before it
     scoring_workers: Count = 8  # prefixes scored at the same time
-    skip_ig_last_turn: Bool = True  # the last turn states the answer, so nothing is gained for it; False = as others
-    answer_lead: AnyText = ""  # text between what was said so far and the answer that is scored after it
+    skip_ig_last_turn: Bool = (
+        True  # the last turn states the answer, so nothing is gained for it; False = as others
+    )
+    answer_lead: AnyText = (
+        ""  # text between what was said so far and the answer that is scored after it
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #416b7a35
 @option_class
@@ -260,19 +363,25 @@ class ResumeConfig:
 
     resume_from: Text | None = None  # checkpoint: a folder (local) or a name (service)
     resume_job_id: Text | None = None  # a service: the trainer job that saved it
-    step_offset: Whole | None = None  # number of the last finished step; None = what the checkpoint says
+    step_offset: Whole | None = (
+        None  # number of the last finished step; None = what the checkpoint says
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #286b3b10
 @option_class
 class ConcurrencyConfig:
     "How many completions are in flight, in place of `max_concurrent`."
 
-    mode: Literal["adaptive", "fixed"] = "adaptive"  # "adaptive": a window that follows what the service can take
+    mode: Literal["adaptive", "fixed"] = (
+        "adaptive"  # "adaptive": a window that follows what the service can take
+    )
     max_concurrency: Count | None = None  # fixed: so many
     initial_window: Count | None = None  # adaptive: in the beginning; None = 8
     min_window: Count = 1  # adaptive: never fewer
     max_window: Count = 256  # adaptive: never more
-    prefill_queue_target: Float = 0.5  # adaptive, if reported: seconds in the queue from which the window shrinks
+    prefill_queue_target: Float = (
+        0.5  # adaptive, if reported: seconds in the queue from which the window shrinks
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #bc5d57da
 @dataclass(frozen=True, kw_only=True)
@@ -282,13 +391,16 @@ class SubConfigs:
     igpo: AtAdvantages[IGPOConfig | None] = None  # with recipe="igpo_loop"
     wandb: Opened[WandBConfig | None] = None  # Weights & Biases
     resume: Opened[ResumeConfig | None] = None  # where to go on from
-    concurrency: ConcurrencyConfig | None = None  # completions in flight; None = adaptive, at most `max_concurrent`
+    concurrency: ConcurrencyConfig | None = (
+        None  # completions in flight; None = adaptive, at most `max_concurrent`
+    )
 
 # %% ../../nbs/config/00_settings.ipynb #2a6c8d2d
 def loss_rules(c: Any) -> Iterator[str]:
     "What is wrong with the settings of the loss."
     known: Mapping[str, Mapping[str, Any]] = SURROGATE_KNOBS
-    if c.policy_loss not in known and not NAMED.fullmatch(c.policy_loss):  # imported when it is computed
+    # imported when it is computed
+    if c.policy_loss not in known and not NAMED.fullmatch(c.policy_loss):
         from rl_notebook.core.losses import POLICY_LOSSES
 
         known = {name: defaults for name, (_, defaults) in POLICY_LOSSES.items()}
@@ -326,7 +438,10 @@ def correction_rules(c: Any) -> Iterator[str]:
 # %% ../../nbs/config/00_settings.ipynb #b6a4f24a
 def loss_options(c: Any) -> dict[str, Any]:  # fields of LossOptions
     "The keyword arguments of `make_loss_fn` that a config stands for; knobs left at None take the loss's default."
-    return {name: getattr(c, name) for name in (*(f.name for f in fields(LossKnobs)), "max_completion_tokens")}
+    return {
+        name: getattr(c, name)
+        for name in (*(f.name for f in fields(LossKnobs)), "max_completion_tokens")
+    }
 
 # %% ../../nbs/config/00_settings.ipynb #7f9bc8d2
 def sampling_rules(c: Any) -> Iterator[str]:
@@ -358,19 +473,32 @@ def sampling_rules(c: Any) -> Iterator[str]:
 # %% ../../nbs/config/00_settings.ipynb #d7261944
 def on_hub(dataset: str) -> bool:
     "Whether a data set is read by `datasets`: a name of the hub, or a folder shaped like one."
-    file = os.path.isfile(dataset) or Path(dataset).suffix in (".jsonl", ".json", ".csv", ".gz", ".parquet", ".pq")
+    file = os.path.isfile(dataset) or Path(dataset).suffix in (
+        ".jsonl",
+        ".json",
+        ".csv",
+        ".gz",
+        ".parquet",
+        ".pq",
+    )
     ours = file or NAMED.fullmatch(dataset)
-    return not ours and bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", dataset) or os.path.isdir(dataset))
+    return not ours and bool(
+        re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", dataset) or os.path.isdir(dataset)
+    )
 
 
 def data_rules(c: Any) -> Iterator[str]:
     "Settings of a data set that this one does not have."
     if not on_hub(c.dataset):
-        for name in not_default(c, "dataset_config", "dataset_split", "dataset_eval_split", "dataset_streaming"):
+        for name in not_default(
+            c, "dataset_config", "dataset_split", "dataset_eval_split", "dataset_streaming"
+        ):
             yield f"{name}: dataset={quoted(c.dataset)} has none. Leave it out, or name a data set of the hub"
     if c.dataset == "toy" and c.dataset_columns:
         yield "dataset_columns: the built-in task has its own. Leave it out, or name a data set"
-    if odd := [name for name, column in (c.dataset_columns or {}).items() if not isinstance(column, str)]:
+    if odd := [
+        name for name, column in (c.dataset_columns or {}).items() if not isinstance(column, str)
+    ]:
         yield f"dataset_columns: {odd[0]!r} names no column. Write {{question: problem}}, with a space after the colon"
     if c.difficulty_sampling is not None and c.epochs == 1:
         yield "difficulty_sampling: in the first epoch every row comes. Raise epochs, and end the run by steps"
@@ -413,9 +541,15 @@ def run_rules(c: Any) -> Iterator[str]:
     if c.load_in_8bit and c.lora_rank == 0:
         yield "load_in_8bit: lora_rank=0 trains the base itself, which 8 bits are too coarse for. Set lora_rank"
     if c.weight_decay_on == "matrices" and (c.weight_decay == 0 or c.lora_rank):
-        why = "weight_decay=0 decays nothing" if c.weight_decay == 0 else "an adapter has matrices only"
+        why = (
+            "weight_decay=0 decays nothing"
+            if c.weight_decay == 0
+            else "an adapter has matrices only"
+        )
         yield f"weight_decay_on: {why}. Leave it out"
-    if c.log_path is not None and any(len(os.fsencode(part)) > 255 for part in Path(c.log_path).parts):
+    if c.log_path is not None and any(
+        len(os.fsencode(part)) > 255 for part in Path(c.log_path).parts
+    ):
         yield f"log_path: got {quoted(c.log_path, 40)}; a name in a path has at most 255 bytes"
     if c.log_completions and not c.report_to:
         yield "log_completions: nothing is reported. Set report_to, or leave it out: `completions_table` has them all"
@@ -428,11 +562,18 @@ def run_rules(c: Any) -> Iterator[str]:
 def completions_at_once(c: Any) -> int | None:
     "The largest number of completions in flight that a config allows; None = no limit of its own."
     if c.concurrency is not None:
-        return c.concurrency.max_concurrency if c.concurrency.mode == "fixed" else c.concurrency.max_window
-    return None if c.recipe == "async_rl_loop" else c.max_concurrent  # the asynchronous loop has its gate
+        return (
+            c.concurrency.max_concurrency
+            if c.concurrency.mode == "fixed"
+            else c.concurrency.max_window
+        )
+    # the asynchronous loop has its gate
+    return None if c.recipe == "async_rl_loop" else c.max_concurrent
 
 # %% ../../nbs/config/00_settings.ipynb #ca3afe3b
-_ADDRESS = re.compile(r"https?://(?:[^\s/@?#]*@)?(?:\[[\da-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?(?:[/?#]\S*)?")
+_ADDRESS = re.compile(
+    r"https?://(?:[^\s/@?#]*@)?(?:\[[\da-fA-F:.]+\]|[^\s/:@?#\[\]]+)(?::(\d{1,5}))?(?:[/?#]\S*)?"
+)
 
 
 def address_trouble(url: str) -> str | None:
@@ -459,7 +600,10 @@ def schedule_rules(c: Any) -> Iterator[str]:
     if c.min_group_size > c.completions_per_prompt:
         yield f"min_group_size: {c.min_group_size} is more than completions_per_prompt={c.completions_per_prompt}"
     if c.min_samples_per_fwd_bwd is not None or c.pipeline_chunks_per_step > 1:
-        whole = {"ppo_n_minibatches": c.ppo_n_minibatches > 1, "aggregation": c.aggregation == "prompt_mean"}
+        whole = {
+            "ppo_n_minibatches": c.ppo_n_minibatches > 1,
+            "aggregation": c.aggregation == "prompt_mean",
+        }
         for name in [name for name, asked in whole.items() if asked]:
             yield f"{name}: the batch is cut before it is whole. Leave min_samples_per_fwd_bwd and chunks out"
     if c.ppo_n_minibatches > 1 and c.loss_path == "builtin":

@@ -44,7 +44,9 @@ def predicted_dead_fraction(
 AdvantageScale = Literal["std", "none", "loo", "maxrl", "opo", "batch", "whiten", "parts", "gdpo"]
 SCALES = get_args(AdvantageScale)
 WITHOUT_STD = ("none", "loo", "maxrl", "opo")  # they divide by no standard deviation
-DIVISORS: dict[str, Callable[[np.ndarray, int, float], float]] = {  # of (rewards of one group, ddof, eps)
+DIVISORS: dict[
+    str, Callable[[np.ndarray, int, float], float]
+] = {  # of (rewards of one group, ddof, eps)
     "std": lambda r, ddof, eps: r.std(ddof=ddof) + eps,
     "none": lambda r, ddof, eps: 1.0,
     "loo": lambda r, ddof, eps: 1 - 1 / len(r),
@@ -63,7 +65,8 @@ def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
         fix = "Drop unscorable samples first."
         raise RewardError("rewards of a group", got=r.tolist(), expected="finite numbers", fix=fix)
     if len(r) == 1:
-        expected, fix = "at least 2, to compare with each other", "Set completions_per_prompt >= 2."
+        expected = "at least 2, to compare with each other"
+        fix = "Set completions_per_prompt >= 2."
         raise RewardError("rewards of a group", got="1 sample", expected=expected, fix=fix)
     return r
 
@@ -78,17 +81,28 @@ def group_advantages(
     "Group-relative advantages of one prompt."
     r = _checked(rewards, scale)
     if scale not in DIVISORS:
-        got, fix = f"{scale!r} for the rewards of one group", "Use with_advantages."
-        raise LossError("advantage scale", got=got, expected="groups, with their parts and lengths", fix=fix)
+        got = f"{scale!r} for the rewards of one group"
+        fix = "Use with_advantages."
+        raise LossError(
+            "advantage scale", got=got, expected="groups, with their parts and lengths", fix=fix
+        )
     if is_dead(r):
         return np.zeros_like(r)
     if scale == "maxrl" and r.min() < 0:
-        raise RewardError("rewards of a group", got=r.tolist(), expected="none below 0 for advantage_scale 'maxrl'")
+        raise RewardError(
+            "rewards of a group",
+            got=r.tolist(),
+            expected="none below 0 for advantage_scale 'maxrl'",
+        )
     return (r - r.mean()) / DIVISORS[scale](r, ddof, eps)
 
 # %% ../../nbs/core/03_advantages.ipynb #eef8570a
 def batch_advantages(
-    rewards: Sequence[Sequence[float] | np.ndarray], *, scale: str = "std", ddof: int = 1, eps: float = 1e-08
+    rewards: Sequence[Sequence[float] | np.ndarray],
+    *,
+    scale: str = "std",
+    ddof: int = 1,
+    eps: float = 1e-08,
 ) -> list[np.ndarray]:
     "Advantages of several groups; only `scale='batch'` looks across them, and only for the standard deviation."
     if scale != "batch":
@@ -101,31 +115,44 @@ def batch_advantages(
     return [np.zeros_like(r) if is_dead(r) else (r - r.mean()) / std for r in groups]
 
 # %% ../../nbs/core/03_advantages.ipynb #54498130
-def parts_advantages(group: PromptGroup, weights: Mapping[str, float], ddof: int = 1, eps: float = 1e-08) -> np.ndarray:
+def parts_advantages(
+    group: PromptGroup, weights: Mapping[str, float], ddof: int = 1, eps: float = 1e-08
+) -> np.ndarray:
     "The parts of the reward, each over its standard deviation in the group, as their weighted sum; raises `LossError`."
     runs = [group.samples[i].rewards for i in group.run_starts]
-    total, found = np.zeros(len(runs)), np.zeros(len(runs))
+    total = np.zeros(len(runs))
+    found = np.zeros(len(runs))
     for name in dict.fromkeys(name for parts in runs for name in parts):
         part = np.array([parts.get(name, np.nan) for parts in runs], dtype=np.float64)
-        known, weight = np.flatnonzero(~np.isnan(part)), weights.get(name, 1.0)
+        known = np.flatnonzero(~np.isnan(part))
+        weight = weights.get(name, 1.0)
         total[known] += weight * part[known]
         if len(known) > 1:
             found[known] += weight * group_advantages(part[known], ddof=ddof, eps=eps)
     rewards = group.rewards[group.run_starts]
     if not np.allclose(total, rewards, rtol=1e-6, atol=1e-6):
-        got = f"rewards {rewards.round(4).tolist()}"[:80] + f", parts that add up to {total.round(4).tolist()}"[:80]
+        got = (
+            f"rewards {rewards.round(4).tolist()}"[:80]
+            + f", parts that add up to {total.round(4).tolist()}"[:80]
+        )
         fix = "Grade by reward functions, or name the parts of each sample in `rewards`; what_if has weights of 1."
-        raise LossError("advantage_scale 'parts'", where=group.where, got=got, expected="the same", fix=fix)
+        raise LossError(
+            "advantage_scale 'parts'", where=group.where, got=got, expected="the same", fix=fix
+        )
     return found
 
 # %% ../../nbs/core/03_advantages.ipynb #4f3a12bc
 def whitened(
-    advantages: Sequence[np.ndarray], counts: Sequence[np.ndarray], ddof: int = 1, eps: float = 1e-08
+    advantages: Sequence[np.ndarray],
+    counts: Sequence[np.ndarray],
+    ddof: int = 1,
+    eps: float = 1e-08,
 ) -> list[np.ndarray]:
     "Advantages of all groups less their mean, over their standard deviation; `counts`: how often each one counts."
     if not advantages:
         return []
-    a, n = np.concatenate(advantages), np.concatenate(counts)
+    a = np.concatenate(advantages)
+    n = np.concatenate(counts)
     mean = n @ a / n.sum()
     std = np.sqrt(n @ (a - mean) ** 2 / (n.sum() - ddof))
     return [(own - mean) / (std + eps) if own.any() else own for own in advantages]
@@ -143,10 +170,14 @@ def with_advantages(
     for g in groups:
         if len(g.run_starts) == 1 and not g.dropped:
             fix = "Set completions_per_prompt >= 2."
-            raise RewardError("group size", where=g.where, got="1 sample", expected="at least 2", fix=fix)
+            raise RewardError(
+                "group size", where=g.where, got="1 sample", expected="at least 2", fix=fix
+            )
     compared = [g for g in groups if len(g.run_starts) > 1]
     rewards = [g.rewards[g.run_starts] for g in compared]
-    tokens = [np.add.reduceat([s.completion_len for s in g.samples], g.run_starts) for g in compared]
+    tokens = [
+        np.add.reduceat([s.completion_len for s in g.samples], g.run_starts) for g in compared
+    ]
     if scale in BY_LENGTH:
         for g in compared:
             _check_lengths(g, scale)
@@ -156,20 +187,32 @@ def with_advantages(
         pairs = zip((_checked(r, scale) for r in rewards), tokens, strict=True)
         made = [np.zeros_like(r) if is_dead(r) else r - n @ r / n.sum() for r, n in pairs]
     else:
-        made = batch_advantages(rewards, scale="none" if scale == "whiten" else scale, ddof=ddof, eps=eps)
+        made = batch_advantages(
+            rewards, scale="none" if scale == "whiten" else scale, ddof=ddof, eps=eps
+        )
     if scale in ("whiten", "gdpo"):
-        made = whitened(made, tokens if scale == "whiten" else [np.ones(len(r)) for r in rewards], ddof, eps)
+        made = whitened(
+            made, tokens if scale == "whiten" else [np.ones(len(r)) for r in rewards], ddof, eps
+        )
     found = iter(made)
-    return [_of_runs(g, next(found) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts))) for g in groups]
+    return [
+        _of_runs(g, next(found) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts)))
+        for g in groups
+    ]
 
 
 def _check_lengths(group: PromptGroup, scale: str) -> None:
     "Raises `LossError` for a completion whose number of tokens is not known."
-    if (i := next((i for i, s in enumerate(group.samples) if not s.completion_len), None)) is not None:
-        where, got = f"{group.where}, sample {i}", "a completion without token ids"
+    if (
+        i := next((i for i, s in enumerate(group.samples) if not s.completion_len), None)
+    ) is not None:
+        where = f"{group.where}, sample {i}"
+        got = "a completion without token ids"
         fix = "Use another scale, such as 'std', or samples with token ids."
         expected = "the tokens of each completion, whose number it weighs by"
-        raise LossError(f"advantage_scale {scale!r}", where=where, got=got, expected=expected, fix=fix)
+        raise LossError(
+            f"advantage_scale {scale!r}", where=where, got=got, expected=expected, fix=fix
+        )
 
 
 def _of_runs(group: PromptGroup, advantages: np.ndarray) -> PromptGroup:  # one advantage per run
@@ -184,7 +227,9 @@ def keep_signal(
 ) -> tuple[list[PromptGroup], list[PromptGroup]]:  # (live, dead)
     "Split groups into those that can teach something and those that cannot."
     dead = [is_dead(g.rewards, tolerance) for g in groups]
-    return [g for g, d in zip(groups, dead, strict=True) if not d], [g for g, d in zip(groups, dead, strict=True) if d]
+    return [g for g, d in zip(groups, dead, strict=True) if not d], [
+        g for g, d in zip(groups, dead, strict=True) if d
+    ]
 
 # %% ../../nbs/core/03_advantages.ipynb #9e868dea
 def soft_overlong_penalty(
@@ -194,25 +239,37 @@ def soft_overlong_penalty(
 ) -> float:  # 0 down to -1, to be added to the reward
     "DAPO's length penalty: free until the buffer begins, -1 at the limit."
     if not 0 < buffer <= max_completion_tokens:
-        raise RewardError("overlong buffer", got=buffer, expected=f"1 to {max_completion_tokens} tokens")
+        raise RewardError(
+            "overlong buffer", got=buffer, expected=f"1 to {max_completion_tokens} tokens"
+        )
     over = completion_len - (max_completion_tokens - buffer)
     return -min(max(over / buffer, 0.0), 1.0)
 
 # %% ../../nbs/core/03_advantages.ipynb #d94d2deb
-AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]  # graded groups -> the same with advantages
+# graded groups -> the same with advantages
+AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]
 
 
 def advantages_by(function: AdvantageFn | str, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
     "The same groups with the advantages of a function of your own; raises `LossError` where one is missing."
-    call = named_function(function, "advantage_fn", LossError) if isinstance(function, str) else function
-    name = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
+    call = (
+        named_function(function, "advantage_fn", LossError)
+        if isinstance(function, str)
+        else function
+    )
+    name = (
+        function
+        if isinstance(function, str)
+        else getattr(function, "__name__", type(function).__name__)
+    )
     refuse = partial(LossError, f"advantage_fn {name!r}")
     try:
         found = call(groups)
     except RLNotebookError:
         raise
     except Exception as e:  # whatever the function does
-        got, expected = f"{type(e).__name__}: {e}", "groups with advantages"
+        got = f"{type(e).__name__}: {e}"
+        expected = "groups with advantages"
         raise LossError(f"advantage_fn {name!r} raised", got=got, expected=expected) from e
     made = list(found) if isinstance(found, Iterable) else None
     if made is None or [getattr(g, "index", None) for g in made] != [g.index for g in groups]:

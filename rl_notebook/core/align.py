@@ -18,10 +18,18 @@ __all__ = ['target_from_token', 'target_from_completion', 'completion_from_targe
 Series = Sequence[float | None] | np.ndarray  # logprobs as a service or a user hands them over
 
 
-def _check_len(series: Series, expected: int, meaning: str, where: str | None, fix: str | None = None) -> None:
+def _check_len(
+    series: Series, expected: int, meaning: str, where: str | None, fix: str | None = None
+) -> None:
     "Raise unless `series` has `expected` entries."
     if len(series) != expected:
-        raise AlignmentError(meaning, where=where, got=f"{len(series)} values", expected=f"{expected} values", fix=fix)
+        raise AlignmentError(
+            meaning,
+            where=where,
+            got=f"{len(series)} values",
+            expected=f"{expected} values",
+            fix=fix,
+        )
 
 # %% ../../nbs/core/02_align.ipynb #4707fb09
 def _check_prompt_len(prompt_len: int, num_tokens: int, where: str | None) -> None:
@@ -40,14 +48,24 @@ def target_from_token(
 ) -> np.ndarray:  # (N-1,) in target coordinates
     "Drop the undefined entry of token 0."
     if num_tokens is not None:
-        _check_len(series, num_tokens, "token series", where, "Token coordinates have one entry per token.")
+        _check_len(
+            series, num_tokens, "token series", where, "Token coordinates have one entry per token."
+        )
     return frozen_array(series, np.float64)[1:]
 
 # %% ../../nbs/core/02_align.ipynb #f6c9cf37
-def token_from_target(series: Series, *, num_tokens: int | None = None, where: str | None = None) -> np.ndarray:
+def token_from_target(
+    series: Series, *, num_tokens: int | None = None, where: str | None = None
+) -> np.ndarray:
     "Put the undefined entry of token 0, NaN, back in front: (N-1,) in target, (N,) in token coordinates."
     if num_tokens is not None:
-        _check_len(series, num_tokens - 1, "target series", where, "Target coordinates have one entry less.")
+        _check_len(
+            series,
+            num_tokens - 1,
+            "target series",
+            where,
+            "Target coordinates have one entry less.",
+        )
     return frozen_array([np.nan, *frozen_array(series, np.float64)], np.float64)
 
 # %% ../../nbs/core/02_align.ipynb #4988aaae
@@ -60,8 +78,16 @@ def target_from_completion(
 ) -> np.ndarray:  # (N-1,) in target coordinates, NaN on prompt targets
     "Put P-1 undefined entries in front of what the sampler reported."
     _check_prompt_len(prompt_len, num_tokens, where)
-    _check_len(series, num_tokens - prompt_len, "completion logprobs", where, "One value per sampled token is needed.")
-    return frozen_array([*[np.nan] * (prompt_len - 1), *frozen_array(series, np.float64)], np.float64)
+    _check_len(
+        series,
+        num_tokens - prompt_len,
+        "completion logprobs",
+        where,
+        "One value per sampled token is needed.",
+    )
+    return frozen_array(
+        [*[np.nan] * (prompt_len - 1), *frozen_array(series, np.float64)], np.float64
+    )
 
 # %% ../../nbs/core/02_align.ipynb #a11b487c
 def completion_from_target(
@@ -85,8 +111,15 @@ def target_from_echo(
     _check_len(series, num_tokens, "echo logprobs", where, "Was echo=True set?")
     values = frozen_array(series, np.float64)
     if not np.isnan(values[0]):
-        expected, fix = "None, since nothing comes before it", "The series may already be shifted by one."
-        raise AlignmentError("echo logprobs", where=where, got=f"{values[0]:g} for token 0", expected=expected, fix=fix)
+        expected = "None, since nothing comes before it"
+        fix = "The series may already be shifted by one."
+        raise AlignmentError(
+            "echo logprobs",
+            where=where,
+            got=f"{values[0]:g} for token 0",
+            expected=expected,
+            fix=fix,
+        )
     return values[1:]
 
 # %% ../../nbs/core/02_align.ipynb #5ee8c7d1
@@ -101,19 +134,30 @@ def align_logprobs(
     prompt_len: int,  # P
     num_tokens: int,  # N
     *,
-    echoed: bool | None = None,  # whether the sampler says that it scored the prompt; None = not said
+    echoed: bool
+    | None = None,  # whether the sampler says that it scored the prompt; None = not said
     where: str | None = None,  # place named in an error
 ) -> np.ndarray:  # (N-1,) in target coordinates, NaN where undefined
     "Bring sampler logprobs of any of the three shapes into target coordinates."
     _check_prompt_len(prompt_len, num_tokens, where)
     found = detect_coordinate(len(series), prompt_len, num_tokens)
-    claims = {None: {"token", "target", "completion"}, True: {"token", "target"}, False: {"completion"}}[echoed]
+    claims = {
+        None: {"token", "target", "completion"},
+        True: {"token", "target"},
+        False: {"completion"},
+    }[echoed]
     if prompt_len == 1:
         claims = claims | {"target", "completion"}
     if found not in claims:
-        sizes = {"token": num_tokens, "target": num_tokens - 1, "completion": num_tokens - prompt_len}
+        sizes = {
+            "token": num_tokens,
+            "target": num_tokens - 1,
+            "completion": num_tokens - prompt_len,
+        }
         got = f"{len(series)} values for {num_tokens} tokens, {prompt_len} of them prompt (echoed={echoed})"
-        expected = " or ".join(f"{sizes[c]} ({c})" for c in ("token", "target", "completion") if c in claims)
+        expected = " or ".join(
+            f"{sizes[c]} ({c})" for c in ("token", "target", "completion") if c in claims
+        )
         raise AlignmentError("sampler logprobs", where=where, got=got, expected=expected)
     if found == "token":
         return target_from_echo(series, num_tokens, where=where)
@@ -122,18 +166,25 @@ def align_logprobs(
     return frozen_array(series, np.float64)
 
 # %% ../../nbs/core/02_align.ipynb #be7e89ed
-def require_finite(series: np.ndarray, weights: np.ndarray, *, name: str, where: str | None = None) -> np.ndarray:
+def require_finite(
+    series: np.ndarray, weights: np.ndarray, *, name: str, where: str | None = None
+) -> np.ndarray:
     "A (N-1,) series as it is; raises if it is undefined or infinite at a position that enters the loss."
-    _check_len(series, len(weights), name, where, "Series and weights are both in target coordinates.")
+    _check_len(
+        series, len(weights), name, where, "Series and weights are both in target coordinates."
+    )
     bad = np.flatnonzero(~np.isfinite(series) & (np.asarray(weights) > 0.5))
     if len(bad):
         got = f"{series[bad[0]]} at target {bad[0]} (token {bad[0] + 1}), {len(bad)} such positions"
-        raise AlignmentError(name, where=where, got=got, expected="a finite number wherever weights are 1")
+        raise AlignmentError(
+            name, where=where, got=got, expected="a finite number wherever weights are 1"
+        )
     return series
 
 # %% ../../nbs/core/02_align.ipynb #299ece0f
 def align_routing(
-    routing: Sequence[str] | None,  # N-1 entries, or N-P from the last prompt token on; None = nothing was recorded
+    routing: Sequence[str]
+    | None,  # N-1 entries, or N-P from the last prompt token on; None = nothing was recorded
     prompt_len: int,  # P
     num_inputs: int,  # N-1, the tokens that the model reads
     completion_only: bool = False,  # blank what was recorded for the prompt, all but its last token
@@ -146,7 +197,8 @@ def align_routing(
     _check_prompt_len(prompt_len, num_inputs + 1, where)
     sampled = num_inputs + 1 - prompt_len
     if len(routing) not in (num_inputs, sampled):
-        got, expected = f"{len(routing)} entries", f"{num_inputs} (with the prompt) or {sampled} (completion only)"
+        got = f"{len(routing)} entries"
+        expected = f"{num_inputs} (with the prompt) or {sampled} (completion only)"
         fix = "One entry belongs to each token that the model reads; it never reads the last one."
         raise AlignmentError("routing", where=where, got=got, expected=expected, fix=fix)
     unknown = prompt_len - 1 if completion_only else num_inputs - len(routing)

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from .types import Datum, LossError
-from .losses import POLICY_LOSSES, LossOptions, SideData, _flat, aggregate, loss_terms, tis_weights
+from rl_notebook.core.losses import (
+    POLICY_LOSSES,
+    LossOptions,
+    SideData,
+    _flat,
+    aggregate,
+    loss_terms,
+    tis_weights,
+)
 from .options import SEQUENCE_RATIO
 
 # %% auto #0
@@ -21,7 +29,9 @@ __all__ = []
 
 # %% ../../nbs/core/09_builtin.ipynb #526b6d72
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
-BUILTIN_LOSSES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {  # service: our loss: (its name, its settings)
+BUILTIN_LOSSES: dict[
+    str, dict[str, tuple[str, tuple[str, ...]]]
+] = {  # service: our loss: (its name, its settings)
     "fireworks": {
         "grpo": ("cross_entropy", ()),
         "ppo": ("ppo", (*_CLIP, "ratio_log_cap")),
@@ -40,17 +50,21 @@ BUILTIN_LOSSES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {  # service
         "cispo": ("cispo", _CLIP),
     },
 }
-UNCOUNTED_LOSSES = ("ppo", "dapo", "gspo", "dro")  # the derivative of some positions of the loss is exactly 0
+# the derivative of some positions of the loss is exactly 0
+UNCOUNTED_LOSSES = ("ppo", "dapo", "gspo", "dro")
 
 # %% ../../nbs/core/09_builtin.ipynb #f2381a2c
 def check_builtin_options(o: LossOptions) -> None:
     "Raise `LossError` for a loss that no service can compute, whatever it is called there."
-    sequence, quadratic = o.policy_loss in SEQUENCE_RATIO, o.policy_loss == "dro"
+    sequence = o.policy_loss in SEQUENCE_RATIO
+    quadratic = o.policy_loss == "dro"
     fixes: dict[str, str] = {}
     if not any(o.policy_loss in known for known in BUILTIN_LOSSES.values()):
         fixes["policy_loss"] = _HINTS.get(o.policy_loss, _HERE)
     if o.kl_beta > 0:
-        fixes["kl_beta"] = "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"
+        fixes["kl_beta"] = (
+            "A service's loss sees no reference logprobs, so it has no KL term. Set kl_beta=0"
+        )
     if o.entropy_coeff > 0:
         fixes["entropy_coeff"] = "A service's loss has no entropy bonus. Set entropy_coeff=0"
     if o.tis != "off" and o.tis_anchor == "policy":
@@ -62,19 +76,27 @@ def check_builtin_options(o: LossOptions) -> None:
     drops = o.tis == "token" and o.tis_mode != "truncate"
     for name in ["icepop_threshold"] * (o.icepop_threshold is not None) + ["tis_mode"] * drops:
         if sequence or quadratic:
-            why = f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob"
+            why = (
+                f"A dropped token has advantage 0, and {o.policy_loss!r} also looks at its logprob"
+            )
             fixes[name] = f"{why}. Leave it out"
     if quadratic and o.aggregation != "sum":
-        fixes["aggregation"] = "dro's quadratic term is not proportional to the advantage. Set aggregation='sum'"
+        fixes["aggregation"] = (
+            "dro's quadratic term is not proportional to the advantage. Set aggregation='sum'"
+        )
     for name, fix in fixes.items():
-        raise LossError(f"a service cannot compute this loss: {name}", got=repr(getattr(o, name)), fix=f"{fix}.")
+        raise LossError(
+            f"a service cannot compute this loss: {name}", got=repr(getattr(o, name)), fix=f"{fix}."
+        )
 
 
 _HERE = "Compute it here: loss_path='client'"
 _HINTS = {"reinforce": "It is importance_sampling with anchor='rollout'"}
 
 # %% ../../nbs/core/09_builtin.ipynb #e1fb2fe8
-_SAID: dict[str, tuple[str, Callable[[LossOptions], Any]]] = {  # setting of a service: (our knob, value)
+_SAID: dict[
+    str, tuple[str, Callable[[LossOptions], Any]]
+] = {  # setting of a service: (our knob, value)
     "clip_low_threshold": ("eps_clip", lambda o: o.clip_range[0]),
     "clip_high_threshold": ("eps_clip_high", lambda o: o.clip_range[1]),
     "ratio_log_cap": ("ratio_log_cap", lambda o: o.knob("ratio_log_cap")),
@@ -87,22 +109,32 @@ _SAID: dict[str, tuple[str, Callable[[LossOptions], Any]]] = {  # setting of a s
 def builtin_loss(o: LossOptions, service: str = "fireworks") -> tuple[str, dict[str, float]]:
     "A service's `loss_fn` and `loss_fn_config` with the value and gradient of these options; raises `LossError`."
     if service not in BUILTIN_LOSSES:
-        raise LossError("service", got=repr(service), expected=" or ".join(map(repr, BUILTIN_LOSSES)))
+        raise LossError(
+            "service", got=repr(service), expected=" or ".join(map(repr, BUILTIN_LOSSES))
+        )
     known = BUILTIN_LOSSES[service]
     if o.policy_loss not in known:
-        expected, fix = f"{', '.join(known)} at {service}", _HINTS.get(o.policy_loss, _HERE)
+        expected = f"{', '.join(known)} at {service}"
+        fix = _HINTS.get(o.policy_loss, _HERE)
         what = "a service cannot compute this loss: policy_loss"
         raise LossError(what, got=repr(o.policy_loss), expected=expected, fix=f"{fix}.")
     check_builtin_options(o)
     name, said = known[o.policy_loss]
     if o.eps_clip_c is not None and service == "fireworks" and o.policy_loss in ("ppo", "dapo"):
-        name, said = "dapo", (*said, "eps_clip_c")
-    defaults, heard = POLICY_LOSSES[o.policy_loss][1], {_SAID[s][0] for s in said}
+        name = "dapo"
+        said = (*said, "eps_clip_c")
+    defaults = POLICY_LOSSES[o.policy_loss][1]
+    heard = {_SAID[s][0] for s in said}
     unheard = [k for k in defaults if k not in heard and o.knob(k) != defaults[k]]
     if unheard:
         got = f"{unheard[0]}={o.knob(unheard[0]):g}"
         fix = f"{name!r} at {service} does not read it. Leave it out, or compute the loss here."
-        raise LossError("a service cannot compute this loss", got=got, expected=f"{defaults[unheard[0]]}", fix=fix)
+        raise LossError(
+            "a service cannot compute this loss",
+            got=got,
+            expected=f"{defaults[unheard[0]]}",
+            fix=fix,
+        )
     return name, {s: float(_SAID[s][1](o)) for s in said}
 
 # %% ../../nbs/core/09_builtin.ipynb #ee7802d1
@@ -114,11 +146,17 @@ def builtin_inputs(
     anchor = "sampler_logprobs" if o.anchor == "rollout" else "old_logprobs"
     if o.policy_loss != "grpo" or o.tis != "off":
         _flat(datums, anchor, required=True)
-    t = SideData(datums, o).with_policy([torch.zeros(len(d.weights), dtype=torch.float64) for d in datums])
+    t = SideData(datums, o).with_policy(
+        [torch.zeros(len(d.weights), dtype=torch.float64) for d in datums]
+    )
     ones = torch.ones_like(t.old_logprobs, requires_grad=True)
-    (share,) = torch.autograd.grad(aggregate(ones, t, o, denominator), ones)  # what a term counts in the loss
+    # what a term counts in the loss
+    (share,) = torch.autograd.grad(aggregate(ones, t, o, denominator), ones)
     pushes = (t.advantages * tis_weights(t, o) * share).split(t.lengths.tolist())
-    return [_service_series(d, anchor, push.numpy(), o.policy_loss == "grpo") for d, push in zip(datums, pushes)]
+    return [
+        _service_series(d, anchor, push.numpy(), o.policy_loss == "grpo")
+        for d, push in zip(datums, pushes)
+    ]
 
 
 def _service_series(d: Datum, anchor: str, push: np.ndarray, plain: bool) -> dict[str, np.ndarray]:
@@ -130,7 +168,10 @@ def _service_series(d: Datum, anchor: str, push: np.ndarray, plain: bool) -> dic
     if plain:
         return {"weights": placed}
     known = getattr(d, anchor)
-    return {"logprobs": np.where(np.isfinite(known), known, 0.0).astype(np.float32), "advantages": placed}
+    return {
+        "logprobs": np.where(np.isfinite(known), known, 0.0).astype(np.float32),
+        "advantages": placed,
+    }
 
 # %% ../../nbs/core/09_builtin.ipynb #ae61e6e9
 def check_builtin(
@@ -148,6 +189,7 @@ def check_builtin(
     gap = abs(theirs - ours) / max(size, 1e-12)
     if not gap <= tolerance:
         fix = "It computes another loss under this name. Compute the loss here: loss_path='client'."
-        got, expected = f"{theirs:.6g}, off by {gap:.2g} of its terms", f"{ours:.6g} from its own logprobs"
+        got = f"{theirs:.6g}, off by {gap:.2g} of its terms"
+        expected = f"{ours:.6g} from its own logprobs"
         raise LossError(f"the service's {o.policy_loss}", got=got, expected=expected, fix=fix)
     return gap

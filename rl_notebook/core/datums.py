@@ -14,7 +14,14 @@ import numpy as np
 import pandas as pd
 
 from .align import align_logprobs, target_from_token
-from .types import AlignmentError, Datum, DatumError, Logprobs, PromptGroup, RolloutSample
+from rl_notebook.core.types import (
+    AlignmentError,
+    Datum,
+    DatumError,
+    Logprobs,
+    PromptGroup,
+    RolloutSample,
+)
 
 # %% auto #0
 __all__ = ['datum_from_tokens_weights', 'build_grpo_datums', 'datum_from_sample', 'datums_from_groups', 'attach', 'target_series',
@@ -23,14 +30,17 @@ __all__ = ['datum_from_tokens_weights', 'build_grpo_datums', 'datum_from_sample'
 # %% ../../nbs/core/06_datums.ipynb #ec986064
 def datum_from_tokens_weights(
     tokens: Sequence[int] | np.ndarray,  # (N,) ids
-    weights: Sequence[float] | np.ndarray,  # (N,) 1 where we train; the weight of token 0 is dropped
+    weights: Sequence[float]
+    | np.ndarray,  # (N,) 1 where we train; the weight of token 0 is dropped
     max_length: int | None = None,  # keep the first tokens only
     **fields: Any,  # other fields of Datum
 ) -> Datum:
     "A datum from ids and token-aligned weights, shifted by one."
-    tokens, weights = np.asarray(tokens), np.asarray(weights, dtype=np.float64)
+    tokens = np.asarray(tokens)
+    weights = np.asarray(weights, dtype=np.float64)
     if len(tokens) != len(weights):
-        got, expected = f"{len(weights)} for {len(tokens)} tokens", "one per token (before shifting)"
+        got = f"{len(weights)} for {len(tokens)} tokens"
+        expected = "one per token (before shifting)"
         raise DatumError("weights", got=got, expected=expected)
     cut = 0 if max_length is None else max(0, len(tokens) - max_length)
     keep = len(tokens) - cut
@@ -46,7 +56,9 @@ def _sampler_logprobs(completion: Any, num_tokens: int, where: str) -> np.ndarra
         series = getattr(completion, name, None)
         if series is not None:
             echoed = getattr(completion, "logprobs_echoed", None)
-            return align_logprobs(series, completion.prompt_len, num_tokens, echoed=echoed, where=where)
+            return align_logprobs(
+                series, completion.prompt_len, num_tokens, echoed=echoed, where=where
+            )
     return None
 
 # %% ../../nbs/core/06_datums.ipynb #2ecdf194
@@ -62,7 +74,11 @@ def build_grpo_datums(
         series = _sampler_logprobs(c, len(tokens), f"completion {i}")
         keep = min(len(tokens), max_seq_len)
         series = None if series is None else series[: keep - 1]
-        datums.append(datum_from_tokens_weights(tokens, weights, max_seq_len, sample=i, sampler_logprobs=series))
+        datums.append(
+            datum_from_tokens_weights(
+                tokens, weights, max_seq_len, sample=i, sampler_logprobs=series
+            )
+        )
     warn_truncated(datums, max_seq_len)
     return datums
 
@@ -120,9 +136,17 @@ def datums_from_groups(
     datums = []
     for g in groups:
         if g.advantages is None:
-            raise DatumError("advantages", where=g.where, got="none", fix="Run with_advantages first.")
-        for i, (sample, advantage) in enumerate(zip(g.samples, g.turn_advantages or g.advantages, strict=True)):
-            how: dict[str, Any] = {"max_seq_len": max_seq_len, "overlong": overlong, "advantage": advantage}
+            raise DatumError(
+                "advantages", where=g.where, got="none", fix="Run with_advantages first."
+            )
+        for i, (sample, advantage) in enumerate(
+            zip(g.samples, g.turn_advantages or g.advantages, strict=True)
+        ):
+            how: dict[str, Any] = {
+                "max_seq_len": max_seq_len,
+                "overlong": overlong,
+                "advantage": advantage,
+            }
             datums.append(datum_from_sample(sample, **how, group=g.index, sample=i, key=g.key))
     warn_truncated(datums, max_seq_len)
     return datums
@@ -139,20 +163,31 @@ def attach(
     series: Sequence[Logprobs],  # one per datum
 ) -> list[Datum]:
     "The same datums with one more logprob series."
-    return [replace(d, **{name: s}) for d, s in zip(datums, target_series(name, series, datums), strict=True)]
+    return [
+        replace(d, **{name: s})
+        for d, s in zip(datums, target_series(name, series, datums), strict=True)
+    ]
 
 
 def target_series(name: str, series: Sequence[Any], datums: Sequence[Datum]) -> list[np.ndarray]:
     "One (N-1,) array per datum, of arrays or `Logprobs`; raises AlignmentError where one does not fit its tokens."
     if len(series) != len(datums):
-        raise AlignmentError(name, got=f"{len(series)} series for {len(datums)} datums", expected="one per datum")
+        raise AlignmentError(
+            name, got=f"{len(series)} series for {len(datums)} datums", expected="one per datum"
+        )
     for d, values in zip(datums, series, strict=True):
         coordinate = getattr(values, "coordinate", "target")
         if values is None or coordinate != "target" or len(values) != len(d.weights):
-            got = f"{len(values)} values in {coordinate} coordinates for" if values is not None else "none for"
+            got = (
+                f"{len(values)} values in {coordinate} coordinates for"
+                if values is not None
+                else "none for"
+            )
             expected = f"{len(d.weights)} in target coordinates, one per target"
             fix = "rl_notebook.core.align brings every shape into them."
-            raise AlignmentError(name, where=d.where, got=f"{got} {len(d.tokens)} tokens", expected=expected, fix=fix)
+            raise AlignmentError(
+                name, where=d.where, got=f"{got} {len(d.tokens)} tokens", expected=expected, fix=fix
+            )
     return [np.asarray(values, dtype=np.float64) for values in series]
 
 # %% ../../nbs/core/06_datums.ipynb #80986610
@@ -167,7 +202,9 @@ def datum_table(datums: Sequence[Datum]) -> pd.DataFrame:
             "loss_tokens": d.num_loss_tokens,
             "advantage": float(np.mean(d.advantage)),
             "truncated_tokens": d.truncated_tokens,
-            "series": " ".join(n for n in ("sampler", "old", "ref") if getattr(d, f"{n}_logprobs") is not None),
+            "series": " ".join(
+                n for n in ("sampler", "old", "ref") if getattr(d, f"{n}_logprobs") is not None
+            ),
         }
         for d in datums
     ]

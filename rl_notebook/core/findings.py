@@ -40,8 +40,10 @@ class Finding:
     def details(self) -> str:
         "Where, got, expected and fix as one line; empty where it holds."
         parts = [self.where] if self.where else []
-        parts += [f"got {self.got}"] if self.got is not None else []
-        parts += [f"expected {self.expected}"] if self.expected else []
+        if self.got is not None:
+            parts += [f"got {self.got}"]
+        if self.expected:
+            parts += [f"expected {self.expected}"]
         return "" if self.ok else ". ".join(p for p in ("; ".join(parts), self.fix) if p)
 
     @property
@@ -50,13 +52,16 @@ class Finding:
         return "; ".join(filter(None, [f"{self.name}: {self.text}", self.details]))
 
     def __repr__(self) -> str:
-        return f"{self.mark} {self.name}: {self.text}" + (f"\n    {self.details}" if self.details else "")
+        return f"{self.mark} {self.name}: {self.text}" + (
+            f"\n    {self.details}" if self.details else ""
+        )
 
     def _repr_html_(self) -> str:
         return Findings([self])._repr_html_()
 
 # %% ../../nbs/core/11_findings.ipynb #a203194b
-_MUTED, _EDGE = "var(--jp-ui-font-color2,#7a8896)", "#d55e00"
+_MUTED = "var(--jp-ui-font-color2,#7a8896)"
+_EDGE = "#d55e00"
 _LOOKS = {True: "", False: "font-weight:600", None: f"color:{_MUTED}"}
 
 
@@ -71,7 +76,11 @@ class Findings(tuple[Finding, ...]):
         return self
 
     def __getitem__(self, key: Any) -> Any:
-        return next(f for f in self if f.name == key) if isinstance(key, str) else super().__getitem__(key)
+        return (
+            next(f for f in self if f.name == key)
+            if isinstance(key, str)
+            else super().__getitem__(key)
+        )
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -87,12 +96,21 @@ class Findings(tuple[Finding, ...]):
         for f in self:
             edge = _EDGE if f.ok is False else "transparent"
             style = f"list-style:none;margin:0;padding:1px 0 1px 8px;border-left:3px solid {edge};{_LOOKS[f.ok]}"
-            more = f'<br><span style="color:{_MUTED};font-weight:400">{html.escape(f.details)}</span>' * bool(f.details)
-            items.append(f'<li style="{style}">{f.mark} <b>{html.escape(f.name)}:</b> {html.escape(f.text)}{more}</li>')
+            more = (
+                f'<br><span style="color:{_MUTED};font-weight:400">{html.escape(f.details)}</span>'
+                if f.details
+                else ""
+            )
+            items.append(
+                f'<li style="{style}">{f.mark} <b>{html.escape(f.name)}:</b> {html.escape(f.text)}{more}</li>'
+            )
         return "".join([*items, "</ul>"])
 
 # %% ../../nbs/core/11_findings.ipynb #61fd4d9f
 def texts_of_checks() -> dict[str, list[str]]:
     "What is done for each check of a service, and what it means for training where it does not hold."
     text = (resources.files("rl_notebook") / "assets" / "checks.txt").read_text(encoding="utf-8")
-    return {name: said.split(" | ") for name, _, said in (line.partition(": ") for line in text.splitlines())}
+    return {
+        name: said.split(" | ")
+        for name, _, said in (line.partition(": ") for line in text.splitlines())
+    }

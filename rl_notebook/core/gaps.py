@@ -22,7 +22,13 @@ def short(x: float) -> str:
     "A number as it reads well in a sentence."
     if not math.isfinite(x):
         return str(x)
-    return f"{x:.3f}" if x == 0 or 0.0005 <= abs(x) < 100 else f"{x:.3g}" if abs(x) >= 100 else f"{x:.1e}"
+    return (
+        f"{x:.3f}"
+        if x == 0 or 0.0005 <= abs(x) < 100
+        else f"{x:.3g}"
+        if abs(x) >= 100
+        else f"{x:.1e}"
+    )
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,11 @@ class Gap:
 
 def gap_between(datums: Sequence[Datum], ours: Sequence[Any], theirs: Sequence[Any]) -> Gap | None:
     "How far two series are apart."
-    both = [(d, *pair) for d, *pair in zip(datums, ours, theirs, strict=True) if all(s is not None for s in pair)]
+    both = [
+        (d, *pair)
+        for d, *pair in zip(datums, ours, theirs, strict=True)
+        if all(s is not None for s in pair)
+    ]
     if not both:
         return None
     a, b = (np.concatenate([np.asarray(row[k], np.float64) for row in both]) for k in (1, 2))
@@ -88,4 +98,8 @@ def rounding(dtype: str) -> Rounding:
 
 def rounding_of(logprobs: Sequence[Logprobs]) -> Rounding:
     "What the precision of these logprobs explains, if another series of the same tokens differs."
-    return max((rounding(lp.dtype) for lp in logprobs), key=lambda r: r.largest, default=rounding("float32"))
+    return max(
+        (rounding(lp.dtype) for lp in logprobs),
+        key=lambda r: r.largest,
+        default=rounding("float32"),
+    )

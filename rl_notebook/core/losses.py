@@ -22,7 +22,14 @@ from .advantages import group_advantages
 from .align import require_finite
 from .types import AlignmentError, Datum, LossError, RLNotebookError
 from .names import NAMED, named_function
-from .options import KNOBS, SEQUENCE_RATIO, SURROGATE_KNOBS, TRL_PRESETS, Aggregation, LossKnobs
+from rl_notebook.core.options import (
+    KNOBS,
+    SEQUENCE_RATIO,
+    SURROGATE_KNOBS,
+    TRL_PRESETS,
+    Aggregation,
+    LossKnobs,
+)
 from .options import loss_faults, nearest, option_class
 
 # %% auto #0
@@ -47,7 +54,9 @@ class ActiveTokens:
 
     def sum_per_sample(self, x: Tensor) -> Tensor:  # (S,)
         "Sum of a (T,) series over the active tokens of each sample."
-        return torch.zeros(len(self.lengths), dtype=x.dtype, device=x.device).index_add(0, self.sample, x)
+        return torch.zeros(len(self.lengths), dtype=x.dtype, device=x.device).index_add(
+            0, self.sample, x
+        )
 
     def mean_per_sample(self, x: Tensor) -> Tensor:  # (S,)
         "Mean of a (T,) series over the active tokens of each sample; 0 for a sample without any."
@@ -63,10 +72,15 @@ class ActiveTokens:
         def __getattr__(self, name: str) -> Tensor:
             if name in _EARLIER_FIELDS:
                 now = _EARLIER_FIELDS[name]
-                warnings.warn(f"ActiveTokens.{name} is called {now} now; the short name goes away", stacklevel=2)
+                warnings.warn(
+                    f"ActiveTokens.{name} is called {now} now; the short name goes away",
+                    stacklevel=2,
+                )
                 return getattr(self, now)
             known = [f.name for f in fields(self)]
-            raise AttributeError(f"{name!r}: the tokens of a loss have {', '.join(known)}. {nearest(name, known)}")
+            raise AttributeError(
+                f"{name!r}: the tokens of a loss have {', '.join(known)}. {nearest(name, known)}"
+            )
 
 
 _EARLIER_FIELDS = {
@@ -92,7 +106,9 @@ def grpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 def reinforce(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-exp(p - b) A; the sampler's logprob is its anchor, so no further correction applies."
     assert t.sampler_logprobs is not None
-    return -torch.exp(torch.clamp(t.policy_logprobs - t.sampler_logprobs, -20.0, 20.0)) * t.advantages
+    return (
+        -torch.exp(torch.clamp(t.policy_logprobs - t.sampler_logprobs, -20.0, 20.0)) * t.advantages
+    )
 
 # %% ../../nbs/core/05_losses.ipynb #2cf00f13
 def importance_sampling(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
@@ -105,7 +121,9 @@ def clipped_surrogate(r: Tensor, t: ActiveTokens, o: LossOptions) -> Tensor:
     low, high = o.clip_range
     loss = torch.maximum(-r * t.advantages, -torch.clamp(r, low, high) * t.advantages)
     if o.eps_clip_c is not None:
-        loss = torch.where(t.advantages < 0, torch.minimum(-o.eps_clip_c * t.advantages, loss), loss)
+        loss = torch.where(
+            t.advantages < 0, torch.minimum(-o.eps_clip_c * t.advantages, loss), loss
+        )
     return loss
 
 # %% ../../nbs/core/05_losses.ipynb #f16314c8
@@ -141,7 +159,9 @@ def dro(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 def sapo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-sigmoid(tau (r - 1)) 4/tau A T with tau by the sign of A (https://arxiv.org/abs/2511.20347)."
     r = torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
-    tau = torch.where(t.advantages > 0, o.knob("sapo_temperature_pos"), o.knob("sapo_temperature_neg"))
+    tau = torch.where(
+        t.advantages > 0, o.knob("sapo_temperature_pos"), o.knob("sapo_temperature_neg")
+    )
     return -torch.sigmoid(tau * (r - 1)) * 4 / tau * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #29a0f672
@@ -158,16 +178,23 @@ def vespo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 # %% ../../nbs/core/05_losses.ipynb #718557fb
 def gmpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "-exp(mean of the clipped log ratio) A T; a log ratio is clipped only where the advantage asks for more of it."
-    gap, sign = log_ratio(t, o.knob("ratio_log_cap")), torch.sign(t.advantages)
+    gap = log_ratio(t, o.knob("ratio_log_cap"))
+    sign = torch.sign(t.advantages)
     low, high = o.clip_range
-    clipped = sign * torch.minimum(sign * gap, sign * torch.clamp(gap, math.log(low), math.log(high)))
+    clipped = sign * torch.minimum(
+        sign * gap, sign * torch.clamp(gap, math.log(low), math.log(high))
+    )
     return -torch.exp(t.mean_per_sample(clipped))[t.sample] * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #5a4e6112
-def dppo(gone: Callable[[Tensor, Tensor], Tensor], t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+def dppo(
+    gone: Callable[[Tensor, Tensor], Tensor], t: ActiveTokens, tis: Tensor, o: LossOptions
+) -> Tensor:
     "-sg(min(r, cap)) A p T, without tokens that the advantage pushes on although they have gone beyond their bound."
-    p, before = t.policy_logprobs.detach(), t.old_logprobs
-    far, direction = gone(p, before), torch.sign(p - before)
+    p = t.policy_logprobs.detach()
+    before = t.old_logprobs
+    far = gone(p, before)
+    direction = torch.sign(p - before)
     beyond = torch.where(t.advantages > 0, far > o.knob("dppo_high"), far > o.knob("dppo_low"))
     kept = ~(beyond & (direction == torch.sign(t.advantages)))
     ratio = torch.exp(log_ratio(t, 20.0)).detach().clamp(max=o.knob("dppo_cap"))
@@ -196,16 +223,21 @@ def kl_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     gap = log_ratio(t, o.knob("ratio_log_cap"))
     top = torch.zeros_like(gap).detach()
     if len(gap):
-        top[covariance(t).topk(max(1, int(len(gap) * o.knob("cov_share")))).indices] = o.knob("kl_cov_coef")
+        top[covariance(t).topk(max(1, int(len(gap) * o.knob("cov_share")))).indices] = o.knob(
+            "kl_cov_coef"
+        )
     return (-torch.exp(gap) * t.advantages + top * gap.abs()) * tis
 
 
 def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     "`ppo` without some tokens of high covariance, which a fixed seed draws."
-    r, (low, high) = torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), o.clip_range
+    r = torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
+    (low, high) = o.clip_range
     clipped = -torch.clamp(r, low, high) * t.advantages > -r * t.advantages
     cov = torch.where(clipped, -torch.inf, covariance(t)) if len(r) else r
-    among = torch.nonzero((cov > o.knob("clip_cov_low")) & (cov < o.knob("clip_cov_high"))).flatten()
+    among = torch.nonzero(
+        (cov > o.knob("clip_cov_low")) & (cov < o.knob("clip_cov_high"))
+    ).flatten()
     drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
     kept = torch.ones_like(r).detach()
     kept[among[drawn[: max(1, int(len(r) * o.knob("cov_share")))].to(among.device)]] = 0
@@ -236,18 +268,24 @@ class LossOptions(LossKnobs):
     def knob(self, name: str) -> Any:
         "The value that the loss will read: what was set, or its default; None if it reads no such knob."
         set_to = getattr(self, name)
-        known = POLICY_LOSSES.get(self.policy_loss)  # none as long as a function that is named is not imported
+        # none as long as a function that is named is not imported
+        known = POLICY_LOSSES.get(self.policy_loss)
         return known[1].get(name) if set_to is None and known else set_to
 
     @property
     def clip_range(self) -> tuple[float, float]:
         "Lowest and highest ratio that is not clipped."
-        low, high = self.knob("eps_clip"), self.knob("eps_clip_high")
+        low = self.knob("eps_clip")
+        high = self.knob("eps_clip_high")
         if low is None:
             fix = "Give your loss a default: a parameter eps_clip=0.2, or register_loss(fn, eps_clip=0.2)."
-            raise LossError("eps_clip", where=f"policy_loss {self.policy_loss!r}", got="none", fix=fix)
+            raise LossError(
+                "eps_clip", where=f"policy_loss {self.policy_loss!r}", got="none", fix=fix
+            )
         high = low if high is None else high
-        return (math.exp(-low), math.exp(high)) if self.policy_loss == "gmpo" else (1 - low, 1 + high)
+        return (
+            (math.exp(-low), math.exp(high)) if self.policy_loss == "gmpo" else (1 - low, 1 + high)
+        )
 
     @property
     def needs_sampler(self) -> bool:
@@ -312,17 +350,23 @@ def tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
         return torch.ones_like(t.old_logprobs)
     raw = raw_tis_weights(t, o)
     weight = torch.clamp(raw, o.tis_floor, o.tis_cap)
-    left_out = raw != weight if o.tis_mode != "truncate" else torch.zeros_like(raw, dtype=torch.bool)
+    left_out = (
+        raw != weight if o.tis_mode != "truncate" else torch.zeros_like(raw, dtype=torch.bool)
+    )
     if o.icepop_threshold is not None:
         left_out = left_out | outside_icepop(raw, o.icepop_threshold)
     return torch.where(left_out, 0.0, torch.ones_like(weight) if o.tis_mode == "reject" else weight)
 
 # %% ../../nbs/core/05_losses.ipynb #dcfce271
-def trained_share(t: ActiveTokens, o: LossOptions) -> Tensor | float:  # (T,) of 0 and 1, or 1 for all
+def trained_share(
+    t: ActiveTokens, o: LossOptions
+) -> Tensor | float:  # (T,) of 0 and 1, or 1 for all
     "Which tokens the policy loss keeps, by how far off-policy their sample is and by entropy."
     kept: Tensor | float = 1.0
     if o.off_policy_mask_threshold is not None:
-        gap = (t.old_logprobs if t.sampler_logprobs is None else t.sampler_logprobs) - t.policy_logprobs.detach()
+        gap = (
+            t.old_logprobs if t.sampler_logprobs is None else t.sampler_logprobs
+        ) - t.policy_logprobs.detach()
         far = t.mean_per_sample(gap)[t.sample] > o.off_policy_mask_threshold
         kept = kept * ~(far & (t.advantages < 0))
     if o.top_entropy_quantile < 1 and t.entropy is not None and len(t.entropy):
@@ -337,7 +381,9 @@ def natural_denominator(lengths: Sequence[int], groups: Sequence[int], aggregati
     return float(max(counts.get(aggregation, len(lengths)), 1))
 
 # %% ../../nbs/core/05_losses.ipynb #7c147cf0
-def aggregate(terms: Tensor, t: ActiveTokens, o: LossOptions, denominator: float | None = None) -> Tensor:
+def aggregate(
+    terms: Tensor, t: ActiveTokens, o: LossOptions, denominator: float | None = None
+) -> Tensor:
     "One number from the (T,) token terms; a denominator overrides the natural one."
     if o.aggregation == "sequence_mean":
         total = t.mean_per_sample(terms).sum()
@@ -361,7 +407,10 @@ def _flat(datums: Sequence[Datum], name: str, required: bool) -> np.ndarray | No
         if name == "ref_logprobs":
             fix += " In a loop, kl_beta above 0 or kl_metric=True brings them, from a backend with a reference."
         raise LossError(name, where=missing[0], got="none", expected="one per target", fix=fix)
-    series = [require_finite(getattr(d, name), d.weights, name=name, where=d.where)[d.active] for d in datums]
+    series = [
+        require_finite(getattr(d, name), d.weights, name=name, where=d.where)[d.active]
+        for d in datums
+    ]
     return np.concatenate(series) if series else np.zeros(0)
 
 # %% ../../nbs/core/05_losses.ipynb #7a507abe
@@ -379,7 +428,12 @@ class SideData:
 
     def __init__(self, datums: Sequence[Datum], options: LossOptions):
         if not datums:
-            raise LossError("datums", got="none", expected="at least one", fix="A step without signal trains nothing.")
+            raise LossError(
+                "datums",
+                got="none",
+                expected="at least one",
+                fix="A step without signal trains nothing.",
+            )
         _weights_are_binary(datums)
         self.where = [d.where for d in datums]
         self.active = [torch.from_numpy(np.flatnonzero(d.active)) for d in datums]
@@ -387,15 +441,21 @@ class SideData:
         lengths = np.array([d.num_loss_tokens for d in datums])
         by_rollout = options.anchor == "rollout"
         self.arrays: dict[str, Any] = {
-            "old_logprobs": _flat(datums, "sampler_logprobs" if by_rollout else "old_logprobs", by_rollout),
+            "old_logprobs": _flat(
+                datums, "sampler_logprobs" if by_rollout else "old_logprobs", by_rollout
+            ),
             "sampler_logprobs": _flat(datums, "sampler_logprobs", options.needs_sampler),
             "ref_logprobs": _flat(datums, "ref_logprobs", options.needs_ref),
         }
-        by_reward = np.concatenate([np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums])
+        by_reward = np.concatenate(
+            [np.broadcast_to(d.advantage, d.weights.shape)[d.active] for d in datums]
+        )
         by_teacher = 0.0
         if options.teacher_coeff:
             by_teacher = self.arrays["ref_logprobs"] - self.arrays["sampler_logprobs"]
-        self.arrays["advantages"] = options.reward_coeff * by_reward + options.teacher_coeff * by_teacher
+        self.arrays["advantages"] = (
+            options.reward_coeff * by_reward + options.teacher_coeff * by_teacher
+        )
         self.sample = torch.from_numpy(np.repeat(np.arange(len(datums)), lengths))
         self.lengths = torch.from_numpy(lengths)
         self.group = torch.from_numpy(np.unique([d.group for d in datums], return_inverse=True)[1])
@@ -403,10 +463,14 @@ class SideData:
     def with_policy(self, policy_logprobs: Sequence[Tensor]) -> ActiveTokens:
         "Select the active positions of the policy's logprobs and put the side data beside them."
         self._check(policy_logprobs)
-        p = torch.cat([lp[ix.to(lp.device)] for lp, ix in zip(policy_logprobs, self.active, strict=True)])
+        p = torch.cat(
+            [lp[ix.to(lp.device)] for lp, ix in zip(policy_logprobs, self.active, strict=True)]
+        )
         p = p if p.dtype == torch.float64 else p.float()
         self._check_finite(p)
-        on: dict[str, Any] = {k: None if a is None else torch.as_tensor(a).to(p) for k, a in self.arrays.items()}
+        on: dict[str, Any] = {
+            k: None if a is None else torch.as_tensor(a).to(p) for k, a in self.arrays.items()
+        }
         on["old_logprobs"] = p.detach() if on["old_logprobs"] is None else on["old_logprobs"]
         on |= {name: getattr(self, name).to(p.device) for name in ("sample", "lengths", "group")}
         return ActiveTokens(policy_logprobs=p, **on)
@@ -414,16 +478,24 @@ class SideData:
     def with_entropy(self, entropies: Sequence[Tensor] | None) -> Tensor:  # (T,)
         "The policy's entropy at the active positions; raises `LossError` where it is not known."
         fix = "Leave entropy_coeff and top_entropy_quantile out, or train with a backend that computes it: 'local'."
-        known = [h[ix.to(h.device)] for h, ix in zip(entropies or (), self.active, strict=bool(entropies))]
+        known = [
+            h[ix.to(h.device)]
+            for h, ix in zip(entropies or (), self.active, strict=bool(entropies))
+        ]
         if not known or not all(bool(torch.isfinite(h).all()) for h in known):
             got = "none" if not known else "NaN or infinity"
-            raise LossError("entropy of the policy", got=got, expected="that of every trained token", fix=fix)
+            raise LossError(
+                "entropy of the policy", got=got, expected="that of every trained token", fix=fix
+            )
         return torch.cat(known)
 
     def _check(self, policy_logprobs: Sequence[Tensor]) -> None:
-        got, expected = [len(lp) for lp in policy_logprobs], self.targets
+        got = [len(lp) for lp in policy_logprobs]
+        expected = self.targets
         if got != expected:
-            raise AlignmentError("policy_logprobs", got=f"lengths {got}"[:200], expected=f"{expected}"[:200])
+            raise AlignmentError(
+                "policy_logprobs", got=f"lengths {got}"[:200], expected=f"{expected}"[:200]
+            )
 
     def _check_finite(self, p: Tensor) -> None:
         if not bool(torch.isfinite(p).all()):
@@ -431,16 +503,26 @@ class SideData:
             i = int(self.sample[first])
             j = int(self.active[i][first - int(self.lengths[:i].sum())])
             got = f"{p[first].item()} at target {j}"
-            raise AlignmentError("policy_logprobs", where=self.where[i], got=got, expected="a finite number")
+            raise AlignmentError(
+                "policy_logprobs", where=self.where[i], got=got, expected="a finite number"
+            )
 
 # %% ../../nbs/core/05_losses.ipynb #839c5b36
 LOSS_PARAMETERS = (*(f.name for f in fields(ActiveTokens)), "tis", "tokens", "options", *KNOBS)
 _EARLIER_PARAMETERS = ("t", "o")  # tokens, options: as our own losses call them
 _ELSEWHERE = {  # as other trainers call them
-    **dict.fromkeys(("logprobs", "logps", "log_probs", "log_prob", "per_token_logps"), "policy_logprobs"),
-    **dict.fromkeys(("old_logps", "old_log_prob", "old_log_probs", "old_per_token_logps"), "old_logprobs"),
-    **dict.fromkeys(("ref_logps", "ref_log_prob", "ref_log_probs", "ref_per_token_logps"), "ref_logprobs"),
-    **dict.fromkeys(("rollout_log_probs", "rollout_logprobs", "behavior_logprobs"), "sampler_logprobs"),
+    **dict.fromkeys(
+        ("logprobs", "logps", "log_probs", "log_prob", "per_token_logps"), "policy_logprobs"
+    ),
+    **dict.fromkeys(
+        ("old_logps", "old_log_prob", "old_log_probs", "old_per_token_logps"), "old_logprobs"
+    ),
+    **dict.fromkeys(
+        ("ref_logps", "ref_log_prob", "ref_log_probs", "ref_per_token_logps"), "ref_logprobs"
+    ),
+    **dict.fromkeys(
+        ("rollout_log_probs", "rollout_logprobs", "behavior_logprobs"), "sampler_logprobs"
+    ),
     **dict.fromkeys(("adv", "advs", "reward", "rewards"), "advantages"),
     **dict.fromkeys(("config", "cfg", "args"), "options"),
 }
@@ -454,11 +536,19 @@ def loss_parameters(function: PolicyLoss) -> Mapping[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):  # made in C
-        raise LossError(what, got="a function whose parameters cannot be read", expected=expected) from None
+        raise LossError(
+            what, got="a function whose parameters cannot be read", expected=expected
+        ) from None
     for p in parameters.values():
-        known = p.name in LOSS_PARAMETERS or p.name in _EARLIER_PARAMETERS or p.kind is p.VAR_KEYWORD
+        known = (
+            p.name in LOSS_PARAMETERS or p.name in _EARLIER_PARAMETERS or p.kind is p.VAR_KEYWORD
+        )
         if not known and p.default is p.empty:
-            near = f"Did you mean {_ELSEWHERE[p.name]!r}?" if p.name in _ELSEWHERE else nearest(p.name, LOSS_PARAMETERS)
+            near = (
+                f"Did you mean {_ELSEWHERE[p.name]!r}?"
+                if p.name in _ELSEWHERE
+                else nearest(p.name, LOSS_PARAMETERS)
+            )
             if "mask" in p.name:
                 near = "Leave it out: a loss is given no tokens but those that are trained on."
             raise LossError(what, got=f"a parameter {p.name!r}", expected=expected, fix=near)
@@ -466,7 +556,8 @@ def loss_parameters(function: PolicyLoss) -> Mapping[str, inspect.Parameter]:
 
 # %% ../../nbs/core/05_losses.ipynb #425d2e8f
 def register_loss(
-    function: PolicyLoss | None = None,  # asks by name and returns (T,) terms; None = a decorator with arguments
+    function: PolicyLoss
+    | None = None,  # asks by name and returns (T,) terms; None = a decorator with arguments
     *,
     name: str | None = None,  # for `policy_loss`; None = the function's own
     **knobs: Any,  # settings of KNOBS that it reads by `options`, with defaults; its parameters count by themselves
@@ -488,12 +579,18 @@ def register_loss(
         return partial(register_loss, name=name, **knobs)
     called = name or getattr(function, "__name__", "")
     if called in SURROGATE_KNOBS or not called.isidentifier():
-        expected, fix = "a name that is not one of ours", "Choose another: register_loss(fn, name='mine')."
-        got = repr(called) if called.isidentifier() else "a function without a name, such as a lambda or a partial"
+        expected = "a name that is not one of ours"
+        fix = "Choose another: register_loss(fn, name='mine')."
+        got = (
+            repr(called)
+            if called.isidentifier()
+            else "a function without a name, such as a lambda or a partial"
+        )
         raise LossError("name of a loss", got=got, expected=expected, fix=fix)
     if unknown := sorted(set(knobs) - set(KNOBS)):
         fix = "Bind what is yours alone: register_loss(partial(fn, ...), name='mine')."
-        got, expected = ", ".join(unknown), f"some of {', '.join(KNOBS)}"
+        got = ", ".join(unknown)
+        expected = f"some of {', '.join(KNOBS)}"
         raise LossError(f"knob of the loss {called!r}", got=got, expected=expected, fix=fix)
     POLICY_LOSSES[called] = (function, knobs_of(function) | knobs)
     return function
@@ -507,7 +604,9 @@ def knobs_of(function: PolicyLoss) -> dict[str, Any]:
 # %% ../../nbs/core/05_losses.ipynb #11646941
 def loss_name(function: PolicyLoss) -> str:
     "The name under which a function is known as a loss, registered if it was not; raises `LossError` for one of ours."
-    registered = next((name for name, (known, _) in POLICY_LOSSES.items() if known is function), None)
+    registered = next(
+        (name for name, (known, _) in POLICY_LOSSES.items() if known is function), None
+    )
     if registered is not None:
         return registered
     inner = getattr(function, "func", function)  # of a functools.partial
@@ -515,14 +614,18 @@ def loss_name(function: PolicyLoss) -> str:
     if own in SURROGATE_KNOBS:
         register_loss(function, name=own)  # raises
     names = itertools.chain([own], (f"{own}_{i}" for i in itertools.count(2)))
-    name = next(n for n in names if n not in POLICY_LOSSES or _is_redefined(POLICY_LOSSES[n][0], function))
+    name = next(
+        n for n in names if n not in POLICY_LOSSES or _is_redefined(POLICY_LOSSES[n][0], function)
+    )
     POLICY_LOSSES[name] = function, knobs_of(function)
     return name
 
 
 def _is_redefined(before: PolicyLoss, now: PolicyLoss) -> bool:
     "Whether two functions are one definition that was run twice, as a cell is."
-    places = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (before, now)]
+    places = [
+        (getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (before, now)
+    ]
     return places[0] == places[1] and (places[0][1] or "<lambda>").isidentifier()
 
 # %% ../../nbs/core/05_losses.ipynb #31961aff
@@ -531,7 +634,9 @@ def policy_loss_fn(o: LossOptions) -> PolicyLoss:
     name = o.policy_loss
     if NAMED.fullmatch(name):
         function = named_function(name, "policy_loss", LossError)
-        registered = next((knobs for known, knobs in POLICY_LOSSES.values() if known is function), None)
+        registered = next(
+            (knobs for known, knobs in POLICY_LOSSES.values() if known is function), None
+        )
         POLICY_LOSSES[name] = function, knobs_of(function) if registered is None else registered
         _check_options(o)
     function = POLICY_LOSSES[name][0]
@@ -541,22 +646,34 @@ def policy_loss_fn(o: LossOptions) -> PolicyLoss:
 def _call_by_name(function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Any:
     "What a loss returns for what it asks for."
     values: dict[str, Any] = {f.name: getattr(t, f.name) for f in fields(t)}
-    values |= {"tis": tis, "tokens": t, "options": o, "t": t, "o": o} | {knob: o.knob(knob) for knob in KNOBS}
+    values |= {"tis": tis, "tokens": t, "options": o, "t": t, "o": o} | {
+        knob: o.knob(knob) for knob in KNOBS
+    }
     parameters = loss_parameters(function)
     asked = {name: values[name] for name, p in parameters.items() if name in values}
-    asked = {k: v for k, v in asked.items() if v is not None or parameters[k].default is inspect.Parameter.empty}
+    asked = {
+        k: v
+        for k, v in asked.items()
+        if v is not None or parameters[k].default is inspect.Parameter.empty
+    }
     if none := [name for name, value in asked.items() if value is None]:
         fix = f"Give it a default, as in def {o.policy_loss}(..., {none[0]}=0.2), or set it."
-        raise LossError(f"{none[0]} of policy_loss {o.policy_loss!r}", got="none", expected="a value", fix=fix)
+        raise LossError(
+            f"{none[0]} of policy_loss {o.policy_loss!r}", got="none", expected="a value", fix=fix
+        )
     bound = inspect.signature(function).bind_partial()
     bound.arguments |= asked
     for p in parameters.values():
         if p.kind is p.VAR_KEYWORD:
-            bound.arguments[p.name] = {f.name: values[f.name] for f in fields(t) if f.name not in asked}
+            bound.arguments[p.name] = {
+                f.name: values[f.name] for f in fields(t) if f.name not in asked
+            }
     return function(*bound.args, **bound.kwargs)
 
 
-def _own_terms(name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:  # (T,)
+def _own_terms(
+    name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions
+) -> Tensor:  # (T,)
     "The terms of a loss that is not ours, checked; times the correction, unless it takes that itself."
     refuse = partial(LossError, f"policy_loss {name!r}")
     try:
@@ -564,17 +681,33 @@ def _own_terms(name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o:
     except RLNotebookError:
         raise
     except Exception as e:  # whatever the function does
-        got, expected = f"{type(e).__name__}: {e}", "a term per token"
+        got = f"{type(e).__name__}: {e}"
+        expected = "a term per token"
         raise LossError(f"policy_loss {name!r} raised", got=got, expected=expected) from e
     if not isinstance(terms, Tensor) or terms.shape != t.policy_logprobs.shape:
-        got = f"a tensor of shape {tuple(terms.shape)}" if isinstance(terms, Tensor) else type(terms).__name__
+        got = (
+            f"a tensor of shape {tuple(terms.shape)}"
+            if isinstance(terms, Tensor)
+            else type(terms).__name__
+        )
         fix = "Return the terms; `aggregation` sums and divides them."
-        raise refuse(got=got, expected=f"a tensor of shape ({len(t.policy_logprobs)},), one term per token", fix=fix)
+        raise refuse(
+            got=got,
+            expected=f"a tensor of shape ({len(t.policy_logprobs)},), one term per token",
+            fix=fix,
+        )
     if not bool(torch.isfinite(terms).all()):
         first = int(torch.nonzero(~torch.isfinite(terms))[0])
         raise refuse(got=f"{terms[first].item()} for token {first}", expected="finite numbers")
-    if len(terms) and t.policy_logprobs.requires_grad and torch.is_grad_enabled() and not terms.requires_grad:
-        raise refuse(got="terms without a gradient", expected="terms that depend on policy_logprobs")
+    if (
+        len(terms)
+        and t.policy_logprobs.requires_grad
+        and torch.is_grad_enabled()
+        and not terms.requires_grad
+    ):
+        raise refuse(
+            got="terms without a gradient", expected="terms that depend on policy_logprobs"
+        )
     return terms if "tis" in loss_parameters(function) else terms * tis
 
 # %% ../../nbs/core/05_losses.ipynb #df936ba9
@@ -594,7 +727,8 @@ def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,
 
 # %% ../../nbs/core/05_losses.ipynb #819c325a
 LossFn = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
-READS_ENTROPY = "reads_entropy"  # a loss with this mark takes (N-1,) entropies as well, as third argument
+# a loss with this mark takes (N-1,) entropies as well, as third argument
+READS_ENTROPY = "reads_entropy"
 
 
 def reads_entropy(loss_fn: Callable[..., Any]) -> bool:
@@ -606,16 +740,20 @@ def make_loss_fn(
     datums: Sequence[Datum],  # in the order in which they will be trained
     options: LossOptions | None = None,  # or as keywords, see LossOptions
     *,
-    denominator: float | None = None,  # what the sum is divided by; None = by `aggregation` over these datums
+    denominator: float
+    | None = None,  # what the sum is divided by; None = by `aggregation` over these datums
     **changes: Any,  # fields of LossOptions
 ) -> LossFn:  # (datums, policy_logprobs) -> (scalar loss with gradient, metrics)
     "A loss function over exactly these datums."
     o = replace(options, **changes) if options else LossOptions(**changes)
-    policy_loss_fn(o)  # imports it if it is named module:function: what it asks for is known from then on
+    # imports it if it is named module:function: what it asks for is known from then on
+    policy_loss_fn(o)
     side = SideData(datums, o)
 
     def loss_fn(
-        _datums: Sequence[Any], policy_logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None
+        _datums: Sequence[Any],
+        policy_logprobs: Sequence[Tensor],
+        entropies: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
         t = side.with_policy(policy_logprobs)
         t = replace(t, entropy=side.with_entropy(entropies)) if o.needs_entropy else t
@@ -628,7 +766,9 @@ def make_loss_fn(
     return loss_fn
 
 # %% ../../nbs/core/05_losses.ipynb #1137e724
-def loss_metrics(t: ActiveTokens, o: LossOptions, denominator: float | None = None) -> dict[str, float]:
+def loss_metrics(
+    t: ActiveTokens, o: LossOptions, denominator: float | None = None
+) -> dict[str, float]:
     "What the loss saw: counts, ratios, clipping, KL, correction, and who moved the policy."
     leaf = replace(t, policy_logprobs=t.policy_logprobs.detach())
     kept = trained_share(leaf, o)
@@ -658,7 +798,8 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     out["ppo_kl"] = KL_ESTIMATORS["k3"](t.old_logprobs, t.policy_logprobs).mean().item()
     if o.policy_loss in SURROGATE_KNOBS and o.knob("eps_clip") is not None:
         low, high = o.clip_range
-        is_low, is_high = (r < low) & (t.advantages < 0), (r > high) & (t.advantages > 0)
+        is_low = (r < low) & (t.advantages < 0)
+        is_high = (r > high) & (t.advantages > 0)
         for name, clipped in (("low", is_low), ("high", is_high), ("region", is_low | is_high)):
             out[f"clip_ratio/{name}_mean"] = clipped.double().mean().item()
     return out
@@ -670,14 +811,23 @@ def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     # what this step's earlier updates moved is no mismatch
     before = t.policy_logprobs if o.anchor == "rollout" else t.old_logprobs
     log_ratio = (before - t.sampler_logprobs).double()
-    gap, both = log_ratio.abs(), torch.logsumexp(torch.stack([log_ratio, 2 * log_ratio]), dim=1)
-    out = {f"sampling/sampling_logp_difference/{k}": v.item() for k, v in (("mean", gap.mean()), ("max", gap.max()))}
+    gap = log_ratio.abs()
+    both = torch.logsumexp(torch.stack([log_ratio, 2 * log_ratio]), dim=1)
+    out = {
+        f"sampling/sampling_logp_difference/{k}": v.item()
+        for k, v in (("mean", gap.mean()), ("max", gap.max()))
+    }
     out["sampling/kl"] = KL_ESTIMATORS["k3"](t.sampler_logprobs, before).mean().item()
     out["sampling/perplexity_ratio"] = (-log_ratio.mean()).exp().item()
     out["sampling/ess"] = (2 * both[0] - both[1]).exp().item() / len(log_ratio)
     if o.tis != "off":
-        raw, w = raw_tis_weights(t, o), tis_weights(t, o)
-        out |= {"tis/raw_min": raw.min().item(), "tis/raw_p50": raw.median().item(), "tis/raw_max": raw.max().item()}
+        raw = raw_tis_weights(t, o)
+        w = tis_weights(t, o)
+        out |= {
+            "tis/raw_min": raw.min().item(),
+            "tis/raw_p50": raw.median().item(),
+            "tis/raw_max": raw.max().item(),
+        }
         out |= {"tis/raw_mean": raw.mean().item(), "tis/weight_mean": w.mean().item()}
         out["tis/clip_frac"] = ((raw > o.tis_cap) | (raw < o.tis_floor)).double().mean().item()
         out["tis/ess"] = (w.sum() ** 2 / (len(w) * (w**2).sum()).clamp(min=1e-30)).item()
@@ -686,17 +836,26 @@ def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #5374022f
-def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None) -> dict[str, float]:
+def _gradient_shares(
+    t: ActiveTokens, o: LossOptions, denominator: float | None
+) -> dict[str, float]:
     "Shares of the sum of |dL/dp|: of tokens with positive advantage, and of the KL term."
     with torch.enable_grad():
         leaf = replace(t, policy_logprobs=t.policy_logprobs.detach().requires_grad_())
         surrogate, kl = loss_terms(leaf, o)
         p = leaf.policy_logprobs
-        pg = torch.autograd.grad(aggregate(surrogate, leaf, o, denominator), p, allow_unused=True)[0]
-        pull = torch.autograd.grad(aggregate(kl, leaf, o, denominator), p)[0] if kl.requires_grad else None
+        pg = torch.autograd.grad(aggregate(surrogate, leaf, o, denominator), p, allow_unused=True)[
+            0
+        ]
+        pull = (
+            torch.autograd.grad(aggregate(kl, leaf, o, denominator), p)[0]
+            if kl.requires_grad
+            else None
+        )
     pg = torch.zeros_like(t.old_logprobs) if pg is None else pg
     pull = torch.zeros_like(pg) if pull is None else pull
-    total, parts = (pg + pull).abs().sum().item(), (pg.abs().sum() + pull.abs().sum()).item()
+    total = (pg + pull).abs().sum().item()
+    parts = (pg.abs().sum() + pull.abs().sum()).item()
     positive = (pg + pull).abs()[t.advantages > 0].sum().item()
     shares = {"positive_share": positive / total if total else 0.0}
     shares["kl_share"] = pull.abs().sum().item() / parts if parts else 0.0
@@ -708,19 +867,29 @@ def _gradient_shares(t: ActiveTokens, o: LossOptions, denominator: float | None)
 
 # %% ../../nbs/core/05_losses.ipynb #102f2b01
 def _guide_samples(
-    data: Sequence[Any], policy: Sequence[Tensor], advantages: np.ndarray, **series: Sequence[Sequence[float]]
+    data: Sequence[Any],
+    policy: Sequence[Tensor],
+    advantages: np.ndarray,
+    **series: Sequence[Sequence[float]],
 ) -> Iterator[tuple[Any, ...]]:
     "Of each sample its advantage and, at the targets of weight 1, the policy's logprobs and each of the series."
     rows = {"weights": [d.loss_fn_inputs["weights"].data for d in data], **series}
     for name, found in rows.items():
-        got, expected = [len(row) for row in found], [len(p) for p in policy]
+        got = [len(row) for row in found]
+        expected = [len(p) for p in policy]
         if got != expected or len(got) != len(advantages):
             fix = f"One value per target, and one series for each of the {len(advantages)} rewards."
-            raise AlignmentError(name, got=f"lengths {got}"[:200], expected=f"{expected}"[:200], fix=fix)
+            raise AlignmentError(
+                name, got=f"lengths {got}"[:200], expected=f"{expected}"[:200], fix=fix
+            )
     for i, (p, a) in enumerate(zip(policy, advantages, strict=True)):
-        weights, *values = (torch.as_tensor(np.asarray(found[i], dtype=np.float64)).to(p) for found in rows.values())
+        weights, *values = (
+            torch.as_tensor(np.asarray(found[i], dtype=np.float64)).to(p) for found in rows.values()
+        )
         if not bool(((weights == 0) | (weights == 1)).all()):
-            raise LossError("weights", where=f"sample {i}", got="a number between", expected="0 or 1")
+            raise LossError(
+                "weights", where=f"sample {i}", got="a number between", expected="0 or 1"
+            )
         yield float(a), p[weights == 1], *(row[weights == 1] for row in values)
 
 # %% ../../nbs/core/05_losses.ipynb #e2bb7b88
@@ -733,7 +902,9 @@ def make_grpo_loss_fn(
     "The Fireworks guides' on-policy GRPO loss: REINFORCE with group-normalised rewards and a k1 term."
     advantages = group_advantages(rewards, eps=eps)
 
-    def loss_fn(data: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def loss_fn(
+        data: Sequence[Any], policy_logprobs: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[str, float]]:
         samples = list(_guide_samples(data, policy_logprobs, advantages, ref_logprobs=ref_logprobs))
         kl = torch.stack([(p - f).sum() for _, p, f in samples]).mean()
         loss = torch.stack([-a * p.sum() for a, p, _ in samples]).mean() + kl_beta * kl
@@ -755,12 +926,20 @@ def make_offpolicy_grpo_loss_fn(
     advantages = group_advantages(rewards, eps=eps)
     series = {"ref_logprobs": ref_logprobs, "behavior_logprobs": behavior_logprobs}
 
-    def loss_fn(data: Sequence[Any], policy_logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def loss_fn(
+        data: Sequence[Any], policy_logprobs: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[str, float]]:
         samples = list(_guide_samples(data, policy_logprobs, advantages, **series))
         mean_log_ratios = [(p - b).sum() / max(len(p), 1) for _, p, _, b in samples]
         rho = torch.clamp(torch.exp(torch.stack(mean_log_ratios)), max=clip_rho)
         rho = rho.detach() if detach_rho else rho
-        loss = (rho * torch.stack([(-a * p + kl_beta * (p - f)).sum() for a, p, f, _ in samples])).mean()
-        return loss, {"grpo_loss": loss.item(), "rho/mean": rho.mean().item(), "rho/max": rho.max().item()}
+        loss = (
+            rho * torch.stack([(-a * p + kl_beta * (p - f)).sum() for a, p, f, _ in samples])
+        ).mean()
+        return loss, {
+            "grpo_loss": loss.item(),
+            "rho/mean": rho.mean().item(),
+            "rho/max": rho.max().item(),
+        }
 
     return loss_fn

@@ -48,7 +48,10 @@ def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
     rewards = [known_rewards(g) for g in groups]
     everything = np.concatenate([*rewards, np.zeros(0)])
     middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
-    kind = lambda r: "" if not len(r) or not is_dead(r) else "high" if r[0] > middle else "low"
+
+    def kind(r):
+        return "" if not len(r) or not is_dead(r) else "high" if r[0] > middle else "low"
+
     return [kind(r) for r in rewards]
 
 # %% ../../nbs/core/07_metrics.ipynb #c60411dc
@@ -97,7 +100,9 @@ def pass_at_k(
 ) -> float:
     "Probability that one of k completions is right: unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1)."
     if not 0 <= c <= n or not 1 <= k <= n:
-        raise RLNotebookError("pass@k", got=f"n={n}, c={c}, k={k}", expected="0 <= c <= n and 1 <= k <= n")
+        raise RLNotebookError(
+            "pass@k", got=f"n={n}, c={c}, k={k}", expected="0 <= c <= n and 1 <= k <= n"
+        )
     return 1.0 - float(np.prod(1.0 - k / np.arange(n - c + 1, n + 1)))
 
 
@@ -108,7 +113,8 @@ def pass_sizes(asked: int) -> list[int]:
 
 def pass_metrics(groups: Sequence[PromptGroup], asked: int, passing: float) -> dict[str, float]:
     "`eval/avg@n` and `eval/pass@k` for k of 1, 2, 4 and so on up to n, over prompts with that many completions."
-    rewards = [g.rewards[g.run_starts] for g in groups if g.samples]  # the segments of a run share theirs
+    # the segments of a run share theirs
+    rewards = [g.rewards[g.run_starts] for g in groups if g.samples]
     counts = [(len(r), int((r >= passing).sum())) for r in rewards]
     found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in pass_sizes(asked)}
     return {f"eval/avg@{asked}": _mean([c / n for n, c in counts])} | {
@@ -119,12 +125,15 @@ def pass_metrics(groups: Sequence[PromptGroup], asked: int, passing: float) -> d
 def evaluation_names(asked: int) -> list[str]:
     "The metrics of an evaluation with so many completions of each prompt."
     names = ["eval/reward", "eval/mean_length", "eval/clipped_ratio", "eval/num_samples"]
-    return names + [f"eval/avg@{asked}", *(f"eval/pass@{k}" for k in pass_sizes(asked))] * (asked > 1)
+    return names + [f"eval/avg@{asked}", *(f"eval/pass@{k}" for k in pass_sizes(asked))] * (
+        asked > 1
+    )
 
 # %% ../../nbs/core/07_metrics.ipynb #8dec112a
 def datum_metrics(datums: Sequence[Datum]) -> dict[str, float]:
     "Counts, mask coverage and truncation of the datums of a step."
-    targets, active = sum(len(d.weights) for d in datums), sum(d.num_loss_tokens for d in datums)
+    targets = sum(len(d.weights) for d in datums)
+    active = sum(d.num_loss_tokens for d in datums)
     return {
         "train/num_datums": float(len(datums)),
         "train/num_loss_tokens": float(active),
@@ -140,7 +149,10 @@ def staleness_metrics(groups: Sequence[PromptGroup], policy_version: int) -> dic
     gap = [policy_version - version for version in versions if version is not None]
     if versions and not gap:
         return {}
-    return {"staleness/mean": _mean(gap) if gap else 0.0, "staleness/max": float(max(gap, default=0))}
+    return {
+        "staleness/mean": _mean(gap) if gap else 0.0,
+        "staleness/max": float(max(gap, default=0)),
+    }
 
 # %% ../../nbs/core/07_metrics.ipynb #12951e99
 def merge_metrics(*parts: Mapping[str, float]) -> dict[str, float]:
@@ -149,7 +161,9 @@ def merge_metrics(*parts: Mapping[str, float]) -> dict[str, float]:
     for part in parts:
         twice = sorted(out.keys() & part.keys())
         if twice:
-            raise RLNotebookError("metrics reported twice", got=", ".join(twice), fix="Rename one of them.")
+            raise RLNotebookError(
+                "metrics reported twice", got=", ".join(twice), fix="Rename one of them."
+            )
         out |= part
     return out
 

@@ -49,7 +49,8 @@ def _reaches_out(key: Any, text: str) -> bool:
     "Whether a setting names code, a service, a tracker, a file or an address."
     if key in ("base_url", "report_to", "project", "chat_template", "resume_from"):
         return True
-    service = key == "backend" and text not in ("auto", "local", "openai")  # which you pay, or which base_url names
+    # which you pay, or which base_url names
+    service = key == "backend" and text not in ("auto", "local", "openai")
     service = service or (key == "base_model" and text.startswith("accounts/"))
     return service or (key == "dataset" and text != "toy") or NAMED.fullmatch(text) is not None
 
@@ -70,7 +71,8 @@ def from_file(value: Any, folder: str, trusted: Collection[str] | None, key: Any
     "Plain values that a run folder holds, with every name marked that is not among the trusted ones; None trusts all."
     if isinstance(value, Mapping):
         told = value.get("report_to") or ()
-        if value.get("wandb") is not None and "wandb" not in told:  # it reports, whatever else is said
+        # it reports, whatever else is said
+        if value.get("wandb") is not None and "wandb" not in told:
             value = {**value, "report_to": [*([told] if isinstance(told, str) else told), "wandb"]}
         return {k: from_file(v, folder, trusted, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -120,13 +122,20 @@ def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Cal
             missing = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
             if missing:
                 raise refuse(expected=f"an importable module:function ({e})", fix=looked) from None
-            what, got = f"{setting} {name!r}: importing {module} raised", f"{type(e).__name__}: {e}"
+            what = f"{setting} {name!r}: importing {module} raised"
+            got = f"{type(e).__name__}: {e}"
             raise error(what, got=got, expected="an importable module:function") from e
     function = getattr(found, attribute, None)
     if not callable(function):
         if hasattr(found, attribute):
-            refuse = functools.partial(error, setting, got=f"{name!r}, which is of type {type(function).__name__}")
-        has = [n for n, v in vars(found).items() if inspect.isfunction(v) and v.__module__ == found.__name__]
+            refuse = functools.partial(
+                error, setting, got=f"{name!r}, which is of type {type(function).__name__}"
+            )
+        has = [
+            n
+            for n, v in vars(found).items()
+            if inspect.isfunction(v) and v.__module__ == found.__name__
+        ]
         where = getattr(found, "__file__", None) or "built in"
         expected = f"a function of {module} ({where}), which has {', '.join(has) or 'none'}"
         raise refuse(expected=expected)
@@ -176,7 +185,9 @@ def _flush(path: Path) -> None:
         if not names:
             raise
         lost = "after a power cut, the newest files may be missing"
-        warnings.warn(f"the file system cannot flush the names of files ({e.strerror}): {lost}", stacklevel=4)
+        warnings.warn(
+            f"the file system cannot flush the names of files ({e.strerror}): {lost}", stacklevel=4
+        )
 
 # %% ../../nbs/core/01_names.ipynb #e6bbaeb4
 @contextmanager
@@ -205,7 +216,8 @@ def write_file(path: Path, content: str | bytes) -> None:
 @contextmanager
 def new_folder(path: Path, replace: bool = False, flush: bool = True) -> Iterator[Path]:
     "A folder to fill, which gets its name when the block ends well; without `flush` a power cut may take it."
-    draft, old = _draft(path), _draft(path)
+    draft = _draft(path)
+    old = _draft(path)
     try:
         draft.mkdir()
         yield draft
@@ -236,7 +248,9 @@ def open_file(path: Path, limit: int = MAX_FILE) -> IO[bytes]:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not an ordinary file", str(path))
     if status.st_size > limit:
-        raise OSError(errno.EFBIG, f"{status.st_size:,} bytes, and at most {limit:,} are read", str(path))
+        raise OSError(
+            errno.EFBIG, f"{status.st_size:,} bytes, and at most {limit:,} are read", str(path)
+        )
     return path.open("rb")
 
 
@@ -248,12 +262,16 @@ def read_file(path: Path, limit: int = MAX_FILE) -> bytes:
 
 def lock_file(path: Path) -> int:  # its handle: close it to let go
     "Hold a file as the only process; raises BlockingIOError with the name of another one that does."
-    handle = os.open(path, os.O_RDONLY | os.O_CREAT | _NO_LINK, 0o644)  # a disk can be set read-only meanwhile
+    # a disk can be set read-only meanwhile
+    handle = os.open(path, os.O_RDONLY | os.O_CREAT | _NO_LINK, 0o644)
     try:
         import fcntl
 
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with suppress(OSError), open(os.open(path, os.O_WRONLY | os.O_TRUNC | _NO_LINK), "w") as named:
+        with (
+            suppress(OSError),
+            open(os.open(path, os.O_WRONLY | os.O_TRUNC | _NO_LINK), "w") as named,
+        ):
             named.write(f"process {os.getpid()}\n")  # not on a full disk
     except BlockingIOError as e:
         holder = os.read(handle, 100).decode(errors="replace").strip()
@@ -278,7 +296,10 @@ class _Handler:
 @contextmanager
 def on_interrupt(act: Callable[[], bool]) -> Iterator[None]:
     "While inside, an interrupt of the main thread calls `act`; where that returns False, it does what it did before."
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is None
+    ):
         yield
         return
     handler = _Handler(act)
@@ -294,7 +315,8 @@ def on_interrupt(act: Callable[[], bool]) -> Iterator[None]:
 @contextmanager
 def interrupts_held() -> Iterator[list[None]]:  # one None for each that was heard so far
     "While inside, the first interrupt waits until the block is over; the next ones do not."
-    heard, counts = list[None](), callable(signal.getsignal(signal.SIGINT))  # else it is ignored, here as well
+    # else it is ignored, here as well
+    heard, counts = list[None](), callable(signal.getsignal(signal.SIGINT))
     try:
         with on_interrupt(lambda: counts and (heard.append(None) or len(heard) == 1)):
             yield heard
@@ -319,7 +341,8 @@ def _described(folder: Path) -> dict[str, str]:
 def note_started(folder: Path, names: Collection[str]) -> None:
     "Note that these names of a run folder are the user's own; a name that came from a file is not."
     own = sorted(name for name in names if not isinstance(name, NameFromFile))
-    with suppress(OSError, RuntimeError):  # no home, or a full disk: then the run is as good as a foreign one
+    # no home, or a full disk: then the run is as good as a foreign one
+    with suppress(OSError, RuntimeError):
         note = _note(folder)
         note.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_file(note, json.dumps(_described(folder) | {"names": own}, indent=1))
@@ -341,4 +364,8 @@ def trusted_names(folder: Path) -> frozenset[str]:
 
 def page_place(folder: Path) -> Path:
     "Where the page of a run is written when it is looked at: into its folder if it was started here, else elsewhere."
-    return _note(folder).with_suffix(".html") if names_noted(folder) is None else folder / "report.html"
+    return (
+        _note(folder).with_suffix(".html")
+        if names_noted(folder) is None
+        else folder / "report.html"
+    )

@@ -20,22 +20,36 @@ __all__ = ['numeric_equal']
 _DASHES = str.maketrans(dict.fromkeys("‐‑‒–—―−﹣－", "-") | {"⁄": "/", "∕": "/"})
 _POWERS = re.compile("[⁺⁻⁰¹²³⁴-⁹]+")
 _GAPS = re.compile(r"(?<=\d)(?:[\u00a0\u2009\u202f'’]|\{,\}|,)(?=\d{3}(?!\d))")
-_GROUPED = re.compile(r"(?<![\d.,(\[{])\d{1,3}(?:(?:[\u00a0\u2009\u202f'’]|\{,\}|,)\d{3})+(?![\d,]*\d)")
+_GROUPED = re.compile(
+    r"(?<![\d.,(\[{])\d{1,3}(?:(?:[\u00a0\u2009\u202f'’]|\{,\}|,)\d{3})+(?![\d,]*\d)"
+)
 
 
 def in_ascii(text: str) -> str:
     "A text whose numbers are written with ASCII digits, `-`, `/` and `^{…}`, and without separators of thousands."
     text = _POWERS.sub(lambda m: f"^{{{unicodedata.normalize('NFKC', m[0])}}}", text)
-    read = lambda c: str(unicodedata.decimal(c)) if c.isdecimal() else unicodedata.normalize("NFKC", c)
+
+    def read(c):
+        return str(unicodedata.decimal(c)) if c.isdecimal() else unicodedata.normalize("NFKC", c)
+
     known = {c: c if c < "\x80" or c in "\u00a0\u2009\u202f" else read(c) for c in set(text)}
     text = "".join(f" {known[c]} " if "⁄" in known[c] else known[c] for c in text)
     return _GROUPED.sub(lambda m: _GAPS.sub("", m[0]), text.translate(_DASHES))
 
 # %% ../../nbs/core/10_numbers.ipynb #3146414d
-MAGNITUDES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+MAGNITUDES = {
+    "dozen": 12,
+    "hundred": 100,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 MAGNITUDES["k"] = 1000
 _COUNTS = rf"(?:pi|{'|'.join(MAGNITUDES)})s?"
-_WORD, _MARK = r"[^\W\d_][^\W\d_']+", r"[^\w\s+*/^=\\<>≤≥≠±√π(){}.:,!|-]"  # in any alphabet; what is no arithmetic
+# in any alphabet; what is no arithmetic
+_WORD = r"[^\W\d_][^\W\d_']+"
+_MARK = r"[^\w\s+*/^=\\<>≤≥≠±√π(){}.:,!|-]"
 
 # %% ../../nbs/core/10_numbers.ipynb #744232d1
 def _mixed(m: re.Match[str]) -> str:
@@ -46,7 +60,12 @@ def _mixed(m: re.Match[str]) -> str:
 # %% ../../nbs/core/10_numbers.ipynb #1b791a97
 _REWRITES = (  # again and again, until nothing changes
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf)\s*\{([^{}]*)\}|\*\*([^*]*)\*\*"), r" \1\2 "),
-    (re.compile(r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?|\^\s*\{?\\circ\}?"), ""),
+    (
+        re.compile(
+            r"\\?[$%]|[€£¥¢~]|\\(?:left|right|[,;:! ()\[\]])|(?<=[a-zA-Z])\^\{?-?\d\}?|\^\s*\{?\\circ\}?"
+        ),
+        "",
+    ),
     (re.compile(r"\b(?:minus|negative)\s+(?=[\d.])"), "-"),
     (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])|(?<=\d)\s*x\s*(?=\d)"), "*"),
     (re.compile(r"\\div(?![a-zA-Z])"), "/"),
@@ -55,14 +74,27 @@ _REWRITES = (  # again and again, until nothing changes
     (re.compile(r"\\sqrt\s*\{([^{}]*)\}"), r"((\1)**(1/2))"),
     (re.compile(r"\^\s*\{([^{}]*)\}"), r"**(\1)"),
     (re.compile(r"(?<![\d./])(\d+)\s+(\d+)\s*/\s*(\d+)(?![\d.]|\s*[/*^])"), _mixed),  # 3 1/2
-    (re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(MAGNITUDES)})s?\b"), lambda m: f"@{MAGNITUDES[m[1].lower()]}"),
+    (
+        re.compile(rf"(?i)(?<=[\d)])\s*({'|'.join(MAGNITUDES)})s?\b"),
+        lambda m: f"@{MAGNITUDES[m[1].lower()]}",
+    ),
     (re.compile(r"(?<![\w.])0+(?=\d)"), ""),
     (re.compile(rf"^\s*(?:{_WORD}[\s:,.]+|{_MARK}\s*)+(?=[\d.(-])"), ""),  # before the number
-    (re.compile(rf"(?<=[\d)])\s*(?!{_COUNTS}\b)(?:[-/(]?{_WORD}|[mglhs]\b|</|{_MARK})[^\d+*=^]*$"), ""),  # behind it
+    (
+        re.compile(
+            rf"(?<=[\d)])\s*(?!{_COUNTS}\b)(?:[-/(]?{_WORD}|[mglhs]\b|</|{_MARK})[^\d+*=^]*$"
+        ),
+        "",
+    ),  # behind it
 )
 MAX_EXPONENT = 400  # of ten
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "^": "**", "{": "(", "}": ")"})
-_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_OPERATORS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 _OPERATORS[ast.MatMult] = operator.mul
 
 
@@ -70,7 +102,8 @@ def as_expression(answer: Any) -> str:
     "A final answer as an expression in Python, apart from words and decoration; empty where it is too long."
     if isinstance(answer, int) and answer.bit_length() > 660:  # 200 digits
         return ""
-    before, text = "", in_ascii(str(answer)[:201].replace("@", " "))
+    before = ""
+    text = in_ascii(str(answer)[:201].replace("@", " "))
     if len(text) > 200:
         return ""
     if text.count("=") == 1:
@@ -134,10 +167,14 @@ def _is_written_out(node: ast.AST) -> bool:
     match node:
         case ast.Constant():
             return True
-        case ast.BinOp(ast.Constant(value=int() as top), ast.Div(), ast.Constant(value=int() as bottom)):
+        case ast.BinOp(
+            ast.Constant(value=int() as top), ast.Div(), ast.Constant(value=int() as bottom)
+        ):
             return bottom > 1 and math.gcd(top, bottom) == 1
         case ast.BinOp(
-            ast.Constant(value=int() | float() as a), ast.Mult(), ast.BinOp(ast.Constant(value=10), ast.Pow(), exponent)
+            ast.Constant(value=int() | float() as a),
+            ast.Mult(),
+            ast.BinOp(ast.Constant(value=10), ast.Pow(), exponent),
         ):
             return 1 <= a < 10 and isinstance(getattr(exponent, "operand", exponent), ast.Constant)
         case ast.BinOp(number, ast.MatMult(), ast.Constant()):
@@ -145,20 +182,28 @@ def _is_written_out(node: ast.AST) -> bool:
     return False
 
 
-def parse_figure(answer: Any) -> Fraction | None:  # exact; None = not one number, or arithmetic that is left to do
+def parse_figure(
+    answer: Any,
+) -> Fraction | None:  # exact; None = not one number, or arithmetic that is left to do
     "The one number that a final answer writes out, apart from words and decoration."
     text = as_expression(answer)
     number = evaluated(text)
-    return number if number is not None and _is_written_out(ast.parse(text, mode="eval").body) else None
+    return (
+        number
+        if number is not None and _is_written_out(ast.parse(text, mode="eval").body)
+        else None
+    )
 
 # %% ../../nbs/core/10_numbers.ipynb #4718f4e3
 def numeric_equal(
     answer: Any,  # of a completion: a number that is written out, or text with one
     reference: Any,  # of the row; may be arithmetic
-    tolerance: float | None = None,  # absolute; None = none for whole numbers and fractions, 1e-6 for decimals
+    tolerance: float
+    | None = None,  # absolute; None = none for whole numbers and fractions, 1e-6 for decimals
 ) -> bool | None:  # None = at least one is not a number
     "Whether an answer is the number of a reference; one that leaves arithmetic to do is not, unless both say the same."
-    x, y = parse_number(answer), parse_number(reference)
+    x = parse_number(answer)
+    y = parse_number(reference)
     if x is None or y is None:
         return None
     if parse_figure(answer) is None:

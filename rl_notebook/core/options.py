@@ -17,7 +17,15 @@ from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PlainValidator, Strict, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    Strict,
+    ValidationError,
+)
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from .types import ConfigError, LossError, RLNotebookError, quoted
@@ -30,7 +38,8 @@ __all__ = ['MEANT', 'TRL_PRESETS', 'nearest']
 def _number(value: Any) -> Any:
     if isinstance(value, bool):
         raise ValueError("a switch is no number")
-    return float(value) if isinstance(value, str) and "e" in value.lower() else value  # 1e3 is text to YAML
+    # 1e3 is text to YAML
+    return float(value) if isinstance(value, str) and "e" in value.lower() else value
 
 
 def _single(value: float) -> float:
@@ -79,7 +88,9 @@ def _with_numbers(value: Any) -> Any:
         return {name: _with_numbers(v) for name, v in value.items()}
     if isinstance(value, list):
         return [_with_numbers(v) for v in value]
-    is_number = isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}", value)
+    is_number = isinstance(value, str) and re.fullmatch(
+        r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d{1,3}", value
+    )
     return float(value) if is_number else value
 
 
@@ -110,19 +121,27 @@ def sub_configs(cls: type) -> dict[str, Any]:  # name: dataclass
 
 
 @functools.cache
-def leaf_types(cls: type, ranges: bool = False) -> dict[str, Any]:  # dotted name: annotation, with `ranges` or without
+def leaf_types(
+    cls: type, ranges: bool = False
+) -> dict[str, Any]:  # dotted name: annotation, with `ranges` or without
     "Every setting of a config class, sub-configs laid flat."
     leaves: dict[str, Any] = {}
     for name, hint in typing.get_type_hints(cls, include_extras=ranges).items():
         sub = sub_configs(cls).get(name)
-        leaves |= {f"{name}.{k}": v for k, v in leaf_types(sub, ranges).items()} if sub else {name: hint}
+        leaves |= (
+            {f"{name}.{k}": v for k, v in leaf_types(sub, ranges).items()} if sub else {name: hint}
+        )
     return leaves
 
 
 def marked(cls: type, *marks: str) -> tuple[str, ...]:
     "The fields of a config class whose annotations carry one of these words, as in `Annotated[int | None, 'sync']`."
     hints = typing.get_type_hints(cls, include_extras=True).items()
-    return tuple(name for name, hint in hints if any(mark in getattr(hint, "__metadata__", ()) for mark in marks))
+    return tuple(
+        name
+        for name, hint in hints
+        if any(mark in getattr(hint, "__metadata__", ()) for mark in marks)
+    )
 
 # %% ../../nbs/core/04_options.ipynb #e33c0569
 _MEANT = {  # setting: what it is called elsewhere
@@ -145,9 +164,12 @@ def nearest(name: str, known: Sequence[str]) -> str:
     if MEANT.get(name) in known:
         return f"Did you mean {MEANT[name]!r}?"
     by_key = {k.casefold(): k for k in reversed(known)}
-    close = [k for k in by_key if sorted(k) == sorted(str(name).casefold())]  # letters in another order
+    # letters in another order
+    close = [k for k in by_key if sorted(k) == sorted(str(name).casefold())]
     close += difflib.get_close_matches(str(name).casefold(), by_key, n=1, cutoff=0.8)
-    close += [k for k in known if name in k.split("_") or (len(str(name)) > 3 and k.startswith(str(name)))]
+    close += [
+        k for k in known if name in k.split("_") or (len(str(name)) > 3 and k.startswith(str(name)))
+    ]
     return f"Did you mean {by_key.get(close[0], close[0])!r}?" if close else ""
 
 # %% ../../nbs/core/04_options.ipynb #3d54b917
@@ -157,16 +179,22 @@ def unknown_settings(
     "The error for unknown settings, each with a question for the nearest known one."
     said = {name: near or "`rl-notebook train --help` has all." for name, near in names.items()}
     if len(said) == 1:
-        return error(f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values())))
+        return error(
+            f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values()))
+        )
     lines = "\n- ".join(f"{name!r}. {near}" for name, near in said.items())
     return error(f"{len(names)} unknown settings:\n- {lines}", where=where)
 
 
-def listed(complaints: Sequence[str], where: str | None, error: type[RLNotebookError]) -> RLNotebookError:
+def listed(
+    complaints: Sequence[str], where: str | None, error: type[RLNotebookError]
+) -> RLNotebookError:
     "One error for all complaints."
     if len(complaints) == 1:
         return error(complaints[0], where=where)
-    return error(f"{len(complaints)} settings cannot be used:\n- " + "\n- ".join(complaints), where=where)
+    return error(
+        f"{len(complaints)} settings cannot be used:\n- " + "\n- ".join(complaints), where=where
+    )
 
 # %% ../../nbs/core/04_options.ipynb #aa6ff9bc
 _BOUNDS = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
@@ -189,7 +217,9 @@ def _range(marks: Sequence[Any]) -> str:  # " from 0 to 1"; "" without one
     if bounds.keys() == {"ge", "le"}:
         return f" from {bounds['ge']} to {bounds['le']}"
     words = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}
-    return (" " if "gt" in bounds else ", " if bounds else "") + ", ".join(f"{words[n]} {b}" for n, b in bounds.items())
+    return (" " if "gt" in bounds else ", " if bounds else "") + ", ".join(
+        f"{words[n]} {b}" for n, b in bounds.items()
+    )
 
 
 def expected_value(hint: Any, element: bool = False) -> str:
@@ -209,15 +239,26 @@ def expected_value(hint: Any, element: bool = False) -> str:
 
 def _complaint(cls: type, found: Mapping[str, Any]) -> str:
     "One thing that pydantic found, with what was got, what was expected and the fix."
-    parts, value = [part for part in found["loc"] if isinstance(part, str)], found["input"]
+    parts = [part for part in found["loc"] if isinstance(part, str)]
+    value = found["input"]
     dotted = ".".join(parts[:2])
     name = dotted if dotted in leaf_types(cls) else next(iter(parts), "a value without a name")
-    expected = expected_value(leaf_types(cls, ranges=True).get(name), any(isinstance(p, int) for p in found["loc"]))
+    expected = expected_value(
+        leaf_types(cls, ranges=True).get(name), any(isinstance(p, int) for p in found["loc"])
+    )
     if found["type"] in _BOUNDS:
         expected = f"{_BOUNDS[found['type']]} {next(iter(found['ctx'].values())):.10g}"
     elif "not in float32" in found["msg"]:
-        expected += ", from 1e-37 to 1e38 in size" if " above 0" in expected else ", 0 or from 1e-37 to 1e38 in size"
-    fix = nearest(value, re.findall(r"'(\w+)'", expected)) if isinstance(value, str) else _where_it_goes(name, value)
+        expected += (
+            ", from 1e-37 to 1e38 in size"
+            if " above 0" in expected
+            else ", 0 or from 1e-37 to 1e38 in size"
+        )
+    fix = (
+        nearest(value, re.findall(r"'(\w+)'", expected))
+        if isinstance(value, str)
+        else _where_it_goes(name, value)
+    )
     return str(ConfigError(name, got=quoted(value), expected=expected, fix=fix))
 
 
@@ -228,7 +269,9 @@ def _where_it_goes(name: str, value: Any) -> str:
         "rewards": f"Pass it to the loop, or to loop.change and loop.branch, as reward={mine}, or",
         "advantage_fn": f"Pass it when the loop is made, GRPOLoop(..., advantage_fn={mine}), or",
     }
-    return f"{ways.get(name, 'Here')} name it 'module:function' of a file." if callable(value) else ""
+    return (
+        f"{ways.get(name, 'Here')} name it 'module:function' of a file." if callable(value) else ""
+    )
 
 
 def _our_error(cls: type, e: ValidationError, error: type[RLNotebookError]) -> RLNotebookError:
@@ -237,22 +280,31 @@ def _our_error(cls: type, e: ValidationError, error: type[RLNotebookError]) -> R
     own = found[0].get("ctx", {}).get("error")
     if isinstance(own, RLNotebookError):  # of the class's own checks
         return own
-    where, known = cls.__name__ if error is ConfigError else None, [f.name for f in fields(cls)]
+    where = cls.__name__ if error is ConfigError else None
+    known = [f.name for f in fields(cls)]
     unknown = [str(one["loc"][-1]) for one in found if one["type"] == "unexpected_keyword_argument"]
     if unknown:
-        return unknown_settings(cls.__name__, {name: nearest(name, known) for name in unknown}, error)
+        return unknown_settings(
+            cls.__name__, {name: nearest(name, known) for name in unknown}, error
+        )
     return listed([_complaint(cls, one) for one in found], where, error)
 
 # %% ../../nbs/core/04_options.ipynb #2d377681
 def _refuse_assignment(self: Any, name: str, value: Any = None) -> None:
     "Instead of the dataclass's own words: what is frozen, and how another one is made."
     fix = f"Make a changed one: dataclasses.replace(cfg, {name}=...)."
-    raise ConfigError(f"{name} cannot be assigned", where=type(self).__name__, got="a frozen config", fix=fix)
+    raise ConfigError(
+        f"{name} cannot be assigned", where=type(self).__name__, got="a frozen config", fix=fix
+    )
 
 
 @typing.dataclass_transform(frozen_default=True)
 def option_class(
-    cls: Any = None, *, kw_only: bool = False, finite: bool = True, error: type[RLNotebookError] = ConfigError
+    cls: Any = None,
+    *,
+    kw_only: bool = False,
+    finite: bool = True,
+    error: type[RLNotebookError] = ConfigError,
 ) -> Any:
     "Class decorator: a frozen dataclass whose values have the types and ranges of their annotations; else an `error`."
     if cls is None:
@@ -260,7 +312,9 @@ def option_class(
     for name in {"__dataclass_fields__", "__setattr__", "__delattr__"} & vars(cls).keys():
         delattr(cls, name)  # of a `@dataclass` that was there before
     how: Any = {"kw_only": kw_only, "repr": cls.__repr__ is object.__repr__}
-    made: Any = pydantic_dataclass(cls, frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=not finite), **how)
+    made: Any = pydantic_dataclass(
+        cls, frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=not finite), **how
+    )
     init = made.__init__
 
     @functools.wraps(init)
@@ -270,12 +324,16 @@ def option_class(
         except ValidationError as e:
             raise _our_error(made, e, error) from None
 
-    made.__init__, made.__setattr__, made.__delattr__ = __init__, _refuse_assignment, _refuse_assignment
+    made.__init__ = __init__
+    made.__setattr__ = _refuse_assignment
+    made.__delattr__ = _refuse_assignment
     return made
 
 # %% ../../nbs/core/04_options.ipynb #27a3ea96
 KLEstimator = Literal["k1", "k2", "k3"]
-Aggregation = Literal["token_mean", "sequence_mean", "prompt_mean", "sample_mean", "constant", "sum"]
+Aggregation = Literal[
+    "token_mean", "sequence_mean", "prompt_mean", "sample_mean", "constant", "sum"
+]
 Correction = Literal["off", "token", "sequence", "product"]
 
 
@@ -283,39 +341,67 @@ Correction = Literal["off", "token", "sequence", "product"]
 class LossKnobs:
     "Which loss: surrogate, KL, aggregation and correction. Knobs left at None take the default of their surrogate."
 
-    policy_loss: LossName = "grpo"  # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
+    policy_loss: LossName = (
+        "grpo"  # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
+    )
     kl_beta: NotNegative = 0.0  # weight of the KL term to the reference; 0 = no reference needed
-    teacher_coeff: NotNegative = 0.0  # weight of teacher less sampler logprob in a token's advantage; 0 = no teacher
+    teacher_coeff: NotNegative = (
+        0.0  # weight of teacher less sampler logprob in a token's advantage; 0 = no teacher
+    )
     reward_coeff: NotNegative = 1.0  # weight of what the rewards say in it; 0 = the teacher alone
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
-    kl_bias_correction: Bool = False  # multiply the KL term by the token ratio, as TRL does by default
-    entropy_coeff: NotNegative = 0.0  # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
+    kl_bias_correction: Bool = (
+        False  # multiply the KL term by the token ratio, as TRL does by default
+    )
+    entropy_coeff: NotNegative = (
+        0.0  # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
+    )
     aggregation: Aggregation = "token_mean"  # what the summed loss is divided by
-    anchor: Literal["old", "rollout"] = "old"  # ratios are against the policy before this update, or the sampler
+    anchor: Literal["old", "rollout"] = (
+        "old"  # ratios are against the policy before this update, or the sampler
+    )
     tis: Correction = "off"  # correct from sampler to trainer: weights by token, by mean or by sum of a sample's logs
-    tis_mode: Literal["truncate", "mask", "reject"] = "truncate"  # outside floor and cap: the bound, 0, or 0 and else 1
+    tis_mode: Literal["truncate", "mask", "reject"] = (
+        "truncate"  # outside floor and cap: the bound, 0, or 0 and else 1
+    )
     tis_cap: NotNegative = 5.0  # largest correction weight of a token or sequence
     tis_floor: NotNegative = 0.0  # smallest correction weight
-    icepop_threshold: AtLeastOne | None = None  # h >= 1: tokens whose raw weight is outside [1/h, h] are left out
-    tis_anchor: Literal["old", "policy"] = "old"  # correct to the policy before this update, or to the current one
-    off_policy_mask_threshold: Positive | None = None  # nats a token: samples of A < 0 beyond it are left out
+    icepop_threshold: AtLeastOne | None = (
+        None  # h >= 1: tokens whose raw weight is outside [1/h, h] are left out
+    )
+    tis_anchor: Literal["old", "policy"] = (
+        "old"  # correct to the policy before this update, or to the current one
+    )
+    off_policy_mask_threshold: Positive | None = (
+        None  # nats a token: samples of A < 0 beyond it are left out
+    )
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
-    eps_clip: NotNegative | None = None  # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
+    eps_clip: NotNegative | None = (
+        None  # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
+    )
     eps_clip_high: Float | None = None  # ratio may rise to 1 + eps_clip_high
     eps_clip_c: AboveOne | None = None  # dual clip, above 1: bounds the loss of negative advantages
     ratio_log_cap: NotNegative | None = None  # token log ratios are cut at plus and minus this
     seq_ratio_log_cap: NotNegative | None = None  # gspo: largest log of the sequence ratio
     dro_beta: NotNegative | None = None  # dro: weight of the quadratic penalty on the log ratio
-    sapo_temperature_pos: Positive | None = None  # sapo: steepness of the gate where the advantage is positive
+    sapo_temperature_pos: Positive | None = (
+        None  # sapo: steepness of the gate where the advantage is positive
+    )
     sapo_temperature_neg: Positive | None = None  # sapo: and elsewhere
-    vespo_k_pos: NotNegative | None = None  # vespo: power of the sequence ratio, where the advantage is not negative
+    vespo_k_pos: NotNegative | None = (
+        None  # vespo: power of the sequence ratio, where the advantage is not negative
+    )
     vespo_k_neg: NotNegative | None = None  # vespo: and elsewhere
     vespo_lambda_pos: Positive | None = None  # vespo: decay by the sequence ratio, likewise
     vespo_lambda_neg: Positive | None = None  # vespo: and elsewhere
-    dppo_low: NotNegative | None = None  # dppo: divergence from which bad tokens that fell are left out
+    dppo_low: NotNegative | None = (
+        None  # dppo: divergence from which bad tokens that fell are left out
+    )
     dppo_high: NotNegative | None = None  # dppo: and good tokens that rose
     dppo_cap: Positive | None = None  # dppo: largest ratio
-    cov_share: SomeShare | None = None  # kl_cov, clip_cov: share of the tokens that is picked, at least one
+    cov_share: SomeShare | None = (
+        None  # kl_cov, clip_cov: share of the tokens that is picked, at least one
+    )
     kl_cov_coef: NotNegative | None = None  # kl_cov: weight of their |log ratio|
     clip_cov_low: Float | None = None  # clip_cov: picked among covariances above this
     clip_cov_high: Float | None = None  # clip_cov: and below that
@@ -331,7 +417,12 @@ SURROGATE_KNOBS: dict[str, dict[str, Any]] = {
     "gspo": {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None, "seq_ratio_log_cap": 10.0},
     "cispo": {"eps_clip": 0.2, "eps_clip_high": 0.28, "ratio_log_cap": 20.0},
     "sapo": {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "ratio_log_cap": 20.0},
-    "vespo": {"vespo_k_pos": 2.0, "vespo_k_neg": 3.0, "vespo_lambda_pos": 3.0, "vespo_lambda_neg": 2.0},
+    "vespo": {
+        "vespo_k_pos": 2.0,
+        "vespo_k_neg": 3.0,
+        "vespo_lambda_pos": 3.0,
+        "vespo_lambda_neg": 2.0,
+    },
     "gmpo": {"eps_clip": 0.4, "eps_clip_high": None, "ratio_log_cap": 20.0},
     "dppo_tv": {"dppo_low": 0.2, "dppo_high": 0.2, "dppo_cap": 20.0},
     "dppo_kl": {"dppo_low": 0.05, "dppo_high": 0.05, "dppo_cap": 20.0},
@@ -371,27 +462,41 @@ def _without_companion(o: LossKnobs) -> Iterator[LossError]:
     loss = o.policy_loss
     if o.tis != "off" and loss == "reinforce":
         fix = "Leave it out or change the loss."
-        yield LossError("tis", got=o.tis, expected="'off': reinforce is already anchored on the sampler", fix=fix)
+        yield LossError(
+            "tis",
+            got=o.tis,
+            expected="'off': reinforce is already anchored on the sampler",
+            fix=fix,
+        )
     if o.anchor == "rollout" and loss in NO_RATIO:
         fix = "Leave it out or set policy_loss='ppo'."
-        yield LossError("anchor", got=o.anchor, expected=f"'old': policy_loss={loss!r} has no ratio", fix=fix)
+        yield LossError(
+            "anchor", got=o.anchor, expected=f"'old': policy_loss={loss!r} has no ratio", fix=fix
+        )
     if o.icepop_threshold is not None and o.tis != "token":
         fix = "It leaves out single tokens."
-        yield LossError("icepop_threshold", got=o.icepop_threshold, expected="tis='token' beside it", fix=fix)
+        yield LossError(
+            "icepop_threshold", got=o.icepop_threshold, expected="tis='token' beside it", fix=fix
+        )
     for name in ("tis_anchor", "tis_mode"):
         if o.tis == "off" and getattr(o, name) != getattr(LossKnobs, name):
-            yield LossError(name, got=getattr(o, name), expected="a correction beside it: tis='token', say")
+            yield LossError(
+                name, got=getattr(o, name), expected="a correction beside it: tis='token', say"
+            )
     if o.tis in ("sequence", "product") and loss == "vespo":
         fix = "It multiplies the weights of a sample's tokens itself."
         yield LossError("tis", got=o.tis, expected="'token' or 'off' for vespo", fix=fix)
 
 # %% ../../nbs/core/04_options.ipynb #ffb354e3
-def loss_faults(o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE_KNOBS) -> Iterator[LossError]:
+def loss_faults(
+    o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE_KNOBS
+) -> Iterator[LossError]:
     "Everything that is wrong with the settings of a loss; `known` are the surrogates, with defaults of their knobs."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
         own = "One of your own is passed as a function, registered by register_loss(fn), or named 'module:function'."
-        word, fix = loss.casefold(), nearest(loss, [*known]) or own
+        word = loss.casefold()
+        fix = nearest(loss, [*known]) or own
         if word in TRL_PRESETS.keys() - known.keys():
             fix = f"TRL's loss of this name is Config(loss_type={word!r}), which is {dict(TRL_PRESETS[word])}; "
             fix += f"on the command line --loss-type {word}."
@@ -410,6 +515,8 @@ def loss_faults(o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE
             value = getattr(o, unread[0])
             fix = f"If it does, say so: register_loss(fn, {unread[0]}={value!r}), or a parameter of that name."
         expected = f"only {', '.join(read)}" if read else "no knob"
-        yield LossError(f"policy_loss={loss!r} does not read {', '.join(unread)}", expected=expected, fix=fix)
+        yield LossError(
+            f"policy_loss={loss!r} does not read {', '.join(unread)}", expected=expected, fix=fix
+        )
     yield from _out_of_range(o, read)
     yield from _without_companion(o)

@@ -39,7 +39,10 @@ class Retries:
         return min(self.longest_wait_s, doubled) * (0.5 + rng.random() / 2)
 
 # %% ../../nbs/core/08_retries.ipynb #473dab98
-RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530})  # of HTTP
+# of HTTP
+RETRIED = frozenset(
+    {408, 409, 425, 429, 500, 502, 503, 504, 507, 520, 521, 522, 523, 524, 529, 530}
+)
 
 
 def retry_after(header: str | None, now: float) -> float | None:
@@ -61,21 +64,29 @@ class AskAgain(Exception):
 
     in_line_s: float = 0.0  # seconds that the attempt waited before it was made
 
-    def __init__(self, reason: str, after_s: float | None = None, crowded: bool = False, lost: bool = False):
+    def __init__(
+        self, reason: str, after_s: float | None = None, crowded: bool = False, lost: bool = False
+    ):
         super().__init__(reason)
-        self.reason, self.after_s, self.crowded, self.lost = reason, after_s, crowded, lost
+        self.reason = reason
+        self.after_s = after_s
+        self.crowded = crowded
+        self.lost = lost
 
 # %% ../../nbs/core/08_retries.ipynb #426e1dcd
 class AdaptiveLimit:
     "A window of concurrent requests: one more after a window of responses, half as many after a refusal."
 
     def __init__(self, start: float = 8, least: float = 1, most: float = 256):
-        self.window, self.least, self.most = float(start), least, most
+        self.window = float(start)
+        self.least = least
+        self.most = most
         self.bounds = least, most  # as given
         self.in_flight = 0
         self.cuts = 0  # refusals that halved the window; also the generation of a request
         self.held = False  # no request may start
-        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()  # places, and the request for them
+        # places, and the request for them
+        self.waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     def answered(self) -> None:
         "One request came back well."
@@ -148,13 +159,17 @@ def _policy(
     retries: Retries, again: Judge, over: Callable[[Any], Any] | None = None, rng: Any = None
 ) -> dict[str, Any]:
     "Arguments of tenacity's `Retrying`."
-    rng, in_line_s = np.random.default_rng(retries.seed) if rng is None else rng, 0.0
+    rng = np.random.default_rng(retries.seed) if rng is None else rng
+    in_line_s = 0.0
 
     def error_of(state: RetryCallState) -> Any:
         return state.outcome and state.outcome.exception()
 
     def wait(state: RetryCallState) -> float:
-        return max(retries.wait(state.attempt_number, rng), getattr(error_of(state), "after_s", None) or 0.0)
+        return max(
+            retries.wait(state.attempt_number, rng),
+            getattr(error_of(state), "after_s", None) or 0.0,
+        )
 
     def stop(state: RetryCallState) -> bool:  # after `wait`
         nonlocal in_line_s
@@ -172,7 +187,8 @@ async def with_retries(
     retries: Retries,
     again: Judge = is_passing,  # whether a failure may pass; may raise another error in its place
     *,
-    over: Callable[[Any], Any] | None = None,  # when it is given up: gets the last failure, returns a result or raises
+    over: Callable[[Any], Any]
+    | None = None,  # when it is given up: gets the last failure, returns a result or raises
     rng: np.random.Generator | None = None,  # of the jitter; None = from the policy's seed
     sleep: Callable[[float], Awaitable[Any]] = asyncio.sleep,  # takes seconds
 ) -> T:
@@ -185,13 +201,20 @@ async def with_retries(
 
 
 def with_retries_blocking(
-    call: Callable[[], T], retries: Retries, again: Judge = is_passing, *, sleep: Any = time.sleep, **how: Any
+    call: Callable[[], T],
+    retries: Retries,
+    again: Judge = is_passing,
+    *,
+    sleep: Any = time.sleep,
+    **how: Any,
 ) -> T:
     "`with_retries` for a call that blocks, from a thread of its own; `how`: its `over` and `rng`."
     return Retrying(sleep=sleep, **_policy(retries, again, **how))(call)
 
 # %% ../../nbs/core/08_retries.ipynb #7c37c562
-async def together(calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:  # results, in the order of the calls
+async def together(
+    calls: Sequence[Coroutine[Any, Any, T]],
+) -> list[T]:  # results, in the order of the calls
     "Await calls side by side; the first error cancels the others, waits for them, and is raised."
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:

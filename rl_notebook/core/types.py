@@ -27,15 +27,21 @@ __all__ = ['RLNotebookError', 'AlignmentError', 'DatumError', 'LossError', 'Conf
            'PromptGroup', 'Datum', 'TensorData', 'AdamParams', 'LossOutput']
 
 # %% ../../nbs/core/00_types.ipynb #f51b9f4b
-_PREFIXED = r"(?:sk|tml|glpat|nvapi|xox[a-z]|xapp)-|(?:sk|fw|fpk|hf|gh[opusr]|github_pat|wandb_v1|pypi)_"
+_PREFIXED = (
+    r"(?:sk|tml|glpat|nvapi|xox[a-z]|xapp)-|(?:sk|fw|fpk|hf|gh[opusr]|github_pat|wandb_v1|pypi)_"
+)
 _IN_QUERY = r"(?:[\w.-]*[_-])?(?:token|api_?key|key|secret|password|passwd|pwd|auth|signature|sig)"
-_DRAWN = r"(?=[\w-]{12})(?=[\w-]*?(?:[A-Za-z0-9]{16}|[A-Za-z]*\d[A-Za-z0-9]{7}))"  # no word of a sentence
+# no word of a sentence
+_DRAWN = r"(?=[\w-]{12})(?=[\w-]*?(?:[A-Za-z0-9]{16}|[A-Za-z]*\d[A-Za-z0-9]{7}))"
 KEYS: tuple[tuple[str, str], ...] = (  # what looks like a key, and what is shown in its place
     (r"(?<=://)[^\s/?#@'\"<>]+(?=@)", "***"),  # https://name:password@host
     (rf"(?i)(?<=[?&])({_IN_QUERY}=)[^\s&#'\"<>]+", r"\1***"),  # ?token=...
     (r"(?i)\b(bearer\s+)(?=\S*\d)[\w.~+/=-]{12,}", r"\1***"),
     (rf"(?<![\w-])(?:{_PREFIXED}){_DRAWN}[\w-]+", "***"),
-    (r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{6,}", "***"),
+    (
+        r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{6,}",
+        "***",
+    ),
 )
 _KEYS = tuple((re.compile(pattern), instead) for pattern, instead in KEYS)
 KEY_VARIABLES = (  # of the environment, which hold a key
@@ -63,7 +69,8 @@ def quoted(value: Any, limit: int = 80) -> str:
     return text if len(text) <= limit else text[:limit] + " …"
 
 
-UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # Unicode categories of what acts and does not show: escapes, directions
+# Unicode categories of what acts and does not show: escapes, directions
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")
 _OTHERS = re.compile(r"[^ -~]")
 
 
@@ -105,27 +112,36 @@ def _sentence(what: str, where: str | None, got: Any, expected: str | None, fix:
     "The five parts of an error as one readable sentence."
     text = f"{where}: {what}" if where else what
     parts = [f"got {plain_text(got)}"] if got is not _NOTHING else []
-    parts += [f"expected {expected}"] if expected else []
-    text += ": " + "; ".join(parts) if parts else ""
+    if expected:
+        parts += [f"expected {expected}"]
+    if parts:
+        text += ": " + "; ".join(parts)
     return without_keys(plain_text(f"{text.removesuffix('.')}. {fix}" if fix else text))
 
 
 def is_users(frame: FrameType) -> bool:
     "Whether a frame is of a cell or of a file of the user: not of this package, of Python, or of what pip installs."
-    module, path = frame.f_globals.get("__name__", ""), frame.f_code.co_filename
-    return module.partition(".")[0] not in {"rl_notebook", *sys.stdlib_module_names} and "site-packages" not in path
+    module = frame.f_globals.get("__name__", "")
+    path = frame.f_code.co_filename
+    return (
+        module.partition(".")[0] not in {"rl_notebook", *sys.stdlib_module_names}
+        and "site-packages" not in path
+    )
 
 
 def users_lines(error: BaseException) -> list[str]:
     "The lines of cells, and of files of the user, that an error went through, and those of what caused it before it."
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     lines = [] if cause is None else users_lines(cause)
-    lines += [without_keys(f"{type(cause).__name__}: {plain_text(cause)}")] if lines else []
+    if lines:
+        lines += [without_keys(f"{type(cause).__name__}: {plain_text(cause)}")]
     for frame, number in traceback.walk_tb(error.__traceback__):
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
+        path = frame.f_code.co_filename
+        name = frame.f_code.co_name
         if is_users(frame):
             place = f"{os.path.basename(path) if os.path.exists(path) else 'cell'}, line {number}"
-            place += f", in {name}" if name.isidentifier() else ""
+            if name.isidentifier():
+                place += f", in {name}"
             lines.append(f"{place}: {linecache.getline(path, number, frame.f_globals).strip()}")
     return lines
 
@@ -148,7 +164,10 @@ class RLNotebookError(Exception):
         fix: str | None = None,  # how to fix it
     ):
         super().__init__(_sentence(what, where, got, expected, fix))
-        self.what, self.where, self.expected, self.fix = what, where, expected, fix
+        self.what = what
+        self.where = where
+        self.expected = expected
+        self.fix = fix
 
     def _render_traceback_(self) -> list[str]:
         "What a notebook shows: the user's own lines and the message; `%debug` goes to all others."
@@ -217,9 +236,12 @@ def naming_memory(where: str, fix: str) -> Iterator[None]:
     except Exception as error:
         if isinstance(error, RLNotebookError) or not is_out_of_memory(error):
             raise
-        traceback.clear_frames(error.__traceback__)  # which hold tensors for as long as the error is looked at
+        # which hold tensors for as long as the error is looked at
+        traceback.clear_frames(error.__traceback__)
         got = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
-        raise BackendError("out of memory", where=where, got=got, expected="enough memory", fix=fix) from None
+        raise BackendError(
+            "out of memory", where=where, got=got, expected="enough memory", fix=fix
+        ) from None
 
 
 @contextmanager
@@ -237,7 +259,8 @@ def check_own(path: str | os.PathLike[str], mark: str, what: str) -> None:
     if os.path.lexists(path):
         text = Path(path).read_bytes() if os.path.isfile(path) else b""
         if mark.encode() not in text:
-            got, fix = "something that this package did not write", "Choose another name, or move it away."
+            got = "something that this package did not write"
+            fix = "Choose another name, or move it away."
             raise ConfigError(what, where=os.fspath(path), got=got, expected="a free name", fix=fix)
 
 # %% ../../nbs/core/00_types.ipynb #ee808b08
@@ -264,12 +287,15 @@ COLDEST = 1e-4  # the lowest temperature above 0: logits divided by it are finit
 _TEMPERATURES = f"at least 0; between 0 and {COLDEST:g}, take 0"
 
 
-OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # what cuts off and penalises nothing
+# what cuts off and penalises nothing
+OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def or_off(name: str, value: Any) -> Any:
     "A sampling setting; what other tools say for off, None or vLLM's top_k of -1, as what it is here."
-    said = value is None or (name == "top_k" and not isinstance(value, bool) and value in (-1, "-1"))
+    said = value is None or (
+        name == "top_k" and not isinstance(value, bool) and value in (-1, "-1")
+    )
     return OFF[name] if name in OFF and said else value
 
 # %% ../../nbs/core/00_types.ipynb #3eb49b66
@@ -283,18 +309,31 @@ class SampleParams:
     top_p: float = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: int = 0  # keep the k most likely tokens, 0 = all
     min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
-    repetition_penalty: float = 1.0  # logits of tokens that stand in prompt or completion: divided, below 0 multiplied
+    repetition_penalty: float = (
+        1.0  # logits of tokens that stand in prompt or completion: divided, below 0 multiplied
+    )
     stop: tuple[str, ...] = ()  # strings that end a completion
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a completion, besides eos
-    grammar: str = ""  # that a completion has to follow, in llguidance's dialect of Lark; "" = any text
+    grammar: str = (
+        ""  # that a completion has to follow, in llguidance's dialect of Lark; "" = any text
+    )
     seed: int | None = None  # completion i draws from its own generator (seed, i)
 
     def __post_init__(self):
         for name in OFF:
             object.__setattr__(self, name, or_off(name, getattr(self, name)))
-        whole, t = lambda value: isinstance(value, int | np.integer) and not isinstance(value, bool), self.temperature
-        number = lambda value: whole(value) or isinstance(value, float | np.floating)
-        each = lambda value, kind: isinstance(value, tuple | list) and all(map(kind, value))
+
+        def whole(value):
+            return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+        t = self.temperature
+
+        def number(value):
+            return whole(value) or isinstance(value, float | np.floating)
+
+        def each(value, kind):
+            return isinstance(value, tuple | list) and all(map(kind, value))
+
         for name, ok, expected in (
             ("n", whole(self.n) and 1 <= self.n < 2**31, "1 or more"),
             ("max_tokens", whole(self.max_tokens) and 1 <= self.max_tokens < 2**31, "1 or more"),
@@ -302,14 +341,28 @@ class SampleParams:
             ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "within (0, 1]"),
             ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "0 or more, below 2**31"),
             ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "within [0, 1]"),
-            ("repetition_penalty", number(self.repetition_penalty) and self.repetition_penalty > 0, "above 0"),
-            ("stop", each(self.stop, lambda text: isinstance(text, str) and text), "texts that are not empty"),
-            ("stop_token_ids", each(self.stop_token_ids, lambda t: whole(t) and t >= 0), "token ids, integers from 0"),
+            (
+                "repetition_penalty",
+                number(self.repetition_penalty) and self.repetition_penalty > 0,
+                "above 0",
+            ),
+            (
+                "stop",
+                each(self.stop, lambda text: isinstance(text, str) and text),
+                "texts that are not empty",
+            ),
+            (
+                "stop_token_ids",
+                each(self.stop_token_ids, lambda t: whole(t) and t >= 0),
+                "token ids, integers from 0",
+            ),
             ("grammar", isinstance(self.grammar, str), "a grammar as text"),
             ("seed", self.seed is None or whole(self.seed), "a whole number or None"),
         ):
             if not ok:
-                raise ConfigError(name, where="SampleParams", got=quoted(getattr(self, name)), expected=expected)
+                raise ConfigError(
+                    name, where="SampleParams", got=quoted(getattr(self, name)), expected=expected
+                )
 
     @property
     def draws_from_raw(self) -> bool:
@@ -333,13 +386,17 @@ class Logprobs:
     temperature: float = 1.0  # logits were divided by it
     processed: bool = False  # after a cut, a penalty or a grammar, see `SampleParams.processed`
     dtype: str = "float32"  # precision of the forward pass
-    entropy: np.ndarray | None = None  # nats, of the distribution at each place, shaped as `values`; None = not known
+    entropy: np.ndarray | None = (
+        None  # nats, of the distribution at each place, shaped as `values`; None = not known
+    )
 
     def __post_init__(self):
         _freeze(self, values=np.float64, entropy=np.float64)
         if self.entropy is not None and self.entropy.shape != self.values.shape:
             got = f"{len(self.entropy)} values for {len(self.values)} logprobs"
-            raise AlignmentError("entropy", where=f"{self.source} logprobs", got=got, expected="one per logprob")
+            raise AlignmentError(
+                "entropy", where=f"{self.source} logprobs", got=got, expected="one per logprob"
+            )
 
     def __len__(self) -> int:
         return len(self.values)
@@ -355,20 +412,32 @@ class Completion:
     prompt_tokens: np.ndarray  # (P,) ids
     tokens: np.ndarray  # (C,) sampled ids, a stop token included
     logprobs: np.ndarray  # (C,) raw logprobs: temperature 1, full vocabulary
-    sampling_logprobs: np.ndarray | None = None  # (C,) of the distribution drawn from; None = unknown
+    sampling_logprobs: np.ndarray | None = (
+        None  # (C,) of the distribution drawn from; None = unknown
+    )
     text: str = ""  # decoded completion, special tokens left out
     finish_reason: str = "stop"  # "stop", "length" or "abort"
     policy_version: int = 0  # weights that drew it
     params: SampleParams = SampleParams()  # how it was drawn
-    routing: tuple[str, ...] | None = None  # experts chosen at each position that the model read, see `Datum.routing`
+    routing: tuple[str, ...] | None = (
+        None  # experts chosen at each position that the model read, see `Datum.routing`
+    )
 
     def __post_init__(self):
-        _freeze(self, prompt_tokens=np.int64, tokens=np.int64, logprobs=np.float64, sampling_logprobs=np.float64)
+        _freeze(
+            self,
+            prompt_tokens=np.int64,
+            tokens=np.int64,
+            logprobs=np.float64,
+            sampling_logprobs=np.float64,
+        )
         for name in ("logprobs", "sampling_logprobs"):
             series = getattr(self, name)
             if series is not None and len(series) != len(self.tokens):
                 got = f"{len(series)} values for {len(self.tokens)} tokens"
-                raise AlignmentError(name, where="Completion", got=got, expected="one per sampled token")
+                raise AlignmentError(
+                    name, where="Completion", got=got, expected="one per sampled token"
+                )
 
     @property
     def full_tokens(self) -> list[int]:
@@ -386,7 +455,9 @@ class RolloutSample:
     "One answered and graded prompt; all per-token series in token coordinates, length N."
 
     tokens: np.ndarray  # (N,) prompt and completion ids; empty where only the text is known
-    logprobs: np.ndarray  # (N,) sampler logprobs of the distribution drawn from; NaN outside the mask
+    logprobs: (
+        np.ndarray
+    )  # (N,) sampler logprobs of the distribution drawn from; NaN outside the mask
     loss_mask: np.ndarray  # (N,) 1 where the policy sampled the token
     reward: float | None  # None = unscorable: leaves its group and is counted
     finish_reason: str = "stop"  # "stop", "length" or "abort"
@@ -397,15 +468,21 @@ class RolloutSample:
     temperature: float = 1.0  # of `logprobs`
     processed: bool = False  # whether `logprobs` are those after top-p, top-k, min-p or a penalty
     info: Mapping[str, Any] = field(default_factory=dict)  # anything a rollout wants to keep
-    routing: tuple[str, ...] | None = None  # (N-1,) experts chosen at each position that the model read; "" = unknown
+    routing: tuple[str, ...] | None = (
+        None  # (N-1,) experts chosen at each position that the model read; "" = unknown
+    )
 
     def __post_init__(self):
-        _freeze(self, tokens=np.int64, logprobs=np.float64, loss_mask=np.int64, raw_logprobs=np.float64)
+        _freeze(
+            self, tokens=np.int64, logprobs=np.float64, loss_mask=np.int64, raw_logprobs=np.float64
+        )
         _check_sample(self)
         outside = self.loss_mask == 0
         for name in ("logprobs", "raw_logprobs"):
             if (series := getattr(self, name)) is not None:
-                object.__setattr__(self, name, frozen_array(np.where(outside, np.nan, series), np.float64))
+                object.__setattr__(
+                    self, name, frozen_array(np.where(outside, np.nan, series), np.float64)
+                )
 
     @property
     def prompt_len(self) -> int:
@@ -435,8 +512,11 @@ def _check_sample(sample: RolloutSample) -> None:
     for name in ("logprobs", "loss_mask", "raw_logprobs"):
         series = getattr(sample, name)
         if series is not None and len(series) != n:
-            got, fix = f"{len(series)} values for {n} tokens", "All series are in token coordinates."
-            raise AlignmentError(name, where="RolloutSample", got=got, expected="one per token", fix=fix)
+            got = f"{len(series)} values for {n} tokens"
+            fix = "All series are in token coordinates."
+            raise AlignmentError(
+                name, where="RolloutSample", got=got, expected="one per token", fix=fix
+            )
     _check_routing(sample.routing, n - 1, "RolloutSample")
     if not n and sample.text:
         return
@@ -444,17 +524,24 @@ def _check_sample(sample: RolloutSample) -> None:
         got = sorted(set(sample.loss_mask.tolist()))[:5]
         raise AlignmentError("loss_mask", where="RolloutSample", got=got, expected="0 or 1")
     if not sample.loss_mask.any():
-        got, fix = "no sampled token", "Return None from the rollout to drop it."
-        raise AlignmentError("loss_mask", where="RolloutSample", got=got, expected="at least one", fix=fix)
+        got = "no sampled token"
+        fix = "Return None from the rollout to drop it."
+        raise AlignmentError(
+            "loss_mask", where="RolloutSample", got=got, expected="at least one", fix=fix
+        )
     if sample.loss_mask[0]:
-        expected, fix = "a prompt before it", "The first token of a sequence has no logprob; start prompts with bos."
-        raise AlignmentError("loss_mask", where="RolloutSample", got="1 at token 0", expected=expected, fix=fix)
+        expected = "a prompt before it"
+        fix = "The first token of a sequence has no logprob; start prompts with bos."
+        raise AlignmentError(
+            "loss_mask", where="RolloutSample", got="1 at token 0", expected=expected, fix=fix
+        )
 
 
 def _check_routing(routing: Sequence[str] | None, inputs: int, where: str) -> None:
     "One entry per token that the model reads."
     if routing is not None and len(routing) != inputs:
-        got, expected = f"{len(routing)} entries", f"{inputs}, one per token that the model reads"
+        got = f"{len(routing)} entries"
+        expected = f"{inputs}, one per token that the model reads"
         raise AlignmentError("routing", where=where, got=got, expected=expected)
 
 # %% ../../nbs/core/00_types.ipynb #3a53ffd4
@@ -466,10 +553,14 @@ class RolloutRun:
     reward: float | None  # of the run; None = unscorable
 
     def __post_init__(self):
-        object.__setattr__(self, "segments", tuple(replace(s, reward=self.reward) for s in self.segments))
+        object.__setattr__(
+            self, "segments", tuple(replace(s, reward=self.reward) for s in self.segments)
+        )
         if not self.segments:
             fix = "Return None from the rollout to drop it."
-            raise AlignmentError("segments", where="RolloutRun", got="none", expected="at least one", fix=fix)
+            raise AlignmentError(
+                "segments", where="RolloutRun", got="none", expected="at least one", fix=fix
+            )
 
 # %% ../../nbs/core/00_types.ipynb #7a117ad1
 @dataclass(frozen=True, eq=False)
@@ -483,9 +574,15 @@ class PromptGroup:
     advantages: np.ndarray | None = None  # (len(samples),)
     dropped: tuple[str, ...] = ()  # reasons of rollouts that failed or were unscorable
     number: int = 0  # position of the prompt in the run, which decides its draws
-    runs: tuple[int, ...] = ()  # the run that each sample is a segment of; () = each sample is a run of its own
-    turn_advantages: tuple[np.ndarray, ...] | None = None  # per sample one value per turn, where turns are compared
-    submitted: int | None = None  # policy version when its rollouts were started; None = that of its samples
+    runs: tuple[
+        int, ...
+    ] = ()  # the run that each sample is a segment of; () = each sample is a run of its own
+    turn_advantages: tuple[np.ndarray, ...] | None = (
+        None  # per sample one value per turn, where turns are compared
+    )
+    submitted: int | None = (
+        None  # policy version when its rollouts were started; None = that of its samples
+    )
 
     def __post_init__(self):
         object.__setattr__(self, "samples", tuple(self.samples))
@@ -495,7 +592,9 @@ class PromptGroup:
     @property
     def rewards(self) -> np.ndarray:
         "(len(samples),) rewards."
-        return np.array([np.nan if s.reward is None else s.reward for s in self.samples], dtype=np.float64)
+        return np.array(
+            [np.nan if s.reward is None else s.reward for s in self.samples], dtype=np.float64
+        )
 
     @property
     def run_starts(self) -> list[int]:
@@ -512,14 +611,24 @@ class PromptGroup:
 def _check_parallel(group: PromptGroup) -> None:
     "What a group says of its samples, it says of each."
     count = len(group.samples)
-    for name, values in (("advantages", group.advantages), ("turn_advantages", group.turn_advantages)):
+    for name, values in (
+        ("advantages", group.advantages),
+        ("turn_advantages", group.turn_advantages),
+    ):
         if values is not None and len(values) != count:
-            raise DatumError(name, where=group.where, got=len(values), expected=f"{count}, one per sample")
+            raise DatumError(
+                name, where=group.where, got=len(values), expected=f"{count}, one per sample"
+            )
     if group.runs and (len(group.runs) != count or list(group.runs) != sorted(group.runs)):
-        raise DatumError("runs", where=group.where, got=list(group.runs), expected=f"{count} rising numbers")
-    for i, (sample, turns) in enumerate(zip(group.samples, group.turn_advantages or (), strict=False)):
+        raise DatumError(
+            "runs", where=group.where, got=list(group.runs), expected=f"{count} rising numbers"
+        )
+    for i, (sample, turns) in enumerate(
+        zip(group.samples, group.turn_advantages or (), strict=False)
+    ):
         if len(turns) != len(sample.turns):
-            where, expected = f"{group.where}, sample {i}", f"{len(sample.turns)}, one per turn"
+            where = f"{group.where}, sample {i}"
+            expected = f"{len(sample.turns)}, one per turn"
             raise DatumError("turn_advantages", where=where, got=len(turns), expected=expected)
 
 # %% ../../nbs/core/00_types.ipynb #f317f0be
@@ -537,7 +646,9 @@ class Datum:
     sample: int = 0  # index in the group
     key: str = ""  # names the row in messages
     truncated_tokens: int = 0  # tokens cut off to fit `max_length`
-    routing: tuple[str, ...] | None = None  # (N-1,) experts to replay at each input token; "" = the trainer chooses
+    routing: tuple[str, ...] | None = (
+        None  # (N-1,) experts to replay at each input token; "" = the trainer chooses
+    )
 
     def __post_init__(self):
         _freeze(
@@ -555,7 +666,9 @@ class Datum:
     @property
     def where(self) -> str:
         "The datum as a place in a message."
-        return f"group {self.group}, sample {self.sample}" + (f" (row {self.key!r})" if self.key else "")
+        return f"group {self.group}, sample {self.sample}" + (
+            f" (row {self.key!r})" if self.key else ""
+        )
 
     @property
     def input_tokens(self) -> np.ndarray:
@@ -580,7 +693,10 @@ class Datum:
     @property
     def loss_fn_inputs(self) -> dict[str, TensorData]:
         "The Fireworks guides' view, `datum.loss_fn_inputs['weights'].data`, so that their losses run unchanged."
-        return {"target_tokens": TensorData(self.target_tokens.tolist()), "weights": TensorData(self.weights.tolist())}
+        return {
+            "target_tokens": TensorData(self.target_tokens.tolist()),
+            "weights": TensorData(self.weights.tolist()),
+        }
 
 # %% ../../nbs/core/00_types.ipynb #228ba832
 @dataclass(frozen=True)
@@ -594,12 +710,19 @@ def _check_datum(datum: Datum) -> None:
     "At least one target, and every series has one entry per target."
     if len(datum.tokens) < 2:
         fix = "One token has no target to train on."
-        raise DatumError("tokens", where=datum.where, got=len(datum.tokens), expected="at least 2", fix=fix)
+        raise DatumError(
+            "tokens", where=datum.where, got=len(datum.tokens), expected="at least 2", fix=fix
+        )
     for name in ("weights", "sampler_logprobs", "old_logprobs", "ref_logprobs", "advantage"):
         series = getattr(datum, name)
         if isinstance(series, np.ndarray) and len(series) != len(datum.tokens) - 1:
             got = f"{len(series)} values for {len(datum.tokens)} tokens"
-            raise DatumError(name, where=datum.where, got=got, expected=f"{len(datum.tokens) - 1}, one per target")
+            raise DatumError(
+                name,
+                where=datum.where,
+                got=got,
+                expected=f"{len(datum.tokens) - 1}, one per target",
+            )
     _check_routing(datum.routing, len(datum.tokens) - 1, datum.where)
 
 # %% ../../nbs/core/00_types.ipynb #f2b58656

@@ -32,7 +32,15 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 # %% ../../nbs/emulator/04_faults.ipynb #55e4e1b4
-_PLAIN = ("drop_before", "drop_after", "503", "truncate_sse", "job_fails", "hotload_error", "restart_trainer")
+_PLAIN = (
+    "drop_before",
+    "drop_after",
+    "503",
+    "truncate_sse",
+    "job_fails",
+    "hotload_error",
+    "restart_trainer",
+)
 FAULTS: dict[str, tuple[str, ...]] = dict.fromkeys(_PLAIN, ())  # kind -> settings of its own
 FAULTS |= {"429": ("retry_after",), "slow": ("s",), "hotload_stalls": ("s",)}
 
@@ -53,9 +61,16 @@ class Fault:
         if self.kind not in FAULTS:
             raise ConfigError("fault", got=repr(self.kind), expected=f"one of {', '.join(FAULTS)}")
         if not 0 < self.chance <= 1:
-            raise ConfigError("chance", where=f"fault {self.kind}", got=self.chance, expected="within (0, 1]")
+            raise ConfigError(
+                "chance", where=f"fault {self.kind}", got=self.chance, expected="within (0, 1]"
+            )
         if not all(0 <= seconds <= 86_400 for seconds in (self.s, self.retry_after)):
-            raise ConfigError("seconds", where=f"fault {self.kind}", got=(self.s, self.retry_after), expected="a day")
+            raise ConfigError(
+                "seconds",
+                where=f"fault {self.kind}",
+                got=(self.s, self.retry_after),
+                expected="a day",
+            )
 
 # %% ../../nbs/emulator/04_faults.ipynb #78494612
 def parse_fault(text: str) -> Fault:
@@ -65,11 +80,15 @@ def parse_fault(text: str) -> Fault:
     given = {name: value for name, _, value in pairs}
     known = {"chance", "at", "times", "path", *FAULTS.get(kind, ())}
     try:
-        read: dict[str, Any] = {name: value if name == "path" else float(value) for name, value in given.items()}
+        read: dict[str, Any] = {
+            name: value if name == "path" else float(value) for name, value in given.items()
+        }
     except ValueError as e:
         raise ConfigError("fault", where=repr(text), got=str(e), expected="numbers") from e
     if kind in FAULTS and (unknown := sorted(given.keys() - known)):
-        raise ConfigError("fault", where=repr(text), got=unknown, expected=f"some of {', '.join(sorted(known))}")
+        raise ConfigError(
+            "fault", where=repr(text), got=unknown, expected=f"some of {', '.join(sorted(known))}"
+        )
     return Fault(kind, **read)
 
 # %% ../../nbs/emulator/04_faults.ipynb #253fef79
@@ -86,7 +105,8 @@ class Faults:
 
     def reset(self, faults: Sequence[Fault], seed: int = 0) -> None:
         "From now on these; counts and log start anew."
-        self.faults, self.seed = tuple(faults), seed
+        self.faults = tuple(faults)
+        self.seed = seed
         self.counts: Counter[str] = Counter()  # kind -> how often it happened
         self.log: deque[tuple[str, str]] = deque(maxlen=100_000)  # (kind, where), in order
         self._seen: Counter[int] = Counter()
@@ -100,7 +120,11 @@ class Faults:
                 continue
             self._seen[i] += 1
             n = self._seen[i]
-            drawn = n == fault.at if fault.at else random.Random(f"{self.seed}/{i}/{n}").random() < fault.chance
+            drawn = (
+                n == fault.at
+                if fault.at
+                else random.Random(f"{self.seed}/{i}/{n}").random() < fault.chance
+            )
             if drawn and hit is None and self._struck[i] < fault.times:
                 self._struck[i] += 1
                 hit = fault
@@ -120,7 +144,11 @@ def emulator_key(key: Secret | str | None = None) -> Secret:
         key = os.environ.get(KEY_VARIABLE, "").strip() or f"tml-{secrets.token_hex(16)}"
     value = key.reveal() if isinstance(key, Secret) else key
     if not re.fullmatch(r"[!-~]{8,}", value):
-        raise ConfigError("emulator key", got=f"{len(value)} characters", expected="8 or more that are visible ASCII")
+        raise ConfigError(
+            "emulator key",
+            got=f"{len(value)} characters",
+            expected="8 or more that are visible ASCII",
+        )
     return Secret(value)
 
 
@@ -132,7 +160,9 @@ def bare_key(key: bytes) -> bytes:
 def _refusal(scope: Scope, key: Secret) -> tuple[int, str] | None:
     "Status and reason, if a request must not come in."
     headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
-    host = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get("host", b"").decode("latin-1")
+    host = headers.get("host", b"").decode("latin-1").rpartition(":")[0] or headers.get(
+        "host", b""
+    ).decode("latin-1")
     if host not in LOCAL:
         return 403, f"the emulator accepts requests to {' or '.join(LOCAL)} only"
     if scope["method"] == "GET" and scope["path"].endswith("/api/v1/healthz"):
@@ -140,7 +170,8 @@ def _refusal(scope: Scope, key: Secret) -> tuple[int, str] | None:
     scheme, _, token = headers.get("authorization", b"").partition(b" ")
     shown = [headers.get("x-api-key", b""), token.strip() if scheme.lower() == b"bearer" else b""]
     wanted = bare_key(key.reveal().encode())
-    right = [hmac.compare_digest(bare_key(value), wanted) for value in shown]  # both, whatever the first says
+    # both, whatever the first says
+    right = [hmac.compare_digest(bare_key(value), wanted) for value in shown]
     if not any(right):
         return 401, "invalid API key; the emulator printed the right one when it was started"
     return None
@@ -171,7 +202,8 @@ class FaultMiddleware:
             return await self.app(scope, receive, send)
         refused = _refusal(scope, self.key)
         if refused:
-            struck, status = "", refused[0]
+            struck = ""
+            status = refused[0]
             await Request(scope, receive).body()
             await error_reply(scope["path"], *refused)(scope, receive, send)
         else:
@@ -181,7 +213,8 @@ class FaultMiddleware:
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> tuple[str, int | None]:
         "Serve one request; returns the faults that were injected, and the status that was sent."
         where = f"{scope['method']} {scope['path']}"
-        faults = Faults() if scope["path"].startswith("/emulator/") else self.faults  # the status page has none
+        # the status page has none
+        faults = Faults() if scope["path"].startswith("/emulator/") else self.faults
         if faults.inject("drop_before", where):
             await self.drop(scope, receive)
             return "drop_before", None
@@ -189,7 +222,8 @@ class FaultMiddleware:
             await Request(scope, receive).body()
             await refused(scope, receive, send)
             return str(refused.status_code), refused.status_code
-        slow, lost = faults.inject("slow", where), faults.inject("drop_after", where)
+        slow = faults.inject("slow", where)
+        lost = faults.inject("drop_after", where)
         if slow:
             await asyncio.sleep(slow.s)
         reply = Reply(faults, where, None if lost else send)
@@ -203,7 +237,9 @@ class FaultMiddleware:
     async def drop(self, scope: Scope, receive: Receive) -> None:
         "Close the connection and wait until the server has seen it."
         if self.hang_up is None:
-            raise BackendError("a dropped connection", got="an app without a server", fix="Use start_emulator().")
+            raise BackendError(
+                "a dropped connection", got="an app without a server", fix="Use start_emulator()."
+            )
         self.hang_up(scope["client"])
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -220,7 +256,10 @@ def injected_refusal(faults: Faults, where: str, path: str) -> Response | None:
 # %% ../../nbs/emulator/04_faults.ipynb #cf4818b7
 def cut_stream(body: bytes) -> bytes:
     "A stream of server-sent events without the event that says how it finished, and without what follows."
-    unfinished = lambda event: b'"finish_reason": "' not in event
+
+    def unfinished(event):
+        return b'"finish_reason": "' not in event
+
     return b"".join(event + b"\n\n" for event in takewhile(unfinished, body.split(b"\n\n")))
 
 # %% ../../nbs/emulator/04_faults.ipynb #c5585368

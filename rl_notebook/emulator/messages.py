@@ -19,7 +19,15 @@ import torch
 from torch import Tensor
 
 from ..backends.base import LossFn
-from ..core.types import AdamParams, BackendError, Completion, Datum, DatumError, LossError, needs
+from rl_notebook.core.types import (
+    AdamParams,
+    BackendError,
+    Completion,
+    Datum,
+    DatumError,
+    LossError,
+    needs,
+)
 from ..core.types import ConfigError, RLNotebookError, SampleParams, plain_text
 from ..core.losses import POLICY_LOSSES, ActiveTokens, LossOptions
 
@@ -39,8 +47,12 @@ with needs("emulator", "the emulator"):
 class ServedDatum(Datum):
     "A datum with given targets; every position is scored."
 
-    targets: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (M,) what each position is scored on
-    series: Mapping[str, np.ndarray] = field(default_factory=dict)  # (M,) what the loss reads, by name
+    targets: np.ndarray = field(
+        default_factory=lambda: np.zeros(0)
+    )  # (M,) what each position is scored on
+    series: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # (M,) what the loss reads, by name
 
     @property
     def target_tokens(self) -> np.ndarray:
@@ -53,11 +65,15 @@ class ServedDatum(Datum):
         return f"datum {self.sample}"
 
 # %% ../../nbs/emulator/00_messages.ipynb #3ed73a50
-def served_datum(tokens: Sequence[int] | np.ndarray, inputs: Mapping[str, np.ndarray], index: int = 0) -> ServedDatum:
+def served_datum(
+    tokens: Sequence[int] | np.ndarray, inputs: Mapping[str, np.ndarray], index: int = 0
+) -> ServedDatum:
     "Check (M,) ids and the `loss_fn_inputs` of a datum, and put them together; raises `DatumError`."
     where = f"datum {index}"
     if "target_tokens" not in inputs:
-        raise DatumError("target_tokens", where=where, got=sorted(inputs), expected="one id per input token")
+        raise DatumError(
+            "target_tokens", where=where, got=sorted(inputs), expected="one id per input token"
+        )
     for name, series in inputs.items():
         if np.shape(series) != (len(tokens),):
             got = f"shape {np.shape(series)} for {len(tokens)} input tokens"
@@ -86,7 +102,9 @@ def json_tensor(tensor: Mapping[str, Any], where: str) -> np.ndarray:
         raise DatumError("tensor", where=where, got="a sparse layout", expected="a dense one")
     dtype = {"int64": np.int64, "float32": np.float32}.get(tensor.get("dtype", ""))
     if dtype is None:
-        raise DatumError("dtype", where=where, got=repr(tensor.get("dtype")), expected="'int64' or 'float32'")
+        raise DatumError(
+            "dtype", where=where, got=repr(tensor.get("dtype")), expected="'int64' or 'float32'"
+        )
     values = np.asarray(tensor["data"], dtype=dtype)
     return values.reshape(tensor["shape"]) if tensor.get("shape") else values
 
@@ -96,7 +114,9 @@ def json_tokens(model_input: Mapping[str, Any], where: str) -> list[int]:
     tokens: list[int] = []
     for chunk in model_input["chunks"]:
         if chunk.get("type", "encoded_text") != "encoded_text":
-            raise DatumError("chunk", where=where, got=repr(chunk["type"]), expected="'encoded_text'")
+            raise DatumError(
+                "chunk", where=where, got=repr(chunk["type"]), expected="'encoded_text'"
+            )
         tokens += chunk["tokens"]
     return tokens
 
@@ -127,7 +147,8 @@ PROTO_DTYPES = {1: np.float32, 2: np.int64, 3: np.int32}  # of Tensor.dtype
 def proto_tensor(tensor: Any, where: str) -> np.ndarray:
     "The array of a protobuf tensor; raises `DatumError`."
     if tensor.HasField("sparse_csr") or tensor.dtype not in PROTO_DTYPES:
-        got, expected = "sparse, or of an unknown dtype", "dense int64, int32 or float32"
+        got = "sparse, or of an unknown dtype"
+        expected = "dense int64, int32 or float32"
         raise DatumError("tensor", where=where, got=got, expected=expected)
     values = np.frombuffer(tensor.dense, dtype=PROTO_DTYPES[tensor.dtype])
     return values.reshape(list(tensor.shape)) if tensor.shape else values
@@ -140,23 +161,36 @@ def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
         if any(not chunk.HasField("encoded_text") for chunk in datum.model_input):
             raise DatumError("chunk", where=f"datum {i}", got="no text", expected="encoded_text")
         packed = b"".join(chunk.encoded_text.tokens for chunk in datum.model_input)
-        inputs = {k: proto_tensor(v, f"datum {i}, {k}") for k, v in sorted(datum.loss_fn_inputs.items())}
+        inputs = {
+            k: proto_tensor(v, f"datum {i}, {k}") for k, v in sorted(datum.loss_fn_inputs.items())
+        }
         datums.append(served_datum(np.frombuffer(packed, dtype=np.int32), inputs, i))
     config = dict(request.loss_fn_config)
-    for name, setting in getattr(request, "loss_fn_config_v2", {}).items():  # not in Fireworks' messages
+    # not in Fireworks' messages
+    for name, setting in getattr(request, "loss_fn_config_v2", {}).items():
         config[name] = setting.text if setting.HasField("text") else setting.number
     return Batch(tuple(datums), request.loss_fn, config, request.forward_only)
 
 # %% ../../nbs/emulator/00_messages.ipynb #5a18f7ba
 _MASKS = ("mask", "loss_mask")  # positions that a loss is about; by either name
-LOSS_SERIES = {"target_tokens", "weights", *_MASKS, "logprobs", "advantages"}  # what a datum may carry
+# what a datum may carry
+LOSS_SERIES = {"target_tokens", "weights", *_MASKS, "logprobs", "advantages"}
 LOSS_KNOBS = {
     "ratio_log_cap": "ratio_log_cap",
     "seq_ratio_log_cap": "seq_ratio_log_cap",
     "beta": "dro_beta",
     "eps_clip_c": "eps_clip_c",
 }  # setting of the service -> field of LossOptions
-SERVED_LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "dapo", "gspo", "reinforce")
+SERVED_LOSSES = (
+    "cross_entropy",
+    "importance_sampling",
+    "ppo",
+    "cispo",
+    "dro",
+    "dapo",
+    "gspo",
+    "reinforce",
+)
 
 # %% ../../nbs/emulator/00_messages.ipynb #df528081
 def loss_options(name: str, config: Mapping[str, Any]) -> LossOptions:
@@ -166,30 +200,44 @@ def loss_options(name: str, config: Mapping[str, Any]) -> LossOptions:
         fix = closed if name == "stable_reinforce" else None
         raise LossError("loss_fn", got=repr(name), expected=" or ".join(SERVED_LOSSES), fix=fix)
     knobs: dict[str, Any] = {LOSS_KNOBS[k]: float(v) for k, v in config.items() if k in LOSS_KNOBS}
-    clip = {k: float(v) for k, v in config.items() if k in ("clip_low_threshold", "clip_high_threshold")}
+    clip = {
+        k: float(v) for k, v in config.items() if k in ("clip_low_threshold", "clip_high_threshold")
+    }
     if "clip_low_threshold" in clip:
         knobs["eps_clip"] = 1 - clip["clip_low_threshold"]
     if "clip_high_threshold" in clip:
         knobs["eps_clip_high"] = clip["clip_high_threshold"] - 1
     unknown = sorted(set(config) - set(LOSS_KNOBS) - set(clip))
     if unknown:
-        raise LossError("loss_fn_config", got=unknown, expected=f"some of {sorted([*LOSS_KNOBS, *clip])}")
-    return LossOptions(policy_loss="grpo" if name == "cross_entropy" else name, aggregation="sum", **knobs)
+        raise LossError(
+            "loss_fn_config", got=unknown, expected=f"some of {sorted([*LOSS_KNOBS, *clip])}"
+        )
+    return LossOptions(
+        policy_loss="grpo" if name == "cross_entropy" else name, aggregation="sum", **knobs
+    )
 
 # %% ../../nbs/emulator/00_messages.ipynb #1359dc54
-def tensor_series(datums: Sequence[ServedDatum], name: str, default: float | None = None) -> Tensor:  # (T,) float32
+def tensor_series(
+    datums: Sequence[ServedDatum], name: str, default: float | None = None
+) -> Tensor:  # (T,) float32
     "One series of all datums end to end; raises `DatumError` where it is missing and has no default."
     parts = []
     for d in datums:
         if name not in d.series and default is None:
-            raise DatumError(name, where=d.where, got=sorted(d.series), expected=f"a series {name!r}")
+            raise DatumError(
+                name, where=d.where, got=sorted(d.series), expected=f"a series {name!r}"
+            )
         parts.append(d.series.get(name, np.full(len(d.targets), default)))
     return torch.from_numpy(np.concatenate(parts).astype(np.float32))
 
 # %% ../../nbs/emulator/00_messages.ipynb #ddd48cfe
-def cross_entropy(datums: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+def cross_entropy(
+    datums: Sequence[Any], logprobs: Sequence[Tensor]
+) -> tuple[Tensor, dict[str, float]]:
     "-sum w log p; a datum without weights weighs 1 everywhere, or where its mask is."
-    weights = torch.stack([tensor_series(datums, name, 1.0) for name in ("weights", *_MASKS)]).prod(0)
+    weights = torch.stack([tensor_series(datums, name, 1.0) for name in ("weights", *_MASKS)]).prod(
+        0
+    )
     return -(torch.cat(list(logprobs)) * weights).sum(), {}
 
 # %% ../../nbs/emulator/00_messages.ipynb #86e157c7
@@ -202,14 +250,34 @@ def served_loss(batch: Batch) -> LossFn:
     if batch.loss_fn == "cross_entropy":
         return cross_entropy
 
-    def loss_fn(datums: Sequence[Any], logprobs: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        anchor, advantage = tensor_series(datums, "logprobs"), tensor_series(datums, "advantages")
+    def loss_fn(
+        datums: Sequence[Any], logprobs: Sequence[Tensor]
+    ) -> tuple[Tensor, dict[str, float]]:
+        anchor = tensor_series(datums, "logprobs")
+        advantage = tensor_series(datums, "advantages")
         sent = [name for name in ("weights", *_MASKS) if all(name in d.series for d in datums)]
-        mask = torch.stack([tensor_series(datums, name) for name in sent]).prod(0) if sent else (advantage != 0).float()
-        sample = torch.repeat_interleave(torch.arange(len(datums)), torch.tensor([len(d.targets) for d in datums]))
-        on, lengths = mask != 0, torch.bincount(sample[mask != 0], minlength=len(datums))
-        series = torch.cat(list(logprobs))[on], anchor[on], anchor[on], None, advantage[on], sample[on], lengths
-        terms = POLICY_LOSSES[batch.loss_fn][0](ActiveTokens(*series), torch.ones(int(on.sum())), options)
+        mask = (
+            torch.stack([tensor_series(datums, name) for name in sent]).prod(0)
+            if sent
+            else (advantage != 0).float()
+        )
+        sample = torch.repeat_interleave(
+            torch.arange(len(datums)), torch.tensor([len(d.targets) for d in datums])
+        )
+        on = mask != 0
+        lengths = torch.bincount(sample[mask != 0], minlength=len(datums))
+        series = (
+            torch.cat(list(logprobs))[on],
+            anchor[on],
+            anchor[on],
+            None,
+            advantage[on],
+            sample[on],
+            lengths,
+        )
+        terms = POLICY_LOSSES[batch.loss_fn][0](
+            ActiveTokens(*series), torch.ones(int(on.sum())), options
+        )
         return (terms * mask[on]).sum(), {}
 
     return loss_fn
@@ -223,7 +291,9 @@ def json_adam(params: Mapping[str, Any]) -> AdamParams:
     names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     unknown = sorted(set(params) - {*names, "type", "emit_grad_norm_metrics"})
     if unknown or params.get("type", "adamw") not in ("adam", "adamw"):
-        raise BackendError("adam_params", got=unknown or params["type"], expected=f"AdamW with {', '.join(names)}")
+        raise BackendError(
+            "adam_params", got=unknown or params["type"], expected=f"AdamW with {', '.join(names)}"
+        )
     return replace(ADAM_DEFAULTS, **{name: float(params[name]) for name in names if name in params})
 
 # %% ../../nbs/emulator/00_messages.ipynb #7185ae60
@@ -245,7 +315,10 @@ def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SamplePa
         min_p=float(given.get("min_p", 0.0)),
         repetition_penalty=float(given.get("repetition_penalty", 1.0)),
         stop=tuple(x for x in stops if isinstance(x, str)),
-        stop_token_ids=(*(x for x in stops if isinstance(x, int)), *map(int, given.get("stop_token_ids") or ())),
+        stop_token_ids=(
+            *(x for x in stops if isinstance(x, int)),
+            *map(int, given.get("stop_token_ids") or ()),
+        ),
         seed=None if given.get("seed") is None else int(given["seed"]),
     )
 
@@ -267,20 +340,31 @@ class PassResult:
 # %% ../../nbs/emulator/00_messages.ipynb #241d67d7
 def json_pass(result: PassResult) -> dict[str, Any]:
     "A pass as JSON."
-    wire = lambda s: {"data": s.tolist(), "dtype": "float32", "shape": [len(s)]}
+
+    def wire(s):
+        return {"data": s.tolist(), "dtype": "float32", "shape": [len(s)]}
+
     outputs = [{"logprobs": wire(s)} for s in result.logprobs]
     metrics = {"loss:sum": result.loss}
-    return {"loss_fn_output_type": "TorchLossReturn", "loss_fn_outputs": outputs, "metrics": metrics}
+    return {
+        "loss_fn_output_type": "TorchLossReturn",
+        "loss_fn_outputs": outputs,
+        "metrics": metrics,
+    }
 
 # %% ../../nbs/emulator/00_messages.ipynb #854bbbe2
 def proto_pass(result: PassResult) -> bytes:
     "A pass as protobuf."
     message = messages().ForwardBackwardOutput(loss_fn_output_type="TorchLossReturn")
     message.metrics["loss:sum"] = result.loss
-    record = message.loss_fn_outputs.add(type_tag="TorchLossReturn", num_datums=len(result.logprobs))
+    record = message.loss_fn_outputs.add(
+        type_tag="TorchLossReturn", num_datums=len(result.logprobs)
+    )
     ends = np.cumsum([0, *(4 * len(s) for s in result.logprobs)], dtype=np.int64)
     data = np.concatenate(result.logprobs).tobytes()
-    record.fields["logprobs"].CopyFrom(messages().BatchedTensor(data=data, offsets=ends.tobytes(), dtype=1))
+    record.fields["logprobs"].CopyFrom(
+        messages().BatchedTensor(data=data, offsets=ends.tobytes(), dtype=1)
+    )
     return message.SerializeToString()
 
 # %% ../../nbs/emulator/00_messages.ipynb #0977bd55
@@ -295,12 +379,18 @@ class SampleResult:
 def json_sample(result: SampleResult) -> dict[str, Any]:
     "A sampling result as JSON."
     sequences = [
-        {"stop_reason": c.finish_reason, "tokens": c.tokens.tolist(), "logprobs": c.logprobs.tolist()}
+        {
+            "stop_reason": c.finish_reason,
+            "tokens": c.tokens.tolist(),
+            "logprobs": c.logprobs.tolist(),
+        }
         for c in result.completions
     ]
     out: dict[str, Any] = {"type": "sample", "sequences": sequences}
     if result.prompt_logprobs is not None:
-        out["prompt_logprobs"] = [None if np.isnan(x) else x for x in result.prompt_logprobs.tolist()]
+        out["prompt_logprobs"] = [
+            None if np.isnan(x) else x for x in result.prompt_logprobs.tolist()
+        ]
     return out
 
 # %% ../../nbs/emulator/00_messages.ipynb #9db85ea8
@@ -308,7 +398,8 @@ def proto_sample(result: SampleResult) -> bytes:
     "A sampling result as protobuf."
     message = messages().SampleResponse()
     for c in result.completions:
-        tokens, logprobs = c.tokens.astype(np.int32).tobytes(), c.logprobs.astype(np.float32).tobytes()
+        tokens = c.tokens.astype(np.int32).tobytes()
+        logprobs = c.logprobs.astype(np.float32).tobytes()
         stop_reason = ("stop", "length").index(c.finish_reason)
         message.sequences.add(tokens=tokens, logprobs=logprobs, stop_reason=stop_reason)
     if result.prompt_logprobs is not None:
@@ -338,13 +429,16 @@ MAX_BODY = 2**30  # bytes of a request, unpacked
 
 async def read_body(request: Request) -> bytes:
     "The body, unpacked; raises `Refusal` when it is packed in a way that we do not know."
-    body, packing = await request.body(), request.headers.get("content-encoding", "identity")
+    body = await request.body()
+    packing = request.headers.get("content-encoding", "identity")
     if packing == "zstd":
         import zstandard  # which comes with the SDKs that pack
 
         body = zstandard.ZstdDecompressor().stream_reader(body).read(MAX_BODY + 1)
         if len(body) > MAX_BODY:
-            raise Refusal(413, "body", got=f"more than {MAX_BODY:,} bytes", expected="a smaller batch")
+            raise Refusal(
+                413, "body", got=f"more than {MAX_BODY:,} bytes", expected="a smaller batch"
+            )
         return body
     if packing != "identity":
         raise Refusal(415, "Content-Encoding", got=repr(packing), expected="identity or zstd")
@@ -370,7 +464,9 @@ def read_json(raw: bytes, status: int = 422) -> dict[str, Any]:  # the status of
         if b"\\ud" in raw.lower():  # perhaps half of a surrogate pair, which no answer could repeat
             json.dumps(body, ensure_ascii=False).encode()
     except RecursionError:
-        raise Refusal(status, "body", got="JSON that is nested too deeply", expected="an object") from None
+        raise Refusal(
+            status, "body", got="JSON that is nested too deeply", expected="an object"
+        ) from None
     except ValueError as reason:
         raise Refusal(status, "body", got=str(reason), expected="JSON") from reason
     if not isinstance(body, dict):
@@ -384,7 +480,8 @@ def read_protobuf(raw: bytes) -> tuple[dict[str, Any], Any]:
     return {"model_id": message.model_id, "seq_id": message.seq_id}, message
 
 # %% ../../nbs/emulator/00_messages.ipynb #eab059c2
-Table = list[tuple[str, str, Callable[..., Any]]]  # method, path, function of its owner and the request
+# method, path, function of its owner and the request
+Table = list[tuple[str, str, Callable[..., Any]]]
 
 
 def routes_of(owner: Any, table: Table) -> list[BaseRoute]:
@@ -392,10 +489,14 @@ def routes_of(owner: Any, table: Table) -> list[BaseRoute]:
     return [Route(path, partial(serve, owner), methods=[method]) for method, path, serve in table]
 
 # %% ../../nbs/emulator/00_messages.ipynb #82ccc3dd
-def error_reply(path: str, status: int, text: str, headers: Mapping[str, str] | None = None) -> Response:
+def error_reply(
+    path: str, status: int, text: str, headers: Mapping[str, str] | None = None
+) -> Response:
     "A refusal, whose message stands where clients of the address look for it."
     kind = "invalid_request_error" if status < 500 else "server_error"
-    shape: dict[str, Any] = {"error": {"object": "error", "type": kind, "code": status, "message": text}}
+    shape: dict[str, Any] = {
+        "error": {"object": "error", "type": kind, "code": status, "message": text}
+    }
     if path.startswith("/v1/accounts"):
         shape = {"code": status, "message": text}
     elif path.startswith(("/training/", "/api/", "/emulator/")):

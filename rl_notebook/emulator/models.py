@@ -21,7 +21,13 @@ from torch import Tensor, nn
 
 from ..backends.base import Backend
 from ..backends.local.engine import Request, check_request
-from ..backends.local.trainer import LocalSampler, LocalTrainer, PolicyState, open_local, read_folder
+from rl_notebook.backends.local.trainer import (
+    LocalSampler,
+    LocalTrainer,
+    PolicyState,
+    open_local,
+    read_folder,
+)
 from ..backends.local.trainer import write_folder
 from ..core.types import BackendError, Completion
 from .messages import SampleResult, json_sample_params
@@ -36,10 +42,12 @@ class Models:
 
     def __init__(
         self,
-        model: str | tuple[nn.Module, Any] = "tiny",  # a name for `load_model`, or a model and its tokenizer
+        model: str
+        | tuple[nn.Module, Any] = "tiny",  # a name for `load_model`, or a model and its tokenizer
         dtype: str = "float32",  # precision of the copies
     ):
-        self.name, self.dtype = model if isinstance(model, str) else "given", dtype
+        self.name = model if isinstance(model, str) else "given"
+        self.dtype = dtype
         self.pair = None if isinstance(model, str) else model
         self.lock = threading.RLock()  # adapters are drawn from a generator that all threads share
 
@@ -63,9 +71,15 @@ class Models:
     def open(self, lora_rank: int = 0, lora_alpha: float = 32, seed: int = 0) -> Backend:
         "A copy as a local backend that scores every position."
         model, tokenizer = self.load()
-        options: dict[str, Any] = {"lora_rank": lora_rank, "lora_alpha": lora_alpha, "seed": seed, "dtype": self.dtype}
+        options: dict[str, Any] = {
+            "lora_rank": lora_rank,
+            "lora_alpha": lora_alpha,
+            "seed": seed,
+            "dtype": self.dtype,
+        }
         with self.lock:
-            whole = {"reference": False, "prompt_logprobs": True, "mask_unknown": False}  # as services draw
+            # as services draw
+            whole = {"reference": False, "prompt_logprobs": True, "mask_unknown": False}
             return open_local(model, tokenizer, **whole, **options)
 
 # %% ../../nbs/emulator/01_models.ipynb #7d282d61
@@ -75,7 +89,11 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 def check_name(name: str, label: bool = False) -> str:
     "The name, if it can be a folder (and, if asked, a DNS label); raises `BackendError`."
-    if not isinstance(name, str) or not (_LABEL if label else _NAME).fullmatch(name) or ".." in name:
+    if (
+        not isinstance(name, str)
+        or not (_LABEL if label else _NAME).fullmatch(name)
+        or ".." in name
+    ):
         expected = "a DNS label (a-z, 0-9, -)" if label else "letters, digits, '.', '_' and '-'"
         raise BackendError("name", got=repr(name), expected=expected)
     return name
@@ -85,7 +103,8 @@ class Snapshots:
     "Named weights in a folder."
 
     def __init__(self, folder: str | Path, what: str = "snapshot"):  # what they are, for errors
-        self.folder, self.what = Path(folder), what
+        self.folder = Path(folder)
+        self.what = what
 
     def save(self, name: str, tensors: Mapping[str, Tensor], meta: Mapping[str, Any]) -> None:
         "Write weights and a page about them, atomically; those of the same name are replaced."
@@ -95,7 +114,9 @@ class Snapshots:
     def place(self, name: str) -> Path:
         "Where they are; raises `BackendError`."
         if not (self.folder / check_name(name) / "state.json").is_file():
-            raise BackendError(self.what, got=repr(name), expected=f"one of {self.names() or 'none yet'}")
+            raise BackendError(
+                self.what, got=repr(name), expected=f"one of {self.names() or 'none yet'}"
+            )
         return self.folder / name
 
     def load(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -137,7 +158,10 @@ class Serving:
     "A sampler, and what it serves."
 
     def __init__(self, models: Models, lora_rank: int = 0):
-        self.backend, self.lora_rank, self.name, self.users = models.open(lora_rank), lora_rank, "", 0
+        self.backend = models.open(lora_rank)
+        self.lora_rank = lora_rank
+        self.name = ""
+        self.users = 0
         self.sampler: Any = self.backend.sampler  # a `LocalSampler`
 
     async def swap(self, name: str, tensors: Mapping[str, Tensor]) -> int:
@@ -145,7 +169,9 @@ class Serving:
         state = policy_of(self.backend).state
         if wrong := misfits(state, tensors):
             got = f"{len(wrong)} weights that do not fit, such as {wrong[0]}"
-            raise BackendError("snapshot", where=name, got=got, expected="the served model's weights and lora_rank")
+            raise BackendError(
+                "snapshot", where=name, got=got, expected="the served model's weights and lora_rank"
+            )
         self.name, state.snapshots[name] = name, dict(tensors)
         try:
             return await self.backend.sync(name)
@@ -174,12 +200,19 @@ class SamplerPool:
 
     def __init__(self) -> None:
         self.servings: list[Serving] = []  # the one used last comes last
-        self.lock, self.revisions = asyncio.Lock(), dict[str, int]()  # how often a snapshot was written anew
+        # how often a snapshot was written anew
+        self.lock, self.revisions = asyncio.Lock(), dict[str, int]()
 
-    async def take(self, models: Models, snapshots: Snapshots, sampling: SamplingSession) -> Serving:
+    async def take(
+        self, models: Models, snapshots: Snapshots, sampling: SamplingSession
+    ) -> Serving:
         "A model that serves this session's weights, marked as in use. Raises `BackendError`."
         async with self.lock:
-            tag = f"{sampling.snapshot}#{self.revisions.get(sampling.snapshot, 0)}" if sampling.snapshot else ""
+            tag = (
+                f"{sampling.snapshot}#{self.revisions.get(sampling.snapshot, 0)}"
+                if sampling.snapshot
+                else ""
+            )
             found = next((x for x in self.servings if x.name == tag), None)
             if found is None:
                 found = await self.fetch(models, snapshots, sampling, tag)
@@ -187,7 +220,9 @@ class SamplerPool:
             found.users += 1
             return found
 
-    async def fetch(self, models: Models, snapshots: Snapshots, sampling: SamplingSession, tag: str) -> Serving:
+    async def fetch(
+        self, models: Models, snapshots: Snapshots, sampling: SamplingSession, tag: str
+    ) -> Serving:
         "A model that starts to serve a tag: a new one, or one that is idle when there are enough."
         if not tag:
             return await asyncio.to_thread(Serving, models)
@@ -200,11 +235,20 @@ class SamplerPool:
         return idle[0]
 
 # %% ../../nbs/emulator/01_models.ipynb #5309031c
-async def draw_and_score(sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]) -> SampleResult:
+async def draw_and_score(
+    sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]
+) -> SampleResult:
     "Draw completions of a prompt, and score what was asked for; raises `BackendError`."
-    not_done = ("target_prompt_logprobs", "prompt_alt_tokens_k", "topk_prompt_logprobs", "topk_sample_logprobs")
+    not_done = (
+        "target_prompt_logprobs",
+        "prompt_alt_tokens_k",
+        "topk_prompt_logprobs",
+        "topk_sample_logprobs",
+    )
     if asked := [name for name in not_done if body.get(name)]:
-        raise BackendError("asample", got=", ".join(asked), expected="none of them: the emulator does not do this")
+        raise BackendError(
+            "asample", got=", ".join(asked), expected="none of them: the emulator does not do this"
+        )
     params = json_sample_params(body, len(prompt), sampler.engine.max_seq_len)
     request = check_request(sampler.engine, prompt, params)
     if (body.get("sampling_params") or {}).get("stop") == []:

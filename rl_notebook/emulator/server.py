@@ -49,7 +49,9 @@ class Wanted:
     echo: bool = False
     layout: Literal["none", "content", "lists"] = "none"  # of logprobs
     prompt_logprobs: bool = False  # scores of the prompt as vLLM sends them
-    body: Mapping[str, Any] = field(default_factory=dict)  # as it came: which ids and measurements are told
+    body: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # as it came: which ids and measurements are told
 
 # %% ../../nbs/emulator/03_server.ipynb #960d4b17
 _KNOWN = """
@@ -67,7 +69,9 @@ def check_fields(body: Mapping[str, Any], style: Style) -> None:
         raise Refusal(400, f"Extra inputs are not permitted, field: '{unknown[0]}'")
     for name, value in _NEUTRAL.items():
         if body.get(name, value) != value:
-            raise Refusal(400, name, got=body[name], expected=f"{value}: the emulator does not do this")
+            raise Refusal(
+                400, name, got=body[name], expected=f"{value}: the emulator does not do this"
+            )
 
 # %% ../../nbs/emulator/03_server.ipynb #01c620ca
 def read_prompt(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
@@ -77,24 +81,45 @@ def read_prompt(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], list):
         prompt = prompt[0]
     if not isinstance(prompt, list) or not prompt or not all(type(i) is int for i in prompt):
-        raise Refusal(400, "prompt", got=type(prompt).__name__, expected="a list of token ids, or text; not empty")
+        raise Refusal(
+            400,
+            "prompt",
+            got=type(prompt).__name__,
+            expected="a list of token ids, or text; not empty",
+        )
     return tuple(prompt)
 
 # %% ../../nbs/emulator/03_server.ipynb #2a2c30f4
 def read_length(body: Mapping[str, Any], prompt_len: int, max_seq_len: int) -> int:
     "How many tokens to draw at most, 0 = only score the prompt; raises `Refusal`."
-    asked, room = body.get("max_tokens", 16), max_seq_len - prompt_len
+    asked = body.get("max_tokens", 16)
+    room = max_seq_len - prompt_len
     if room < 0:
-        raise Refusal(400, f"This model's maximum context length is {max_seq_len} tokens, the prompt has {prompt_len}")
-    if type(asked) is not int or asked < 0 or (asked == 0 and not body.get("echo")) or (asked and room < 1):
-        raise Refusal(400, "max_tokens", got=repr(asked), expected="at least 1, and room for it; 0 only with echo")
+        raise Refusal(
+            400,
+            f"This model's maximum context length is {max_seq_len} tokens, the prompt has {prompt_len}",
+        )
+    if (
+        type(asked) is not int
+        or asked < 0
+        or (asked == 0 and not body.get("echo"))
+        or (asked and room < 1)
+    ):
+        raise Refusal(
+            400,
+            "max_tokens",
+            got=repr(asked),
+            expected="at least 1, and room for it; 0 only with echo",
+        )
     return min(asked, room)
 
 # %% ../../nbs/emulator/03_server.ipynb #e162363b
 def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_len: int) -> Wanted:
     "The request behind a JSON body, for a model that takes so many tokens; raises `Refusal`."
     check_fields(body, style)
-    prompt, echo, logprobs = read_prompt(body.get("prompt"), tokenizer), bool(body.get("echo")), body.get("logprobs")
+    prompt = read_prompt(body.get("prompt"), tokenizer)
+    echo = bool(body.get("echo"))
+    logprobs = body.get("logprobs")
     length = read_length(body, len(prompt), max_seq_len)
     layout: Any = "content" if style == "fireworks" and logprobs is True else "lists"
     layout = "none" if logprobs is None or logprobs is False else layout
@@ -102,7 +127,9 @@ def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_l
         params = sample_params(body, int(body.get("n") or 1), max(1, length))
     except (TypeError, ValueError) as reason:
         raise Refusal(400, f"sampling parameters: {reason}") from reason
-    scored = body.get("prompt_logprobs") is not None or (style == "vllm" and echo and layout == "lists")
+    scored = body.get("prompt_logprobs") is not None or (
+        style == "vllm" and echo and layout == "lists"
+    )
     return Wanted(prompt, params, length > 0, echo, layout, scored, body)
 
 # %% ../../nbs/emulator/03_server.ipynb #94791db2
@@ -117,34 +144,56 @@ class Shown:
     finish_reason: str
 
 # %% ../../nbs/emulator/03_server.ipynb #c47c22a6
-def shown(wanted: Wanted, completion: Completion | None, scores: np.ndarray | None, tokenizer: Any) -> Shown:
+def shown(
+    wanted: Wanted, completion: Completion | None, scores: np.ndarray | None, tokenizer: Any
+) -> Shown:
     "What to show of a completion; None = nothing was drawn."
     raw: list[float | None] = []
     drawn: list[float | None] = []
-    tokens, text = [], ""
+    tokens = []
+    text = ""
     if wanted.echo:
-        tokens, text = list(wanted.prompt), tokenizer.decode(wanted.prompt)
+        tokens = list(wanted.prompt)
+        text = tokenizer.decode(wanted.prompt)
         raw = [None] * len(tokens)
         if scores is not None:
             raw = [None, *token_from_target(scores).tolist()[1:]]
         drawn = [None] * len(tokens)
     if completion is None:
         return Shown(tokens, raw, drawn, text, "length")
-    sampling = completion.logprobs if completion.sampling_logprobs is None else completion.sampling_logprobs
-    tokens, raw = tokens + completion.tokens.tolist(), raw + completion.logprobs.tolist()
-    return Shown(tokens, raw, drawn + sampling.tolist(), text + completion.text, completion.finish_reason)
+    sampling = (
+        completion.logprobs
+        if completion.sampling_logprobs is None
+        else completion.sampling_logprobs
+    )
+    tokens = tokens + completion.tokens.tolist()
+    raw = raw + completion.logprobs.tolist()
+    return Shown(
+        tokens, raw, drawn + sampling.tolist(), text + completion.text, completion.finish_reason
+    )
 
 # %% ../../nbs/emulator/03_server.ipynb #acd515e4
 def content_logprobs(part: Shown, tokenizer: Any) -> dict[str, Any]:
     "Fireworks' layout: one record a token, 0.0 for the token that has none."
     each = zip(part.tokens, part.raw, part.drawn, strict=True)
-    more = lambda token, drawn: {"token_id": token, "sampling_logprob": drawn, "top_logprobs": []}
-    return {"content": [token_record(tokenizer, token, raw or 0.0) | more(token, drawn) for token, raw, drawn in each]}
+
+    def more(token, drawn):
+        return {"token_id": token, "sampling_logprob": drawn, "top_logprobs": []}
+
+    return {
+        "content": [
+            token_record(tokenizer, token, raw or 0.0) | more(token, drawn)
+            for token, raw, drawn in each
+        ]
+    }
 
 # %% ../../nbs/emulator/03_server.ipynb #5f9b71b1
 def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -> dict[str, Any]:
     "The older layout: parallel lists, null for the token that has none."
-    values = [raw if drawn is None or not processed else drawn for raw, drawn in zip(part.raw, part.drawn, strict=True)]
+    values = [
+        raw if drawn is None or not processed else drawn
+        for raw, drawn in zip(part.raw, part.drawn, strict=True)
+    ]
     texts = [f"token_id:{i}" if spelled else tokenizer.decode([i]) for i in part.tokens]
     offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
@@ -152,34 +201,54 @@ def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -
 # %% ../../nbs/emulator/03_server.ipynb #f7ca48e3
 def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[str, Any]:
     "Ids and prompt scores as vLLM sends them: the ids without the prompt, also with echo."
-    extras: dict[str, Any] = dict.fromkeys(("stop_reason", "prompt_logprobs", "token_ids", "prompt_token_ids"))
+    extras: dict[str, Any] = dict.fromkeys(
+        ("stop_reason", "prompt_logprobs", "token_ids", "prompt_token_ids")
+    )
     if wanted.body.get("return_token_ids"):
         drawn = part.tokens[len(wanted.prompt) :] if wanted.echo else part.tokens
         extras |= {"token_ids": drawn, "prompt_token_ids": list(wanted.prompt)}
     if wanted.prompt_logprobs and scores is not None:
-        rows = [{str(i): {"logprob": v}} for i, v in zip(wanted.prompt[1:], scores.tolist(), strict=True)]
+        rows = [
+            {str(i): {"logprob": v}}
+            for i, v in zip(wanted.prompt[1:], scores.tolist(), strict=True)
+        ]
         extras["prompt_logprobs"] = [None, *rows]
     return extras
 
 # %% ../../nbs/emulator/03_server.ipynb #fba9e216
 def choice_of(
-    wanted: Wanted, part: Shown, index: int, scores: np.ndarray | None, style: Style, tokenizer: Any, processed: bool
+    wanted: Wanted,
+    part: Shown,
+    index: int,
+    scores: np.ndarray | None,
+    style: Style,
+    tokenizer: Any,
+    processed: bool,
 ) -> dict[str, Any]:
     "One choice of a response, with (P-1,) scores of the prompt; `processed` where logprobs are those drawn from."
-    choice: dict[str, Any] = {"index": index, "text": part.text, "finish_reason": part.finish_reason, "logprobs": None}
+    choice: dict[str, Any] = {
+        "index": index,
+        "text": part.text,
+        "finish_reason": part.finish_reason,
+        "logprobs": None,
+    }
     if wanted.layout == "content":
         choice["logprobs"] = content_logprobs(part, tokenizer)
     elif wanted.layout == "lists":
         spelled = bool(wanted.body.get("return_tokens_as_token_ids"))
         choice["logprobs"] = list_logprobs(part, tokenizer, spelled, processed)
     if wanted.body.get("raw_output"):
-        choice["raw_output"] = {"prompt_token_ids": list(wanted.prompt), "completion_token_ids": part.tokens}
+        choice["raw_output"] = {
+            "prompt_token_ids": list(wanted.prompt),
+            "completion_token_ids": part.tokens,
+        }
     return choice | (vllm_extras(wanted, part, scores) if style == "vllm" else {})
 
 # %% ../../nbs/emulator/03_server.ipynb #855805fd
 def split_choice(choice: Mapping[str, Any], part: Shown, tokenizer: Any) -> list[dict[str, Any]]:
     "A choice as the pieces of a stream."
-    pieces, lists = [], choice.get("logprobs") or {}
+    pieces = []
+    lists = choice.get("logprobs") or {}
     for start, end, text in in_pieces(part.tokens, part.text, tokenizer):
         piece = {"index": choice["index"], "text": text, "finish_reason": None, "logprobs": None}
         if lists:
@@ -218,14 +287,23 @@ def read_weights(folder: Path, names: Mapping[str, Any]) -> dict[str, Tensor]:
     "The weights of a `save_pretrained` folder; raises `Refusal` when they are not those of this model."
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise Refusal(500, "reload_weights", got=f"no weights in {str(folder)!r}", expected="*.safetensors")
+        raise Refusal(
+            500, "reload_weights", got=f"no weights in {str(folder)!r}", expected="*.safetensors"
+        )
     try:
         tensors = {name: tensor for file in files for name, tensor in load_file(file).items()}
     except (OSError, SafetensorError) as reason:
         raise Refusal(500, f"reload_weights: {reason}") from reason
-    missing = sorted(set(names) - set(tensors)) or [n for n, p in names.items() if tensors[n].shape != p.shape]
+    missing = sorted(set(names) - set(tensors)) or [
+        n for n, p in names.items() if tensors[n].shape != p.shape
+    ]
     if missing:
-        raise Refusal(500, "reload_weights", got=f"no {missing[0]!r} that fits", expected="weights of the served model")
+        raise Refusal(
+            500,
+            "reload_weights",
+            got=f"no {missing[0]!r} that fits",
+            expected="weights of the served model",
+        )
     return {name: tensors[name] for name in names}
 
 # %% ../../nbs/emulator/03_server.ipynb #4e53db35
@@ -235,13 +313,18 @@ def read_adapter(folder: Path, base: Mapping[str, Any]) -> dict[str, Tensor]:
         config = json.loads((folder / "adapter_config.json").read_text())
         parts = load_file(folder / "adapter_model.safetensors")
     except (OSError, ValueError, SafetensorError) as reason:
-        raise Refusal(404, f"No adapter found for {str(folder)!r}: {type(reason).__name__}") from reason
-    scale, added = config["lora_alpha"] / config["r"], {}
+        raise Refusal(
+            404, f"No adapter found for {str(folder)!r}: {type(reason).__name__}"
+        ) from reason
+    scale = config["lora_alpha"] / config["r"]
+    added = {}
     for key in [k for k in parts if k.endswith(".lora_A.weight")]:
         stem = key.removesuffix(".lora_A.weight")
         name = f"{stem.removeprefix('base_model.model.')}.weight"
         if name not in base:
-            raise Refusal(400, "adapter", got=f"a part for {name!r}", expected="layers of the served model")
+            raise Refusal(
+                400, "adapter", got=f"a part for {name!r}", expected="layers of the served model"
+            )
         added[name] = scale * (parts[f"{stem}.lora_B.weight"] @ parts[key])
     return added
 
@@ -266,9 +349,14 @@ class HotLoad:
     def status(self) -> dict[str, Any]:
         "The JSON of a GET."
         state = {"stage": self.stage, "target_snapshot_identity": self.target}
-        state |= {"error_message": self.message} if self.message else {}
+        if self.message:
+            state |= {"error_message": self.message}
         ready = self.stage in ("done", "error")
-        replica = {"current_snapshot_identity": self.current, "readiness": ready, "loading_state": state}
+        replica = {
+            "current_snapshot_identity": self.current,
+            "readiness": ready,
+            "loading_state": state,
+        }
         return {"replicas": [replica]}
 
 # %% ../../nbs/emulator/03_server.ipynb #aed7b96c
@@ -277,11 +365,19 @@ def check_delta(load: HotLoad, meta: Mapping[str, Any], asked: Mapping[str, Any]
     previous = (asked or {}).get("previous_snapshot_identity")
     if asked is not None and previous != load.current:
         raise Refusal(
-            409, "previous_snapshot_identity", got=repr(previous), expected=f"{load.current!r}, which is served"
+            409,
+            "previous_snapshot_identity",
+            got=repr(previous),
+            expected=f"{load.current!r}, which is served",
         )
     if meta["checkpoint_type"] == "delta" and meta.get("previous") != load.current:
         got = f"a delta on {meta.get('previous')!r}"
-        raise Refusal(409, "snapshot", got=got, expected=f"one on {load.current!r}, which is served, or a base")
+        raise Refusal(
+            409,
+            "snapshot",
+            got=got,
+            expected=f"one on {load.current!r}, which is served, or a base",
+        )
 
 # %% ../../nbs/emulator/03_server.ipynb #121369cc
 class EmulatedServer:
@@ -295,10 +391,16 @@ class EmulatedServer:
         base_model: str,  # name that it is served under
         lora_rank: int = 0,  # of the snapshots that will come; 0 = whole weights
         name: str = "",  # another name that it is served under
-        logprobs_mode: Literal["raw_logprobs", "processed_logprobs"] = "raw_logprobs",  # vLLM's setting
+        logprobs_mode: Literal[
+            "raw_logprobs", "processed_logprobs"
+        ] = "raw_logprobs",  # vLLM's setting
     ):
-        self.models, self.snapshots, self.base_model, self.name = models, snapshots, base_model, name
-        self.lora_rank, self.processed = lora_rank, logprobs_mode == "processed_logprobs"
+        self.models = models
+        self.snapshots = snapshots
+        self.base_model = base_model
+        self.name = name
+        self.lora_rank = lora_rank
+        self.processed = logprobs_mode == "processed_logprobs"
         self.hotload_delay_s = 0.0  # how long a load takes
         self.hotload_error = False  # the next load fails
         self.load = HotLoad()
@@ -314,7 +416,9 @@ class EmulatedServer:
     def serving(self, adapter: str = "") -> Serving:
         "The sampler of the base or of an adapter, opened on first use."
         if adapter not in self._serving:
-            serving = self._serving[adapter] = Serving(self.models, 0 if adapter else self.lora_rank)
+            serving = self._serving[adapter] = Serving(
+                self.models, 0 if adapter else self.lora_rank
+            )
             serving.sampler.run = PausableWorker(serving.sampler.run)
         return self._serving[adapter]
 
@@ -357,14 +461,22 @@ async def while_connected(request: Request, work: Awaitable[Any]) -> Any:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 # %% ../../nbs/emulator/03_server.ipynb #69c16776
-def split_choices(choices: Sequence[Mapping[str, Any]], parts: Sequence[Shown], tokenizer: Any) -> list[dict[str, Any]]:
+def split_choices(
+    choices: Sequence[Mapping[str, Any]], parts: Sequence[Shown], tokenizer: Any
+) -> list[dict[str, Any]]:
     "The pieces of all choices."
-    return [p for choice, part in zip(choices, parts, strict=True) for p in split_choice(choice, part, tokenizer)]
+    return [
+        p
+        for choice, part in zip(choices, parts, strict=True)
+        for p in split_choice(choice, part, tokenizer)
+    ]
 
 
 async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
     "POST /v1/completions, as vLLM serves it, or /inference/v1/completions, as Fireworks does: wait while paused, draw."
-    body, started, tokenizer = await json_of(request), time.monotonic(), server.models.tokenizer
+    body = await json_of(request)
+    started = time.monotonic()
+    tokenizer = server.models.tokenizer
     adapter = adapter_of(server, str(body.get("model", "")), style)
     while not server.resumed.is_set():
         await while_connected(request, server.resumed.wait())
@@ -374,17 +486,22 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
         raise Refusal(500, f"EngineCore encountered an issue: {server.dead}")
     serving = server.serving(adapter)
     wanted = read_wanted(body, style, tokenizer, serving.backend.capabilities.max_seq_len or 2**20)
-    waited, server.running = time.monotonic() - started, server.running + 1
+    waited = time.monotonic() - started
+    server.running = server.running + 1
     try:
         drawn, scores = await while_connected(request, draw_wanted(serving, wanted))
     finally:
         server.running -= 1
-    new, model = sum(len(c.tokens) for c in drawn if c is not None), body.get("model", server.base_model)
+    new = sum(len(c.tokens) for c in drawn if c is not None)
+    model = body.get("model", server.base_model)
     whole = reply_of([], model, len(wanted.prompt), new, "text_completion")
     if body.get("perf_metrics_in_response"):
         whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
-    parts, processed = [shown(wanted, c, scores, tokenizer) for c in drawn], server.processed and style == "vllm"
-    choices = [choice_of(wanted, p, i, scores, style, tokenizer, processed) for i, p in enumerate(parts)]
+    parts = [shown(wanted, c, scores, tokenizer) for c in drawn]
+    processed = server.processed and style == "vllm"
+    choices = [
+        choice_of(wanted, p, i, scores, style, tokenizer, processed) for i, p in enumerate(parts)
+    ]
     if not body.get("stream"):
         return JSONResponse({**whole, "choices": choices})
     pieces = await asyncio.to_thread(split_choices, choices, parts, tokenizer)
@@ -393,11 +510,18 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     return StreamingResponse(lines, media_type="text/event-stream")
 
 # %% ../../nbs/emulator/03_server.ipynb #b62a0b16
-async def draw_wanted(serving: Serving, wanted: Wanted) -> tuple[list[Completion | None], np.ndarray | None]:
+async def draw_wanted(
+    serving: Serving, wanted: Wanted
+) -> tuple[list[Completion | None], np.ndarray | None]:
     "The completions, and the (P-1,) scores of the prompt if they are asked for."
-    sampler, scores = serving.backend.sampler, None
+    sampler = serving.backend.sampler
+    scores = None
     if (wanted.echo and wanted.layout != "none") or wanted.prompt_logprobs:
-        scores = np.empty(0) if len(wanted.prompt) < 2 else (await sampler.logprobs(wanted.prompt)).values
+        scores = (
+            np.empty(0)
+            if len(wanted.prompt) < 2
+            else (await sampler.logprobs(wanted.prompt)).values
+        )
     if not wanted.draw:
         return [None], scores
     return list(await sampler.sample(wanted.prompt, wanted.params)), scores
@@ -422,7 +546,10 @@ def measured(server: EmulatedServer, wanted: Wanted, queued: float, total: float
         "num-concurrent-requests": server.running + 1,
         "server-processing-time": total,
     }
-    return {name: f"{value:.6f}" if isinstance(value, float) else str(value) for name, value in metrics.items()}
+    return {
+        name: f"{value:.6f}" if isinstance(value, float) else str(value)
+        for name, value in metrics.items()
+    }
 
 # %% ../../nbs/emulator/03_server.ipynb #c37c43db
 async def hot_load(server: EmulatedServer, request: Request) -> Response:
@@ -432,19 +559,28 @@ async def hot_load(server: EmulatedServer, request: Request) -> Response:
     body = await json_of(request)
     name = body.get("identity")
     if not isinstance(name, str) or name not in server.snapshots.names():
-        raise Refusal(404, "identity", got=repr(name), expected=f"one of {server.snapshots.names() or 'none yet'}")
+        raise Refusal(
+            404,
+            "identity",
+            got=repr(name),
+            expected=f"one of {server.snapshots.names() or 'none yet'}",
+        )
     check_delta(server.load, server.snapshots.meta(name), body.get("incremental_snapshot_metadata"))
     if server.load.task is not None:
         server.load.task.cancel()
     load = server.load
-    load.target, load.stage, load.message = name, "downloading", ""
+    load.target = name
+    load.stage = "downloading"
+    load.message = ""
     load.task = asyncio.create_task(run_load(server, name))
     return JSONResponse({})
 
 # %% ../../nbs/emulator/03_server.ipynb #7961bbd0
 async def run_load(server: EmulatedServer, name: str) -> None:
     "Download, load, done; or error."
-    load, failing, server.hotload_error = server.load, server.hotload_error, False
+    load = server.load
+    failing = server.hotload_error
+    server.hotload_error = False
     try:
         await asyncio.sleep(server.hotload_delay_s / 2)
         load.stage = "loading"
@@ -453,12 +589,14 @@ async def run_load(server: EmulatedServer, name: str) -> None:
             raise Refusal(500, "an injected fault")
         tensors, meta = await asyncio.to_thread(server.snapshots.load, name)
         async with server._lock:
-            if (rank := int(meta.get("lora_rank", 0))) != server.lora_rank:  # that takes another sampler
+            # that takes another sampler
+            if (rank := int(meta.get("lora_rank", 0))) != server.lora_rank:
                 server.lora_rank = rank
                 if old := server._serving.pop("", None):
                     await old.close()
             await server.serving().swap(name, tensors)
-        load.current, load.stage = name, "done"
+        load.current = name
+        load.stage = "done"
     except RLNotebookError as reason:
         load.stage, load.message = "error", str(reason)
 
@@ -507,7 +645,10 @@ async def serve_adapter(server: EmulatedServer, name: str) -> None:
     "Work an adapter into a copy of the base as it is now."
     base = server.serving().backend.sync.served  # type: ignore[attr-defined]
     added = server.adapters[name]
-    tensors = {key: p.detach() + added[key].to(p) if key in added else p.detach() for key, p in base.items()}
+    tensors = {
+        key: p.detach() + added[key].to(p) if key in added else p.detach()
+        for key, p in base.items()
+    }
     serving = server.serving(name)
     await serving.sampler.run.worker(copy_weights, serving, tensors)
 
@@ -515,7 +656,8 @@ async def serve_adapter(server: EmulatedServer, name: str) -> None:
 async def load_lora_adapter(server: EmulatedServer, request: Request) -> Response:
     "Serve an adapter under a name; in place only when asked."
     body = await json_of(request)
-    name, folder = str(body.get("lora_name", "")), str(body.get("lora_path", ""))
+    name = str(body.get("lora_name", ""))
+    folder = str(body.get("lora_path", ""))
     if not name or not folder:
         raise Refusal(400, "Both 'lora_name' and 'lora_path' must be provided.")
     if name in server.adapters and not body.get("load_inplace"):
@@ -540,7 +682,11 @@ ENDPOINTS: Table = [
     ("POST", "/v1/completions", completions),
     ("POST", "/pause", pause),
     ("POST", "/resume", resume),
-    ("GET", "/is_paused", lambda server, request: JSONResponse({"is_paused": not server.resumed.is_set()})),
+    (
+        "GET",
+        "/is_paused",
+        lambda server, request: JSONResponse({"is_paused": not server.resumed.is_set()}),
+    ),
     ("POST", "/collective_rpc", collective_rpc),
     ("POST", "/reset_prefix_cache", lambda server, request: JSONResponse({"success": True})),
     ("POST", "/update_weight_version", lambda server, request: JSONResponse({"success": True})),

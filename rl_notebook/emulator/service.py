@@ -23,7 +23,15 @@ from pathlib import Path
 from typing import IO, Any
 
 from .faults import FAULTS, KEY_VARIABLE  # noqa: F401 (handed on)
-from .faults import Exchange, Fault, FaultMiddleware, Faults, bare_key, emulator_key, parse_faults
+from rl_notebook.emulator.faults import (
+    Exchange,
+    Fault,
+    FaultMiddleware,
+    Faults,
+    bare_key,
+    emulator_key,
+    parse_faults,
+)
 from .messages import ON_ERROR, Table, json_of, routes_of
 from .models import Models, Snapshots
 from .server import EmulatedServer, completions, hot_load, run_load
@@ -77,7 +85,9 @@ _ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 def resource_name(collection: str, id: str) -> str:
     "The full name of a resource; an impossible id is refused with status 400."
     if not _ID.fullmatch(id):
-        raise HTTPException(400, f"invalid {collection} id {id!r}: 1-63 lower-case letters, digits and hyphens")
+        raise HTTPException(
+            400, f"invalid {collection} id {id!r}: 1-63 lower-case letters, digits and hyphens"
+        )
     return f"accounts/{ACCOUNT}/{collection}/{id}"
 
 # %% ../../nbs/emulator/05_service.ipynb #90973261
@@ -127,8 +137,12 @@ class Site:
     model: Any  # what `Models` takes; serves every base-model name
     faults: Faults
     startup_delay_s: float = 0.0  # from a request to a running trainer or a ready deployment
-    trainers: dict[str, EmulatedTrainer] = field(default_factory=dict)  # those that were asked something, by job
-    servers: dict[str, EmulatedServer] = field(default_factory=dict)  # likewise, by deployment or model
+    trainers: dict[str, EmulatedTrainer] = field(
+        default_factory=dict
+    )  # those that were asked something, by job
+    servers: dict[str, EmulatedServer] = field(
+        default_factory=dict
+    )  # likewise, by deployment or model
 
     def __post_init__(self):
         self.resources = ResourceStore(self.folder / "control")  # jobs, deployments, models
@@ -147,7 +161,9 @@ class Site:
     def trainer(self, key: str, bucket: str, **own: Any) -> EmulatedTrainer:
         "A trainer, made when it is first needed."
         if key not in self.trainers:
-            self.trainers[key] = EmulatedTrainer(self.models, self.snapshots(bucket), self.folder, **own)
+            self.trainers[key] = EmulatedTrainer(
+                self.models, self.snapshots(bucket), self.folder, **own
+            )
         return self.trainers[key]
 
     async def end(self, name: str) -> None:
@@ -160,7 +176,9 @@ class Site:
     def models_for(self, base_model: str) -> Models:
         "What a base-model name stands for: the one model, whatever the name; 400 for one that was promoted here."
         if base_model.startswith(OWN_MODELS):
-            raise HTTPException(400, f"{base_model!r}: the emulator trains and serves no promoted models")
+            raise HTTPException(
+                400, f"{base_model!r}: the emulator trains and serves no promoted models"
+            )
         return self.models
 
 # %% ../../nbs/emulator/05_service.ipynb #f4f01110
@@ -192,7 +210,13 @@ async def list_resources(site: Site, request: Request, collection: str) -> Respo
 def shape_version(shape: str, context_length: int, version: str = "v1") -> dict[str, Any]:
     "The profile of a training shape; its name says what it is for (`...-forward`, `...lora...`, else full training)."
     name = shape.rsplit("/", 1)[1]
-    mode = "FORWARD_ONLY" if name.endswith("-forward") else "LORA_TRAINER" if "lora" in name else "POLICY_TRAINER"
+    mode = (
+        "FORWARD_ONLY"
+        if name.endswith("-forward")
+        else "LORA_TRAINER"
+        if "lora" in name
+        else "POLICY_TRAINER"
+    )
     snapshot = {
         "trainerMode": mode,
         "maxSupportedContextLength": context_length,
@@ -210,26 +234,43 @@ def shape_version(shape: str, context_length: int, version: str = "v1") -> dict[
 # %% ../../nbs/emulator/05_service.ipynb #d5ee804b
 async def get_accounts(site: Site, request: Request) -> Response:
     "The account of the key."
-    return JSONResponse({"accounts": [{"name": f"accounts/{ACCOUNT}", "state": "READY"}], "nextPageToken": ""})
+    return JSONResponse(
+        {"accounts": [{"name": f"accounts/{ACCOUNT}", "state": "READY"}], "nextPageToken": ""}
+    )
 
 # %% ../../nbs/emulator/05_service.ipynb #28c7897b
-_ANY_SHAPE = {"LORA_TRAINER": "emulated-lora", "FORWARD_ONLY": "emulated-forward"}  # by trainer mode
+# by trainer mode
+_ANY_SHAPE = {"LORA_TRAINER": "emulated-lora", "FORWARD_ONLY": "emulated-forward"}
 
 
 async def get_shape(site: Site, request: Request) -> Response:
     "A version of a shape, or the list of its versions, which has one; of any shape (`-`), one of the mode asked for."
-    ids, kind = request.path_params, request.path_params["kind"]
+    ids = request.path_params
+    kind = request.path_params["kind"]
     if kind not in ("trainingShapes", "deploymentShapes"):
         raise HTTPException(404, "Not Found")
     asked = re.search(r'trainer_mode\s*=\s*"?(\w+)', request.query_params.get("filter", ""))
     account = "fireworks" if ids["account"] == "-" else ids["account"]
-    shape = _ANY_SHAPE.get(asked[1] if asked else "", "emulated") if ids["shape"] == "-" else ids["shape"]
-    name, version = f"accounts/{account}/{kind}/{shape}", ids.get("version", "v1")
+    shape = (
+        _ANY_SHAPE.get(asked[1] if asked else "", "emulated")
+        if ids["shape"] == "-"
+        else ids["shape"]
+    )
+    name = f"accounts/{account}/{kind}/{shape}"
+    version = ids.get("version", "v1")
     profile = shape_version(name, site.context_length, version)
     if kind == "deploymentShapes":
-        hardware = {key: profile["snapshot"][key] for key in ("acceleratorType", "acceleratorCount")}
-        profile = {"name": f"{name}/versions/{version}", "latestValidated": True, "snapshot": hardware}
-    return JSONResponse(profile if "version" in ids else {f"{kind[:-1]}Versions": [profile], "totalSize": 1})
+        hardware = {
+            key: profile["snapshot"][key] for key in ("acceleratorType", "acceleratorCount")
+        }
+        profile = {
+            "name": f"{name}/versions/{version}",
+            "latestValidated": True,
+            "snapshot": hardware,
+        }
+    return JSONResponse(
+        profile if "version" in ids else {f"{kind[:-1]}Versions": [profile], "totalSize": 1}
+    )
 
 # %% ../../nbs/emulator/05_service.ipynb #45e563b8
 async def get_model(site: Site, request: Request) -> Response:
@@ -238,7 +279,9 @@ async def get_model(site: Site, request: Request) -> Response:
         return JSONResponse(find_resource(site, request, "models").shown(time.time()))
     name = f"accounts/{request.path_params['account']}/models/{request.path_params['id']}"
     details = {"moe": False, "servedBy": site.models.name}
-    return JSONResponse({"name": name, "state": "READY", "kind": "HF_BASE_MODEL", "baseModelDetails": details})
+    return JSONResponse(
+        {"name": name, "state": "READY", "kind": "HF_BASE_MODEL", "baseModelDetails": details}
+    )
 
 # %% ../../nbs/emulator/05_service.ipynb #ca34c348
 CATALOGUE: Table = [
@@ -254,15 +297,21 @@ _STOPPED = ("JOB_STATE_FAILED", "JOB_STATE_CANCELLED", "JOB_STATE_PAUSED", "JOB_
 _DELETED = "JOB_STATE_DELETED"
 
 
-def new_job(name: str, asked: Mapping[str, Any], query: Mapping[str, str], context_length: int) -> Resource:
+def new_job(
+    name: str, asked: Mapping[str, Any], query: Mapping[str, str], context_length: int
+) -> Resource:
     "The description of a job that a body and a query ask for; what contradicts itself is refused with status 400."
     config = dict(asked.get("trainingConfig") or {})
     if not config.get("baseModel"):
         raise HTTPException(400, "trainingConfig.baseModel is required")
     length = config.get("maxContextLength") or context_length
     if not isinstance(length, int) or not 0 < length <= context_length:
-        raise HTTPException(400, f"maxContextLength has to be within the model's {context_length}; got {length!r}")
-    owner = {"hotLoadDeploymentId": query.get("deploymentId") or asked.get("hotLoadDeploymentId") or ""}
+        raise HTTPException(
+            400, f"maxContextLength has to be within the model's {context_length}; got {length!r}"
+        )
+    owner = {
+        "hotLoadDeploymentId": query.get("deploymentId") or asked.get("hotLoadDeploymentId") or ""
+    }
     body = {**asked, **owner, "trainingConfig": {**config, "maxContextLength": length}}
     body["trainingShape"] = query.get("trainingShape", "")
     return Resource(name, body, goal="", created=time.time())
@@ -271,11 +320,18 @@ def new_job(name: str, asked: Mapping[str, Any], query: Mapping[str, str], conte
 def start_job(site: Site, job: Resource) -> Resource:
     "The job, on its way from now: to run, or to fail if a fault says so."
     failed = site.faults.inject("job_fails", job.name)
-    status = {"code": "INTERNAL", "message": "the trainer did not start (fault job_fails)"} if failed else {}
+    status = (
+        {"code": "INTERNAL", "message": "the trainer did not start (fault job_fails)"}
+        if failed
+        else {}
+    )
     goal = "JOB_STATE_FAILED" if failed else "JOB_STATE_RUNNING"
     way = ("JOB_STATE_PENDING", "JOB_STATE_CREATING")
-    now, delay = time.time(), site.startup_delay_s
-    job = replace(job, body={**job.body, "status": status}, goal=goal, meanwhile=way, delay_s=delay, since=now)
+    now = time.time()
+    delay = site.startup_delay_s
+    job = replace(
+        job, body={**job.body, "status": status}, goal=goal, meanwhile=way, delay_s=delay, since=now
+    )
     return site.resources.put(job)
 
 # %% ../../nbs/emulator/05_service.ipynb #700a8877
@@ -296,7 +352,8 @@ async def create_job(site: Site, request: Request) -> Response:
     job = new_job(name, await json_of(request), request.query_params, site.context_length)
     site.models_for(job.body["trainingConfig"]["baseModel"])
     if owner := job.body["hotLoadDeploymentId"]:
-        resource_name("deployments", owner)  # 400 for an impossible id; whether it exists yet does not matter
+        # 400 for an impossible id; whether it exists yet does not matter
+        resource_name("deployments", owner)
     return job_reply(request, start_job(site, job))
 
 # %% ../../nbs/emulator/05_service.ipynb #31c808e0
@@ -307,7 +364,8 @@ async def get_job(site: Site, request: Request) -> Response:
 # %% ../../nbs/emulator/05_service.ipynb #08f3c75c
 async def resume_job(site: Site, request: Request) -> Response:
     "Resume a job that stopped; nothing happens to one that runs."
-    job, now = find_resource(site, request, "rlorTrainerJobs"), time.time()
+    job = find_resource(site, request, "rlorTrainerJobs")
+    now = time.time()
     if job.state(now) == _DELETED:
         raise HTTPException(400, f"{job.name} is deleted and cannot be resumed")
     return job_reply(request, start_job(site, job) if job.state(now) in _STOPPED else job)
@@ -315,7 +373,8 @@ async def resume_job(site: Site, request: Request) -> Response:
 # %% ../../nbs/emulator/05_service.ipynb #f6e4000e
 async def end_job(site: Site, request: Request, goal: str) -> Response:
     "Stop a job."
-    job, now = find_resource(site, request, "rlorTrainerJobs"), time.time()
+    job = find_resource(site, request, "rlorTrainerJobs")
+    now = time.time()
     if job.state(now) != _DELETED and (goal == _DELETED or job.state(now) not in _STOPPED):
         await site.end(job.name)
         job = site.resources.put(replace(job, goal=goal, delay_s=0.0, since=now))
@@ -357,12 +416,17 @@ async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> 
     await forward_to_trainer(site, trainer_of(site, job), scope, receive, send)
 
 # %% ../../nbs/emulator/05_service.ipynb #a03eba2b
-_ASIDE = {"healthz", "telemetry", "session_heartbeat", "retrieve_future"}  # how many there are is up to the clock
+# how many there are is up to the clock
+_ASIDE = {"healthz", "telemetry", "session_heartbeat", "retrieve_future"}
 
 
-async def forward_to_trainer(site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send) -> None:
+async def forward_to_trainer(
+    site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send
+) -> None:
     "Call a trainer, after a restart if a fault says so."
-    if site.faults.inject("restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE):
+    if site.faults.inject(
+        "restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE
+    ):
         trainer.lose_memory()
     await trainer.router(scope, receive, send)
 
@@ -386,7 +450,11 @@ def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
 # %% ../../nbs/emulator/05_service.ipynb #a65186a9
 async def list_checkpoints(site: Site, request: Request) -> Response:
     "What a job saved."
-    return list_of(request, "checkpoints", checkpoint_rows(site, find_resource(site, request, "rlorTrainerJobs")))
+    return list_of(
+        request,
+        "checkpoints",
+        checkpoint_rows(site, find_resource(site, request, "rlorTrainerJobs")),
+    )
 
 # %% ../../nbs/emulator/05_service.ipynb #3b61fd06
 def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
@@ -397,13 +465,22 @@ def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any
     if row is None:
         raise HTTPException(404, f"{job.name} has no checkpoint {checkpoint!r}")
     if not row["promotable"]:
-        raise HTTPException(400, f"checkpoint {checkpoint!r} is a {row['checkpointType']} and cannot be promoted")
+        raise HTTPException(
+            400, f"checkpoint {checkpoint!r} is a {row['checkpointType']} and cannot be promoted"
+        )
     if (model := site.resources.find(name)) is not None:
         if model.body["promotedFrom"] != source:
-            raise HTTPException(409, f"{name} exists already, made from {model.body['promotedFrom']}")
+            raise HTTPException(
+                409, f"{name} exists already, made from {model.body['promotedFrom']}"
+            )
         return model
-    base, rank = asked.get("base_model"), site.snapshots(job_bucket(job)).meta(checkpoint).get("lora_rank")
-    body = {"kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL", "promotedFrom": source, "baseModel": base}
+    base = asked.get("base_model")
+    rank = site.snapshots(job_bucket(job)).meta(checkpoint).get("lora_rank")
+    body = {
+        "kind": "HF_PEFT_ADDON" if rank else "HF_BASE_MODEL",
+        "promotedFrom": source,
+        "baseModel": base,
+    }
     if rank:
         body["peftDetails"] = {"baseModel": base, "r": rank}
     now = time.time()
@@ -445,7 +522,9 @@ def deployment_bucket(site: Site, deployment: Resource) -> str:
 def deployment_reply(site: Site, deployment: Resource) -> Response:
     "A deployment as the control plane describes it."
     more = {"hotLoadBucketUrl": f"emulator://{deployment_bucket(site, deployment)}"}
-    return JSONResponse({**deployment.shown(time.time()), "replicaCount": replicas(deployment), **more})
+    return JSONResponse(
+        {**deployment.shown(time.time()), "replicaCount": replicas(deployment), **more}
+    )
 
 # %% ../../nbs/emulator/05_service.ipynb #fe80c383
 def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
@@ -457,7 +536,9 @@ def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
 # %% ../../nbs/emulator/05_service.ipynb #751a9580
 async def create_deployment(site: Site, request: Request) -> Response:
     "A new deployment; 409 if there is one of this id."
-    name = resource_name("deployments", request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}")
+    name = resource_name(
+        "deployments", request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}"
+    )
     if site.resources.find(name):
         raise HTTPException(409, f"{name} exists already")
     body = await json_of(request)
@@ -465,7 +546,8 @@ async def create_deployment(site: Site, request: Request) -> Response:
         raise HTTPException(400, "baseModel is required")
     _check_deployment(site, body)
     site.models_for(body["baseModel"])
-    now, delay = time.time(), site.startup_delay_s
+    now = time.time()
+    delay = site.startup_delay_s
     made = Resource(name, body, "READY", ("CREATING",), delay, since=now, created=now)
     return deployment_reply(site, site.resources.put(made))
 
@@ -480,10 +562,15 @@ async def patch_deployment(site: Site, request: Request) -> Response:
     old = find_resource(site, request, "deployments")
     changed = await json_of(request)
     if unknown := sorted(changed.keys() - _CHANGEABLE):
-        raise HTTPException(400, f"a deployment's {unknown[0]!r} cannot be changed; {', '.join(_CHANGEABLE)} can")
+        raise HTTPException(
+            400, f"a deployment's {unknown[0]!r} cannot be changed; {', '.join(_CHANGEABLE)} can"
+        )
     _check_deployment(site, changed)
     new = replace(old, body={**old.body, **changed})
-    needs = [(deployment_bucket(site, d), replicas(d), d.body.get("hotLoadTransitionType")) for d in (old, new)]
+    needs = [
+        (deployment_bucket(site, d), replicas(d), d.body.get("hotLoadTransitionType"))
+        for d in (old, new)
+    ]
     if needs[0] != needs[1]:
         await site.end(old.name)
         new = replace(new, meanwhile=("UPDATING",), delay_s=site.startup_delay_s, since=time.time())
@@ -518,21 +605,27 @@ def server_of(site: Site, model: str) -> EmulatedServer:
         state = deployment.state(time.time()) if deployment else "unknown"
         if deployment is None or state != "READY" or not replicas(deployment):
             raise HTTPException(404, f"{name} does not serve; it is {state}")
-        base, bucket = deployment.body["baseModel"], deployment_bucket(site, deployment)
+        base = deployment.body["baseModel"]
+        bucket = deployment_bucket(site, deployment)
         job = site.resources.find(deployment.body.get("hotLoadTrainerJob") or "")
         rank = int(job.body["trainingConfig"].get("loraRank", 0)) if job else 0
     else:
         site.models_for(name)
         name, base, bucket, rank = "root", site.models.name, "root", 0
     if name not in site.servers:
-        models, snapshots = site.models_for(base), site.snapshots(bucket)
-        site.servers[name] = EmulatedServer(models, snapshots, base_model=base, lora_rank=rank, name=name)
+        models = site.models_for(base)
+        snapshots = site.snapshots(bucket)
+        site.servers[name] = EmulatedServer(
+            models, snapshots, base_model=base, lora_rank=rank, name=name
+        )
     return site.servers[name]
 
 # %% ../../nbs/emulator/05_service.ipynb #f4ea6453
 async def complete(site: Site, request: Request) -> Response:
     "Completions of the deployment, or of the model, that the request names."
-    return await completions(server_of(site, str((await json_of(request)).get("model", ""))), request, "fireworks")
+    return await completions(
+        server_of(site, str((await json_of(request)).get("model", ""))), request, "fireworks"
+    )
 
 # %% ../../nbs/emulator/05_service.ipynb #fdcd2557
 async def load(site: Site, request: Request) -> Response:
@@ -541,7 +634,9 @@ async def load(site: Site, request: Request) -> Response:
     deployment = site.resources.find(name)
     if request.method == "GET" and deployment and not replicas(deployment):
         return JSONResponse({"replicas": []})
-    server = server_of(site, name or "the header fireworks-deployment names no /deployments/ at all")
+    server = server_of(
+        site, name or "the header fireworks-deployment names no /deployments/ at all"
+    )
     if request.method == "GET":
         return await hot_load(server, request)
     stalls = site.faults.inject("hotload_stalls", name)
@@ -577,15 +672,24 @@ class Emulator:
     def __init__(
         self,
         model: str
-        | tuple[Any, Any] = "tiny",  # serves every base-model name: what `load_model` takes, or (model, tokenizer)
-        folder: str | Path | None = None,  # jobs, deployments, weights; None = one that goes with the emulator
+        | tuple[
+            Any, Any
+        ] = "tiny",  # serves every base-model name: what `load_model` takes, or (model, tokenizer)
+        folder: str
+        | Path
+        | None = None,  # jobs, deployments, weights; None = one that goes with the emulator
         key: Secret | str | None = None,  # None = from RL_NOTEBOOK_EMULATOR_KEY, else a fresh one
         startup_delay_s: float = 0.0,  # until a trainer runs, until a deployment is ready
         faults: str | Sequence[Fault] = "",  # what goes wrong, see `parse_faults`
         seed: int = 0,  # decides where
     ):
         if not 0 <= startup_delay_s <= 86_400:
-            raise ConfigError("startup_delay_s", where="emulator", got=startup_delay_s, expected="0 to 86400 seconds")
+            raise ConfigError(
+                "startup_delay_s",
+                where="emulator",
+                got=startup_delay_s,
+                expected="0 to 86400 seconds",
+            )
         self.faults = Faults(parse_faults(faults) if isinstance(faults, str) else faults, seed)
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
@@ -607,9 +711,13 @@ class Emulator:
 
     def trainer(self, job_id: str) -> EmulatedTrainer:
         "The trainer of a job, to look at it or to do something to it; raises `BackendError`."
-        jobs = {job.name.rsplit("/", 1)[1]: job for job in self.site.resources.all("rlorTrainerJobs")}
+        jobs = {
+            job.name.rsplit("/", 1)[1]: job for job in self.site.resources.all("rlorTrainerJobs")
+        }
         if job_id not in jobs:
-            raise BackendError("trainer job", got=repr(job_id), expected=f"one of {sorted(jobs) or 'none yet'}")
+            raise BackendError(
+                "trainer job", got=repr(job_id), expected=f"one of {sorted(jobs) or 'none yet'}"
+            )
         return trainer_of(self.site, jobs[job_id])
 
     async def close(self) -> None:
@@ -646,7 +754,9 @@ async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
     await forward_to_trainer(site, site.trainer("root", "root", name="root"), scope, receive, send)
 
 # %% ../../nbs/emulator/05_service.ipynb #9e745333
-POOLED = re.compile(r"accounts/[^/]+/trainingSessions/(ts-[^/]+)(?:/checkpoints/[^/]+/(ts-[^/]+)/([^/]+))?")
+POOLED = re.compile(
+    r"accounts/[^/]+/trainingSessions/(ts-[^/]+)(?:/checkpoints/[^/]+/(ts-[^/]+)/([^/]+))?"
+)
 KEPT_POOLED = 4  # samplers
 
 
@@ -665,14 +775,20 @@ async def to_pool(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
 
 async def pooled_server(site: Site, model: str) -> EmulatedServer:
     "The sampler of a session's snapshot, or of its base model; 404 for one that the session did not save."
-    found, trainer, name = POOLED.fullmatch(model), site.trainers["pool"], f"pool:{model}"
+    found = POOLED.fullmatch(model)
+    trainer = site.trainers["pool"]
+    name = f"pool:{model}"
     if not found or found[1] not in trainer.memory.sessions or found[2] not in (None, found[1]):
         raise HTTPException(404, f"{model!r} is no snapshot of a session that is open")
     if name not in site.servers:
         if found[3] and found[3] not in trainer.snapshots.names():
             raise HTTPException(404, f"the session has no snapshot {found[3]!r}")
-        server = EmulatedServer(site.models, trainer.snapshots, base_model=site.models.name, name=name)
-        idle = [x for x, known in site.servers.items() if x.startswith("pool:") and not known.running]
+        server = EmulatedServer(
+            site.models, trainer.snapshots, base_model=site.models.name, name=name
+        )
+        idle = [
+            x for x, known in site.servers.items() if x.startswith("pool:") and not known.running
+        ]
         site.servers[name] = server
         server.load.task = asyncio.create_task(run_load(server, found[3])) if found[3] else None
         for old in idle[: max(0, len(idle) + 1 - KEPT_POOLED)]:
@@ -684,7 +800,8 @@ async def pooled_server(site: Site, model: str) -> EmulatedServer:
 
 async def delete_session(site: Site, request: Request) -> Response:
     "DELETE of a training session: its models are released, and its snapshots no longer sampled."
-    id, pool = request.path_params["id"], site.trainers.get("pool")
+    id = request.path_params["id"]
+    pool = site.trainers.get("pool")
     if pool is None or id not in pool.memory.sessions:
         raise HTTPException(404, f"there is no training session {id!r}")
     await finish_session(Call(pool, pool.memory, {}, params={"session_id": id}))
@@ -711,7 +828,9 @@ def _free_socket(port: int) -> socket.socket:
         bound.listen()
     except (OSError, OverflowError) as e:
         bound.close()
-        raise BackendError("the emulator's port", got=f"{port} ({e})", fix="Take another, or 0 for a free one.") from e
+        raise BackendError(
+            "the emulator's port", got=f"{port} ({e})", fix="Take another, or 0 for a free one."
+        ) from e
     return bound
 
 # %% ../../nbs/emulator/05_service.ipynb #15ef46e8
@@ -756,7 +875,11 @@ class RunningEmulator:
         bare = bare_key(key.encode()).decode()
         keys = {"FIREWORKS": f"fw_{bare}", "TINKER": f"tml-{bare}", "OPENAI": key}
         named = {"FIREWORKS": self.url, "TINKER": self.url, "OPENAI": f"{self.url}/v1"}
-        return {k: v for n, u in named.items() for k, v in ((f"{n}_BASE_URL", u), (f"{n}_API_KEY", keys[n]))}
+        return {
+            k: v
+            for n, u in named.items()
+            for k, v in ((f"{n}_BASE_URL", u), (f"{n}_API_KEY", keys[n]))
+        }
 
     def wait(self) -> None:
         "Return when it has ended; an interrupt gets through."

@@ -20,7 +20,9 @@ def emulator_fixture(scope: Any = "function", **settings: Any) -> Any:
     try:
         import pytest
     except ImportError as error:
-        raise MissingExtra("the fixture", got="no pytest", fix="Install it: pip install pytest") from error
+        raise MissingExtra(
+            "the fixture", got="no pytest", fix="Install it: pip install pytest"
+        ) from error
 
     @pytest.fixture(scope=scope)
     def emulator() -> Iterator[RunningEmulator]:

@@ -34,10 +34,25 @@ from ..core.types import AdamParams, BackendError, RLNotebookError
 __all__ = ['POSTS', 'EmulatedTrainer', 'snapshot_of']
 
 # %% ../../nbs/emulator/02_trainer.ipynb #bff92318
-from .messages import Batch, PassResult, Refusal, SampleResult, answer, json_adam, json_batch
+from rl_notebook.emulator.messages import (
+    Batch,
+    PassResult,
+    Refusal,
+    SampleResult,
+    answer,
+    json_adam,
+    json_batch,
+)
 from .messages import json_of, json_tokens, proto_batch, read_body, read_json
 from .messages import read_protobuf, served_loss
-from .models import Models, SamplerPool, SamplingSession, Snapshots, check_name, close_backend
+from rl_notebook.emulator.models import (
+    Models,
+    SamplerPool,
+    SamplingSession,
+    Snapshots,
+    check_name,
+    close_backend,
+)
 from .models import draw_and_score, policy_of
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -54,14 +69,21 @@ class Promise:
     request_id: str
     result: Any = None  # a dict, `PassResult` or `SampleResult`
     lost: bool = False  # it will never be filled
-    reply: Mapping[str, Any] = field(default_factory=dict)  # what the first response holds besides the id
+    reply: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # what the first response holds besides the id
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def fill(self, work: Work) -> None:
         "Do the work and keep its result, or its failure."
         try:
             self.result = await work()
-        except (RLNotebookError, KeyError, TypeError, ValueError) as reason:  # in what was asked for
+        except (
+            RLNotebookError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as reason:  # in what was asked for
             said = "" if isinstance(reason, RLNotebookError) else f"{type(reason).__name__}: "
             self.result = {"error": f"{said}{reason}", "category": "user"}
         except asyncio.CancelledError:
@@ -77,10 +99,13 @@ class InOrder:
     "Work by number, each number once."
 
     def __init__(self, prefix: str, patience_s: float = 60.0):
-        self.prefix, self.patience_s, self.next = prefix, patience_s, 1
+        self.prefix = prefix
+        self.patience_s = patience_s
+        self.next = 1
         self.promises: dict[int, Promise] = {}
         self.waiting: dict[int, Work] = {}
-        self.arrived, self.task = asyncio.Event(), None
+        self.arrived = asyncio.Event()
+        self.task = None
 
     def submit(self, number: int | None, work: Work) -> Promise:
         "The promise of this number; the same number again gets the same one."
@@ -108,14 +133,16 @@ class InOrder:
                         self.arrived.clear()
                         await self.arrived.wait()
             except TimeoutError:
-                missing, self.next = self.next, max(self.waiting) + 1
+                missing = self.next
+                self.next = max(self.waiting) + 1
                 text = f"seq_id {missing} has not arrived within {self.patience_s:g} s"
                 for number in self.waiting:
                     self.promises[number].result = {"error": text, "category": "server"}
                     self.promises[number].done.set()
                 self.waiting.clear()
             else:
-                number, self.next = self.next, self.next + 1
+                number = self.next
+                self.next = self.next + 1
                 await self.promises[number].fill(self.waiting.pop(number))
 
 # %% ../../nbs/emulator/02_trainer.ipynb #c24e815c
@@ -149,13 +176,16 @@ class Learner:
 # %% ../../nbs/emulator/02_trainer.ipynb #be9e3c4b
 def run_pass(learner: Learner, batch: Batch) -> PassResult:
     "Score a batch and, unless only that was asked for, accumulate its gradient."
-    state, loss_fn = learner.state, served_loss(batch)
+    state = learner.state
+    loss_fn = served_loss(batch)
     vocab_size = state.scoring.causal.vocab_size
     for d in batch.datums:
         check_tokens(d.targets, vocab_size, f"{d.where}, target_tokens")
     if batch.forward_only:
         series = [s.values.astype(np.float32) for s in score(state.scoring, batch.datums)]
-        return PassResult(tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item())
+        return PassResult(
+            tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item()
+        )
     found, _ = state.evaluate(batch.datums, loss_fn)
     state.backpropagate(batch.datums, found.dlogprobs)
     learner.passes += 1
@@ -168,11 +198,18 @@ def run_step(learner: Learner, adam: AdamParams, normalization: str | None) -> d
     "One update with what was accumulated; raises `BackendError` if that is nothing."
     if normalization not in (None, "none", "num_loss_tokens", "num_sequences"):
         expected = "'none', 'num_loss_tokens' or 'num_sequences'"
-        raise BackendError("grad_accumulation_normalization", got=repr(normalization), expected=expected)
+        raise BackendError(
+            "grad_accumulation_normalization", got=repr(normalization), expected=expected
+        )
     if not learner.passes:
         fix = "Call forward_backward first."
-        raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
-    learner.state.loss_tokens, learner.state.sequences = learner.loss_tokens, max(1, learner.sequences)
+        raise BackendError(
+            "optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix
+        )
+    learner.state.loss_tokens, learner.state.sequences = (
+        learner.loss_tokens,
+        max(1, learner.sequences),
+    )
     metrics = update(learner.state, adam, normalization or "none")  # type: ignore[arg-type]
     learner.passes = learner.loss_tokens = learner.sequences = 0
     return metrics
@@ -199,7 +236,9 @@ def state_place(path: str, owner: str) -> tuple[str, str]:  # owner, name
     raise BackendError("path", got=repr(path), expected=" or ".join(STATE_PATHS))
 
 # %% ../../nbs/emulator/02_trainer.ipynb #e2d9445d
-def load_state(learner: Learner, states: Snapshots, name: str, optimizer: bool, lock: AbstractContextManager) -> None:
+def load_state(
+    learner: Learner, states: Snapshots, name: str, optimizer: bool, lock: AbstractContextManager
+) -> None:
     "Take weights, and the optimizer if asked for; what was accumulated is dropped. Raises `BackendError`."
     tensors, meta = states.load(name)
     with lock:  # the torch generator, which a state brings along, belongs to all threads
@@ -207,7 +246,9 @@ def load_state(learner: Learner, states: Snapshots, name: str, optimizer: bool, 
     learner.passes = learner.loss_tokens = learner.sequences = 0
 
 
-def save_state(learner: Learner, states: Snapshots, name: str, meta: Mapping[str, Any], overwrite: bool) -> None:
+def save_state(
+    learner: Learner, states: Snapshots, name: str, meta: Mapping[str, Any], overwrite: bool
+) -> None:
     "Write weights and optimizer; raises `BackendError` for a name that is taken."
     if name in states.names() and not overwrite:
         fix = "Choose another name, or pass overwrite=True."
@@ -229,14 +270,26 @@ def snapshot_page(learner: Learner, checkpoint_type: str | None) -> dict[str, An
     "The page about a snapshot; raises `BackendError`."
     kinds = ("base", "delta", "merged_base")
     if checkpoint_type not in (None, *kinds):
-        raise BackendError("checkpoint_type", got=repr(checkpoint_type), expected=" or ".join(kinds))
+        raise BackendError(
+            "checkpoint_type", got=repr(checkpoint_type), expected=" or ".join(kinds)
+        )
     if checkpoint_type == "delta" and (learner.snapshot is None or learner.lora_rank):
         got = "an adapter" if learner.lora_rank else "no snapshot before it"
-        raise BackendError("checkpoint_type 'delta'", got=got, expected="a base snapshot before it", fix="Save a base.")
+        raise BackendError(
+            "checkpoint_type 'delta'",
+            got=got,
+            expected="a base snapshot before it",
+            fix="Save a base.",
+        )
     kind = checkpoint_type or "base"
     rank = 0 if kind == "merged_base" else learner.lora_rank
     previous = learner.snapshot if kind == "delta" else None
-    return {"checkpoint_type": kind, "previous": previous, "lora_rank": rank, "base_model": learner.base_model}
+    return {
+        "checkpoint_type": kind,
+        "previous": previous,
+        "lora_rank": rank,
+        "base_model": learner.base_model,
+    }
 
 # %% ../../nbs/emulator/02_trainer.ipynb #99b10418
 @dataclass(eq=False)
@@ -293,7 +346,9 @@ class EmulatedTrainer:
         pooled: bool = False,  # serverless: snapshots belong to sessions, whose ids begin with `ts-`
     ):
         self.models, self.snapshots, self.folder = models, snapshots, Path(folder)
-        self.forward_only, self.name, self.pooled = forward_only, name or "trainer", pooled
+        self.forward_only = forward_only
+        self.name = name or "trainer"
+        self.pooled = pooled
         self.poll_s, self.patience_s, self.memory = poll_s, patience_s, Memory()
 
     def states_of(self, owner: str) -> Snapshots:
@@ -310,9 +365,13 @@ class EmulatedTrainer:
         tables = {"POST": POSTS, "GET": GETS, "DELETE": DELETES}
         rows = [(way, name, table) for way, table in tables.items() for name in table]
         own = [
-            Route(f"/api/v1/{name}", partial(respond, self, table, name), methods=[way]) for way, name, table in rows
+            Route(f"/api/v1/{name}", partial(respond, self, table, name), methods=[way])
+            for way, name, table in rows
         ]
-        return [*own, Route("/api/v1/retrieve_future", partial(retrieve_future, self), methods=["POST"])]
+        return [
+            *own,
+            Route("/api/v1/retrieve_future", partial(retrieve_future, self), methods=["POST"]),
+        ]
 
     @cached_property
     def router(self) -> Router:
@@ -321,13 +380,15 @@ class EmulatedTrainer:
 
     def lose_memory(self) -> None:
         "What a restart does: sessions, models and promises are gone, files stay. May be called from any thread."
-        lost, self.memory = self.memory, Memory()
+        lost = self.memory
+        self.memory = Memory()
         if lost.loop is not None and not lost.loop.is_closed():
             asyncio.run_coroutine_threadsafe(lost.release(), lost.loop)
 
     async def close(self) -> None:
         "Stop, and release every model."
-        lost, self.memory = self.memory, Memory()
+        lost = self.memory
+        self.memory = Memory()
         await lost.release()
 
     def checkpoints(self) -> list[dict[str, Any]]:
@@ -360,22 +421,32 @@ class Call:
     trainer: EmulatedTrainer
     memory: Memory
     body: Mapping[str, Any]
-    read: Callable[[], Batch] | None = None  # the batch of forward and forward_backward; raises what is wrong with it
+    read: Callable[[], Batch] | None = (
+        None  # the batch of forward and forward_backward; raises what is wrong with it
+    )
     params: Mapping[str, str] = field(default_factory=dict)  # parts of the path
 
     def learner(self) -> Learner:
         "The model that the request is for; raises `Refusal`."
         model_id = self.body.get("model_id")
         if model_id not in self.memory.learners:
-            raise Refusal(404, "model", got=repr(model_id), expected="a model of this service since it was started")
-        learner = self.memory.learners[model_id] = self.memory.learners.pop(model_id)  # now the one used last
+            raise Refusal(
+                404,
+                "model",
+                got=repr(model_id),
+                expected="a model of this service since it was started",
+            )
+        # now the one used last
+        learner = self.memory.learners[model_id] = self.memory.learners.pop(model_id)
         return learner
 
     def session(self) -> dict[str, Any]:
         "The session that the request is for; raises `Refusal`."
         session_id = self.body.get("session_id")
         if session_id not in self.memory.sessions:
-            raise Refusal(404, "session", got=repr(session_id), expected="one that create_session returned")
+            raise Refusal(
+                404, "session", got=repr(session_id), expected="one that create_session returned"
+            )
         if "finished" in self.memory.sessions[session_id]:
             raise Refusal(410, "session", got="one that was finished", fix="Create a new one.")
         return self.memory.sessions[session_id]
@@ -418,23 +489,31 @@ def speaks_tinker(call: Call) -> bool:
 # %% ../../nbs/emulator/02_trainer.ipynb #86e53b66
 def lora_wanted(body: Mapping[str, Any]) -> Mapping[str, Any]:
     "The adapter that is asked for; raises `BackendError` for a model that cannot be had."
-    lora, optimizer = body.get("lora_config") or {}, body.get("optimizer_config") or {}
+    lora = body.get("lora_config") or {}
+    optimizer = body.get("optimizer_config") or {}
     wishes = [
         ("projection_head_dim", body.get("projection_head_dim") or None, (None,)),
         ("optimizer_config.type", optimizer.get("type", "adamw"), ("adamw", "adam")),
         ("lora_config.init_method", lora.get("init_method") or "kaiming", ("kaiming",)),
     ]
     if lora.get("rank"):
-        wishes += [(f"lora_config.{part}", lora.get(part, True), (True,)) for part in ("train_mlp", "train_attn")]
+        wishes += [
+            (f"lora_config.{part}", lora.get(part, True), (True,))
+            for part in ("train_mlp", "train_attn")
+        ]
     for what, wish, known in wishes:
         if wish not in known:
-            raise BackendError(what, where="create_model", got=repr(wish), expected=" or ".join(map(repr, known)))
+            raise BackendError(
+                what, where="create_model", got=repr(wish), expected=" or ".join(map(repr, known))
+            )
     return lora
 
 # %% ../../nbs/emulator/02_trainer.ipynb #4018e4bc
 def open_learner(call: Call, model_id: str, base_model: str, lora: Mapping[str, Any]) -> Learner:
     "A fresh model to train."
-    trainer, tinker, rank = call.trainer, speaks_tinker(call), int(lora.get("rank") or 0)
+    trainer = call.trainer
+    tinker = speaks_tinker(call)
+    rank = int(lora.get("rank") or 0)
     backend = trainer.models.open(rank, float(lora.get("alpha") or 32), int(lora.get("seed") or 0))
     owner = model_id if tinker else trainer.name
     order = InOrder(model_id, trainer.patience_s)
@@ -457,7 +536,10 @@ async def add_learner(memory: Memory, learner: Learner) -> None:
 def create_model(call: Call) -> Promise:
     "A new model to train; from a state, as Tinker's newer clients ask for it, its adapter's rank is that of the state."
     call.session()
-    model_id, path = f"{call.body['session_id']}:train:{call.body['model_seq_id']}", call.body.get("path")
+    model_id, path = (
+        f"{call.body['session_id']}:train:{call.body['model_seq_id']}",
+        call.body.get("path"),
+    )
 
     async def work() -> dict[str, Any]:
         start = None if path is None else call.trainer.state_at(path)
@@ -466,7 +548,9 @@ def create_model(call: Call) -> Promise:
         base_model = call.body.get("base_model") or page["base_model"]
         learner = await asyncio.to_thread(open_learner, call, model_id, base_model, lora)
         if start is not None:
-            await learner.run(load_state, learner, *start, bool(call.body["optimizer"]), call.trainer.models.lock)
+            await learner.run(
+                load_state, learner, *start, bool(call.body["optimizer"]), call.trainer.models.lock
+            )
         await add_learner(call.memory, learner)
         if start is not None:
             return {"type": "load_weights", "path": path, "model_id": model_id}
@@ -494,13 +578,25 @@ async def optim_step(call: Call, learner: Learner) -> dict[str, Any]:
     if "adam_params" not in call.body:
         raise BackendError("optimizer", got="another one", expected="adam_params")
     adam = json_adam(call.body["adam_params"])
-    return {"metrics": await learner.run(run_step, learner, adam, call.body.get("grad_accumulation_normalization"))}
+    return {
+        "metrics": await learner.run(
+            run_step, learner, adam, call.body.get("grad_accumulation_normalization")
+        )
+    }
 
 # %% ../../nbs/emulator/02_trainer.ipynb #acdee254
 def page_of(call: Call, learner: Learner) -> dict[str, Any]:
     "The provenance of a checkpoint."
-    about = {"trainer": call.trainer.name, "owner": folder_name(learner.owner), "run": learner.model_id}
-    return about | {"created": timestamp(), "base_model": learner.base_model, "lora_rank": learner.lora_rank}
+    about = {
+        "trainer": call.trainer.name,
+        "owner": folder_name(learner.owner),
+        "run": learner.model_id,
+    }
+    return about | {
+        "created": timestamp(),
+        "base_model": learner.base_model,
+        "lora_rank": learner.lora_rank,
+    }
 
 # %% ../../nbs/emulator/02_trainer.ipynb #50869159
 @in_turn
@@ -518,7 +614,9 @@ async def save_weights(call: Call, learner: Learner) -> dict[str, Any]:
 async def load_weights(call: Call, learner: Learner) -> dict[str, Any]:
     "Go back to a state."
     saved = call.trainer.state_at(call.body["path"], learner.owner)
-    await learner.run(load_state, learner, *saved, bool(call.body["optimizer"]), call.trainer.models.lock)
+    await learner.run(
+        load_state, learner, *saved, bool(call.body["optimizer"]), call.trainer.models.lock
+    )
     return {"type": "load_weights", "path": call.body["path"], "model_id": learner.model_id}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #7990eacd
@@ -540,11 +638,16 @@ async def save_weights_for_sampler(call: Call, learner: Learner) -> dict[str, An
     page = page_of(call, learner) | snapshot_page(learner, call.body.get("checkpoint_type"))
     tensors = await learner.run(snapshot_weights, learner, page["checkpoint_type"])
     stored = stored_name(call, learner)
-    await learner.run(call.trainer.snapshots.save, stored, tensors, page | {"unnamed": path is None})
+    await learner.run(
+        call.trainer.snapshots.save, stored, tensors, page | {"unnamed": path is None}
+    )
     learner.snapshot, revisions = stored, call.memory.pool.revisions
     revisions[stored] = revisions.get(stored, 0) + 1
     if path is None:
-        return {"type": "save_weights_for_sampler", "sampling_session_id": new_sampler(call, learner, stored)}
+        return {
+            "type": "save_weights_for_sampler",
+            "sampling_session_id": new_sampler(call, learner, stored),
+        }
     public = f"tinker://{learner.owner}/sampler_weights/{path}" if learner.tinker else path
     if call.trainer.pooled:
         public = f"local/{learner.model_id.partition(':')[0]}/{path}"
@@ -556,7 +659,11 @@ def stored_name(call: Call, learner: Learner) -> str:
     if call.body.get("path") is not None:
         name = check_name(call.body["path"], label=not learner.tinker)
         return f"{folder_name(learner.owner)}.{name}" if learner.tinker else name
-    last = "inflight" if call.body.get("kind") == "inflight" else f"unnamed-{call.body.get('sampling_session_seq_id')}"
+    last = (
+        "inflight"
+        if call.body.get("kind") == "inflight"
+        else f"unnamed-{call.body.get('sampling_session_seq_id')}"
+    )
     return f"{folder_name(learner.owner)}.{last}"
 
 # %% ../../nbs/emulator/02_trainer.ipynb #82cbcc33
@@ -576,14 +683,23 @@ def new_sampler(call: Call, learner: Learner, stored: str) -> str:
 def create_sampling_session(call: Call) -> dict[str, Any]:
     "A sampling session for a snapshot, or for the base model."
     call.session()
-    path, base_model, stored = call.body.get("model_path"), call.body.get("base_model"), ""
+    path = call.body.get("model_path")
+    base_model = call.body.get("base_model")
+    stored = ""
     if path is not None:
         stored = snapshot_of(path)
         if stored not in call.trainer.snapshots.names():
-            raise Refusal(404, "model_path", got=repr(path), expected="a path that save_weights_for_sampler returned")
+            raise Refusal(
+                404,
+                "model_path",
+                got=repr(path),
+                expected="a path that save_weights_for_sampler returned",
+            )
         base_model = call.trainer.snapshots.meta(stored)["base_model"]
     if base_model is None:
-        raise Refusal(422, "create_sampling_session", got="neither", expected="model_path or base_model")
+        raise Refusal(
+            422, "create_sampling_session", got="neither", expected="model_path or base_model"
+        )
     sampler_id = f"{call.body['session_id']}:sample:{call.body['sampling_session_seq_id']}"
     call.memory.samplers[sampler_id] = SamplingSession(base_model, stored, path)
     return {"type": "create_sampling_session", "sampling_session_id": sampler_id}
@@ -593,7 +709,9 @@ def snapshot_of(path: str) -> str:
     "The stored name of a snapshot's path; raises `BackendError`."
     parts = path.removeprefix("tinker://").split("/")
     if len(parts) != 3 or parts[1] != "sampler_weights":
-        raise BackendError("model_path", got=repr(path), expected="tinker://run/sampler_weights/name")
+        raise BackendError(
+            "model_path", got=repr(path), expected="tinker://run/sampler_weights/name"
+        )
     return f"{folder_name(parts[0])}.{check_name(parts[2])}"
 
 # %% ../../nbs/emulator/02_trainer.ipynb #5e88f0b5
@@ -601,9 +719,18 @@ def get_sampler(call: Call) -> dict[str, Any]:
     "What a sampling session samples from."
     sampler_id = call.params["sampler_id"]
     if sampler_id not in call.memory.samplers:
-        raise Refusal(404, "sampler", got=repr(sampler_id), expected="one that create_sampling_session returned")
+        raise Refusal(
+            404,
+            "sampler",
+            got=repr(sampler_id),
+            expected="one that create_sampling_session returned",
+        )
     sampling = call.memory.samplers[sampler_id]
-    return {"sampler_id": sampler_id, "base_model": sampling.base_model, "model_path": sampling.path}
+    return {
+        "sampler_id": sampler_id,
+        "base_model": sampling.base_model,
+        "model_path": sampling.path,
+    }
 
 # %% ../../nbs/emulator/02_trainer.ipynb #36571902
 def asample(call: Call) -> Promise:
@@ -616,7 +743,9 @@ def asample(call: Call) -> Promise:
 
     async def work() -> SampleResult:
         prompt = json_tokens(call.body["prompt"], "prompt")
-        serving = await pool.take(call.trainer.models, call.trainer.snapshots, call.memory.samplers[sampler_id])
+        serving = await pool.take(
+            call.trainer.models, call.trainer.snapshots, call.memory.samplers[sampler_id]
+        )
         try:
             return await draw_and_score(serving.sampler, prompt, call.body)
         finally:
@@ -648,7 +777,9 @@ async def finish_session(call: Call) -> dict[str, Any]:
     "The end of a session (Tinker): its models are released, and its heartbeat gets 410."
     session_id = call.params["session_id"]
     if session_id not in call.memory.sessions:
-        raise Refusal(404, "session", got=repr(session_id), expected="one that create_session returned")
+        raise Refusal(
+            404, "session", got=repr(session_id), expected="one that create_session returned"
+        )
     call.memory.sessions[session_id]["finished"] = timestamp()
     for model_id in [x for x in call.memory.learners if x.startswith(f"{session_id}:")]:
         await close_backend(call.memory.learners.pop(model_id).backend)
@@ -661,7 +792,12 @@ def get_info(call: Call) -> dict[str, Any]:
     tokenizer_id = getattr(learner.backend.tokenizer, "name_or_path", None) or learner.base_model
     kind = type(learner.state.scoring.causal.model).__name__
     data = {"arch": kind, "model_name": learner.base_model, "tokenizer_id": tokenizer_id}
-    about = {"type": "get_info", "model_id": learner.model_id, "model_name": learner.base_model, "model_data": data}
+    about = {
+        "type": "get_info",
+        "model_id": learner.model_id,
+        "model_name": learner.base_model,
+        "model_data": data,
+    }
     return about | {"is_lora": learner.lora_rank > 0, "lora_rank": learner.lora_rank or None}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #e19ad1cb
@@ -669,31 +805,48 @@ def capabilities(call: Call) -> dict[str, Any]:
     "The models on offer: one, by the name it was opened with."
     model, _ = call.trainer.models.original()
     limit = getattr(model.config, "max_position_embeddings", None)
-    one = {"model_name": call.trainer.models.name, "max_context_length": limit, "trainable": True, "sampleable": True}
+    one = {
+        "model_name": call.trainer.models.name,
+        "max_context_length": limit,
+        "trainable": True,
+        "sampleable": True,
+    }
     return {"supported_models": [one]}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #76b14c6d
 def rest_checkpoints(call: Call) -> dict[str, Any]:
     "What was saved, by one run or by all (Tinker)."
-    run, rows = call.params.get("run"), []
+    run = call.params.get("run")
+    rows = []
     for row in call.trainer.checkpoints():
         part = "weights" if row["kind"] == "TRAINING" else "sampler_weights"
         name = row["name"].removeprefix(f"{row['owner']}.")
         if run in (None, row["run"]):
-            about = {"checkpoint_id": f"{part}/{name}", "tinker_path": f"tinker://{row['run']}/{part}/{name}"}
+            about = {
+                "checkpoint_id": f"{part}/{name}",
+                "tinker_path": f"tinker://{row['run']}/{part}/{name}",
+            }
             kind = "training" if part == "weights" else "sampler"
             rows.append(about | {"checkpoint_type": kind, "time": row["created"], "public": False})
-    return {"checkpoints": rows, "cursor": {"offset": 0, "limit": len(rows), "total_count": len(rows)}}
+    return {
+        "checkpoints": rows,
+        "cursor": {"offset": 0, "limit": len(rows), "total_count": len(rows)},
+    }
 
 # %% ../../nbs/emulator/02_trainer.ipynb #2f9e8d7a
 def delete_checkpoint(call: Call) -> dict[str, Any]:
     "Remove a state or a snapshot of a run (Tinker)."
-    run, (part, _, name) = folder_name(call.params["run"]), call.params["checkpoint"].partition("/")
-    kept, stored = call.trainer.snapshots, f"{run}.{name}"
+    run = folder_name(call.params["run"])
+    (part, _, name) = call.params["checkpoint"].partition("/")
+    kept = call.trainer.snapshots
+    stored = f"{run}.{name}"
     if part == "weights":
-        kept, stored = call.trainer.states_of(run), name
+        kept = call.trainer.states_of(run)
+        stored = name
     if part not in ("weights", "sampler_weights") or stored not in kept.names():
-        raise Refusal(404, "checkpoint", got=repr(call.params["checkpoint"]), expected="one that is listed")
+        raise Refusal(
+            404, "checkpoint", got=repr(call.params["checkpoint"]), expected="one that is listed"
+        )
     kept.delete(stored)
     return {}
 
@@ -710,7 +863,9 @@ POSTS: dict[str, Endpoint] = {
     "forward_backward": forward_backward,
     "optim_step": optim_step,
     "save_weights": save_weights,
-    "load_weights": lambda call: (create_model if call.body.get("model_id") is None else load_weights)(call),
+    "load_weights": lambda call: (
+        create_model if call.body.get("model_id") is None else load_weights
+    )(call),
     "save_weights_for_sampler": save_weights_for_sampler,
     "unload_model": unload_model,
     "sessions/{session_id}/finish": finish_session,
@@ -724,13 +879,17 @@ GETS: dict[str, Endpoint] = {
     "healthz": lambda call: {"status": "ok"},
     "get_server_capabilities": capabilities,
     "list_checkpoints": lambda call: {
-        "checkpoints": sorted(row["name"] for row in call.trainer.checkpoints() if row["kind"] == "TRAINING")
+        "checkpoints": sorted(
+            row["name"] for row in call.trainer.checkpoints() if row["kind"] == "TRAINING"
+        )
     },
     "samplers/{sampler_id}": get_sampler,
     "checkpoints": rest_checkpoints,
     "training_runs/{run}/checkpoints": rest_checkpoints,
 }
-DELETES: dict[str, Endpoint] = {"training_runs/{run}/checkpoints/{checkpoint:path}": delete_checkpoint}
+DELETES: dict[str, Endpoint] = {
+    "training_runs/{run}/checkpoints/{checkpoint:path}": delete_checkpoint
+}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #09fb35f6
 async def respond(
@@ -762,7 +921,9 @@ async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> Res
     promise = trainer.memory.promises.get(str(body.get("request_id")))
     if promise is None:
         got = repr(body.get("request_id"))
-        raise Refusal(404, "request", got=got, expected="one that was handed in since the service was started")
+        raise Refusal(
+            404, "request", got=got, expected="one that was handed in since the service was started"
+        )
     try:
         await asyncio.wait_for(promise.done.wait(), trainer.poll_s)
     except TimeoutError:
@@ -770,5 +931,10 @@ async def retrieve_future(trainer: EmulatedTrainer, request: HttpRequest) -> Res
         again = {"type": "try_again", "request_id": promise.request_id, "queue_state": "active"}
         return answer(again, status=408 if odd else 200)
     if promise.lost:
-        raise Refusal(404, "request", got=repr(promise.request_id), expected="no restart of the service before its end")
+        raise Refusal(
+            404,
+            "request",
+            got=repr(promise.request_id),
+            expected="no restart of the service before its end",
+        )
     return answer(promise.result, request.headers.get("accept", ""))

@@ -25,14 +25,27 @@ from ..task.data import Row, Prompt
 from ..core.datums import attach, datums_from_groups
 from ..core.findings import Finding, Findings
 from ..show.html import SOFT, shapes, table, tag
-from ..loop.setup import as_rows, as_task, check_backend, encode_for, first_cursor, rollout_setup
+from rl_notebook.loop.setup import (
+    as_rows,
+    as_task,
+    check_backend,
+    encode_for,
+    first_cursor,
+    rollout_setup,
+)
 from ..loop.state import sign_of_life
 from ..core.losses import LossOptions
 from ..task.audit import FORMS, audit_rows
 from ..core.retries import together
 from ..task.rewards import Limits, score, reference_answers
 from ..backends.roofline import KEPT, USUAL, ModelSize, Roofs, Work
-from ..backends.roofline import expected_seconds, expected_updates, peak_memory, roofs_of, work_between
+from rl_notebook.backends.roofline import (
+    expected_seconds,
+    expected_updates,
+    peak_memory,
+    roofs_of,
+    work_between,
+)
 from ..loop.rollouts import bounded, require_some
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
@@ -58,7 +71,10 @@ def dead_shares(groups: Sequence[PromptGroup], sizes: Iterable[int]) -> dict[int
     "Expected share of dead groups by group size, averaged over prompts."
     each = {size: [dead_share(g.rewards, size) for g in groups] for size in sizes}
     known = {size: [share for share in found if share is not None] for size, found in each.items()}
-    return {size: float(np.mean(found)) if len(found) == len(groups) else None for size, found in known.items()}
+    return {
+        size: float(np.mean(found)) if len(found) == len(groups) else None
+        for size, found in known.items()
+    }
 
 # %% ../../nbs/experiments/03_preflight.ipynb #c3852601
 BARS_TITLE = "expected share of groups without signal, by completions per prompt"
@@ -74,7 +90,9 @@ def bars_text(dead: Mapping[int, float | None], planned: int, width: int = 20) -
     lines = [BARS_TITLE]
     for size, share in dead.items():
         mark = " ◄" if size == planned else ""
-        lines.append(f"  G ={size:3} {'█' * round((share or 0) * width):<{width}} {percent(share):>4}{mark}")
+        lines.append(
+            f"  G ={size:3} {'█' * round((share or 0) * width):<{width}} {percent(share):>4}{mark}"
+        )
     return "\n".join(lines)
 
 # %% ../../nbs/experiments/03_preflight.ipynb #2949eb49
@@ -83,7 +101,12 @@ def bars_html(dead: Mapping[int, float | None], planned: int) -> str:
     rows = []
     for size, share in dead.items():
         color, strong = ("#0072b2", "b") if size == planned else ("#9aa5b1", "span")
-        bar = shapes([(color, 0, 3, 200 * (share or 0), 12)], 200, 18, f"{BARS_TITLE}: {size}, {percent(share)}")
+        bar = shapes(
+            [(color, 0, 3, 200 * (share or 0), 12)],
+            200,
+            18,
+            f"{BARS_TITLE}: {size}, {percent(share)}",
+        )
         rows.append([tag(strong, f"G={size}"), bar, tag(strong, percent(share))])
     return tag("div", BARS_TITLE, style=f"font-size:13px;{SOFT}") + table(["", "", ""], rows)
 
@@ -96,7 +119,9 @@ def round_trip(tokenizer: Any, sequences: Sequence[np.ndarray]) -> list[str]:
         back = list(tokenizer.encode(text, add_special_tokens=False))
         if back != ids:
             at = first_difference(ids, back)
-            changed.append(f"tokens {ids[at : at + 3]} at position {at} come back as {back[at : at + 3]}")
+            changed.append(
+                f"tokens {ids[at : at + 3]} at position {at} come back as {back[at : at + 3]}"
+            )
     return changed
 
 # %% ../../nbs/experiments/03_preflight.ipynb #ffa6c3cb
@@ -108,7 +133,9 @@ def check_budget(groups: Sequence[PromptGroup], limit: int) -> Finding:
     text = f"{len(ended)} of {len(samples)} completions ended by themselves within {limit} tokens{longest}"
     if len(samples) - len(ended) < TOO_MANY * len(samples):
         return Finding("budget", True, text)
-    fix = "Raise max_completion_tokens, or read the prompt above: does its form let a completion end?"
+    fix = (
+        "Raise max_completion_tokens, or read the prompt above: does its form let a completion end?"
+    )
     return Finding("budget", False, text, expected=f"more than {1 - TOO_MANY:.0%}", fix=fix)
 
 # %% ../../nbs/experiments/03_preflight.ipynb #3fd4e228
@@ -131,29 +158,47 @@ def check_reward(rewards: np.ndarray) -> Finding:
         return Finding("reward", False, f"every completion earned {rewards[0]:g}", fix=fix)
     higher = f"the higher one for {(rewards.round(6) > values[0]).mean():.0%}"
     known = higher if len(values) == 2 else f"{len(values)} different values"
-    return Finding("reward", True, f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {known}")
+    return Finding(
+        "reward",
+        True,
+        f"from {rewards.min():g} to {rewards.max():g}, mean {rewards.mean():.2f}, {known}",
+    )
 
 # %% ../../nbs/experiments/03_preflight.ipynb #85262995
 def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
     "Reward functions that told nothing, and completions that could not be graded."
     samples = [s for g in groups for s in g.samples]
-    checks, lost = list[Finding](), [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
+    checks = list[Finding]()
+    lost = [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
         given = [v for s in samples if (v := s.rewards.get(name)) is not None]
         if is_dead(given):
-            said = f"gave {given[0]:g} to every completion" if given else "had no opinion on any completion"
-            checks.append(Finding(f"reward {name}", None, f"whether it works could not be seen: it {said}"))
+            said = (
+                f"gave {given[0]:g} to every completion"
+                if given
+                else "had no opinion on any completion"
+            )
+            checks.append(
+                Finding(f"reward {name}", None, f"whether it works could not be seen: it {said}")
+            )
     if lost:
-        drawn, fix = len(lost) + len(samples), "Call the rollout or reward function by hand on it."
+        drawn = len(lost) + len(samples)
+        fix = "Call the rollout or reward function by hand on it."
         few = None if len(lost) < TOO_MANY * drawn else False
-        checks.append(Finding("lost", few, f"{len(lost)} of {drawn} completions were lost", got=lost[0], fix=fix))
+        checks.append(
+            Finding(
+                "lost", few, f"{len(lost)} of {drawn} completions were lost", got=lost[0], fix=fix
+            )
+        )
     return checks
 
 # %% ../../nbs/experiments/03_preflight.ipynb #a95ef258
 AUDITED = 8  # rows
 
 
-async def check_reward_fns(reward_fns: Any, rows: Sequence[Row], limits: Limits) -> Sequence[Finding]:
+async def check_reward_fns(
+    reward_fns: Any, rows: Sequence[Row], limits: Limits
+) -> Sequence[Finding]:
     "What the reward pays for nothing; none of one that waits for others."
     if reward_fns is None or any(fn.is_async for fn in reward_fns):
         return []
@@ -162,7 +207,8 @@ async def check_reward_fns(reward_fns: Any, rows: Sequence[Row], limits: Limits)
         alone = (await audit_rows([replace(fn, weight=1.0)], rows, limits)).findings.failed
         paid = ", ".join(f.text.rpartition(" earns")[0] for f in alone[:3])
         fix = "Right for a reward of form or length; one for the answer has to read the row, and ignore the rest."
-        found += [Finding(f"reward {fn.name}", None, f"alone, it pays for {paid}", fix=fix)] if paid else []
+        if paid:
+            found += [Finding(f"reward {fn.name}", None, f"alone, it pays for {paid}", fix=fix)]
     return found
 
 # %% ../../nbs/experiments/03_preflight.ipynb #752bf9b3
@@ -176,28 +222,38 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 def check_dead(dead: Mapping[int, float | None], planned: int, prompts: int) -> Finding:
     "At the planned group size, at least half of the groups carry signal; `dead` is a mean over so many prompts."
-    check, share = partial(Finding, "dead groups"), dead[planned]
+    check = partial(Finding, "dead groups")
+    share = dead[planned]
     if share is None:
         return check(None, f"fewer than {planned} completions were drawn", fix="Raise samples.")
     low, high = wilson(share, prompts)
-    interval = f"95% interval {low:.0%} to {high:.0%}, from {prompts} prompt{'s' * (prompts != 1)}"
+    interval = f"95% interval {low:.0%} to {high:.0%}, from {prompts} prompt{('s' if prompts != 1 else '')}"
     text = f"with {planned} completions per prompt, {share:.0%} of the groups are expected to be dead ({interval})"
     enough = [size for size, s in dead.items() if s is not None and s <= 0.5]
     other = "More completions do not help: use prompts of another difficulty."
     fix = f"Set completions_per_prompt={min(enough)}." if enough else other
-    return check(True, text) if share <= 0.5 else check(False, text, expected="at most half", fix=fix)
+    return (
+        check(True, text) if share <= 0.5 else check(False, text, expected="at most half", fix=fix)
+    )
 
 # %% ../../nbs/experiments/03_preflight.ipynb #dbc89cdd
-def check_tokens(tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]) -> Finding:
+def check_tokens(
+    tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]
+) -> Finding:
     "Prompts and completions survive being decoded and encoded again."
     drawn = [s.tokens for g in groups for s in g.samples]
-    asked, said = round_trip(tokenizer, [p.tokens for p in prompts]), round_trip(tokenizer, drawn)
+    asked = round_trip(tokenizer, [p.tokens for p in prompts])
+    said = round_trip(tokenizer, drawn)
     if not asked and not said:
-        text = f"{len(prompts)} prompts and {len(drawn)} completions encode to the same tokens again"
+        text = (
+            f"{len(prompts)} prompts and {len(drawn)} completions encode to the same tokens again"
+        )
         return Finding("tokens", True, text)
     changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(drawn)} completions"
     fix = "No harm while tokens are handed on; a rollout of your own must not pass text."
-    return Finding("tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix)
+    return Finding(
+        "tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix
+    )
 
 # %% ../../nbs/experiments/03_preflight.ipynb #00066beb
 def check_agreement(
@@ -209,15 +265,21 @@ def check_agreement(
     if noise_floor > allowed.largest:
         mask = "Is the precision as recorded? Then a row sees its neighbours or padding: look at the attention mask."
         limit = f"at most {short(allowed.largest)}"
-        checks = [Finding("noise floor", False, noise, got=short(noise_floor), expected=limit, fix=mask)]
+        checks = [
+            Finding("noise floor", False, noise, got=short(noise_floor), expected=limit, fix=mask)
+        ]
     if gap is None or apart:
         text = "policy and sampler report logprobs of different distributions"
         return [*checks, apart or Finding("sampler", None, text)]
-    text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    text = (
+        f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    )
     if allowed.explains(gap):
         return [*checks, Finding("sampler", True, text)]
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rln.diagnose)."
-    apart = Finding("sampler", False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
+    apart = Finding(
+        "sampler", False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size
+    )
     return [*checks, apart]
 
 # %% ../../nbs/experiments/03_preflight.ipynb #177f1d34
@@ -228,25 +290,43 @@ class Cost:
     seconds: Mapping[str, float]  # measured, by phase
     completions: int  # measured
     step_completions: int  # of a step
-    memory: Mapping[str, tuple[float, float]]  # GB at the peak, and how much of it came during pre-flight
+    memory: Mapping[
+        str, tuple[float, float]
+    ]  # GB at the peak, and how much of it came during pre-flight
     guessed: str = ""  # a phase that was not measured
-    expected: Mapping[str, float] = field(default_factory=dict)  # seconds of a step by phase, where the roofs tell
-    step_memory: float | None = None  # GB of the process at the peak of a step, where it is computed here
+    expected: Mapping[str, float] = field(
+        default_factory=dict
+    )  # seconds of a step by phase, where the roofs tell
+    step_memory: float | None = (
+        None  # GB of the process at the peak of a step, where it is computed here
+    )
 
     @property
     def step_seconds(self) -> dict[str, float]:
         "Estimated seconds of a step by phase."
-        scaled = {phase: s * self.step_completions / max(self.completions, 1) for phase, s in self.seconds.items()}
+        scaled = {
+            phase: s * self.step_completions / max(self.completions, 1)
+            for phase, s in self.seconds.items()
+        }
         return scaled | {**self.expected}
 
     def __repr__(self) -> str:
-        step, times = self.step_seconds, self.step_completions / max(self.completions, 1)
-        each = [f"{phase} {s:.2g} s{' (a guess)' if phase == self.guessed else ''}" for phase, s in step.items()]
+        step = self.step_seconds
+        times = self.step_completions / max(self.completions, 1)
+        each = [
+            f"{phase} {s:.2g} s{' (a guess)' if phase == self.guessed else ''}"
+            for phase, s in step.items()
+        ]
         what = "a step" if "optimize" in step else "a step, before update and sync"
         text = f"about {sum(step.values()):.2g} s {what}: {', '.join(each)}"
-        peaks = [f"{k} {peak:.2g} GB at its peak, {new:.2g} of it new" for k, (peak, new) in self.memory.items()]
+        peaks = [
+            f"{k} {peak:.2g} GB at its peak, {new:.2g} of it new"
+            for k, (peak, new) in self.memory.items()
+        ]
         text += f"; {times:.2g} times what {self.completions} completions took. Memory: "
-        more = f"; about {self.step_memory:.2g} GB in a step, without undo" if self.step_memory else ""
+        more = (
+            f"; about {self.step_memory:.2g} GB in a step, without undo" if self.step_memory else ""
+        )
         return text + ("; ".join(peaks) or "not known here") + more
 
 # %% ../../nbs/experiments/03_preflight.ipynb #ab446ff3
@@ -262,12 +342,15 @@ class Spent:
 
     meter: Meter  # of the backend
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    work: dict[str, Work] = field(default_factory=dict)  # by phase, where it is computed in this process
+    work: dict[str, Work] = field(
+        default_factory=dict
+    )  # by phase, where it is computed in this process
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         "Measure a phase, and say meanwhile that it is in flight."
-        before, start = dict(self.meter.work), time.perf_counter()
+        before = dict(self.meter.work)
+        start = time.perf_counter()
         with sign_of_life("preflight", phase, self.meter):
             yield
         self.seconds[phase] = time.perf_counter() - start
@@ -275,13 +358,28 @@ class Spent:
 
 # %% ../../nbs/experiments/03_preflight.ipynb #1c9f98bb
 def step_plan(
-    spent: Spent, groups: Sequence[PromptGroup], cfg: Config, alive: float, size: ModelSize, roofs: Roofs
+    spent: Spent,
+    groups: Sequence[PromptGroup],
+    cfg: Config,
+    alive: float,
+    size: ModelSize,
+    roofs: Roofs,
 ) -> dict[str, float]:  # seconds by phase
     "What the phases of a step will take, after those of pre-flight; `alive` is the share of groups that is trained."
-    B, K, drawn = cfg.prompt_groups_per_step, cfg.completions_per_prompt, [s for g in groups for s in g.samples]
-    lengths, prompt = np.array([s.completion_len for s in drawn]), float(np.mean([s.prompt_len for s in drawn]))
-    tokens = lambda prompts, samples: prompts * prompt + samples * (float(lengths.mean()) - 1)  # the last is not read
-    more, at_once = tokens(B, B * K) / tokens(len(groups), len(drawn)), min(completions_at_once(cfg) or B * K, B * K)
+    B = cfg.prompt_groups_per_step
+    K = cfg.completions_per_prompt
+    drawn = [s for g in groups for s in g.samples]
+    lengths, prompt = (
+        np.array([s.completion_len for s in drawn]),
+        float(np.mean([s.prompt_len for s in drawn])),
+    )
+
+    # the last is not read
+    def tokens(prompts, samples):
+        return prompts * prompt + samples * (float(lengths.mean()) - 1)
+
+    more = tokens(B, B * K) / tokens(len(groups), len(drawn))
+    at_once = min(completions_at_once(cfg) or B * K, B * K)
     passes = {"sample": math.ceil(B * K / at_once) * expected_longest(lengths, at_once)}
     found = {phase: s * B * K / len(drawn) for phase, s in spent.seconds.items()}
     for phase, w in spent.work.items():
@@ -318,14 +416,18 @@ class Preflight:
         left_out = len(self.rendered) - 2000
         if left_out <= 0:
             return self.rendered
-        return f"{self.rendered[:1000]}\n… {left_out} characters left out …\n{self.rendered[-1000:]}"
+        return (
+            f"{self.rendered[:1000]}\n… {left_out} characters left out …\n{self.rendered[-1000:]}"
+        )
 
     @property
     def verdict(self) -> str:
         "What to change before starting."
         if not self.failed:
             return "Ready: nothing has to be changed before starting."
-        return "Before starting: " + " ".join(f"({i}) {c.text}. {c.fix}" for i, c in enumerate(self.failed, 1))
+        return "Before starting: " + " ".join(
+            f"({i}) {c.text}. {c.fix}" for i, c in enumerate(self.failed, 1)
+        )
 
     def __repr__(self) -> str:
         bars = bars_text(self.dead, self.planned)
@@ -337,13 +439,18 @@ class Preflight:
         cost = f'<p style="{SOFT}">cost: {html.escape(repr(self.cost))}</p>' if self.cost else ""
         head = f"<p><b>{html.escape(self.verdict)}</b></p>"
         prompt = f'<pre style="{pre}">{html.escape(self.prompt)}</pre>'
-        return f"{head}{prompt}{self.checks._repr_html_()}{bars_html(self.dead, self.planned)}{cost}"
+        return (
+            f"{head}{prompt}{self.checks._repr_html_()}{bars_html(self.dead, self.planned)}{cost}"
+        )
 
 # %% ../../nbs/experiments/03_preflight.ipynb #b90fbb48
 async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[Finding]:
     "Whether a stop string cuts off what a reward looks for."
-    said, found = str(next(iter(reference_answers(row.answer)), "")), dict[str, Finding]()
-    for whole in (form.replace("{}", said) for form in FORMS) if stops and reward_fns is not None else ():
+    said = str(next(iter(reference_answers(row.answer)), ""))
+    found = dict[str, Finding]()
+    for whole in (
+        (form.replace("{}", said) for form in FORMS) if stops and reward_fns is not None else ()
+    ):
         at, stop = min(((whole.find(s), s) for s in stops if s in whole), default=(len(whole), ""))
         try:
             scores = await score([whole, whole[:at]], row, reward_fns)
@@ -353,7 +460,9 @@ async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[F
             earned, left = np.nan_to_num(values)
             if stop and left < earned:
                 text = f"{stop!r} is cut off with all behind it: {whole!r} earns {earned:g}, {whole[:at]!r} {left:g}"
-                found[fn.name] = Finding(f"stop, reward {fn.name}", False, text, fix="Leave it out of stop.")
+                found[fn.name] = Finding(
+                    f"stop, reward {fn.name}", False, text, fix="Leave it out of stop."
+                )
     return list(found.values())
 
 # %% ../../nbs/experiments/03_preflight.ipynb #8ff94c2d
@@ -370,7 +479,9 @@ async def first_completions(
     with spent.timed("sample"):
         drawn = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
     with spent.timed("score"):
-        groups = await together([score_group(r, task.reward_fns, limits=task.limits) for r in drawn])
+        groups = await together(
+            [score_group(r, task.reward_fns, limits=task.limits) for r in drawn]
+        )
     require_some(groups)
     how = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": task.part_weights}
     checks = [*await check_reward_fns(task.reward_fns, first, task.limits)]
@@ -380,16 +491,21 @@ async def first_completions(
 # %% ../../nbs/experiments/03_preflight.ipynb #75da3604
 async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Spent) -> None:
     "Reference and backward pass of the configured loss, with the gradient dropped."
-    if backend.reference is not None and (cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric):
+    if backend.reference is not None and (
+        cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric
+    ):
         with spent.timed("reference"):
             datums = attach(datums, "ref_logprobs", await backend.reference.forward(datums))
     if not backend.capabilities.discard_gradients:
         spent.seconds["backward"] = 3 * spent.seconds["policy"]
         return
-    make, batch = loss_factory(LossOptions(**cfg.loss_options())), cfg.max_samples_per_fwd_bwd
+    make = loss_factory(LossOptions(**cfg.loss_options()))
+    batch = cfg.max_samples_per_fwd_bwd
     async with borrowed(backend):
         with spent.timed("backward"):
-            await backward(backend.policy, datums, make, aggregation=cfg.aggregation, max_samples=batch)
+            await backward(
+                backend.policy, datums, make, aggregation=cfg.aggregation, max_samples=batch
+            )
         await backend.policy.discard_gradients()
 
 # %% ../../nbs/experiments/03_preflight.ipynb #3c8ad25b
@@ -408,9 +524,12 @@ async def preflight(
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
     check_backend(cfg, backend, rows)
     roofs = roofs_of(backend.size) if backend.size else None
-    spent, before = Spent(backend.meter), peak_memory()
+    spent = Spent(backend.meter)
+    before = peak_memory()
     rows = as_rows(rows)
-    asked, groups, rewarded = await first_completions(backend, rows, reward, cfg, prompts, samples, spent)
+    asked, groups, rewarded = await first_completions(
+        backend, rows, reward, cfg, prompts, samples, spent
+    )
     datums = datums_from_groups(groups, max_seq_len=cfg.max_seq_len)
     with spent.timed("policy"):
         policy = await backend.policy.forward(datums)
@@ -418,15 +537,19 @@ async def preflight(
     del spent.seconds["policy"]  # a step scores the policy in its backward pass
     spent.work.pop("policy", None)
     floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
-    allowed, apart = rounding_of(policy), check_temperature("sampler", groups, datums, policy)
+    allowed = rounding_of(policy)
+    apart = check_temperature("sampler", groups, datums, policy)
     live = [g for g in groups if len(g.samples)]
     dead = dead_shares(live, sorted({*GROUP_SIZES, cfg.completions_per_prompt}))
     can = backend.capabilities
     known = f"{can.name}: {'seeded' if can.seed else 'no seeds'}, {'can' if can.state_snapshots else 'cannot'} undo"
-    known += f", up to {can.max_seq_len} tokens" if can.max_seq_len else ""
+    if can.max_seq_len:
+        known += f", up to {can.max_seq_len} tokens"
     lengths = [len(p.tokens) for p in asked]
     checks = (
-        Finding("prompts", True, f"{len(asked)} prompts of {min(lengths)} to {max(lengths)} tokens"),
+        Finding(
+            "prompts", True, f"{len(asked)} prompts of {min(lengths)} to {max(lengths)} tokens"
+        ),
         *check_rows(rows),
         check_budget(live, cfg.max_completion_tokens),
         check_reward(np.concatenate([g.rewards for g in live])),
@@ -443,8 +566,23 @@ async def preflight(
     cost = Cost(spent.seconds, sum(len(g.samples) for g in live), step, memory, guessed)
     if roofs is not None and backend.size is not None:
         share = (dead[cfg.completions_per_prompt] or 0.0) if cfg.drop_dead else 0.0
-        expected = step_plan(spent, live, cfg, 1 - share, backend.size, roofs) | expected_updates(backend.size, roofs)
-        at_peak = memory["process"][0] + KEPT * backend.size.learned / 1e9 if "process" in memory else None
+        expected = step_plan(spent, live, cfg, 1 - share, backend.size, roofs) | expected_updates(
+            backend.size, roofs
+        )
+        at_peak = (
+            memory["process"][0] + KEPT * backend.size.learned / 1e9
+            if "process" in memory
+            else None
+        )
         cost = replace(cost, expected=expected, step_memory=at_peak)
     rendered = backend.tokenizer.decode(asked[0].tokens.tolist(), skip_special_tokens=False)
-    return Preflight(rendered, tuple(groups), dead, cfg.completions_per_prompt, floor, Findings(checks), can, cost)
+    return Preflight(
+        rendered,
+        tuple(groups),
+        dead,
+        cfg.completions_per_prompt,
+        floor,
+        Findings(checks),
+        can,
+        cost,
+    )

@@ -22,16 +22,45 @@ from ..core.metrics import reward_names
 from ..core.retries import together
 from ..core.types import DataError, Datum, LossOutput, PromptGroup, RecordError
 from ..loop.loop import GRPOLoop
-from ..loop.back import plan_replay, rebuild, recorded_settings, repeat_backward, sync_as_drawn, updates_of
-from ..loop.phases import Loop, compared, draw_prompt, encode, grading, group_datums, have_tokens
-from ..loop.phases import list_training, other_sources, record_of, side_by_side, sources_of, step_options
+from rl_notebook.loop.back import (
+    plan_replay,
+    rebuild,
+    recorded_settings,
+    repeat_backward,
+    sync_as_drawn,
+    updates_of,
+)
+from rl_notebook.loop.phases import (
+    Loop,
+    compared,
+    draw_prompt,
+    encode,
+    grading,
+    group_datums,
+    have_tokens,
+)
+from rl_notebook.loop.phases import (
+    list_training,
+    other_sources,
+    record_of,
+    side_by_side,
+    sources_of,
+    step_options,
+)
 from ..loop.phases import take_settings, trains_on
 from ..runs.records import StepRecord, html_table
 from ..runs.run import Run, metrics_frame, metrics_row, spans
 from ..task.rewards import as_reward_fns
 from ..task.data import Prompt, Rollouts
 from ..loop.step import Measured, ScoreCache
-from ..loop.step import list_datums, list_groups, list_prompts, list_rollouts, score_datums, score_group
+from rl_notebook.loop.step import (
+    list_datums,
+    list_groups,
+    list_prompts,
+    list_rollouts,
+    score_datums,
+    score_group,
+)
 
 # %% ../../nbs/experiments/02_replay.ipynb #554da95b
 @dataclass(frozen=True)
@@ -88,11 +117,14 @@ def differs(phase: str, piece: Piece) -> PhaseComparison:
         counts = [np.size(v) for v in (piece.ours, piece.theirs)]
         note = f"{counts[0]} values, recorded {counts[1]}"
         return PhaseComparison(phase, False, None, piece.unit, f"{piece.where}, {piece.kind}", note)
-    i, counted = int(gap.argmax()), piece.unit in ("tokens", "rows")
+    i = int(gap.argmax())
+    counted = piece.unit in ("tokens", "rows")
     a, b = (np.atleast_1d(np.asarray(v))[i] for v in (piece.ours, piece.theirs))
     place = f"{piece.where}, {piece.kind}" + (f"[{i}]" if np.size(piece.ours) > 1 else "")
     size = float((gap > 0).sum() if counted else gap[i])
-    return PhaseComparison(phase, False, size, piece.unit, place, piece.note or f"{a:.6g}, recorded {b:.6g}")
+    return PhaseComparison(
+        phase, False, size, piece.unit, place, piece.note or f"{a:.6g}, recorded {b:.6g}"
+    )
 
 
 def compare(phase: str, pieces: Iterable[Piece], note: str = "") -> PhaseComparison:
@@ -157,7 +189,8 @@ _MARKS = {True: "=", False: "≠", None: "?"}  # the same, not the same, not com
 # %% ../../nbs/experiments/02_replay.ipynb #5aebee9a
 def encoded_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[int, str]]:
     "The prompts of a recorded step that can be encoded, and by position why others cannot."
-    prompts, reasons = list[Prompt](), dict[int, str]()
+    prompts = list[Prompt]()
+    reasons = dict[int, str]()
     for g in record.groups:
         try:
             found = [p for row in loop.intake.row(g.number) for p in encode(loop, [row], g.number)]
@@ -175,31 +208,47 @@ def prompt_pieces(
     for number, g in zip(loop.intake.upcoming(len(record.groups)), record.groups, strict=False):
         prompt = by_number.get(g.number)
         name = None if prompt is None else prompt.row.key
-        there = f"{'no row' if name is None else f'row {name!r}'} at position {g.number} of the data"
+        there = (
+            f"{'no row' if name is None else f'row {name!r}'} at position {g.number} of the data"
+        )
         yield Piece("row", "rows", g.where, float(name != g.key), 0.0, reasons.get(g.number, there))
         in_order = loop.cfg.weight_sync_interval == 1 and loop.cfg.recipe != "async_rl_loop"
         if in_order:  # elsewhere groups come in the order of arrival
             yield Piece("position", "rows", g.where, number, g.number)
         if prompt is not None and g.samples and loop.task.rollout_fn is None:
             first = g.samples[0]
-            yield Piece("tokens", "tokens", g.where, prompt.tokens, first.tokens[: first.prompt_len])
+            yield Piece(
+                "tokens", "tokens", g.where, prompt.tokens, first.tokens[: first.prompt_len]
+            )
 
 # %% ../../nbs/experiments/02_replay.ipynb #1fedc0ab
 def other_grading(loop: Loop, record: StepRecord) -> str:
     "Why the samples of a record cannot be graded again; empty when they can."
     if loop.task.rollout_fn is not None or not any(g.samples for g in record.groups):
         return ""
-    theirs, ours = reward_names(record.groups), [fn.name for fn in as_reward_fns(loop.task.reward_fns)]
+    theirs = reward_names(record.groups)
+    ours = [fn.name for fn in as_reward_fns(loop.task.reward_fns)]
     if not theirs:
         return "graded by a rollout function, and the loop was opened without it"
-    return "" if ours == theirs else f"graded by {', '.join(theirs)}, and the loop has {', '.join(ours)}"
+    return (
+        ""
+        if ours == theirs
+        else f"graded by {', '.join(theirs)}, and the loop has {', '.join(ours)}"
+    )
 
 
 def ungraded(record: StepRecord, prompts: Sequence[Prompt]) -> list[Rollouts]:
     "The recorded samples as they were before they were graded."
     by_number = {p.number: p for p in prompts}
-    bare = lambda s: replace(s, reward=None, rewards={})
-    return [Rollouts(by_number[g.number], tuple(map(bare, g.samples))) for g in record.groups if g.number in by_number]
+
+    def bare(s):
+        return replace(s, reward=None, rewards={})
+
+    return [
+        Rollouts(by_number[g.number], tuple(map(bare, g.samples)))
+        for g in record.groups
+        if g.number in by_number
+    ]
 
 
 def sample_place(group: PromptGroup, i: int) -> str:
@@ -229,7 +278,9 @@ async def replay_score(
     if loop.task.reward_fns is None and not drawn:
         return PhaseComparison("score", None, note="graded by the rollout function while it drew")
     source = drawn if loop.task.reward_fns is None else ungraded(record, prompts)
-    calls = [score_group(r, loop.task.reward_fns, **grading(loop, min_group_size=1)) for r in source]
+    calls = [
+        score_group(r, loop.task.reward_fns, **grading(loop, min_group_size=1)) for r in source
+    ]
     again = await together(calls)
     return compare("score", reward_pieces(again, record.groups))
 
@@ -238,9 +289,16 @@ def replay_advantages(loop: Loop, record: StepRecord) -> PhaseComparison:
     "Compare the samples of each recorded group again."
     bare = [replace(g, advantages=None, turn_advantages=None) for g in record.groups]
     again = compared(loop, bare)
-    known = lambda g: np.concatenate([[] if g.advantages is None else g.advantages, *(g.turn_advantages or ())])
+
+    def known(g):
+        return np.concatenate(
+            [[] if g.advantages is None else g.advantages, *(g.turn_advantages or ())]
+        )
+
     pairs = zip(again, record.groups, strict=True)
-    return compare("advantages", [Piece("advantages", "", b.where, known(a), known(b)) for a, b in pairs])
+    return compare(
+        "advantages", [Piece("advantages", "", b.where, known(a), known(b)) for a, b in pairs]
+    )
 
 
 def datum_pieces(ours: Sequence[Datum], theirs: Sequence[Datum]) -> Iterator[Piece]:
@@ -248,7 +306,12 @@ def datum_pieces(ours: Sequence[Datum], theirs: Sequence[Datum]) -> Iterator[Pie
     yield Piece("datums", "datums", "the step", float(len(ours)), float(len(theirs)))
     in_order = [sorted(several, key=lambda d: (d.group, d.sample)) for several in (ours, theirs)]
     for a, b in zip(*in_order, strict=False):
-        for name, unit in (("tokens", "tokens"), ("weights", ""), ("advantage", ""), ("sampler_logprobs", "nats")):
+        for name, unit in (
+            ("tokens", "tokens"),
+            ("weights", ""),
+            ("advantage", ""),
+            ("sampler_logprobs", "nats"),
+        ):
             pair = [[] if getattr(d, name) is None else getattr(d, name) for d in (a, b)]
             yield Piece(name, unit, b.where, pair[0], pair[1])
 
@@ -261,7 +324,9 @@ def replay_datums(loop: Loop, record: StepRecord) -> PhaseComparison:
     return compare("datums", datum_pieces(again, record.datums))
 
 # %% ../../nbs/experiments/02_replay.ipynb #d49e6bd0
-async def stand_before(loop: GRPOLoop, record: StepRecord, run: Run) -> tuple[list[PhaseComparison], str, str]:
+async def stand_before(
+    loop: GRPOLoop, record: StepRecord, run: Run
+) -> tuple[list[PhaseComparison], str, str]:
     "Go to the place before a step: the weights compared, why that was not possible, where they came from."
     try:
         way = plan_replay(loop, record.step - 1, run)
@@ -269,13 +334,19 @@ async def stand_before(loop: GRPOLoop, record: StepRecord, run: Run) -> tuple[li
         await sync_as_drawn(loop, record)
     except RecordError as error:
         cursor = replace(loop.cursor, consumed=record.consumed)
-        loop.set_position(record.step - 1, cursor, {"pending": [*record.pending, *(g.number for g in record.groups)]})
+        loop.set_position(
+            record.step - 1,
+            cursor,
+            {"pending": [*record.pending, *(g.number for g in record.groups)]},
+        )
         return [], f"the weights before the step are not known: {error}", ""
     base = f"checkpoint after step {way.base}" if way.found else "the beginning"
     if not way.records:
         return [], "", base
     steps = f"step{'s' if len(way.records) > 1 else ''} {spans([r.step for r in way.records])}"
-    piece = Piece("policy logprobs", "nats", steps, gap, 0.0, "another model, or other settings, on the way")
+    piece = Piece(
+        "policy logprobs", "nats", steps, gap, 0.0, "another model, or other settings, on the way"
+    )
     return [compare("weights", [piece])], "", f"{base}, {steps} made again"
 
 # %% ../../nbs/experiments/02_replay.ipynb #991e5587
@@ -288,12 +359,17 @@ def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> st
         return "drawn ahead in a window, together with the prompts of other steps"
     if loop.cfg.refill and len(record.groups) > loop.cfg.prompt_groups_per_step:
         return "drawn in several rounds (refill)"
-    versions = {s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None}
+    versions = {
+        s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None
+    }
     other = versions - {loop.policy_version}
     if loop.cfg.recipe == "async_rl_loop" and other:
         return f"drawn from the weights of version {spans(sorted(other))}, and not from those before the step"
-    room, rows = loop.cfg.max_concurrency_rollout_sample, len(record.groups)
-    alone = rows <= loop.cfg.prompt_groups_per_step and (not room or room >= rows * loop.cfg.completions_per_prompt)
+    room = loop.cfg.max_concurrency_rollout_sample
+    rows = len(record.groups)
+    alone = rows <= loop.cfg.prompt_groups_per_step and (
+        not room or room >= rows * loop.cfg.completions_per_prompt
+    )
     if loop.cfg.recipe == "async_rl_loop" and (loop.cfg.max_head_offpolicy_versions or not alone):
         return "drawn in other company, beside rows of other steps or one after the other"
     if len(prompts) < len(record.groups):
@@ -307,7 +383,11 @@ def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> I
         if any("min_group_size" in reason for reason in g.dropped):
             continue  # its samples were given up
         lost = {int(m[1]) for reason in g.dropped if (m := UNSCORABLE.fullmatch(reason))}
-        again = [s for run, s in zip(r.runs or range(len(r.samples)), r.samples, strict=True) if run not in lost]
+        again = [
+            s
+            for run, s in zip(r.runs or range(len(r.samples)), r.samples, strict=True)
+            if run not in lost
+        ]
         yield Piece("samples", "samples", g.where, float(len(again)), float(len(g.samples)))
         for i, (a, b) in enumerate(zip(again, g.samples, strict=False)):
             place = sample_place(g, i)
@@ -330,9 +410,12 @@ async def replay_sample(
 def load_record(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> None:
     "Make the values of a record those of the current step, up to the reference."
     loop.take_as_recorded(record)
-    state, datums = loop.state, list_training(record.datums, record.groups, loop.backend.tokenizer)
+    state = loop.state
+    datums = list_training(record.datums, record.groups, loop.backend.tokenizer)
     datums.headline = record.reason or datums.headline
-    scored = list_datums(record.datums, loop.backend.tokenizer, record.loss.logprobs if record.loss else None)
+    scored = list_datums(
+        record.datums, loop.backend.tokenizer, record.loss.logprobs if record.loss else None
+    )
     state.policy_version = loop.policy_version
     state.values = {
         "prompts": list_prompts(prompts, loop.backend.tokenizer),
@@ -352,19 +435,30 @@ async def replay_reference(loop: Loop, record: StepRecord) -> PhaseComparison:
         return PhaseComparison("reference", True if not record.trained else None, note=why)
     if loop.backend.reference is None:
         return PhaseComparison("reference", None, note="the backend was opened without a reference")
-    cache, found = ScoreCache(), []
+    cache = ScoreCache()
+    found = []
     passes = [chunk for update in updates_of(record) for chunk in update]
-    for chunk in passes if loop.overlaps else [record.datums]:  # scored in one call where they were trained in one
+    # scored in one call where they were trained in one
+    for chunk in passes if loop.overlaps else [record.datums]:
         found += await score_datums(loop.backend.reference, chunk, "ref", cache)
     theirs = [np.zeros(0) if series is None else series for series in recorded]
     pairs = zip(record.datums, found, theirs, strict=True)
-    return compare("reference", [Piece("logprobs", "nats", d.where, a.values, b) for d, a, b in pairs])
+    return compare(
+        "reference", [Piece("logprobs", "nats", d.where, a.values, b) for d, a, b in pairs]
+    )
 
 # %% ../../nbs/experiments/02_replay.ipynb #29fea222
-def output_pieces(ours: LossOutput, theirs: LossOutput, datums: Sequence[Datum], whole: bool = True) -> Iterator[Piece]:
+def output_pieces(
+    ours: LossOutput, theirs: LossOutput, datums: Sequence[Datum], whole: bool = True
+) -> Iterator[Piece]:
     "Logprobs, loss, its dlogprobs and its metrics; of a part of the step, logprobs and dlogprobs."
     for kind, unit, a, b in [
-        ("policy logprobs", "nats", [lp.values for lp in ours.logprobs], [lp.values for lp in theirs.logprobs]),
+        (
+            "policy logprobs",
+            "nats",
+            [lp.values for lp in ours.logprobs],
+            [lp.values for lp in theirs.logprobs],
+        ),
         ("loss", "", [ours.loss], [theirs.loss]),
         ("dL/dlogprob", "", ours.dlogprobs, theirs.dlogprobs),
     ]:
@@ -400,29 +494,48 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
     loop.state.normalization, loop.state.passes = record.divided_by, record.passes
     loop.state.updates = record.updates
     config = step_options(loop)
-    other = [f"{k}={v!r}, config {config[k]!r}" for k, v in record.options.items() if k in config and config[k] != v]
+    other = [
+        f"{k}={v!r}, config {config[k]!r}"
+        for k, v in record.options.items()
+        if k in config and config[k] != v
+    ]
     note = f"trained with {'; '.join(other)}" if other else ""
     loop.state.changes = {k: v for k, v in record.options.items() if k in config} if other else {}
     if not record.updates:
         return compare("backward", output_pieces(report.output, record.loss, record.datums), note)
     count = len(report.datums)  # the gradient that is there now is that of the first update
-    first = replace(record.loss, logprobs=record.loss.logprobs[:count], dlogprobs=record.loss.dlogprobs[:count])
+    first = replace(
+        record.loss, logprobs=record.loss.logprobs[:count], dlogprobs=record.loss.dlogprobs[:count]
+    )
     note = "; ".join(filter(None, [note, f"the first of {len(record.updates)} updates"]))
-    return compare("backward", output_pieces(report.output, first, report.datums, whole=False), note)
+    return compare(
+        "backward", output_pieces(report.output, first, report.datums, whole=False), note
+    )
 
 # %% ../../nbs/experiments/02_replay.ipynb #c00ffe85
 async def replay_update(loop: GRPOLoop, record: StepRecord) -> list[PhaseComparison]:
     "Optimizer step, sync and metrics of a step whose gradient is there."
     if "backward" not in loop.state.values:
-        return [PhaseComparison(phase, None, note="there is no gradient") for phase in ("optimize", "sync", "finish")]
+        return [
+            PhaseComparison(phase, None, note="there is no gradient")
+            for phase in ("optimize", "sync", "finish")
+        ]
     measured = (await loop.optimize()).metrics
     named = {f"optim/{k}" if k.startswith("num_") else k: v for k, v in measured.items()}
     recorded = {k: record.metrics[k] for k in named if k in record.metrics}
-    done = [compare("optimize", metric_pieces(named, recorded), "" if record.trained else "nothing to train")]
+    done = [
+        compare(
+            "optimize", metric_pieces(named, recorded), "" if record.trained else "nothing to train"
+        )
+    ]
     await loop.sync()
     if loop.cfg.weight_sync_interval == 1:
         versions = float(loop.policy_version), float(record.policy_version)
-        done.append(compare("sync", [Piece("policy version", "syncs", "the sampler", versions[0], versions[1])]))
+        done.append(
+            compare(
+                "sync", [Piece("policy version", "syncs", "the sampler", versions[0], versions[1])]
+            )
+        )
     else:
         done.append(PhaseComparison("sync", None, note="in a window the sync comes at its end"))
     return [*done, compare("finish", metric_pieces(record_of(loop).metrics, record.metrics))]
@@ -438,7 +551,13 @@ async def replay(
     run.check(loop.cfg)
     if record.given:
         fix = f"await loop.seek({step}, run) makes its update again."
-        raise RecordError("replay", where=f"step {step}", got="given answers", expected="drawn completions", fix=fix)
+        raise RecordError(
+            "replay",
+            where=f"step {step}",
+            got="given answers",
+            expected="drawn completions",
+            fix=fix,
+        )
     settings = recorded_settings(run, record, loop.began_with)
     if settings.diff(loop.settings):
         take_settings(loop, settings, {})
@@ -451,14 +570,25 @@ async def replay(
         phases += [sampled, await replay_score(loop, record, prompts, drawn)]
         phases += [replay_advantages(loop, record), replay_datums(loop, record)]
         load_record(loop, record, prompts)
-        phases += [await replay_reference(loop, record), await replay_backward(loop, record, blocked)]
+        phases += [
+            await replay_reference(loop, record),
+            await replay_backward(loop, record, blocked),
+        ]
         phases += await replay_update(loop, record)
-    return Replay(step, tuple(phases), base, tuple(other_sources(record, sources_of(loop, record.options))))
+    return Replay(
+        step, tuple(phases), base, tuple(other_sources(record, sources_of(loop, record.options)))
+    )
 
 # %% ../../nbs/experiments/02_replay.ipynb #e9fa2593
 def compare_loops(*loops: Loop) -> pd.DataFrame:  # indexed by (loop, step), one column per metric
     "Metrics of several loops, such as a loop and its branches."
     names = [loop.name for loop in loops]
-    labels = [name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)]
+    labels = [
+        name if names.count(name) == 1 else f"{name} ({i + 1})" for i, name in enumerate(names)
+    ]
     tables = [metrics_frame(map(metrics_row, loop.records)) for loop in loops]
-    return pd.concat(dict(zip(labels, tables, strict=True)), names=["loop", "step"]) if loops else pd.DataFrame()
+    return (
+        pd.concat(dict(zip(labels, tables, strict=True)), names=["loop", "step"])
+        if loops
+        else pd.DataFrame()
+    )

@@ -22,8 +22,22 @@ from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions, natural_denominator
 from ..core.options import nearest
 from ..core.types import Datum, LossError, LossOutput, quoted
 from ..runs.records import StepRecord
-from .whatif import RECORDED, FrozenBatch, Variant, WhatIf, cosine, evaluate_variant, flat
-from .whatif import gradient_row, make_variant, own_output, recorded_scale, with_scale
+from rl_notebook.experiments.whatif import (
+    RECORDED,
+    FrozenBatch,
+    Variant,
+    WhatIf,
+    cosine,
+    evaluate_variant,
+    flat,
+)
+from rl_notebook.experiments.whatif import (
+    gradient_row,
+    make_variant,
+    own_output,
+    recorded_scale,
+    with_scale,
+)
 
 # %% ../../nbs/experiments/01_trainers.ipynb #c6a03b6c
 TERMS: Mapping[str, tuple[str, ...]] = {
@@ -35,13 +49,24 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     "masks and bonus": ("off_policy_mask_threshold", "top_entropy_quantile", "entropy_coeff"),
     "KL": ("kl_beta", "kl_estimator", "kl_bias_correction", "kl_to", "kl_aggregation"),
 }
-BESIDE = {"counted": "all", "micro_batch": None, "dppo_mask": None, "kl_to": "reference", "kl_aggregation": None}
-TOKEN_RATIO = ("ppo", "dapo", "importance_sampling")  # losses of one ratio per token; they differ in their clip
+BESIDE = {
+    "counted": "all",
+    "micro_batch": None,
+    "dppo_mask": None,
+    "kl_to": "reference",
+    "kl_aggregation": None,
+}
+# losses of one ratio per token; they differ in their clip
+TOKEN_RATIO = ("ppo", "dapo", "importance_sampling")
 
 # %% ../../nbs/experiments/01_trainers.ipynb #9d073d59
 BASE = asdict(LossOptions(policy_loss="ppo", eps_clip=0.2)) | BESIDE
 BASE |= {"advantage_scale": "std", "ddof": 1, "advantage_eps": 1e-8}
-_COUNTED = {"all": "of all groups", "live": "of groups with signal", "nonzero": "of completions with an advantage"}
+_COUNTED = {
+    "all": "of all groups",
+    "live": "of groups with signal",
+    "nonzero": "of completions with an advantage",
+}
 _PULL = {"kl_beta": 2e-3, "kl_estimator": "k2", "kl_to": "sampler"}  # 0.001 (p - b)^2
 _SAMPLER = {"policy_loss": "importance_sampling", "anchor": "rollout", "advantage_scale": "none"}
 
@@ -66,16 +91,26 @@ NOT_HERE: Mapping[str, str] = {  # what a trainer does by default and no term of
 def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     "Every setting of a trainer, with those that are given over its defaults; raises `LossError` for an unknown name."
     if name not in TRAINERS:
-        raise LossError("trainer", got=quoted(name), expected=", ".join(TRAINERS), fix=nearest(name, [*TRAINERS]))
+        raise LossError(
+            "trainer",
+            got=quoted(name),
+            expected=", ".join(TRAINERS),
+            fix=nearest(name, [*TRAINERS]),
+        )
     known = sorted({k for names in TERMS.values() for k in names} | {*KNOBS})
     if unknown := sorted(given.keys() - {*known}):
         fix = nearest(unknown[0], known)
-        raise LossError("setting", where=name, got=", ".join(unknown), expected=", ".join(known), fix=fix)
+        raise LossError(
+            "setting", where=name, got=", ".join(unknown), expected=", ".join(known), fix=fix
+        )
     s = {**BASE, **TRAINERS[name], **given}
-    LossOptions(**{f: s[f] for f in asdict(LossOptions()) if f not in KNOBS})  # raises what is out of range
+    # raises what is out of range
+    LossOptions(**{f: s[f] for f in asdict(LossOptions()) if f not in KNOBS})
     for setting, values in (("counted", [*_COUNTED]), ("kl_to", ["reference", "sampler"])):
         if s[setting] not in values:
-            raise LossError(setting, where=name, got=quoted(s[setting]), expected=" or ".join(map(repr, values)))
+            raise LossError(
+                setting, where=name, got=quoted(s[setting]), expected=" or ".join(map(repr, values))
+            )
     return s
 
 # %% ../../nbs/experiments/01_trainers.ipynb #77ec1219
@@ -86,52 +121,92 @@ def dead_groups(batch: FrozenBatch) -> set[int]:
 
 def own_settings(batch: FrozenBatch) -> dict[str, Any]:
     "Every setting of the step itself; `advantage_scale` is None if its advantages follow no known rule."
-    o, dead = LossOptions(**batch.options), dead_groups(batch)
-    rule = dict(zip(TERMS["advantage"], recorded_scale(batch.groups) or (None, 1, 0.0), strict=True))
+    o = LossOptions(**batch.options)
+    dead = dead_groups(batch)
+    rule = dict(
+        zip(TERMS["advantage"], recorded_scale(batch.groups) or (None, 1, 0.0), strict=True)
+    )
     counted = "live" if dead and not dead & {d.group for d in batch.datums} else "all"
     return asdict(o) | {k: o.knob(k) for k in KNOBS} | BESIDE | rule | {"counted": counted}
 
 # %% ../../nbs/experiments/01_trainers.ipynb #436dd900
-_DIVISOR = {"token_mean": "tokens", "sequence_mean": "own tokens × completions", "sample_mean": "completions"}
+_DIVISOR = {
+    "token_mean": "tokens",
+    "sequence_mean": "own tokens × completions",
+    "sample_mean": "completions",
+}
 _DIVISOR |= {"prompt_mean": "tokens of each prompt × prompts"}
-_DIVISOR |= {"constant": "completions × max_completion_tokens", "sum": "nothing, a sum over the tokens"}
-_ADVANTAGE = {"std": "(r − mean) / (std + eps)", "none": "r − mean", "loo": "r − mean of others", None: "its own"}
-_LEVEL = {"token": "of tokens", "sequence": "of completions (mean of logs)", "product": "of completions (product)"}
+_DIVISOR |= {
+    "constant": "completions × max_completion_tokens",
+    "sum": "nothing, a sum over the tokens",
+}
+_ADVANTAGE = {
+    "std": "(r − mean) / (std + eps)",
+    "none": "r − mean",
+    "loo": "r − mean of others",
+    None: "its own",
+}
+_LEVEL = {
+    "token": "of tokens",
+    "sequence": "of completions (mean of logs)",
+    "product": "of completions (product)",
+}
 _OUTSIDE = {"truncate": "cut to", "mask": "0 outside", "reject": "0 outside and 1 within"}
 
 
 def in_words(term: str, s: Mapping[str, Any]) -> str:
     "What a term is under given settings."
-    loss, low = str(s["policy_loss"]), s["eps_clip"]
+    loss = str(s["policy_loss"])
+    low = s["eps_clip"]
     match term:
         case "denominator":
-            each = f", in micro-batches of {s['micro_batch']}" if s["micro_batch"] is not None else ""
+            each = (
+                f", in micro-batches of {s['micro_batch']}" if s["micro_batch"] is not None else ""
+            )
             limit = f" ({s['max_completion_tokens']})" if s["aggregation"] == "constant" else ""
             return f"{_DIVISOR[s['aggregation']]}{limit} {_COUNTED[s['counted']]}{each}"
         case "advantage":
             said = _ADVANTAGE.get(s["advantage_scale"], f"scale {s['advantage_scale']!r}, eps")
             said = said.replace("eps", f"{s['advantage_eps']:g}").replace("+ 0)", "+ eps)")
-            return said + (" with divisor K" if not s["ddof"] and s["advantage_scale"] not in WITHOUT_STD else "")
+            return said + (
+                " with divisor K"
+                if not s["ddof"] and s["advantage_scale"] not in WITHOUT_STD
+                else ""
+            )
         case "ratio":
             to = "the sampler" if s["anchor"] == "rollout" else "the policy before the step"
             defaults = POLICY_LOSSES.get(loss, (None, {}))[1]
-            knobs = ", ".join(f"{k}={s[k]}" for k, usual in defaults.items() if s.get(k) not in (None, usual))
+            knobs = ", ".join(
+                f"{k}={s[k]}" for k, usual in defaults.items() if s.get(k) not in (None, usual)
+            )
             own = f"as in {loss} ({knobs})," if knobs else f"as in {loss},"
             form = "of each token" if loss in TOKEN_RATIO else own
             return "none (REINFORCE)" if loss == "grpo" else f"{form} to {to}"
         case "clip" if loss in ("ppo", "dapo"):
             high = low if s["eps_clip_high"] is None else s["eps_clip_high"]
-            return f"{1 - low:g} to {1 + high:g}" + (f", dual clip {s['eps_clip_c']:g}" if s["eps_clip_c"] else "")
+            return f"{1 - low:g} to {1 + high:g}" + (
+                f", dual clip {s['eps_clip_c']:g}" if s["eps_clip_c"] else ""
+            )
         case "clip":
-            return f"tokens masked that moved by more than {s['dppo_mask']:g}" if s["dppo_mask"] else "none"
+            return (
+                f"tokens masked that moved by more than {s['dppo_mask']:g}"
+                if s["dppo_mask"]
+                else "none"
+            )
         case "correction" if s["tis"] != "off":
             more = f", IcePop {s['icepop_threshold']:g}" if s["icepop_threshold"] else ""
-            more += ", to the policy" * (s["tis_anchor"] == "policy")
+            if s["tis_anchor"] == "policy":
+                more += ", to the policy"
             return f"weights {_LEVEL[s['tis']]}, {_OUTSIDE[s['tis_mode']]} {s['tis_floor']:g} to {s['tis_cap']:g}{more}"
         case "masks and bonus":
-            return ", ".join(f"{k} {s[k]:g}" for k in TERMS[term] if s[k] not in (None, BASE[k])) or "none"
+            return (
+                ", ".join(f"{k} {s[k]:g}" for k in TERMS[term] if s[k] not in (None, BASE[k]))
+                or "none"
+            )
         case "KL" if s["kl_beta"]:
-            own = {None: "", s["aggregation"]: ""}.get(s["kl_aggregation"], f", by {_DIVISOR.get(s['kl_aggregation'])}")
+            own = {None: "", s["aggregation"]: ""}.get(
+                s["kl_aggregation"], f", by {_DIVISOR.get(s['kl_aggregation'])}"
+            )
             times = " × ratio" * s["kl_bias_correction"]
             return f"{s['kl_beta']:g} × {s['kl_estimator']}{times} to the {s['kl_to']}{own}"
     return "none"
@@ -142,18 +217,30 @@ def lacking(batch: FrozenBatch, theirs: Mapping[str, Any]) -> dict[str, str]:
     sampler = "the sampler's logprobs" * any(d.sampler_logprobs is None for d in batch.datums)
     ref = "the reference's logprobs" * any(d.ref_logprobs is None for d in batch.datums)
     turns = any(isinstance(d.advantage, np.ndarray) for d in batch.datums)
-    missing = {"advantage": "one advantage per sample" if turns else "the rewards" * (not batch.groups)}
-    missing |= {"ratio": sampler * (theirs["anchor"] == "rollout"), "correction": sampler * (theirs["tis"] != "off")}
+    missing = {
+        "advantage": "one advantage per sample"
+        if turns
+        else ("the rewards" if not batch.groups else "")
+    }
+    missing |= {
+        "ratio": sampler * (theirs["anchor"] == "rollout"),
+        "correction": sampler * (theirs["tis"] != "off"),
+    }
     missing |= {"KL": (sampler if theirs["kl_to"] == "sampler" else ref) * bool(theirs["kl_beta"])}
     return {term: what for term, what in missing.items() if what}
 
 
-def path(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+def path(
+    own: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     "Each term that differs: theirs and the step's in words, and all settings that are other once it is switched."
-    loss, changes = theirs["policy_loss"], dict[str, Any]()
-    reads, other = POLICY_LOSSES.get(loss, (None, {}))[1], loss not in TOKEN_RATIO
+    loss = theirs["policy_loss"]
+    changes = dict[str, Any]()
+    reads = POLICY_LOSSES.get(loss, (None, {}))[1]
+    other = loss not in TOKEN_RATIO
     for term, names in TERMS.items():
-        new_words, words = in_words(term, theirs), in_words(term, own)
+        new_words = in_words(term, theirs)
+        words = in_words(term, own)
         if new_words == words or (term == "clip" and other):
             continue
         new = {k: theirs[k] for k in names if k not in KNOBS or k in reads}
@@ -162,7 +249,9 @@ def path(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[st
         if term == "ratio" and other:
             new |= {k: theirs[k] for k in reads}
         elif term == "ratio":
-            new["policy_loss"] = own["policy_loss"] if own["policy_loss"] in TOKEN_RATIO else "importance_sampling"
+            new["policy_loss"] = (
+                own["policy_loss"] if own["policy_loss"] in TOKEN_RATIO else "importance_sampling"
+            )
         elif term == "clip":
             new["policy_loss"] = loss
         changes = changes | new
@@ -171,46 +260,83 @@ def path(own: Mapping[str, Any], theirs: Mapping[str, Any]) -> Iterator[tuple[st
 # %% ../../nbs/experiments/01_trainers.ipynb #e7ddbfa5
 def adapted(batch: FrozenBatch, variant: Variant, s: Mapping[str, Any]) -> tuple[Datum, ...]:
     "The datums of a variant, with what a trainer masks, leaves out and pulls to."
-    counted, dead, out = s.get("counted", "all"), dead_groups(batch), []
+    counted = s.get("counted", "all")
+    dead = dead_groups(batch)
+    out = []
     for d, p in zip(with_scale(batch, variant), batch.policy_logprobs, strict=True):
-        if (counted == "live" and d.group in dead) or (counted == "nonzero" and not np.any(d.advantage)):
+        if (counted == "live" and d.group in dead) or (
+            counted == "nonzero" and not np.any(d.advantage)
+        ):
             d = replace(d, weights=np.zeros_like(d.weights))
         if bound := s.get("dppo_mask"):
-            before: Any = d.sampler_logprobs if variant.options.anchor == "rollout" else d.old_logprobs
+            before: Any = (
+                d.sampler_logprobs if variant.options.anchor == "rollout" else d.old_logprobs
+            )
             beyond = np.sign(d.advantage) * (np.exp(p.values) - np.exp(before)) > bound
             d = replace(d, advantage=np.where(beyond, 0.0, d.advantage))
-        out.append(replace(d, ref_logprobs=d.sampler_logprobs) if s.get("kl_to") == "sampler" else d)
+        out.append(
+            replace(d, ref_logprobs=d.sampler_logprobs) if s.get("kl_to") == "sampler" else d
+        )
     return tuple(out)
 
 
-def counted_share(batch: FrozenBatch, datums: Sequence[Datum], aggregation: str, counted: str | None) -> float:
+def counted_share(
+    batch: FrozenBatch, datums: Sequence[Datum], aggregation: str, counted: str | None
+) -> float:
     "What the datums are divided by, over what a trainer divides by."
     left_out = dead_groups(batch) - {d.group for d in datums}
     own = [(d.num_loss_tokens, d.group) for d in datums]
-    more = [(s.completion_len, g.index) for g in batch.groups if g.index in left_out for s in g.samples]
+    more = [
+        (s.completion_len, g.index) for g in batch.groups if g.index in left_out for s in g.samples
+    ]
     theirs = [*own, *more] if counted == "all" else [one for one in own if one[0] or not counted]
-    size = [natural_denominator([n for n, _ in rows], [g for _, g in rows], aggregation) for rows in (own, theirs)]
+    size = [
+        natural_denominator([n for n, _ in rows], [g for _, g in rows], aggregation)
+        for rows in (own, theirs)
+    ]
     return size[0] / size[1]
 
 
 def output_of(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:
     "Loss and dL/dlogprob of the batch under the step's settings with these changed."
     variant = make_variant(batch, "a trainer's", {k: v for k, v in s.items() if k not in BESIDE})
-    o, datums, by = variant.options, adapted(batch, variant, s), s.get("kl_aggregation")
+    o = variant.options
+    datums = adapted(batch, variant, s)
+    by = s.get("kl_aggregation")
     parts = [(datums, o)]
     if by and o.kl_beta:
-        kl = {k: getattr(o, k) for k in ("kl_beta", "kl_estimator", "kl_bias_correction", "max_completion_tokens")}
+        kl = {
+            k: getattr(o, k)
+            for k in ("kl_beta", "kl_estimator", "kl_bias_correction", "max_completion_tokens")
+        }
         still = tuple(replace(d, advantage=0.0) for d in datums)
         parts = [(datums, replace(o, kl_beta=0.0)), (still, LossOptions(aggregation=by, **kl))]
-    size, updates = s.get("micro_batch"), batch.updates
+    size = s.get("micro_batch")
+    updates = batch.updates
     if size and len(updates) > 1:
-        raise LossError("micro_batch", where=batch.where, got=f"{len(updates)} updates", expected="one update a step")
-    updates = updates if size is None else tuple(len(datums[i : i + size]) for i in range(0, len(datums), size))
-    loss, total, seen = 0.0, [np.zeros(len(d.weights)) for d in datums], dict[str, float]()
+        raise LossError(
+            "micro_batch",
+            where=batch.where,
+            got=f"{len(updates)} updates",
+            expected="one update a step",
+        )
+    updates = (
+        updates
+        if size is None
+        else tuple(len(datums[i : i + size]) for i in range(0, len(datums), size))
+    )
+    loss = 0.0
+    total = [np.zeros(len(d.weights)) for d in datums]
+    seen = dict[str, float]()
     for ds, options in parts:
-        found = evaluate_variant(replace(batch, datums=ds, updates=updates), Variant("", options))[1]
-        by_rows = size and options.aggregation == "token_mean"  # each micro-batch divides by its own tokens
-        share = counted_share(batch, ds, "sample_mean" if by_rows else options.aggregation, s.get("counted"))
+        found = evaluate_variant(replace(batch, datums=ds, updates=updates), Variant("", options))[
+            1
+        ]
+        # each micro-batch divides by its own tokens
+        by_rows = size and options.aggregation == "token_mean"
+        share = counted_share(
+            batch, ds, "sample_mean" if by_rows else options.aggregation, s.get("counted")
+        )
         loss += share * found.loss
         seen = seen or {k: v for k, v in found.metrics.items() if k.startswith("clip_ratio/")}
         share /= len(updates) if size else 1
@@ -225,26 +351,35 @@ SMALL = 1e-3  # of a gradient: what is below it is not told
 class TrainerComparison(WhatIf):
     "One step under several trainers, with what makes the difference."
 
-    causes: pd.DataFrame = field(default_factory=pd.DataFrame)  # one row per trainer and term, in the order of the path
-    not_compared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # by trainer, in words
+    causes: pd.DataFrame = field(
+        default_factory=pd.DataFrame
+    )  # one row per trainer and term, in the order of the path
+    not_compared: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # by trainer, in words
 
     def said(self, name: str) -> list[str]:
         "How a trainer's gradient differs, and why, line by line."
         rows = [r for r in self.causes.to_dict("records") if r["trainer"] == name]
-        lines, turned = [f"{name}: {self.table.loc[name, 'note']}"], self.table.loc[name, "cosine"] < 1 - SMALL**2 / 2
+        lines = [f"{name}: {self.table.loc[name, 'note']}"]
+        turned = self.table.loc[name, "cosine"] < 1 - SMALL**2 / 2
         for r in rows:
             turn = f"turn {round(r['turn'], 2) + 0.0:>4.0%}  " if turned else ""
             lost = f"; tokens that lose their gradient: {r['silenced']}" if r["silenced"] else ""
             why = f"{r['term']}: {r['theirs']} (recorded: {r['recorded']}){lost}"
-            lines += [f"  length × {r['length']:<7.4g} {turn}{why}"] if r["change"] > SMALL else []
+            if r["change"] > SMALL:
+                lines += [f"  length × {r['length']:<7.4g} {turn}{why}"]
         small = ", ".join(f"{r['term']} ({r['theirs']})" for r in rows if r["change"] <= SMALL)
-        lines += [f"  no effect on this step (below {SMALL:.1%}): {small}"] if small else []
+        if small:
+            lines += [f"  no effect on this step (below {SMALL:.1%}): {small}"]
         return lines + [f"  not compared: {what}" for what in self.not_compared[name]]
 
     def told(self) -> str:
         "Every trainer in words."
         legend = "length: factor on the norm; turn: share of the change of direction; terms switched in this order."
-        return "\n\n".join([legend, *("\n".join(self.said(str(name))) for name in self.table.index.drop(RECORDED))])
+        return "\n\n".join(
+            [legend, *("\n".join(self.said(str(name))) for name in self.table.index.drop(RECORDED))]
+        )
 
     def __repr__(self) -> str:
         return f"{super().__repr__()}\n\n{self.told()}"
@@ -257,7 +392,8 @@ def apart(gradient: np.ndarray, recorded: np.ndarray) -> str:
     "How a gradient differs from the recorded one, in words."
     if np.isnan(likeness := cosine(gradient, recorded)):
         return "no gradient here" if recorded.any() else "the step had no gradient"
-    times, angle = float(np.linalg.norm(gradient) / np.linalg.norm(recorded)), np.arccos(min(likeness, 1.0))
+    times = float(np.linalg.norm(gradient) / np.linalg.norm(recorded))
+    angle = np.arccos(min(likeness, 1.0))
     if angle < SMALL and abs(times - 1) < SMALL:
         return "the recorded gradient"
     way = "same direction" if angle < SMALL else f"turned by {np.degrees(angle):.2g}°"
@@ -268,16 +404,25 @@ def explained(
     batch: FrozenBatch, name: str, theirs: Mapping[str, Any], first: LossOutput
 ) -> tuple[LossOutput, list[dict[str, Any]], tuple[str, ...]]:
     "A trainer's loss on a batch, a row per term that differs, and what could not be compared."
-    own, missing, dead = own_settings(batch), lacking(batch, theirs), dead_groups(batch)
+    own = own_settings(batch)
+    missing = lacking(batch, theirs)
+    dead = dead_groups(batch)
     kept = {k: own[k] for term in missing for k in TERMS[term] if k != "policy_loss"}
-    theirs = {**theirs, **kept} | ({} if dead or theirs["counted"] != "live" else {"counted": "all"})
+    theirs = {**theirs, **kept} | (
+        {} if dead or theirs["counted"] != "live" else {"counted": "all"}
+    )
     steps = list(path(own, theirs))
-    steps = [("loss", "its own", batch.custom, steps[-1][-1] if steps else {})] if batch.custom else steps
+    steps = (
+        [("loss", "its own", batch.custom, steps[-1][-1] if steps else {})]
+        if batch.custom
+        else steps
+    )
     outputs = [first, *(output_of(batch, changes) for *_, changes in steps)]
     gradients = [flat(batch.datums, out.dlogprobs) for out in outputs]
     sizes = [float(np.linalg.norm(g)) for g in gradients]
     ways = [g / (size or 1.0) for g, size in zip(gradients, sizes, strict=True)]
-    whole, rows = ways[-1] - ways[0], []
+    whole = ways[-1] - ways[0]
+    rows = []
     for i, (term, new, old, _) in enumerate(steps):
         before, after = gradients[i : i + 2]
         row = {"trainer": name, "term": term, "theirs": new, "recorded": old}
@@ -285,38 +430,58 @@ def explained(
         row |= {"turn": float((ways[i + 1] - ways[i]) @ whole / (whole @ whole or 1.0))}
         row |= {"change": float(np.linalg.norm(after - before)) / (sizes[i + 1] or 1.0)}
         rows.append(row | {"silenced": int(((before != 0) & (after == 0)).sum())})
-    notes = [f"{term}, which stays as recorded: the record lacks {what}" for term, what in missing.items()]
-    gone, size = theirs["counted"] == "all" and dead - {d.group for d in batch.datums}, theirs["micro_batch"]
-    notes += ["KL of groups that were dropped before training"] if gone and theirs["kl_beta"] else []
+    notes = [
+        f"{term}, which stays as recorded: the record lacks {what}"
+        for term, what in missing.items()
+    ]
+    gone = theirs["counted"] == "all" and dead - {d.group for d in batch.datums}
+    size = theirs["micro_batch"]
+    if gone and theirs["kl_beta"]:
+        notes += ["KL of groups that were dropped before training"]
     of_all = gone and str(theirs["policy_loss"]).endswith("_cov")
-    notes += ["covariances with groups that were dropped before training"] if of_all else []
+    if of_all:
+        notes += ["covariances with groups that were dropped before training"]
     mixed = gone and size and any(len(g.samples) % size for g in batch.groups)
-    notes += ["micro-batches in which groups were that the step dropped"] if mixed else []
-    notes += ["completions that the step masked"] if any(not d.num_loss_tokens for d in batch.datums) else []
+    if mixed:
+        notes += ["micro-batches in which groups were that the step dropped"]
+    if any(not d.num_loss_tokens for d in batch.datums):
+        notes += ["completions that the step masked"]
     return outputs[-1], rows, (*notes, *([NOT_HERE[name]] if name in NOT_HERE else []))
 
 # %% ../../nbs/experiments/01_trainers.ipynb #3dca7ea9
 def compare_trainers(
     source: StepRecord | FrozenBatch,
-    trainers: Mapping[str, Mapping[str, Any]] | None = None,  # name -> settings over its defaults; None = all
+    trainers: Mapping[str, Mapping[str, Any]]
+    | None = None,  # name -> settings over its defaults; None = all
 ) -> TrainerComparison:
     "A recorded step as TRL, verl, prime-rl, SkyRL, tinker-cookbook and the Fireworks cookbook would have computed it."
     if isinstance(source, StepRecord) and source.given:
         raise LossError(
-            "compare_trainers", where=f"step {source.step}", got="a warm-up", expected="a step with rewards"
+            "compare_trainers",
+            where=f"step {source.step}",
+            got="a warm-up",
+            expected="a step with rewards",
         )
-    batch, asked = FrozenBatch.of(source), {name: {} for name in TRAINERS} if trainers is None else trainers
+    batch = FrozenBatch.of(source)
+    asked = {name: {} for name in TRAINERS} if trainers is None else trainers
     if not isinstance(asked, Mapping):
-        raise LossError("trainers", got=quoted(asked), expected="{'verl': {'kl_beta': 0.001}, 'SkyRL': {}}")
+        raise LossError(
+            "trainers", got=quoted(asked), expected="{'verl': {'kl_beta': 0.001}, 'SkyRL': {}}"
+        )
     own, output = own_output(batch)
-    outputs, causes, notes = {RECORDED: output}, [], {}
+    outputs = {RECORDED: output}
+    causes = []
+    notes = {}
     for name, given in asked.items():
-        outputs[name], terms, notes[name] = explained(batch, name, trainer_settings(name, given), output)
+        outputs[name], terms, notes[name] = explained(
+            batch, name, trainer_settings(name, given), output
+        )
         causes += terms
     found = {name: gradient_row(batch.datums, o) for name, o in outputs.items()}
     first, *others = [flat(batch.datums, o.dlogprobs) for o in outputs.values()]
     table = {k: [row[k] for row in found.values()] for k in ("loss", "dlogprob_norm")}
     table |= {"cosine": [cosine(g, first) for g in (first, *others)]}
     told = pd.DataFrame(table | {"note": ["", *(apart(g, first) for g in others)]}, index=[*found])
-    used, datums = {RECORDED: own} if own else {}, dict.fromkeys(outputs, batch.datums)
+    used = {RECORDED: own} if own else {}
+    datums = dict.fromkeys(outputs, batch.datums)
     return TrainerComparison(batch, used, datums, outputs, told, pd.DataFrame(causes), notes)

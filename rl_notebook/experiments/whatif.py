@@ -20,7 +20,14 @@ __all__ = ['CAPTION', 'MAX_ROWS', 'FrozenBatch', 'WhatIf', 'what_if', 'RewardLab
            'true_gradients', 'predicted_change']
 
 # %% ../../nbs/experiments/00_whatif.ipynb #e0631220
-from ..core.advantages import SCALES, WITHOUT_STD, AdvantageFn, advantages_by, is_dead, with_advantages
+from rl_notebook.core.advantages import (
+    SCALES,
+    WITHOUT_STD,
+    AdvantageFn,
+    advantages_by,
+    is_dead,
+    with_advantages,
+)
 from ..core.align import require_finite
 from ..core.datums import target_series
 from ..core.types import BackendError, DataError, Datum, Logprobs, LossError, LossOutput
@@ -42,12 +49,18 @@ class FrozenBatch:
 
     datums: tuple[Datum, ...]  # each with old_logprobs, the anchor of its ratio
     policy_logprobs: tuple[Logprobs, ...]  # (N-1,) per datum
-    options: Mapping[str, Any] = field(default_factory=dict)  # fields of LossOptions: the step's own loss
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of LossOptions: the step's own loss
     groups: tuple[PromptGroup, ...] = ()  # with rewards, for other advantages
-    recorded: LossOutput | None = None  # what the step itself computed; None once the policy has moved
+    recorded: LossOutput | None = (
+        None  # what the step itself computed; None once the policy has moved
+    )
     custom: str = ""  # name of the step's loss when it is not one of ours
     step: int = 0  # of the record
-    updates: tuple[int, ...] = ()  # datums of each optimizer step, in order; () = one with all of them
+    updates: tuple[
+        int, ...
+    ] = ()  # datums of each optimizer step, in order; () = one with all of them
 
     @property
     def where(self) -> str:
@@ -60,15 +73,25 @@ class FrozenBatch:
         if isinstance(source, FrozenBatch):
             return source
         expect(source, StepRecord, "frozen batch")
-        where, loss = f"step {source.step}", source.loss
+        where = f"step {source.step}"
+        loss = source.loss
         if loss is None or not any(d.num_loss_tokens for d in source.datums):
             got = "no loss" if loss is None else "no token in the loss"
             got = f"nothing that was trained: {source.reason}" if source.reason else got
             fix = "Choose a record whose `trained` is true."
-            raise LossError("frozen batch", where=where, got=got, expected="a step with datums and logprobs", fix=fix)
+            raise LossError(
+                "frozen batch",
+                where=where,
+                got=got,
+                expected="a step with datums and logprobs",
+                fix=fix,
+            )
         check_finite("policy_logprobs", source.datums, loss.logprobs, where)
         both = zip(source.datums, loss.logprobs, strict=True)
-        anchored = [d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values) for d, lp in both]
+        anchored = [
+            d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values)
+            for d, lp in both
+        ]
         options, custom = own_options(source.options, where)
         facts = {"custom": custom, "step": source.step, "updates": source.updates}
         return cls(tuple(anchored), loss.logprobs, options, source.groups, loss, **facts)
@@ -82,7 +105,10 @@ class FrozenBatch:
     @property
     def log_ratios(self) -> np.ndarray:
         "(T,) log of the ratio of the batch's own loss: to the old policy, or to what its anchor names."
-        named = self.options.get("anchor") == "rollout" or self.options.get("policy_loss") == "reinforce"
+        named = (
+            self.options.get("anchor") == "rollout"
+            or self.options.get("policy_loss") == "reinforce"
+        )
         rollout = named and all(d.sampler_logprobs is not None for d in self.datums)
         anchors = [d.sampler_logprobs if rollout else d.old_logprobs for d in self.datums]
         pairs = zip(anchors, self.policy_logprobs, strict=True)
@@ -95,7 +121,9 @@ class FrozenBatch:
 # %% ../../nbs/experiments/00_whatif.ipynb #a1e584fd
 def flat(datums: Sequence[Datum], series: Sequence[np.ndarray]) -> np.ndarray:
     "The entries that enter the loss, end to end."
-    return np.concatenate([s[d.active] for d, s in zip(datums, series, strict=True)] or [np.zeros(0)])
+    return np.concatenate(
+        [s[d.active] for d, s in zip(datums, series, strict=True)] or [np.zeros(0)]
+    )
 
 
 def advantages_of(datums: Sequence[Datum]) -> np.ndarray:  # (T,)
@@ -114,7 +142,9 @@ def ratio_text(batch: FrozenBatch) -> str:
     return f"ratio {np.exp(reach.min()):.3g} to {np.exp(reach.max()):.3g}"
 
 # %% ../../nbs/experiments/00_whatif.ipynb #bcbace88
-def check_finite(name: str, datums: Sequence[Datum], series: Sequence[Logprobs | np.ndarray], where: str) -> None:
+def check_finite(
+    name: str, datums: Sequence[Datum], series: Sequence[Logprobs | np.ndarray], where: str
+) -> None:
     "Raises `AlignmentError` unless there is one finite series of the right length per datum."
     for d, values in zip(datums, target_series(name, series, datums), strict=True):
         require_finite(values, d.weights, name=name, where=f"{where}, {d.where}")
@@ -127,11 +157,16 @@ def own_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any],
     "A record's loss options, and the name of its loss if that is not one that can be computed here."
     unknown = sorted(set(options) - {*LOSS_SETTINGS, "make_loss"})
     if unknown:
-        got, fix = ", ".join(unknown), "The record may come from a later version."
-        raise LossError("recorded options", where=where, got=got, expected="fields of LossOptions", fix=fix)
+        got = ", ".join(unknown)
+        fix = "The record may come from a later version."
+        raise LossError(
+            "recorded options", where=where, got=got, expected="fields of LossOptions", fix=fix
+        )
     known = {k: v for k, v in options.items() if k != "make_loss"}
     name = known.get("policy_loss", "grpo")
-    foreign = isinstance(name, NameFromFile) or not (str(name) in POLICY_LOSSES or NAMED.fullmatch(str(name)))
+    foreign = isinstance(name, NameFromFile) or not (
+        str(name) in POLICY_LOSSES or NAMED.fullmatch(str(name))
+    )
     return known, str(options.get("make_loss") or (name if foreign else ""))
 
 # %% ../../nbs/experiments/00_whatif.ipynb #e4f41701
@@ -143,7 +178,8 @@ def inherited(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     "Those of a step's own loss options that still mean something after the changes."
     other_loss = changes.get("policy_loss", own.get("policy_loss")) != own.get("policy_loss")
     left = {*(KNOBS if other_loss else ()), *(_OF_TIS if changes.get("tis") == "off" else ())}
-    left |= {"anchor"} if changes.get("policy_loss") in NO_RATIO else set()
+    if changes.get("policy_loss") in NO_RATIO:
+        left |= {"anchor"}
     return {k: v for k, v in own.items() if k not in left}
 
 # %% ../../nbs/experiments/00_whatif.ipynb #a9c71456
@@ -156,7 +192,9 @@ class Variant:
     advantage_scale: str | None = None  # None = the advantages that the step had
     ddof: int = 1  # of the standard deviation, where there is one
     advantage_eps: float = 1e-8  # added to it
-    advantage_fn: AdvantageFn | str | None = None  # of your own, or its "module:function", in place of a scale
+    advantage_fn: AdvantageFn | str | None = (
+        None  # of your own, or its "module:function", in place of a scale
+    )
 
 
 def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> Variant:
@@ -165,7 +203,8 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
     where = f"{batch.where}, variant {name!r}"
     unknown = [k for k in changes if k not in known]
     if unknown:
-        got, fix = ", ".join(map(repr, unknown)), nearest(unknown[0], known)
+        got = ", ".join(map(repr, unknown))
+        fix = nearest(unknown[0], known)
         raise LossError("setting", where=where, got=got, expected=", ".join(known), fix=fix)
     loss = {k: v for k, v in changes.items() if k not in ADVANTAGE_SETTINGS}
     try:
@@ -175,43 +214,75 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
     if (own := changes.get("advantage_fn")) is None:
         return Variant(name, options, *variant_scale(batch, changes, where))
     if other := sorted({*ADVANTAGE_SETTINGS[:3]} & changes.keys()):
-        raise LossError("advantage_fn", where=where, got=f"{', '.join(other)} beside it", expected="one of the two")
+        raise LossError(
+            "advantage_fn",
+            where=where,
+            got=f"{', '.join(other)} beside it",
+            expected="one of the two",
+        )
     return Variant(name, options, advantage_fn=own)
 
 # %% ../../nbs/experiments/00_whatif.ipynb #51a71096
-def recorded_scale(groups: Sequence[PromptGroup]) -> tuple[str, int, float] | None:  # (scale, ddof, eps); None = other
+def recorded_scale(
+    groups: Sequence[PromptGroup],
+) -> tuple[str, int, float] | None:  # (scale, ddof, eps); None = other
     "The rule by which the recorded advantages were made from the recorded rewards; raises `RewardError` for NaN."
     for g in groups:
         if len(bad := np.flatnonzero(~np.isfinite(g.rewards))):
-            where, got = f"{g.where}, sample {bad[0]}", g.rewards[bad[0]]
+            where = f"{g.where}, sample {bad[0]}"
+            got = g.rewards[bad[0]]
             fix = "A reward function that cannot tell returns None: such a completion leaves its group and is counted."
-            raise RewardError("recorded reward", where=where, got=got, expected="a finite number", fix=fix)
+            raise RewardError(
+                "recorded reward", where=where, got=got, expected="a finite number", fix=fix
+            )
     whole = [g for g in groups if g.advantages is not None]
-    joined = lambda gs: np.concatenate([g.advantages for g in gs] or [np.zeros(0)])
-    known = [(scale, 1) for scale in SCALES] + [(scale, 0) for scale in SCALES if scale not in WITHOUT_STD]
+
+    def joined(gs):
+        return np.concatenate([g.advantages for g in gs] or [np.zeros(0)])
+
+    known = [(scale, 1) for scale in SCALES] + [
+        (scale, 0) for scale in SCALES if scale not in WITHOUT_STD
+    ]
     for eps, (scale, ddof) in itertools.product((1e-8, 1e-6, 1e-4), known):
-        with suppress(LossError, RewardError):  # "parts", where they do not add up; "maxrl", of rewards below 0
-            if np.allclose(joined(whole), joined(with_advantages(whole, scale=scale, ddof=ddof, eps=eps)), rtol=1e-6):
+        # "parts", where they do not add up; "maxrl", of rewards below 0
+        with suppress(LossError, RewardError):
+            if np.allclose(
+                joined(whole),
+                joined(with_advantages(whole, scale=scale, ddof=ddof, eps=eps)),
+                rtol=1e-6,
+            ):
                 return scale, ddof, eps
     return None
 
 # %% ../../nbs/experiments/00_whatif.ipynb #559650e1
-def variant_scale(batch: FrozenBatch, changes: Mapping[str, Any], where: str) -> tuple[str | None, int, float]:
+def variant_scale(
+    batch: FrozenBatch, changes: Mapping[str, Any], where: str
+) -> tuple[str | None, int, float]:
     "Scale, ddof and eps that a variant asks for; (None, 1, 1e-8) when it keeps the step's advantages."
     if not (asked := changes.keys() & {*ADVANTAGE_SETTINGS}):
         return None, 1, 1e-8
     if not batch.groups:
-        raise LossError("advantages", where=where, got="a batch without rewards", expected="the record's groups")
+        raise LossError(
+            "advantages", where=where, got="a batch without rewards", expected="the record's groups"
+        )
     recorded = recorded_scale(batch.groups) or (None, 1, 1e-8)
     scale = changes.get("advantage_scale", recorded[0])
     if scale not in SCALES:
-        known, fix = " or ".join(map(repr, SCALES)), "Name the scale as well: the recorded advantages fit none of them."
+        known = " or ".join(map(repr, SCALES))
+        fix = "Name the scale as well: the recorded advantages fit none of them."
         fix = None if "advantage_scale" in changes else fix
         raise LossError("advantage_scale", where=where, got=repr(scale), expected=known, fix=fix)
-    ddof, eps = changes.get("ddof", recorded[1]), changes.get("advantage_eps", recorded[2])
+    ddof = changes.get("ddof", recorded[1])
+    eps = changes.get("advantage_eps", recorded[2])
     if ddof not in (0, 1) or not eps >= 0 or (asked - {"advantage_scale"} and scale in WITHOUT_STD):
-        got, scales = f"{ddof}, {eps} with scale {scale!r}", "a scale with a standard deviation ('std' or 'batch')"
-        raise LossError("ddof, advantage_eps", where=where, got=got, expected=f"0 or 1, at least 0, and {scales}")
+        got = f"{ddof}, {eps} with scale {scale!r}"
+        scales = "a scale with a standard deviation ('std' or 'batch')"
+        raise LossError(
+            "ddof, advantage_eps",
+            where=where,
+            got=got,
+            expected=f"0 or 1, at least 0, and {scales}",
+        )
     return scale, ddof, eps
 
 # %% ../../nbs/experiments/00_whatif.ipynb #e259a98e
@@ -222,14 +293,24 @@ def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
     if variant.advantage_fn is not None:
         compared = advantages_by(variant.advantage_fn, batch.groups)
     else:
-        rule: dict[str, Any] = {"scale": variant.advantage_scale, "ddof": variant.ddof, "eps": variant.advantage_eps}
+        rule: dict[str, Any] = {
+            "scale": variant.advantage_scale,
+            "ddof": variant.ddof,
+            "eps": variant.advantage_eps,
+        }
         compared = with_advantages(batch.groups, **rule)
     found = {(g.index, i): float(a) for g in compared for i, a in enumerate(g.advantages)}  # type: ignore[arg-type]
     for d in batch.datums:
         if isinstance(d.advantage, np.ndarray) or (d.group, d.sample) not in found:
-            got = "one per token" if isinstance(d.advantage, np.ndarray) else "a sample that is in no group"
+            got = (
+                "one per token"
+                if isinstance(d.advantage, np.ndarray)
+                else "a sample that is in no group"
+            )
             where = f"{batch.where}, variant {variant.name!r}, {d.where}"
-            raise LossError("advantages", where=where, got=got, expected="one per sample of a group")
+            raise LossError(
+                "advantages", where=where, got=got, expected="one per sample of a group"
+            )
     return tuple(replace(d, advantage=found[d.group, d.sample]) for d in batch.datums)
 
 # %% ../../nbs/experiments/00_whatif.ipynb #de4d74cb
@@ -244,8 +325,18 @@ def check_series(batch: FrozenBatch, variant: Variant) -> None:
     weight = f"policy_loss={o.policy_loss!r}" if o.asks_for("ref_logprobs") else weight
     reader = weight if taught else reader
     needs = [
-        ("sampler_logprobs", o.needs_sampler, reader, "Draw the completions from a sampler that reports logprobs."),
-        ("ref_logprobs", o.needs_ref, weight, "Train with a reference and kl_metric=True, or a teacher."),
+        (
+            "sampler_logprobs",
+            o.needs_sampler,
+            reader,
+            "Draw the completions from a sampler that reports logprobs.",
+        ),
+        (
+            "ref_logprobs",
+            o.needs_ref,
+            weight,
+            "Train with a reference and kl_metric=True, or a teacher.",
+        ),
     ]
     for name, wanted, what, fix in needs:
         lacking = sum(getattr(d, name) is None for d in batch.datums)
@@ -259,7 +350,10 @@ def gradient_row(datums: Sequence[Datum], output: LossOutput) -> dict[str, float
     "Loss, and size, clipping and shares of its gradient with respect to the logprobs."
     g, a = flat(datums, output.dlogprobs), advantages_of(datums)
     total = float(np.abs(g).sum())
-    share = lambda chosen: float(np.abs(g[chosen]).sum()) / total if total else float("nan")
+
+    def share(chosen):
+        return float(np.abs(g[chosen]).sum()) / total if total else float("nan")
+
     return {
         "loss": 0.0 if abs(output.loss) <= 1e-6 * total else output.loss,  # of rounding alone
         "dlogprob_norm": float(np.sqrt(g @ g)),
@@ -279,12 +373,16 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:  # NaN if one of them is zero
     return float(a @ b) / size if size else float("nan")
 
 
-def likeness(name: str, gradients: Mapping[str, np.ndarray]) -> str:  # "" when there is nothing like it before it
+def likeness(
+    name: str, gradients: Mapping[str, np.ndarray]
+) -> str:  # "" when there is nothing like it before it
     "Which earlier gradient a gradient repeats, in size or only in direction."
     g = gradients[name]
     if not g.any():
         return "no gradient"
-    earlier = [other for other in list(gradients)[: list(gradients).index(name)] if gradients[other].any()]
+    earlier = [
+        other for other in list(gradients)[: list(gradients).index(name)] if gradients[other].any()
+    ]
     for other in earlier:
         if np.abs(g - gradients[other]).max() <= SAME * np.abs(g).max():
             return f"same gradient as {other}"
@@ -319,11 +417,14 @@ class WhatIf:
 
     def as_record(self, name: str) -> StepRecord:
         "The step as it would have been recorded under a variant, for views of records."
-        output, options = self.outputs[name], dict(self.batch.options)
+        output = self.outputs[name]
+        options = dict(self.batch.options)
         options = asdict(self.variants[name].options) if name in self.variants else options
         metrics = dict(output.metrics)
         made = {"options": options, "updates": self.batch.updates}
-        return StepRecord(self.batch.step, self.batch.groups, self.datums[name], output, metrics, **made)
+        return StepRecord(
+            self.batch.step, self.batch.groups, self.datums[name], output, metrics, **made
+        )
 
     @property
     def headline(self) -> str:
@@ -331,13 +432,18 @@ class WhatIf:
         batch = self.batch
         parts = [repr(batch).removeprefix("FrozenBatch(").removesuffix(")")]
         if (error := reproduction_error(batch, self.outputs[RECORDED])) > REPRODUCED:
-            parts.insert(0, f"The recorded gradient is NOT reproduced: off by {error:.2g} of its largest dlogprob")
+            parts.insert(
+                0,
+                f"The recorded gradient is NOT reproduced: off by {error:.2g} of its largest dlogprob",
+            )
         if np.abs(batch.log_ratios).max() < ON_POLICY:
             parts.append("clipping and the shape of the ratio cannot matter here")
         return "; ".join(parts)
 
     def __repr__(self) -> str:
-        return f"{self.headline}\n{self.table.to_string(float_format='%.4g', na_rep='–')}\n{CAPTION}"
+        return (
+            f"{self.headline}\n{self.table.to_string(float_format='%.4g', na_rep='–')}\n{CAPTION}"
+        )
 
     def _repr_html_(self) -> str:
         table = frame_html(self.table.reset_index(names="variant"), MAX_ROWS)
@@ -347,12 +453,17 @@ class WhatIf:
 REPRODUCED = 1e-4  # float32 on the trainer against float64 here
 
 
-def reproduction_error(batch: FrozenBatch, output: LossOutput) -> float:  # relative to the largest recorded dlogprob
+def reproduction_error(
+    batch: FrozenBatch, output: LossOutput
+) -> float:  # relative to the largest recorded dlogprob
     "How far a recomputed gradient is from the recorded one; 0 when there is none to compare with."
     if batch.recorded is None:
         return 0.0
     recorded = flat(batch.datums, batch.recorded.dlogprobs)
-    return float(np.abs(flat(batch.datums, output.dlogprobs) - recorded).max() / max(np.abs(recorded).max(), 1e-30))
+    return float(
+        np.abs(flat(batch.datums, output.dlogprobs) - recorded).max()
+        / max(np.abs(recorded).max(), 1e-30)
+    )
 
 # %% ../../nbs/experiments/00_whatif.ipynb #918bd7b2
 def own_output(batch: FrozenBatch) -> tuple[Variant | None, LossOutput]:
@@ -363,41 +474,64 @@ def own_output(batch: FrozenBatch) -> tuple[Variant | None, LossOutput]:
     if batch.recorded is None:
         fix = "Compare on the record itself, or freeze it with options that LossOptions knows and custom=''."
         got = f"the custom loss {batch.custom!r}, whose body no record knows"
-        raise LossError("the step's own loss", where=batch.where, got=got, expected="one of ours once moved", fix=fix)
+        raise LossError(
+            "the step's own loss",
+            where=batch.where,
+            got=got,
+            expected="one of ours once moved",
+            fix=fix,
+        )
     return None, batch.recorded
 
 
 def evaluate_variant(batch: FrozenBatch, variant: Variant) -> tuple[tuple[Datum, ...], LossOutput]:
     "The datums of a variant, and its loss, metrics and dL/dlogprob."
     check_series(batch, variant)
-    datums, make = with_scale(batch, variant), loss_factory(variant.options)
+    datums = with_scale(batch, variant)
+    make = loss_factory(variant.options)
     ends = np.cumsum(batch.updates or (len(datums),)).tolist()
     parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
-    return datums, join_updates([evaluate_loss(datums[p], batch.policy_logprobs[p], make) for p in parts])
+    return datums, join_updates(
+        [evaluate_loss(datums[p], batch.policy_logprobs[p], make) for p in parts]
+    )
 
 # %% ../../nbs/experiments/00_whatif.ipynb #2c0c80fa
 def what_if(
-    source: StepRecord | FrozenBatch | WhatIf,  # a comparison keeps its rows: those of trainers, say
+    source: StepRecord
+    | FrozenBatch
+    | WhatIf,  # a comparison keeps its rows: those of trainers, say
     variants: Mapping[str, Mapping[str, Any]],  # name -> fields of LossOptions, ADVANTAGE_SETTINGS
     *,
-    policy_logprobs: Sequence[Logprobs | np.ndarray] | None = None,  # of a later policy; None = the step's own
+    policy_logprobs: Sequence[Logprobs | np.ndarray]
+    | None = None,  # of a later policy; None = the step's own
 ) -> WhatIf:
     "What each variant's loss and gradient would have been; raises `LossError` for one that cannot be computed."
     if not isinstance(variants, Mapping):
-        raise LossError("variants", got=quoted(variants), expected="{'a name': {'policy_loss': 'ppo'}, ...}")
+        raise LossError(
+            "variants", got=quoted(variants), expected="{'a name': {'policy_loss': 'ppo'}, ...}"
+        )
     if isinstance(source, WhatIf):
         if policy_logprobs is not None:
             fix = "Compare on the record, with policy_logprobs."
-            raise LossError("policy_logprobs", got="a comparison that has its own", expected="None", fix=fix)
-        batch, used, datums, outputs = source.batch, {**source.variants}, {**source.datums}, {**source.outputs}
+            raise LossError(
+                "policy_logprobs", got="a comparison that has its own", expected="None", fix=fix
+            )
+        batch = source.batch
+        used = {**source.variants}
+        datums = {**source.datums}
+        outputs = {**source.outputs}
     else:
         batch = FrozenBatch.of(source)
         batch = batch if policy_logprobs is None else batch.moved(policy_logprobs)
         own, output = own_output(batch)
-        used, datums, outputs = {RECORDED: own} if own else {}, {RECORDED: batch.datums}, {RECORDED: output}
+        used = {RECORDED: own} if own else {}
+        datums = {RECORDED: batch.datums}
+        outputs = {RECORDED: output}
     if taken := outputs.keys() & variants.keys():
         whose = "the step's own row" if RECORDED in taken else "a row that is there"
-        raise LossError("name of a variant", got=quoted(min(taken)), expected=f"another one: it is {whose}")
+        raise LossError(
+            "name of a variant", got=quoted(min(taken)), expected=f"another one: it is {whose}"
+        )
     for name, changes in variants.items():
         used[name] = make_variant(batch, name, changes)
         datums[name], outputs[name] = evaluate_variant(batch, used[name])
@@ -405,7 +539,9 @@ def what_if(
     gradients = {name: flat(batch.datums, o.dlogprobs) for name, o in outputs.items()}
     for name, row in rows.items():
         row["cosine"] = cosine(gradients[name], gradients[RECORDED])
-    table = pd.DataFrame.from_dict(rows, orient="index").assign(note=[likeness(name, gradients) for name in rows])
+    table = pd.DataFrame.from_dict(rows, orient="index").assign(
+        note=[likeness(name, gradients) for name in rows]
+    )
     return WhatIf(batch, used, datums, outputs, table)
 
 # %% ../../nbs/experiments/00_whatif.ipynb #cde3c3e1
@@ -424,8 +560,12 @@ class RewardLab:
         s = self.summary
         parts = [f"mean reward {s['mean_before']:.3f} → {s['mean_after']:.3f}"]
         parts += [f"dead groups {s['dead_before']:.0%} → {s['dead_after']:.0%}"]
-        parts += [f"{s['come_alive']:.0f} come alive, {s['die']:.0f} die; {s['sign_flips']:.0f} advantages change sign"]
-        parts += [f"{s['equal']:.0%} of rewards equal, rank correlation within groups {s['rank_correlation']:.2f}"]
+        parts += [
+            f"{s['come_alive']:.0f} come alive, {s['die']:.0f} die; {s['sign_flips']:.0f} advantages change sign"
+        ]
+        parts += [
+            f"{s['equal']:.0%} of rewards equal, rank correlation within groups {s['rank_correlation']:.2f}"
+        ]
         unscorable = [f"{s['unscorable']:.0f} completions unscorable"] if s["unscorable"] else []
         return "; ".join(parts + unscorable)
 
@@ -434,7 +574,9 @@ class RewardLab:
         "The completions whose rewards differ, the largest change of the advantage first; those without a new one lead."
         change = (self.samples.new_advantage - self.samples.advantage).abs()
         differ = ~np.isclose(self.samples.reward, self.samples.new_reward)
-        return self.samples.loc[change[differ].sort_values(ascending=False, na_position="first", kind="stable").index]
+        return self.samples.loc[
+            change[differ].sort_values(ascending=False, na_position="first", kind="stable").index
+        ]
 
     def __repr__(self) -> str:
         return f"{self.headline}\n{self.groups.to_string(index=False, float_format='%.4g', na_rep='–')}"
@@ -474,7 +616,9 @@ def swapped_pairs(old: np.ndarray, new: np.ndarray) -> int:
 
 def rank_correlation(groups: Sequence[Mapping[str, Any]]) -> float:
     "Kendall's tau-b of old and new rewards over all pairs within groups; NaN where one of them orders no pair."
-    orders = [[np.sign(c[x][:, None] - c[x][None, :]) for x in ("reward", "new_reward")] for c in groups]
+    orders = [
+        [np.sign(c[x][:, None] - c[x][None, :]) for x in ("reward", "new_reward")] for c in groups
+    ]
     before, now = np.concatenate([np.reshape(both, (2, -1)) for both in orders], axis=1)
     known = np.isfinite(before * now)
     return cosine(before[known], now[known])
@@ -483,26 +627,56 @@ def rank_correlation(groups: Sequence[Mapping[str, Any]]) -> float:
 def _places(old: np.ndarray, new: np.ndarray) -> list[str]:
     "What became of the sign of each advantage; empty where there was none."
     words: dict[tuple[int | None, int | None], str]
-    words = {(1, -1): "+ → −", (-1, 1): "− → +", (0, 1): "0 → +", (0, -1): "0 → −", (1, 0): "+ → 0", (-1, 0): "− → 0"}
-    sign = lambda x: None if np.isnan(x) else 0 if abs(x) < 1e-9 else int(np.sign(x))
-    return ["left" if np.isnan(n) else words.get((sign(o), sign(n)), "") for o, n in zip(old, new, strict=True)]
+    words = {
+        (1, -1): "+ → −",
+        (-1, 1): "− → +",
+        (0, 1): "0 → +",
+        (0, -1): "0 → −",
+        (1, 0): "+ → 0",
+        (-1, 0): "− → 0",
+    }
+
+    def sign(x):
+        return None if np.isnan(x) else 0 if abs(x) < 1e-9 else int(np.sign(x))
+
+    return [
+        "left" if np.isnan(n) else words.get((sign(o), sign(n)), "")
+        for o, n in zip(old, new, strict=True)
+    ]
 
 # %% ../../nbs/experiments/00_whatif.ipynb #c7d2b8dd
-def compare_group(old: PromptGroup, new: PromptGroup, samples: Sequence[RolloutSample]) -> dict[str, Any]:
+def compare_group(
+    old: PromptGroup, new: PromptGroup, samples: Sequence[RolloutSample]
+) -> dict[str, Any]:
     "Old and new rewards and advantages of the samples of one group."
     n = len(old.samples)
-    rewards = np.array([np.nan if s.reward is None else s.reward for s in samples], dtype=np.float64)
+    rewards = np.array(
+        [np.nan if s.reward is None else s.reward for s in samples], dtype=np.float64
+    )
     advantages = np.full(n, np.nan)
     advantages[~np.isnan(rewards)] = new.advantages
     before = np.full(n, np.nan) if old.advantages is None else old.advantages
     columns = {"group": [old.index] * n, "sample": list(range(n)), "row": [old.key] * n}
-    columns |= {"text": [on_one_line(s.text) for s in old.samples], "reward": old.rewards, "new_reward": rewards}
+    columns |= {
+        "text": [on_one_line(s.text) for s in old.samples],
+        "reward": old.rewards,
+        "new_reward": rewards,
+    }
     for name in samples[0].rewards if samples else ():
         columns[f"new/{name}"] = np.array([s.rewards[name] for s in samples], dtype=np.float64)
-    return columns | {"advantage": before, "new_advantage": advantages, "sign": _places(before, advantages)}
+    return columns | {
+        "advantage": before,
+        "new_advantage": advantages,
+        "sign": _places(before, advantages),
+    }
 
 # %% ../../nbs/experiments/00_whatif.ipynb #3335ce5d
-_SIGNAL = {(True, False): "comes alive", (False, True): "dies", (True, True): "dead", (False, False): "alive"}
+_SIGNAL = {
+    (True, False): "comes alive",
+    (False, True): "dies",
+    (True, True): "dead",
+    (False, False): "alive",
+}
 
 
 def group_row(old: PromptGroup, new: PromptGroup, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -519,11 +693,20 @@ def group_row(old: PromptGroup, new: PromptGroup, columns: Mapping[str, Any]) ->
     }
 
 # %% ../../nbs/experiments/00_whatif.ipynb #353dc23d
-def lab_summary(rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def lab_summary(
+    rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
     "A whole step before and after, from its groups' rows and columns."
-    mean = lambda name: float(np.mean(x)) if len(x := _known(samples, name)) else float("nan")
-    share = lambda *signals: sum(r["signal"] in signals for r in rows) / len(rows)
-    total = lambda name: float(sum(r[name] for r in rows))
+
+    def mean(name):
+        return float(np.mean(x)) if len(x := _known(samples, name)) else float("nan")
+
+    def share(*signals):
+        return sum(r["signal"] in signals for r in rows) / len(rows)
+
+    def total(name):
+        return float(sum(r[name] for r in rows))
+
     return {
         "mean_before": mean("reward"),
         "mean_after": mean("new_reward"),
@@ -532,7 +715,9 @@ def lab_summary(rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str
         "come_alive": share("comes alive") * len(rows),
         "die": share("dies") * len(rows),
         **{name: total(name) for name in ("swapped_pairs", "sign_flips", "unscorable")},
-        "equal": float(np.mean(np.concatenate([np.isclose(c["reward"], c["new_reward"]) for c in samples]))),
+        "equal": float(
+            np.mean(np.concatenate([np.isclose(c["reward"], c["new_reward"]) for c in samples]))
+        ),
         "rank_correlation": rank_correlation(samples),
     }
 
@@ -552,21 +737,29 @@ def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
             expected = "a row and a list of two texts or more"
             raise RewardError("reward lab", where=f"pair {i}", got=quoted(pair), expected=expected)
         row = given if isinstance(given, Row) else make_row(given, i)
-        masks = [np.arange(0 if text else 2) for text in texts]  # an empty completion is the token of its end
-        samples = tuple(RolloutSample(m, 0.0 * m, m, None, text=t) for m, t in zip(masks, texts, strict=True))
+        # an empty completion is the token of its end
+        masks = [np.arange(0 if text else 2) for text in texts]
+        samples = tuple(
+            RolloutSample(m, 0.0 * m, m, None, text=t) for m, t in zip(masks, texts, strict=True)
+        )
         groups.append(PromptGroup(samples, row.data, row.key, i))
     return groups
 
 
-def _graded_by(fns: Sequence[RewardFn], groups: Sequence[PromptGroup], step: Any, rule: Mapping[str, Any]) -> Any:
+def _graded_by(
+    fns: Sequence[RewardFn], groups: Sequence[PromptGroup], step: Any, rule: Mapping[str, Any]
+) -> Any:
     "Groups with other rewards and their advantages, without what is unscorable; and all samples of each."
     found = blocking(lambda limits: together([regrade(g, fns, step, limits) for g in groups]))
     weights = {f.name: f.weight for f in fns}
-    return with_advantages([g for g, _ in found], **rule, weights=weights), [samples for _, samples in found]
+    return with_advantages([g for g, _ in found], **rule, weights=weights), [
+        samples for _, samples in found
+    ]
 
 # %% ../../nbs/experiments/00_whatif.ipynb #76c44b28
 def reward_lab(
-    record: StepRecord | Sequence[tuple[Any, Sequence[str]]],  # a step; or pairs: a row and its completions as texts
+    record: StepRecord
+    | Sequence[tuple[Any, Sequence[str]]],  # a step; or pairs: a row and its completions as texts
     reward_fns: Any,  # one or several, as for `rewards.score`
     weights: Sequence[float] | None = None,  # one per function; None = their own
     *,
@@ -582,22 +775,35 @@ def reward_lab(
     step, old = (record.step, record.groups) if recorded else (None, _ungraded(record))
     where = f"step {step}" if recorded else "rows with completions"
     if not recorded and against is None:
-        raise RewardError("reward lab", where=where, got="no rewards", expected="two graders: pass against= as well")
+        raise RewardError(
+            "reward lab",
+            where=where,
+            got="no rewards",
+            expected="two graders: pass against= as well",
+        )
     found = recorded_scale(old) if recorded else ("std", 1, 1e-8)
     if found is None and advantage_scale is None:
-        got, fix = "ones that follow no known rule", "Pass advantage_scale."
+        got = "ones that follow no known rule"
+        fix = "Pass advantage_scale."
         raise RewardError("advantages", where=where, got=got, expected=f"{SCALES}", fix=fix)
     scale, own_ddof, eps = found or ("std", 1, 1e-8)
-    rule = {"scale": advantage_scale or scale, "ddof": own_ddof if ddof is None else ddof, "eps": eps}
+    rule = {
+        "scale": advantage_scale or scale,
+        "ddof": own_ddof if ddof is None else ddof,
+        "eps": eps,
+    }
     asked: list[Any] = []
     if against is not None:
         old, asked = _graded_by(as_reward_fns(against), old, step, rule)
     if not any(g.samples for g in old):
-        raise RewardError("reward lab", where=where, got="no graded completion", expected="at least one")
+        raise RewardError(
+            "reward lab", where=where, got="no graded completion", expected="at least one"
+        )
     new, everyone = _graded_by(fns, old, step, rule)
     samples = [compare_group(o, n, s) for o, n, s in zip(old, new, everyone, strict=True)]
     rows = [group_row(o, n, c) for o, n, c in zip(old, new, samples, strict=True)]
-    for columns, row, group in zip(samples, rows, asked, strict=False):  # without what `against` cannot judge
+    # without what `against` cannot judge
+    for columns, row, group in zip(samples, rows, asked, strict=False):
         columns["sample"] = [i for i, s in enumerate(group) if s.reward is not None]
         row["unscorable"] += len(group) - len(columns["sample"])
     filled = [c for c in samples if c["sample"]]
@@ -622,7 +828,11 @@ class Attribution:
 
     def top_tokens(self, n: int = 10) -> pd.DataFrame:
         "The tokens with the largest gradient."
-        return self.by_token.sort_values("mass", ascending=False, kind="stable").head(n).reset_index(drop=True)
+        return (
+            self.by_token.sort_values("mass", ascending=False, kind="stable")
+            .head(n)
+            .reset_index(drop=True)
+        )
 
     @property
     def headline(self) -> str:
@@ -634,9 +844,14 @@ class Attribution:
         half = int(np.searchsorted(np.cumsum(shares), 0.5)) + 1
         up = float(column(self.by_sample, "up").sum()) / self.total
         samples = f"half of the gradient is in {half} of {len(shares)} samples"
-        against = int((column(self.by_sample, "contribution") < 0).sum()) if "contribution" in self.by_sample else 0
+        against = (
+            int((column(self.by_sample, "contribution") < 0).sum())
+            if "contribution" in self.by_sample
+            else 0
+        )
         parts = [f"{up:.0%} raises tokens, {1 - up:.0%} lowers them"]
-        parts += [f"{against} of {len(shares)} samples pull against the step"] if against else []
+        if against:
+            parts += [f"{against} of {len(shares)} samples pull against the step"]
         return f"{where}: {samples}; {'; '.join(parts)}"
 
     def __repr__(self) -> str:
@@ -652,11 +867,21 @@ def column(table: pd.DataFrame, name: str) -> np.ndarray:
 
 
 def token_table(
-    datums: Sequence[Datum], logprobs: Sequence[Logprobs], dlogprobs: Sequence[np.ndarray], tokenizer: Any = None
+    datums: Sequence[Datum],
+    logprobs: Sequence[Logprobs],
+    dlogprobs: Sequence[np.ndarray],
+    tokenizer: Any = None,
 ) -> pd.DataFrame:
     "One row per token in the loss: place, id, advantage, logprob, dlogprob and its share."
-    repeated = lambda values: np.repeat(values, [d.num_loss_tokens for d in datums])
-    places = {"datum": range(len(datums)), "group": [d.group for d in datums], "sample": [d.sample for d in datums]}
+
+    def repeated(values):
+        return np.repeat(values, [d.num_loss_tokens for d in datums])
+
+    places = {
+        "datum": range(len(datums)),
+        "group": [d.group for d in datums],
+        "sample": [d.sample for d in datums],
+    }
     columns = {name: repeated(values) for name, values in places.items()}
     columns["target"] = flat(datums, [np.arange(len(d.weights)) for d in datums])
     columns["token"] = flat(datums, [d.target_tokens for d in datums])
@@ -676,27 +901,33 @@ def mass_by(table: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
     sides = table.assign(up=np.maximum(-dlogprob, 0.0), down=np.maximum(dlogprob, 0.0), tokens=1)
     summed: Any = sides.groupby(list(columns), sort=False, as_index=False)
     out: pd.DataFrame = summed[["tokens", "mass", "share", "up", "down"]].sum()
-    up, down = column(out, "up"), column(out, "down")
+    up = column(out, "up")
+    down = column(out, "down")
     return out.assign(push=np.select([up > down, up < down], ["up", "down"], ""))
 
 # %% ../../nbs/experiments/00_whatif.ipynb #4b3ccf50
 def attribution(
     source: StepRecord | FrozenBatch,
-    dlogprobs: Sequence[np.ndarray] | None = None,  # (N-1,) per datum, as of a variant; None = as recorded
+    dlogprobs: Sequence[np.ndarray]
+    | None = None,  # (N-1,) per datum, as of a variant; None = as recorded
     *,
     tokenizer: Any = None,  # adds the text of each token
 ) -> Attribution:
     "The share of the gradient by token, sample and group; raises `LossError` when nothing was trained."
     batch = FrozenBatch.of(source)
     if dlogprobs is None and batch.recorded is None:
-        raise LossError("attribution", where=batch.where, got="a batch without gradient", fix="Pass dlogprobs.")
+        raise LossError(
+            "attribution", where=batch.where, got="a batch without gradient", fix="Pass dlogprobs."
+        )
     dlogprobs = batch.recorded.dlogprobs if dlogprobs is None else dlogprobs  # type: ignore[union-attr]
     check_finite("dlogprobs", batch.datums, dlogprobs, batch.where)
     tokens = token_table(batch.datums, batch.policy_logprobs, dlogprobs, tokenizer)
     place = ["datum", "group", "sample"]
     samples = mass_by(tokens, place)
     samples.insert(3, "row", [batch.datums[i].key for i in samples["datum"]])
-    samples.insert(4, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in samples["datum"]])
+    samples.insert(
+        4, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in samples["datum"]]
+    )
     return Attribution(samples, mass_by(tokens, ["group"]), tokens, batch, tuple(dlogprobs))
 
 # %% ../../nbs/experiments/00_whatif.ipynb #43f40d6e
@@ -722,29 +953,39 @@ def check_trainer(trainer: Any) -> GradientTrainer:
     if not isinstance(trainer, GradientTrainer):
         fix = "Open the step's model on the local backend and pass its policy."
         expected = "sample_gradients and linear_change"
-        raise BackendError("gradients of the weights", got=type(trainer).__name__, expected=expected, fix=fix)
+        raise BackendError(
+            "gradients of the weights", got=type(trainer).__name__, expected=expected, fix=fix
+        )
     return trainer
 
 # %% ../../nbs/experiments/00_whatif.ipynb #1c863f27
 AT_THE_STEP = 1e-3  # nats; more than rounding, less than an update
 
 
-def check_place(batch: FrozenBatch, found: Sequence[Logprobs], tolerance: float = AT_THE_STEP) -> None:
+def check_place(
+    batch: FrozenBatch, found: Sequence[Logprobs], tolerance: float = AT_THE_STEP
+) -> None:
     "Raises `BackendError` when logprobs are not those that the batch was trained from, before its first update."
     trained = zip(batch.datums, batch.policy_logprobs, strict=True)
     began = [d.old_logprobs if batch.updates else p.values for d, p in trained]
     gap = flat(batch.datums, [f.values - b for f, b in zip(found, began, strict=True)])
     if not (largest := np.abs(gap).max()) <= tolerance:
-        what, got = "the trainer's weights are not those of the step", f"logprobs up to {largest:.3g} nats off"
-        fix = "Pass a state that was saved before the update: path = await trainer.save_state(name)."
-        raise BackendError(what, where=batch.where, got=got, expected=f"at most {tolerance:g}", fix=fix)
+        what = "the trainer's weights are not those of the step"
+        got = f"logprobs up to {largest:.3g} nats off"
+        fix = (
+            "Pass a state that was saved before the update: path = await trainer.save_state(name)."
+        )
+        raise BackendError(
+            what, where=batch.where, got=got, expected=f"at most {tolerance:g}", fix=fix
+        )
 
 # %% ../../nbs/experiments/00_whatif.ipynb #09717842
 async def true_gradients(
     trainer: Any,  # a GradientTrainer
     source: StepRecord | FrozenBatch,
     before: str | None = None,  # the state before the update; None = the trainer still is there
-    dlogprobs: Sequence[np.ndarray] | None = None,  # (N-1,) per datum, as of a variant; None = as recorded
+    dlogprobs: Sequence[np.ndarray]
+    | None = None,  # (N-1,) per datum, as of a variant; None = as recorded
     *,
     tokenizer: Any = None,  # adds the text of each token
 ) -> Attribution:
@@ -753,13 +994,21 @@ async def true_gradients(
     if a.batch.updates:
         got = f"{len(a.batch.updates)} updates, each from weights of its own"
         fix = "attribution(record) needs no weights."
-        raise LossError("true gradients", where=a.batch.where, got=got, expected="one update a step", fix=fix)
-    found, norms, products = await check_trainer(trainer).sample_gradients(a.batch.datums, a.dlogprobs, before)
+        raise LossError(
+            "true gradients", where=a.batch.where, got=got, expected="one update a step", fix=fix
+        )
+    found, norms, products = await check_trainer(trainer).sample_gradients(
+        a.batch.datums, a.dlogprobs, before
+    )
     check_place(a.batch, found)
     size = float(np.sqrt(max(products.sum(), 0.0)))
     rows = np.asarray(a.by_sample["datum"], dtype=int)
     with np.errstate(invalid="ignore", divide="ignore"):
-        new = {"grad_norm": norms, "cosine": products / norms / size, "contribution": products / size**2}
+        new = {
+            "grad_norm": norms,
+            "cosine": products / norms / size,
+            "contribution": products / size**2,
+        }
     samples = a.by_sample.assign(**{name: values[rows] for name, values in new.items()})
     summed: Any = samples.groupby("group", sort=False)["contribution"]
     groups = a.by_group.assign(contribution=np.asarray(summed.sum(), dtype=np.float64))
@@ -779,8 +1028,12 @@ class LogprobChange:
     def headline(self) -> str:
         "Size of the change, quality of the prediction, and whether the step got its way."
         s = self.summary
-        moved = f"{self.where}: {len(self.tokens)} logprobs moved by {s['rms_change']:.3g} nats (rms)"
-        guess = f"first order misses {s['rms_error']:.3g} of it (correlation {s['correlation']:.4f})"
+        moved = (
+            f"{self.where}: {len(self.tokens)} logprobs moved by {s['rms_change']:.3g} nats (rms)"
+        )
+        guess = (
+            f"first order misses {s['rms_error']:.3g} of it (correlation {s['correlation']:.4f})"
+        )
         up = f"{s['better_up']:.0f} of {s['better']:.0f} completions with positive advantage became more likely"
         return f"{moved}; {guess}; {up}, {s['worse_down']:.0f} of {s['worse']:.0f} with negative less likely"
 
@@ -793,9 +1046,14 @@ class LogprobChange:
 # %% ../../nbs/experiments/00_whatif.ipynb #f9464133
 def change_summary(tokens: pd.DataFrame, by_sample: pd.DataFrame) -> dict[str, float]:
     "How large the change was, how well predicted, and how many completions went where their advantage wanted them."
-    realised, predicted = column(tokens, "realised"), column(tokens, "predicted")
-    advantage, moved = column(by_sample, "advantage"), column(by_sample, "realised")
-    rms = lambda x: float(np.sqrt(np.mean(x**2)))
+    realised = column(tokens, "realised")
+    predicted = column(tokens, "predicted")
+    advantage = column(by_sample, "advantage")
+    moved = column(by_sample, "realised")
+
+    def rms(x):
+        return float(np.sqrt(np.mean(x**2)))
+
     varies = min(np.ptp(realised), np.ptp(predicted)) > 0
     return {
         "rms_change": rms(realised),
@@ -820,12 +1078,16 @@ async def predicted_change(
     then, now, change = await check_trainer(trainer).linear_change(batch.datums, before)
     check_place(batch, then)
     none = [np.zeros(len(d.weights)) for d in batch.datums]
-    places = token_table(batch.datums, then, none, tokenizer).drop(columns=["dlogprob", "mass", "share"])
+    places = token_table(batch.datums, then, none, tokenizer).drop(
+        columns=["dlogprob", "mass", "share"]
+    )
     ends = flat(batch.datums, [lp.values for lp in now])
     realised = ends - column(places, "logprob")
     tokens = places.rename(columns={"logprob": "before"})
     tokens = tokens.assign(after=ends, realised=realised, predicted=flat(batch.datums, change))
-    summed: Any = tokens.assign(tokens=1).groupby(["datum", "group", "sample"], sort=False, as_index=False)
+    summed: Any = tokens.assign(tokens=1).groupby(
+        ["datum", "group", "sample"], sort=False, as_index=False
+    )
     samples: pd.DataFrame = summed[["tokens", "realised", "predicted"]].sum()
     at = np.asarray(samples["datum"], dtype=int)
     samples.insert(3, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in at])

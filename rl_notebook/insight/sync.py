@@ -27,11 +27,22 @@ def sync_distances(records: Iterable[StepRecord]) -> pd.DataFrame:  # a line a s
     for record in records:
         if len(policy := scored_first(record)) != len(record.datums) or not policy:
             continue
-        of = {"policy": [lp.values for lp in policy], "sampler": [d.sampler_logprobs for d in record.datums]}
+        of = {
+            "policy": [lp.values for lp in policy],
+            "sampler": [d.sampler_logprobs for d in record.datums],
+        }
         of["reference"] = [d.ref_logprobs for d in record.datums]
-        gaps = {name: gap_between(record.datums, *(of[side] for side in name.split(" to "))) for name in PAIRS}
+        gaps = {
+            name: gap_between(record.datums, *(of[side] for side in name.split(" to ")))
+            for name in PAIRS
+        }
         means = {name: np.nan if gap is None else gap.mean for name, gap in gaps.items()}
-        versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
+        versions = [
+            s.policy_version
+            for g in record.groups
+            for s in g.samples
+            if s.policy_version is not None
+        ]
         lines.append({"step": record.step, **means, "version": max(versions, default=np.nan)})
     return pd.DataFrame(lines, columns=["step", *PAIRS, "version"]).set_index("step")
 
@@ -47,24 +58,44 @@ def sync_truth(records: Iterable[StepRecord]) -> Finding:
     table = sync_distances(records)
     gap, moved, left = (table[name].to_numpy(np.float64) for name in PAIRS)
     clear = max(CLEAR * gap[0], LEAST) if len(gap) else LEAST
-    behind, complete = gap >= clear, bool(np.isfinite(gap).all())
+    behind = gap >= clear
+    complete = bool(np.isfinite(gap).all())
     if not complete or (len(table) and table.index[0] > 1):
         lacks = "its first steps" if complete else "sampler logprobs in every step"
-        return Finding("sync", None, f"whether the sampler gets the weights cannot be told without {lacks}")
+        return Finding(
+            "sync", None, f"whether the sampler gets the weights cannot be told without {lacks}"
+        )
     if len(table) < 4 and not behind.any():
-        there = f"{len(table)} of {len(records)} have them" if len(table) < len(records) else f"there are {len(table)}"
-        needs = f"needs 4{' with policy logprobs' * (len(table) < len(records))}, {there}"
-        return Finding("sync", None, f"too few steps to tell whether the sampler gets the weights ({needs})")
-    known = bool(np.isfinite(moved).all() and max(moved[0], left[0]) < clear)  # the reference is where the run began
+        there = (
+            f"{len(table)} of {len(records)} have them"
+            if len(table) < len(records)
+            else f"there are {len(table)}"
+        )
+        needs = f"needs 4{(' with policy logprobs' if len(table) < len(records) else '')}, {there}"
+        return Finding(
+            "sync", None, f"too few steps to tell whether the sampler gets the weights ({needs})"
+        )
+    # the reference is where the run began
+    known = bool(np.isfinite(moved).all() and max(moved[0], left[0]) < clear)
     if not behind.any():
-        apart = f"both sides are {gap[0]:.2g} nats a token apart before anything was trained" * bool(gap[0] > NOISE)
+        apart = (
+            f"both sides are {gap[0]:.2g} nats a token apart before anything was trained"
+            if gap[0] > NOISE
+            else ""
+        )
         if apart or (known and moved.max() < clear):
             why = apart or f"the policy has not moved {clear:.2g} nats a token"
             return Finding("sync", None, f"no sync could be seen: {why}")
-        return Finding("sync", True, f"the sampler had the policy's weights in every step, to {gap.max():.2g} nats")
+        return Finding(
+            "sync",
+            True,
+            f"the sampler had the policy's weights in every step, to {gap.max():.2g} nats",
+        )
     first = int(np.argmax(behind))
     fresh = [table.index[0], *table.index[first:][~behind[first:]]]
-    away, gone = int(np.argmax(left >= clear)), int(np.argmax(moved >= clear))  # when each left the first weights
+    # when each left the first weights
+    away = int(np.argmax(left >= clear))
+    gone = int(np.argmax(moved >= clear))
     if len(fresh) > 1:
         text = f"synced, but late: the sampler had the policy's weights in steps {', '.join(map(str, fresh[:5]))} only"
     elif not known:
@@ -90,12 +121,22 @@ def version_truth(records: Iterable[StepRecord]) -> Finding:
     "Whether later steps were sampled with newer weights, by the versions of their samples; None for a short lag."
     newest = dict[int, float]()
     for record in records:
-        versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
-        newest |= {record.step: max(versions)} if versions else {}
-    steps, values = list(newest), list(newest.values())
+        versions = [
+            s.policy_version
+            for g in record.groups
+            for s in g.samples
+            if s.policy_version is not None
+        ]
+        if versions:
+            newest |= {record.step: max(versions)}
+    steps = list(newest)
+    values = list(newest.values())
     if len(steps) < 2:
-        return Finding("versions", None, "fewer than two steps have samples with a version of their weights")
-    since = [next(j for j, older in enumerate(values) if older >= value) for value in values]  # who had it first
+        return Finding(
+            "versions", None, "fewer than two steps have samples with a version of their weights"
+        )
+    # who had it first
+    since = [next(j for j, older in enumerate(values) if older >= value) for value in values]
     runs = [[k for k, first in enumerate(since) if first == at] for at in sorted({*since})]
     longest = max(runs, key=len)
     if len(longest) == 1:
@@ -109,5 +150,5 @@ def version_truth(records: Iterable[StepRecord]) -> Finding:
         text = f"{text}: the sampler got no new weights after step {steps[first]}"
         return Finding("versions", False, text, fix=fix)
     age = last - first
-    text = f"{text}: samples are up to {age} step{'s' * (age > 1)} old"
+    text = f"{text}: samples are up to {age} step{('s' if age > 1 else '')} old"
     return Finding("versions", None, text, notable=True)

@@ -43,13 +43,17 @@ class Trend(Finding):
 
     step: int  # where it began
     seen: int  # the first step whose record was enough to tell
-    numbers: Mapping[str, float]  # what it rests on; a row's are shares of its samples, entropies nats per token
-    samples: tuple[tuple[int, int, int], ...] = ()  # completions that show it: (step, group, sample), at most 4
+    numbers: Mapping[
+        str, float
+    ]  # what it rests on; a row's are shares of its samples, entropies nats per token
+    samples: tuple[
+        tuple[int, int, int], ...
+    ] = ()  # completions that show it: (step, group, sample), at most 4
 
     @property
     def sentence(self) -> str:
         "What, where, since when, the numbers, and the first completion that shows it."
-        return f"{self.name}{f' ({self.where})' * bool(self.where)} from step {self.step}: {self.text}"
+        return f"{self.name}{(f' ({self.where})' if self.where else '')} from step {self.step}: {self.text}"
 
     def __str__(self) -> str:
         return f"{self.sentence}. {self.fix}."
@@ -63,16 +67,20 @@ def noise_of(values: np.ndarray) -> float:
 def line_through(values: np.ndarray, ahead: int) -> np.ndarray:
     "The Theil-Sen line of a series, continued."
     i, j = np.triu_indices(len(values), 1)
-    rise, steps = np.median((values[j] - values[i]) / (j - i)), np.arange(len(values) + ahead)
+    rise = np.median((values[j] - values[i]) / (j - i))
+    steps = np.arange(len(values) + ahead)
     return np.median(values - rise * steps[: len(values)]) + rise * steps
 
 # %% ../../nbs/insight/01_trends.ipynb #f8ae60c5
-BEFORE, TIMES = 10, 5.0  # steps before that are compared, and how many times the noise counts as a change
+# steps before that are compared, and how many times the noise counts as a change
+BEFORE = 10
+TIMES = 5.0
 
 
 def jump(values: np.ndarray, sign: int, factor: float, size: int = 3) -> tuple[float, float] | None:
     "Medians of the ten steps before and of recent ones, if these left the line of those."
-    past, recent = values[-BEFORE - size : -size], values[-size:]
+    past = values[-BEFORE - size : -size]
+    recent = values[-size:]
     line = line_through(past, size)
     need = max(math.log(factor), TIMES * noise_of(past - line[:BEFORE]))
     for gap in (sign * (recent - line[BEFORE:]), sign * (recent - np.median(past))):
@@ -87,7 +95,9 @@ Ranking = Callable[[StepRecord], Ranked]
 
 def by_sample(value: Callable[[PromptGroup, int], float]) -> Ranking:
     "A ranking by a number of each sample."
-    return lambda record: [(value(g, i), g.index, i) for g in record.groups for i in range(len(g.samples))]
+    return lambda record: [
+        (value(g, i), g.index, i) for g in record.groups for i in range(len(g.samples))
+    ]
 
 
 def surest(group: PromptGroup, i: int) -> float:
@@ -99,7 +109,9 @@ def surest(group: PromptGroup, i: int) -> float:
 
 def first_places(record: StepRecord, ranking: Ranking) -> tuple[tuple[int, int, int], ...]:
     "The four completions with the highest values."
-    ranked = sorted((r for r in ranking(record) if math.isfinite(r[0])), key=lambda r: (-r[0], r[1:]))
+    ranked = sorted(
+        (r for r in ranking(record) if math.isfinite(r[0])), key=lambda r: (-r[0], r[1:])
+    )
     return tuple((record.step, group, sample) for _, group, sample in ranked[:4])
 
 # %% ../../nbs/insight/01_trends.ipynb #9b889112
@@ -135,13 +147,30 @@ class Past:
 
     def __init__(self, records: Iterable[StepRecord]):
         expect_records(records, "trends")
-        self.records = tuple(sorted({r.step: r for r in records if not r.given}.values(), key=lambda r: r.step))
-        names = ("reward", "kl", "grad_norm", "completions/mean_length", "frac_reward_zero_std", "entropy")
-        self.columns = {n: np.array([r.metrics.get(n, math.nan) for r in self.records]) for n in names}
-        rewards = [np.concatenate([np.zeros(0), *(g.rewards for g in r.groups)]) for r in self.records]
-        ends = [(np.nanmin(r), np.nanmax(r)) if np.isfinite(r).any() else (math.nan, math.nan) for r in rewards]
+        self.records = tuple(
+            sorted({r.step: r for r in records if not r.given}.values(), key=lambda r: r.step)
+        )
+        names = (
+            "reward",
+            "kl",
+            "grad_norm",
+            "completions/mean_length",
+            "frac_reward_zero_std",
+            "entropy",
+        )
+        self.columns = {
+            n: np.array([r.metrics.get(n, math.nan) for r in self.records]) for n in names
+        }
+        rewards = [
+            np.concatenate([np.zeros(0), *(g.rewards for g in r.groups)]) for r in self.records
+        ]
+        ends = [
+            (np.nanmin(r), np.nanmax(r)) if np.isfinite(r).any() else (math.nan, math.nan)
+            for r in rewards
+        ]
         self.ends = np.array(ends).reshape(-1, 2)  # lowest and highest reward of each step
-        self.lengths = functools.cache(lambda t, name: length_pairs(self.records[t], name))  # several steps look at one
+        # several steps look at one
+        self.lengths = functools.cache(lambda t, name: length_pairs(self.records[t], name))
 
     def finite(self, name: str, t: int) -> tuple[np.ndarray, np.ndarray]:
         "Indices and values of a column up to a step, where it has one."
@@ -152,11 +181,16 @@ class Past:
         "The medians of the lowest and of the highest reward of a step."
         ends = self.ends[: t + 1]
         ends = ends[np.isfinite(ends[:, 0])]
-        return (float(np.median(ends[:, 0])), float(np.median(ends[:, 1]))) if len(ends) else (0.0, 0.0)
+        return (
+            (float(np.median(ends[:, 0])), float(np.median(ends[:, 1])))
+            if len(ends)
+            else (0.0, 0.0)
+        )
 
     def solved(self, t: int) -> bool:
         "Whether the last five steps earned nearly all that a completion ever did."
-        reward, top = self.finite("reward", t)[1], float(np.nanmax(self.ends[: t + 1, 1], initial=-math.inf))
+        reward = self.finite("reward", t)[1]
+        top = float(np.nanmax(self.ends[: t + 1, 1], initial=-math.inf))
         worst = float(reward.min(initial=top))
         return top > worst and float(np.median(reward[-5:])) >= top - 0.15 * (top - worst)
 
@@ -170,7 +204,13 @@ Rule = Callable[[Past, int], Change | None]
 
 
 def jump_rule(
-    name: str, sign: int, factor: float, ranking: Ranking, size: int = 3, slow: float = math.inf, least: float = 1e-3
+    name: str,
+    sign: int,
+    factor: float,
+    ranking: Ranking,
+    size: int = 3,
+    slow: float = math.inf,
+    least: float = 1e-3,
 ) -> Rule:
     "A rule that speaks when the logarithm of a metric jumps, or is `slow` times off its best; `least` is added to it."
 
@@ -180,13 +220,20 @@ def jump_rule(
         if t not in found[-1:] or len(found) < BEFORE + size:
             return None
         medians = np.median(np.lib.stride_tricks.sliding_window_view(logs, size), axis=1)
-        far, fast = (sign * medians).min() * sign, jump(logs, sign, factor, size)
-        jumped = fast or ((far, medians[-1]) if sign * (medians[-1] - far) >= math.log(slow) else None)
-        if jumped is None or (name != "grad_norm" and past.solved(t) and (not fast or past.solved(t - size))):
+        far = (sign * medians).min() * sign
+        fast = jump(logs, sign, factor, size)
+        jumped = fast or (
+            (far, medians[-1]) if sign * (medians[-1] - far) >= math.log(slow) else None
+        )
+        if jumped is None or (
+            name != "grad_norm" and past.solved(t) and (not fast or past.solved(t - size))
+        ):
             return None
         begins = np.flatnonzero(sign * (logs - sum(jumped) / 2) <= 0)[-1] + 1
         before, now = (max(math.exp(v) - least, 0.0) for v in jumped)
-        return Change(int(found[min(begins, len(found) - 1)]), {"before": before, "now": now}, ranking)
+        return Change(
+            int(found[min(begins, len(found) - 1)]), {"before": before, "now": now}, ranking
+        )
 
     return rule
 
@@ -197,13 +244,18 @@ def reward_fell(past: Past, t: int) -> Change | None:
     if len(reward) < BEFORE + 3 or found[-1] != t:
         return None
     medians = np.median(np.lib.stride_tricks.sliding_window_view(reward, 5), axis=1)
-    best, now = float(medians[:-5].max()), float(medians[-1])
+    best = float(medians[:-5].max())
+    now = float(medians[-1])
     low, high = past.reward_range(t)
-    noise = float(np.std(np.diff(reward[-25:-5]))) * 1.25 / math.sqrt(5)  # of the difference of two medians of five
-    if best - now <= max(0.2 * (high - low), 4 * noise, 1e-9 * max(abs(best), abs(now))):  # also of one that stays
+    # of the difference of two medians of five
+    noise = float(np.std(np.diff(reward[-25:-5]))) * 1.25 / math.sqrt(5)
+    # also of one that stays
+    if best - now <= max(0.2 * (high - low), 4 * noise, 1e-9 * max(abs(best), abs(now))):
         return None
     begins = min(np.flatnonzero(reward > (best + now) / 2)[-1] + 1, len(found) - 1)
-    return Change(int(found[begins]), {"best": best, "now": now}, by_sample(lambda g, i: -g.rewards[i]))
+    return Change(
+        int(found[begins]), {"best": best, "now": now}, by_sample(lambda g, i: -g.rewards[i])
+    )
 
 # %% ../../nbs/insight/01_trends.ipynb #5987dfc6
 def dead_grew(past: Past, t: int) -> Change | None:
@@ -212,10 +264,16 @@ def dead_grew(past: Past, t: int) -> Change | None:
     if len(share) < BEFORE or found[-1] != t:
         return None
     means = np.lib.stride_tricks.sliding_window_view(share, 5).mean(axis=1)
-    best, now = float(means[:-4].min()), float(means[-1])
+    best = float(means[:-4].min())
+    now = float(means[-1])
     if now < 0.75 or now - best < 0.3 or np.median(share[-5:]) < 0.75:
         return None
-    dead = [g for i in found[-5:] for g in past.records[i].groups if len(g.samples) and is_dead(g.rewards)]
+    dead = [
+        g
+        for i in found[-5:]
+        for g in past.records[i].groups
+        if len(g.samples) and is_dead(g.rewards)
+    ]
     solved = float(np.mean([g.rewards[0] > past.middle(t) for g in dead])) if dead else 0.0
     if solved > 0.5:
         return None
@@ -229,7 +287,9 @@ def length_pairs(record: StepRecord, name: str) -> list[np.ndarray]:
     parts = []
     for g in record.groups:
         pairs = [(s.completion_len, s.rewards.get(name) if name else s.reward) for s in g.samples]
-        known = np.array([(length, reward) for length, reward in pairs if reward is not None], dtype=np.float64)
+        known = np.array(
+            [(length, reward) for length, reward in pairs if reward is not None], dtype=np.float64
+        )
         if len(known) > 1 and np.ptp(known, axis=0).min() > 1e-9:
             parts.append(known - known.mean(axis=0))
     return parts
@@ -245,13 +305,17 @@ def follows_length(past: Past, t: int) -> Change | None:
     found, length = past.finite("completions/mean_length", t)
     if len(length) < BEFORE or found[-1] != t:
         return None
-    found, length = found[-25:], length[-25:]
-    first, now = float(np.median(length[:5])), float(np.median(length[-5:]))
+    found = found[-25:]
+    length = length[-25:]
+    first = float(np.median(length[:5]))
+    now = float(np.median(length[-5:]))
     if min(first, now) <= 0 or max(first, now) < 1.25 * min(first, now):
         return None
     last = [g for i in found[-5:] for g in past.records[i].groups]
     names = dict.fromkeys(["", *(n for g in last for s in g.samples for n in s.rewards)])
-    correlations = {n: length_correlation([p for i in found[-5:] for p in past.lengths(i, n)]) for n in names}
+    correlations = {
+        n: length_correlation([p for i in found[-5:] for p in past.lengths(i, n)]) for n in names
+    }
     name, r = max(correlations.items(), key=lambda pair: abs(pair[1]))
     if abs(r) < 0.97 or (r > 0) != (now > first):
         return None
@@ -265,8 +329,11 @@ def solved_before_and_now(visits: Sequence[tuple[float, int]]) -> tuple[float, f
     if len(visits) < 4:
         return None
     pairs = [(a + c, b + d) for (a, b), (c, d) in pairwise(visits)]
-    best, last = max(pairs[:-2], key=lambda p: p[0] / p[1]), pairs[-1]
-    before, now, both = best[0] / best[1], last[0] / last[1], (best[0] + last[0]) / (best[1] + last[1])
+    best = max(pairs[:-2], key=lambda p: p[0] / p[1])
+    last = pairs[-1]
+    before = best[0] / best[1]
+    now = last[0] / last[1]
+    both = (best[0] + last[0]) / (best[1] + last[1])
     error = math.sqrt(both * (1 - both) * (1 / best[1] + 1 / last[1]))
     return (before, now) if before - now >= max(0.5, 3.5 * error) else None
 
@@ -275,18 +342,25 @@ def row_lost(past: Past, t: int) -> Change | None:
     "A row of this step was solved in earlier epochs and is not now."
     if t + 1 < BEFORE or not past.records[t].groups or reward_fell(past, t):
         return None
-    middle, visits = past.middle(t), dict[str, list[tuple[int, float, int]]]()
+    middle = past.middle(t)
+    visits = dict[str, list[tuple[int, float, int]]]()
     now = {g.key for g in past.records[t].groups if len(g.samples)}
     for i, record in enumerate(past.records[: t + 1]):
         for g in (g for g in record.groups if g.key in now and len(g.samples)):
-            visits.setdefault(g.key, []).append((i, float((g.rewards > middle).sum()), len(g.samples)))
-    pairs = {key: solved_before_and_now([(s, n) for _, s, n in seen]) for key, seen in visits.items()}
+            visits.setdefault(g.key, []).append(
+                (i, float((g.rewards > middle).sum()), len(g.samples))
+            )
+    pairs = {
+        key: solved_before_and_now([(s, n) for _, s, n in seen]) for key, seen in visits.items()
+    }
     fell = {key: pair for key, pair in pairs.items() if pair}
     if not fell:
         return None
     key = max(fell, key=lambda k: fell[k][0] - fell[k][1])
     ranking = by_sample(lambda g, i: -g.rewards[i] if g.key == key else -math.inf)
-    return Change(visits[key][-2][0], {"before": fell[key][0], "now": fell[key][1]}, ranking, f"row {key}")
+    return Change(
+        visits[key][-2][0], {"before": fell[key][0], "now": fell[key][1]}, ranking, f"row {key}"
+    )
 
 # %% ../../nbs/insight/01_trends.ipynb #48729866
 def ledger(
@@ -294,15 +368,24 @@ def ledger(
     k: int | None = None,  # of pass@k; None = the samples of the largest group
 ) -> pd.DataFrame:  # one line a row of the data, most of the gradient first
     "Visits, samples, what was solved, dead and repeated, and the shares of trained tokens and of the gradient, by row."
-    past, lines = Past(records), list[dict[str, Any]]()
+    past = Past(records)
+    lines = list[dict[str, Any]]()
     middle = past.middle(len(past.records) - 1)
     for record in past.records:
         gradient = {(g, s): value for value, g, s in gradient_by_sample(record)}
         trained = {(d.group, d.sample): d.num_loss_tokens for d in record.datums}
         for g in (g for g in record.groups if len(g.samples)):
             of = [(g.index, i) for i in range(len(g.samples))]
-            line = {"row": g.key, "visits": 1, "samples": len(of), "solved": int((g.rewards > middle).sum())}
-            line |= {"dead": float(is_dead(g.rewards)), "repeated": len(of) - len({s.text for s in g.samples})}
+            line = {
+                "row": g.key,
+                "visits": 1,
+                "samples": len(of),
+                "solved": int((g.rewards > middle).sum()),
+            }
+            line |= {
+                "dead": float(is_dead(g.rewards)),
+                "repeated": len(of) - len({s.text for s in g.samples}),
+            }
             known = gradient or not record.datums
             line |= {"gradient": sum(gradient.get(x, 0.0) for x in of) if known else math.nan}
             lines.append(line | {"tokens": sum(trained.get(x, 0) for x in of)})
@@ -311,9 +394,14 @@ def ledger(
     k = int(k or max(line["samples"] for line in lines))
     table = pd.DataFrame(pd.DataFrame(lines).groupby("row").sum(min_count=1))
     draws = zip(table["samples"], table["samples"] - table["solved"], strict=True)
-    some = [1 - math.comb(failed, k) / math.comb(n, k) if n >= k else math.nan for n, failed in draws]
+    some = [
+        1 - math.comb(failed, k) / math.comb(n, k) if n >= k else math.nan for n, failed in draws
+    ]
     table.insert(3, f"pass@{k}", some)
-    table["solved"], table["repeated"] = table["solved"] / table["samples"], table["repeated"] / table["samples"]
+    table["solved"], table["repeated"] = (
+        table["solved"] / table["samples"],
+        table["repeated"] / table["samples"],
+    )
     table["dead"] /= table["visits"]
     for share in ("tokens", "gradient"):
         table[share] /= table[share].sum()
@@ -334,11 +422,14 @@ WATCHED = 40  # last steps that are read where a run on disk is looked at
 
 # %% ../../nbs/insight/01_trends.ipynb #5ab2bc18
 def watch_run(
-    records: Iterable[StepRecord],  # of a run: a list, `loop.records`, or a `Run` on disk; of a step twice, the later
+    records: Iterable[
+        StepRecord
+    ],  # of a run: a list, `loop.records`, or a `Run` on disk; of a step twice, the later
     since: int = 0,  # only what was seen at this step or later
 ) -> tuple[Trend, ...]:  # in the order in which they were seen; empty below ten steps
     "What changed over the steps of a run: where it began, the numbers, the completions that show it, what to try."
-    past, found = Past(records), list[Trend]()
+    past = Past(records)
+    found = list[Trend]()
     first = next((t for t, r in enumerate(past.records) if r.step >= since), len(past.records))
     for what, rule in RULES.items():
         changes = {t: change for t in range(first, len(past.records)) if (change := rule(past, t))}
@@ -346,11 +437,19 @@ def watch_run(
         last = known[-1] if known else -math.inf
         for t, change in changes.items():
             if t - last > AGAIN:
-                began, now = past.records[change.begins].step, past.records[t]
+                began = past.records[change.begins].step
+                now = past.records[t]
                 places = first_places(now, change.ranking)
                 text = ", ".join(f"{name} {value:.3g}" for name, value in change.numbers.items())
-                text += "".join(f"; see step {n}, group {group}, sample {i}" for n, group, i in places[:1])
-                shows = {"step": began, "seen": now.step, "numbers": change.numbers, "samples": places}
+                text += "".join(
+                    f"; see step {n}, group {group}, sample {i}" for n, group, i in places[:1]
+                )
+                shows = {
+                    "step": began,
+                    "seen": now.step,
+                    "numbers": change.numbers,
+                    "samples": places,
+                }
                 shows |= {"fix": words_for(now.sources)(FIXES[what]), "where": change.where}
                 found.append(Trend(what, False, text, **shows))
             last = t
@@ -368,10 +467,15 @@ def new_words(records: Iterable[StepRecord], since: int) -> dict[int, list[str]]
 def steps_words(records: Sequence[StepRecord]) -> list[str]:
     "The checks that do not hold, each with its first step, and whether equal completions earned different rewards."
     failed = [(words, r.step) for r in reversed(records) for words in failed_words(r)]
-    first = {words.partition(":")[0]: f"✗ {words} (x-ray of step {step}, the first)" for words, step in failed}
+    first = {
+        words.partition(":")[0]: f"✗ {words} (x-ray of step {step}, the first)"
+        for words, step in failed
+    }
     equal = equal_words([g for record in records for g in record.groups])
-    first |= {"equal": f"– rewards: {equal}"} if equal else {}
+    if equal:
+        first |= {"equal": f"– rewards: {equal}"}
     return [first[name] for name in (*BY_THE_PIPELINE, "equal") if name in first]
 
 
-BY_THE_PIPELINE = ("finite", "rewards", "prompts", "advantages", "mask", "old policy")  # not of what was sampled
+# not of what was sampled
+BY_THE_PIPELINE = ("finite", "rewards", "prompts", "advantages", "mask", "old policy")

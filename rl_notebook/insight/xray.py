@@ -17,9 +17,23 @@ import numpy as np
 from ..core.advantages import STD_TOLERANCE, is_dead
 from ..core.align import require_finite
 from ..backends.base import Scorer, SyncReport
-from ..core.types import Datum, DatumError, Logprobs, PromptGroup, RecordError, RolloutSample
+from rl_notebook.core.types import (
+    Datum,
+    DatumError,
+    Logprobs,
+    PromptGroup,
+    RecordError,
+    RolloutSample,
+)
 from ..core.options import NO_RATIO, SURROGATE_KNOBS
-from ..runs.records import StepRecord, begins, expect, on_policy, scored_first, scored_twice
+from rl_notebook.runs.records import (
+    StepRecord,
+    begins,
+    expect,
+    on_policy,
+    scored_first,
+    scored_twice,
+)
 from ..runs.records import version_at_start
 from ..core.datums import sample_of
 from ..core.findings import Finding, Findings
@@ -44,7 +58,10 @@ async def measure_noise_floor(
     alone = [(await scorer.forward([d]))[0] for d in datums]
     floor = 0.0
     for d, *both in zip(datums, together, alone, strict=True):
-        a, b = (require_finite(s.values, d.weights, name="logprobs", where=d.where)[d.active] for s in both)
+        a, b = (
+            require_finite(s.values, d.weights, name="logprobs", where=d.where)[d.active]
+            for s in both
+        )
         floor = max(floor, float(np.abs(a - b).max(initial=0.0)))
     return floor
 
@@ -53,7 +70,8 @@ def sampler_side(
     groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]
 ) -> list[np.ndarray | None]:  # (N-1,) per datum
     "What the sampler reported, where it can be compared."
-    samples, found = sample_of(groups), list[np.ndarray | None]()
+    samples = sample_of(groups)
+    found = list[np.ndarray | None]()
     for d, p in zip(datums, policy, strict=True):
         sample = samples.get((d.group, d.sample))
         if sample is None or (not sample.processed and sample.temperature == p.temperature):
@@ -64,21 +82,27 @@ def sampler_side(
     return found
 
 
-def sampler_gap(groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]) -> Gap | None:
+def sampler_gap(
+    groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]
+) -> Gap | None:
     "Policy against sampler; None where no sample can be compared."
     return gap_between(datums, policy, sampler_side(groups, datums, policy))
 
 # %% ../../nbs/insight/00_xray.ipynb #9f383532
-def moved_since_sampling(record: StepRecord, previous: StepRecord | None = None) -> tuple[bool | None, str]:
+def moved_since_sampling(
+    record: StepRecord, previous: StepRecord | None = None
+) -> tuple[bool | None, str]:
     "Whether the policy has moved since it drew the samples of a step."
-    known, policy = on_policy(record, previous), scored_first(record)
+    known = on_policy(record, previous)
+    policy = scored_first(record)
     gap = sampler_gap(record.groups, record.datums, policy) if policy else None
     agree = known is True if gap is None else rounding_of(policy).explains(gap)
     if agree and known is not False:
         return False, "the policy has not moved since sampling"
     by = f"{short(gap.mean)} nats a token on average" if gap else ""
     if known is False:
-        hardly, far = "hardly " if agree else "", f", by {by}" if gap and not agree else ""
+        hardly = "hardly " if agree else ""
+        far = f", by {by}" if gap and not agree else ""
         return True, f"the policy has {hardly}moved since sampling{far}"
     return None, f"policy and sampler differ by {by}" if gap else ""
 
@@ -89,7 +113,10 @@ def solved_groups(record: StepRecord) -> list[PromptGroup]:
     every = np.concatenate([np.zeros(0), *map(known_rewards, found)])
     top = every.max(initial=-math.inf)
     worth = top > every.min(initial=0.0)
-    best = lambda g: known_rewards(g).max(initial=-math.inf) >= top - STD_TOLERANCE
+
+    def best(g):
+        return known_rewards(g).max(initial=-math.inf) >= top - STD_TOLERANCE
+
     return [g for g in found if worth and is_dead(g.rewards) and best(g)]
 
 
@@ -100,9 +127,11 @@ def equal_words(groups: Sequence[PromptGroup]) -> str:
         for s in g.samples if len(g.run_starts) == len(g.samples) else ():
             if s.reward is not None:
                 earned.setdefault((number, s.tokens.tobytes() or s.text), []).append(s.reward)
-    every, equal = [r for rewards in earned.values() for r in rewards], [r for r in earned.values() if len(r) > 1]
+    every = [r for rewards in earned.values() for r in rewards]
+    equal = [r for r in earned.values() if len(r) > 1]
     apart = sum(not is_dead(rewards) for rewards in equal)
-    if apart < 2 or 2 * len(set(every)) > len(every):  # a judge gives each completion a reward of its own
+    # a judge gives each completion a reward of its own
+    if apart < 2 or 2 * len(set(every)) > len(every):
         return ""
     why = "rewards belong to other completions, or chance (a judge, a tool) has a part in them"
     return f"equal completions of one prompt earned different rewards, {apart} times of {len(equal)}: {why}"
@@ -110,12 +139,19 @@ def equal_words(groups: Sequence[PromptGroup]) -> str:
 
 def signal_words(record: StepRecord) -> str:
     "How many groups carry signal, and which of them were not trained, or trained without it."
-    groups, trained, solved = record.groups, {d.group for d in record.datums}, solved_groups(record)
-    live, flat = {g.index for g in groups if not is_dead(g.rewards)}, [g for g in groups if is_dead(g.rewards)]
+    groups = record.groups
+    trained = {d.group for d in record.datums}
+    solved = solved_groups(record)
+    live = {g.index for g in groups if not is_dead(g.rewards)}
+    flat = [g for g in groups if is_dead(g.rewards)]
     known = [known_rewards(g) for g in flat]
-    earned = Counter(f"the same reward {r[0]:g}" if len(r) else "no graded completion" for r in known)
+    earned = Counter(
+        f"the same reward {r[0]:g}" if len(r) else "no graded completion" for r in known
+    )
     same = ", ".join(f"{n} with {what}" for what, n in earned.most_common(3))
-    counted = f"all {len(groups)}" if len(live) == len(groups) > 1 else f"{len(live)} of {len(groups)}"
+    counted = (
+        f"all {len(groups)}" if len(live) == len(groups) > 1 else f"{len(live)} of {len(groups)}"
+    )
     carry = f"{counted} groups {'carries' if len(live) == 1 else 'carry'} signal"
     if not any(g.samples for g in groups):
         words = "no completion was graded"
@@ -123,14 +159,18 @@ def signal_words(record: StepRecord) -> str:
         most = f"{known_rewards(solved[0])[0]:g}, the most in this step: solved, or no completion did better"
         words = f"{len(solved)} of {len(groups)} groups have the same reward {most}"
     elif not live:
-        every = "the only group is dead" if len(groups) == 1 else f"all {len(groups)} groups are dead"
+        every = (
+            "the only group is dead" if len(groups) == 1 else f"all {len(groups)} groups are dead"
+        )
         words = f"{every} ({same}), so no completion was better than its siblings"
     else:
         words = carry if 2 * len(live) >= len(groups) else f"only {carry} ({same})"
     lost = len(live - trained) if record.trained and record.datums else 0
     dead = len(trained & {g.index for g in groups} - live)
-    words += f"; {lost} of them left out by the filter" if lost else ""
-    words += f"; {dead} without signal trained all the same, with advantage 0" if dead else ""
+    if lost:
+        words += f"; {lost} of them left out by the filter"
+    if dead:
+        words += f"; {dead} without signal trained all the same, with advantage 0"
     return words
 
 # %% ../../nbs/insight/00_xray.ipynb #97f4770d
@@ -161,23 +201,42 @@ def custom_loss(options: Mapping[str, Any]) -> str:
     return str(options.get("make_loss") or ("" if named in SURROGATE_KNOBS else named))
 
 
-def policy_words(record: StepRecord, rest: float, moved: tuple[bool | None, str]) -> tuple[bool, str]:
+def policy_words(
+    record: StepRecord, rest: float, moved: tuple[bool | None, str]
+) -> tuple[bool, str]:
     "Whether the advantages' part of a loss, about `rest`, is 0, and what it is or why."
-    m, o = record.metrics, record.options
-    term, how = TERM_WORDS.get(o.get("policy_loss", "grpo")), SUMS[o.get("aggregation", "token_mean")]
+    m = record.metrics
+    o = record.options
+    term = TERM_WORDS.get(o.get("policy_loss", "grpo"))
+    how = SUMS[o.get("aggregation", "token_mean")]
     low, high = (m.get(f"ratio/{end}", math.nan) for end in ("min", "max"))
-    is_one = lambda *factors: all(abs(factor - 1) <= 1e-3 for factor in factors)  # what is not known is not
-    a, n = (np.array(v) for v in zip(*((np.mean(d.advantage), d.num_loss_tokens) for d in record.datums), strict=True))
+
+    # what is not known is not
+    def is_one(*factors):
+        return all(abs(factor - 1) <= 1e-3 for factor in factors)
+
+    a, n = (
+        np.array(v)
+        for v in zip(
+            *((np.mean(d.advantage), d.num_loss_tokens) for d in record.datums), strict=True
+        )
+    )
     if not n.any():
         return True, "every target is masked"
     taught = o.get("teacher_coeff", 0.0) > 0
-    if o.get("policy_loss") != "kl_cov" and not (taught or any(np.any(d.advantage) for d in record.datums)):
+    if o.get("policy_loss") != "kl_cov" and not (
+        taught or any(np.any(d.advantage) for d in record.datums)
+    ):
         return True, "every advantage is 0"
     if m.get("tis/weight_mean") == 0:
         return True, "the correction leaves out every token"
     if term or not is_one(low, high, m.get("tis/raw_min", 1.0), m.get("tis/raw_max", 1.0)):
         corrected = "" if o.get("tis", "off") == "off" else " × correction"
-        seen = "" if term or is_one(low, high) or math.isnan(low) else f", ratio {low:.3f} to {high:.3f}"
+        seen = (
+            ""
+            if term or is_one(low, high) or math.isnan(low)
+            else f", ratio {low:.3f} to {high:.3f}"
+        )
         return False, f"{term or '−advantage × ratio'}{corrected}, {how}{seen}"
     if abs(rest) <= 1e-3 * m.get("grad/abs_sum", 0.0):
         ratio = f"{moved[1]} (ratio 1)" if moved[0] is False else "the ratio is 1"
@@ -193,24 +252,40 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
         return f"What {record.origin} left does not tell its loss"
     if record.loss is None:
         return "The record says that it trained, but holds no loss"
-    value, m, o, custom = record.loss.loss, record.metrics, record.options, custom_loss(record.options)
+    value = record.loss.loss
+    m = record.metrics
+    o = record.options
+    custom = custom_loss(record.options)
     if not math.isfinite(value):
         return f"Loss is {value}"
     if record.given:
         return f"Loss is {short(value)}: cross-entropy of the given answers, {SUMS['token_mean']}"
     if custom:
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
-    kl, entropy = m.get("kl", 0.0), m.get("entropy/exact", 0.0)
-    pull, bonus = o.get("kl_beta", 0.0) * kl, o.get("entropy_coeff", 0.0) * entropy
-    nothing, words = policy_words(record, value - pull + bonus, moved_since_sampling(record, previous))
-    value, words = (0.0, f" because {words}") if nothing and not (pull or bonus) else (value, f": {words}")
-    words += f"; the KL term is kl_beta {o['kl_beta']:g} at {short(kl)} nats a token" if pull else ""
-    words += f"; advantages have teacher less sampler at {o['teacher_coeff']:g}" if o.get("teacher_coeff") else ""
-    words += f"; the entropy bonus takes off {o['entropy_coeff']:g} at {short(entropy)} nats a token" if bonus else ""
+    kl = m.get("kl", 0.0)
+    entropy = m.get("entropy/exact", 0.0)
+    pull = o.get("kl_beta", 0.0) * kl
+    bonus = o.get("entropy_coeff", 0.0) * entropy
+    nothing, words = policy_words(
+        record, value - pull + bonus, moved_since_sampling(record, previous)
+    )
+    value, words = (
+        (0.0, f" because {words}") if nothing and not (pull or bonus) else (value, f": {words}")
+    )
+    if pull:
+        words += f"; the KL term is kl_beta {o['kl_beta']:g} at {short(kl)} nats a token"
+    if o.get("teacher_coeff"):
+        words += f"; advantages have teacher less sampler at {o['teacher_coeff']:g}"
+    if bonus:
+        words += (
+            f"; the entropy bonus takes off {o['entropy_coeff']:g} at {short(entropy)} nats a token"
+        )
     return f"Loss is {short(value)}{words}"
 
 # %% ../../nbs/insight/00_xray.ipynb #c614dc39
-def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]]:  # name, place, values
+def tensors_in_order(
+    record: StepRecord,
+) -> Iterator[tuple[str, str, np.ndarray]]:  # name, place, values
     "Everything numeric in a record that must be finite, in the order in which a step computes it."
     for g in record.groups:
         unscored = [s.reward is None for s in g.samples]
@@ -224,11 +299,18 @@ def tensors_in_order(record: StepRecord) -> Iterator[tuple[str, str, np.ndarray]
             if (series := getattr(d, name)) is not None:
                 yield name, place, np.where(active, series, 0.0)
     if record.loss is not None:
-        for name, all_series in (("policy_logprobs", record.loss.logprobs), ("dL/dlogprob", record.loss.dlogprobs)):
+        for name, all_series in (
+            ("policy_logprobs", record.loss.logprobs),
+            ("dL/dlogprob", record.loss.dlogprobs),
+        ):
             for (_, active, place), series in zip(scored, all_series, strict=bool(all_series)):
                 yield name, place, np.where(active, getattr(series, "values", series), 0.0)
         yield "loss", "", np.array([record.loss.loss] if record.loss.dlogprobs else [])
-    measured = {"grad_norm", "update_norm", *(record.loss.metrics if record.loss else ())} & record.metrics.keys()
+    measured = {
+        "grad_norm",
+        "update_norm",
+        *(record.loss.metrics if record.loss else ()),
+    } & record.metrics.keys()
     for name in sorted(measured):
         yield f"metric {name}", "", np.array([record.metrics[name]])
 
@@ -238,7 +320,8 @@ def first_not_finite(record: StepRecord) -> str:
     for name, place, values in tensors_in_order(record):
         if not np.isfinite(values).all():
             bad = np.flatnonzero(~np.isfinite(values))
-            i, more = int(bad[0]), f", and {len(bad) - 1} more there" if len(bad) > 1 else ""
+            i = int(bad[0])
+            more = f", and {len(bad) - 1} more there" if len(bad) > 1 else ""
             token = f" (token {i + 1})" if place.endswith("target") else ""
             return f"{name} is {values[i]}" + (f" at {place} {i}{token}" if place else "") + more
     return ""
@@ -257,10 +340,15 @@ def gradient_size(record: StepRecord) -> tuple[float, str]:
 def reads_sampler(record: StepRecord) -> bool:
     "Whether the loss reads the sampler's logprobs."
     o = record.options
-    return o.get("tis", "off") != "off" or o.get("anchor") == "rollout" or o.get("policy_loss") == "reinforce"
+    return (
+        o.get("tis", "off") != "off"
+        or o.get("anchor") == "rollout"
+        or o.get("policy_loss") == "reinforce"
+    )
 
 # %% ../../nbs/insight/00_xray.ipynb #b042b6f7
-TOO_MANY = 0.25  # share of completions cut or lost, or of tokens clipped, from which a step is in trouble
+# share of completions cut or lost, or of tokens clipped, from which a step is in trouble
+TOO_MANY = 0.25
 
 
 def check_finite(record: StepRecord) -> Finding:
@@ -268,22 +356,37 @@ def check_finite(record: StepRecord) -> Finding:
     if bad := first_not_finite(record):
         fix = "It is the first in the order of the pipeline: fix what computed it; what follows it is a consequence."
         return Finding("finite", False, bad, expected="finite numbers", fix=fix)
-    return Finding("finite", True, "every reward, advantage, logprob and gradient is a finite number")
+    return Finding(
+        "finite", True, "every reward, advantage, logprob and gradient is a finite number"
+    )
 
 # %% ../../nbs/insight/00_xray.ipynb #09b21203
 def check_completions(record: StepRecord) -> Finding:
     "Completions are there, end by themselves, and few are lost."
-    check, samples = partial(Finding, "completions"), [s for g in record.groups for s in g.samples]
+    check = partial(Finding, "completions")
+    samples = [s for g in record.groups for s in g.samples]
     reasons = [f"{g.where}: {r}" for g in record.groups for r in g.dropped]
-    drawn, cut = len(samples) + len(reasons), sum(s.truncated for s in samples)
+    drawn = len(samples) + len(reasons)
+    cut = sum(s.truncated for s in samples)
     if not drawn or (samples and all(s.finish_reason == "unknown" for s in samples)):
-        return check(None, "how they ended is not recorded" if drawn else "the record holds no samples")
+        return check(
+            None, "how they ended is not recorded" if drawn else "the record holds no samples"
+        )
     empty = sum("is empty" in r for r in reasons)
     lost = f"{len(reasons)} of {drawn} completions lost" + (f" ({empty} empty)" if empty else "")
-    text = "all completions were cut at the limit" if cut == drawn else f"{cut} of {drawn} completions cut at the limit"
+    text = (
+        "all completions were cut at the limit"
+        if cut == drawn
+        else f"{cut} of {drawn} completions cut at the limit"
+    )
     text = (f"{lost}, {cut} cut at the limit" if cut else lost) if reasons else text
     if len(reasons) >= TOO_MANY * drawn:
-        return check(False, text, got=reasons[0], fix="Call the rollout or reward function by hand on this row.")
+        return check(
+            False,
+            text,
+            got=reasons[0],
+            fix="Call the rollout or reward function by hand on this row.",
+        )
     if cut >= TOO_MANY * drawn:
         fix = "Raise max_completion_tokens, or see whether the prompt's template lets a completion end."
         return check(False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
@@ -295,19 +398,29 @@ REGRADE = "Regrade them: rln.reward_lab(record, reward), or the reward function 
 
 def check_rewards(record: StepRecord) -> Finding:
     "Every completion has a reward, and equal ones have equal rewards."
-    check, samples = partial(Finding, "rewards"), [s for g in record.groups for s in g.samples]
+    check = partial(Finding, "rewards")
+    samples = [s for g in record.groups for s in g.samples]
     lacking = sum(s.reward is None for s in samples)
     by_trl = any(name.startswith("trl.") for name in record.sources)
     if lacking and by_trl:
         text = f"{lacking} of {len(samples)} completions have no reward, so advantage 0: all functions gave None or NaN"
         fix = "Call the reward functions by hand on these rows: 0/0, or a text that cannot be read, gives NaN."
-        return check(False if lacking >= TOO_MANY * len(samples) else None, text, fix=fix, notable=True)
+        return check(
+            False if lacking >= TOO_MANY * len(samples) else None, text, fix=fix, notable=True
+        )
     if lacking == len(samples):
         return check(None, "the answers were given" if record.given else "no rewards are recorded")
     if equal := equal_words(record.groups):
         return check(None, equal, fix=REGRADE, notable=True)
-    silent = {name: sum(s.rewards.get(name) is None for s in samples) for name in reward_names(record.groups)}
-    words = [f"{name} gave no number (None or NaN) for {n} of {len(samples)}" for name, n in silent.items() if n]
+    silent = {
+        name: sum(s.rewards.get(name) is None for s in samples)
+        for name in reward_names(record.groups)
+    }
+    words = [
+        f"{name} gave no number (None or NaN) for {n} of {len(samples)}"
+        for name, n in silent.items()
+        if n
+    ]
     if words:
         return check(None, "; ".join(words), notable=by_trl)
     return check(True, f"{len(samples) - lacking} of {len(samples)} completions have a reward")
@@ -323,38 +436,66 @@ def same_start(rows: Sequence[np.ndarray]) -> int:
 def prompt_in_loss(groups: Sequence[PromptGroup]) -> int:
     "Tokens at least with which each group's completions begin, other than those of other groups; 0 = it may be chance."
     drawn = [[g.samples[i] for i in g.run_starts] for g in groups if len(g.run_starts) > 1]
-    if len(drawn) < 2 or len({s.tokens[: s.prompt_len].tobytes() for group in drawn for s in group}) > 1:
+    if (
+        len(drawn) < 2
+        or len({s.tokens[: s.prompt_len].tobytes() for group in drawn for s in group}) > 1
+    ):
         return 0
     said = [[s.tokens[s.prompt_len :] for s in group] for group in drawn]
-    own, shared = [same_start(rows) for rows in said], same_start([rows[0] for rows in said])
-    if min(own) <= shared or all(n == min(map(len, rows)) for n, rows in zip(own, said, strict=True)):
+    own = [same_start(rows) for rows in said]
+    shared = same_start([rows[0] for rows in said])
+    if min(own) <= shared or all(
+        n == min(map(len, rows)) for n, rows in zip(own, said, strict=True)
+    ):
         return 0
-    spoken = lambda s, n: float(np.nansum(s.logprobs[s.prompt_len + shared : s.prompt_len + n]))
-    chance = sum((len(group) - 1) * spoken(group[0], n) for group, n in zip(drawn, own, strict=True))
+
+    def spoken(s, n):
+        return float(np.nansum(s.logprobs[s.prompt_len + shared : s.prompt_len + n]))
+
+    chance = sum(
+        (len(group) - 1) * spoken(group[0], n) for group, n in zip(drawn, own, strict=True)
+    )
     return min(own) if chance < -20 else 0
 
 # %% ../../nbs/insight/00_xray.ipynb #fb9da5d3
 def check_prompts(record: StepRecord) -> Finding:
     "The completions of a group answer one prompt, and each group another."
-    prompt = lambda s: s.tokens[: s.prompt_len].tobytes()
+
+    def prompt(s):
+        return s.tokens[: s.prompt_len].tobytes()
+
     asked = [{prompt(g.samples[i]) for i in g.run_starts} for g in record.groups if g.samples]
     if not asked or asked == [{b""}] * len(asked):
-        return Finding("prompts", None, "the record holds no samples" if not asked else "the record holds texts only")
+        return Finding(
+            "prompts",
+            None,
+            "the record holds no samples" if not asked else "the record holds texts only",
+        )
     if mixed := [prompts for prompts in asked if len(prompts) > 1]:
         text = f"{len(mixed)} of {len(asked)} groups mix completions of different prompts"
-        fix = "An advantage compares completions of one prompt: give each prompt a group of its own."
-        return Finding("prompts", False, text, got=f"{len(mixed[0])} prompts in one group", expected="one", fix=fix)
+        fix = (
+            "An advantage compares completions of one prompt: give each prompt a group of its own."
+        )
+        return Finding(
+            "prompts",
+            False,
+            text,
+            got=f"{len(mixed[0])} prompts in one group",
+            expected="one",
+            fix=fix,
+        )
     if prompt_in_loss(record.groups):
         return Finding("prompts", None, "the mask does not tell prompt and completion apart")
     distinct = len(set().union(*asked))
     if distinct < len(asked):
-        different = f"{distinct} different prompt{'s' * (distinct > 1)}"
+        different = f"{distinct} different prompt{('s' if distinct > 1 else '')}"
         text = f"only {different} in {len(asked)} groups: some groups have the same prompt"
         return Finding("prompts", True, text, notable=True)
     return Finding("prompts", True, f"one prompt in each of {len(asked)} groups")
 
 # %% ../../nbs/insight/00_xray.ipynb #7fe66515
-MANY_TEXTS = 4  # different completions of one reward, from which on it is asked whether the reward reads them
+# different completions of one reward, from which on it is asked whether the reward reads them
+MANY_TEXTS = 4
 
 
 def unread_words(record: StepRecord) -> str:
@@ -362,7 +503,9 @@ def unread_words(record: StepRecord) -> str:
     texts: dict[float, set[bytes | str]] = {}
     for g in record.groups:
         if len(g.samples) > 1 and is_dead(g.rewards):
-            said = {s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text for s in g.samples}
+            said = {
+                s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text for s in g.samples
+            }
             texts.setdefault(float(g.rewards[0]), set()).update(said)
     reward, most = max(texts.items(), key=lambda pair: len(pair[1]), default=(0.0, set()))
     if len(most) < MANY_TEXTS:
@@ -372,7 +515,8 @@ def unread_words(record: StepRecord) -> str:
 
 def check_signal(record: StepRecord) -> Finding:
     "Some group has completions that differ in reward."
-    dead, solved = sum(is_dead(g.rewards) for g in record.groups), len(solved_groups(record))
+    dead = sum(is_dead(g.rewards) for g in record.groups)
+    solved = len(solved_groups(record))
     if not record.groups or all(s.reward is None for g in record.groups for s in g.samples):
         known = "the answers were given" if record.given else "no rewards are recorded"
         text = known if record.groups else "the record holds no groups"
@@ -395,8 +539,12 @@ SHARP = 0.01  # nats a token: entropy below which a policy has one completion to
 
 def check_duplicates(record: StepRecord) -> Finding:
     "The completions of a group are not all the same; where they all earned the most they may be."
-    check, solved = partial(Finding, "variety"), {g.index for g in solved_groups(record)}
-    said = lambda s: s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text.encode()
+    check = partial(Finding, "variety")
+    solved = {g.index for g in solved_groups(record)}
+
+    def said(s):
+        return s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text.encode()
+
     every = {g.index: list(map(said, g.samples)) for g in record.groups if len(g.samples) > 1}
     drawn = [completions for i, completions in every.items() if i not in solved]
     entropy = record.metrics.get("entropy/exact", record.metrics.get("entropy", math.nan))
@@ -417,12 +565,19 @@ def check_duplicates(record: StepRecord) -> Finding:
     return check(False, text, got=f"{distinct:.0%} distinct", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #2686b5ba
-LARGE = 1000.0  # of an advantage, or of the norm of the gradient of a mean over tokens; healthy ones are around 1
+# of an advantage, or of the norm of the gradient of a mean over tokens; healthy ones are around 1
+LARGE = 1000.0
 
 
-def within_groups(groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]) -> np.ndarray:  # (samples,)
+def within_groups(
+    groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]
+) -> np.ndarray:  # (samples,)
     "What a function gives for the samples of each live group, less its mean in the group."
-    live = [np.asarray(values(g), np.float64) for g in groups if g.advantages is not None and not is_dead(g.rewards)]
+    live = [
+        np.asarray(values(g), np.float64)
+        for g in groups
+        if g.advantages is not None and not is_dead(g.rewards)
+    ]
     return np.concatenate([v - v.mean() for v in live]) if live else np.zeros(0)
 
 
@@ -434,7 +589,11 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 def check_advantages(record: StepRecord) -> Finding:
     "Advantages sum to 0 in each group, rise with the rewards, and each datum carries its own sample's."
-    check, off = partial(Finding, "advantages"), lambda x, size: not abs(x) <= 1e-6 * max(size, 1.0)
+    check = partial(Finding, "advantages")
+
+    def off(x, size):
+        return not abs(x) <= 1e-6 * max(size, 1.0)
+
     found = {g.index: g.advantages for g in record.groups if g.advantages is not None}
     own_function = any(name.startswith("advantage_fn ") for name in record.sources)
     for g in record.groups:
@@ -444,18 +603,38 @@ def check_advantages(record: StepRecord) -> Finding:
             uncentred = bool((own * (g.rewards - g.rewards.mean())[g.run_starts] < -1e-6).any())
         if uncentred:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
-            return check(False, "a group does not sum to 0", expected="0", fix=fix, where=g.where, got=short(own.sum()))
+            return check(
+                False,
+                "a group does not sum to 0",
+                expected="0",
+                fix=fix,
+                where=g.where,
+                got=short(own.sum()),
+            )
     for d in record.datums:
-        own, carried = found.get(d.group), np.asarray(d.advantage)
+        own = found.get(d.group)
+        carried = np.asarray(d.advantage)
         if own is None or d.sample >= len(own) or np.ptp(carried) > 0:
             continue
         if off(carried.mean() - own[d.sample], abs(own[d.sample])):
-            text, fix = "a datum carries another advantage than its sample", "Are datums and samples in the same order?"
-            return check(False, text, expected=short(own[d.sample]), fix=fix, where=d.where, got=short(carried.mean()))
-    sides = [within_groups(record.groups, of) for of in (lambda g: g.advantages, lambda g: g.rewards)]
+            text = "a datum carries another advantage than its sample"
+            fix = "Are datums and samples in the same order?"
+            return check(
+                False,
+                text,
+                expected=short(own[d.sample]),
+                fix=fix,
+                where=d.where,
+                got=short(carried.mean()),
+            )
+    sides = [
+        within_groups(record.groups, of) for of in (lambda g: g.advantages, lambda g: g.rewards)
+    ]
     if (corr := correlation(*sides)) < -0.5:
         text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
-        return check(None if own_function else False, text, expected="a positive correlation", notable=True)
+        return check(
+            None if own_function else False, text, expected="a positive correlation", notable=True
+        )
     live = [g.index for g in record.groups if g.index in found and not is_dead(g.rewards)]
     apart = [i for i in live if abs(found[i].sum()) > 1e-3 * np.abs(found[i]).sum()]
     if own_function and apart:
@@ -469,39 +648,74 @@ def check_advantages(record: StepRecord) -> Finding:
     if spread >= LARGE:
         text = f"rewards are up to {spread:.3g} from the mean of their group"
         if size < LARGE:
-            return check(True, f"{text}; their scale does not reach the loss, as advantages are scaled", notable=True)
+            return check(
+                True,
+                f"{text}; their scale does not reach the loss, as advantages are scaled",
+                notable=True,
+            )
         fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing beside them."
-        return check(None, f"{text} and advantages are not scaled: the loss is as large", fix=fix, notable=True)
-    return check(True, f"they sum to 0 in each of {len(found)} groups") if found else check(None, "there are none")
+        return check(
+            None,
+            f"{text} and advantages are not scaled: the loss is as large",
+            fix=fix,
+            notable=True,
+        )
+    return (
+        check(True, f"they sum to 0 in each of {len(found)} groups")
+        if found
+        else check(None, "there are none")
+    )
 
 # %% ../../nbs/insight/00_xray.ipynb #ff9dc379
-def mask_fault(d: Datum, sample: RolloutSample | None, dlogprob: np.ndarray | None) -> tuple[str, Any, str]:
+def mask_fault(
+    d: Datum, sample: RolloutSample | None, dlogprob: np.ndarray | None
+) -> tuple[str, Any, str]:
     "(what is wrong, got, expected) of one datum's mask; three empty strings if nothing is."
     if sample is None:
         return "no sample at this place", "a datum", "one datum per sample"
     n = len(d.tokens)
     if n + d.truncated_tokens != len(sample.tokens) or (d.tokens != sample.tokens[:n]).any():
-        return "its tokens are not those of its sample", f"{n} tokens", f"{len(sample.tokens)}, those that were sampled"
+        return (
+            "its tokens are not those of its sample",
+            f"{n} tokens",
+            f"{len(sample.tokens)}, those that were sampled",
+        )
     spoken = sample.loss_mask[1:n] > 0
     if (leak := np.flatnonzero(d.active & ~spoken)).size:
-        return "a token that the policy did not sample is in the loss", f"weight 1 at target {leak[0]}", "weight 0"
+        return (
+            "a token that the policy did not sample is in the loss",
+            f"weight 1 at target {leak[0]}",
+            "weight 0",
+        )
     if (gap := np.flatnonzero(spoken & ~d.active)).size and d.num_loss_tokens:
         return "a sampled token is not in the loss", f"weight 0 at target {gap[0]}", "weight 1"
-    if dlogprob is not None and (masked := np.flatnonzero((np.asarray(dlogprob) != 0) & ~d.active)).size:
-        return "a masked token has a gradient", f"{dlogprob[masked[0]]:g} at target {masked[0]}", "0"
+    if (
+        dlogprob is not None
+        and (masked := np.flatnonzero((np.asarray(dlogprob) != 0) & ~d.active)).size
+    ):
+        return (
+            "a masked token has a gradient",
+            f"{dlogprob[masked[0]]:g} at target {masked[0]}",
+            "0",
+        )
     return "", "", ""
 
 # %% ../../nbs/insight/00_xray.ipynb #311e95a0
 def check_mask(record: StepRecord) -> Finding:
     "The loss covers exactly the sampled tokens; a datum may be masked as a whole."
-    check, samples = partial(Finding, "mask"), sample_of(record.groups)
+    check = partial(Finding, "mask")
+    samples = sample_of(record.groups)
     if not record.datums:
         return check(None, "nothing was trained")
     dlogprobs = (record.loss and record.loss.dlogprobs) or (None,) * len(record.datums)
     for d, dlogprob in zip(record.datums, dlogprobs, strict=True):
         what, got, expected = mask_fault(d, samples.get((d.group, d.sample)), dlogprob)
         if what:
-            fix = "See what builds the loss mask." if record.origin else "Make datums with datums_from_groups."
+            fix = (
+                "See what builds the loss mask."
+                if record.origin
+                else "Make datums with datums_from_groups."
+            )
             return check(False, what, expected=expected, fix=fix, where=d.where, got=got)
     if begins := prompt_in_loss(record.groups):
         text = f"the prompt is in the loss: all completions of a group begin with the same {begins} tokens or more"
@@ -515,7 +729,9 @@ def check_mask(record: StepRecord) -> Finding:
     return check(True, f"the loss covers exactly the {active} sampled tokens{also}")
 
 # %% ../../nbs/insight/00_xray.ipynb #c383bcc6
-MOST, TIED = 0.8, 0.95  # share of the loss's tokens in one group, and correlation of reward and length, that are told
+# share of the loss's tokens in one group, and correlation of reward and length, that are told
+MOST = 0.8
+TIED = 0.95
 
 
 def check_lengths(record: StepRecord) -> Finding:
@@ -530,13 +746,16 @@ def check_lengths(record: StepRecord) -> Finding:
     tokens: dict[int, int] = {}
     for d in record.datums:
         tokens[d.group] = tokens.get(d.group, 0) + d.num_loss_tokens
-    total, largest = sum(tokens.values()), max(tokens, key=lambda i: tokens[i], default=0)
+    total = sum(tokens.values())
+    largest = max(tokens, key=lambda i: tokens[i], default=0)
     if len(tokens) > 1 and tokens[largest] >= MOST * total > 0:
         text = f"group {largest} has {tokens[largest] / total:.0%} of the tokens of the loss"
         return check(True, f"{text}, of {len(tokens)} groups", notable=True)
     if math.isnan(corr):
         return check(None, "rewards or lengths are all the same within their groups")
-    return check(True, f"correlation of reward and length {corr:+.2f}, and no group has most of the tokens")
+    return check(
+        True, f"correlation of reward and length {corr:+.2f}, and no group has most of the tokens"
+    )
 
 # %% ../../nbs/insight/00_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:
@@ -549,8 +768,13 @@ def check_temperature(
     name: str, groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]
 ) -> Finding | None:
     "Tokens are scored at the temperature at which they were drawn; greedy ones aside, as in the config."
-    samples, scored = sample_of(groups), zip(datums, policy, strict=True)
-    both = [(d, s.temperature, p.temperature) for d, p in scored if (s := samples.get((d.group, d.sample)))]
+    samples = sample_of(groups)
+    scored = zip(datums, policy, strict=True)
+    both = [
+        (d, s.temperature, p.temperature)
+        for d, p in scored
+        if (s := samples.get((d.group, d.sample)))
+    ]
     apart = [(d.where, drawn, at) for d, drawn, at in both if drawn not in (at, 0.0)]
     if not apart:
         return None
@@ -574,33 +798,49 @@ def sampler_words(record: StepRecord, allowed: Rounding) -> str:
 
 def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "On-policy, policy and sampler give each token the same logprob."
-    check, policy = partial(Finding, "on-policy"), scored_first(record)
+    check = partial(Finding, "on-policy")
+    policy = scored_first(record)
     if not policy or record.given:
         return check(None, without_loss(record))
     if apart := check_temperature("on-policy", record.groups, record.datums, policy):
         return apart
-    gap, known = sampler_gap(record.groups, record.datums, policy), on_policy(record, previous)
+    gap = sampler_gap(record.groups, record.datums, policy)
+    known = on_policy(record, previous)
     if gap is None:
-        return check(None, "the sampler's logprobs are of another distribution (top-p, top-k), absent, or masked")
+        return check(
+            None,
+            "the sampler's logprobs are of another distribution (top-p, top-k), absent, or masked",
+        )
     allowed = rounding_of(policy)
-    text = f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    text = (
+        f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    )
     if allowed.explains(gap):
         return check(True, f"ratio 1: {text}")
     if known is False:
-        return check(None, f"{text}; the samples come from older weights, so nothing else is expected")
+        return check(
+            None, f"{text}; the samples come from older weights, so nothing else is expected"
+        )
     if known is None:
         needed = f"{text}; whether the weights are the same needs the record of the step before"
         return check(None, needed, notable=True)
-    fix = "The weights are the same: ask the alignment doctor (rln.diagnose) which cause explains it."
+    fix = (
+        "The weights are the same: ask the alignment doctor (rln.diagnose) which cause explains it."
+    )
     text = f"the policy is not what the sampler drew from{sampler_words(record, allowed)}: {text}"
     return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
 
 # %% ../../nbs/insight/00_xray.ipynb #dac43126
 def check_old(record: StepRecord) -> Finding:
     "Before the first update of a batch the old logprobs are the policy's."
-    check, again = partial(Finding, "old policy"), scored_twice(record)
+    check = partial(Finding, "old policy")
+    again = scored_twice(record)
     unknown = record.origin and not record.updates  # how many updates the trainer made
-    gap = None if unknown or not again else gap_between(record.datums, again, [d.old_logprobs for d in record.datums])
+    gap = (
+        None
+        if unknown or not again
+        else gap_between(record.datums, again, [d.old_logprobs for d in record.datums])
+    )
     if gap is None:
         return check(None, "there are no old logprobs of the weights that were trained")
     text = f"old and policy logprobs differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
@@ -625,8 +865,14 @@ def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from
     "Rank correlation of dL/dlogprob with policy less reference in a datum, the higher of both signs of advantage."
     sides: dict[float, list[float]] = {}
     loss = record.loss
-    for d, lp, g in zip(record.datums, loss.logprobs, loss.dlogprobs, strict=True) if loss and loss.dlogprobs else ():
-        above = lp.values - d.ref_logprobs if d.ref_logprobs is not None else np.zeros(len(d.weights))
+    for d, lp, g in (
+        zip(record.datums, loss.logprobs, loss.dlogprobs, strict=True)
+        if loss and loss.dlogprobs
+        else ()
+    ):
+        above = (
+            lp.values - d.ref_logprobs if d.ref_logprobs is not None else np.zeros(len(d.weights))
+        )
         apart = d.active & (np.abs(above) > 1e-3)
         if apart.sum() > 2:
             found = correlation(ranks(np.asarray(g)[apart]), ranks(above[apart]))
@@ -638,7 +884,8 @@ def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from
 
 def check_reference(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "Before any update the policy is the reference; after one it is not, nor far from it."
-    check, policy = partial(Finding, "reference"), scored_first(record)
+    check = partial(Finding, "reference")
+    policy = scored_first(record)
     if not policy:
         return check(None, without_loss(record))
     gap = gap_between(record.datums, policy, [d.ref_logprobs for d in record.datums])
@@ -654,25 +901,44 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
         fix = "Is it scored at the same temperature and without dropout?"
         text = f"the reference is not the model that training starts from: {text}"
         return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
-    moved = previous.metrics.get("update_norm", 0.0) if previous and previous.step == record.step - 1 else 0.0
+    moved = (
+        previous.metrics.get("update_norm", 0.0)
+        if previous and previous.step == record.step - 1
+        else 0.0
+    )
     if gap.largest == 0 and moved > 0 and allowed == ROUNDING["float32"]:
         text = f"KL to the reference is 0 although step {record.step - 1} moved the weights"
         fix = "Is the reference the policy itself, or was the policy loaded again as it was at the beginning?"
-        return check(False, f"{text}: the reference follows the policy, or the policy was reset", fix=fix)
+        return check(
+            False, f"{text}: the reference follows the policy, or the policy was reset", fix=fix
+        )
     if custom_loss(record.options) and pull_to_reference(record) < -0.9:
         text = "the custom loss pushes the policy away from the reference: where it is above, dL/dlogprob is lower"
-        return check(False, text, expected="a KL term that is added", fix="loss + beta * kl, not loss - beta * kl.")
+        return check(
+            False,
+            text,
+            expected="a KL term that is added",
+            fix="loss + beta * kl, not loss - beta * kl.",
+        )
     if gap.mean >= FAR:
         kl = record.metrics.get("kl", math.nan)
         text = f"the policy is far from the reference (KL {short(kl)}): {text}"
         fix = "A smaller learning rate, a larger kl_beta, or a checkpoint from before it left."
-        return check(False, text, expected=f"below {FAR:g} on average", fix=fix, where=gap.where, got=gap.size)
+        return check(
+            False,
+            text,
+            expected=f"below {FAR:g} on average",
+            fix=fix,
+            where=gap.where,
+            got=gap.size,
+        )
     return check(True, text)
 
 # %% ../../nbs/insight/00_xray.ipynb #ec28e5ec
 def check_correction(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "A correction has what it needs, and stale samples have a correction."
-    check, without = partial(Finding, "correction"), [d.where for d in record.datums if d.sampler_logprobs is None]
+    check = partial(Finding, "correction")
+    without = [d.where for d in record.datums if d.sampler_logprobs is None]
     if record.loss is None or record.given:
         return check(None, without_loss(record))
     moved, words = moved_since_sampling(record, previous)
@@ -682,17 +948,26 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
     if without and reads_sampler(record):
         fix = "Use a sampler that reports them, or switch the correction off."
         got = f"none in {len(without)} datums"
-        text, expected = "the loss needs sampler logprobs", "one per target"
+        text = "the loss needs sampler logprobs"
+        expected = "one per target"
         return check(False, text, expected=expected, fix=fix, where=without[0], got=got)
     age = record.metrics.get("staleness/max", 0.0)
-    old = f"samples are up to {age:g} sync{'s' * (age != 1)} stale" if age > 0 else words
+    old = f"samples are up to {age:g} sync{('s' if age != 1 else '')} stale" if age > 0 else words
     has_ratio = record.options.get("policy_loss", "grpo") not in NO_RATIO
-    if reads_sampler(record) or (has_ratio and any(d.old_logprobs is not None for d in record.datums)):
-        aged = f"{old}, and the loss corrects for it" if age > 0 or moved else "the loss corrects for older weights"
+    if reads_sampler(record) or (
+        has_ratio and any(d.old_logprobs is not None for d in record.datums)
+    ):
+        aged = (
+            f"{old}, and the loss corrects for it"
+            if age > 0 or moved
+            else "the loss corrects for older weights"
+        )
         return check(True, aged, notable=bool(age > 0 or moved))
     if age > 0 or (moved and "hardly" not in words):
         fix = "Set tis='token' or anchor='rollout', or sync after every step."
-        return check(False, f"{old}, and the loss does not correct for it", expected="a correction", fix=fix)
+        return check(
+            False, f"{old}, and the loss does not correct for it", expected="a correction", fix=fix
+        )
     if moved is False:
         return check(True, "the samples are fresh, no correction is needed")
     return check(None, words or "the staleness of the samples is not known", notable=bool(moved))
@@ -701,7 +976,8 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
 def check_clipping(record: StepRecord) -> Finding:
     "Few tokens are clipped."
     share = record.metrics.get("clip_ratio/region_mean", math.nan)
-    check, text = partial(Finding, "clipping"), f"{share:.1%} of the tokens are clipped"
+    check = partial(Finding, "clipping")
+    text = f"{share:.1%} of the tokens are clipped"
     if share >= TOO_MANY:
         fix = "A smaller learning rate, fewer updates a batch, or a wider eps_clip."
         return check(False, text, expected=f"less than {TOO_MANY:.0%}", fix=fix)
@@ -714,7 +990,8 @@ def check_clipping(record: StepRecord) -> Finding:
 
 # %% ../../nbs/insight/00_xray.ipynb #e9e90d60
 SMALL = 1e-8  # norm of an update that does nothing
-COLLAPSE = 100.0  # how many times smaller learning rate and update must be than in the step before to be told
+# how many times smaller learning rate and update must be than in the step before to be told
+COLLAPSE = 100.0
 BOLD = 0.02  # learning rate: AdamW moves a weight by about so much, and few weights are much larger
 
 
@@ -722,8 +999,12 @@ def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
     "How far the learning rate fell since the step before, if the update fell as far; empty = it did not."
     if previous is None or previous.step != record.step - 1:
         return ""
-    sizes = lambda r: [r.metrics.get(name, math.nan) for name in ("learning_rate", "update_norm")]
-    before, now = sizes(previous), sizes(record)
+
+    def sizes(r):
+        return [r.metrics.get(name, math.nan) for name in ("learning_rate", "update_norm")]
+
+    before = sizes(previous)
+    now = sizes(record)
     if not all(a >= COLLAPSE * b > 0 for a, b in zip(before, now, strict=True)):
         return ""
     return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
@@ -731,71 +1012,121 @@ def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
 
 def only_norms(metrics: Mapping[str, float]) -> bool:
     "Whether a network moved by no more than its norms do: a layer with its matrices moves far more than one of them."
-    parts = {name.partition("/")[2]: moved for name, moved in metrics.items() if name.startswith("update_norm/")}
+    parts = {
+        name.partition("/")[2]: moved
+        for name, moved in metrics.items()
+        if name.startswith("update_norm/")
+    }
     norm = parts.pop("norm", 0.0)
-    small = (moved == 0 or (part.startswith("layer") and moved <= 4 * norm) for part, moved in parts.items())
+    small = (
+        moved == 0 or (part.startswith("layer") and moved <= 4 * norm)
+        for part, moved in parts.items()
+    )
     return norm > 0 and all(small)
 
 
 def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Finding:
     "There is a gradient of ordinary size, it reaches the weights, and the update moved them."
-    (size, measured), m, check = gradient_size(record), record.metrics, partial(Finding, "update")
-    moved, rate = m.get("update_norm", math.nan), m.get("learning_rate", math.nan)
+    (size, measured) = gradient_size(record)
+    m = record.metrics
+    check = partial(Finding, "update")
+    moved = m.get("update_norm", math.nan)
+    rate = m.get("learning_rate", math.nan)
     if record.reason or math.isnan(size):
         return check(None, "nothing was trained" if record.reason else "the record does not tell")
     arrives = size > 0 or not any(g.any() for g in (record.loss.dlogprobs if record.loss else ()))
-    none = "the gradient is 0" if arrives else "no gradient reaches the weights, though dL/dlogprob is not 0"
-    fix = "The last sentence says why, if it is known." if arrives else "Are the weights frozen, or detached?"
+    none = (
+        "the gradient is 0"
+        if arrives
+        else "no gradient reaches the weights, though dL/dlogprob is not 0"
+    )
+    fix = (
+        "The last sentence says why, if it is known."
+        if arrives
+        else "Are the weights frozen, or detached?"
+    )
     if moved == 0 and size > 0:
         fix = "Raise the learning rate, or see what the optimizer does with it."
     if moved == 0 and m.get("learning_rate/schedule") == 0:
         return check(None, "the learning rate is 0 here, as its schedule has it")
     if moved == 0 and size > 0 and rate > 0:
         fix = "Does the optimizer hold this model's tensors? In bfloat16 a small learning rate rounds to no change."
-        return check(False, f"the weights did not move, at a learning rate of {rate:g}", got="update norm 0", fix=fix)
+        return check(
+            False,
+            f"the weights did not move, at a learning rate of {rate:g}",
+            got="update norm 0",
+            fix=fix,
+        )
     if moved == 0:
         why = none if size == 0 else f"the learning rate is {rate:g}"
         return check(False, f"the weights did not move: {why}", got="update norm 0", fix=fix)
     if size == 0:
-        also = f"; the weights moved all the same (by {short(moved)}): momentum or weight decay" if moved > 0 else ""
+        also = (
+            f"; the weights moved all the same (by {short(moved)}): momentum or weight decay"
+            if moved > 0
+            else ""
+        )
         return check(False, none + also, got=measured, fix=fix)
     if moved < SMALL:
         text = f"the weights hardly moved (by {short(moved)}): the learning rate is {rate:g}"
-        return check(False, text, expected=f"an update norm above {SMALL:g}", fix="Raise the learning rate.")
+        return check(
+            False, text, expected=f"an update norm above {SMALL:g}", fix="Raise the learning rate."
+        )
     if fell := fallen_rate(record, previous):
         fix = "Is the length of the schedule counted in steps of this run?"
         return check(False, f"{fell}, and the weights hardly moved (by {short(moved)})", fix=fix)
     if rate >= BOLD:
         text = f"the learning rate is {rate:g}: each weight moved by about as much (update norm {short(moved)})"
-        return check(False, text, expected=f"below {BOLD:g}", fix="Undo the step and lower it; 1e-6 to 1e-3 are usual.")
+        return check(
+            False,
+            text,
+            expected=f"below {BOLD:g}",
+            fix="Undo the step and lower it; 1e-6 to 1e-3 are usual.",
+        )
     limit = m.get("grad_norm_clipped", math.inf)
     clipped = limit < size * (1 - 1e-6)
-    summed = record.options.get("aggregation") in ("sum", "sample_mean") and record.divided_by == "none"
+    summed = (
+        record.options.get("aggregation") in ("sum", "sample_mean") and record.divided_by == "none"
+    )
     if size > LARGE and "grad_norm" in m and not (clipped or summed):
         fix = "Set grad_clip_norm, and look at the size of the rewards and of the loss."
         text = f"the gradient is very large ({measured}) and not clipped"
         return check(False, text, expected=f"below {LARGE:g}", fix=fix)
     if only_norms(m):
         text = f"no more than the norms of the network moved (update norm {short(moved)})"
-        return check(None, text, fix="Are all other weights meant to be frozen (requires_grad)?", notable=True)
+        return check(
+            None,
+            text,
+            fix="Are all other weights meant to be frozen (requires_grad)?",
+            notable=True,
+        )
     text = f"gradient {measured}" + (f", clipped to {short(limit)}" if clipped else "")
     return check(True, text + (f", update norm {short(moved)}" if moved > 0 else ""), notable=True)
 
 # %% ../../nbs/insight/00_xray.ipynb #126c135b
 def check_version(record: StepRecord, weight_sync_interval: int | None = None) -> Finding:
     "The sampler got the new weights when it should have."
-    check, start, end = partial(Finding, "weights"), version_at_start(record), record.policy_version
+    check = partial(Finding, "weights")
+    start = version_at_start(record)
+    end = record.policy_version
     report = SyncReport.from_metrics(record.metrics)
     if report and report.ok is False:
         fix = "Look at what the sampler was sent, and at what it did with it: names, tied or frozen parts, the adapter."
         return check(False, report.sentence, fix=fix)
     if start is None or record.reason:
-        return check(None, "nothing was trained" if record.reason else "the record does not tell its first version")
+        return check(
+            None,
+            "nothing was trained"
+            if record.reason
+            else "the record does not tell its first version",
+        )
     if end > start and record.metrics.get("update_norm") == 0:
         return check(None, f"version {start} to {end} of the same weights: they did not move")
     if end > start:
         known = report.ok if report else True
-        return check(known, f"synced: version {start} to {end}" + (f"; {report.sentence}" if report else ""))
+        return check(
+            known, f"synced: version {start} to {end}" + (f"; {report.sentence}" if report else "")
+        )
     text = f"not synced: the sampler keeps version {start}"
     if end < start or weight_sync_interval == 1:
         fix = "Was loop.sync() left out, or did the sampler refuse the snapshot?"
@@ -834,19 +1165,29 @@ def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list
 
 # %% ../../nbs/insight/00_xray.ipynb #9dc04d44
 LONG = 2.0  # seconds of a step below which its time is not worth a sentence
-WASTED = 0.25  # share of the tokens that may be padding, or of a step that may be spent on what is not used
+# share of the tokens that may be padding, or of a step that may be spent on what is not used
+WASTED = 0.25
 
 
 def time_words(record: StepRecord) -> str:
     "Where the time of a step went, if that suggests a change; empty if it does not."
-    spent, speed, o = sum(record.seconds.values()), record.speed, record.options
+    spent = sum(record.seconds.values())
+    speed = record.speed
+    o = record.options
     if spent < LONG:
         return ""
-    sampled, compared = (record.seconds.get(phase, 0.0) / spent for phase in ("sample", "reference"))
-    of_roof = lambda rate: speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
-    reads, multiplies = of_roof("bytes_per_s"), of_roof("flops_per_s")
+    sampled, compared = (
+        record.seconds.get(phase, 0.0) / spent for phase in ("sample", "reference")
+    )
+
+    def of_roof(rate):
+        return speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
+
+    reads = of_roof("bytes_per_s")
+    multiplies = of_roof("flops_per_s")
     if sampled >= 0.5 and reads >= max(0.5, multiplies):
-        far, most = speed["perf/sampling_floor_ratio"], 2 - min(reads, 1.0)
+        far = speed["perf/sampling_floor_ratio"]
+        most = 2 - min(reads, 1.0)
         text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times its floor, which is reading the weights"
         more = "twice as many completions, drawn at once (max_concurrent)"
         return f"{text}: {more}, take at most {most:.1f} times as long"
@@ -864,13 +1205,17 @@ def sentence(
     previous: StepRecord | None = None,  # the record of the step before, if there is one
 ) -> str:
     "What happened in a step, what failed first, then why its loss is what it is, in a few plain sentences."
-    checks, failed = invariants(record, previous), failed_words(record, previous)
+    checks = invariants(record, previous)
+    failed = failed_words(record, previous)
     out = [f"✗ {'; '.join(failed)}"] if failed else []
     if record.reason:
-        dead = any(g.samples for g in record.groups) and all(is_dead(g.rewards) for g in record.groups)
+        dead = any(g.samples for g in record.groups) and all(
+            is_dead(g.rewards) for g in record.groups
+        )
         out.append("Nothing was trained" + ("" if dead else f": {record.reason}"))
     out += [f"{c.text[0].upper()}{c.text[1:]}" for c in checks if c.notable and c.ok is not False]
-    out += [] if record.reason else [loss_words(record, previous)]
+    if not record.reason:
+        out += [loss_words(record, previous)]
     out += [words for words in [time_words(record)] if words and not (failed or record.reason)]
     return " ".join(f"{said}." for said in out)
 
@@ -889,7 +1234,12 @@ class XRay(Findings):
         return self
 
 
-def xray(record: StepRecord, previous: StepRecord | None = None, *, weight_sync_interval: int | None = None) -> XRay:
+def xray(
+    record: StepRecord,
+    previous: StepRecord | None = None,
+    *,
+    weight_sync_interval: int | None = None,
+) -> XRay:
     "A step in plain sentences, and its invariants; raises `RecordError` for what is no record."
     expect(record, StepRecord, "x-ray")
     found = invariants(record, previous, weight_sync_interval=weight_sync_interval)

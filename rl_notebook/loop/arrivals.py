@@ -22,10 +22,31 @@ from ..core.types import PromptGroup
 from .groups import Finished, Gate, Graded, Producer
 from .rollouts import groups_per_pass, require_some
 from .step import NORMALIZATION, Listing, LossReport, step_denominator
-from .step import list_groups, list_prompts, list_rollouts, merge_outputs, scale_output, score_group
+from rl_notebook.loop.step import (
+    list_groups,
+    list_prompts,
+    list_rollouts,
+    merge_outputs,
+    scale_output,
+    score_group,
+)
 from .state import Loop, enter, timed
-from .phases import advantages_phase, compared, draw_prompt, encode_numbers, gradient_of, grading
-from .phases import group_datums, have_tokens, list_training, prompts_phase, room_of, trains_on
+from rl_notebook.loop.phases import (
+    advantages_phase,
+    compared,
+    draw_prompt,
+    encode_numbers,
+    gradient_of,
+    grading,
+)
+from rl_notebook.loop.phases import (
+    group_datums,
+    have_tokens,
+    list_training,
+    prompts_phase,
+    room_of,
+    trains_on,
+)
 from .phases import with_reference
 
 # %% ../../nbs/loop/08_arrivals.ipynb #ead7b438
@@ -42,7 +63,8 @@ def has_signal(loop: Loop, answered: Graded) -> bool:
     useful = trains_on(loop, compared_alone(loop, answered.group))
     loop.counts["barren"] = 0 if useful else loop.counts["barren"] + 1
     if loop.counts["barren"] == NO_SIGNAL_ROWS * loop.cfg.prompt_groups_per_step:
-        where, rewards = answered.group.where, answered.group.rewards.tolist()
+        where = answered.group.where
+        rewards = answered.group.rewards.tolist()
         text = f"{loop.counts['barren']} rows in a row taught nothing, and further ones are drawn; the last: {where}"
         warnings.warn(f"{text}, rewards {rewards}", stacklevel=2)
     return useful
@@ -50,7 +72,11 @@ def has_signal(loop: Loop, answered: Graded) -> bool:
 
 def compared_alone(loop: Loop, group: PromptGroup) -> PromptGroup:
     "A group with its advantages, where they do not depend on the batch."
-    return compared(loop, [group])[0] if group.samples and loop.cfg.advantage_scale not in OF_BATCH else group
+    return (
+        compared(loop, [group])[0]
+        if group.samples and loop.cfg.advantage_scale not in OF_BATCH
+        else group
+    )
 
 
 NO_SIGNAL_ROWS = 10  # batches' worth of rows without signal, after which there is a warning
@@ -59,7 +85,9 @@ NO_SIGNAL_ROWS = 10  # batches' worth of rows without signal, after which there 
 def groups_of(
     loop: Loop,
     take: Callable[[], int | None],  # number of the next row; None = there is none now
-    give_back: Callable[[Iterable[int]], None] = lambda numbers: None,  # rows that have to be drawn again
+    give_back: Callable[[Iterable[int]], None] = lambda numbers: (
+        None
+    ),  # rows that have to be drawn again
     useful: Callable[[Graded], bool] | None = None,  # None = what becomes training sequences
     **policy: Any,  # fields of `Gate`
 ) -> Producer[Graded]:
@@ -67,7 +95,9 @@ def groups_of(
     c = loop.cfg
     usual = {"groups_per_step": c.prompt_groups_per_step, "max_concurrency": room_of(c)}
     gate = Gate(completions_per_prompt=c.completions_per_prompt, **usual | policy)
-    return Producer(gate, take, partial(rollout_and_score, loop), useful or partial(has_signal, loop), give_back)
+    return Producer(
+        gate, take, partial(rollout_and_score, loop), useful or partial(has_signal, loop), give_back
+    )
 
 # %% ../../nbs/loop/08_arrivals.ipynb #ecc0a273
 def add_groups(loop: Loop, answered: Sequence[Graded]) -> Listing[PromptGroup]:
@@ -92,7 +122,10 @@ async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
     if (short := loop.cfg.prompt_groups_per_step - sum(map(loop.keep, groups))) <= 0:
         return 0
     take = partial(next, iter(loop.intake.upcoming(attempts * short)), None)
-    live = lambda answered: loop.keep(compared_alone(loop, answered.group))
+
+    def live(answered):
+        return loop.keep(compared_alone(loop, answered.group))
+
     async with groups_of(loop, take, useful=live, groups_per_step=short) as producer:
         with timed(loop, "refill"):
             rows = [*await producer.batch(short), *producer.take_rejected()]
@@ -108,8 +141,12 @@ class Parts:
 
     producer: Producer[Graded]
     sizes: Iterable[tuple[int, int]]  # (at least, at most) groups
-    note: Callable[[list[Finished[Graded]]], list[Graded]]  # the rows of the whole step as the step keeps them
-    places: Mapping[int, int] = field(default_factory=dict)  # number of a row: its index in the step, where it is known
+    note: Callable[
+        [list[Finished[Graded]]], list[Graded]
+    ]  # the rows of the whole step as the step keeps them
+    places: Mapping[int, int] = field(
+        default_factory=dict
+    )  # number of a row: its index in the step, where it is known
     rows: list[Finished[Graded]] = field(default_factory=list)  # that came so far
 
     def place(self, row: Finished[Graded]) -> Finished[Graded]:
@@ -120,12 +157,24 @@ class Parts:
 @asynccontextmanager
 async def as_they_arrive(loop: Loop) -> AsyncIterator[Parts]:
     "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step begins anew."
-    c, places = loop.cfg, {p.number: p.index for p in prompts_phase(loop)}
-    limits = groups_per_pass(c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd)
-    take, in_order = partial(next, iter(places), None), lambda rows: sorted(rows, key=lambda row: places[row.number])
+    c = loop.cfg
+    places = {p.number: p.index for p in prompts_phase(loop)}
+    limits = groups_per_pass(
+        c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd
+    )
+    take = partial(next, iter(places), None)
+
+    def in_order(rows):
+        return sorted(rows, key=lambda row: places[row.number])
+
     try:
         async with groups_of(loop, take, groups_per_step=len(places), refills=False) as producer:
-            yield Parts(producer, itertools.repeat(limits), lambda rows: [r.value for r in in_order(rows)], places)
+            yield Parts(
+                producer,
+                itertools.repeat(limits),
+                lambda rows: [r.value for r in in_order(rows)],
+                places,
+            )
     except BaseException:
         loop.state.values.clear()
         loop.rewind_data()
@@ -135,10 +184,14 @@ async def as_they_arrive(loop: Loop) -> AsyncIterator[Parts]:
 def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[LossReport]) -> None:
     "The phases up to `backward` from passes over parts of the batch, which divided by nothing."
     require_some([a.group for a in answered])
-    state, aggregation, tokenizer = loop.state, loop.cfg.aggregation, loop.backend.tokenizer
+    state = loop.state
+    aggregation = loop.cfg.aggregation
+    tokenizer = loop.backend.tokenizer
     state.values.clear()
     groups = add_groups(loop, answered)
-    datums = state.put("datums", list_training([d for r in reports for d in r.datums], groups, tokenizer))
+    datums = state.put(
+        "datums", list_training([d for r in reports for d in r.datums], groups, tokenizer)
+    )
     if have_tokens(datums):
         state.put("reference", datums)
         divisor = step_denominator(datums, aggregation)
@@ -172,5 +225,7 @@ async def overlapped_half(
         for row in sorted(parts.producer.take_rejected(), key=lambda row: row.number):
             parts.rows.append(parts.place(row))
         for phase in ("sample", "backward"):
-            loop.state.seconds[phase] = sum(end - begin for name, begin, end in loop.state.spans if name == phase)
+            loop.state.seconds[phase] = sum(
+                end - begin for name, begin, end in loop.state.spans if name == phase
+            )
         settle_passes(loop, parts.note(parts.rows), reports)

@@ -37,7 +37,9 @@ class Batch:
 
     samples: Any = None  # the value of `sample` that these rows became
     rows: Sequence[Finished[Graded]] = ()
-    gate: Mapping[str, float] = field(default_factory=dict)  # its metrics when the batch was complete
+    gate: Mapping[str, float] = field(
+        default_factory=dict
+    )  # its metrics when the batch was complete
 
     @property
     def useful(self) -> int:
@@ -47,7 +49,9 @@ class Batch:
 # %% ../../nbs/loop/12_async_loop.ipynb #dea4e9e2
 def note_batch(loop: AsyncGRPOLoop, rows: Sequence[Finished[Graded]]) -> Batch:
     "The rows of a step at their places, counted: what was lost, and how full the pipeline was when they were complete."
-    loop.state.batch = Batch(None, [replace(row, value=placed(row, i)) for i, row in enumerate(rows)])
+    loop.state.batch = Batch(
+        None, [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
+    )
     for row in rows:
         group = row.value.group
         loop.counts["samples"] += len(group.samples)
@@ -82,8 +86,12 @@ def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
         p.fill()
         numbers = sorted({*p.in_flight, *(row.number for row in p.ready)})
         prompts = encode_numbers(loop, numbers)
-    if not (numbers or p.rejected or p.held or p.error) and loop.weights.shared.loaded is loop.weights:
-        got, fix = f"all {loop.cursor.consumed} prompts done", "Raise epochs, or pass more rows."
+    if (
+        not (numbers or p.rejected or p.held or p.error)
+        and loop.weights.shared.loaded is loop.weights
+    ):
+        got = f"all {loop.cursor.consumed} prompts done"
+        fix = "Raise epochs, or pass more rows."
         raise PhaseError("prompts", got=got, fix=fix)
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
@@ -92,16 +100,27 @@ async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
     "Wait for a batch: useful rows in the order of the data, then the others."
     enter(loop.state, "sample")
     return_batch(loop)
-    p, in_order = at_work(loop), lambda rows: sorted(rows, key=lambda row: row.number)
+    p = at_work(loop)
+
+    def in_order(rows):
+        return sorted(rows, key=lambda row: row.number)
+
     with timed(loop, "sample"):
         live = await p.batch(loop.cfg.prompt_groups_per_step)
         with kept(p, live):
             if loop.cfg.synchronous_training:
                 await p.drain()
     if not (rows := [*in_order(live), *in_order(p.take_rejected())]):
-        raise PhaseError("sample", got="no row", expected="rows in flight", fix="Raise epochs, or pass more rows.")
+        raise PhaseError(
+            "sample",
+            got="no row",
+            expected="rows in flight",
+            fix="Raise epochs, or pass more rows.",
+        )
     rollouts = [row.value.rollouts for row in note_batch(loop, rows).rows]
-    loop.state.values["prompts"] = list_prompts([r.prompt for r in rollouts], loop.backend.tokenizer)
+    loop.state.values["prompts"] = list_prompts(
+        [r.prompt for r in rollouts], loop.backend.tokenizer
+    )
     loop.state.policy_version = loop.policy_version
     samples = loop.state.put("sample", list_rollouts(rollouts, loop.backend.tokenizer))
     loop.state.batch = replace(loop.batch, samples=samples)
@@ -114,7 +133,9 @@ def at_work(loop: AsyncGRPOLoop) -> Producer[Graded]:
     return loop.producer
 
 # %% ../../nbs/loop/12_async_loop.ipynb #a1dfed4f
-def graded_phase(loop: AsyncGRPOLoop, reward_fns: Any = None, *, wait: bool | None = None) -> Listing[PromptGroup]:
+def graded_phase(
+    loop: AsyncGRPOLoop, reward_fns: Any = None, *, wait: bool | None = None
+) -> Listing[PromptGroup]:
     "The grades that the rollouts got when they came back; `reward_fns` grades the batch again."
     if reward_fns is not None or loop.state.values.get("sample") is not loop.batch.samples:
         return score_phase(loop, reward_fns, wait=wait)
@@ -145,7 +166,9 @@ async def chunked_parts(loop: AsyncGRPOLoop) -> AsyncIterator[Parts]:
     admit_phase(loop)
     c = loop.cfg
     sizes = [(n, n) for n in balanced_chunks(c.prompt_groups_per_step, c.pipeline_chunks_per_step)]
-    parts = Parts(loop.producer, sizes, lambda rows: [row.value for row in note_batch(loop, rows).rows])
+    parts = Parts(
+        loop.producer, sizes, lambda rows: [row.value for row in note_batch(loop, rows).rows]
+    )
     try:
         yield parts
     except BaseException:
@@ -215,7 +238,8 @@ def refuse_in_flight(loop: AsyncGRPOLoop, what: str) -> None:
 async def branch_beside(loop: AsyncGRPOLoop, **options: Any) -> AsyncGRPOLoop:
     "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be in flight."
     refuse_in_flight(loop, "branch")
-    other, (cursor, extra) = await branch_off(loop, **options), loop.resume_state()
+    other = await branch_off(loop, **options)
+    (cursor, extra) = loop.resume_state()
     if options.get("at") == "start":
         other.state = StepState(loop.state.number, loop.state.cursor)
     batch = other.state.numbers if "sample" in other.state.values else []
@@ -241,9 +265,15 @@ class AsyncGRPOLoop(GRPOLoop):
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         c = self.cfg
-        bounds = {"max_head_offpolicy_versions": c.max_head_offpolicy_versions, "last_version": c.steps}
+        bounds = {
+            "max_head_offpolicy_versions": c.max_head_offpolicy_versions,
+            "last_version": c.steps,
+        }
         bounds |= {"max_concurrency": c.max_concurrency_rollout_sample}
-        take = lambda: self.intake.take() if self.weights.shared.loaded is self.weights else None
+
+        def take():
+            return self.intake.take() if self.weights.shared.loaded is self.weights else None
+
         rows = groups_of(self, take, self.intake.give_back, **bounds)
         self.producer: Producer[Graded] = rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -299,7 +329,10 @@ class AsyncGRPOLoop(GRPOLoop):
 
     def extra_record_fields(self) -> dict[str, Any]:
         "Staleness, waits, and when the rows of the batch were drawn."
-        rows = [(f"row {r.number}", r.began - self.opened, r.ended - self.opened) for r in self.batch.rows]
+        rows = [
+            (f"row {r.number}", r.began - self.opened, r.ended - self.opened)
+            for r in self.batch.rows
+        ]
         return {"metrics": {**self.batch.gate, **wait_metrics(self)}, "timeline": tuple(rows)}
 
     def reclaim(self, before: StepState) -> None:
@@ -318,7 +351,11 @@ class AsyncGRPOLoop(GRPOLoop):
 
     def take_as_recorded(self, record: StepRecord) -> None:
         "Have taken the rows that a recorded step had taken; those that were in flight will be drawn."
-        self.set_position(record.step - 1, replace(self.cursor, consumed=record.consumed), {"pending": record.pending})
+        self.set_position(
+            record.step - 1,
+            replace(self.cursor, consumed=record.consumed),
+            {"pending": record.pending},
+        )
         self.producer.gate.stand(record.step - 1, len({d.group for d in record.datums}))
 
     async def close(self) -> None:

@@ -21,7 +21,15 @@ __all__ = ['save_checkpoint', 'restore_checkpoint', 'export_policy', 'SeekResult
 from ..backends.base import Backend
 from ..task.chat import with_template
 from ..config.config import Config
-from ..core.types import AdamParams, BackendError, Datum, LossOutput, PhaseError, RecordError, RLNotebookError
+from rl_notebook.core.types import (
+    AdamParams,
+    BackendError,
+    Datum,
+    LossOutput,
+    PhaseError,
+    RecordError,
+    RLNotebookError,
+)
 from ..task.data import restore_cursor
 from ..backends.export import describe_export
 from ..core.losses import LossOptions
@@ -61,7 +69,8 @@ def forget_record(loop: Loop, number: int) -> None:
 def need_snapshots(loop: Loop, what: str) -> None:
     "Refuse what a backend without state snapshots cannot do."
     if not loop.backend.capabilities.state_snapshots:
-        where, expected = f"backend {loop.backend.capabilities.name}", "a trainer that saves and loads states"
+        where = f"backend {loop.backend.capabilities.name}"
+        expected = "a trainer that saves and loads states"
         raise BackendError(what, where=where, got="no state snapshots", expected=expected)
 
 # %% ../../nbs/loop/10_back.ipynb #e0449b10
@@ -85,8 +94,11 @@ async def take_back(loop: Loop, to: str) -> None:
         fix = fix or "Open the loop with keep_undo=N to take back the last N steps."
         raise PhaseError("undo", got=why, fix=fix)
     entry = await weights.undo(lambda entry: forget_record(loop, entry.state.number))
-    before, state, loop.eval_metrics = loop.state, reopened(entry.state, to), {}
-    loop.state = replace(state, cursor=replace(state.cursor, epochs=loop.cfg.epochs))  # a changed setting stays
+    before = loop.state
+    state = reopened(entry.state, to)
+    loop.eval_metrics = {}
+    # a changed setting stays
+    loop.state = replace(state, cursor=replace(state.cursor, epochs=loop.cfg.epochs))
     loop.reclaim(before)
 
 # %% ../../nbs/loop/10_back.ipynb #dbdca5c2
@@ -98,13 +110,23 @@ def branch_place(loop: Loop, at: str | None) -> str:
         raise PhaseError("branch", got=f"at={at!r}", expected="'batch' or 'start'")
     if loop.weights.in_window:
         fix = "Let the window end, or stop the loop."
-        raise PhaseError("branch", where=where, got="a running window", expected="a step of its own", fix=fix)
+        raise PhaseError(
+            "branch", where=where, got="a running window", expected="a step of its own", fix=fix
+        )
     if state.updated:
         fix = "Go back with await loop.undo(), or go on with await loop.step()."
-        raise PhaseError("branch", where=where, got="updated weights", expected="a step before its update", fix=fix)
+        raise PhaseError(
+            "branch",
+            where=where,
+            got="updated weights",
+            expected="a step before its update",
+            fix=fix,
+        )
     if loop.weights.sampler is not SamplerHas.CURRENT:
         expected = f"a sync first (weight_sync_interval={loop.cfg.weight_sync_interval})"
-        raise PhaseError("branch", where=where, got="weights that the sampler has not got yet", expected=expected)
+        raise PhaseError(
+            "branch", where=where, got="weights that the sampler has not got yet", expected=expected
+        )
     if place == "batch" and "sample" not in state.values:
         fix = "Run await loop.sample(), or branch with at='start'."
         raise PhaseError("branch", where=where, got="no samples yet", expected="a batch", fix=fix)
@@ -117,7 +139,8 @@ AnyLoop = TypeVar("AnyLoop", bound=Loop)
 async def branch_off(
     loop: AnyLoop,
     *,
-    at: str | None = None,  # "batch": keep the samples; "start": from before the step; None = what there is
+    at: str
+    | None = None,  # "batch": keep the samples; "start": from before the step; None = what there is
     name: str = "",  # in charts; "" = what is different
     reward: Any = None,  # None = this loop's
     make_loss: LossFactory | None = None,  # None = this loop's
@@ -126,16 +149,22 @@ async def branch_off(
 ) -> AnyLoop:
     "A loop at the same place with other settings, on the same backend; both can go on, in turn or side by side."
     need_snapshots(loop, "branch")
-    place, cfg = branch_place(loop, at), Config.from_dict(loop.cfg.to_dict(), changes)
-    rows, functions = loop.cfg.diff(cfg).rows, {"reward": reward, "make_loss": make_loss}
+    place = branch_place(loop, at)
+    cfg = Config.from_dict(loop.cfg.to_dict(), changes)
+    rows = loop.cfg.diff(cfg).rows
+    functions = {"reward": reward, "make_loss": make_loss}
     refuse_opened(rows, "branch")
     functions = {name: fn for name, fn in functions.items() if fn is not None}
     regrade = "reward" in functions or any(name.partition(".")[0] in GRADING for name, *_ in rows)
     differs = ", ".join([*(f"{name}={value}" for name, _, value in rows), *functions])
     own = {"name": name or differs or "branch", "outputs": outputs, "eval_rows": loop.eval_rows}
-    options: dict[str, Any] = given_for(loop, cfg, functions) | own | {"family": loop.weights.family}
+    options: dict[str, Any] = (
+        given_for(loop, cfg, functions) | own | {"family": loop.weights.family}
+    )
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
-    state = reopened(loop.state, "prompts" if place == "start" else "score" if regrade else "advantages")
+    state = reopened(
+        loop.state, "prompts" if place == "start" else "score" if regrade else "advantages"
+    )
     other.state = replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
     other.rewind_data(other.state.numbers)
     await loop.weights.fork(other.weights)
@@ -150,13 +179,18 @@ async def save_checkpoint(
     "Save what is needed to go on from the last finished step; rows that were drawn and not trained on are drawn again."
     state, step = loop.state, loop.state.number - 1
     if state.updated:
-        raise PhaseError("save_checkpoint", got=f"step {state.number} half done", fix="Run loop.finish() first.")
+        raise PhaseError(
+            "save_checkpoint", got=f"step {state.number} half done", fix="Run loop.finish() first."
+        )
     if step - max([0, *run.checkpoints]) < every:
         return None
-    save, version = loop.backend.policy.save_state, loop.policy_version
+    save = loop.backend.policy.save_state
+    version = loop.policy_version
     cursor, extra = loop.resume_state()
     async with loop.weights.turn():
-        saving = run.save_checkpoint(step, save, cursor.state(), policy_version=version, extra=extra)
+        saving = run.save_checkpoint(
+            step, save, cursor.state(), policy_version=version, extra=extra
+        )
         await loop.weights.settled(saving)
     return step
 
@@ -192,19 +226,40 @@ async def export_policy(
     "Write the policy of a backend into a new folder; raises `BackendError`, `ConfigError` or `RecordError`."
     folder = Path(path)
     if backend.export is None:
-        where, got = f"backend {backend.capabilities.name}", "weights that stay on the service"
+        where = f"backend {backend.capabilities.name}"
+        got = "weights that stay on the service"
         fix = "Publish them there: set output_model_id, or call backend.promote."
-        raise BackendError("export", where=where, got=got, expected="a backend that holds its weights", fix=fix)
+        raise BackendError(
+            "export", where=where, got=got, expected="a backend that holds its weights", fix=fix
+        )
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         fix = "Name another folder; on the command line: --out FOLDER."
-        raise RecordError("export", where=str(folder), got="something that is there", expected="a free name", fix=fix)
-    tokenizer = backend.tokenizer if cfg is None else with_template(backend.tokenizer, cfg.chat_template, None)
+        raise RecordError(
+            "export",
+            where=str(folder),
+            got="something that is there",
+            expected="a free name",
+            fix=fix,
+        )
+    tokenizer = (
+        backend.tokenizer
+        if cfg is None
+        else with_template(backend.tokenizer, cfg.chat_template, None)
+    )
     with staged_folder(folder) as inside:
         await backend.export(inside, to, tokenizer)
         if cfg is not None:
             trained = "adapter" if (inside / "adapter_config.json").is_file() else "hf"
             kind = "merged" if cfg.lora_rank and trained == "hf" else to or trained
-            describe_export(inside, kind, cfg, step, metrics or {}, tokenizer, _base_of(tokenizer, cfg.base_model))
+            describe_export(
+                inside,
+                kind,
+                cfg,
+                step,
+                metrics or {},
+                tokenizer,
+                _base_of(tokenizer, cfg.base_model),
+            )
     return folder
 
 
@@ -223,8 +278,12 @@ def recorded_loss(loop: Loop, record: StepRecord) -> LossFactory:
     if custom is None:
         return loss_factory(LossOptions(**record.options))
     if loop.make_loss is None:
-        where, expected, fix = f"step {record.step}", f"a loop with this loss: {custom}", "Open it with make_loss=."
-        raise RecordError("a loss of its own", where=where, got="no make_loss", expected=expected, fix=fix)
+        where = f"step {record.step}"
+        expected = f"a loop with this loss: {custom}"
+        fix = "Open it with make_loss=."
+        raise RecordError(
+            "a loss of its own", where=where, got="no make_loss", expected=expected, fix=fix
+        )
     return loop.make_loss
 
 
@@ -243,7 +302,8 @@ def updates_of(record: StepRecord) -> list[list[Sequence[Datum]]]:  # passes of 
 
 async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> LossReport:
     "Accumulate the gradient of an update of a recorded step again, pass by pass."
-    make, aggregation = recorded_loss(loop, record), record.options["aggregation"]
+    make = recorded_loss(loop, record)
+    aggregation = record.options["aggregation"]
     chunks = updates_of(record)[update]
     datums = tuple(d for chunk in chunks for d in chunk)
     natural = step_denominator(datums, aggregation)
@@ -257,23 +317,35 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
 
 async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
     "Sync if a recorded step was drawn from newer weights than the sampler serves: a window ended before it."
-    if max((s.policy_version or 0 for g in record.groups for s in g.samples), default=0) > loop.policy_version:
+    if (
+        max((s.policy_version or 0 for g in record.groups for s in g.samples), default=0)
+        > loop.policy_version
+    ):
         await loop.weights.sync()
 
 
-async def repeat_step(loop: Loop, record: StepRecord, adam: AdamParams) -> float:  # gap of the logprobs, nats
+async def repeat_step(
+    loop: Loop, record: StepRecord, adam: AdamParams
+) -> float:  # gap of the logprobs, nats
     "Make the update of a recorded step again, and sync where the run did."
-    gap, done = 0.0, 0
+    gap = 0.0
+    done = 0
     await sync_as_drawn(loop, record)
     for i in range(len(updates_of(record)) if record.trained else 0):
         report = await repeat_backward(loop, record, i)
-        gap, done = max(gap, logprob_gap(report.output, record.loss, done)), done + len(report.datums)
-        learned = replace(adam, learning_rate=record.metrics.get("learning_rate", adam.learning_rate))
+        gap = max(gap, logprob_gap(report.output, record.loss, done))
+        done = done + len(report.datums)
+        learned = replace(
+            adam, learning_rate=record.metrics.get("learning_rate", adam.learning_rate)
+        )
         await loop.weights.update(learned, record.divided_by)
     if record.policy_version > loop.policy_version:
         await loop.weights.sync()
     cursor = replace(loop.state.cursor, consumed=record.consumed)
-    seen = {cursor.index(g.number): known for g, known in zip(record.groups, record.visits, strict=False)}
+    seen = {
+        cursor.index(g.number): known
+        for g, known in zip(record.groups, record.visits, strict=False)
+    }
     extra = {"pending": record.pending, "bonus": bonus_after(loop.cfg, record, loop.state.bonus)}
     loop.set_position(record.step, replace(cursor, seen={**cursor.seen, **seen}), extra)
     loop.records.append(record)
@@ -284,7 +356,9 @@ def logprob_gap(ours: LossOutput, theirs: LossOutput | None, start: int = 0) -> 
     "The largest difference between two passes over the same datums; ours begins at `start` of theirs."
     recorded = theirs.logprobs[start : start + len(ours.logprobs)] if theirs else ()
     pairs = zip(ours.logprobs, recorded, strict=True)
-    return float(max((np.nanmax(np.abs(a.values - b.values), initial=0.0) for a, b in pairs), default=0.0))
+    return float(
+        max((np.nanmax(np.abs(a.values - b.values), initial=0.0) for a, b in pairs), default=0.0)
+    )
 
 # %% ../../nbs/loop/10_back.ipynb #f9cefaf1
 @dataclass(frozen=True)
@@ -304,10 +378,14 @@ def plan_replay(loop: Loop, step: int, run: Run) -> Way:
     found = run.latest_checkpoint(at_most=step)
     beginning = loop.weights.beginning.state if loop.weights.beginning else loop.state
     if found is None and (beginning.updated or beginning.number != begun + 1):
-        expected = f"a checkpoint at or before step {step}, or a loop that has not left step {begun + 1}"
+        expected = (
+            f"a checkpoint at or before step {step}, or a loop that has not left step {begun + 1}"
+        )
         fix = "Open a fresh backend and a fresh loop; or save checkpoints (dcp_save_interval)."
         got = f"checkpoints after {spans(run.checkpoints) or 'no step'}, and a loop in step {loop.state.number}"
-        raise RecordError(f"no way to step {step}", where=str(run.path), got=got, expected=expected, fix=fix)
+        raise RecordError(
+            f"no way to step {step}", where=str(run.path), got=got, expected=expected, fix=fix
+        )
     base = begun if found is None else found.step
     return Way(base, found, tuple(run.record(n) for n in range(base + 1, step + 1)))
 
@@ -316,12 +394,16 @@ def recorded_settings(run: Run, record: StepRecord, begun: Config | None = None)
     "The settings of a recorded step of a run that began so; names of functions are left out: they would be imported."
     changed = {k: v for k, v in record.changed.items() if not names_code(k, v)}
     then = run.config_at(record.step)
-    return Config.from_dict(then if begun is None or then is not run.config else begun.to_dict(), changed)
+    return Config.from_dict(
+        then if begun is None or then is not run.config else begun.to_dict(), changed
+    )
 
 
 def names_code(name: str, value: Any) -> bool:
     "Whether a recorded change is a function, or may name one."
-    texts = [v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)]
+    texts = [
+        v for v in (value if isinstance(value, list | tuple) else [value]) if isinstance(v, str)
+    ]
     return name in ("reward", "make_loss", "rewards") or any(":" in text for text in texts)
 
 
@@ -380,11 +462,14 @@ async def seek_step(loop: Loop, step: int, run: Run) -> SeekResult:
     The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
     need_snapshots(loop, "seek")
     if loop.weights.in_window:
-        raise PhaseError("seek", got="a running window", fix="Let the window end, or stop the loop.")
+        raise PhaseError(
+            "seek", got="a running window", fix="Let the window end, or stop the loop."
+        )
     run.check(loop.cfg)
     way = plan_replay(loop, step, run)
     if way.records and loop.cfg.weight_sync_interval != 1:
-        what, where = f"step {step} of a run in windows", str(run.path)
+        what = f"step {step} of a run in windows"
+        where = str(run.path)
         expected = f"a step with a checkpoint ({spans(run.checkpoints) or 'there is none'})"
         raise RecordError(what, where=where, got="no checkpoint", expected=expected)
     gap = await rebuild(loop, way, run)

@@ -18,7 +18,14 @@ from ..core.options import marked
 from ..core.types import ConfigError, PhaseError
 from ..config.config import Config, LossSettings, UpdateSettings, completions_at_once
 from .rollouts import Breaker, bounded
-from .setup import Task, as_task, check_backend, check_loss, own_advantages, rollout_setup
+from rl_notebook.loop.setup import (
+    Task,
+    as_task,
+    check_backend,
+    check_loss,
+    own_advantages,
+    rollout_setup,
+)
 from .state import PHASES, Loop
 from .step import LossFactory
 
@@ -52,7 +59,13 @@ def refuse_opened(rows: Iterable[tuple[str, Any, Any]], where: str) -> None:
     for name, was, asked in rows:
         if name.partition(".")[0] in (*marked(Config, "past", "opened"), "recipe"):
             fix = "It belongs to the backend, the data or the run folder: open another loop for it."
-            raise ConfigError(name, where=where, got=repr(asked), expected=f"{was!r}, as the loop was opened", fix=fix)
+            raise ConfigError(
+                name,
+                where=where,
+                got=repr(asked),
+                expected=f"{was!r}, as the loop was opened",
+                fix=fix,
+            )
 
 
 def refuse_ahead(loop: Loop, name: str) -> None:
@@ -60,7 +73,9 @@ def refuse_ahead(loop: Loop, name: str) -> None:
     if loop.draws_ahead and name.partition(".")[0] not in DRAWN_WITHOUT:
         fix = "Stop, and branch with at='start', or open another loop; or let the window end."
         got = "a change, while rows are drawn and graded ahead"
-        raise ConfigError(name, where=loop.place, got=got, expected="a setting of the loss or the update", fix=fix)
+        raise ConfigError(
+            name, where=loop.place, got=got, expected="a setting of the loss or the update", fix=fix
+        )
 
 
 def refuse_settings(loop: Loop, cfg: Config) -> None:
@@ -68,7 +83,8 @@ def refuse_settings(loop: Loop, cfg: Config) -> None:
     backend, scored = loop.backend, loop.backend.capabilities.policy_temperature
     if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
         if loop.weights.several:
-            expected, fix = "that of the loops that share the backend", "Open a backend of its own for another."
+            expected = "that of the loops that share the backend"
+            fix = "Open a backend of its own for another."
             raise ConfigError("temperature", got=cfg.temperature, expected=expected, fix=fix)
         cfg = replace(cfg, temperature=scored)
     check_backend(cfg, backend)
@@ -87,18 +103,28 @@ def score_at(loop: Loop, temperature: float) -> None:
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
     "Change settings of the next step: a whole config, or values by dotted name; `functions`: reward, make_loss."
     loop.weights.refuse_in_turn("change of settings", "Pause it first.")
-    old, state = loop.next_settings, loop.state
+    old = loop.next_settings
+    state = loop.state
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
-    rows = [*old.diff(cfg).rows, *((n, called(loop.given[n]), called(given)) for n, given in functions.items())]
+    rows = [
+        *old.diff(cfg).rows,
+        *((n, called(loop.given[n]), called(given)) for n, given in functions.items()),
+    ]
     refuse_opened(rows, loop.place)
     for name, *_ in rows:
         refuse_ahead(loop, name)
     check_loss(cfg, functions.get("make_loss", loop.make_loss))
     if functions and state.updated:
         fix = "Run await loop.step() to finish it first."
-        raise PhaseError(f"another {' and '.join(functions)}", where=loop.place, got="a step that is updated", fix=fix)
+        raise PhaseError(
+            f"another {' and '.join(functions)}",
+            where=loop.place,
+            got="a step that is updated",
+            fix=fix,
+        )
     what_follows(loop, cfg, functions)  # refused here, and not when the step ends
-    begun, at_once = bool(state.values), dict[str, Any]()
+    begun = bool(state.values)
+    at_once = dict[str, Any]()
     if state.rejected and "optimize" not in state.values:  # the update is to be tried again
         at_once = {name: now for name, _, now in rows if name in READ_BY_UPDATE}
     if functions or at_once or not begun:
@@ -108,7 +134,9 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
     if functions:  # what another one has made is made again
         kept = PHASES.index("score" if "reward" in functions else "loss")
         state.values = {p: v for p, v in state.values.items() if PHASES.index(p) < kept}
-    first = {name: state.number + (begun and name not in {*functions, *at_once}) for name, *_ in rows}
+    first = {
+        name: state.number + (begun and name not in {*functions, *at_once}) for name, *_ in rows
+    }
     return Changed(tuple((*row, f"from step {first[row[0]]} on") for row in rows))
 
 
@@ -150,7 +178,10 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
 def called(given: Any) -> Any:
     "Reward functions or a loss by name, as a record keeps them."
     several = given if isinstance(given, list | tuple) else [given]
-    names = [g if isinstance(g, str) else getattr(g, "name", getattr(g, "__name__", repr(g))) for g in several]
+    names = [
+        g if isinstance(g, str) else getattr(g, "name", getattr(g, "__name__", repr(g)))
+        for g in several
+    ]
     return None if given is None else ", ".join(names)
 
 
@@ -158,7 +189,9 @@ def changed_since_opened(loop: Loop) -> dict[str, Any]:
     "What differs from the settings that a loop was opened with, by dotted name."
     settings = {name: now for name, _, now in loop.began_with.diff(loop.settings).rows}
     other = [n for n in ("reward", "make_loss") if loop.given[n] is not loop.opened_with[n]]
-    return settings | {n: called(loop.given[n]) for n in other if n != "reward" or "rewards" not in settings}
+    return settings | {
+        n: called(loop.given[n]) for n in other if n != "reward" or "rewards" not in settings
+    }
 
 # %% ../../nbs/loop/06_change.ipynb #4e692896
 def change(
@@ -172,4 +205,6 @@ def change(
 
     A step whose update was rejected takes settings of the update at once, such as a lower `learning_rate`."""
     functions = {"reward": reward, "make_loss": make_loss}
-    return change_settings(loop, settings, **{name: fn for name, fn in functions.items() if fn is not None})
+    return change_settings(
+        loop, settings, **{name: fn for name, fn in functions.items() if fn is not None}
+    )

@@ -32,7 +32,9 @@ from .phases import encode, grading, patience
 HELD_OUT = 10**9  # position of the first held-out prompt
 
 
-async def held_out_group(loop: Loop, prompt: Prompt, params: SampleParams, **context: Any) -> PromptGroup:
+async def held_out_group(
+    loop: Loop, prompt: Prompt, params: SampleParams, **context: Any
+) -> PromptGroup:
     "Completions of a held-out prompt, graded as in training."
     how = {"context": {**context, "evaluation": True}, **patience(loop)}
     drawn = await draw(prompt, loop.sampler, params, loop.task.rollout_fn, **how)
@@ -42,7 +44,9 @@ async def held_out_group(loop: Loop, prompt: Prompt, params: SampleParams, **con
 def wants_rollouts(evaluation_fn: EvaluationFn) -> bool:
     "Whether an evaluation function is called with (step, rollout_fn), as in the newest guides, and not with a setup."
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in inspect.signature(evaluation_fn).parameters.values() if p.default is p.empty]
+    needed = [
+        p for p in inspect.signature(evaluation_fn).parameters.values() if p.default is p.empty
+    ]
     return len([p for p in needed if p.kind in kinds]) == 2
 
 
@@ -50,10 +54,20 @@ def evaluation_rollouts(loop: Loop) -> RolloutFn:
     "The loop's own rollouts, or completions and their grade: a row in, what came of it out, None if it was lost."
     places = itertools.count(HELD_OUT)
 
-    async def rollout_fn(sample_prompt: Mapping[str, Any], **context: Any) -> RolloutSample | RolloutRun | None:
+    async def rollout_fn(
+        sample_prompt: Mapping[str, Any], **context: Any
+    ) -> RolloutSample | RolloutRun | None:
         [prompt] = encode(loop, load_rows([sample_prompt]), next(places))
-        samples = (await held_out_group(loop, prompt, replace(loop.cfg.eval_params(), n=1), **context)).samples
-        return samples[0] if len(samples) == 1 else RolloutRun(samples, samples[0].reward) if samples else None
+        samples = (
+            await held_out_group(loop, prompt, replace(loop.cfg.eval_params(), n=1), **context)
+        ).samples
+        return (
+            samples[0]
+            if len(samples) == 1
+            else RolloutRun(samples, samples[0].reward)
+            if samples
+            else None
+        )
 
     return rollout_fn
 
@@ -65,12 +79,17 @@ async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, f
         if wants_rollouts(evaluation_fn):
             found = evaluation_fn(finished, evaluation_rollouts(loop))
         else:
-            found = evaluation_fn(rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler))
+            found = evaluation_fn(
+                rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler)
+            )
         found = await found if inspect.isawaitable(found) else found
     found = {} if found is None else found
     if not isinstance(found, Mapping):
         raise RewardError("evaluation_fn", got=type(found).__name__, expected="metrics by name")
-    return {name if name.startswith("eval/") else f"eval/{name}": float(value) for name, value in found.items()}
+    return {
+        name if name.startswith("eval/") else f"eval/{name}": float(value)
+        for name, value in found.items()
+    }
 
 # %% ../../nbs/loop/09_evaluation.ipynb #c6998b4f
 async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
@@ -80,12 +99,18 @@ async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
         return loop.eval_metrics
     held_out = loop.eval_rows if rows is None else as_rows(rows)
     if not held_out:
-        raise PhaseError("evaluate", got="no held-out rows", fix="Pass eval_rows to the loop, or rows to evaluate.")
+        raise PhaseError(
+            "evaluate",
+            got="no held-out rows",
+            fix="Pass eval_rows to the loop, or rows to evaluate.",
+        )
     params = loop.cfg.eval_params()
     if loop.cfg.eval_sampling and loop.task.rollout_fn is not None:
         fix = "Leave it out, or ask in the rollout function whether it is an `evaluation`."
         expected = "none: a rollout function draws as setup.params says"
-        raise ConfigError("eval_sampling", got=dict(loop.cfg.eval_sampling), expected=expected, fix=fix)
+        raise ConfigError(
+            "eval_sampling", got=dict(loop.cfg.eval_sampling), expected=expected, fix=fix
+        )
     prompts = encode(loop, held_out, HELD_OUT, max_completion_tokens=params.max_tokens)
     with now_running(loop, "evaluate"):
         groups = await together([held_out_group(loop, prompt, params) for prompt in prompts])

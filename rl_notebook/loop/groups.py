@@ -63,10 +63,17 @@ class Gate:
     def admit(self) -> None:
         "Start a row; raises PhaseError where there is no room for a whole one."
         if not self.rows:
-            rooms = {"the sampler": self.concurrency_capacity, "the staleness bound": self.staleness_capacity}
-            whose, room = min(((w, r) for w, r in rooms.items() if r is not None), key=lambda x: x[1])
+            rooms = {
+                "the sampler": self.concurrency_capacity,
+                "the staleness bound": self.staleness_capacity,
+            }
+            whose, room = min(
+                ((w, r) for w, r in rooms.items() if r is not None), key=lambda x: x[1]
+            )
             expected = f"room for all {self.completions_per_prompt} samples"
-            raise PhaseError("a row", got=f"room for {max(0, room)} samples, by {whose}", expected=expected)
+            raise PhaseError(
+                "a row", got=f"room for {max(0, room)} samples, by {whose}", expected=expected
+            )
         self.running += self.completions_per_prompt
 
     def accept(self) -> None:
@@ -90,7 +97,10 @@ class Gate:
 
     def stand(self, version: int, rows: int = 0) -> None:
         "Go to where a version had just been published, with so many rows behind it that keep their place."
-        self.version, self.accepted = version, version * self.batch + rows * self.completions_per_prompt
+        self.version, self.accepted = (
+            version,
+            version * self.batch + rows * self.completions_per_prompt,
+        )
 
 # %% ../../nbs/loop/00_groups.ipynb #4ee3f599
 T = TypeVar("T")
@@ -139,11 +149,17 @@ class Producer(Generic[T]):
     take: Callable[[], int | None]  # number of the next row; None = there is none now
     run: Callable[[int], Awaitable[T]]  # draws and grades a row
     useful: Callable[[T], bool]  # whether it can be trained on
-    give_back: Callable[[Iterable[int]], None] = lambda numbers: None  # rows that have to be drawn again
+    give_back: Callable[[Iterable[int]], None] = lambda numbers: (
+        None
+    )  # rows that have to be drawn again
     clock: Callable[[], float] = time.perf_counter  # seconds
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # by number
-    ready: list[Finished[T]] = field(default_factory=list)  # to be trained on, in the order in which they came
-    rejected: list[Finished[T]] = field(default_factory=list)  # the others, until a step takes them into its record
+    ready: list[Finished[T]] = field(
+        default_factory=list
+    )  # to be trained on, in the order in which they came
+    rejected: list[Finished[T]] = field(
+        default_factory=list
+    )  # the others, until a step takes them into its record
     held: str = ""  # why no row is started; empty = they are
     error: BaseException | None = None  # of a rollout, until a batch is waited for
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -154,8 +170,14 @@ class Producer(Generic[T]):
 
     def fill(self) -> int:  # rows started
         "Start what may be started."
-        started, event_loop = 0, asyncio.get_running_loop()
-        while not self.held and self.error is None and self.gate.rows and (number := self.take()) is not None:
+        started = 0
+        event_loop = asyncio.get_running_loop()
+        while (
+            not self.held
+            and self.error is None
+            and self.gate.rows
+            and (number := self.take()) is not None
+        ):
             self.gate.admit()
             now = self.clock()
             if not self.in_flight:
@@ -166,28 +188,35 @@ class Producer(Generic[T]):
             started += 1
         return started
 
-    async def batch(self, count: int, most: int | None = None, places: int | None = None) -> list[Finished[T]]:
+    async def batch(
+        self, count: int, most: int | None = None, places: int | None = None
+    ) -> list[Finished[T]]:
         """Wait for so many useful rows and take them, or what is ready up to `most`; fewer at the end of the data.
 
         `places` is what the optimizer step has left for rows, `most` where it is not given."""
         most = count if most is None else most
         places = most if places is None else places
         self.fill()
-        enough = lambda: len(self.ready) >= count and len(pick(self, places)) >= count
+
+        def enough():
+            return len(self.ready) >= count and len(pick(self, places)) >= count
+
         while not enough() and self.in_flight and self.error is None:
             self.changed.clear()
             await self.changed.wait()
         raise_failure(self)
         taken = pick(self, places)[:most]
         if len(taken) < count and self.held:
-            got, fix = f"{len(taken)} of {count} rows, and none started: {self.held}", "Call loop.resume()."
+            got = f"{len(taken)} of {count} rows, and none started: {self.held}"
+            fix = "Call loop.resume()."
             raise PhaseError("a batch", got=got, fix=fix)
         self.ready = [row for row in self.ready if row not in taken]
         return taken
 
     def take_rejected(self) -> list[Finished[T]]:
         "The rows that were not useful, since this was last asked."
-        taken, self.rejected = self.rejected, []
+        taken = self.rejected
+        self.rejected = []
         return taken
 
     async def drain(self) -> None:
@@ -246,7 +275,9 @@ async def one_row(producer: Producer[T], number: int) -> T:
 
 def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
     "A task has ended: settle its row, and start the next."
-    p, failed = producer, None if task.cancelled() else task.exception()  # asking for it marks it as seen
+    # asking for it marks it as seen
+    p = producer
+    failed = None if task.cancelled() else task.exception()
     flight = p.in_flight.get(number)
     if flight is None or flight.task is not task:  # recalled
         return
@@ -254,7 +285,9 @@ def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -
     p.idle_since = p.clock()
     try:
         if task.cancelled() or failed is not None:
-            raise failed or PhaseError(f"row {number}", got="a cancelled rollout", expected="one that ends by itself")
+            raise failed or PhaseError(
+                f"row {number}", got="a cancelled rollout", expected="one that ends by itself"
+            )
         useful = p.useful(value := task.result())
     except BaseException as error:  # raised again where a batch is waited for
         p.gate.give_up(in_flight=1)
@@ -271,13 +304,20 @@ def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -
 def pick(producer: Producer[T], places: int) -> list[Finished[T]]:
     "What can be trained now: first come first served, as far as every older row keeps a place before it is too stale."
     p, gate, taken = producer, producer.gate, list[Finished[T]]()
-    per_step, bound = gate.groups_per_step, gate.max_head_offpolicy_versions
+    per_step = gate.groups_per_step
+    bound = gate.max_head_offpolicy_versions
     versions = [row.version for row in (*p.in_flight.values(), *p.ready)]
     for row in p.ready:
         left = places - len(taken) - 1  # in this step, without this row
-        until = lambda version, left=left: left + (version + bound - gate.version) * per_step  # places before too late
+
+        # places before too late
+        def until(version, left=left):
+            return left + (version + bound - gate.version) * per_step
+
         older = range(gate.version - bound, row.version)
-        if left >= 0 and all(sum(w <= version for w in versions) <= until(version) for version in older):
+        if left >= 0 and all(
+            sum(w <= version for w in versions) <= until(version) for version in older
+        ):
             taken.append(row)
             versions.remove(row.version)
     return taken
@@ -288,7 +328,8 @@ def raise_failure(producer: Producer[Any]) -> None:
     if (error := producer.error) is not None:
         producer.recall()
         producer.error = None
-        raise error.with_traceback(None) if isinstance(error, RLNotebookError) else error  # it says where
+        # it says where
+        raise error.with_traceback(None) if isinstance(error, RLNotebookError) else error
 
 # %% ../../nbs/loop/00_groups.ipynb #b5b5900e
 DRAINING = "waiting for the rows in flight"
@@ -309,7 +350,9 @@ class Intake:
     "Which rows come next: first those that have to be drawn again, then those behind the cursor."
 
     cursor: Cursor  # behind the rows that were taken
-    waiting: deque[int] = field(default_factory=deque)  # numbers before it that have to be drawn again, in order
+    waiting: deque[int] = field(
+        default_factory=deque
+    )  # numbers before it that have to be drawn again, in order
 
     @property
     def left(self) -> float:

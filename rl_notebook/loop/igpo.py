@@ -22,7 +22,13 @@ from ..core.types import RewardError, RolloutRun, RolloutSample, frozen_array
 from ..runs.records import StepRecord
 from ..task.chat import first_difference
 from ..task.rewards import final_answer
-from .rollouts import RolloutFactory, RolloutFn, RolloutSetup, as_rollout_fn, first_parameter
+from rl_notebook.loop.rollouts import (
+    RolloutFactory,
+    RolloutFn,
+    RolloutSetup,
+    as_rollout_fn,
+    first_parameter,
+)
 
 # %% auto #0
 __all__ = ['with_information_gain', 'information_gain', 'turn_advantages', 'igpo_advantages', 'igpo_table']
@@ -35,14 +41,22 @@ class AnswerTokens(NamedTuple):
     tokens: tuple[int, ...]  # ids that are scored
 
 
-def answer_tokens(tokenizer: Any, answer: Any, lead: str = "", where: str | None = None) -> AnswerTokens:
+def answer_tokens(
+    tokenizer: Any, answer: Any, lead: str = "", where: str | None = None
+) -> AnswerTokens:
     "Ids of lead and answer, encoded together; raises `DataError` where there is no answer."
     text = str(answer) if isinstance(answer, str | int | float) else ""
     if not text.strip():
         fix = "Information gain needs rows with an answer; give the column a name that `load_rows` knows."
-        raise DataError("answer", where=where, got=repr(answer), expected="a text or a number", fix=fix)
-    encode = lambda part: list(tokenizer(part, add_special_tokens=False)["input_ids"])
-    ids, before = encode(lead + text), encode(lead) if lead else []
+        raise DataError(
+            "answer", where=where, got=repr(answer), expected="a text or a number", fix=fix
+        )
+
+    def encode(part):
+        return list(tokenizer(part, add_special_tokens=False)["input_ids"])
+
+    ids = encode(lead + text)
+    before = encode(lead) if lead else []
     given = min(first_difference(ids, before), len(ids) - 1)
     return AnswerTokens(tuple(ids[:given]), tuple(ids[given:]))
 
@@ -70,7 +84,9 @@ def mean_of_answer(found: Logprobs, num_tokens: int, answer: AnswerTokens) -> fl
     values = found.values[-len(answer.tokens) :]
     if len(found) != num_tokens - 1:
         got = f"{len(found)} for {num_tokens} tokens"
-        raise AlignmentError("logprobs of prefix and answer", got=got, expected=f"{num_tokens - 1}, one per target")
+        raise AlignmentError(
+            "logprobs of prefix and answer", got=got, expected=f"{num_tokens - 1}, one per target"
+        )
     if len(values) < len(answer.tokens) or not np.isfinite(values).all():
         expected = f"{len(answer.tokens)} finite numbers, one per token of the answer"
         raise AlignmentError("logprobs of the answer", got=values.tolist(), expected=expected)
@@ -88,11 +104,13 @@ class AnswerScorer:
     "Asks a sampler for scores: each once while the weights stay, a few at a time."
 
     def __init__(self, sampler: Sampler, workers: int = 8):
-        self.sampler, self.workers = sampler, workers
+        self.sampler = sampler
+        self.workers = workers
         self.requests = 0  # sent so far
         self.version = -1  # of the newest weights seen
         self.known: dict[tuple[bytes, AnswerTokens], asyncio.Task[Scored]] = {}
-        self.event_loop: asyncio.AbstractEventLoop | None = None  # that `room` and `known` belong to
+        # that `room` and `known` belong to
+        self.event_loop: asyncio.AbstractEventLoop | None = None
         self.room = asyncio.Semaphore(workers)
 
     def enter(self, version: int) -> None:
@@ -138,7 +156,9 @@ def is_older(task: asyncio.Task[Scored], version: int) -> bool:
 ATTEMPTS = 5  # to get all scores of a sample from the same weights
 
 
-async def sample_scores(scorer: AnswerScorer, sample: RolloutSample, answer: AnswerTokens) -> list[float]:
+async def sample_scores(
+    scorer: AnswerScorer, sample: RolloutSample, answer: AnswerTokens
+) -> list[float]:
     "(T + 1) scores, before the first turn of a sample and after each, from the same weights."
     prefixes = [sample.tokens[:end] for end in prefix_ends(sample)]
     scorer.enter(max(sample.policy_version, getattr(scorer.sampler, "policy_version", 0)))
@@ -150,7 +170,9 @@ async def sample_scores(scorer: AnswerScorer, sample: RolloutSample, answer: Ans
         scorer.forget_before(max(s.version or 0 for s in found))
     got = f"versions {[s.version for s in found]}"
     fix = "Sync less often, or score with more workers."
-    raise BackendError("scores of a sample", got=got, expected=f"one version within {ATTEMPTS} attempts", fix=fix)
+    raise BackendError(
+        "scores of a sample", got=got, expected=f"one version within {ATTEMPTS} attempts", fix=fix
+    )
 
 # %% ../../nbs/loop/13_igpo.ipynb #33582e79
 Rollout = RolloutSample | RolloutRun
@@ -160,14 +182,18 @@ async def with_scores(scorer: AnswerScorer, found: Rollout, answer: AnswerTokens
     "A rollout with the scores of its answer in `info['answer_scores']` of each sample."
     samples = found.segments if isinstance(found, RolloutRun) else (found,)
     each = await asyncio.gather(*(sample_scores(scorer, s, answer) for s in samples))
-    scored = [replace(s, info={**s.info, "answer_scores": v}) for s, v in zip(samples, each, strict=True)]
+    scored = [
+        replace(s, info={**s.info, "answer_scores": v}) for s, v in zip(samples, each, strict=True)
+    ]
     return replace(found, segments=tuple(scored)) if isinstance(found, RolloutRun) else scored[0]
 
 # %% ../../nbs/loop/13_igpo.ipynb #6cca45b6
 def with_information_gain(
     rollout: Callable[..., Any],  # factory, which takes `setup`, or rollout function
     igpo: IGPOConfig | None = None,  # `scoring_workers` and `answer_lead`
-    answer_of: Callable[[Mapping[str, Any]], Any] = right_answer,  # from what a rollout function is called with
+    answer_of: Callable[
+        [Mapping[str, Any]], Any
+    ] = right_answer,  # from what a rollout function is called with
 ) -> Callable[[RolloutSetup], RolloutFn]:
     "A rollout factory whose samples carry the scores of the right answer; raises `DataError` for rows without one."
     options = igpo or IGPOConfig()
@@ -178,7 +204,9 @@ def with_information_gain(
         scorer = AnswerScorer(setup.sampler, options.scoring_workers)
 
         async def scored_rollout(sample_prompt: dict[str, Any], **context: Any) -> Rollout | None:
-            call = functools.partial(taken.fn, sample_prompt, **{n: context[n] for n in taken.names if n in context})
+            call = functools.partial(
+                taken.fn, sample_prompt, **{n: context[n] for n in taken.names if n in context}
+            )
             if context.get("evaluation"):
                 return await call()
             answer = answer_tokens(setup.tokenizer, answer_of(sample_prompt), options.answer_lead)
@@ -218,29 +246,44 @@ def discounted(rewards: np.ndarray, gamma: float) -> np.ndarray:
 # %% ../../nbs/loop/13_igpo.ipynb #55d88ab1
 def turn_advantages(
     ig_rewards: Sequence[Sequence[float] | np.ndarray],  # per rollout of a group (T,), nats
-    outcome_rewards: Sequence[Sequence[float] | np.ndarray],  # per rollout (T,): the reward on its last turn, else 0
+    outcome_rewards: Sequence[
+        Sequence[float] | np.ndarray
+    ],  # per rollout (T,): the reward on its last turn, else 0
     gamma: float = 0.99,  # discount from a turn to the one before it
     eps: float = 1e-6,  # of `z_normalize`
     ig_weight: float = 1.0,  # of the normalised information gain
 ) -> list[np.ndarray]:  # per rollout (T,)
     "Advantages of the turns of one group (arXiv:2510.14967); raises `RewardError` where the two do not fit together."
-    lengths, others = [len(r) for r in ig_rewards], [len(r) for r in outcome_rewards]
+    lengths = [len(r) for r in ig_rewards]
+    others = [len(r) for r in outcome_rewards]
     if lengths != others:
         expected = f"{lengths}, one per turn as for the information gain"
         raise RewardError("outcome rewards", got=f"{others} turns", expected=expected)
-    flat = lambda rows: np.concatenate([np.zeros(0), *(np.asarray(r, dtype=np.float64) for r in rows)])
-    ig, outcome = flat(ig_rewards), flat(outcome_rewards)
+
+    def flat(rows):
+        return np.concatenate([np.zeros(0), *(np.asarray(r, dtype=np.float64) for r in rows)])
+
+    ig = flat(ig_rewards)
+    outcome = flat(outcome_rewards)
     if not (np.isfinite(ig).all() and np.isfinite(outcome).all()):
-        raise RewardError("rewards of turns", got="a number that is not finite", expected="finite numbers")
+        raise RewardError(
+            "rewards of turns", got="a number that is not finite", expected="finite numbers"
+        )
     combined = ig_weight * z_normalize(ig, eps) + z_normalize(outcome, eps)
-    return [discounted(part, gamma) for part in np.split(combined, np.cumsum(lengths)[:-1])] if lengths else []
+    return (
+        [discounted(part, gamma) for part in np.split(combined, np.cumsum(lengths)[:-1])]
+        if lengths
+        else []
+    )
 
 # %% ../../nbs/loop/13_igpo.ipynb #8e296a6f
 def answer_scores(sample: RolloutSample, where: str) -> np.ndarray:  # (T + 1,)
     "The scores that a sample carries; raises `RewardError` where they are missing or do not fit its turns."
-    scores, expected = sample.info.get("answer_scores"), len(sample.turns) + 1
+    scores = sample.info.get("answer_scores")
+    expected = len(sample.turns) + 1
     if scores is None or len(scores) != expected:
-        got, fix = "none" if scores is None else len(scores), "Wrap the rollout function in with_information_gain."
+        got = "none" if scores is None else len(scores)
+        fix = "Wrap the rollout function in with_information_gain."
         wanted = f"{expected}, before the first turn and after each"
         raise RewardError("info['answer_scores']", where=where, got=got, expected=wanted, fix=fix)
     return np.asarray(scores, dtype=np.float64)
@@ -256,19 +299,29 @@ def run_gains(group: PromptGroup, run: Sequence[int], skip_last: bool = False) -
     "(T,) information gain of the turns of a run, one segment after the other; `run`: its samples."
     scores = [answer_scores(group.samples[i], f"{group.where}, sample {i}") for i in run]
     last = len(scores) - 1
-    return np.concatenate([information_gain(s, skip_last and i == last) for i, s in enumerate(scores)])
+    return np.concatenate(
+        [information_gain(s, skip_last and i == last) for i, s in enumerate(scores)]
+    )
 
 # %% ../../nbs/loop/13_igpo.ipynb #d5a30064
 def compare_turns(group: PromptGroup, igpo: IGPOConfig) -> PromptGroup:
     "One group with the advantages of its turns."
     runs = runs_of(group)
     gains = [run_gains(group, run, igpo.skip_ig_last_turn) for run in runs]
-    outcomes = [np.append(np.zeros(len(g) - 1), group.rewards[run[0]]) for g, run in zip(gains, runs, strict=True)]
+    outcomes = [
+        np.append(np.zeros(len(g) - 1), group.rewards[run[0]])
+        for g, run in zip(gains, runs, strict=True)
+    ]
     found = turn_advantages(gains, outcomes, gamma=igpo.gamma, ig_weight=igpo.ig_weight)
     chain = np.concatenate([np.zeros(0), *found])
     ends = np.cumsum([len(s.turns) for s in group.samples])
-    turns = [frozen_array(part, np.float64) for part in np.split(chain, ends[:-1])] if len(ends) else []
-    means = [np.average(a, weights=[b - a for a, b in s.turns]) for a, s in zip(turns, group.samples, strict=True)]
+    turns = (
+        [frozen_array(part, np.float64) for part in np.split(chain, ends[:-1])] if len(ends) else []
+    )
+    means = [
+        np.average(a, weights=[b - a for a, b in s.turns])
+        for a, s in zip(turns, group.samples, strict=True)
+    ]
     return replace(group, turn_advantages=tuple(turns), advantages=np.array(means))
 
 # %% ../../nbs/loop/13_igpo.ipynb #9dae11c5
@@ -294,8 +347,19 @@ def _turn_rows(group: PromptGroup, run: Sequence[int]) -> list[dict[str, Any]]:
         sample = group.samples[i]
         scores = answer_scores(sample, f"{group.where}, sample {i}")
         for t, (start, end) in enumerate(sample.turns):
-            place = {"group": group.index, "sample": i, "row": group.key, "turn": len(rows) + 1, "tokens": end - start}
-            gain = {"before": scores[t], "after": scores[t + 1], "ig": scores[t + 1] - scores[t], "outcome": 0.0}
+            place = {
+                "group": group.index,
+                "sample": i,
+                "row": group.key,
+                "turn": len(rows) + 1,
+                "tokens": end - start,
+            }
+            gain = {
+                "before": scores[t],
+                "after": scores[t + 1],
+                "ig": scores[t + 1] - scores[t],
+                "outcome": 0.0,
+            }
             given = None if group.turn_advantages is None else float(group.turn_advantages[i][t])
             rows.append(place | gain | {"advantage": given})
     rows[-1]["outcome"] = group.rewards[run[0]]
@@ -305,5 +369,16 @@ def _turn_rows(group: PromptGroup, run: Sequence[int]) -> list[dict[str, Any]]:
 def igpo_table(record: StepRecord) -> pd.DataFrame:
     "One row per turn: place, tokens, scores in nats before and after, gain, outcome, advantage."
     rows = [row for g in record.groups for run in runs_of(g) for row in _turn_rows(g, run)]
-    names = ["group", "sample", "row", "turn", "tokens", "before", "after", "ig", "outcome", "advantage"]
+    names = [
+        "group",
+        "sample",
+        "row",
+        "turn",
+        "tokens",
+        "before",
+        "after",
+        "ig",
+        "outcome",
+        "advantage",
+    ]
     return pd.DataFrame(rows, columns=names)

@@ -63,7 +63,9 @@ def takes_turn(
     return in_turn
 
 
-def between_turns(method: Callable[Concatenate[AnyLoop, P], R]) -> Callable[Concatenate[AnyLoop, P], R]:
+def between_turns(
+    method: Callable[Concatenate[AnyLoop, P], R],
+) -> Callable[Concatenate[AnyLoop, P], R]:
     "The method; refused in the middle of a turn that another cell, or a dashboard, has begun."
 
     @functools.wraps(method)
@@ -112,13 +114,21 @@ async def rest_of_step(loop: GRPOLoop) -> StepRecord | None:
 # %% ../../nbs/loop/11_loop.ipynb #6ef749e2
 def window_length(loop: Loop, left: float = math.inf) -> int:
     "Steps of the next window, of which at most so many are left."
-    c, per_step = loop.cfg, loop.cfg.prompt_groups_per_step
-    return int(min(c.weight_sync_interval or c.dcp_save_interval or math.ceil(loop.intake.left / per_step), left))
+    c = loop.cfg
+    per_step = loop.cfg.prompt_groups_per_step
+    return int(
+        min(
+            c.weight_sync_interval or c.dcp_save_interval or math.ceil(loop.intake.left / per_step),
+            left,
+        )
+    )
 
 
 def window_source(loop: Loop, steps: int) -> Producer[Graded]:
     "The rows of so many steps: all may be in flight, and each keeps its place to the end of the window."
-    return groups_of(loop, loop.intake.take, loop.intake.give_back, steps_per_sync=steps, refills=False)
+    return groups_of(
+        loop, loop.intake.take, loop.intake.give_back, steps_per_sync=steps, refills=False
+    )
 
 # %% ../../nbs/loop/11_loop.ipynb #43711c17
 async def reach_boundary(loop: Loop) -> None:
@@ -136,7 +146,9 @@ async def next_rows(loop: Loop, source: Producer[Graded]) -> list[Graded]:
 
 async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord, None]:
     "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
-    first, trained, groups = loop.state, False, list[PromptGroup]()
+    first = loop.state
+    trained = False
+    groups = list[PromptGroup]()
     loop.rewind_data()
     with loop.weights.window(), in_flight(loop, window_source(loop, steps)) as source:
         async with source:
@@ -145,7 +157,8 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
                 add_groups(loop, batch)
                 if (record := await loop.rest_of_step()) is None:
                     return
-                trained, upcoming = trained or record.trained, loop.state
+                trained = trained or record.trained
+                upcoming = loop.state
                 groups += record.groups
                 yield record
                 if loop.state is not upcoming or upcoming.values:
@@ -173,7 +186,10 @@ def in_flight(loop: Loop, source: Producer[Graded]) -> Iterator[Producer[Graded]
 async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
     "The rest of the current step, one step, or one window of at most so many steps."
     if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
-        async with loop.weights.turn() as turn, aclosing(window_steps(loop, window_length(loop, left))) as records:
+        async with (
+            loop.weights.turn() as turn,
+            aclosing(window_steps(loop, window_length(loop, left))) as records,
+        ):
             async for record in records:
                 yield record
                 join_turn(turn)
@@ -210,7 +226,9 @@ def steps_left(loop: Loop, end: int | None) -> float:
     return min((n - loop.state.number for n in ends if n is not None), default=math.inf)
 
 
-async def records_from(loop: GRPOLoop, steps: int | None = None) -> AsyncGenerator[StepRecord, None]:
+async def records_from(
+    loop: GRPOLoop, steps: int | None = None
+) -> AsyncGenerator[StepRecord, None]:
     "Records as steps finish: at most so many, until the rows end or a stop is requested."
     loop.stop_requested, end = False, None if steps is None else loop.state.number + steps
     with stop_on_interrupt(loop):
@@ -242,12 +260,13 @@ class RunRecords(list[StepRecord]):
 
     def __init__(self, ended: str = "", shown: bool = False):
         super().__init__()
-        self.ended = ended  # why it made fewer steps than it was asked for; empty when it made them all
+        # why it made fewer steps than it was asked for; empty when it made them all
+        self.ended = ended
         self.shown = shown  # whether verdicts and the end were printed
 
     def __repr__(self) -> str:
         which = f", steps {spans([r.step for r in self])}" if self else ""
-        count = f"{len(self)} record{'s' * (len(self) != 1)}{which}"
+        count = f"{len(self)} record{('s' if len(self) != 1 else '')}{which}"
         said = () if self.shown else (*verdict_lines(self), self.ended)
         return "\n".join([*filter(None, said), count])
 
@@ -257,14 +276,19 @@ CHECKS = [failed_words]  # each gives, in words, what did not hold in a step
 
 def verdict_lines(records: Iterable[StepRecord], since: int = 0) -> list[str]:
     "For each step from `since` on its verdict, what failed, and what began in the steps up to it."
-    records, lines = [*records], []
+    records = [*records]
+    lines = []
     began = new_words(records, since)
     for i, record in enumerate(records):
         if record.step >= since:
             previous = next((r for r in reversed(records[:i]) if r.step == record.step - 1), None)
             failed = "; ".join(words for check in CHECKS for words in check(record, previous))
             new = "; ".join(began.get(record.step, ()))
-            lines.append(record.verdict + (f" · ✗ {failed}" if failed else "") + (f" · ! {new}" if new else ""))
+            lines.append(
+                record.verdict
+                + (f" · ✗ {failed}" if failed else "")
+                + (f" · ! {new}" if new else "")
+            )
     return lines
 
 
@@ -273,10 +297,15 @@ def verdict_line(records: Iterable[StepRecord], record: StepRecord) -> str:
     return verdict_lines([*(r for r in records if r.step < record.step), record], record.step)[0]
 
 # %% ../../nbs/loop/11_loop.ipynb #4a77beb7
-async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool = True) -> RunRecords:
+async def run_steps(
+    loop: GRPOLoop, steps: int | None = None, *, progress: bool = True
+) -> RunRecords:
     "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
-    done, planned = RunRecords(shown=progress), loop.planned_steps
-    total = steps if steps is not None or planned is None else max(0, planned - loop.state.number + 1)
+    done = RunRecords(shown=progress)
+    planned = loop.planned_steps
+    total = (
+        steps if steps is not None or planned is None else max(0, planned - loop.state.number + 1)
+    )
     try:
         with tqdm(total=total, desc="steps", disable=no_bar(progress)) as loop.bar:
             async with aclosing(records_from(loop, steps)) as records:
@@ -284,7 +313,9 @@ async def run_steps(loop: GRPOLoop, steps: int | None = None, *, progress: bool 
                     done.append(record)
                     loop.bar.update()
                     if progress:
-                        loop.bar.write(printable(await asyncio.to_thread(verdict_line, loop.records, record)))
+                        loop.bar.write(
+                            printable(await asyncio.to_thread(verdict_line, loop.records, record))
+                        )
             done.ended = why_ended(loop, steps, len(done))
             if done.ended and progress:
                 loop.bar.set_postfix_str(done.ended.partition(" (")[0])
@@ -302,8 +333,11 @@ async def warm_up(loop: GRPOLoop, rows: Any, steps: int = 10) -> RunRecords:
     `rows`: anything that `load_rows` takes, with the answer as `completion`, as the assistant's last message or as
     `answer`. Its tokens and the end of the turn are trained on; a service computes this loss itself if it can. The
     sampler has the weights at the end. Raises `DataError` for a row that gives no text."""
-    answered, done, loop.stop_requested = as_rows(rows), RunRecords(), False
-    upcoming, size = itertools.cycle(answered), min(loop.cfg.prompt_groups_per_step, len(answered))
+    answered = as_rows(rows)
+    done = RunRecords()
+    loop.stop_requested = False
+    upcoming = itertools.cycle(answered)
+    size = min(loop.cfg.prompt_groups_per_step, len(answered))
     while len(done) < steps and not loop.stop_requested:
         phases.give_answers(loop, [*itertools.islice(upcoming, size)])
         if (record := await loop.rest_of_step()) is None:
@@ -360,22 +394,30 @@ class GRPOLoop(Loop):
 
         `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
         told: dict[str, Any] = {"cfg": self.cfg, "step": self.state.number - 1}
-        return await export_policy(self.backend, path, to, **told, metrics={r.step: r.metrics for r in self.records})
+        return await export_policy(
+            self.backend, path, to, **told, metrics={r.step: r.metrics for r in self.records}
+        )
 
     def serve(self, **options: Any) -> AbstractAsyncContextManager[Any]:
         """`async with loop.serve() as server`: the policy behind an OpenAI-compatible address of this machine.
 
         An agent plays a rollout at `server.rollout().url`; `agents.serve.serve` takes the options."""
-        return named_function("rl_notebook.agents.serve:serve_loop", "serve", ConfigError)(self, **options)
+        return named_function("rl_notebook.agents.serve:serve_loop", "serve", ConfigError)(
+            self, **options
+        )
 
     def to_config(self) -> Config:
         """The settings, with names for functions and rows: `rl-notebook train` makes the same steps with them.
 
         Raises `ConfigError` for what it cannot name; `to_script` can."""
-        return named_function("rl_notebook.recipes.script:loop_config", "to_config", ConfigError)(self)
+        return named_function("rl_notebook.recipes.script:loop_config", "to_config", ConfigError)(
+            self
+        )
 
     def to_script(self, path: str | os.PathLike[str] = "run.py") -> Any:
         """Write a Python file that makes the same steps, with a YAML file and, where it needs them, rows beside it.
 
         Functions of files are imported, those of cells come with their source; raises `ConfigError` for others."""
-        return named_function("rl_notebook.recipes.script:loop_script", "to_script", ConfigError)(self, path)
+        return named_function("rl_notebook.recipes.script:loop_script", "to_script", ConfigError)(
+            self, path
+        )

@@ -28,7 +28,15 @@ from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions, PolicyLoss, loss_na
 from ..core.metrics import merge_metrics, step_metrics
 from ..core.names import interrupts_held, source_hash
 from ..core.retries import together
-from ..core.types import BackendError, ConfigError, Datum, LossOutput, PhaseError, PromptGroup, RewardError
+from rl_notebook.core.types import (
+    BackendError,
+    ConfigError,
+    Datum,
+    LossOutput,
+    PhaseError,
+    PromptGroup,
+    RewardError,
+)
 from ..core.types import RolloutSample
 from ..task.chat import encode_answer
 from ..config.config import Config
@@ -39,8 +47,24 @@ from ..backends.roofline import known_roofs, memory_metrics, work_metrics
 from ..runs.records import StepRecord
 from .groups import Gate, Intake, Producer
 from .rollouts import minibatch_slices, require_some
-from .step import Listing, LossFactory, LossReport, Measured, anchored, backward, backward_builtin
-from .step import cache_key, draw, evaluate_loss, in_calls, join_updates, loss_factory, score_datums
+from rl_notebook.loop.step import (
+    Listing,
+    LossFactory,
+    LossReport,
+    Measured,
+    anchored,
+    backward,
+    backward_builtin,
+)
+from rl_notebook.loop.step import (
+    cache_key,
+    draw,
+    evaluate_loss,
+    in_calls,
+    join_updates,
+    loss_factory,
+    score_datums,
+)
 from .step import list_datums, list_groups, list_prompts, list_rollouts, score_group
 from .setup import encode_for, run_tokenizer
 from .setup import rollout_setup as rollout_setup
@@ -57,7 +81,9 @@ def encode(loop: Loop, rows: Sequence[Row], first_number: int, **room: Any) -> l
 
 def encode_numbers(loop: Loop, numbers: Iterable[int]) -> list[Prompt]:
     "Rows of the run as the prompts of a step."
-    encoded = [prompt for number in numbers for prompt in encode(loop, loop.intake.row(number), number)]
+    encoded = [
+        prompt for number in numbers for prompt in encode(loop, loop.intake.row(number), number)
+    ]
     return [replace(prompt, index=i) for i, prompt in enumerate(encoded)]
 
 # %% ../../nbs/loop/07_phases.ipynb #d86c85f8
@@ -67,7 +93,8 @@ def prompts_phase(loop: Loop) -> Listing[Prompt]:
     before = Intake(loop.state.cursor, deque(loop.state.pending))
     numbers = before.upcoming(loop.cfg.prompt_groups_per_step)
     if not numbers:
-        got, fix = f"all {before.cursor.consumed} prompts done", "Raise epochs, or pass more rows."
+        got = f"all {before.cursor.consumed} prompts done"
+        fix = "Raise epochs, or pass more rows."
         raise PhaseError("prompts", got=got, fix=fix)
     with timed(loop, "prompts"):
         prompts = encode_numbers(loop, numbers)
@@ -82,9 +109,16 @@ def room_of(cfg: Config) -> int | None:  # samples
     return cfg.max_concurrent * cfg.completions_per_prompt or None
 
 
-async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[Any]]) -> list[Any]:
+async def side_by_side(
+    loop: Loop, prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[Any]]
+) -> list[Any]:
     "A job for every prompt, all at once; results in the order of the prompts."
-    gate = Gate(len(prompts), loop.cfg.completions_per_prompt, max_concurrency=room_of(loop.cfg), refills=False)
+    gate = Gate(
+        len(prompts),
+        loop.cfg.completions_per_prompt,
+        max_concurrency=room_of(loop.cfg),
+        refills=False,
+    )
     take = partial(next, iter(range(len(prompts))), None)
     async with Producer(gate, take, lambda i: job(prompts[i]), lambda value: True) as producer:
         rows = await producer.batch(len(prompts))
@@ -93,14 +127,20 @@ async def side_by_side(loop: Loop, prompts: Sequence[Prompt], job: Callable[[Pro
 # %% ../../nbs/loop/07_phases.ipynb #211a209c
 def patience(loop: Loop) -> dict[str, Any]:  # options of `draw`
     "What is done when samples are lost; a sampler that stays away is an error, unless a rollout function asks it."
-    c, breaker = loop.cfg, loop.breaker if loop.task.rollout_fn is not None else None
-    how = {"retries": c.rollout_retries, "group_retries": c.max_incomplete_group_retries, "breaker": breaker}
+    c = loop.cfg
+    breaker = loop.breaker if loop.task.rollout_fn is not None else None
+    how = {
+        "retries": c.rollout_retries,
+        "group_retries": c.max_incomplete_group_retries,
+        "breaker": breaker,
+    }
     return {**how, "unfit": c.unfit_turns}
 
 
 async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
     "All completions of one prompt, with the loop's settings."
-    params, epoch = loop.cfg.sample_params(seed=loop.cfg.seed), prompt.number // len(loop.rows)
+    params = loop.cfg.sample_params(seed=loop.cfg.seed)
+    epoch = prompt.number // len(loop.rows)
     how = {"context": {"epoch": epoch, "evaluation": False}, **patience(loop)}
     return await draw(prompt, loop.sampler, params, loop.task.rollout_fn, **how)
 
@@ -119,32 +159,43 @@ async def sample_phase(loop: Loop) -> Listing[Rollouts]:
     return loop.state.put("sample", list_rollouts(drawn, loop.backend.tokenizer))
 
 # %% ../../nbs/loop/07_phases.ipynb #3dd46d17
-def score_phase(loop: Loop, reward_fns: Any = None, *, wait: bool | None = None) -> Listing[PromptGroup]:
+def score_phase(
+    loop: Loop, reward_fns: Any = None, *, wait: bool | None = None
+) -> Listing[PromptGroup]:
     """Grade the samples; `reward_fns` replaces the loop's for this step alone; `loop.change(reward=fn)` keeps it.
 
     Rewards that wait, because they are `async` or have a time limit, are awaited: `await loop.score()`. With
     `wait=True` all are, and plain functions run in threads; `False` runs them here, one after another."""
     enter(loop.state, "score")
-    fns = loop.task.reward_fns if reward_fns is None else as_reward_fns(reward_fns, loop.cfg.reward_weights)
+    fns = (
+        loop.task.reward_fns
+        if reward_fns is None
+        else as_reward_fns(reward_fns, loop.cfg.reward_weights)
+    )
     if wait is None:
         known = () if fns is None else as_reward_fns(fns)
-        wait = any(fn.is_async for fn in known) or (bool(known) and loop.cfg.reward_timeout is not None)
+        wait = any(fn.is_async for fn in known) or (
+            bool(known) and loop.cfg.reward_timeout is not None
+        )
     if not wait:
         try:
             with timed(loop, "score"):
                 groups = blocking(lambda limits: grade_groups(loop, fns, limits=limits))
             return put_groups(loop, groups)
-        except RewardError as error:  # its cause has the lines of the reward function; those between are of no use
+        except RewardError as error:
+            # its cause has the lines of the reward function; those between are of no use
             raise error.with_traceback(None) from error.__cause__
     said = "not graded yet: these rewards have to be awaited. Run await loop.score()."
     waiting = Listing[PromptGroup]((), said, list_groups(()).table)
-    waiting.work, loop.state.awaited = partial(grade_in_turn, loop, fns), (*AWAITED, "score")
+    waiting.work = partial(grade_in_turn, loop, fns)
+    loop.state.awaited = (*AWAITED, "score")
     return waiting
 
 # %% ../../nbs/loop/07_phases.ipynb #1f735737
 async def grade_groups(loop: Loop, reward_fns: Any, **options: Any) -> list[PromptGroup]:
     "The samples of all groups, graded at once."
-    rollouts, how = enter(loop.state, "score"), grading(loop, **options)
+    rollouts = enter(loop.state, "score")
+    how = grading(loop, **options)
     return await together([score_group(r, reward_fns, **how) for r in rollouts])
 
 
@@ -162,7 +213,9 @@ async def grade_in_turn(loop: Loop, reward_fns: Any) -> Listing[PromptGroup]:
         return put_groups(loop, groups)
 
 # %% ../../nbs/loop/07_phases.ipynb #cb0bfd85
-def compared(loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None) -> list[PromptGroup]:
+def compared(
+    loop: Loop, groups: Sequence[PromptGroup], scale: str | None = None
+) -> list[PromptGroup]:
     "Groups with advantages: by the loop's own function, or as the config says."
     if loop.advantage_fn is not None and scale is None:
         return advantages_by(loop.advantage_fn, groups)
@@ -188,12 +241,18 @@ def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     "Why no group of a step is trained on, in words."
     rewards = [g.rewards for g in groups if len(g.samples)]
     values = sorted({round(float(r[0]), 6) for r in rewards if is_dead(r)})
-    empty, kept_out = len(groups) - len(rewards), sum(not is_dead(r) for r in rewards)
+    empty = len(groups) - len(rewards)
+    kept_out = sum(not is_dead(r) for r in rewards)
     if kept_out:
         return f"none of {len(groups)} groups is trained on: the filter left out {kept_out} whose rewards differ"
-    every = "the only group is dead" if len(groups) == 1 else f"all {len(groups)} groups are dead: within each"
+    every = (
+        "the only group is dead"
+        if len(groups) == 1
+        else f"all {len(groups)} groups are dead: within each"
+    )
     parts = [f"{every}{':' if len(groups) == 1 else ','} every completion earned the same reward"]
-    parts += [f"({', '.join(f'{v:g}' for v in values)})"] if values else []
+    if values:
+        parts += [f"({', '.join(f'{v:g}' for v in values)})"]
     return " ".join(parts) + (f"; {empty} of them lost all their samples" if empty else "")
 
 # %% ../../nbs/loop/07_phases.ipynb #a85101f9
@@ -202,17 +261,25 @@ def have_tokens(datums: Sequence[Datum]) -> bool:
     return any(d.num_loss_tokens for d in datums)
 
 
-def list_training(datums: Sequence[Datum], groups: Sequence[PromptGroup], tokenizer: Any = None) -> Listing[Datum]:
+def list_training(
+    datums: Sequence[Datum], groups: Sequence[PromptGroup], tokenizer: Any = None
+) -> Listing[Datum]:
     "Training sequences, with a headline that gives the reason if there is nothing to learn."
     listing = list_datums(datums, tokenizer)
     if not have_tokens(datums):
-        listing.headline = "every datum is masked" if datums else f"nothing to learn: {nothing_to_learn(groups)}"
+        listing.headline = (
+            "every datum is masked" if datums else f"nothing to learn: {nothing_to_learn(groups)}"
+        )
     return listing
 
 # %% ../../nbs/loop/07_phases.ipynb #642f0813
-def group_datums(loop: Loop, groups: Sequence[PromptGroup], overlong: str | None = None) -> list[Datum]:
+def group_datums(
+    loop: Loop, groups: Sequence[PromptGroup], overlong: str | None = None
+) -> list[Datum]:
     "Training sequences of groups, as the config wants them."
-    return datums_from_groups(groups, max_seq_len=loop.cfg.max_seq_len, overlong=overlong or loop.cfg.overlong)
+    return datums_from_groups(
+        groups, max_seq_len=loop.cfg.max_seq_len, overlong=overlong or loop.cfg.overlong
+    )
 
 # %% ../../nbs/loop/07_phases.ipynb #f62f80b7
 def datums_phase(loop: Loop, overlong: str | None = None) -> Listing[Datum]:
@@ -234,9 +301,13 @@ def skipped(loop: Loop, phase: str) -> Measured | None:
 async def with_reference(loop: Loop, datums: Sequence[Datum]) -> list[Datum]:
     "Datums with the reference's logprobs, where the loss or a metric needs them."
     reference = loop.backend.reference
-    if reference is None or not (loop.cfg.kl_beta > 0 or loop.cfg.teacher_coeff > 0 or loop.cfg.kl_metric):
+    if reference is None or not (
+        loop.cfg.kl_beta > 0 or loop.cfg.teacher_coeff > 0 or loop.cfg.kl_metric
+    ):
         return list(datums)
-    return attach(datums, "ref_logprobs", await score_datums(reference, datums, "ref", loop.state.cache))
+    return attach(
+        datums, "ref_logprobs", await score_datums(reference, datums, "ref", loop.state.cache)
+    )
 
 # %% ../../nbs/loop/07_phases.ipynb #b451233d
 async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | Measured:
@@ -257,15 +328,25 @@ async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | M
 def bonus_now(loop: Loop) -> tuple[float, float] | None:
     "Weight of the entropy bonus in the current step, and what is used of it; None where it is fixed."
     cfg = loop.cfg
-    return None if cfg.entropy_target is None else loop.state.bonus or (cfg.entropy_coeff, cfg.entropy_coeff)
+    return (
+        None
+        if cfg.entropy_target is None
+        else loop.state.bonus or (cfg.entropy_coeff, cfg.entropy_coeff)
+    )
 
 
-def bonus_after(cfg: Config, record: StepRecord, before: tuple[float, float] | None) -> tuple[float, float] | None:
+def bonus_after(
+    cfg: Config, record: StepRecord, before: tuple[float, float] | None
+) -> tuple[float, float] | None:
     "The same for the step after a recorded one; one without an entropy, which trained on nothing, moves nothing."
     coeff, entropy = (record.metrics.get(name) for name in ("entropy/coeff", "entropy/exact"))
     if cfg.entropy_target is None or coeff is None:
         return before  # of a warm-up
-    return (coeff, record.options["entropy_coeff"]) if entropy is None else next_bonus(cfg, coeff, entropy)
+    return (
+        (coeff, record.options["entropy_coeff"])
+        if entropy is None
+        else next_bonus(cfg, coeff, entropy)
+    )
 
 
 def step_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
@@ -281,7 +362,9 @@ def chosen_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
     return changed_options(loop, loop.state.changes)
 
 
-def changed_options(loop: Loop, changes: Mapping[str, Any]) -> dict[str, Any]:  # fields of LossOptions
+def changed_options(
+    loop: Loop, changes: Mapping[str, Any]
+) -> dict[str, Any]:  # fields of LossOptions
     "The options that the step began with, with changes; the knobs of a loss that is changed are not the new one's."
     options = step_options(loop)
     if changes.get("policy_loss", options["policy_loss"]) != options["policy_loss"]:
@@ -296,7 +379,9 @@ def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
     return loss_factory(LossOptions(**changed_options(loop, changes)))
 
 # %% ../../nbs/loop/07_phases.ipynb #1c29cb41
-def loss_phase(loop: Loop, policy_loss: PolicyLoss | str | None = None, **changes: Any) -> LossReport | Measured:
+def loss_phase(
+    loop: Loop, policy_loss: PolicyLoss | str | None = None, **changes: Any
+) -> LossReport | Measured:
     """Look at the loss, and at its derivative with respect to every logprob, without an update.
 
     `policy_loss` is a function, which takes what it needs by name (see `register_loss`), or the name of one; None = as
@@ -308,7 +393,9 @@ def loss_phase(loop: Loop, policy_loss: PolicyLoss | str | None = None, **change
         return nothing
     scored = [s for d in datums if (s := loop.state.cache.get(cache_key("policy", d))) is not None]
     if len(scored) < len(datums):
-        raise PhaseError("loss", got="no policy logprobs in this step", fix="Run await loop.reference().")
+        raise PhaseError(
+            "loss", got="no policy logprobs in this step", fix="Run await loop.reference()."
+        )
     if policy_loss is not None:
         changes["policy_loss"] = loss_name(policy_loss) if callable(policy_loss) else policy_loss
     asked = changes or loop.state.changes
@@ -319,19 +406,28 @@ def loss_phase(loop: Loop, policy_loss: PolicyLoss | str | None = None, **change
 
 
 _own = [p.replace(kind=p.KEYWORD_ONLY) for p in inspect.signature(LossOptions).parameters.values()]
-_taken = [p for p in inspect.signature(loss_phase).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-vars(loss_phase)["__signature__"] = inspect.Signature([*_taken, *(p for p in _own if p.name != "policy_loss")])
+_taken = [
+    p
+    for p in inspect.signature(loss_phase).parameters.values()
+    if p.kind is p.POSITIONAL_OR_KEYWORD
+]
+vars(loss_phase)["__signature__"] = inspect.Signature(
+    [*_taken, *(p for p in _own if p.name != "policy_loss")]
+)
 
 # %% ../../nbs/loop/07_phases.ipynb #e89bf00d
 async def gradient_of(loop: Loop, datums: Sequence[Datum], **split: Any) -> LossOutput:
     "Accumulate the gradient of datums, with a loss that is computed here or by the service."
-    policy, options = loop.backend.policy, LossOptions(**chosen_options(loop))
+    policy = loop.backend.policy
+    options = LossOptions(**chosen_options(loop))
     there_too = loop.state.given and options.policy_loss in loop.backend.capabilities.builtin_losses
     if loop.cfg.loss_path == "client" and not there_too:
         make = chosen_loss(loop, loop.state.changes)
         return await backward(policy, datums, make, aggregation=options.aggregation, **split)
     there: Any = policy  # a `BuiltinTrainer`, or the loop would not have been opened
-    return await backward_builtin(there, await anchored(policy, datums, options, loop.state.cache), options, **split)
+    return await backward_builtin(
+        there, await anchored(policy, datums, options, loop.state.cache), options, **split
+    )
 
 
 def minibatches(loop: Loop, datums: Sequence[Datum]) -> list[Sequence[Datum]]:
@@ -348,10 +444,12 @@ async def gradient_pass(loop: Loop, datums: Sequence[Datum]) -> LossReport:
 # %% ../../nbs/loop/07_phases.ipynb #407d3b79
 async def backward_phase(loop: Loop) -> LossReport | Measured:
     "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
-    datums, c = enter(loop.state, "backward"), loop.cfg
+    datums = enter(loop.state, "backward")
+    c = loop.cfg
     if nothing := skipped(loop, "backward"):
         return nothing
-    parts, aggregation = minibatches(loop, datums), chosen_options(loop)["aggregation"]
+    parts = minibatches(loop, datums)
+    aggregation = chosen_options(loop)["aggregation"]
     with timed(loop, "backward"):
         report = await gradient_pass(loop, parts[0])
     calls = [in_calls(part, aggregation, c.max_samples_per_fwd_bwd, None)[0] for part in parts]
@@ -365,7 +463,8 @@ async def optimize_phase(loop: Loop) -> Measured:
     """Update the weights with the accumulated gradient; what was before can be restored with `undo`.
 
     Called again after an interrupt, it goes on with the first minibatch that has not had its update."""
-    state, weights = loop.state, loop.weights
+    state = loop.state
+    weights = loop.weights
     enter(state, "optimize")
     if nothing := skipped(loop, "optimize"):
         with now_running(loop, "optimize"):
@@ -379,9 +478,12 @@ async def optimize_phase(loop: Loop) -> Measured:
                 await weights.settled(update(loop, await gradient_pass(loop, part)))
     reports, measured = zip(*state.made, strict=True)
     datums = tuple(d for r in reports for d in r.datums)
-    state.values["backward"] = LossReport(join_updates([r.output for r in reports]), datums, reports[0].tokenizer)
+    state.values["backward"] = LossReport(
+        join_updates([r.output for r in reports]), datums, reports[0].tokenizer
+    )
     metrics = {name: float(np.mean([m[name] for m in measured])) for name in measured[0]}
-    metrics |= {"num_updates": float(len(measured))} if len(measured) > 1 else {}
+    if len(measured) > 1:
+        metrics |= {"num_updates": float(len(measured))}
     return state.put("optimize", Measured(f"weights updated in step {state.number}", metrics))
 
 # %% ../../nbs/loop/07_phases.ipynb #78be89df
@@ -390,19 +492,27 @@ def schedule_now(loop: Loop) -> dict[str, float]:  # nothing for a constant lear
     if loop.cfg.lr_scheduler_type == "constant":
         return {}
     if (planned := loop.planned_steps) is None:
-        got, fix = f"{loop.cfg.lr_scheduler_type!r} without an end", "Set steps."
-        raise ConfigError("lr_scheduler_type", where=loop.place, got=got, expected="a number of steps", fix=fix)
+        got = f"{loop.cfg.lr_scheduler_type!r} without an end"
+        fix = "Set steps."
+        raise ConfigError(
+            "lr_scheduler_type", where=loop.place, got=got, expected="a number of steps", fix=fix
+        )
     return {"learning_rate/schedule": lr_factor(loop.cfg, loop.state.number, planned)}
 
 
 async def update(loop: Loop, report: LossReport) -> None:
     "One optimizer step with the gradient of a pass, noted in the step; before its first, what `undo` needs."
-    state, weights = loop.state, loop.weights
+    state = loop.state
+    weights = loop.weights
     before = None if state.made else await weights.remember()
     try:
         rows = report.datums if loop.cfg.sync_audit and loop.cfg.weight_sync_interval else ()
         adam = loop.cfg.adam()
-        adam = replace(adam, learning_rate=adam.learning_rate * schedule_now(loop).get("learning_rate/schedule", 1.0))
+        adam = replace(
+            adam,
+            learning_rate=adam.learning_rate
+            * schedule_now(loop).get("learning_rate/schedule", 1.0),
+        )
         measured = await weights.update(adam, state.normalization, before, rows)
     except BackendError as error:
         state.rejected = True
@@ -422,7 +532,8 @@ async def sync_phase(loop: Loop) -> Measured:
     enter(loop.state, "sync")
     if nothing := skipped(loop, "sync"):
         return nothing
-    interval, when = loop.cfg.weight_sync_interval, ""
+    interval = loop.cfg.weight_sync_interval
+    when = ""
     if interval == 0:
         when = "never"
     elif loop.weights.in_window:
@@ -439,7 +550,9 @@ async def made_sync(loop: Loop) -> Measured:
     with timed(loop, "sync"):
         version = await loop.weights.sync()
     report = loop.state.synced = loop.weights.audit.report
-    said, more = (report.sentence, report.metrics) if report else ("sampler has the new weights", {})
+    said, more = (
+        (report.sentence, report.metrics) if report else ("sampler has the new weights", {})
+    )
     return loop.state.put("sync", Measured(said, {"policy_version": version, **more}))
 
 # %% ../../nbs/loop/07_phases.ipynb #66989142
@@ -449,32 +562,57 @@ def give_answers(loop: Loop, rows: Sequence[Row]) -> Listing[Datum]:
         got = "rows that are drawn ahead" if loop.draws_ahead else "a step that has begun"
         fix = "Finish the step with await loop.step(); warm up in a GRPOLoop before an AsyncGRPOLoop over its backend."
         raise PhaseError("warm_up", where=loop.place, got=got, expected="a fresh step", fix=fix)
-    words, made = run_tokenizer(loop.backend, loop.cfg), list[tuple[Prompt, Rollouts, PromptGroup, Datum]]()
+    words = run_tokenizer(loop.backend, loop.cfg)
+    made = list[tuple[Prompt, Rollouts, PromptGroup, Datum]]()
     told: dict[str, Any] = {"reward": None, "finish_reason": "given", "policy_version": None}
     told |= {"temperature": loop.backend.capabilities.policy_temperature}
     for i, row in enumerate(rows):
         answer = encode_answer(words, row)
         prompt = replace(encode(loop, [row], i, max_completion_tokens=len(answer))[0], index=i)
-        tokens, text = np.array([*prompt.tokens, *answer]), words.decode(answer, skip_special_tokens=True)
-        spoken, unknown = np.arange(len(tokens)) >= len(prompt.tokens), np.full(len(tokens), np.nan)
+        tokens = np.array([*prompt.tokens, *answer])
+        text = words.decode(answer, skip_special_tokens=True)
+        spoken = np.arange(len(tokens)) >= len(prompt.tokens)
+        unknown = np.full(len(tokens), np.nan)
         sample = RolloutSample(tokens, unknown, spoken, text=text, **told)
-        datum = replace(datum_from_sample(sample, advantage=1.0, group=i, key=row.key), sampler_logprobs=None)
-        made.append((prompt, Rollouts(prompt, (sample,)), PromptGroup((sample,), row.data, row.key, i), datum))
+        datum = replace(
+            datum_from_sample(sample, advantage=1.0, group=i, key=row.key), sampler_logprobs=None
+        )
+        made.append(
+            (
+                prompt,
+                Rollouts(prompt, (sample,)),
+                PromptGroup((sample,), row.data, row.key, i),
+                datum,
+            )
+        )
     prompts, drawn, groups, given = zip(*made, strict=True)
-    datums, scored = list_training(given, groups, words), list_groups(groups)
-    values = {"prompts": list_prompts(prompts, words), "sample": list_rollouts(drawn, words), "score": scored}
+    datums = list_training(given, groups, words)
+    scored = list_groups(groups)
+    values = {
+        "prompts": list_prompts(prompts, words),
+        "sample": list_rollouts(drawn, words),
+        "score": scored,
+    }
     loop.state.values = {**values, "advantages": scored, "datums": datums, "reference": datums}
     loop.state.policy_version = loop.policy_version
     return datums
 
 # %% ../../nbs/loop/07_phases.ipynb #7963238f
-def sources_of(loop: Loop, options: Mapping[str, Any]) -> dict[str, str]:  # "reward close_enough": hash
+def sources_of(
+    loop: Loop, options: Mapping[str, Any]
+) -> dict[str, str]:  # "reward close_enough": hash
     "The functions that are not ours, each with a hash of its source."
-    given, name = loop.given["reward"], lambda fn: getattr(fn, "__name__", type(fn).__name__)
-    given = getattr(given, "make", getattr(given, "fn", given))  # what a RolloutFactory or a TakenRollout holds
+    given = loop.given["reward"]
+
+    def name(fn):
+        return getattr(fn, "__name__", type(fn).__name__)
+
+    # what a RolloutFactory or a TakenRollout holds
+    given = getattr(given, "make", getattr(given, "fn", given))
     by_rollout = loop.task.rollout_fn is not None
     used: dict[str, Any] = {f"rollout {name(given)}": given} if by_rollout else {}
-    used |= {} if by_rollout else {f"reward {fn.name}": fn.function for fn in as_reward_fns(loop.task.reward_fns)}
+    if not by_rollout:
+        used |= {f"reward {fn.name}": fn.function for fn in as_reward_fns(loop.task.reward_fns)}
     used |= {f"advantage_fn {name(fn)}": fn for fn in [loop.advantage_fn] if fn is not None}
     used |= {f"make_loss {name(fn)}": fn for fn in [loop.make_loss] if fn is not None}
     if "make_loss" not in options and options["policy_loss"] in POLICY_LOSSES:
@@ -484,16 +622,26 @@ def sources_of(loop: Loop, options: Mapping[str, Any]) -> dict[str, str]:  # "re
 
 def other_sources(record: StepRecord, now: Mapping[str, str]) -> list[str]:
     "The functions of a recorded step that have another source now, in words."
-    changed = [what for what in record.sources if now.get(what, record.sources[what]) != record.sources[what]]
-    return [f"{w}: not the source of step {record.step} ({record.sources[w]}, now {now[w]})" for w in changed]
+    changed = [
+        what
+        for what in record.sources
+        if now.get(what, record.sources[what]) != record.sources[what]
+    ]
+    return [
+        f"{w}: not the source of step {record.step} ({record.sources[w]}, now {now[w]})"
+        for w in changed
+    ]
 
 # %% ../../nbs/loop/07_phases.ipynb #843c3d17
 def cursor_after(loop: Loop) -> Cursor:
     "Behind the prompts that were taken so far, once this step's have come and were graded."
     if loop.cursor.floor is None or loop.state.given:
         return loop.cursor
-    groups, passing = loop.state.values["advantages"], loop.cfg.eval_pass_reward
-    rates = {g.number: float(np.mean(g.rewards >= passing)) if g.samples else math.nan for g in groups}
+    groups = loop.state.values["advantages"]
+    passing = loop.cfg.eval_pass_reward
+    rates = {
+        g.number: float(np.mean(g.rewards >= passing)) if g.samples else math.nan for g in groups
+    }
     return graded_rows(loop.cursor, rates)
 
 
@@ -502,18 +650,31 @@ def record_of(loop: Loop) -> StepRecord:
     state, v = loop.state, loop.state.values
     report = v["backward"] if isinstance(v["backward"], LossReport) else None
     datums, output = (report.datums, report.output) if report else ((), None)
-    metrics = step_metrics(v["advantages"], datums, output, v["optimize"].metrics, policy_version=state.policy_version)
+    metrics = step_metrics(
+        v["advantages"], datums, output, v["optimize"].metrics, policy_version=state.policy_version
+    )
     options = chosen_options(loop)
     if loop.make_loss is not None and not (state.changes or state.given):
-        options["make_loss"] = getattr(loop.make_loss, "__qualname__", type(loop.make_loss).__name__)
-    extra = {"kl_beta": options["kl_beta"], "epoch": loop.cursor.consumed / len(loop.rows)} | schedule_now(loop)
-    extra |= {} if state.given or (bonus := bonus_now(loop)) is None else {"entropy/coeff": bonus[0]}
-    extra |= {"warm_up/loss": output.loss} if state.given and output else {}
+        options["make_loss"] = getattr(
+            loop.make_loss, "__qualname__", type(loop.make_loss).__name__
+        )
+    extra = {
+        "kl_beta": options["kl_beta"],
+        "epoch": loop.cursor.consumed / len(loop.rows),
+    } | schedule_now(loop)
+    if not (state.given or (bonus := bonus_now(loop)) is None):
+        extra |= {"entropy/coeff": bonus[0]}
+    if state.given and output:
+        extra |= {"warm_up/loss": output.loss}
     phases = [(what, begin - loop.opened, end - loop.opened) for what, begin, end in state.spans]
-    after, found = cursor_after(loop), state.synced.metrics if state.synced else {}
-    seen = after.floor is not None and not state.given  # whether its rows come more or less often from now on
-    more, speed = loop.extra_record_fields(), work_metrics(state.work, known_roofs(loop.backend.size))
-    speed |= memory_metrics() if speed else {}
+    after = cursor_after(loop)
+    found = state.synced.metrics if state.synced else {}
+    # whether its rows come more or less often from now on
+    seen = after.floor is not None and not state.given
+    more = loop.extra_record_fields()
+    speed = work_metrics(state.work, known_roofs(loop.backend.size))
+    if speed:
+        speed |= memory_metrics()
     return StepRecord(
         step=state.number,
         groups=tuple(v["advantages"]),
@@ -548,7 +709,9 @@ def finish_phase(loop: Loop) -> StepRecord:
         folder = loop.cfg.log_path
         if folder and not loop.records and not Path(folder, "steps", f"{record.step:05d}").exists():
             fix = "run = RunFolder.create(cfg.log_path, cfg); GRPOLoop(..., outputs=[run.add], on_undo=[run.rewind])"
-            warnings.warn(f"log_path {folder!r}: a loop writes no folder by itself. {fix}", stacklevel=2)
+            warnings.warn(
+                f"log_path {folder!r}: a loop writes no folder by itself. {fix}", stacklevel=2
+            )
         loop.records.append(record)
         loop.intake.cursor = cursor_after(loop)
         bonus = bonus_after(loop.cfg, record, loop.state.bonus)

@@ -22,7 +22,14 @@ import numpy as np
 from ..backends.base import Endpoint, Sampler
 from ..task.chat import UnfitTurn, answer_header, encode_prompt, opened_by, opened_info
 from ..task.chat import sample_from_completion, sample_from_spans
-from ..core.types import AlignmentError, BackendError, Completion, ConfigError, DivergedError, PromptGroup
+from rl_notebook.core.types import (
+    AlignmentError,
+    BackendError,
+    Completion,
+    ConfigError,
+    DivergedError,
+    PromptGroup,
+)
 from ..core.types import RewardError
 from ..core.types import OFF, RolloutRun, RolloutSample, SampleParams, plain_text, quoted
 from ..task.data import Prompt, Rollouts, Row
@@ -53,7 +60,8 @@ def encode_rows(
     max_completion_tokens: int = 1,  # room to leave for the completion
 ) -> list[Prompt]:
     "Prompts of a step, in the order of the rows; one that leaves no room for its completion is a `DataError`."
-    prompts, header = [], answer_header(tokenizer)
+    prompts = []
+    header = answer_header(tokenizer)
     for i, row in enumerate(rows):
         tokens = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=max_completion_tokens)
         ending = str(tokenizer.decode(tokens[-200:]))
@@ -92,8 +100,10 @@ class Breaker:
     "Ends a run that loses more than a share (1 = any) of its last draws; nothing is decided before half a window."
 
     def __init__(self, limit: float, window: int = 64):
-        self.limit, self.window = limit, window
-        self.recent: deque[str] = deque(maxlen=window)  # reasons of the last draws; "" = it came through
+        self.limit = limit
+        self.window = window
+        # reasons of the last draws; "" = it came through
+        self.recent: deque[str] = deque(maxlen=window)
 
     def note(self, reason: str = "") -> None:
         "Count one draw; raises `BackendError` with the last reasons once too many are lost."
@@ -101,7 +111,8 @@ class Breaker:
         lost = [r for r in self.recent if r]
         if 2 * len(self.recent) >= self.window and len(lost) > self.limit * len(self.recent):
             what = f"{len(lost)} of the last {len(self.recent)} rollouts lost their connection"
-            got = "; ".join({r.partition(" raised ")[2] or r: r for r in lost[-3:]}.values())  # each error once
+            # each error once
+            got = "; ".join({r.partition(" raised ")[2] or r: r for r in lost[-3:]}.values())
             expected = f"at most {self.limit:.0%} (max_rollout_failure_rate)"
             fix = "Is the request right, the server up? If it is busy, lower max_concurrent; or raise rollout_retries."
             raise BackendError(what, got=got, expected=expected, fix=fix)
@@ -133,7 +144,9 @@ async def in_rounds(
     return found, tuple(redrawn)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #70ea7964
-def gather_draws(prompt: Prompt, found: Mapping[int, Segments | Lost], redrawn: Sequence[str] = ()) -> Rollouts:
+def gather_draws(
+    prompt: Prompt, found: Mapping[int, Segments | Lost], redrawn: Sequence[str] = ()
+) -> Rollouts:
     "The draws of a prompt, in their order whatever the order of their arrival."
     draws = sorted(found.items())
     kept = {i: draw for i, draw in draws if isinstance(draw, tuple)}
@@ -149,17 +162,34 @@ def gather_draws(prompt: Prompt, found: Mapping[int, Segments | Lost], redrawn: 
 # %% ../../nbs/loop/01_rollouts.ipynb #9c4fb3cd
 def check_drawn(sample: RolloutSample, where: str) -> None:
     "Raise for what no sampler can have drawn, and for what no loss can use."
-    drawn, raw = sample.loss_mask == 1, sample.logprobs if sample.raw_logprobs is None else sample.raw_logprobs
-    unknown = "Put the mask to 0 where nothing was sampled, or use a sampler that reports every logprob."
+    drawn = sample.loss_mask == 1
+    raw = sample.logprobs if sample.raw_logprobs is None else sample.raw_logprobs
+    unknown = (
+        "Put the mask to 0 where nothing was sampled, or use a sampler that reports every logprob."
+    )
     series: tuple[tuple[str, np.ndarray, np.ndarray, str, str | None], ...] = (
-        ("logprobs", sample.logprobs, ~np.isfinite(sample.logprobs), "a number for each sampled token", unknown),
-        ("logprobs", sample.logprobs, sample.logprobs > ABOVE_ZERO, "natural logs of probabilities, at most 0", None),
+        (
+            "logprobs",
+            sample.logprobs,
+            ~np.isfinite(sample.logprobs),
+            "a number for each sampled token",
+            unknown,
+        ),
+        (
+            "logprobs",
+            sample.logprobs,
+            sample.logprobs > ABOVE_ZERO,
+            "natural logs of probabilities, at most 0",
+            None,
+        ),
         ("raw_logprobs", raw, raw > ABOVE_ZERO, "natural logs of probabilities, at most 0", None),
         ("tokens", sample.tokens, sample.tokens < 0, "ids from 0", None),
     )
     for name, values, wrong, expected, fix in series:
         if len(found := np.flatnonzero(wrong & (drawn | (name == "tokens")))):
-            got = f"{values[found[0]]:g} at token {found[0]}" + ", where loss_mask is 1" * (name != "tokens")
+            got = f"{values[found[0]]:g} at token {found[0]}" + (
+                ", where loss_mask is 1" if name != "tokens" else ""
+            )
             raise AlignmentError(name, where=where, got=got, expected=expected, fix=fix)
     if sample.finish_reason not in ENDS:
         fix = "A completion that was cut at its budget is 'length': it may be masked. Any end of its own is 'stop'."
@@ -168,10 +198,18 @@ def check_drawn(sample: RolloutSample, where: str) -> None:
     if not isinstance(sample.policy_version, int | np.integer) or sample.policy_version < 0:
         fix = "It is the number of weight syncs that the sampler has had."
         got = quoted(sample.policy_version)
-        raise AlignmentError("policy_version", where=where, got=got, expected="an integer from 0", fix=fix)
+        raise AlignmentError(
+            "policy_version", where=where, got=got, expected="an integer from 0", fix=fix
+        )
     if not is_reward(sample.reward):
         fix = "None says that it cannot be scored."
-        raise RewardError("reward", where=where, got=repr(sample.reward), expected="a finite number or None", fix=fix)
+        raise RewardError(
+            "reward",
+            where=where,
+            got=repr(sample.reward),
+            expected="a finite number or None",
+            fix=fix,
+        )
 
 
 ENDS = ("stop", "length", "abort")
@@ -186,12 +224,16 @@ def is_reward(value: Any) -> bool:
         return False
 
 # %% ../../nbs/loop/01_rollouts.ipynb #358279d3
-async def sampled(sampler: Sampler, prompt_tokens: Any, params: SampleParams, where: str = "") -> list[Completion]:
+async def sampled(
+    sampler: Sampler, prompt_tokens: Any, params: SampleParams, where: str = ""
+) -> list[Completion]:
     "What a sampler returns, which may be a user's; raises `BackendError` for anything but a list of completions."
     returned = sampler.sample(prompt_tokens, params)
     refuse = partial(BackendError, f"{type(sampler).__name__}.sample", where=where or None)
     if not inspect.isawaitable(returned):
-        raise refuse(got=quoted(returned), expected="something to await", fix="Write `async def sample`.")
+        raise refuse(
+            got=quoted(returned), expected="something to await", fix="Write `async def sample`."
+        )
     completions = await returned
     if not isinstance(completions, list | tuple):
         raise refuse(got=quoted(completions), expected=f"a list of {params.n} Completion")
@@ -219,7 +261,8 @@ async def draw_completions(
     *,
     retries: int = 0,  # of the request, after a transient failure
     group_retries: int = 0,  # rounds in which empty completions are drawn again
-    breaker: Breaker | None = None,  # watches lost requests; without one, a request that stays lost is an error
+    breaker: Breaker
+    | None = None,  # watches lost requests; without one, a request that stays lost is an error
     sleep: Sleep = asyncio.sleep,
 ) -> Rollouts:
     "All completions of one prompt in one request."
@@ -229,20 +272,34 @@ async def draw_completions(
         own = replace(params, n=len(missing), seed=seed)
         try:
             patience = Retries(1 + retries, deadline_s=math.inf, seed=seed)
-            call = lambda: sampled(sampler, prompt.tokens, own, prompt.where)
+
+            def call():
+                return sampled(sampler, prompt.tokens, own, prompt.where)
+
             drawn = await with_retries(call, patience, is_stumble, sleep=sleep)
         except TRANSIENT as error:
             if breaker is None or not is_transient(error):
                 raise
             return [_lost("the request", error, breaker)] * len(missing)
         if len(drawn) != own.n:
-            raise BackendError("sampler", where=prompt.where, got=f"{len(drawn)} completions", expected=f"{own.n}")
+            raise BackendError(
+                "sampler", where=prompt.where, got=f"{len(drawn)} completions", expected=f"{own.n}"
+            )
         for i, c in enumerate(drawn):
             if not np.array_equal(c.prompt_tokens, prompt.tokens):
-                where, got = f"{prompt.where}, completion {i}", f"{len(c.prompt_tokens)} ids, and not those sent"
+                where, got = (
+                    f"{prompt.where}, completion {i}",
+                    f"{len(c.prompt_tokens)} ids, and not those sent",
+                )
                 fix = "Send token ids instead of text; does the server add a bos token, or cut long prompts?"
                 expected = f"the {len(prompt.tokens)} ids of the prompt"
-                raise BackendError("the sampler read another prompt", where=where, got=got, expected=expected, fix=fix)
+                raise BackendError(
+                    "the sampler read another prompt",
+                    where=where,
+                    got=got,
+                    expected=expected,
+                    fix=fix,
+                )
         if breaker is not None:
             breaker.note()
         return [_from_completion(c, i, prompt) for i, c in zip(missing, drawn, strict=True)]
@@ -274,7 +331,8 @@ class DrawNote:
         return int(np.random.SeedSequence([self.seed, self.requests]).generate_state(1)[0])
 
 
-DRAW: ContextVar[DrawNote | None] = ContextVar("draw", default=None)  # each draw is a task, with a note of its own
+# each draw is a task, with a note of its own
+DRAW: ContextVar[DrawNote | None] = ContextVar("draw", default=None)
 
 
 @dataclass(frozen=True)
@@ -304,7 +362,11 @@ class BoundedSampler:
     "A sampler with so many completions in flight, at most; the first request is served first."
 
     def __init__(self, sampler: Sampler, most: int):
-        self.sampler, self.limit, self.most = sampler, AdaptiveLimit(math.inf, math.inf, math.inf), most
+        self.sampler, self.limit, self.most = (
+            sampler,
+            AdaptiveLimit(math.inf, math.inf, math.inf),
+            most,
+        )
         self.at_most(most)
 
     def at_most(self, completions: int) -> None:
@@ -314,9 +376,11 @@ class BoundedSampler:
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         "As the sampler does, once there is room."
-        found, most = list[Completion](), self.most
+        found = list[Completion]()
+        most = self.most
         for first in range(0, params.n, most):
-            n, seed = min(most, params.n - first), params.seed
+            n = min(most, params.n - first)
+            seed = params.seed
             if first and seed is not None:
                 seed = int(np.random.SeedSequence([seed % 2**64, first]).generate_state(1)[0])
             async with self.limit.slot(n):
@@ -350,7 +414,9 @@ class RolloutSetup:
     completions_per_prompt: int  # K
     extras: Mapping[str, Any] = field(default_factory=dict)  # anything of your own
     tokenizer_id: str = ""  # hub name or folder of the tokenizer
-    endpoint: Endpoint | None = None  # for requests of your own; None = the sampler is not reached over HTTP
+    endpoint: Endpoint | None = (
+        None  # for requests of your own; None = the sampler is not reached over HTTP
+    )
     max_seq_len: int | None = None  # of a whole conversation; None = no limit
 
     def __post_init__(self):
@@ -382,9 +448,22 @@ class RolloutSetup:
     def sample_kwargs(self) -> dict[str, Any]:
         "The sampling settings as keywords, as the Fireworks guides pass them on."
         p = self.params
-        stops = {name: ends for name, ends in (("stop", p.stop), ("stop_token_ids", p.stop_token_ids)) if ends}
-        said = {"max_tokens": p.max_tokens, "temperature": p.temperature, "top_p": p.top_p, "top_k": p.top_k}
-        return said | {name: value for name, off in OFF.items() if (value := getattr(p, name)) != off} | stops
+        stops = {
+            name: ends
+            for name, ends in (("stop", p.stop), ("stop_token_ids", p.stop_token_ids))
+            if ends
+        }
+        said = {
+            "max_tokens": p.max_tokens,
+            "temperature": p.temperature,
+            "top_p": p.top_p,
+            "top_k": p.top_k,
+        }
+        return (
+            said
+            | {name: value for name, off in OFF.items() if (value := getattr(p, name)) != off}
+            | stops
+        )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #3b8c5a02
 def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict[str, Any]:
@@ -404,14 +483,17 @@ def with_origin(sample: RolloutSample, drawn: Sequence[Completion]) -> RolloutSa
     "A sample that does not say how it was drawn, with what its completions say."
     if not drawn or sample.raw_logprobs is not None:
         return sample
-    tokens, version = sample.tokens.tolist(), min(c.policy_version for c in drawn)
+    tokens = sample.tokens.tolist()
+    version = min(c.policy_version for c in drawn)
     if [tokens[a:b] for a, b in sample.turns] != [c.tokens.tolist() for c in drawn]:
         return replace(sample, policy_version=version)
     ends = [0, *(end for _, end in sample.turns)]
     spans: list[tuple[list[int], Completion | None]] = []
     for last, (first, end), completion in zip(ends[:-1], sample.turns, drawn, strict=True):
         spans += [(tokens[last:first], None), (tokens[first:end], completion)]
-    whole = sample_from_spans([*spans, (tokens[ends[-1] :], None)], sample.reward, sample.text, sample.info)
+    whole = sample_from_spans(
+        [*spans, (tokens[ends[-1] :], None)], sample.reward, sample.text, sample.info
+    )
     names = ("raw_logprobs", "policy_version", "temperature", "processed", "routing")
     return replace(sample, **{name: getattr(whole, name) for name in names})
 
@@ -421,7 +503,9 @@ def with_origins(segments: Segments, drawn: Sequence[Completion]) -> Segments:
     ends = np.cumsum([0, *(len(s.turns) for s in segments)]).tolist()
     if ends[-1] != len(drawn):
         return tuple(with_origin(s, drawn) for s in segments)
-    return tuple(with_origin(s, drawn[a:b]) for s, (a, b) in zip(segments, pairwise(ends), strict=True))
+    return tuple(
+        with_origin(s, drawn[a:b]) for s, (a, b) in zip(segments, pairwise(ends), strict=True)
+    )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #4e13b034
 CONTEXT = ("row_index", "epoch", "rollout_index", "evaluation")
@@ -448,7 +532,13 @@ def context_names(fn: RolloutFn) -> tuple[str, ...]:
     for p in named:
         if p.default is p.empty and p.kind != p.VAR_POSITIONAL and p.name not in CONTEXT:
             expected = ", ".join(CONTEXT)
-            raise ConfigError("parameter", where="rollout_fn", got=p.name, expected=expected, fix="Give it a default.")
+            raise ConfigError(
+                "parameter",
+                where="rollout_fn",
+                got=p.name,
+                expected=expected,
+                fix="Give it a default.",
+            )
     return tuple(p.name for p in named if p.name in CONTEXT and p.kind != p.POSITIONAL_ONLY)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #8cb5a596
@@ -469,7 +559,9 @@ def as_rollout_fn(fn: RolloutFn) -> TakenRollout:
         return fn
     if first_parameter(fn) is None:
         fix = "async def rollout_fn(sample_prompt): ..."
-        raise ConfigError("rollout_fn", got=type(fn).__name__, expected="a function of a sample prompt", fix=fix)
+        raise ConfigError(
+            "rollout_fn", got=type(fn).__name__, expected="a function of a sample prompt", fix=fix
+        )
     return TakenRollout(fn, context_names(fn))
 
 # %% ../../nbs/loop/01_rollouts.ipynb #ce1f1460
@@ -483,7 +575,9 @@ class RolloutFactory:
         if not callable(self.make) or inspect.iscoroutinefunction(self.make):
             got = type(self.make).__name__ if not callable(self.make) else "an `async def`"
             fix = "Pass a rollout function as rollout_fn=."
-            raise ConfigError("rollout_fn_factory", got=got, expected="a function setup -> rollout_fn", fix=fix)
+            raise ConfigError(
+                "rollout_fn_factory", got=got, expected="a function setup -> rollout_fn", fix=fix
+            )
 
     def __call__(self, setup: RolloutSetup) -> TakenRollout:
         return as_rollout_fn(self.make(setup))
@@ -509,7 +603,9 @@ def blame(error: BaseException, where: str) -> AlignmentError | RewardError:
     if isinstance(error, AlignmentError):  # a sample that could not be made
         return AlignmentError(str(error), where=where)
     fix = "Call it by hand on this row. To drop a draw, return None."
-    return RewardError(f"rollout_fn raised {type(error).__name__}: {plain_text(error)}", where=where, fix=fix)
+    return RewardError(
+        f"rollout_fn raised {type(error).__name__}: {plain_text(error)}", where=where, fix=fix
+    )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #bd518526
 async def _called(
@@ -523,15 +619,24 @@ async def _called(
     try:
         returned = fn(called_with, **context)
         if not inspect.isawaitable(returned):
-            got, fix = type(returned).__name__, "Write `async def`."
-            raise RewardError("rollout_fn", where=where, got=got, expected="something to await", fix=fix)
+            got = type(returned).__name__
+            fix = "Write `async def`."
+            raise RewardError(
+                "rollout_fn", where=where, got=got, expected="something to await", fix=fix
+            )
         return await returned, note.drawn
     except asyncio.CancelledError as error:
         if task is None or task.cancelling() > cancelled:  # the draw was cancelled from outside
             raise
-        raise RewardError("rollout_fn cancelled itself", where=where, fix="Catch it, and return None.") from error
+        raise RewardError(
+            "rollout_fn cancelled itself", where=where, fix="Catch it, and return None."
+        ) from error
     except (Exception, SystemExit) as error:  # the user's code
-        if is_transient(error) or isinstance(error, DivergedError) or getattr(error, "where", None) == where:
+        if (
+            is_transient(error)
+            or isinstance(error, DivergedError)
+            or getattr(error, "where", None) == where
+        ):
             raise
         raise blame(error, where) from error
 
@@ -543,18 +648,30 @@ async def draw_one(
     *,
     seed: int = 0,  # of the run
     round: int = 0,
-    context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for functions that ask for them
+    context: Mapping[str, Any]
+    | None = None,  # `epoch` and `evaluation`, for functions that ask for them
     retries: int = 0,  # after a transient failure
     breaker: Breaker | None = None,  # ends the run when too many connections are lost
     unfit: str = "drop",  # a turn that the chat template does not continue: the draw is lost; "raise" = an error
     sleep: Sleep = asyncio.sleep,  # takes seconds
 ) -> Segments | Lost:
     "One draw of a rollout function: what it left behind, or why there is nothing."
-    where = f"group {prompt.index} (row {prompt.row.key!r}, number {prompt.number}), rollout {index}"
-    given = {"epoch": 0, "evaluation": False, **(context or {}), "row_index": prompt.number, "rollout_index": index}
+    where = (
+        f"group {prompt.index} (row {prompt.row.key!r}, number {prompt.number}), rollout {index}"
+    )
+    given = {
+        "epoch": 0,
+        "evaluation": False,
+        **(context or {}),
+        "row_index": prompt.number,
+        "rollout_index": index,
+    }
     called_with = sample_prompt(prompt, index, seed, round)
     try:
-        call = lambda: _called(fn, dict(called_with), given, where)
+
+        def call():
+            return _called(fn, dict(called_with), given, where)
+
         patience = Retries(1 + retries, deadline_s=math.inf, seed=called_with["seed"])
         returned, drawn = await with_retries(call, patience, is_stumble, sleep=sleep)
     except Exception as error:  # a connection, a turn of the policy, or an error that has its place
@@ -583,7 +700,9 @@ async def draw_rollouts(
     fn = as_rollout_fn(rollout_fn)
 
     async def draw(missing: list[int], round: int) -> Sequence[Segments | Lost]:
-        return await together([draw_one(fn, prompt, i, seed=seed, round=round, **how) for i in missing])
+        return await together(
+            [draw_one(fn, prompt, i, seed=seed, round=round, **how) for i in missing]
+        )
 
     return gather_draws(prompt, *await in_rounds(draw, n, group_retries))
 
@@ -596,9 +715,12 @@ def why_unscorable(sample: RolloutSample) -> str:
     return f": {', '.join(silent)} gave None" if silent else ""
 
 # %% ../../nbs/loop/01_rollouts.ipynb #9e4b0a30
-def assemble(rollouts: Rollouts, graded: Sequence[RolloutSample], min_group_size: int = 1) -> PromptGroup:
+def assemble(
+    rollouts: Rollouts, graded: Sequence[RolloutSample], min_group_size: int = 1
+) -> PromptGroup:
     "The group of one prompt; samples that cannot be used leave it and are counted."
-    prompt, each = rollouts.prompt, "run" if rollouts.runs else "sample"
+    prompt = rollouts.prompt
+    each = "run" if rollouts.runs else "sample"
     runs = rollouts.runs or tuple(range(len(graded)))
     unscorable = dict.fromkeys(run for run, s in zip(runs, graded, strict=True) if s.reward is None)
     kept = [(run, s) for run, s in zip(runs, graded, strict=True) if run not in unscorable]
@@ -606,8 +728,11 @@ def assemble(rollouts: Rollouts, graded: Sequence[RolloutSample], min_group_size
     dropped = [*rollouts.dropped, *(f"{each} {run} is unscorable{why[run]}" for run in unscorable)]
     left = len({run for run, _ in kept})
     if left < min_group_size:
-        few = f"group has {left} of {left + len(dropped)} {each}s; min_group_size is {min_group_size}"
-        kept, dropped = [], [*dropped, *[few] * left]
+        few = (
+            f"group has {left} of {left + len(dropped)} {each}s; min_group_size is {min_group_size}"
+        )
+        kept = []
+        dropped = [*dropped, *[few] * left]
     return PromptGroup(
         samples=tuple(s for _, s in kept),
         row=prompt.row.data,
@@ -628,10 +753,14 @@ def require_some(groups: Sequence[PromptGroup]) -> None:
         if reasons and all(reason.endswith(" gave None") for reason in reasons):
             got = f"{reasons[0]}; so did all {len(reasons)}"
             fix = f"Does the reward function return its value? {fix}"
-        raise RewardError("no sample of the step could be used", got=got, expected="one graded sample", fix=fix)
+        raise RewardError(
+            "no sample of the step could be used", got=got, expected="one graded sample", fix=fix
+        )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #bb021e91
-def groups_per_pass(completions_per_prompt: int, min_samples: int | None, max_samples: int) -> tuple[int, int]:
+def groups_per_pass(
+    completions_per_prompt: int, min_samples: int | None, max_samples: int
+) -> tuple[int, int]:
     "The sample counts of the config as (min, max) whole groups, at least one; without a minimum, the maximum."
     most = max(1, max_samples // completions_per_prompt)
     return most if min_samples is None else max(1, min_samples // completions_per_prompt), most

@@ -17,7 +17,15 @@ __all__ = ['run_tokenizer', 'encode_for', 'rollout_setup']
 from ..core.advantages import OF_BATCH, AdvantageFn
 from ..core.losses import LossOptions, policy_loss_fn
 from ..core.names import named_function
-from ..core.types import OFF, ConfigError, DataError, LossError, RecordError, plain_text, quoted
+from rl_notebook.core.types import (
+    OFF,
+    ConfigError,
+    DataError,
+    LossError,
+    RecordError,
+    plain_text,
+    quoted,
+)
 from ..config.config import Config
 from ..task.chat import with_template
 from ..task.data import Cursor, Prompt, Row, check_columns, load_rows
@@ -29,7 +37,8 @@ from .rollouts import as_rollout_fn, encode_rows, first_parameter, is_rollout_fn
 from .step import NORMALIZATION, LossFactory
 
 # %% ../../nbs/loop/04_setup.ipynb #78c939e0
-EvaluationFn = Callable[..., Any]  # (setup), or (step, rollout_fn) -> metrics by name, or an awaitable of them
+# (setup), or (step, rollout_fn) -> metrics by name, or an awaitable of them
+EvaluationFn = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,11 @@ class Task:
     @property
     def part_weights(self) -> dict[str, float]:
         "How much each part of the reward counts, by the name of its function; nothing where a rollout grades itself."
-        return {} if self.reward_fns is None else {f.name: f.weight for f in as_reward_fns(self.reward_fns)}
+        return (
+            {}
+            if self.reward_fns is None
+            else {f.name: f.weight for f in as_reward_fns(self.reward_fns)}
+        )
 
 # %% ../../nbs/loop/04_setup.ipynb #0e4044de
 def as_task(given: Any, cfg: Config, setup: RolloutSetup) -> Task:
@@ -55,9 +68,12 @@ def as_task(given: Any, cfg: Config, setup: RolloutSetup) -> Task:
         for name in ("overlong_buffer", "reward_weights"):
             if getattr(cfg, name):
                 fix = "Weigh rewards, and call `rewards.make_soft_overlong`, inside your rollout."
-                raise ConfigError(name, got=getattr(cfg, name), expected="unset with a rollout function", fix=fix)
+                raise ConfigError(
+                    name, got=getattr(cfg, name), expected="unset with a rollout function", fix=fix
+                )
         return Task(rollout_fn=as_rollout_fn(given), limits=limits)
-    fns, weights = [*given] if isinstance(given, list | tuple) else [given], cfg.reward_weights
+    fns = [*given] if isinstance(given, list | tuple) else [given]
+    weights = cfg.reward_weights
     if cfg.overlong_buffer:
         fns.append(make_soft_overlong(cfg.max_completion_tokens, cfg.overlong_buffer))
         weights = None if weights is None else (*weights, 1.0)
@@ -66,11 +82,17 @@ def as_task(given: Any, cfg: Config, setup: RolloutSetup) -> Task:
 # %% ../../nbs/loop/04_setup.ipynb #b4f27b7b
 def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, str]]:
     "(setting, value, what is expected, fix) for every setting that backend and loop could not honour together."
-    can, reference = backend.capabilities, backend.reference
+    can = backend.capabilities
+    reference = backend.reference
     if cfg.temperature not in (can.policy_temperature, 0.0):
         fix = "Open the backend with the same temperature, so that policy and sampler logprobs mean the same;"
         fix += " services score at 1 only."
-        yield "temperature", cfg.temperature, f"{can.policy_temperature}, at which the policy scores", fix
+        yield (
+            "temperature",
+            cfg.temperature,
+            f"{can.policy_temperature}, at which the policy scores",
+            fix,
+        )
     sizes = [getattr(scorer, "vocab_size", None) for scorer in (backend.policy, reference)]
     if None not in sizes and sizes[0] != sizes[1]:
         fix = "Policy and reference must be the same model, or share a tokenizer."
@@ -79,13 +101,29 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         fix = f"{can.name} was opened without it: pass router_replay=True, or leave it out."
         yield "router_replay", True, "False", fix
     if cfg.top_entropy_quantile < 1 and not can.entropy:
-        yield "top_entropy_quantile", cfg.top_entropy_quantile, "1", f"{can.name} computes no entropy of the policy."
+        yield (
+            "top_entropy_quantile",
+            cfg.top_entropy_quantile,
+            "1",
+            f"{can.name} computes no entropy of the policy.",
+        )
     if (cfg.entropy_coeff or cfg.entropy_target) and not can.entropy:
-        yield "entropy_coeff", cfg.entropy_coeff, "0, and no target", f"{can.name} computes no entropy of the policy."
+        yield (
+            "entropy_coeff",
+            cfg.entropy_coeff,
+            "0, and no target",
+            f"{can.name} computes no entropy of the policy.",
+        )
     if cfg.lora_rank != can.lora_rank:
-        yield "lora_rank", cfg.lora_rank, f"{can.lora_rank}, as the backend was opened", "Open it with this rank."
+        yield (
+            "lora_rank",
+            cfg.lora_rank,
+            f"{can.lora_rank}, as the backend was opened",
+            "Open it with this rank.",
+        )
     if cfg.load_in_8bit != can.load_in_8bit:
-        expected, fix = f"{can.load_in_8bit}, as the backend was opened", "Set it in both places, or in neither."
+        expected = f"{can.load_in_8bit}, as the backend was opened"
+        fix = "Set it in both places, or in neither."
         yield "load_in_8bit", cfg.load_in_8bit, expected, fix
     taught = getattr(reference, "is_teacher", False)
     if taught != (cfg.teacher_coeff > 0):
@@ -93,7 +131,12 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         fix = "Set teacher in the config of open_backend, or pass with_teacher(backend, another)."
         yield "teacher_coeff", cfg.teacher_coeff, expected, fix
     if (cfg.kl_beta > 0 or cfg.kl_metric) and reference is None:
-        yield "kl_beta", cfg.kl_beta, "0 without a reference", "Set kl_beta=0, or open a backend that has a reference."
+        yield (
+            "kl_beta",
+            cfg.kl_beta,
+            "0 without a reference",
+            "Set kl_beta=0, or open a backend that has a reference.",
+        )
     if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in OF_BATCH:
         expected = f"none of {', '.join(OF_BATCH)} with min_samples_per_fwd_bwd"
         yield "advantage_scale", cfg.advantage_scale, expected, "The batch is not known yet."
@@ -102,7 +145,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
     divisions = can.grad_accumulation_normalization
     asked = {cfg.grad_accumulation_normalization}
     in_parts = cfg.min_samples_per_fwd_bwd is not None or cfg.pipeline_chunks_per_step > 1
-    asked |= {NORMALIZATION[cfg.aggregation]} if in_parts else set()
+    if in_parts:
+        asked |= {NORMALIZATION[cfg.aggregation]}
     for name in sorted(asked - set(divisions)):
         fix = "This backend does not divide the gradient: make one backward pass a step, and leave the division out."
         yield "grad_accumulation_normalization", name, f"one of {', '.join(divisions)}", fix
@@ -112,25 +156,45 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
         yield "loss_path 'builtin' with policy_loss", cfg.policy_loss, known, fix
     for name, neutral in OFF.items():
         if getattr(cfg, name) != neutral and not getattr(can, name):
-            yield name, getattr(cfg, name), f"{neutral:g}", f"{can.name} cannot report what it drew from."
+            yield (
+                name,
+                getattr(cfg, name),
+                f"{neutral:g}",
+                f"{can.name} cannot report what it drew from.",
+            )
 
 # %% ../../nbs/loop/04_setup.ipynb #8d5c2764
 def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
     "Refuse what is in another order than backend, rows, reward, config, and settings that this backend would ignore."
     order = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them beside TRL's."
-    kinds = ("backend", backend, isinstance(backend, Backend), "a Backend"), ("rows", rows, not callable(rows), "rows")
+    kinds = (
+        ("backend", backend, isinstance(backend, Backend), "a Backend"),
+        ("rows", rows, not callable(rows), "rows"),
+    )
     for name, given, fits, kind in (*kinds, ("cfg", cfg, isinstance(cfg, Config), "a Config")):
         if not fits:
             raise ConfigError(name, got=quoted(given, 40), expected=kind, fix=order)
     for what, got, expected, fix in _mismatches(cfg, backend):
-        raise ConfigError(what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix)
+        raise ConfigError(
+            what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix
+        )
 
 
 def check_recipe(cfg: Config, recipes: Sequence[str], loop: str) -> None:
     "Refuse a config that was written for another loop."
     if cfg.recipe not in recipes:
-        fix = "Open an AsyncGRPOLoop." if cfg.recipe == "async_rl_loop" else "Set the recipe, or open a GRPOLoop."
-        raise ConfigError("recipe", where=loop, got=repr(cfg.recipe), expected=" or ".join(map(repr, recipes)), fix=fix)
+        fix = (
+            "Open an AsyncGRPOLoop."
+            if cfg.recipe == "async_rl_loop"
+            else "Set the recipe, or open a GRPOLoop."
+        )
+        raise ConfigError(
+            "recipe",
+            where=loop,
+            got=repr(cfg.recipe),
+            expected=" or ".join(map(repr, recipes)),
+            fix=fix,
+        )
 
 
 def own_advantages(given: AdvantageFn | str | None) -> AdvantageFn | None:
@@ -143,13 +207,24 @@ def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
     options = LossOptions(**cfg.loss_options())
     policy_loss_fn(options)
     if options.needs_ref and not (cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric):
-        expected, fix = "no ref_logprobs, which nothing else here computes", "Set kl_metric=True, or kl_beta."
-        raise LossError(f"policy_loss {cfg.policy_loss!r}", got="a loss that takes them", expected=expected, fix=fix)
+        expected = "no ref_logprobs, which nothing else here computes"
+        fix = "Set kl_metric=True, or kl_beta."
+        raise LossError(
+            f"policy_loss {cfg.policy_loss!r}",
+            got="a loss that takes them",
+            expected=expected,
+            fix=fix,
+        )
     if make_loss is not None:
         check_takes("make_loss", make_loss, ("datums", "denominator"))
         if cfg.loss_path == "builtin":
             fix = "Leave one of the two out."
-            raise ConfigError("make_loss", got="a loss of yours", expected="none with loss_path='builtin'", fix=fix)
+            raise ConfigError(
+                "make_loss",
+                got="a loss of yours",
+                expected="none with loss_path='builtin'",
+                fix=fix,
+            )
 
 
 def check_takes(role: str, function: Any, names: Sequence[str]) -> None:
@@ -161,12 +236,16 @@ def check_takes(role: str, function: Any, names: Sequence[str]) -> None:
         fix = f"Write it as def {role}({', '.join(names)})."
         if role == "make_loss":
             fix += " A loss of single tokens is passed as Config(policy_loss=fn)."
-        raise LossError(called, got=str(error), expected=f"a function of {', '.join(names)}", fix=fix) from None
+        raise LossError(
+            called, got=str(error), expected=f"a function of {', '.join(names)}", fix=fix
+        ) from None
     except ValueError:  # made in C: its signature is not known
         pass
 
 # %% ../../nbs/loop/04_setup.ipynb #f0b51039
-def as_rows(rows: Any, require: Collection[str] = ()) -> list[Row]:  # require: columns that they must have
+def as_rows(
+    rows: Any, require: Collection[str] = ()
+) -> list[Row]:  # require: columns that they must have
     "Rows as they are, or loaded; raises `DataError` that names what one lacks."
     if isinstance(rows, Sequence) and len(rows) and all(isinstance(r, Row) for r in rows):
         for row in rows:
@@ -185,8 +264,10 @@ def check_recordable(row: Row) -> None:
         try:
             encode({name: value})
         except (RecordError, RecursionError) as error:
-            got, expected = f"{quoted(value)} ({type(value).__name__})", getattr(error, "expected", "fewer levels")
-            what, fix = f"column {plain_text(name)!r}", "Convert the column, or leave it out of the rows."
+            got = f"{quoted(value)} ({type(value).__name__})"
+            expected = getattr(error, "expected", "fewer levels")
+            what = f"column {plain_text(name)!r}"
+            fix = "Convert the column, or leave it out of the rows."
             raise DataError(what, where=row.where, got=got, expected=expected, fix=fix) from error
 
 
@@ -195,13 +276,19 @@ def plain_prompts(rows: Sequence[Row], tokenizer: Any) -> str:
     plain = [row for row in rows if row.prompt is not None]
     if not plain or not tokenizer.chat_template:
         return ""
-    which = "all" if len(plain) == len(rows) else f"{len(plain)} of {len(rows)} (the first is {plain[0].where})"
+    which = (
+        "all"
+        if len(plain) == len(rows)
+        else f"{len(plain)} of {len(rows)} (the first is {plain[0].where})"
+    )
     return f"prompts of plain text, without the chat template: {which}. It is applied to `question` and to `messages`."
 
 
 def first_cursor(rows: Sequence[Row], cfg: Config) -> Cursor:
     "The place before the first row."
-    return Cursor(rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle, floor=cfg.difficulty_sampling)
+    return Cursor(
+        rows, seed=cfg.seed, epochs=cfg.epochs, shuffle=cfg.shuffle, floor=cfg.difficulty_sampling
+    )
 
 # %% ../../nbs/loop/04_setup.ipynb #db0e342e
 def run_tokenizer(backend: Backend, cfg: Config) -> Any:
@@ -209,13 +296,17 @@ def run_tokenizer(backend: Backend, cfg: Config) -> Any:
     return with_template(backend.tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
 
 
-def encode_for(rows: Sequence[Row], backend: Backend, cfg: Config, **how: Any) -> list[Prompt]:  # how: of `encode_rows`
+def encode_for(
+    rows: Sequence[Row], backend: Backend, cfg: Config, **how: Any
+) -> list[Prompt]:  # how: of `encode_rows`
     "Rows as the prompts of a run; raises `ConfigError` for a prompt that its template would not render."
     named = next((n for n in ("chat_template", "chat_template_kwargs") if getattr(cfg, n)), None)
     plain = next((row for row in rows if row.messages is None), None)
     if named and plain:
         fix = "Leave it out, or give the rows a conversation in `messages`."
-        raise ConfigError(named, where=plain.where, got="a prompt that no template renders", fix=fix)
+        raise ConfigError(
+            named, where=plain.where, got="a prompt that no template renders", fix=fix
+        )
     return encode_rows(rows, run_tokenizer(backend, cfg), **how)
 
 
@@ -226,9 +317,18 @@ def rollout_setup(
     sampler: Any = None,  # None = the backend's
 ) -> RolloutSetup:
     "What a rollout factory is given."
-    params, named = cfg.sample_params(n=1, seed=cfg.seed), cfg.deployment and cfg.deployment.tokenizer_model
-    words = named or cfg.tokenizer_model or getattr(backend.tokenizer, "name_or_path", "") or cfg.base_model
-    longest = min((n for n in (cfg.max_seq_len, backend.capabilities.max_seq_len) if n), default=None)
+    params = cfg.sample_params(n=1, seed=cfg.seed)
+    named = cfg.deployment and cfg.deployment.tokenizer_model
+    words = (
+        named
+        or cfg.tokenizer_model
+        or getattr(backend.tokenizer, "name_or_path", "")
+        or cfg.base_model
+    )
+    longest = min(
+        (n for n in (cfg.max_seq_len, backend.capabilities.max_seq_len) if n), default=None
+    )
     own = {"tokenizer_id": words, "endpoint": backend.endpoint, "max_seq_len": longest}
-    sampler, K = sampler or backend.sampler, cfg.completions_per_prompt
+    sampler = sampler or backend.sampler
+    K = cfg.completions_per_prompt
     return RolloutSetup(sampler, run_tokenizer(backend, cfg), params, K, extras or {}, **own)

@@ -38,7 +38,14 @@ from .groups import Graded, Intake, Producer
 from .rollouts import Breaker, bounded
 from .step import LossFactory, LossReport, ScoreCache
 from .weights import Weights
-from .setup import EvaluationFn, as_rows, as_task, check_backend, check_loss, check_recipe
+from rl_notebook.loop.setup import (
+    EvaluationFn,
+    as_rows,
+    as_task,
+    check_backend,
+    check_loss,
+    check_recipe,
+)
 from .setup import first_cursor, own_advantages, rollout_setup
 
 # %% ../../nbs/loop/05_state.ipynb #b31efaab
@@ -47,7 +54,8 @@ PHASES = (
 )  # fmt: skip
 
 # %% ../../nbs/loop/05_state.ipynb #b89c5ce4
-AWAITED = ("sample", "reference", "backward", "optimize", "sync")  # `await loop.sample()`, but `loop.score()`
+# `await loop.sample()`, but `loop.score()`
+AWAITED = ("sample", "reference", "backward", "optimize", "sync")
 LOOK_ONLY = ("loss",)  # may be left out
 
 # %% ../../nbs/loop/05_state.ipynb #8ef83d9c
@@ -57,24 +65,40 @@ class StepState:
 
     number: int  # from 1
     cursor: Cursor  # before the step
-    pending: tuple[int, ...] = ()  # numbers of rows before the cursor that had yet to be trained on, before the step
+    pending: tuple[
+        int, ...
+    ] = ()  # numbers of rows before the cursor that had yet to be trained on, before the step
     ahead: bool = False  # whether its groups were drawn together with those of the steps before
     values: dict[str, Any] = field(default_factory=dict)  # by phase
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    work: dict[str, Work] = field(default_factory=dict)  # that the backend did while phases were running
-    spans: list[tuple[str, float, float]] = field(default_factory=list)  # (phase, begin, end) on the clock of `time`
+    work: dict[str, Work] = field(
+        default_factory=dict
+    )  # that the backend did while phases were running
+    spans: list[tuple[str, float, float]] = field(
+        default_factory=list
+    )  # (phase, begin, end) on the clock of `time`
     cache: ScoreCache = field(default_factory=dict)  # logprobs scored in this step
     policy_version: int = 0  # that the sampler served when the step's samples were drawn
-    changes: Mapping[str, Any] = field(default_factory=dict)  # fields of LossOptions that `loss()` was last asked for
+    changes: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # fields of LossOptions that `loss()` was last asked for
     normalization: GradNormalization = "none"  # by which the optimizer has to divide the gradient
     passes: tuple[int, ...] = ()  # datums of each backward pass
     updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
-    made: tuple[tuple[LossReport, dict[str, float]], ...] = ()  # updates of this step so far, and their measurements
-    rejected: bool = False  # whether an update was rejected: settings of the update then count at once
-    synced: SyncReport | None = None  # what a sync after this step, or before it, brought; None = it was not looked at
+    made: tuple[
+        tuple[LossReport, dict[str, float]], ...
+    ] = ()  # updates of this step so far, and their measurements
+    rejected: bool = (
+        False  # whether an update was rejected: settings of the update then count at once
+    )
+    synced: SyncReport | None = (
+        None  # what a sync after this step, or before it, brought; None = it was not looked at
+    )
     batch: Any = None  # what an asynchronous loop knows of the samples beside their values
     idle: float = 0.0  # seconds without a row in flight, until the step began
-    bonus: tuple[float, float] | None = None  # where it adapts: `entropy_coeff`, and what is used; None = at the start
+    bonus: tuple[float, float] | None = (
+        None  # where it adapts: `entropy_coeff`, and what is used; None = at the start
+    )
     awaited: tuple[str, ...] = AWAITED  # phases; `score` too, once it was found to wait
 
     def put(self, phase: str, value: Any) -> Any:
@@ -86,7 +110,9 @@ class StepState:
 
     def copied(self) -> Self:
         "The step as it stands, which later phases leave alone."
-        own = {name: copy.copy(getattr(self, name)) for name in ("values", "seconds", "work", "spans")}
+        own = {
+            name: copy.copy(getattr(self, name)) for name in ("values", "seconds", "work", "spans")
+        }
         return replace(self, **own)
 
     @contextmanager
@@ -116,7 +142,11 @@ class StepState:
     @property
     def given(self) -> bool:
         "Whether its answers were given and not drawn: a step of `warm_up`."
-        return any(s.finish_reason == "given" for rollouts in self.values.get("sample", ()) for s in rollouts.samples)
+        return any(
+            s.finish_reason == "given"
+            for rollouts in self.values.get("sample", ())
+            for s in rollouts.samples
+        )
 
 # %% ../../nbs/loop/05_state.ipynb #46e2262e
 def enter(state: StepState, phase: str) -> Any:
@@ -124,12 +154,16 @@ def enter(state: StepState, phase: str) -> Any:
     place = PHASES.index(phase)
     begun = phase == "optimize" and "optimize" not in state.values
     if state.updated and place <= PHASES.index("optimize") and not begun:
-        raise PhaseError(f"{phase}: step {state.number} has updated the weights", fix="Go back with await loop.undo().")
+        raise PhaseError(
+            f"{phase}: step {state.number} has updated the weights",
+            fix="Go back with await loop.undo().",
+        )
     before = [p for p in PHASES[:place] if p not in LOOK_ONLY]
     missing = [p for p in before if p not in state.values]
     if missing:
         await_it = "await " if missing[0] in state.awaited else ""
-        names, fix = ", ".join(missing), f"Run {await_it}loop.{missing[0]}()."
+        names = ", ".join(missing)
+        fix = f"Run {await_it}loop.{missing[0]}()."
         raise PhaseError(f"{phase} in step {state.number}", got=f"no {names} yet", fix=fix)
     return state.values[before[-1]] if before else None
 
@@ -147,30 +181,51 @@ class LoopState:
         cfg: Config | None = None,
         *,
         eval_rows: Any = (),  # held out, for `evaluate`
-        evaluation_fn: EvaluationFn | None = None,  # evaluates in place of drawing and grading on `eval_rows`
-        dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it; None = live groups
+        evaluation_fn: EvaluationFn
+        | None = None,  # evaluates in place of drawing and grading on `eval_rows`
+        dynamic_filter_fn: Callable[[PromptGroup], bool]
+        | None = None,  # True = train on it; None = live groups
         make_loss: LossFactory | None = None,  # None = the config's loss
-        advantage_fn: AdvantageFn | str | None = None,  # or its "module:function"; None = as the config says
-        outputs: Sequence[Callable[[StepRecord], Any]] = (),  # called with each record: `run.add`, `print`, ...
-        on_undo: Sequence[Callable[[int], Any]] = (),  # called with the last step that still holds: `run.rewind`
+        advantage_fn: AdvantageFn
+        | str
+        | None = None,  # or its "module:function"; None = as the config says
+        outputs: Sequence[
+            Callable[[StepRecord], Any]
+        ] = (),  # called with each record: `run.add`, `print`, ...
+        on_undo: Sequence[
+            Callable[[int], Any]
+        ] = (),  # called with the last step that still holds: `run.rewind`
         keep_undo: int = 1,  # steps that can be undone; 0 = none, at no cost
         extras: Mapping[str, Any] | None = None,  # handed to a rollout factory
         name: str = "main",  # told apart by it from its branches
-        family: list[str] | None = None,  # names of the loop that this one is a branch of, and of its other branches
+        family: list[str]
+        | None = None,  # names of the loop that this one is a branch of, and of its other branches
     ):
-        self.backend, self.name = backend, name
-        self.settings = self.began_with = self.next_settings = cfg or Config()  # now, when opened, of the next step
+        self.backend = backend
+        self.name = name
+        # now, when opened, of the next step
+        self.settings = self.began_with = self.next_settings = cfg or Config()
         check_backend(self.cfg, backend, rows)
         check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_loss(self.cfg, make_loss)
-        self.given = {"reward": reward, "dynamic_filter_fn": dynamic_filter_fn, "make_loss": make_loss}
+        self.given = {
+            "reward": reward,
+            "dynamic_filter_fn": dynamic_filter_fn,
+            "make_loss": make_loss,
+        }
         self.given |= {"advantage_fn": advantage_fn, "evaluation_fn": evaluation_fn}
-        self.opened_with = self.given = self.given | {"extras": extras, "keep_undo": keep_undo}  # for branches
+        # for branches
+        self.opened_with = self.given = self.given | {"extras": extras, "keep_undo": keep_undo}
         self.evaluation_fn = evaluation_fn
         self.sampler = bounded(backend.sampler, completions_at_once(self.cfg))
-        self.task = as_task(reward, self.cfg, rollout_setup(backend, self.cfg, extras, self.sampler))
+        self.task = as_task(
+            reward, self.cfg, rollout_setup(backend, self.cfg, extras, self.sampler)
+        )
         read = [] if self.task.reward_fns is None else columns_read(self.task.reward_fns)
-        self.rows, self.eval_rows = as_rows(rows, read), as_rows(eval_rows, read) if len(eval_rows) else []
+        self.rows, self.eval_rows = (
+            as_rows(rows, read),
+            as_rows(eval_rows, read) if len(eval_rows) else [],
+        )
         self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
         self.make_loss = make_loss
         self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
@@ -180,13 +235,18 @@ class LoopState:
         self.weights = Weights(backend, self, keep_undo, family)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.eval_metrics: dict[str, float] = {}  # for the record of the current step
-        self.running, self.stop_requested = "", False  # the running phase; whether it is to be the last
-        self.breaker = Breaker(self.cfg.max_rollout_failure_rate)  # ends the run when connections fail too often
-        self.at_boundary: list[Callable[[], Awaitable[Any]]] = []  # awaited where a run can be resumed from
+        # the running phase; whether it is to be the last
+        self.running = ""
+        self.stop_requested = False
+        # ends the run when connections fail too often
+        self.breaker = Breaker(self.cfg.max_rollout_failure_rate)
+        # awaited where a run can be resumed from
+        self.at_boundary: list[Callable[[], Awaitable[Any]]] = []
         self.bar: Any = None  # over steps
         self.opened = time.perf_counter()  # where the timelines of its records begin
         self.counts: Counter[str] = Counter()  # of samples and rows, since it was opened
-        self.producer: Producer[Graded] | None = None  # of rows that are in flight while the loop does something else
+        # of rows that are in flight while the loop does something else
+        self.producer: Producer[Graded] | None = None
 
     @property
     def cursor(self) -> Cursor:
@@ -258,7 +318,9 @@ class Loop(LoopState):
     @property
     def title(self) -> str:
         "What a loop is, with its name if it shares its backend."
-        return f"{type(self).__name__} {self.name!r}" if self.weights.several else type(self).__name__
+        return (
+            f"{type(self).__name__} {self.name!r}" if self.weights.several else type(self).__name__
+        )
 
     @property
     def evaluates(self) -> bool:
@@ -303,13 +365,16 @@ class Loop(LoopState):
         "Have taken the rows that a recorded step had taken."
         self.intake.stand(replace(self.cursor, consumed=record.consumed), record.pending)
 
-    def extra_record_fields(self) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
+    def extra_record_fields(
+        self,
+    ) -> dict[str, Any]:  # fields of StepRecord; metrics are added to the others
         "What this kind of loop adds to the record of a step."
         return {}
 
     def resume_state(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
         "What of a loop, beside the trainer's state, a checkpoint keeps: the rows that were taken and are in no record."
-        step = {number for number in self.state.numbers if number < self.cursor.consumed}  # not those given back
+        # not those given back
+        step = {number for number in self.state.numbers if number < self.cursor.consumed}
         more = {} if self.state.bonus is None else {"bonus": [*self.state.bonus]}
         return self.cursor, {"pending": sorted({*self.pending, *step})} | more
 
@@ -332,7 +397,10 @@ class Loop(LoopState):
         return "\n".join([f"{self.title} · {self.place}", marks, *last])
 
     def _repr_html_(self) -> str:
-        marks = [f'<span style="{MARK_STYLE[m]};margin-right:.8em">{m} {p}</span>' for m, p in phase_marks(self.state)]
+        marks = [
+            f'<span style="{MARK_STYLE[m]};margin-right:.8em">{m} {p}</span>'
+            for m, p in phase_marks(self.state)
+        ]
         last = f"<p>last: {html.escape(self.records[-1].verdict)}</p>" if self.records else ""
         title = html.escape(self.title)
         return f"<p><b>{title}</b> {html.escape(self.place)}</p><p>{' '.join(marks)}</p>{last}"
@@ -340,7 +408,9 @@ class Loop(LoopState):
 # %% ../../nbs/loop/05_state.ipynb #13f2c9da
 def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
     "Bars are drawn in notebooks and terminals, not into files and pipes."
-    return (False if IN_NOTEBOOK else None) if wanted and not os.environ.get("TQDM_DISABLE") else True
+    return (
+        (False if IN_NOTEBOOK else None) if wanted and not os.environ.get("TQDM_DISABLE") else True
+    )
 
 
 def write_line(value: Any) -> None:
@@ -353,16 +423,29 @@ SILENT = tqdm_text(disable=True)  # as the bar of a loop that something else sho
 
 
 @contextmanager
-def sign_of_life(what: str, doing: str, meter: Meter, bar: Any = None) -> Iterator[None]:  # None = a line of its own
+def sign_of_life(
+    what: str, doing: str, meter: Meter, bar: Any = None
+) -> Iterator[None]:  # None = a line of its own
     "While inside, a bar says what is done, for how long, and how many tokens were sampled; a line after two seconds."
-    begun, file, form = meter.tokens_sampled, sys.stdout if IN_NOTEBOOK else None, "{desc}{postfix} [{elapsed}]"
-    line = {"bar_format": form, "leave": False, "delay": 2, "miniters": 0, "file": file, "disable": no_bar()}
+    begun = meter.tokens_sampled
+    file = sys.stdout if IN_NOTEBOOK else None
+    form = "{desc}{postfix} [{elapsed}]"
+    line = {
+        "bar_format": form,
+        "leave": False,
+        "delay": 2,
+        "miniters": 0,
+        "file": file,
+        "disable": no_bar(),
+    }
     with nullcontext(bar) if bar is not None else tqdm_text(desc=what, **line) as shown:
 
         async def beat() -> None:
             while await asyncio.sleep(1, True):
                 drawn = meter.tokens_sampled - begun
-                shown.set_postfix_str(f"{doing}, {drawn} tokens" if drawn else doing, refresh=bar is not None)
+                shown.set_postfix_str(
+                    f"{doing}, {drawn} tokens" if drawn else doing, refresh=bar is not None
+                )
                 shown.update(0)
 
         shown.set_postfix_str(doing, refresh=bar is not None)
@@ -382,7 +465,8 @@ def sign_of_life(what: str, doing: str, meter: Meter, bar: Any = None) -> Iterat
 @contextmanager
 def now_running(loop: Loop, phase: str) -> Iterator[None]:
     "Say what the loop is doing, in `loop.running` and on a bar."
-    before, loop.running = loop.running, phase
+    before = loop.running
+    loop.running = phase
     try:
         with sign_of_life(f"step {loop.state.number}", phase, loop.backend.meter, loop.bar):
             yield
@@ -393,7 +477,8 @@ def now_running(loop: Loop, phase: str) -> Iterator[None]:
 @contextmanager
 def timed(loop: Loop, phase: str) -> Iterator[None]:
     "Measure a phase, and say meanwhile that it is running."
-    state, before = loop.state, dict(loop.backend.meter.work)
+    state = loop.state
+    before = dict(loop.backend.meter.work)
     try:
         with now_running(loop, phase), state.measured(phase):
             yield

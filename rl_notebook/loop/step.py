@@ -16,15 +16,48 @@ import pandas as pd
 import torch
 
 from ..core.advantages import is_dead
-from ..backends.base import Backend, BuiltinTrainer, GradNormalization, Sampler, Scorer, Trainer
+from rl_notebook.backends.base import (
+    Backend,
+    BuiltinTrainer,
+    GradNormalization,
+    Sampler,
+    Scorer,
+    Trainer,
+)
 from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, SampleParams
 from ..core.datums import attach, datum_table
-from ..show.html import BUDGET, advantages_html, completions_html, datums_html, folded, frame_html
-from ..show.html import html_table, loss_html, norms_html, number, on_one_line, prompts_html
+from rl_notebook.show.html import (
+    BUDGET,
+    advantages_html,
+    completions_html,
+    datums_html,
+    folded,
+    frame_html,
+)
+from rl_notebook.show.html import (
+    html_table,
+    loss_html,
+    norms_html,
+    number,
+    on_one_line,
+    prompts_html,
+)
 from ..show.html import reference_html, rewards_html, tag
-from ..core.losses import LossFn, LossOptions, make_loss_fn, natural_denominator, reads_entropy
+from rl_notebook.core.losses import (
+    LossFn,
+    LossOptions,
+    make_loss_fn,
+    natural_denominator,
+    reads_entropy,
+)
 from ..task.rewards import graded, score
-from .rollouts import RolloutFn, assemble, draw_completions, draw_rollouts, require_some
+from rl_notebook.loop.rollouts import (
+    RolloutFn,
+    assemble,
+    draw_completions,
+    draw_rollouts,
+    require_some,
+)
 from ..task.data import Prompt, Rollouts
 
 # %% auto #0
@@ -41,7 +74,9 @@ class Listing(tuple[T, ...]):
     headline: str
     table: Callable[[], pd.DataFrame]
     drawing: Callable[[], str]
-    work: Callable[[], Coroutine[Any, Any, Listing[T]]] | None = None  # to be awaited first; None = it is all here
+    work: Callable[[], Coroutine[Any, Any, Listing[T]]] | None = (
+        None  # to be awaited first; None = it is all here
+    )
 
     def __new__(
         cls,
@@ -51,7 +86,9 @@ class Listing(tuple[T, ...]):
         drawing: Callable[[], str] = lambda: "",  # safe HTML; "" = the table alone
     ) -> Listing[T]:
         self = super().__new__(cls, items)
-        self.headline, self.table, self.drawing = headline, table, drawing
+        self.headline = headline
+        self.table = table
+        self.drawing = drawing
         return self
 
     def __repr__(self) -> str:
@@ -61,7 +98,11 @@ class Listing(tuple[T, ...]):
         return self if self.work is None else (yield from self.work().__await__())
 
     def _repr_html_(self) -> str:
-        return listing_html(self.headline, self.drawing(), self.table()) if self else listing_html(self.headline)
+        return (
+            listing_html(self.headline, self.drawing(), self.table())
+            if self
+            else listing_html(self.headline)
+        )
 
 
 def listing_text(headline: str, table: pd.DataFrame) -> str:
@@ -87,11 +128,18 @@ def list_prompts(
     "Prompts with the text that the model reads, special tokens included."
 
     def table() -> pd.DataFrame:
-        text = [on_one_line(tokenizer.decode(p.tokens.tolist(), skip_special_tokens=False)) for p in prompts]
+        text = [
+            on_one_line(tokenizer.decode(p.tokens.tolist(), skip_special_tokens=False))
+            for p in prompts
+        ]
         names = [p.row.key for p in prompts]
-        return pd.DataFrame({"row": names, "tokens": [len(p.tokens) for p in prompts], "prompt": text})
+        return pd.DataFrame(
+            {"row": names, "tokens": [len(p.tokens) for p in prompts], "prompt": text}
+        )
 
-    return Listing(prompts, f"{len(prompts)} prompts", table, lambda: prompts_html(prompts, tokenizer))
+    return Listing(
+        prompts, f"{len(prompts)} prompts", table, lambda: prompts_html(prompts, tokenizer)
+    )
 
 # %% ../../nbs/loop/02_step.ipynb #4c79b596
 async def draw(
@@ -100,7 +148,8 @@ async def draw(
     params: SampleParams,  # n = completions per prompt, seed = that of the run
     rollout_fn: RolloutFn | None = None,  # None = completions straight from the sampler
     *,
-    context: Mapping[str, Any] | None = None,  # `epoch` and `evaluation`, for rollout functions that ask for them
+    context: Mapping[str, Any]
+    | None = None,  # `epoch` and `evaluation`, for rollout functions that ask for them
     unfit: str = "drop",  # turns of rollout functions, see `rollouts.draw_rollouts`
     **patience: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.draw_rollouts`
 ) -> Rollouts:
@@ -131,7 +180,10 @@ def list_rollouts(
     samples = [s for r in rollouts for s in r.samples]
     cut = sum(s.truncated for s in samples)
     headline = f"{len(samples)} samples of {len(rollouts)} prompts, {cut} cut at the limit"
-    table = lambda: pd.DataFrame([_rollouts_row(r) for r in rollouts])
+
+    def table():
+        return pd.DataFrame([_rollouts_row(r) for r in rollouts])
+
     return Listing(rollouts, headline, table, lambda: completions_html(rollouts, tokenizer))
 
 # %% ../../nbs/loop/02_step.ipynb #f1f16241
@@ -143,7 +195,8 @@ async def score_group(
     **options: Any,  # `weights` and `step` of `rewards.score`
 ) -> PromptGroup:
     "The graded group of one prompt."
-    if not rollouts.samples or reward_fns is None:  # nothing to grade, or the rollout has graded them itself
+    # nothing to grade, or the rollout has graded them itself
+    if not rollouts.samples or reward_fns is None:
         return assemble(rollouts, rollouts.samples, min_group_size)
     prompt = rollouts.prompt
     scores = await score(rollouts.samples, prompt.row, reward_fns, group=prompt.index, **options)
@@ -171,7 +224,10 @@ def list_groups(groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
     mean = f"mean reward {np.mean(rewards):.3f}" if rewards else "no rewards"
     headline = f"{len(rewards)} graded samples, {mean}, {dead} of {len(groups)} groups dead"
     compared = any(g.advantages is not None for g in groups)
-    drawing = lambda: advantages_html(groups) if compared else rewards_html(groups)
+
+    def drawing():
+        return advantages_html(groups) if compared else rewards_html(groups)
+
     return Listing(groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]), drawing)
 
 # %% ../../nbs/loop/02_step.ipynb #c2ee587f
@@ -200,16 +256,22 @@ async def score_datums(
 def list_datums(
     datums: Sequence[Datum],
     tokenizer: Any = None,  # draws the tokens; None = ids
-    policy_logprobs: Sequence[Logprobs] | None = None,  # one per datum, to compare with the reference's
+    policy_logprobs: Sequence[Logprobs]
+    | None = None,  # one per datum, to compare with the reference's
 ) -> Listing[Datum]:
     "Training sequences, one per row, with what they carry; drawn against the reference once it has scored them."
-    tokens, cut = sum(d.num_loss_tokens for d in datums), sum(d.truncated_tokens > 0 for d in datums)
+    tokens = sum(d.num_loss_tokens for d in datums)
+    cut = sum(d.truncated_tokens > 0 for d in datums)
     headline = f"{len(datums)} datums, {tokens} tokens in the loss, {cut} truncated"
-    drawing = lambda: reference_html(datums, policy_logprobs, tokenizer) or datums_html(datums, tokenizer)
+
+    def drawing():
+        return reference_html(datums, policy_logprobs, tokenizer) or datums_html(datums, tokenizer)
+
     return Listing(datums, headline, lambda: datum_table(datums), drawing)
 
 # %% ../../nbs/loop/02_step.ipynb #ca9bdd9f
-LossFactory = Callable[[Sequence[Datum], float | None], LossFn]  # (datums, denominator) -> loss function
+# (datums, denominator) -> loss function
+LossFactory = Callable[[Sequence[Datum], float | None], LossFn]
 
 
 def loss_factory(options: LossOptions) -> LossFactory:
@@ -224,8 +286,13 @@ def evaluate_loss(
 ) -> LossOutput:
     "Value, metrics and dL/dlogprob of a loss at given policy logprobs."
     leaves = [torch.tensor(lp.values, requires_grad=True) for lp in policy_logprobs]
-    loss_fn, known = make(datums, None), [lp.entropy for lp in policy_logprobs]
-    beside = [[torch.tensor(h) for h in known]] if reads_entropy(loss_fn) and all(h is not None for h in known) else []
+    loss_fn = make(datums, None)
+    known = [lp.entropy for lp in policy_logprobs]
+    beside = (
+        [[torch.tensor(h) for h in known]]
+        if reads_entropy(loss_fn) and all(h is not None for h in known)
+        else []
+    )
     loss, metrics = loss_fn(datums, leaves, *beside)
     loss.backward()
     grads = [np.zeros(len(p)) if p.grad is None else p.grad.numpy() for p in leaves]
@@ -244,7 +311,11 @@ class LossReport:
     def headline(self) -> str:
         "Loss, KL and size of the gradient in one line."
         m = self.output.metrics
-        named = [f"{k} {m[k]:.4g}" for k in ("kl", "ratio/mean", "grad/abs_sum", "grad/positive_share") if k in m]
+        named = [
+            f"{k} {m[k]:.4g}"
+            for k in ("kl", "ratio/mean", "grad/abs_sum", "grad/positive_share")
+            if k in m
+        ]
         return ", ".join([f"loss {self.output.loss:.4g}", *named])
 
     def table(self) -> pd.DataFrame:
@@ -252,18 +323,32 @@ class LossReport:
         rows = []
         for d, p, g in zip(self.datums, self.output.logprobs, self.output.dlogprobs, strict=True):
             mean = float(p.values[d.active].mean()) if d.num_loss_tokens else float("nan")
-            place = {"group": d.group, "sample": d.sample, "row": d.key, "loss_tokens": d.num_loss_tokens}
+            place = {
+                "group": d.group,
+                "sample": d.sample,
+                "row": d.key,
+                "loss_tokens": d.num_loss_tokens,
+            }
             pushed = {"advantage": float(np.mean(d.advantage)), "mean_logprob": mean}
-            rows.append(place | pushed | {"sum_dlogprob": float(g.sum()), "push": "up" if g.sum() < 0 else "down"})
+            rows.append(
+                place
+                | pushed
+                | {"sum_dlogprob": float(g.sum()), "push": "up" if g.sum() < 0 else "down"}
+            )
         return pd.DataFrame(rows)
 
     def __repr__(self) -> str:
         return listing_text(self.headline, self.table())
 
     def _repr_html_(self) -> str:
-        layers = norms_html(self.output.metrics, BUDGET // 2)  # once the gradient is on the trainer, and it tells
-        tokens = loss_html(self.output, self.datums, self.tokenizer, BUDGET // 2 if layers else BUDGET)
-        return listing_html(self.headline, layers + folded("Tokens", tokens) if layers else tokens, self.table())
+        # once the gradient is on the trainer, and it tells
+        layers = norms_html(self.output.metrics, BUDGET // 2)
+        tokens = loss_html(
+            self.output, self.datums, self.tokenizer, BUDGET // 2 if layers else BUDGET
+        )
+        return listing_html(
+            self.headline, layers + folded("Tokens", tokens) if layers else tokens, self.table()
+        )
 
 # %% ../../nbs/loop/02_step.ipynb #8723a92f
 async def backward(
@@ -285,23 +370,33 @@ def in_calls(
 ) -> tuple[list[Sequence[Datum]], float]:  # datums of each call, and what every call divides by
     "A step in calls of at most `max_samples` datums; of whole groups, and at least one, if it is a mean over prompts."
     whole = step_denominator(datums, aggregation) if denominator is None else denominator
-    size, cuts, of_groups = max_samples or len(datums), [0], aggregation == "prompt_mean"
-    ends = [i for i in range(1, len(datums)) if not of_groups or datums[i].group != datums[i - 1].group]
+    size = max_samples or len(datums)
+    cuts = [0]
+    of_groups = aggregation == "prompt_mean"
+    ends = [
+        i for i in range(1, len(datums)) if not of_groups or datums[i].group != datums[i - 1].group
+    ]
     for end, next_end in itertools.pairwise([*ends, len(datums)]):
-        cuts += [end] if next_end - cuts[-1] > size else []
+        if next_end - cuts[-1] > size:
+            cuts += [end]
     return [datums[a:b] for a, b in itertools.pairwise([*cuts, len(datums)])], whole
 
 
 def step_denominator(datums: Sequence[Datum], aggregation: str) -> float:
     "What the loss of a whole step divides by."
-    return natural_denominator([d.num_loss_tokens for d in datums], [d.group for d in datums], aggregation)
+    return natural_denominator(
+        [d.num_loss_tokens for d in datums], [d.group for d in datums], aggregation
+    )
 
 # %% ../../nbs/loop/02_step.ipynb #81b28791
 def merge_outputs(outputs: Sequence[LossOutput]) -> LossOutput:
     "One output from several calls: losses and counts add up, extremes stay extreme, the rest is averaged."
     if len(outputs) == 1:
         return outputs[0]
-    tokens, mass = (np.array([o.metrics.get(k, 1.0) for o in outputs]) for k in ("num_loss_tokens", "grad/abs_sum"))
+    tokens, mass = (
+        np.array([o.metrics.get(k, 1.0) for o in outputs])
+        for k in ("num_loss_tokens", "grad/abs_sum")
+    )
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(n for o in outputs for n in o.metrics):
         values = np.array([o.metrics.get(name, np.nan) for o in outputs])
@@ -345,10 +440,14 @@ async def backward_builtin(
 ) -> LossOutput:
     "`backward` with the service's own loss."
     chunks, whole = in_calls(datums, options.aggregation, max_samples, denominator)
-    return merge_outputs([await policy.forward_backward_builtin(c, options, denominator=whole) for c in chunks])
+    return merge_outputs(
+        [await policy.forward_backward_builtin(c, options, denominator=whole) for c in chunks]
+    )
 
 
-async def anchored(policy: Scorer, datums: Sequence[Datum], options: LossOptions, cache: ScoreCache) -> Sequence[Datum]:
+async def anchored(
+    policy: Scorer, datums: Sequence[Datum], options: LossOptions, cache: ScoreCache
+) -> Sequence[Datum]:
     "Datums as a service needs them for its own loss."
     if options.anchor != "old" or (options.policy_loss == "grpo" and options.tis == "off"):
         return datums
@@ -357,7 +456,10 @@ async def anchored(policy: Scorer, datums: Sequence[Datum], options: LossOptions
 # %% ../../nbs/loop/02_step.ipynb #43a1476c
 def scale_output(output: LossOutput, factor: float) -> LossOutput:
     "A loss that was computed without its division, with it: value, gradient, and the metrics that scale."
-    scales = lambda name: name in ("loss", "grad/abs_sum") or name.startswith("grad_norm/")
+
+    def scales(name):
+        return name in ("loss", "grad/abs_sum") or name.startswith("grad_norm/")
+
     scaled = {k: v * factor if scales(k) else v for k, v in output.metrics.items()}
     dlogprobs = tuple(g * factor for g in output.dlogprobs)
     return replace(output, loss=output.loss * factor, metrics=scaled, dlogprobs=dlogprobs)
@@ -385,9 +487,19 @@ class Measured:
     metrics: Mapping[str, float]
 
     def __repr__(self) -> str:
-        return "\n".join([self.headline, *(f"  {k:<24} {number(v, '.6g')}" for k, v in self.metrics.items())])
+        return "\n".join(
+            [self.headline, *(f"  {k:<24} {number(v, '.6g')}" for k, v in self.metrics.items())]
+        )
 
     def _repr_html_(self) -> str:
         layers = norms_html(self.metrics)
-        whole = {k: v for k, v in self.metrics.items() if not (layers and k.startswith(("grad_norm/", "update_norm/")))}
-        return listing_html(self.headline) + html_table(["", "value"], whole.items()) * bool(whole) + layers
+        whole = {
+            k: v
+            for k, v in self.metrics.items()
+            if not (layers and k.startswith(("grad_norm/", "update_norm/")))
+        }
+        return (
+            listing_html(self.headline)
+            + html_table(["", "value"], whole.items()) * bool(whole)
+            + layers
+        )

@@ -83,7 +83,9 @@ async def policy_says(backend: Backend, datum: Datum) -> Logprobs:
     if at == 1:
         return (await backend.policy.forward([datum]))[0]
     if backend.score_at is None:
-        raise BackendError("a probe", got=f"a policy that scores at {at:g}", expected="1, as the sampler does")
+        raise BackendError(
+            "a probe", got=f"a policy that scores at {at:g}", expected="1, as the sampler does"
+        )
     backend.score_at(1.0)
     try:
         return (await backend.policy.forward([datum]))[0]
@@ -105,7 +107,8 @@ async def probed(backend: Backend, datum: Datum) -> Probe:
 
 SHORT = 16  # tokens of a row that tells too little
 PATIENCE = 60.0  # seconds for an answer
-LEAST = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 0.02}  # nats: mean rounding, at least; of others as of bfloat16
+# nats: mean rounding, at least; of others as of bfloat16
+LEAST = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 0.02}
 
 # %% ../../nbs/loop/03_weights.ipynb #9f2f6831
 class Audit:
@@ -115,7 +118,9 @@ class Audit:
         self.backend = backend
         self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
         self.refused = False  # by one of the two: it is not asked again
-        self.floor, self.noise = math.inf, 0.0  # least gap while both had the same weights; of the policy, scored twice
+        # least gap while both had the same weights; of the policy, scored twice
+        self.floor = math.inf
+        self.noise = 0.0
         self.report: SyncReport | None = None  # of the last sync, if it was looked at
 
     @property
@@ -123,7 +128,9 @@ class Audit:
         "What a sync that looks itself has found; None = it does not look."
         return getattr(self.backend.sync, "reports", None)
 
-    async def before(self, rows: Sequence[Datum], alike: bool) -> None:  # whether both should have the same weights
+    async def before(
+        self, rows: Sequence[Datum], alike: bool
+    ) -> None:  # whether both should have the same weights
         "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
         if not rows:
             self.probe = None
@@ -132,34 +139,43 @@ class Audit:
         self.refused = True
         shortest = min(rows, key=lambda d: (len(d.weights) < SHORT, len(d.weights)))
         with suppress(Exception):
-            probe = await probed(self.backend, Datum(shortest.tokens, np.ones(len(shortest.weights))))
+            probe = await probed(
+                self.backend, Datum(shortest.tokens, np.ones(len(shortest.weights)))
+            )
             again = await policy_says(self.backend, probe.datum)
             self.noise = max(self.noise, apart(np.asarray(again.values), probe.policy))
             self.floor = max(probe.least, min(self.floor, probe.gap))
-            self.probe, self.refused = probe, False
+            self.probe = probe
+            self.refused = False
 
     async def after(self, version: int) -> None:
         "After a sync: ask both sides of the probe again, and say what that shows."
-        then, own = self.probe, self.own_reports
-        self.report, self.probe = own[-1] if own else None, None
+        then = self.probe
+        own = self.own_reports
+        self.report = own[-1] if own else None
+        self.probe = None
         if then is None:
             return
         with suppress(Exception):
             now = await probed(self.backend, then.datum)
             moves = apart(now.policy, then.policy), apart(now.sampler, then.sampler)
-            tolerance, behind = max(4 * self.floor, 4 * self.noise, moves[0] / 1000), apart(now.sampler, then.policy)
-            self.report, self.probe = SyncReport(version, now.gap, *moves, tolerance, self.noise, behind), now
+            tolerance = max(4 * self.floor, 4 * self.noise, moves[0] / 1000)
+            behind = apart(now.sampler, then.policy)
+            self.report = SyncReport(version, now.gap, *moves, tolerance, self.noise, behind)
+            self.probe = now
 
 # %% ../../nbs/loop/03_weights.ipynb #8619e4f0
 R = TypeVar("R")
-TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())  # that this task is in
+# that this task is in
+TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())
 
 # %% ../../nbs/loop/03_weights.ipynb #12b87a45
 class SharedBackend:
     "Whose weights a backend has loaded, and whose turn it is."
 
     def __init__(self) -> None:
-        self.loaded: Weights | None = None  # whose weights it has; None = no loop's, after a change that failed
+        # whose weights it has; None = no loop's, after a change that failed
+        self.loaded: Weights | None = None
         self.loops: weakref.WeakSet[Weights] = weakref.WeakSet()  # that use it
         self.lock = asyncio.Lock()
         self.event_loop: asyncio.AbstractEventLoop | None = None  # that the lock belongs to
@@ -171,7 +187,8 @@ class SharedBackend:
         self.task: asyncio.Task[Any] | None = None  # that its turn began in
         self.turn: object | None = None  # tasks in it have it in `TURNS`
         self.depth = 0  # how many calls of the turn lie inside each other
-        self.section: asyncio.Future[Any] | None = None  # what is begun and will be finished: see `settled`
+        # what is begun and will be finished: see `settled`
+        self.section: asyncio.Future[Any] | None = None
 
     def join(self, weights: Weights) -> int:  # the number of the loop
         "Let a loop in, under a number of its own; the first has the weights that are there."
@@ -182,14 +199,23 @@ class SharedBackend:
 
     def claim(self, weights: Weights) -> asyncio.Lock:
         "The lock to wait for; raises PhaseError where waiting would never end, or not before a window does."
-        torn = self.holder is None and self.lock.locked()  # by an interrupt, before its holder was noted
-        if torn or self.event_loop is not asyncio.get_running_loop():  # the one before has ended, with all in it
+        # by an interrupt, before its holder was noted
+        torn = self.holder is None and self.lock.locked()
+        # the one before has ended, with all in it
+        if torn or self.event_loop is not asyncio.get_running_loop():
             self.lock, self.event_loop = asyncio.Lock(), asyncio.get_running_loop()
             self.released()
-        if self.holder not in (None, weights) and (self.task is asyncio.current_task() or self.turn in TURNS.get()):
+        if self.holder not in (None, weights) and (
+            self.task is asyncio.current_task() or self.turn in TURNS.get()
+        ):
             got = f"a turn of {self.holder.owner.name!r} that waits for this"
             fix = "Let it end first, or put the two loops into tasks of their own."
-            raise PhaseError(f"a turn for {weights.owner.name!r}", got=got, expected="the backend to be free", fix=fix)
+            raise PhaseError(
+                f"a turn for {weights.owner.name!r}",
+                got=got,
+                expected="the backend to be free",
+                fix=fix,
+            )
         if weights.in_window:
             fix = "Wait for the current step, or press Stop (loop.stop()) to end the window."
             weights.refuse_in_turn("a window of several steps", fix)
@@ -219,7 +245,11 @@ async def _remember(w: Weights) -> Snapshot | None:  # None = nothing was saved
         return None
     if len(w.undoable) == w.undoable.maxlen and w.undoable:
         w.undoable.popleft()
-    kept = {s.slot for s in (w.served, *(s for e in w.undoable for s in (e.saved, e.served))) if s is not None}
+    kept = {
+        s.slot
+        for s in (w.served, *(s for e in w.undoable for s in (e.saved, e.served)))
+        if s is not None
+    }
     free = next(slot for slot in itertools.count() if slot not in kept)
     with w.owner.state.measured("remember"):
         saved = await w.save(f"undo-{w.loop_id}-{free}", free)
@@ -235,7 +265,9 @@ async def _update(
 ) -> dict[str, float]:
     "One optimizer step: the gradient is used up, and the sampler is behind."
     await w.audit.before(rows, alike=w.sampler is SamplerHas.CURRENT)
-    measured = await w.backend.policy.optim_step(adam, grad_accumulation_normalization=normalization)
+    measured = await w.backend.policy.optim_step(
+        adam, grad_accumulation_normalization=normalization
+    )
     if w.sampler is SamplerHas.CURRENT:
         w.served = before.saved if before else None
         w.sampler = SamplerHas.SAVED if before else SamplerHas.UNSAVED
@@ -246,19 +278,23 @@ async def _update(
 
 async def _restore(w: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
     "Put weights and optimizer back, and, if it has changed, what the sampler serves."
-    policy, behind = w.backend.policy, found.served if sampler else None
+    policy = w.backend.policy
+    behind = found.served if sampler else None
     w.audit.probe, w.audit.floor, w.audit.noise = found.known
     if behind is not None:  # two states: that of the sampler first
         await policy.load_state(behind.path)
         w.version = await sync_weights(w.backend, name)
     await policy.load_state(found.saved.path)
     w.sampler, w.served, w.gradient = found.sampler, found.served, False
-    if sampler and behind is None:  # it had the same; or older weights that are nowhere saved, then it gets these
+    # it had the same; or older weights that are nowhere saved, then it gets these
+    if sampler and behind is None:
         w.version = await sync_weights(w.backend, name)
         w.sampler = SamplerHas.CURRENT
 
 
-async def _undo(w: Weights, forget: Callable[[Snapshot], Any]) -> Snapshot:  # called when all is as it was
+async def _undo(
+    w: Weights, forget: Callable[[Snapshot], Any]
+) -> Snapshot:  # called when all is as it was
     "Back to before the last update, what the sampler serves too if it was synced since; returns where that is."
     last = w.undoable[-1]
     name = f"undo-{w.loop_id}-{last.state.number:05d}"
@@ -289,7 +325,8 @@ async def _leave(w: Weights) -> None:
     "Save the weights, because another loop needs the backend."
     w.owner.check_can_leave()
     if w.sampler is SamplerHas.UNSAVED:
-        got, fix = "weights that its sampler has not got", "Sync the loop first."
+        got = "weights that its sampler has not got"
+        fix = "Sync the loop first."
         raise PhaseError(f"{w.owner.name!r} cannot leave the backend", got=got, fix=fix)
     w.parked = await w.save(f"branch-{w.loop_id}")
     await w.discard()
@@ -314,7 +351,8 @@ async def _take_over(w: Weights) -> None:
         old.lost_to = f"{w.owner.name!r} ({w.owner.place})" if lost else ""
         old.parked = old.beginning = old.audit.probe = None
         old.forget_undo()
-        old.loop_id, w.loop_id = w.loop_id, old.loop_id  # names of states that nothing needs any more
+        # names of states that nothing needs any more
+        old.loop_id, w.loop_id = w.loop_id, old.loop_id
         w.version, w.sampler, w.served = old.version, old.sampler, old.served
     w.shared.loaded = w
 
@@ -323,7 +361,8 @@ async def _swap(w: Weights) -> None:
     "Put a loop's weights in the place of another's."
     shared = w.shared
     if by := w.lost_to:
-        w.lost_to, got = "", f"no scores and no gradient: another loop over its backend took a turn, {by}"
+        w.lost_to = ""
+        got = f"no scores and no gradient: another loop over its backend took a turn, {by}"
         fix = "Run await loop.reference() to go on. Let loops over one backend take turns by whole steps, or open two."
         raise PhaseError(f"a turn for {w.owner.name!r}", where=w.owner.place, got=got, fix=fix)
     if (parked := w.parked) is None:
@@ -346,7 +385,8 @@ async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `jo
             held = await lock.acquire()
             shared.holder, shared.task, shared.turn = weights, asyncio.current_task(), object()
             join_turn(shared.turn)
-        shared.depth, inside = shared.depth + 1, True
+        shared.depth = shared.depth + 1
+        inside = True
         if shared.section not in (None, asyncio.current_task()):
             await asyncio.wait([shared.section])
         if shared.loaded is not weights:
@@ -369,22 +409,30 @@ def join_turn(turn: object) -> None:
 class Weights:
     "Where the weights of a loop stand. Only this page writes it down."
 
-    def __init__(self, backend: Backend, owner: Any, keep_undo: int = 1, family: list[str] | None = None):
-        self.backend, self.owner = backend, owner
+    def __init__(
+        self, backend: Backend, owner: Any, keep_undo: int = 1, family: list[str] | None = None
+    ):
+        self.backend = backend
+        self.owner = owner
         self.family = [] if family is None else family  # names of a loop and its branches
-        taken = [name for name in self.family if name == owner.name or name.startswith(f"{owner.name} (")]
+        taken = [
+            name for name in self.family if name == owner.name or name.startswith(f"{owner.name} (")
+        ]
         owner.name = f"{owner.name} ({len(taken) + 1})" if owner.name in taken else owner.name
         self.family.append(owner.name)
         self.shared = shared_by(backend)
         self.loop_id = self.shared.join(self)
-        self.lost_to = ""  # the loop whose turn took scores and gradient from the current step, until this one is told
+        # the loop whose turn took scores and gradient from the current step, until this one is told
+        self.lost_to = ""
         self.version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
         self.sampler = SamplerHas.CURRENT  # which weights it has
-        self.served: Saved | None = None  # the state in which those are saved, where they are older ones
+        # the state in which those are saved, where they are older ones
+        self.served: Saved | None = None
         self.gradient = False  # whether the trainer has a gradient that no update has used up
         self.audit = Audit(backend)
         self.in_window = False  # whether syncs wait for the end of a window
-        self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)  # before the last updates, oldest first
+        # before the last updates, oldest first
+        self.undoable: deque[Snapshot] = deque(maxlen=keep_undo)
         self.beginning: Snapshot | None = None  # where the run begins, once `seek` has left it
         self.parked: Saved | None = None  # while another loop has the backend
 
@@ -412,15 +460,19 @@ class Weights:
 
     async def sync(self) -> int:  # the new policy version
         "Make the sampler serve the trainer's weights."
-        self.version = await sync_weights(self.backend, f"step-{self.loop_id}-{self.owner.state.number:05d}")
-        self.sampler, self.served = SamplerHas.CURRENT, None
+        self.version = await sync_weights(
+            self.backend, f"step-{self.loop_id}-{self.owner.state.number:05d}"
+        )
+        self.sampler = SamplerHas.CURRENT
+        self.served = None
         await self.audit.after(self.version)
         return self.version
 
     async def load(self, path: str) -> None:
         "Load a state of the trainer that the sampler does not have."
         await self.backend.policy.load_state(path)
-        self.sampler, self.served = SamplerHas.UNSAVED, None
+        self.sampler = SamplerHas.UNSAVED
+        self.served = None
         self.audit.probe = None
 
     def forget_undo(self) -> None:
@@ -439,7 +491,9 @@ class Weights:
     def snapshot(self, saved: Saved) -> Snapshot:
         "Where the loop stands now."
         known = self.audit.probe, self.audit.floor, self.audit.noise
-        return Snapshot(self.owner.state.copied(), saved, self.version, self.sampler, self.served, known)
+        return Snapshot(
+            self.owner.state.copied(), saved, self.version, self.sampler, self.served, known
+        )
 
     @contextmanager
     def window(self) -> Iterator[None]:
@@ -453,7 +507,8 @@ class Weights:
     @property
     def has_turn(self) -> bool:
         "Whether the caller may use the backend now: in a turn of this loop, or between two steps of its window."
-        s, between = self.shared, self.in_window and self.shared.depth == 1 and not self.owner.running
+        s = self.shared
+        between = self.in_window and self.shared.depth == 1 and not self.owner.running
         return s.holder is self and (s.turn in TURNS.get() or between)
 
     def refuse_in_turn(self, what: str, fix: str) -> None:
@@ -462,5 +517,10 @@ class Weights:
             got = f"{self.owner.running or 'a step'} is running, begun in another cell or by a dashboard"
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
 
-    remember, update, restore, undo = _remember, _update, _restore, _undo
-    settled, turn, fork = _settled, _turn, _fork
+    remember = _remember
+    update = _update
+    restore = _restore
+    undo = _undo
+    settled = _settled
+    turn = _turn
+    fork = _fork

@@ -43,4 +43,6 @@ def main(
     **options: Any,  # others of `train`: dynamic_filter_fn, evaluation_fn, ...
 ) -> RunResult:
     "Run a config from a script."
-    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, rows=rows, **options), "train(cfg, ...)")
+    return from_script(
+        train(cfg, rollout_fn_factory=rollout_fn_factory, rows=rows, **options), "train(cfg, ...)"
+    )

@@ -14,7 +14,12 @@ import rl_notebook.config.config
 from ..config.settings import IGPOConfig, RecipeName
 from ..config.aliases import accepts_other_spellings
 from ..core.types import ConfigError, DataError, PromptGroup
-from ..loop.igpo import has_turn_signal, igpo_advantages, right_answer, with_information_gain
+from rl_notebook.loop.igpo import (
+    has_turn_signal,
+    igpo_advantages,
+    right_answer,
+    with_information_gain,
+)
 from . import rl_loop
 from .rl_loop import Problem, RunResult, from_script, make_problem
 
@@ -35,7 +40,9 @@ def check_rows(problem: Problem) -> None:
     for row in problem.rows:
         if right_answer({"answer": row.answer}) is None:
             fix = "Give it one, or say with answer_of where it stands."
-            raise DataError("answer", where=row.where, got="none", expected="the answer that is scored", fix=fix)
+            raise DataError(
+                "answer", where=row.where, got="none", expected="the answer that is scored", fix=fix
+            )
 
 # %% ../../nbs/recipes/03_igpo_loop.ipynb #38bb75c5
 def igpo_problem(
@@ -43,8 +50,11 @@ def igpo_problem(
     rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn
     rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
     *,
-    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it; None = where turns differ
-    answer_of: Callable[[Mapping[str, Any]], Any] = right_answer,  # from what a rollout function is called with
+    dynamic_filter_fn: Callable[[PromptGroup], bool]
+    | None = None,  # True = train on it; None = where turns differ
+    answer_of: Callable[
+        [Mapping[str, Any]], Any
+    ] = right_answer,  # from what a rollout function is called with
     rollout_fn: Callable[..., Any] | None = None,  # sample_prompt -> sample, without a factory
     **others: Any,  # of `make_problem`: eval_rows, evaluation_fn, rollout_extras
 ) -> Problem:
@@ -52,12 +62,26 @@ def igpo_problem(
     igpo = cfg.igpo or IGPOConfig()
     if rollout_fn_factory is None and rollout_fn is None:
         fix = "Information gain is of turns; a single turn has `rl_loop`."
-        raise ConfigError("rollout_fn_factory", got="none", expected="a rollout function, or a factory of one", fix=fix)
+        raise ConfigError(
+            "rollout_fn_factory",
+            got="none",
+            expected="a rollout function, or a factory of one",
+            fix=fix,
+        )
     if (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps) != ("std", 1, 1e-8):
-        got, fix = f"{cfg.advantage_scale!r}, ddof={cfg.ddof}", "Turns are compared by their population std."
-        raise ConfigError("advantage_scale", where="igpo_loop", got=got, expected="'std', ddof=1, as unset", fix=fix)
+        got = f"{cfg.advantage_scale!r}, ddof={cfg.ddof}"
+        fix = "Turns are compared by their population std."
+        raise ConfigError(
+            "advantage_scale",
+            where="igpo_loop",
+            got=got,
+            expected="'std', ddof=1, as unset",
+            fix=fix,
+        )
     keep = dynamic_filter_fn or partial(has_turn_signal, igpo=igpo)
-    problem = make_problem(cfg, rollout_fn_factory, rows, rollout_fn=rollout_fn, dynamic_filter_fn=keep, **others)
+    problem = make_problem(
+        cfg, rollout_fn_factory, rows, rollout_fn=rollout_fn, dynamic_filter_fn=keep, **others
+    )
     if answer_of is right_answer:
         check_rows(problem)
     scored = with_information_gain(problem.reward, igpo, answer_of)
@@ -84,4 +108,6 @@ def main(
 ) -> RunResult:
     "Run a config from a script."
     given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn}
-    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")
+    return from_script(
+        train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)"
+    )

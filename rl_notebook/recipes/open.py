@@ -19,7 +19,14 @@ import numpy as np
 from ..backends.base import Backend, Sampler, with_teacher
 from ..config.config import ConcurrencyConfig, Config, DeployConfig, TrainerConfig
 from ..config.config import completions_at_once, was_chosen
-from ..core.types import BackendError, Completion, ConfigError, Datum, RLNotebookError, SampleParams
+from rl_notebook.core.types import (
+    BackendError,
+    Completion,
+    ConfigError,
+    Datum,
+    RLNotebookError,
+    SampleParams,
+)
 from ..core.types import print_plain
 from ..core.findings import Finding, Findings
 from ..core.names import check_trusted
@@ -46,7 +53,10 @@ def local_options(cfg: Config) -> dict[str, Any]:
 async def _open_local(cfg: Config, say: Callable[[str], Any]) -> Backend:
     from rl_notebook.backends.local.trainer import open_local
 
-    more = {k: getattr(cfg, k) for k in ("router_replay", "router_replay_completion_only", "load_in_8bit")}
+    more = {
+        k: getattr(cfg, k)
+        for k in ("router_replay", "router_replay_completion_only", "load_in_8bit")
+    }
     return open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **local_options(cfg), **more)
 
 # %% ../../nbs/recipes/00_open.ipynb #94334756
@@ -55,9 +65,14 @@ async def _open_openai(cfg: Config, say: Callable[[str], Any]) -> Backend:
 
     folder = Path(cfg.log_path) / "weights" if cfg.log_path is not None else None
     model, tokenizer = load_model(cfg.base_model, dtype=cfg.dtype)
-    own, most = cfg.concurrency or ConcurrencyConfig(), completions_at_once(cfg) or 256
+    own = cfg.concurrency or ConcurrencyConfig()
+    most = completions_at_once(cfg) or 256
     fixed = own.mode == "fixed"
-    window = (most, most, most) if fixed else (min(own.initial_window or 8, most), min(own.min_window, most), most)
+    window = (
+        (most, most, most)
+        if fixed
+        else (min(own.initial_window or 8, most), min(own.min_window, most), most)
+    )
     return await open_openai(
         model,
         tokenizer,
@@ -90,7 +105,9 @@ async def _open_tinker(cfg: Config, say: Callable[[str], Any]) -> Backend:
     return await open_tinker(**tinker_options(cfg), needed=needed, say=say)
 
 
-async def _open_fireworks(cfg: Config, say: Callable[[str], Any], leftover: Any = "error") -> Backend:
+async def _open_fireworks(
+    cfg: Config, say: Callable[[str], Any], leftover: Any = "error"
+) -> Backend:
     from rl_notebook.backends.services.fireworks import open_fireworks
 
     return await open_fireworks(cfg, say=say, leftover=leftover)
@@ -117,7 +134,13 @@ async def open_backend(
     own = {} if leftover == "error" else {"leftover": leftover}
     if own and cfg.backend != "fireworks":
         fix = "Leave it out: nothing of a killed process goes on here."
-        raise ConfigError("leftover", where=f"backend {cfg.backend}", got=repr(leftover), expected="'error'", fix=fix)
+        raise ConfigError(
+            "leftover",
+            where=f"backend {cfg.backend}",
+            got=repr(leftover),
+            expected="'error'",
+            fix=fix,
+        )
     if cfg.teacher is None:
         return await OPENERS[cfg.backend](cfg, say, **own)
     off = {"teacher": None, "teacher_coeff": 0.0, "kl_beta": 0.0, "kl_metric": False}
@@ -132,12 +155,17 @@ async def open_backend(
 # %% ../../nbs/recipes/00_open.ipynb #2c106273
 async def check_backend(
     cfg: Config,  # backend, model, address; the rest is not looked at
-    say: Callable[[str], Any] = print_plain,  # gets lines on the way: a check that was made, a reconnect
+    say: Callable[
+        [str], Any
+    ] = print_plain,  # gets lines on the way: a check that was made, a reconnect
 ) -> list[Findings]:
     "What the service of a config was seen to do; raises `BackendError` if it cannot be reached."
     if cfg.backend not in CHECKERS:
-        got, expected = repr(cfg.backend), " or ".join(CHECKERS)
-        raise ConfigError("backend", got=got, expected=expected, fix="Name a service: --backend openai")
+        got = repr(cfg.backend)
+        expected = " or ".join(CHECKERS)
+        raise ConfigError(
+            "backend", got=got, expected=expected, fix="Name a service: --backend openai"
+        )
     return await CHECKERS[cfg.backend](cfg, say)
 
 
@@ -145,12 +173,19 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
     from rl_notebook.backends.services.openai import OpenAISampler, check_openai
     from rl_notebook.backends.services.link import open_tokenizer
 
-    words, key = open_tokenizer(None, cfg.base_model), os.environ.get("OPENAI_API_KEY") or None
+    words = open_tokenizer(None, cfg.base_model)
+    key = os.environ.get("OPENAI_API_KEY") or None
     quick = Retries(attempts=3, first_wait_s=0.1)
-    sampler = OpenAISampler(cfg.base_url or "", cfg.served_model or cfg.base_model, words, key, retries=quick)
+    sampler = OpenAISampler(
+        cfg.base_url or "", cfg.served_model or cfg.base_model, words, key, retries=quick
+    )
     try:
         facts, first = await check_openai(sampler)
-        rows = [] if first.failed else await _check_sampling(sampler, words, partial(_check_weights, cfg))
+        rows = (
+            []
+            if first.failed
+            else await _check_sampling(sampler, words, partial(_check_weights, cfg))
+        )
         return [facts, Findings([*first, *rows], first.title)]
     finally:
         await sampler.close()
@@ -163,11 +198,24 @@ async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[F
 
     rows = await check_draws(sampler, tokens)
     if not Path(model_source(cfg.base_model)).is_dir():
-        return [*rows, Finding("policy and sampler", None, f"{cfg.base_model} is no folder here", "its weights")]
+        return [
+            *rows,
+            Finding(
+                "policy and sampler", None, f"{cfg.base_model} is no folder here", "its weights"
+            ),
+        ]
     weights = load_model(cfg.base_model, dtype=cfg.dtype)
     policy = open_local(*weights, reference=False, mask_unknown=False, inline=True).policy
-    (ours,), theirs = await policy.forward([toy_datum(tokens)]), await sampler.logprobs(tokens)
-    rows.append(within("policy and sampler", float(np.abs(theirs.values - ours.values).mean()), 0.2, " on average"))
+    (ours,) = await policy.forward([toy_datum(tokens)])
+    theirs = await sampler.logprobs(tokens)
+    rows.append(
+        within(
+            "policy and sampler",
+            float(np.abs(theirs.values - ours.values).mean()),
+            0.2,
+            " on average",
+        )
+    )
     longest = min(sampler.max_seq_len or 0, 1024)  # the weights are computed with here
     return [*rows, await check_length(policy, sampler, tokens, longest)] if longest else rows
 
@@ -178,17 +226,30 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
     from rl_notebook.insight.doctor.doctor import redraw
     from rl_notebook.insight.doctor.evidence import gather
 
-    async def sample(*asked: Any) -> list[Completion]:  # what is drawn from has to be the raw logprobs
+    async def sample(
+        *asked: Any,
+    ) -> list[Completion]:  # what is drawn from has to be the raw logprobs
         return [replace(c, sampling_logprobs=None) for c in await sampler.sample(*asked)]
 
     bundle: Any = SimpleNamespace(sampler=SimpleNamespace(sample=sample))
     drawn = await sample(tokens, SampleParams(n=16, max_tokens=8))
-    datums = [Datum(np.array(c.full_tokens), np.arange(1, len(c.full_tokens)) >= c.prompt_len) for c in drawn]
+    datums = [
+        Datum(np.array(c.full_tokens), np.arange(1, len(c.full_tokens)) >= c.prompt_len)
+        for c in drawn
+    ]
     told = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in drawn]
     e = await redraw(gather(datums, told, told), bundle, range(len(datums)), places=8, draws=48)
-    found, n = next(drawn_otherwise(e), None), sum(int(r.counts.sum()) for r in e.redraws)
+    found = next(drawn_otherwise(e), None)
+    n = sum(int(r.counts.sum()) for r in e.redraws)
     said = e.refused.get("redraw") or (found.text if found else f"{n} draws as they should be")
-    return [Finding("drawn as often as said", not found and not e.refused, said, "no law that is much likelier")]
+    return [
+        Finding(
+            "drawn as often as said",
+            not found and not e.refused,
+            said,
+            "no law that is much likelier",
+        )
+    ]
 
 
 async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) -> list[Finding]:
@@ -196,14 +257,22 @@ async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) ->
     from rl_notebook.backends.services.openai import CHECK_TEXT
     from rl_notebook.backends.services.tinker import check_endings, check_temperature, with_meanings
 
-    tokens, rows = tokenizer.encode(CHECK_TEXT), list[Finding]()
-    asked: dict[str, Any] = {"how it ended": partial(check_endings, tokenizer), "temperature": check_temperature}
-    asked |= {"drawn as often as said": _check_frequencies} | ({"drawn and scored": more} if more else {})
+    tokens = tokenizer.encode(CHECK_TEXT)
+    rows = list[Finding]()
+    asked: dict[str, Any] = {
+        "how it ended": partial(check_endings, tokenizer),
+        "temperature": check_temperature,
+    }
+    asked |= {"drawn as often as said": _check_frequencies} | (
+        {"drawn and scored": more} if more else {}
+    )
     for name, ask in asked.items():
         try:
             rows += await ask(sampler, tokens)
         except RLNotebookError as error:
-            rows.append(Finding(name, None if isinstance(error, BackendError) else False, str(error)))
+            rows.append(
+                Finding(name, None if isinstance(error, BackendError) else False, str(error))
+            )
     return with_meanings(rows)
 
 # %% ../../nbs/recipes/00_open.ipynb #87ba3a72
@@ -213,7 +282,9 @@ async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
         roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync
         found = await check_contract(*roles, backend.capabilities)
-        found = Findings([*found, *await _check_sampling(backend.sampler, backend.tokenizer)], found.title)
+        found = Findings(
+            [*found, *await _check_sampling(backend.sampler, backend.tokenizer)], found.title
+        )
         return [backend.probes, found]
 
 
@@ -221,9 +292,16 @@ async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findi
     from rl_notebook.backends.services.fireworks import check_fireworks
 
     names = ("lora_rank", "output_model_id", "base_url", "log_path")
-    same: dict[str, Any] = {name: getattr(cfg, name) for name in names} | {"say": say, "also": _check_sampling}
+    same: dict[str, Any] = {name: getattr(cfg, name) for name in names} | {
+        "say": say,
+        "also": _check_sampling,
+    }
     same["training_shape_id"] = (cfg.trainer or TrainerConfig()).training_shape_id
-    return [await check_fireworks(cfg.base_model, (cfg.deployment or DeployConfig()).tokenizer_model or "", **same)]
+    return [
+        await check_fireworks(
+            cfg.base_model, (cfg.deployment or DeployConfig()).tokenizer_model or "", **same
+        )
+    ]
 
 # %% ../../nbs/recipes/00_open.ipynb #8cac16b7
 CHECKERS: dict[str, Callable[[Config, Callable[[str], Any]], Awaitable[list[Findings]]]] = {
@@ -260,7 +338,9 @@ class DeploymentSampler:
         "Sample completions of a prompt; raises `ConfigError` for a setting that does not exist."
         known = [f.name for f in fields(SampleParams)]
         if unknown := sorted(sample_kwargs.keys() - set(known)):
-            raise ConfigError("sampling setting", got=", ".join(unknown), expected=f"some of {', '.join(known)}")
+            raise ConfigError(
+                "sampling setting", got=", ".join(unknown), expected=f"some of {', '.join(known)}"
+            )
         params = replace(self.params, **{"seed": None, **sample_kwargs, "n": n})
         drawn = await self.sampler.sample(np.array(prompt_token_ids), params)
         return [DeploymentCompletion(**vars(c)) for c in drawn if len(c.tokens)]

@@ -41,7 +41,9 @@ def best_step(run: Run) -> int | None:  # None = no checkpoint was evaluated
         return kept["step"]
     table = run.metrics()
     rewards: dict[Any, Any] = dict(table["eval/reward"]) if "eval/reward" in table else {}
-    measured = [(rewards[s], -s) for s in run.checkpoints if math.isfinite(rewards.get(s, math.nan))]
+    measured = [
+        (rewards[s], -s) for s in run.checkpoints if math.isfinite(rewards.get(s, math.nan))
+    ]
     return -max(measured)[1] if measured else None
 
 
@@ -53,9 +55,19 @@ def checkpoint_of(run: Run, step: int | str | None = None, what: str = "checkpoi
     found = run.latest_checkpoint() if step is None else None
     if found is None:
         told = {None: "", "best": " that was evaluated"}.get(step, f" after step {step}")
-        expected = f"one after {', '.join(map(str, run.checkpoints))}" if run.checkpoints else "a run that saved one"
-        fix = "Train with eval_rows, eval_interval and keep_best='eval/reward'." if step == "best" else None
-        raise RecordError(what, where=str(run.path), got=f"no whole checkpoint{told}", expected=expected, fix=fix)
+        expected = (
+            f"one after {', '.join(map(str, run.checkpoints))}"
+            if run.checkpoints
+            else "a run that saved one"
+        )
+        fix = (
+            "Train with eval_rows, eval_interval and keep_best='eval/reward'."
+            if step == "best"
+            else None
+        )
+        raise RecordError(
+            what, where=str(run.path), got=f"no whole checkpoint{told}", expected=expected, fix=fix
+        )
     return found
 
 # %% ../../nbs/recipes/05_playground.ipynb #69c25c5e
@@ -69,8 +81,11 @@ async def open_trained(
     run = Run.open(path)
     cfg = Config.from_dict(run.config)
     if not cfg.trained_here:
-        got, fix = f"backend {cfg.backend!r}, which keeps them", "Publish them there: set output_model_id."
-        raise ConfigError(what, where=str(path), got=got, expected="a run whose weights are here", fix=fix)
+        got = f"backend {cfg.backend!r}, which keeps them"
+        fix = "Publish them there: set output_model_id."
+        raise ConfigError(
+            what, where=str(path), got=got, expected="a run whose weights are here", fix=fix
+        )
     found = checkpoint_of(run, step, what)
     options: dict[str, Any] = local_options(cfg) | {"reference": False}
     async with open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **options) as backend:
@@ -78,11 +93,16 @@ async def open_trained(
         yield backend, cfg, found
 
 # %% ../../nbs/recipes/05_playground.ipynb #4150ffce
-async def export_run(path: Path, to: str | None = None, out: Path | None = None, step: int | str | None = None) -> Path:
+async def export_run(
+    path: Path, to: str | None = None, out: Path | None = None, step: int | str | None = None
+) -> Path:
     "Write the policy of a run's checkpoint into a new folder, as `hf`, `adapter`, `merged` (None = what was trained)."
     async with open_trained(path, step, "export") as (backend, cfg, found):
         table = Run.open(path).metrics()
-        metrics = {int(step): dict(row) for step, row in zip(table.index, table.to_dict("records"), strict=True)}
+        metrics = {
+            int(step): dict(row)
+            for step, row in zip(table.index, table.to_dict("records"), strict=True)
+        }
         told: dict[str, Any] = {"cfg": cfg, "step": found.step, "metrics": metrics}
         return await export_policy(backend, out or path / "export", to, **told)
 
@@ -95,10 +115,15 @@ def sayable(text: str, stop: Sequence[str]) -> str:
 
 # %% ../../nbs/recipes/05_playground.ipynb #f7199a99
 async def streamed(
-    sampler: Any, tokenizer: Any, prompt: Sequence[int], params: SampleParams, say: Callable[[str], Any]
+    sampler: Any,
+    tokenizer: Any,
+    prompt: Sequence[int],
+    params: SampleParams,
+    say: Callable[[str], Any],
 ) -> Completion:
     "Draw a completion with a `LocalSampler` and say its text while it grows; cancelled, it draws no further."
-    events, queue = asyncio.get_running_loop(), asyncio.Queue[list[int] | None]()
+    events = asyncio.get_running_loop()
+    queue = asyncio.Queue[list[int] | None]()
     heard = partial(events.call_soon_threadsafe, queue.put_nowait)
     drawing = asyncio.ensure_future(sampler.sample(prompt, params, heard))
     drawing.add_done_callback(lambda _: queue.put_nowait(None))
@@ -125,14 +150,25 @@ class Exchange:
     answers: Mapping[str, Completion]  # by model: "trained", "base"
 
     def __repr__(self) -> str:
-        return "\n".join([f"you: {self.said}", *(f"{who}: {c.text}" for who, c in self.answers.items())])
+        return "\n".join(
+            [f"you: {self.said}", *(f"{who}: {c.text}" for who, c in self.answers.items())]
+        )
 
 # %% ../../nbs/recipes/05_playground.ipynb #ecf4ebd1
 class Playground(AbstractAsyncContextManager["Playground"]):
     "Models to talk to, side by side; `await playground.ask(text)`. Made by `open_playground`, which closes them."
 
-    def __init__(self, samplers: Mapping[str, Any], tokenizer: Any, params: SampleParams, system: str | None = None):
-        self.samplers, self.tokenizer, self.params, self.system = samplers, tokenizer, params, system
+    def __init__(
+        self,
+        samplers: Mapping[str, Any],
+        tokenizer: Any,
+        params: SampleParams,
+        system: str | None = None,
+    ):
+        self.samplers = samplers
+        self.tokenizer = tokenizer
+        self.params = params
+        self.system = system
         self.title, self.stack = " beside ".join(samplers), AsyncExitStack()
         self.forget()
 
@@ -141,15 +177,25 @@ class Playground(AbstractAsyncContextManager["Playground"]):
         self.exchanges: list[Exchange] = []
         self.talks: dict[str, Conversation] = {}
 
-    async def ask(self, text: str, say: Callable[[str, str], Any] = lambda who, piece: None) -> Exchange:
+    async def ask(
+        self, text: str, say: Callable[[str, str], Any] = lambda who, piece: None
+    ) -> Exchange:
         "What each model answers, said piece by piece as it is drawn; one that is cancelled is not remembered."
-        answers, talks = dict[str, Completion](), dict[str, Conversation]()
+        answers = dict[str, Completion]()
+        talks = dict[str, Conversation]()
         for who, sampler in self.samplers.items():
             talk = self._next(who, text)
-            tokens = encode_prompt(self.tokenizer, Row("chat", prompt=text)) if talk is None else talk.tokens
+            tokens = (
+                encode_prompt(self.tokenizer, Row("chat", prompt=text))
+                if talk is None
+                else talk.tokens
+            )
             params = self._fitting(sampler, len(tokens))
-            answers[who] = await streamed(sampler, self.tokenizer, tokens, params, partial(say, who))
-            talks |= {} if talk is None else {who: talk.add_completion(answers[who])}
+            answers[who] = await streamed(
+                sampler, self.tokenizer, tokens, params, partial(say, who)
+            )
+            if talk is not None:
+                talks |= {who: talk.add_completion(answers[who])}
         self.talks |= talks
         self.exchanges.append(Exchange(text, answers))
         return self.exchanges[-1]
@@ -167,13 +213,18 @@ class Playground(AbstractAsyncContextManager["Playground"]):
     def _fitting(self, sampler: Any, taken: int) -> SampleParams:
         "The sampling settings, with no more tokens than the model has room for."
         limit = sampler.engine.max_seq_len
-        room = self.params.max_tokens if limit is None else min(self.params.max_tokens, limit - taken)
+        room = (
+            self.params.max_tokens if limit is None else min(self.params.max_tokens, limit - taken)
+        )
         if room < 1:
-            expected, fix = f"less than the model's {limit}", "Begin a new conversation: /new, or playground.forget()."
+            expected = f"less than the model's {limit}"
+            fix = "Begin a new conversation: /new, or playground.forget()."
             raise ConfigError("chat", got=f"{taken} tokens so far", expected=expected, fix=fix)
         return replace(self.params, max_tokens=room)
 
-    async def scored(self, exchange: Exchange | None = None) -> tuple[list[Datum], dict[str, list[np.ndarray]]]:
+    async def scored(
+        self, exchange: Exchange | None = None
+    ) -> tuple[list[Datum], dict[str, list[np.ndarray]]]:
         "The answers of an exchange (None = the last), and the logprobs (N-1,) that each model gives to each of them."
         if exchange is None and not self.exchanges:
             raise ConfigError("tokens", got="no answer yet", expected="a question before")
@@ -182,8 +233,19 @@ class Playground(AbstractAsyncContextManager["Playground"]):
         datums = list[Datum]()
         for i, (who, completion) in enumerate(shown.answers.items()):
             drawn = np.arange(1, len(completion.full_tokens)) >= completion.prompt_len
-            datums.append(Datum(np.array(completion.full_tokens), drawn.astype(float), group=at, sample=i, key=who))
-        series = {who: [(await s.logprobs(d.tokens)).values for d in datums] for who, s in self.samplers.items()}
+            datums.append(
+                Datum(
+                    np.array(completion.full_tokens),
+                    drawn.astype(float),
+                    group=at,
+                    sample=i,
+                    key=who,
+                )
+            )
+        series = {
+            who: [(await s.logprobs(d.tokens)).values for d in datums]
+            for who, s in self.samplers.items()
+        }
         return datums, series
 
     async def tokens(self, exchange: Exchange | None = None) -> pd.DataFrame:
@@ -193,14 +255,22 @@ class Playground(AbstractAsyncContextManager["Playground"]):
         for i, datum in enumerate(datums):
             for t in np.flatnonzero(datum.active):
                 text = shown_text(str(self.tokenizer.decode([int(datum.tokens[t + 1])])))
-                rows.append({"drawn by": datum.key, "token": text, **{who: s[i][t] for who, s in series.items()}})
+                rows.append(
+                    {
+                        "drawn by": datum.key,
+                        "token": text,
+                        **{who: s[i][t] for who, s in series.items()},
+                    }
+                )
         return pd.DataFrame(rows)
 
     async def inspect(self, exchange: Exchange | None = None) -> TokenInspector:
         "The same in the token view: sample 0 is what the trained model drew, sample 1 the base model's."
         datums, series = await self.scored(exchange)
         if "base" in series:
-            datums = [replace(d, ref_logprobs=s) for d, s in zip(datums, series["base"], strict=True)]
+            datums = [
+                replace(d, ref_logprobs=s) for d, s in zip(datums, series["base"], strict=True)
+            ]
         how = {"group": datums[0].group, "series": "policy-ref" if "base" in series else ""}
         return inspect_tokens(datums, self.tokenizer, policy_logprobs=series["trained"], **how)
 
@@ -227,16 +297,23 @@ async def open_playground(
     if beside not in (None, "base"):
         raise ConfigError("beside", got=repr(beside), expected="'base' or None")
     async with AsyncExitStack() as stack:
-        backend, cfg, found = await stack.enter_async_context(open_trained(Path(path), step, "chat"))
+        backend, cfg, found = await stack.enter_async_context(
+            open_trained(Path(path), step, "chat")
+        )
         await sync_weights(backend, "playground")
         samplers: dict[str, Any] = {"trained": backend.sampler}
         if beside is not None:
             alone: dict[str, Any] = local_options(cfg) | {"reference": False}
-            alone |= {"load_in_8bit": True} if cfg.load_in_8bit else {"lora_rank": 0}  # a new adapter changes nothing
+            # a new adapter changes nothing
+            alone |= {"load_in_8bit": True} if cfg.load_in_8bit else {"lora_rank": 0}
             other = open_local(*load_model(cfg.base_model, dtype=cfg.dtype), **alone)
             samplers[beside] = (await stack.enter_async_context(other)).sampler
         tokenizer = with_template(backend.tokenizer, cfg.chat_template, cfg.chat_template_kwargs)
-        made = Playground(samplers, tokenizer, replace(cfg.sample_params(n=1), **draws), cfg.system_prompt)
-        made.title = f"{cfg.base_model} after step {found.step}" + (" beside its base model" if beside else "")
+        made = Playground(
+            samplers, tokenizer, replace(cfg.sample_params(n=1), **draws), cfg.system_prompt
+        )
+        made.title = f"{cfg.base_model} after step {found.step}" + (
+            " beside its base model" if beside else ""
+        )
         made.stack = stack.pop_all()
     return made

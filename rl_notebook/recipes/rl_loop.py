@@ -28,19 +28,42 @@ from ..core.metrics import evaluation_names
 from ..config.settings import on_hub
 from ..config.aliases import was_chosen
 from ..core.options import nearest
-from ..core.types import ConfigError, DataError, PhaseError, PromptGroup, RecordError, RLNotebookError
+from rl_notebook.core.types import (
+    ConfigError,
+    DataError,
+    PhaseError,
+    PromptGroup,
+    RecordError,
+    RLNotebookError,
+)
 from ..task.data import Row, load_rows
 from ..insight.doctor.doctor import Diagnosis, diagnose
 from ..loop.async_loop import AsyncGRPOLoop
 from ..core.advantages import AdvantageFn
 from ..loop.back import names_code, restore_checkpoint, save_checkpoint
 from ..loop.loop import GRPOLoop, why_ended, verdict_line
-from ..loop.setup import EvaluationFn, as_rows, check_loss, encode_for, own_advantages, plain_prompts
+from rl_notebook.loop.setup import (
+    EvaluationFn,
+    as_rows,
+    check_loss,
+    encode_for,
+    own_advantages,
+    plain_prompts,
+)
 from ..loop.state import no_bar, write_line
 from ..loop.phases import other_sources, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
 from ..runs.records import StepRecord, decode, encode
-from ..runs.run import Checkpoint, Run, RunFolder, differing, BEST, read_best, write_best, flat_settings
+from rl_notebook.runs.run import (
+    Checkpoint,
+    Run,
+    RunFolder,
+    differing,
+    BEST,
+    read_best,
+    write_best,
+    flat_settings,
+)
 from ..runs.run import hold_folder, metrics_row, read_checkpoint, refuse_taken
 from ..task.rewards import reward_fn, columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn
@@ -62,9 +85,15 @@ class Problem:
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
     reward: Any  # reward functions, or a rollout function or factory
-    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None  # True = train on it; None = live groups
-    advantage_fn: AdvantageFn | str | None = None  # or its "module:function"; None = as the config says
-    evaluation_fn: EvaluationFn | None = None  # None = the held-out rows, answered and graded as in training
+    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = (
+        None  # True = train on it; None = live groups
+    )
+    advantage_fn: AdvantageFn | str | None = (
+        None  # or its "module:function"; None = as the config says
+    )
+    evaluation_fn: EvaluationFn | None = (
+        None  # None = the held-out rows, answered and graded as in training
+    )
     extras: Mapping[str, Any] | None = None  # handed to a rollout factory
     make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
 
@@ -75,40 +104,61 @@ def config_rewards(cfg: Config) -> list[Any]:
     return list(cfg.rewards) or (of_toy if cfg.dataset == "toy" else ["gsm8k"])
 
 
-def load_problem(cfg: Config, grades: bool = True) -> Problem:  # grades: whether the config's rewards do
+def load_problem(
+    cfg: Config, grades: bool = True
+) -> Problem:  # grades: whether the config's rewards do
     "Rows and rewards that a config names; raises for an unknown function, and for rows without what one reads."
     needed = columns_read(list(cfg.rewards) or ["gsm8k"]) if grades else []
     if cfg.dataset == "toy":
         rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed), require=needed)
-        held_out = load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout")) if cfg.eval_rows else []
+        held_out = (
+            load_rows(toy_rows(cfg.eval_rows, seed=cfg.seed, split="heldout"))
+            if cfg.eval_rows
+            else []
+        )
         return Problem(rows, held_out, config_rewards(cfg))
-    read: Any = partial(load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns)
+    read: Any = partial(
+        load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns
+    )
     check_trusted(cfg.dataset, "dataset")
     named = NAMED.fullmatch(cfg.dataset) is not None and not Path(cfg.dataset).exists()
     source = named_function(cfg.dataset, "dataset", DataError)() if named else cfg.dataset
     hub: dict[str, Any] = {}
     if on_hub(cfg.dataset):
-        hub = {"config": cfg.dataset_config, "streaming": cfg.dataset_streaming, "split": cfg.dataset_split}
+        hub = {
+            "config": cfg.dataset_config,
+            "streaming": cfg.dataset_streaming,
+            "split": cfg.dataset_split,
+        }
     if cfg.dataset_eval_split:
         held_out = read(source, max_rows=cfg.eval_rows, **hub | {"split": cfg.dataset_eval_split})
         return Problem(read(source, max_rows=cfg.max_rows, **hub), held_out, config_rewards(cfg))
-    rows = read(source, max_rows=None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows, **hub)
+    rows = read(
+        source, max_rows=None if cfg.max_rows is None else cfg.max_rows + cfg.eval_rows, **hub
+    )
     split = len(rows) - cfg.eval_rows
     if split < 1:
-        raise ConfigError("eval_rows", got=cfg.eval_rows, expected=f"fewer than the {len(rows)} rows of {cfg.dataset}")
+        raise ConfigError(
+            "eval_rows",
+            got=cfg.eval_rows,
+            expected=f"fewer than the {len(rows)} rows of {cfg.dataset}",
+        )
     return Problem(rows[:split], rows[split:], config_rewards(cfg))
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #e50d46a8
 def make_problem(
     cfg: Config,
-    rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn; None = the config's rewards
+    rollout_fn_factory: Callable[..., Any]
+    | None = None,  # setup -> rollout_fn; None = the config's rewards
     rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
     *,
     reward: Any = None,  # reward functions, or their names; None = the config's
     rollout_fn: Callable[..., Any] | None = None,  # sample_prompt -> sample, without a factory
     eval_rows: Any = (),  # held out
     dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on it
-    advantage_fn: AdvantageFn | str | None = None,  # or its "module:function"; None = as the config says
+    advantage_fn: AdvantageFn
+    | str
+    | None = None,  # or its "module:function"; None = as the config says
     make_loss: LossFactory | None = None,  # makes the whole loss function; None = the config's loss
     evaluation_fn: EvaluationFn | None = None,  # (setup), or (step, rollout_fn) -> metrics
     rollout_extras: Mapping[str, Any] | None = None,  # for the factory: `setup.extras`
@@ -123,19 +173,26 @@ def make_problem(
         graded = RolloutFactory(rollout_fn_factory)
     if rows is None:
         named = load_problem(cfg, grades=graded is None)
-        rows, eval_rows = named.rows, named.eval_rows
+        rows = named.rows
+        eval_rows = named.eval_rows
     graded = config_rewards(cfg) if graded is None else graded
     own = dynamic_filter_fn, advantage_fn, evaluation_fn, rollout_extras, make_loss
     read = [] if reward is None else columns_read(reward)
     held_out = as_rows(eval_rows, read) if len(eval_rows) else []
     if cfg.eval_interval > 0 and not held_out and evaluation_fn is None:
-        raise ConfigError("eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn")
+        raise ConfigError(
+            "eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn"
+        )
     return Problem(as_rows(rows, read), held_out, graded, *own)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #d4dd749e
 def check_functions(cfg: Config, problem: Problem | None = None) -> None:
     "Raise for a function that may not be imported, or cannot be found; to be asked before a model is loaded."
-    named = cfg.to_dict() if problem is None else {k: v for k, v in cfg.to_dict().items() if k != "rewards"}
+    named = (
+        cfg.to_dict()
+        if problem is None
+        else {k: v for k, v in cfg.to_dict().items() if k != "rewards"}
+    )
     check_trusted(named, "config")
     check_loss(cfg, None if problem is None else problem.make_loss)
     own_advantages(cfg.advantage_fn)
@@ -145,7 +202,9 @@ def refuse_unmeasured(named: str, measured: Sequence[str]) -> None:
     "Raise for a `keep_best` that is none of the metrics of an evaluation."
     if named not in measured:
         expected = f"one of {', '.join(measured)}"
-        raise ConfigError("keep_best", got=repr(named), expected=expected, fix=nearest(named, measured))
+        raise ConfigError(
+            "keep_best", got=repr(named), expected=expected, fix=nearest(named, measured)
+        )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #058e2ee4
 @dataclass(frozen=True)
@@ -154,11 +213,17 @@ class RunPlan:
 
     begun: Run | None = None  # that goes on
     found: Checkpoint | None = None  # to begin from: its last one, or the one that the config names
-    changed: Mapping[str, Any] = field(default_factory=dict)  # settings that were changed by hand up to there
+    changed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings that were changed by hand up to there
 
 
 def plan_run(
-    cfg: Config, resume: bool = False, trust: bool = False, problem: Problem | None = None, **parts: Any
+    cfg: Config,
+    resume: bool = False,
+    trust: bool = False,
+    problem: Problem | None = None,
+    **parts: Any,
 ) -> RunPlan:
     "Read how a run begins; raises if its folder cannot be begun or gone on with, or a function may not be imported."
     if not resume:
@@ -168,9 +233,12 @@ def plan_run(
         return RunPlan(None, named_checkpoint(cfg))
     if cfg.log_path is None:
         fix = "Name it: --log-path runs/first, or log_path='runs/first' in Python."
-        raise ConfigError("resume", got="no log_path", expected="the run folder to go on with", fix=fix)
+        raise ConfigError(
+            "resume", got="no log_path", expected="the run folder to go on with", fix=fix
+        )
     begun = Run.open(cfg.log_path)
-    hold_folder(begun.path, trust)  # raises where another process writes to it, or it leads elsewhere
+    # raises where another process writes to it, or it leads elsewhere
+    hold_folder(begun.path, trust)
     check_functions(cfg, problem)
     if problem is None:
         check_given(begun.path, parts)
@@ -178,7 +246,9 @@ def plan_run(
         return RunPlan(begun, named_checkpoint(cfg))
     found.check(cfg)
     changed = begun.record(found.step).changed if found.step in begun.steps else {}
-    began, now = flat_settings(begun.config_at(found.step)), flat_settings(cfg)  # what the config says now, wins
+    # what the config says now, wins
+    began = flat_settings(begun.config_at(found.step))
+    now = flat_settings(cfg)
     kept = {k: v for k, v in changed.items() if not names_code(k, v) and began.get(k) == now.get(k)}
     return RunPlan(begun, found, kept)
 
@@ -198,26 +268,40 @@ def step_there(cfg: Config) -> int:
     if cfg.resume is None or not resumes_there(cfg):
         return 0
     named = re.search(r"step-(\d+)", cfg.resume.resume_from or "")
-    return cfg.resume.step_offset if cfg.resume.step_offset is not None else int(named[1]) if named else 0
+    return (
+        cfg.resume.step_offset
+        if cfg.resume.step_offset is not None
+        else int(named[1])
+        if named
+        else 0
+    )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #5aabb8e9
-async def begin_run(loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any], trust: bool = False) -> RunFolder | None:
+async def begin_run(
+    loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any], trust: bool = False
+) -> RunFolder | None:
     "Put a loop where its run begins, and begin or go on with the folder; None without a `log_path`."
-    cfg, found = loop.cfg, plan.found
+    cfg = loop.cfg
+    found = plan.found
     if found is not None:
         say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
     elif step := step_there(cfg):
         loop.set_position(step, loop.state.cursor, {})
-        say(f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job")
+        say(
+            f"going on after step {step}, from {cfg.resume and cfg.resume.resume_from} of the trainer job"
+        )
     if cfg.log_path is None:
-        say("no log_path: records and weights of this run are not kept. Set log_path='runs/NAME' to keep them")
+        say(
+            "no log_path: records and weights of this run are not kept. Set log_path='runs/NAME' to keep them"
+        )
     if plan.changed:
         say(f"as it was changed in the run:\n{loop.change(**plan.changed)}")
     if cfg.log_path is None or plan.begun is None:
         return None if cfg.log_path is None else RunFolder.create(cfg.log_path, cfg)
     if differ := differing(plan.begun.config, cfg):
         say(f"settings that differ from those recorded in {cfg.log_path}:\n{differ}")
-    run, done = RunFolder.resume(cfg.log_path, cfg, trust=trust), found.step if found else 0
+    run = RunFolder.resume(cfg.log_path, cfg, trust=trust)
+    done = found.step if found else 0
     if not done:
         say("no checkpoint yet: starting at step 1")
     if aside := run.rewind(done):
@@ -242,37 +326,61 @@ class RunResult:
     ended: str = ""  # why there was no step to make; empty when there was one
 
     def __str__(self) -> str:
-        took = f"({self.steps} steps, {self.seconds:.0f} s)" + (f": {self.ended}" if self.ended else "")
+        took = f"({self.steps} steps, {self.seconds:.0f} s)" + (
+            f": {self.ended}" if self.ended else ""
+        )
         if self.reward_before is None or self.reward_after is None:
             return f"{'stopped' if self.stopped else 'done'} {took}"
         return f"held-out reward {self.reward_before:.2f} -> {self.reward_after:.2f} {took}"
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #61c6c368
-LOOPS: dict[str, type[GRPOLoop]] = {"rl_loop": GRPOLoop, "igpo_loop": GRPOLoop, "async_rl_loop": AsyncGRPOLoop}
+LOOPS: dict[str, type[GRPOLoop]] = {
+    "rl_loop": GRPOLoop,
+    "igpo_loop": GRPOLoop,
+    "async_rl_loop": AsyncGRPOLoop,
+}
 
 
 def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
     "The loop that a config names, for unattended work: nothing is kept for undo."
     if cfg.recipe == "igpo_loop" and problem.advantage_fn is None:
         fix = "Use rl_notebook.recipes.igpo_loop.main, which makes them."
-        raise ConfigError("recipe", got="igpo_loop without advantages of its own", expected="an advantage_fn", fix=fix)
-    given = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name not in ("rows", "reward")}
+        raise ConfigError(
+            "recipe",
+            got="igpo_loop without advantages of its own",
+            expected="an advantage_fn",
+            fix=fix,
+        )
+    given = {
+        f.name: getattr(problem, f.name)
+        for f in fields(problem)
+        if f.name not in ("rows", "reward")
+    }
     return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **given)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #47d6acce
-def write_rows(path: Path, rows: Sequence[Row], own: Sequence[str] = ()) -> None:  # names of functions beside them
+def write_rows(
+    path: Path, rows: Sequence[Row], own: Sequence[str] = ()
+) -> None:  # names of functions beside them
     "Rows as JSON lines that `read_rows` gives back exactly."
-    lines = [{"format": 1, "own": [*own]}, *({f.name: getattr(row, f.name) for f in fields(row)} for row in rows)]
+    lines = [
+        {"format": 1, "own": [*own]},
+        *({f.name: getattr(row, f.name) for f in fields(row)} for row in rows),
+    ]
     write_file(path, "".join(json.dumps(encode(line, path.name)) + "\n" for line in lines))
 
 
-def read_rows(path: Path) -> tuple[list[Row], list[str]]:  # rows, names of functions that were passed beside them
+def read_rows(
+    path: Path,
+) -> tuple[list[Row], list[str]]:  # rows, names of functions that were passed beside them
     "Rows that `write_rows` wrote; raises `RecordError` for another file."
     try:
         head, *lines = [decode(json.loads(line)) for line in read_file(path).splitlines()]
         return [Row(**line) for line in lines], [str(name) for name in head["own"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise RecordError(path.name, where=str(path), got=str(error), expected="rows of a run") from error
+        raise RecordError(
+            path.name, where=str(path), got=str(error), expected="rows of a run"
+        ) from error
 
 
 def check_given(path: str | Path, parts: Mapping[str, Any]) -> None:
@@ -290,14 +398,17 @@ async def train(
     cfg: Config,
     *,
     problem: Problem | None = None,  # None = what the config names
-    backend: Backend | None = None,  # None = the one that the config names; one that is passed stays open
+    backend: Backend
+    | None = None,  # None = the one that the config names; one that is passed stays open
     resume: bool = False,  # go on with the run in `log_path`
     leftover: str = "error",  # Fireworks: trainers of a killed process in `log_path`: "attach", "clean" or "error"
     trust: bool = False,  # links that leave the folder of a run that was not started here may be followed
     say: Callable[[str], Any] = write_line,  # where the lines go
     progress: bool = True,  # draw a bar, where bars can be drawn
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
-    opening: Sequence[Any] = (),  # said when model, functions and rows are found, before the model is loaded
+    opening: Sequence[
+        Any
+    ] = (),  # said when model, functions and rows are found, before the model is loaded
     make: Callable[..., Problem] = make_problem,  # of the parts
     **parts: Any,  # of `make`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
@@ -308,7 +419,8 @@ async def train(
         raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
     problem = problem or make(cfg, **parts)
     check_loss(cfg, problem.make_loss)
-    if cfg.keep_best is not None and problem.evaluation_fn is None:  # what one measures, its first call says
+    # what one measures, its first call says
+    if cfg.keep_best is not None and problem.evaluation_fn is None:
         refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
     if backend is None and cfg.trained_here:
         find_model(cfg.base_model)
@@ -327,9 +439,16 @@ async def train(
         if run is not None and plan.begun is None:
             functions = {"rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss"}
             if own_parts := [name for name in given if name in functions | {"rows"}]:
-                write_rows(Path(run.path) / "rows.jsonl", problem.rows, [n for n in own_parts if n != "rows"])
+                write_rows(
+                    Path(run.path) / "rows.jsonl",
+                    problem.rows,
+                    [n for n in own_parts if n != "rows"],
+                )
         if run is not None and own.boot_metrics:
-            run.log_metrics(loop.state.number - 1, {k: v for k, v in own.boot_metrics.items() if "/step" not in k})
+            run.log_metrics(
+                loop.state.number - 1,
+                {k: v for k, v in own.boot_metrics.items() if "/step" not in k},
+            )
         if run is not None:
             stack.callback(run.release)
         named = {"run_name": cfg.run_name, "log_path": cfg.log_path, "wandb": cfg.wandb}
@@ -342,7 +461,8 @@ async def train(
 # %% ../../nbs/recipes/01_rl_loop.ipynb #787cb06c
 def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
     "Hand a tracker the numbers of a step that `metrics.jsonl` has, too, and its first completions."
-    row, table = metrics_row(record), record.completions_table().head(completions)
+    row = metrics_row(record)
+    table = record.completions_table().head(completions)
     told: dict[str, Any] = {name: row[name] for name in row.keys() - {"step", "reason"}}
     if len(table):
         table.insert(0, "step", record.step)
@@ -352,10 +472,13 @@ def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
 # %% ../../nbs/recipes/01_rl_loop.ipynb #ddebe0fb
 def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]) -> Config:
     "The config with default lengths that fit the model; raises ConfigError for chosen ones, DataError for a row."
-    longest, new, because = backend.capabilities.max_seq_len or cfg.max_seq_len, dict[str, int](), ""
+    longest = backend.capabilities.max_seq_len or cfg.max_seq_len
+    new = dict[str, int]()
+    because = ""
     if cfg.max_seq_len > longest:
         if was_chosen(cfg, "max_seq_len"):
-            expected, fix = f"at most {longest}, the context of {cfg.base_model}", f"Set max_seq_len={longest}."
+            expected = f"at most {longest}, the context of {cfg.base_model}"
+            fix = f"Set max_seq_len={longest}."
             raise ConfigError("max_seq_len", got=cfg.max_seq_len, expected=expected, fix=fix)
         new["max_seq_len"] = longest
     room = min(cfg.max_seq_len, longest)
@@ -365,31 +488,47 @@ def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str],
     if most is not None and cfg.max_completion_tokens > left:
         chosen = was_chosen(cfg, "max_completion_tokens")
         if chosen or left < 1:
-            asked, got = cfg.max_completion_tokens if chosen else 1, f"{len(most.tokens)} tokens"
-            expected = f"at most {room - asked} (max_seq_len {room} less {asked} for the completion)"
+            asked = cfg.max_completion_tokens if chosen else 1
+            got = f"{len(most.tokens)} tokens"
+            expected = (
+                f"at most {room - asked} (max_seq_len {room} less {asked} for the completion)"
+            )
             shorter = f"Set max_completion_tokens={left}, or drop" if left > 0 else "Drop"
-            fix = f"{shorter} the row" + (f", or raise max_seq_len, up to {longest}." if room < longest else ".")
-            raise DataError("prompt too long", where=most.row.where, got=got, expected=expected, fix=fix)
+            fix = f"{shorter} the row" + (
+                f", or raise max_seq_len, up to {longest}." if room < longest else "."
+            )
+            raise DataError(
+                "prompt too long", where=most.row.where, got=got, expected=expected, fix=fix
+            )
         new["max_completion_tokens"] = min(left, max(1, room // 2))
         if left < room // 2:
             because = f", as the prompt of {most.row.where} has {len(most.tokens)} tokens; drop the row for longer ones"
     if new:
-        changes = ", ".join(f"{name} {value} (default {getattr(cfg, name)})" for name, value in new.items())
+        changes = ", ".join(
+            f"{name} {value} (default {getattr(cfg, name)})" for name, value in new.items()
+        )
         say(f"fitted to the model, which has room for {longest} tokens: {changes}{because}")
     return replace(cfg, **new) if new else cfg
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #1980c984
 async def _train(
-    loop: GRPOLoop, run: RunFolder | None, say: Callable[[str], Any], progress: bool, trackers: Sequence[Tracker] = ()
+    loop: GRPOLoop,
+    run: RunFolder | None,
+    say: Callable[[str], Any],
+    progress: bool,
+    trackers: Sequence[Tracker] = (),
 ) -> RunResult:
     "Measure, run to the end, leave a checkpoint, promote, measure again, write the report."
-    start, first = time.perf_counter(), loop.state.number
+    start = time.perf_counter()
+    first = loop.state.number
     saver = Saver(loop, run)
     loop.at_boundary.append(saver.boundary)
     before = _recorded_before(loop, run)
     before = await _held_out(loop, run, trackers, saver) if before is None else before
     try:
-        with tqdm(total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)) as loop.bar:
+        with tqdm(
+            total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)
+        ) as loop.bar:
             async for record in loop:
                 loop.bar.update()
                 say(await asyncio.to_thread(verdict_line, loop.records, record))
@@ -408,8 +547,11 @@ async def _train(
     if run is not None:
         path = Path(run.path) / "report.html"
         say(f"report: {write_report(run, path, tokenizer=loop.backend.tokenizer)}")
-    made, took = loop.state.number - first, time.perf_counter() - start
-    return RunResult(made, before, after, took, run, stopped, "" if stopped else why_ended(loop, None, made))
+    made = loop.state.number - first
+    took = time.perf_counter() - start
+    return RunResult(
+        made, before, after, took, run, stopped, "" if stopped else why_ended(loop, None, made)
+    )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #901263b1
 async def _promote_what_is_there(loop: GRPOLoop, say: Callable[[str], Any]) -> None:
@@ -441,12 +583,14 @@ class Saver:
 
     async def keep_best(self, metrics: Mapping[str, float]) -> None:
         "Save where an evaluation came out higher than all before it in this run, and note it in `best.json`."
-        named, step = self.loop.cfg.keep_best, self.last_boundary
+        named = self.loop.cfg.keep_best
+        step = self.last_boundary
         measured = [name for name in metrics if name.startswith("eval/")]
         if self.run is None or named is None or not measured:
             return
         refuse_unmeasured(named, measured)
-        if not self.loop.state.number - 1 == step > 0:  # before the first step, or where no run can go on
+        # before the first step, or where no run can go on
+        if not self.loop.state.number - 1 == step > 0:
             return
         best = read_best(self.run.path)
         if not math.isfinite(metrics[named]) or (best and best["value"] >= metrics[named]):
@@ -473,7 +617,11 @@ class Saver:
     def message(self) -> str:
         "Where the run has ended before its end, and how it goes on."
         finished = self.loop.state.number - 1
-        done = f"stopped after step {finished}" if finished else "stopped before the end of the first step"
+        done = (
+            f"stopped after step {finished}"
+            if finished
+            else "stopped before the end of the first step"
+        )
         if not finished:
             return done
         if self.run is None:
@@ -486,13 +634,17 @@ class Saver:
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #92be28e6
 async def _held_out(
-    loop: GRPOLoop, run: RunFolder | None, trackers: Sequence[Tracker] = (), saver: Saver | None = None
+    loop: GRPOLoop,
+    run: RunFolder | None,
+    trackers: Sequence[Tracker] = (),
+    saver: Saver | None = None,
 ) -> float | None:
     "Held-out reward after the last finished step, written beside its record, and told; None without held-out rows."
     if not loop.evaluates:
         return None
     last = loop.records[-1].metrics if loop.records and loop.cfg.weight_sync_interval == 1 else {}
-    if any(name.startswith("eval/") for name in last):  # measured with these weights, at the end of the last step
+    # measured with these weights, at the end of the last step
+    if any(name.startswith("eval/") for name in last):
         return last.get("eval/reward")
     metrics = await loop.evaluate()
     loop.eval_metrics = {}
@@ -510,8 +662,14 @@ def _recorded_before(loop: GRPOLoop, run: RunFolder | None) -> float | None:
     if not loop.evaluates or run is None or not run.steps:
         return None
     first = run.steps[0]
-    before = [row.get("eval/reward") for step, row in run.metrics().to_dict("index").items() if step < first]
-    return next((float(reward) for reward in before if reward is not None and math.isfinite(reward)), None)
+    before = [
+        row.get("eval/reward")
+        for step, row in run.metrics().to_dict("index").items()
+        if step < first
+    ]
+    return next(
+        (float(reward) for reward in before if reward is not None and math.isfinite(reward)), None
+    )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #d5845954
 def from_script(run: Coroutine[Any, Any, RunResult], instead: str) -> RunResult:
@@ -527,15 +685,19 @@ def from_script(run: Coroutine[Any, Any, RunResult], instead: str) -> RunResult:
 def main(
     cfg: Config,
     *,
-    rollout_fn_factory: Callable[..., Any] | None = None,  # setup -> rollout_fn; None = the config's rewards
+    rollout_fn_factory: Callable[..., Any]
+    | None = None,  # setup -> rollout_fn; None = the config's rewards
     rows: Any = None,  # anything that `load_rows` takes; None = the config's data set
     dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None,  # True = train on the group
-    evaluation_fn: EvaluationFn | None = None,  # (setup), or (step, rollout_fn) -> metrics, instead of held-out rows
+    evaluation_fn: EvaluationFn
+    | None = None,  # (setup), or (step, rollout_fn) -> metrics, instead of held-out rows
     **options: Any,  # others of `train`
 ) -> RunResult:
     "Run a config from a script."
     given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
-    return from_script(train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)")
+    return from_script(
+        train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)"
+    )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #c69eb5df
 def recorded_problem(run: Run, cfg: Config) -> Problem:
@@ -546,13 +708,19 @@ def recorded_problem(run: Run, cfg: Config) -> Problem:
     rows, own = read_rows(path)
     if own:
         fix = f"Pass it: problem=make_problem(cfg, {own[0]}=..., rows=...)."
-        raise ConfigError("problem", where=str(run.path), got=f"a run with a {own[0]} of its own", fix=fix)
+        raise ConfigError(
+            "problem", where=str(run.path), got=f"a run with a {own[0]} of its own", fix=fix
+        )
     return replace(load_problem(replace(cfg, eval_rows=0, eval_interval=0)), rows=rows)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #0a0368a3
 @contextlib.asynccontextmanager
 async def loop_for(
-    path: Any, step: int, trust: bool = False, problem: Problem | None = None, backend: Backend | None = None
+    path: Any,
+    step: int,
+    trust: bool = False,
+    problem: Problem | None = None,
+    backend: Backend | None = None,
 ) -> AsyncIterator[tuple[Run, GRPOLoop]]:
     "A run, and a fresh loop over what it names (with `trust`, wherever it was started), to reach a step of it."
     run = Run.open(path, trust=trust)

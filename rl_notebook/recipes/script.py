@@ -40,8 +40,13 @@ __all__ = []
 # %% ../../nbs/recipes/04_script.ipynb #a02a842d
 def importable(value: Any) -> str:
     "`module:name` of what a module of ours, of a library or of a file of yours holds under its own name; else ''."
-    module, name = getattr(value, "__module__", None) or "", getattr(value, "__name__", "")
-    if module in ("", "__main__") or not str(name).isidentifier() or not hasattr(value, "__qualname__"):
+    module = getattr(value, "__module__", None) or ""
+    name = getattr(value, "__name__", "")
+    if (
+        module in ("", "__main__")
+        or not str(name).isidentifier()
+        or not hasattr(value, "__qualname__")
+    ):
         return ""
     return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is value else ""
 
@@ -51,10 +56,16 @@ def statement_of(value: Any) -> tuple[str, str]:  # its name there, its text
     inner = inspect.unwrap(value) if callable(value) else value
     if held := getattr(inner, "__closure__", None) and inner.__code__.co_freevars:
         raise ValueError(f"closure over {', '.join(held)}, which only the kernel knows")
-    parts = vars(inner).values() if inspect.isclass(inner) else [inner]  # a class is found by its methods
+    # a class is found by its methods
+    parts = vars(inner).values() if inspect.isclass(inner) else [inner]
     codes = [part.__code__ for part in parts if hasattr(part, "__code__")]
-    own = f"{inner.__qualname__}." if inspect.isclass(inner) else ""  # not a function of elsewhere that it holds
-    for code in [code for code in codes if "<locals>" not in code.co_qualname and code.co_qualname.startswith(own)]:
+    # not a function of elsewhere that it holds
+    own = f"{inner.__qualname__}." if inspect.isclass(inner) else ""
+    for code in [
+        code
+        for code in codes
+        if "<locals>" not in code.co_qualname and code.co_qualname.startswith(own)
+    ]:
         lines = linecache.getlines(code.co_filename)
         for node in ast.parse("".join(lines)).body:
             first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
@@ -63,7 +74,9 @@ def statement_of(value: Any) -> tuple[str, str]:  # its name there, its text
                 name = ast.unparse(node.targets[0])
             if name.isidentifier() and first <= code.co_firstlineno <= (node.end_lineno or 0):
                 return name, "".join(lines[first - 1 : node.end_lineno]).rstrip()
-    raise ValueError(f"{type(value).__name__} object without a definition of its own at the top level of a cell")
+    raise ValueError(
+        f"{type(value).__name__} object without a definition of its own at the top level of a cell"
+    )
 
 # %% ../../nbs/recipes/04_script.ipynb #17839aa4
 def outer_names(source: str) -> tuple[set[str], set[str]]:  # read, assigned
@@ -71,11 +84,14 @@ def outer_names(source: str) -> tuple[set[str], set[str]]:  # read, assigned
     codes = [compile(source, "cell", "exec", dont_inherit=True)]
     for code in codes:
         codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    reads, writes = set[str](), set[str]()
+    reads = set[str]()
+    writes = set[str]()
     for code in codes:
         done = [(step.opname, step.argval) for step in dis.get_instructions(code)]
         kept = {name for how, name in done if how == "STORE_NAME"} | {"__name__", "__annotations__"}
-        reads |= {n for how, n in done if how == "LOAD_GLOBAL" or (how == "LOAD_NAME" and n not in kept)}
+        reads |= {
+            n for how, n in done if how == "LOAD_GLOBAL" or (how == "LOAD_NAME" and n not in kept)
+        }
         writes |= {name for how, name in done if how == "STORE_GLOBAL"}
     return reads, writes
 
@@ -98,7 +114,9 @@ class Sources:
 
     folder: Path  # of the script
     imports: dict[str, None] = field(default_factory=dict)
-    paths: dict[str, None] = field(default_factory=dict)  # folders of your own modules, as seen from the script
+    paths: dict[str, None] = field(
+        default_factory=dict
+    )  # folders of your own modules, as seen from the script
     texts: dict[str, str] = field(default_factory=dict)  # by the name that is defined
     origins: dict[str, Any] = field(default_factory=dict)  # by name: what it stands for
 
@@ -125,14 +143,18 @@ class Sources:
             self.origins[name] = value
         elif known is not value and known != value:
             fix = "Give one of the two another name."
-            raise ConfigError(role, where=f"name {name!r}", got="two things of this name", expected="one", fix=fix)
+            raise ConfigError(
+                role, where=f"name {name!r}", got="two things of this name", expected="one", fix=fix
+            )
         return known is self
 
     def add_import(self, found: str, name: str, value: Any, role: str) -> str:
         "Import `module:own` under a name."
         module, _, own = found.partition(":")
         if module != "builtins" and self.takes(name, value, role):
-            self.imports[f"from {module} import {own}" + (f" as {name}" if name != own else "")] = None
+            self.imports[f"from {module} import {own}" + (f" as {name}" if name != own else "")] = (
+                None
+            )
             self.note_path(module)
         return name
 
@@ -141,15 +163,19 @@ class Sources:
         root = module.partition(".")[0]
         file = Path(getattr(sys.modules.get(root), "__file__", None) or sys.prefix).resolve()
         home = file.parents[file.stem == "__init__"]
-        installed = any(file.is_relative_to(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix))
+        installed = any(
+            file.is_relative_to(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix)
+        )
         if root != "rl_notebook" and not installed and home != self.folder.resolve():
             self.paths[os.path.relpath(home, self.folder.resolve())] = None
 
     def add_source(self, name: str, text: str, value: Any, role: str) -> None:
         "A statement of a cell, after all that it reads."
-        (reads, writes), where = outer_names(text), f"function {name!r}"
+        (reads, writes) = outer_names(text)
+        where = f"function {name!r}"
         if writes:
-            got, fix = f"{', '.join(sorted(writes))}, which it assigns", "Return it, or keep it in an object of a file."
+            got = f"{', '.join(sorted(writes))}, which it assigns"
+            fix = "Return it, or keep it in an object of a file."
             raise ConfigError(role, where=where, got=got, expected=PLAIN, fix=fix)
         inner = inspect.unwrap(value)
         known = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])
@@ -158,23 +184,31 @@ class Sources:
                 self.add_value(read, known[read], role, where)
             if isinstance(module := known[read], ModuleType):  # a.b, where `import a` would not do
                 inside = [full for full in sys.modules if full.startswith(f"{module.__name__}.")]
-                used = [full for full in inside if f"{read}{full.removeprefix(module.__name__)}." in text]
+                used = [
+                    full
+                    for full in inside
+                    if f"{read}{full.removeprefix(module.__name__)}." in text
+                ]
                 self.imports |= {f"import {full}": None for full in used}
         self.texts[name] = text
 
     def add_value(self, name: str, value: Any, role: str, where: str) -> None:
         "What a name stands for that a statement reads."
         if isinstance(value, ModuleType):
-            self.imports["import " + value.__name__ + (f" as {name}" if value.__name__ != name else "")] = None
+            self.imports[
+                "import " + value.__name__ + (f" as {name}" if value.__name__ != name else "")
+            ] = None
             self.note_path(value.__name__)
         elif importable(value) or inspect.isroutine(value) or inspect.isclass(value):
             self.add(value, role, name)
         elif not (text := literal(value)):
-            got, fix = f"{name}, {type(value).__name__} of the kernel", "Make it inside the function, or in a file."
+            got = f"{name}, {type(value).__name__} of the kernel"
+            fix = "Make it inside the function, or in a file."
             raise ConfigError(role, where=where, got=got, expected=PLAIN, fix=fix)
         elif self.takes(name, value, role):
             self.texts[name] = f"{name} = {text}"
-            self.imports |= {"import re": None} if isinstance(value, re.Pattern) else {}
+            if isinstance(value, re.Pattern):
+                self.imports |= {"import re": None}
 
 # %% ../../nbs/recipes/04_script.ipynb #c5f5fa61
 def reward_name(fn: RewardFn) -> str:
@@ -190,9 +224,11 @@ def reward_name(fn: RewardFn) -> str:
 def reward_text(fn: RewardFn, sources: Sources) -> str:
     "A reward function as an element of `reward=[...]`."
     if name := reward_name(replace(fn, weight=1.0)):
-        own, text = reward_fn(name), repr(name)
+        own = reward_fn(name)
+        text = repr(name)
     else:
-        own, text = reward_fn(fn.function), sources.add(fn.function, "reward")
+        own = reward_fn(fn.function)
+        text = sources.add(fn.function, "reward")
     differs = [n for n in ("name", "style", "weight") if getattr(own, n) != getattr(fn, n)]
     if not differs:
         return text
@@ -204,8 +240,12 @@ def given_rewards(loop: Loop) -> list[RewardFn]:
     "The reward functions of a loop with the weights that count; none where rollouts grade themselves."
     if loop.task.rollout_fn is not None:
         return []
-    fns, weights = as_reward_fns(loop.given["reward"]), loop.cfg.reward_weights
-    return [replace(fn, weight=w) for fn, w in zip(fns, weights or [fn.weight for fn in fns], strict=True)]
+    fns = as_reward_fns(loop.given["reward"])
+    weights = loop.cfg.reward_weights
+    return [
+        replace(fn, weight=w)
+        for fn, w in zip(fns, weights or [fn.weight for fn in fns], strict=True)
+    ]
 
 
 def named_rewards(cfg: Config, fns: Sequence[RewardFn]) -> Config | None:
@@ -237,28 +277,52 @@ def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script
     "Raise ConfigError where the config would open another backend than the loop has."
     from rl_notebook.backends.local.trainer import open_local
 
-    cfg, backend, where = loop.cfg, loop.backend, f"loop {loop.name!r}"
+    cfg = loop.cfg
+    backend = loop.backend
+    where = f"loop {loop.name!r}"
     if backend.capabilities.name != cfg.backend:
         fix = f"Open the loop with backend={backend.capabilities.name!r} in its config."
-        raise ConfigError("backend", where=where, got=cfg.backend, expected=backend.capabilities.name, fix=fix)
+        raise ConfigError(
+            "backend", where=where, got=cfg.backend, expected=backend.capabilities.name, fix=fix
+        )
     if not backend.opened:
-        return [f"the backend is opened as the config says (backend={cfg.backend!r}), whatever else it was given here"]
-    loaded, named = getattr(backend.tokenizer, "name_or_path", ""), model_source(cfg.base_model)
+        return [
+            f"the backend is opened as the config says (backend={cfg.backend!r}), whatever else it was given here"
+        ]
+    loaded = getattr(backend.tokenizer, "name_or_path", "")
+    named = model_source(cfg.base_model)
     if loaded != named:
-        expected, fix = f"the model that is loaded ({quoted(loaded)})", "Set base_model to the name or folder of it."
+        expected = f"the model that is loaded ({quoted(loaded)})"
+        fix = "Set base_model to the name or folder of it."
         raise ConfigError("base_model", where=where, got=cfg.base_model, expected=expected, fix=fix)
     says = {**local_options(cfg), "load_in_8bit": cfg.load_in_8bit}
     for name in ("dtype", "load_in_8bit", *(("lora_alpha", "seed") if cfg.lora_rank else ())):
         if backend.opened[name] != says[name]:
-            got, fix = f"{says[name]!r} in the config", f"Set {name}={backend.opened[name]!r} there."
-            raise ConfigError(name, where=where, got=got, expected=f"{backend.opened[name]!r}, as opened", fix=fix)
-    usual = {name: option.default for name, option in inspect.signature(open_local).parameters.items()}
-    others = [n for n, v in backend.opened.items() if n not in (*says, "reference", "inline") and v != usual.get(n)]
-    told = [f"open_local({n}={backend.opened[n]!r}) has no setting: the last digits may differ" for n in others]
+            got = f"{says[name]!r} in the config"
+            fix = f"Set {name}={backend.opened[name]!r} there."
+            raise ConfigError(
+                name, where=where, got=got, expected=f"{backend.opened[name]!r}, as opened", fix=fix
+            )
+    usual = {
+        name: option.default for name, option in inspect.signature(open_local).parameters.items()
+    }
+    others = [
+        n
+        for n, v in backend.opened.items()
+        if n not in (*says, "reference", "inline") and v != usual.get(n)
+    ]
+    told = [
+        f"open_local({n}={backend.opened[n]!r}) has no setting: the last digits may differ"
+        for n in others
+    ]
     state: Any = getattr(backend.policy, "state", None)
-    begun = loop.state.number == 1 and not loop.state.updated and state is not None and state.steps > 0
+    begun = (
+        loop.state.number == 1 and not loop.state.updated and state is not None and state.steps > 0
+    )
     if loop.name != "main" or begun:
-        told.append("the loop began with weights that had been trained; the script begins with the base model")
+        told.append(
+            "the loop began with weights that had been trained; the script begins with the base model"
+        )
     return told
 
 # %% ../../nbs/recipes/04_script.ipynb #6070efa2
@@ -276,7 +340,8 @@ def registered_loss(cfg: Config, sources: Sources) -> None:
 # %% ../../nbs/recipes/04_script.ipynb #cc8b7725
 def settled(loop: Loop, cfg: Config | None = None) -> Config:
     "Settings (None = a loop's, with those that wait for its current step to end), with a length that its model takes."
-    cfg, longest = cfg or loop.next_settings, loop.backend.capabilities.max_seq_len
+    cfg = cfg or loop.next_settings
+    longest = loop.backend.capabilities.max_seq_len
     return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest or cfg.max_seq_len))
 
 
@@ -286,31 +351,44 @@ def described(
     rows_file: str = "rows.jsonl",  # what the config calls rows that need a file
 ) -> tuple[Config, dict[str, str], bool]:
     "(config, keywords of `main` as text, whether the rows need a file) that make the steps of a loop."
-    cfg, given, parts = settled(loop), loop.given, dict[str, str]()
+    cfg = settled(loop)
+    given = loop.given
+    parts = dict[str, str]()
     named_data = named_rows(cfg, loop.rows, loop.eval_rows)
     cfg = named_data or replace(cfg, dataset=rows_file, eval_rows=0)
     if fns := given_rewards(loop):
         named = named_rewards(cfg, fns)
-        parts |= {} if named else {"reward": f"[{', '.join(reward_text(fn, sources) for fn in fns)}]"}
+        if not named:
+            parts |= {"reward": f"[{', '.join(reward_text(fn, sources) for fn in fns)}]"}
         cfg = named or replace(cfg, rewards=(), reward_weights=None)
     else:
-        reward, cfg = given["reward"], replace(cfg, rewards=(), reward_weights=None)
+        reward = given["reward"]
+        cfg = replace(cfg, rewards=(), reward_weights=None)
         made = isinstance(reward, RolloutFactory) or first_parameter(reward) == "setup"
         role = "rollout_fn_factory" if made else "rollout_fn"
         parts[role] = sources.add(getattr(reward, "make", getattr(reward, "fn", reward)), role)
     if callable(own := given["advantage_fn"]):
         name = importable(own)
-        usual = (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps) == ("std", 1, 1e-8) and cfg.recipe != "igpo_loop"
+        usual = (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps) == (
+            "std",
+            1,
+            1e-8,
+        ) and cfg.recipe != "igpo_loop"
         cfg = replace(cfg, advantage_fn=name if name and usual else None)
-        parts |= {} if cfg.advantage_fn else {"advantage_fn": sources.add(own, "advantage_fn")}
+        if not cfg.advantage_fn:
+            parts |= {"advantage_fn": sources.add(own, "advantage_fn")}
     elif own is not None:
         cfg = replace(cfg, advantage_fn=own)
     for role in ("dynamic_filter_fn", "make_loss", "evaluation_fn"):
-        parts |= {role: sources.add(given[role], role)} if given[role] is not None else {}
+        if given[role] is not None:
+            parts |= {role: sources.add(given[role], role)}
     if given["extras"]:
         if not (text := literal(dict(given["extras"]))):
-            got, fix = ", ".join(given["extras"]), "Make them inside the rollout factory."
-            raise ConfigError("extras", where=f"loop {loop.name!r}", got=got, expected="plain values", fix=fix)
+            got = ", ".join(given["extras"])
+            fix = "Make them inside the rollout factory."
+            raise ConfigError(
+                "extras", where=f"loop {loop.name!r}", got=got, expected="plain values", fix=fix
+            )
         parts["rollout_extras"] = text
     registered_loss(cfg, sources)
     return cfg, parts, named_data is None
@@ -326,7 +404,13 @@ def loop_config(loop: Loop) -> Config:
     if more:
         got = f"{', '.join(more)} given in code"
         fix = "Name functions of a file module:function, and a file of rows; or call loop.to_script('run.py')."
-        raise ConfigError("to_config", where=f"loop {loop.name!r}", got=got, expected="what a config can name", fix=fix)
+        raise ConfigError(
+            "to_config",
+            where=f"loop {loop.name!r}",
+            got=got,
+            expected="what a config can name",
+            fix=fix,
+        )
     return cfg
 
 # %% ../../nbs/recipes/04_script.ipynb #6bd4981b
@@ -351,14 +435,30 @@ def script_text(name: str, parts: Mapping[str, str], sources: Sources) -> str:
     "The Python file."
     used = "main, read_rows" if "rows" in parts else "main"
     always = ["import sys", "from pathlib import Path"]
-    ours = ["from rl_notebook.cli import parse_train", f"from rl_notebook.recipes.rl_loop import {used}"]
+    ours = [
+        "from rl_notebook.cli import parse_train",
+        f"from rl_notebook.recipes.rl_loop import {used}",
+    ]
     own = sorted({*sources.imports, *ours} - {*always}, key=lambda line: (line in ours, line))
     paths = [f"sys.path.append(str(HERE / {path!r}))" for path in sources.paths]
-    lines = ["from __future__ import annotations", "", *always, "", "HERE = Path(__file__).parent", *paths, "", *own]
+    lines = [
+        "from __future__ import annotations",
+        "",
+        *always,
+        "",
+        "HERE = Path(__file__).parent",
+        *paths,
+        "",
+        *own,
+    ]
     for text in sources.texts.values():
         lines += ["", "", text] if "\n" in text else ["", text]
     keywords = ["cfg", *(f"{keyword}={text}" for keyword, text in parts.items()), "**how"]
-    given = "".join(f"\n        {text}," for text in keywords) + "\n    " if parts else ", ".join(keywords)
+    given = (
+        "".join(f"\n        {text}," for text in keywords) + "\n    "
+        if parts
+        else ", ".join(keywords)
+    )
     return "\n".join([HEAD.format(name=name), *lines, MAIN.format(name=name, parts=given)])
 
 # %% ../../nbs/recipes/04_script.ipynb #fc17c2ef
@@ -373,8 +473,17 @@ class Script:
     notes: tuple[str, ...] = ()  # what is not the same, in words
 
     def __repr__(self) -> str:
-        own = f"with the source of {', '.join(self.definitions)}" if self.definitions else "no source of a cell"
-        return "\n".join([f"{', '.join(f.name for f in self.files)}: {own}", *(f"note: {note}" for note in self.notes)])
+        own = (
+            f"with the source of {', '.join(self.definitions)}"
+            if self.definitions
+            else "no source of a cell"
+        )
+        return "\n".join(
+            [
+                f"{', '.join(f.name for f in self.files)}: {own}",
+                *(f"note: {note}" for note in self.notes),
+            ]
+        )
 
 
 def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
@@ -382,22 +491,33 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     path = Path(path)
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise ConfigError("to_script", got=quoted(str(path)), expected="a name such as run.py")
-    notes, sources = check_opened(loop), Sources(path.parent)
+    notes = check_opened(loop)
+    sources = Sources(path.parent)
     if changed := settled(loop, loop.began_with).diff(settled(loop)):
         names = ", ".join(name for name, *_ in changed.rows)
-        notes.append(f"{names}: changed since the loop was opened; the script has the last value from step 1 on")
+        notes.append(
+            f"{names}: changed since the loop was opened; the script has the last value from step 1 on"
+        )
     cfg, parts, own_rows = described(loop, sources, path.with_suffix(".rows.jsonl").name)
-    steps, done = loop.planned_steps, loop.state.number - 1
+    steps = loop.planned_steps
+    done = loop.state.number - 1
     if steps is not None and 0 < done < steps:
         reason = "all its rows" if cfg.steps is None else f"steps={cfg.steps}"
         ends = f"--steps {done} ends it there"
-        notes.append(f"the script makes {steps} steps ({reason}), this loop has made {done}: {ends}")
+        notes.append(
+            f"the script makes {steps} steps ({reason}), this loop has made {done}: {ends}"
+        )
     for name in filter(NAMED.fullmatch, names_in(cfg.to_dict())):
         sources.note_path(name.partition(":")[0])
-    files, marks = [path, path.with_suffix(".yaml")], [HEAD.splitlines()[0], OWN_YAML]
+    files = [path, path.with_suffix(".yaml")]
+    marks = [HEAD.splitlines()[0], OWN_YAML]
     given = {"rows": loop.rows, "eval_rows": loop.eval_rows} if own_rows else {}
-    rows = {path.with_suffix(f".{name}.jsonl"): (name, each) for name, each in given.items() if each}
-    for file, mark in zip([*files, *rows], [*marks, *['{"format": 1, "own": '] * len(rows)], strict=True):
+    rows = {
+        path.with_suffix(f".{name}.jsonl"): (name, each) for name, each in given.items() if each
+    }
+    for file, mark in zip(
+        [*files, *rows], [*marks, *['{"format": 1, "own": '] * len(rows)], strict=True
+    ):
         check_own(file, mark, "to_script")
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, (name, each) in rows.items():
@@ -406,4 +526,10 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     files += rows
     cfg.to_yaml(files[1])
     path.write_text(script_text(path.stem, parts, sources), encoding="utf-8")
-    return Script(path, tuple(files), tuple(parts), tuple(n for n in sources.texts if n.isidentifier()), tuple(notes))
+    return Script(
+        path,
+        tuple(files),
+        tuple(parts),
+        tuple(n for n in sources.texts if n.isidentifier()),
+        tuple(notes),
+    )

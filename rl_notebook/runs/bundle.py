@@ -23,20 +23,26 @@ __all__ = []
 class Bundles(Reader):
     "`bundle_*.json` with its arrays."
 
-    origin, signature, number = "bundle", "bundle_*.json", r"bundle_(\d+)"
+    origin = "bundle"
+    signature = "bundle_*.json"
+    number = r"bundle_(\d+)"
 
     def _read(self, step: int) -> tuple[dict[str, Any], dict[str, np.ndarray]]:  # facts, arrays
         path = self.files[step][0]
         facts = read_json(path, BUNDLE_FORMAT)
         if facts.get("format") != BUNDLE_FORMAT:
-            got, fix = str(facts.get("format")), "Read it with the version of rl_notebook that knows it."
+            got = str(facts.get("format"))
+            fix = "Read it with the version of rl_notebook that knows it."
             raise RecordError("format", where=str(path), got=got, expected=BUNDLE_FORMAT, fix=fix)
         packed = path.with_suffix(".npz")
         arrays = read_arrays(packed if packed.exists() else path.with_suffix(".safetensors"))
         for name, values in arrays.items():
             if values.ndim != 1 or values.dtype.kind not in "biuf":
-                got, where = f"{values.ndim} dimensions of {values.dtype}", str(path)
-                raise RecordError(f"array {name}", where=where, got=got, expected="one dimension of numbers")
+                got = f"{values.ndim} dimensions of {values.dtype}"
+                where = str(path)
+                raise RecordError(
+                    f"array {name}", where=where, got=got, expected="one dimension of numbers"
+                )
         return facts, arrays
 
     def _rows(self, step: int) -> Iterator[Row]:
@@ -47,17 +53,25 @@ class Bundles(Reader):
             or (lengths < 0).any()
             or any(len(values) != lengths.sum() for values in arrays.values())
         ):
-            got = {"samples": len(facts["samples"]), "lengths": len(lengths)} | {n: len(v) for n, v in arrays.items()}
+            got = {"samples": len(facts["samples"]), "lengths": len(lengths)} | {
+                n: len(v) for n, v in arrays.items()
+            }
             expected = f"as many lengths as samples, and {lengths.sum()} entries an array"
             raise RecordError("arrays", where=str(self.files[step][0]), got=got, expected=expected)
         for sample, end, count in zip(facts["samples"], np.cumsum(lengths), lengths, strict=True):
             own = {name: values[end - count : end] for name, values in arrays.items()}
             known = {name: values for name, values in own.items() if np.isfinite(values).any()}
-            yield Row(**{n: v for n, v in {**sample, **known}.items() if n in FIELDS and v is not None})
+            yield Row(
+                **{n: v for n, v in {**sample, **known}.items() if n in FIELDS and v is not None}
+            )
 
     def _about(self, step: int) -> dict[str, Any]:
         facts, _ = self._read(step)
-        told = {name: facts[name] for name in ("metrics", "loss", "updates") if facts.get(name) is not None}
+        told = {
+            name: facts[name]
+            for name in ("metrics", "loss", "updates")
+            if facts.get(name) is not None
+        }
         return {"origin": facts.get("trainer", "bundle"), **told}
 
 
@@ -87,7 +101,9 @@ for path in sys.argv[1:]:
 class SkyRL(Reader):
     "`dumped_data/*.pkl` of SkyRL, which is refused."
 
-    origin, signature, script = "SkyRL", "dumped_data/global_step_*_training_input.pkl", SKYRL_SCRIPT
+    origin = "SkyRL"
+    signature = "dumped_data/global_step_*_training_input.pkl"
+    script = SKYRL_SCRIPT
 
     @classmethod
     def find(cls, path: Path) -> Self | None:
@@ -95,13 +111,21 @@ class SkyRL(Reader):
         if (found := super().find(path)) is None:
             return None
         files = [file for files in found.files.values() for file in files]
-        got, expected = f"{len(files)} pickles of {cls.origin}", "files that run nothing when they are read"
+        got = f"{len(files)} pickles of {cls.origin}"
+        expected = "files that run nothing when they are read"
         fix = f"Save this as a script and run it on them where {cls.origin} is installed, then open what it writes:"
-        raise RecordError("not unpickled", where=str(files[0]), got=got, expected=expected, fix=f"{fix}\n{cls.script}")
+        raise RecordError(
+            "not unpickled",
+            where=str(files[0]),
+            got=got,
+            expected=expected,
+            fix=f"{fix}\n{cls.script}",
+        )
 
 
 class VerlPickles(SkyRL):
     "`gen_batch.dp` of verl's first trainer, which is refused."
 
-    origin, signature = "verl (DataProto)", "*/gen_batch.dp"
+    origin = "verl (DataProto)"
+    signature = "*/gen_batch.dp"
     script = "examples/bundles/verl_bundle.py, with DataProto.load_from_disk(path) as its batch"

@@ -31,7 +31,9 @@ __all__ = []
 QUERY_LIMIT_S = 30.0  # seconds that a query may take
 
 
-def _fetch(connection: sqlite3.Connection, query: str, values: Sequence[Any], packed: int) -> list[tuple[Any, ...]]:
+def _fetch(
+    connection: sqlite3.Connection, query: str, values: Sequence[Any], packed: int
+) -> list[tuple[Any, ...]]:
     "The rows of a query, which ends after a time, and raises ValueError where they are larger than they may be."
     end, rows, size = time.monotonic() + QUERY_LIMIT_S, list[tuple[Any, ...]](), 0
     connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
@@ -49,7 +51,8 @@ def _ask(path: Path, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, 
         files = [path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))]
         for file in files[:1] + [file for file in files[1:] if file.exists()]:
             open_file(file).close()
-        address, size = path.resolve().as_uri(), path.stat().st_size
+        address = path.resolve().as_uri()
+        size = path.stat().st_size
         try:
             with closing(sqlite3.connect(f"{address}?mode=ro", uri=True)) as connection:
                 return _fetch(connection, query, values, size)
@@ -58,7 +61,10 @@ def _ask(path: Path, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, 
                 return _fetch(connection, query, values, size)
 
 
-_ITERATION, _SESSION = re.compile(rb'"iteration":\s*(\d+)'), re.compile(rb'"sampling_session_id":\s*"([^"]*)"')
+_ITERATION, _SESSION = (
+    re.compile(rb'"iteration":\s*(\d+)'),
+    re.compile(rb'"sampling_session_id":\s*"([^"]*)"'),
+)
 
 
 def calls_of(path: Path) -> list[tuple[int, str, int | None]]:  # number, session, iteration
@@ -68,8 +74,10 @@ def calls_of(path: Path) -> list[tuple[int, str, int | None]]:  # number, sessio
         return _ask(path, f"{query} WHERE split IS NULL OR split = 'train' ORDER BY cursor")
     found = []
     for number, line in enumerate(text_lines(path)):
-        head = line[:65536].partition(b'"prompt_tokens"')[0]  # what a line says of itself stands before its tokens
-        session, iteration = _SESSION.search(head), _ITERATION.search(head)
+        # what a line says of itself stands before its tokens
+        head = line[:65536].partition(b'"prompt_tokens"')[0]
+        session = _SESSION.search(head)
+        iteration = _ITERATION.search(head)
         if line.endswith(b"\n") and session and b'"eval"' not in head:
             found.append((number, session[1].decode(), int(iteration[1]) if iteration else None))
     return found
@@ -95,9 +103,14 @@ def chained(calls: Sequence[Call]) -> list[list[Call]]:
     "Calls as trajectories: each goes behind one that its prompt continues."
     found: list[list[Call]] = []
     for call in sorted(calls, key=lambda call: len(call.prompt)):
-        goes = (t for t in found if t[-1].place == call.place and call.prompt[: len(t[-1].whole)] == t[-1].whole)
+        goes = (
+            t
+            for t in found
+            if t[-1].place == call.place and call.prompt[: len(t[-1].whole)] == t[-1].whole
+        )
         before = next(goes, None)
-        found += [[call]] if before is None else []
+        if before is None:
+            found += [[call]]
         if before is not None:
             before.append(call)
     return found
@@ -105,8 +118,10 @@ def chained(calls: Sequence[Call]) -> list[list[Call]]:
 
 def _row(turns: Sequence[Call], reward: float | None, version: int | None) -> Row:
     "A trajectory as one sequence."
-    last, tokens = turns[-1], turns[-1].whole
-    mask, sampler = np.zeros(len(tokens)), np.full(len(tokens), np.nan)
+    last = turns[-1]
+    tokens = turns[-1].whole
+    mask = np.zeros(len(tokens))
+    sampler = np.full(len(tokens), np.nan)
     for turn in turns:
         at = slice(len(turn.prompt), len(turn.whole))
         mask[at], sampler[at] = 1, np.nan if turn.logprobs is None else turn.logprobs
@@ -119,16 +134,21 @@ def _row(turns: Sequence[Call], reward: float | None, version: int | None) -> Ro
         group=str(turns[0].prompt if last.place is None else last.place[0]),
         policy_version=version,
         temperature=1.0 if temperature is None else float(temperature),
-        finish_reason={"stop": "stop", "length": "length"}.get(str(last.said.get("stop_reason")), "unknown"),
+        finish_reason={"stop": "stop", "length": "length"}.get(
+            str(last.said.get("stop_reason")), "unknown"
+        ),
     )
 
 # %% ../../nbs/runs/05_capture.ipynb #30080a6e
 def rewards_by_tokens(tokens: Sequence[Any], rewards: Sequence[float]) -> list[float | None]:
     "The reward of each completion of the same lengths, as far as equal tokens and equal rewards tell; else None."
-    sizes, earned = Counter(tokens), Counter(rewards)
+    sizes = Counter(tokens)
+    earned = Counter(rewards)
     by_size = {size: reward for reward, size in earned.items()}
     alike = len(earned) == 1 and len(tokens) == len(rewards)
-    told = alike or (sorted(sizes.values()) == sorted(earned.values()) and len(by_size) == len(earned))
+    told = alike or (
+        sorted(sizes.values()) == sorted(earned.values()) and len(by_size) == len(earned)
+    )
     return [(rewards[0] if alike else by_size[sizes[t]]) if told else None for t in tokens]
 
 
@@ -138,19 +158,27 @@ Summary = Mapping[str, Any]
 def rewards_of(own: Sequence[Sequence[Call]], summaries: Sequence[Summary]) -> list[float | None]:
     "The reward of each trajectory of a group, by its place, else by lengths and tokens; None where these do not tell."
     if all(turns[0].place for turns in own):
-        by_place: dict[Any, float] = {(s["group_idx"], s["traj_idx"]): s["total_reward"] for s in summaries}
+        by_place: dict[Any, float] = {
+            (s["group_idx"], s["traj_idx"]): s["total_reward"] for s in summaries
+        }
         return [by_place.get(turns[0].place) for turns in own]
     ours = [tuple((len(call.prompt), len(call.tokens)) for call in turns) for turns in own]
     theirs: dict[int, list[tuple[Any, float]]] = {}
     for s in summaries:
         lengths = tuple((step["ob_len"], step["ac_len"]) for step in s["steps"])
         theirs.setdefault(s["group_idx"], []).append((lengths, s["total_reward"]))
-    fits = [group for group in theirs.values() if Counter(lengths for lengths, _ in group) == Counter(ours)]
+    fits = [
+        group
+        for group in theirs.values()
+        if Counter(lengths for lengths, _ in group) == Counter(ours)
+    ]
     rewards: list[float | None] = [None] * len(own)
     for lengths in {*ours} if len(fits) == 1 else ():
         same = [i for i, mine in enumerate(ours) if mine == lengths]
         earned = [reward for its, reward in fits[0] if its == lengths]
-        for i, reward in zip(same, rewards_by_tokens([tuple(own[i][-1].whole) for i in same], earned), strict=True):
+        for i, reward in zip(
+            same, rewards_by_tokens([tuple(own[i][-1].whole) for i in same], earned), strict=True
+        ):
             rewards[i] = reward
     return rewards
 
@@ -158,47 +186,70 @@ def rewards_of(own: Sequence[Sequence[Call]], summaries: Sequence[Summary]) -> l
 class TinkerCookbook(Reader):
     "`iteration_*/train_rollout_summaries.jsonl` of tinker-cookbook 0.6, with a capture where there is one."
 
-    origin, signature, number = "tinker-cookbook", "iteration_*/train_rollout_summaries.jsonl", r"iteration_(\d+)"
-    logged, told = "metrics.jsonl", "the sampler's side only; temperatures are those that were asked for"
+    origin = "tinker-cookbook"
+    signature = "iteration_*/train_rollout_summaries.jsonl"
+    number = r"iteration_(\d+)"
+    logged = "metrics.jsonl"
+    told = "the sampler's side only; temperatures are those that were asked for"
     scored_at = 1.0  # by the service
     hook = "wrap TrainingClient.forward_backward: advantages and policy logprobs, examples/bundles/tinker_bundle.py"
 
     @cached_property
     def _store(self) -> Path | None:  # the capture below the folder that was named
         names = ("capture.sqlite", "sample.jsonl")
-        found = [p for depth in range(4) for name in names for p in sorted(self.asked.glob("*/" * depth + name))]
+        found = [
+            p
+            for depth in range(4)
+            for name in names
+            for p in sorted(self.asked.glob("*/" * depth + name))
+        ]
         if len(found) > 1:
-            got, fix = ", ".join(map(str, found[:4])), "Name the folder of one run."
+            got = ", ".join(map(str, found[:4]))
+            fix = "Name the folder of one run."
             raise RecordError("captures", where=str(self.asked), got=got, expected="one", fix=fix)
         return found[0] if found else None
 
     @cached_property
     def _numbers(self) -> dict[int, list[int]]:  # of the calls of each iteration
-        calls, found = calls_of(self._store) if self._store else [], dict[int, list[int]]()
+        calls = calls_of(self._store) if self._store else []
+        found = dict[int, list[int]]()
         by_session = [session for _, session, _ in calls]
         sessions = dict(zip(dict.fromkeys(by_session), self.steps, strict=False))
         counts = {step: sum(len(s["steps"]) for s in self._lines(step)) for step in self.steps}
         in_turn = [step for step, count in counts.items() for _ in range(count)]
         guessed = [sessions.get(session, -1) for session in by_session]
-        if len(sessions) < len(self.steps) and len(in_turn) <= len(calls):  # a session has served several
+        # a session has served several
+        if len(sessions) < len(self.steps) and len(in_turn) <= len(calls):
             guessed = in_turn + [-1] * (len(calls) - len(in_turn))
         for (number, _, iteration), guess in zip(calls, guessed, strict=True):
             found.setdefault(guess if iteration is None else iteration, []).append(number)
         return found
 
     @cached_property
-    def _begun(self) -> dict[int, int]:  # the iteration in which the sampling client of an iteration was made
-        calls = {number: session for number, session, _ in calls_of(self._store)} if self._store else {}
+    def _begun(
+        self,
+    ) -> dict[int, int]:  # the iteration in which the sampling client of an iteration was made
+        calls = (
+            {number: session for number, session, _ in calls_of(self._store)} if self._store else {}
+        )
         of_step = {step: {calls[n] for n in self._numbers.get(step, ())} for step in self.steps}
         first = {session: step for step, own in reversed(of_step.items()) for session in own}
-        return {step: max(first[session] for session in own) for step, own in of_step.items() if own}
+        return {
+            step: max(first[session] for session in own) for step, own in of_step.items() if own
+        }
 
     def _calls(self, store: Path, wanted: Collection[int]) -> Iterator[Call]:
         wanted = {*wanted}
         if store.suffix == ".sqlite":
-            columns = "group_idx, traj_idx, prompt_tokens, sampled_tokens, logprobs, metadata, cursor"
+            columns = (
+                "group_idx, traj_idx, prompt_tokens, sampled_tokens, logprobs, metadata, cursor"
+            )
             query = f"SELECT {columns} FROM wire_rows"
-            rows = _ask(store, f"{query} WHERE cursor BETWEEN ? AND ? ORDER BY cursor", (min(wanted), max(wanted)))
+            rows = _ask(
+                store,
+                f"{query} WHERE cursor BETWEEN ? AND ? ORDER BY cursor",
+                (min(wanted), max(wanted)),
+            )
             for group, trajectory, *texts, cursor in rows:
                 if cursor in wanted:
                     place = None if group is None or trajectory is None else (group, trajectory)
@@ -210,21 +261,32 @@ class TinkerCookbook(Reader):
             group, trajectory = (said["scope"].get(name) for name in ("group_idx", "traj_idx"))
             place = None if group is None or trajectory is None else (group, trajectory)
             for s in said["samples"]:
-                yield Call(said["prompt_tokens"], s["tokens"], s.get("logprobs"), place, {**said, **s})
+                yield Call(
+                    said["prompt_tokens"], s["tokens"], s.get("logprobs"), place, {**said, **s}
+                )
 
     def _rows(self, step: int) -> Iterator[Row]:
-        summaries, since = list(self._lines(step)), self._begun.get(step, step)
-        claimed = summaries if since == step else list(self._lines(since))  # the client that was made there
+        summaries = list(self._lines(step))
+        since = self._begun.get(step, step)
+        # the client that was made there
+        claimed = summaries if since == step else list(self._lines(since))
         versions = {s.get("sampling_client_step") for s in claimed}
         version = versions.pop() if len(versions) == 1 else None
         if self._store is None or step not in self._numbers:
             for s in summaries:
                 text = f"({sum(turn['ac_len'] for turn in s['steps'])} tokens: there is no capture)"
-                yield Row(text=text, reward=s["total_reward"], group=str(s["group_idx"]), policy_version=version)
+                yield Row(
+                    text=text,
+                    reward=s["total_reward"],
+                    group=str(s["group_idx"]),
+                    policy_version=version,
+                )
             return
         groups: dict[Any, list[list[Call]]] = {}
         for turns in chained(list(self._calls(self._store, self._numbers[step]))):
-            groups.setdefault(turns[0].place[0] if turns[0].place else tuple(turns[0].prompt), []).append(turns)
+            groups.setdefault(
+                turns[0].place[0] if turns[0].place else tuple(turns[0].prompt), []
+            ).append(turns)
         for own in groups.values():
             for turns, reward in zip(own, rewards_of(own, summaries), strict=True):
                 yield _row(turns, reward, version)

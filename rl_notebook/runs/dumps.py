@@ -34,30 +34,47 @@ _NEMO |= {"generation_logprobs": "sampler_logprobs", "prev_logprobs": "old_logpr
 class NemoRL(Reader):
     "`train_data_step*.jsonl`, which NeMo-RL writes by default."
 
-    origin, signature, number = "NeMo-RL", "train_data_step*.jsonl", r"step(\d+)"
+    origin = "NeMo-RL"
+    signature = "train_data_step*.jsonl"
+    number = r"step(\d+)"
     names = _NEMO
     told = "no group ids: groups are the completions of equal prompts"
     hook = "reference and policy logprobs are in `train_data` of `grpo_train`: write a bundle there"
 
     def _rows(self, step: int) -> Iterator[Row]:
         for wrapped in self._lines(step):
-            line: dict[str, Any] = {n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in wrapped.items()}
-            cut = {name: values[: int(line["input_lengths"])] for name, values in renamed(line, self.names).items()}
+            line: dict[str, Any] = {
+                n: v[0] if isinstance(v, list) and len(v) == 1 else v for n, v in wrapped.items()
+            }
+            cut = {
+                name: values[: int(line["input_lengths"])]
+                for name, values in renamed(line, self.names).items()
+            }
             weights = np.array(cut["loss_mask"]) * float(line.get("sample_loss_mask", 1.0))
             content = line.get("content")  # messages, or the completion alone
-            prompt, *said = content if isinstance(content, list) and content else [None, content or ""]
-            reward, text = line.get("filtered_rewards", line.get("rewards")), "\n".join(map(str, said))
+            prompt, *said = (
+                content if isinstance(content, list) and content else [None, content or ""]
+            )
+            reward = line.get("filtered_rewards", line.get("rewards"))
+            text = "\n".join(map(str, said))
             yield Row(**cut, weights=weights, reward=reward, prompt=prompt, text=text)
 
 # %% ../../nbs/runs/02_dumps.ipynb #5c3a3662
-_EXPORTED = {"token_ids": "tokens", "loss_mask": "loss_mask", "advantages": "advantages", "entropy": "entropy"}
+_EXPORTED = {
+    "token_ids": "tokens",
+    "loss_mask": "loss_mask",
+    "advantages": "advantages",
+    "entropy": "entropy",
+}
 _EXPORTED |= {"inference_logprobs": "sampler_logprobs", "trainer_logprobs": "policy_logprobs"}
 
 
 class PrimeExports(Reader):
     "`token_exports/step_*/rank_*.jsonl` of prime-rl, May to August 2026."
 
-    origin, signature, number = "prime-rl (token exports)", "token_exports/step_*/rank_*.jsonl", r"step_(\d+)"
+    origin = "prime-rl (token exports)"
+    signature = "token_exports/step_*/rank_*.jsonl"
+    number = r"step_(\d+)"
     names = _EXPORTED
     whole = False
     told = "no samples without advantage, so groups are incomplete and advantages are not compared with rewards"
@@ -67,7 +84,9 @@ class PrimeExports(Reader):
     def files(self) -> dict[int, list[Path]]:
         "The files of each step; where steps are marked as `STABLE`, one that is not yet is left out."
         found = super().files
-        stable = {step: paths for step, paths in found.items() if (paths[0].parent / "STABLE").exists()}
+        stable = {
+            step: paths for step, paths in found.items() if (paths[0].parent / "STABLE").exists()
+        }
         return stable or found
 
 # %% ../../nbs/runs/02_dumps.ipynb #422a6139
@@ -99,7 +118,9 @@ def load_pt(path: Path, allowed: Sequence[Any] = ()) -> dict[str, Any]:
                 found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except UnpicklingError as e:
             got = "objects that only unpickling brings back, which may run any code"
-            raise RecordError("not readable", where=str(path), got=got, expected=expected, fix=OWNERS_SCRIPT) from e
+            raise RecordError(
+                "not readable", where=str(path), got=got, expected=expected, fix=OWNERS_SCRIPT
+            ) from e
         check_unpacked(len(data), 8 * element_count(found, {}))
         if not isinstance(found, Mapping):
             raise TypeError(f"a {type(found).__name__}")
@@ -116,7 +137,11 @@ class PtFiles(Reader):
     def steps(self) -> list[int]:
         "The steps whose files are written to their end; all have as many."
         count = max(map(len, self.files.values()), default=0)
-        return [n for n, paths in self.files.items() if len(paths) == count and all(map(_written, paths))]
+        return [
+            n
+            for n, paths in self.files.items()
+            if len(paths) == count and all(map(_written, paths))
+        ]
 
 
 def _written(path: Path) -> bool:
@@ -126,25 +151,46 @@ def _written(path: Path) -> bool:
     return True
 
 # %% ../../nbs/runs/02_dumps.ipynb #d8bed490
-_SLIME = {"tokens": "tokens", "loss_masks": "loss_mask", "loss_mask": "loss_mask", "advantages": "advantages"}
-_SLIME |= {"rollout_log_probs": "sampler_logprobs", "log_probs": "old_logprobs", "ref_log_probs": "ref_logprobs"}
-_SLIME |= {"entropy": "entropy", "response": "text", "prompt": "prompt", "group_index": "group", "rollout_ids": "run"}
+_SLIME = {
+    "tokens": "tokens",
+    "loss_masks": "loss_mask",
+    "loss_mask": "loss_mask",
+    "advantages": "advantages",
+}
+_SLIME |= {
+    "rollout_log_probs": "sampler_logprobs",
+    "log_probs": "old_logprobs",
+    "ref_log_probs": "ref_logprobs",
+}
+_SLIME |= {
+    "entropy": "entropy",
+    "response": "text",
+    "prompt": "prompt",
+    "group_index": "group",
+    "rollout_ids": "run",
+}
 _ENDS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
 def _row(columns: Mapping[str, Any], drawn: Mapping[str, Any] | None = None) -> Row:
     "A row from what the trainer had of a sample, and the `Sample` of `rollout_data`."
-    found, drawn = renamed({**(drawn or {}), **columns}, _SLIME), drawn or {}
+    found = renamed({**(drawn or {}), **columns}, _SLIME)
+    drawn = drawn or {}
     if "loss_mask" not in found:
-        found["loss_mask"] = np.ones(int(columns.get("response_lengths", columns.get("response_length"))))
-    reward, versions = drawn.get("reward"), [str(v) for v in drawn.get("weight_versions") or []]
+        found["loss_mask"] = np.ones(
+            int(columns.get("response_lengths", columns.get("response_length")))
+        )
+    reward = drawn.get("reward")
+    versions = [str(v) for v in drawn.get("weight_versions") or []]
     named = {n: float(v) for n, v in reward.items()} if isinstance(reward, Mapping) else {}
     told = [None if named else reward, columns.get("raw_reward"), columns.get("local_raw_reward")]
     return Row(
         **found,
         reward=next((float(value) for value in told if value is not None), None),
         rewards=named,
-        finish_reason=_ENDS.get(str(drawn.get("status")), "length" if columns.get("truncated") else "unknown"),
+        finish_reason=_ENDS.get(
+            str(drawn.get("status")), "length" if columns.get("truncated") else "unknown"
+        ),
         policy_version=min((int(v) for v in versions if v.isdecimal()), default=None),
     )
 
@@ -152,35 +198,47 @@ def _row(columns: Mapping[str, Any], drawn: Mapping[str, Any] | None = None) -> 
 class Miles(PtFiles):
     "`train_data/{rollout}_{rank}.pt` of miles, and of slime before its second format."
 
-    origin, signature, number = "miles", "train_data/*_*.pt", r"(\d+)_\d+\.pt"
+    origin = "miles"
+    signature = "train_data/*_*.pt"
+    number = r"(\d+)_\d+\.pt"
     told = "`log_probs` are read as old logprobs, those of the policy before the update"
     hook = "the policy's logprobs are in the loss function: write a bundle there"
 
-    def _drawn(self, step: int) -> list[dict[str, Any]]:  # the samples of `rollout_data`, if that file is there
+    def _drawn(
+        self, step: int
+    ) -> list[dict[str, Any]]:  # the samples of `rollout_data`, if that file is there
         file = self.path / "rollout_data" / f"{step}.pt"
         return list(load_pt(file)["samples"]) if file.exists() else []
 
     def _rows(self, step: int) -> list[Row]:
         try:
-            samples = [sample for path in self.files[step] for sample in _of_rank(load_pt(path), path)]
+            samples = [
+                sample for path in self.files[step] for sample in _of_rank(load_pt(path), path)
+            ]
         except RecordError:
             if (columns := self.path / "dashboard_columns" / f"rollout_{step}.parquet").exists():
                 return [_row(line) for line in read_table(columns).to_dict("records")]
             raise
         drawn = {s.get("index"): s for s in self._drawn(step)}
         samples.sort(key=lambda sample: sample["sample_indices"])
-        if len(raw := samples[0].pop("raw_reward", None) or []) == len(samples):  # of all ranks, in this order
-            samples = [{**sample, "raw_reward": reward} for sample, reward in zip(samples, raw, strict=True)]
+        # of all ranks, in this order
+        if len(raw := samples[0].pop("raw_reward", None) or []) == len(samples):
+            samples = [
+                {**sample, "raw_reward": reward}
+                for sample, reward in zip(samples, raw, strict=True)
+            ]
         return [_row(sample, drawn.get(sample["sample_indices"])) for sample in samples]
 
 
 def _of_rank(found: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
     "One dict a sample, from the lists of a rank; refuses what context parallelism cut."
     if int(found.get("cp_size") or 1) > 1:
-        got, expected = f"cp_size {found['cp_size']}", "cp_size of 1"
+        got = f"cp_size {found['cp_size']}"
+        expected = "cp_size of 1"
         raise RecordError("context parallelism", where=str(path), got=got, expected=expected)
     data = dict(found["rollout_data"])
-    raw, count = data.pop("raw_reward", None), len(data["tokens"])
+    raw = data.pop("raw_reward", None)
+    count = len(data["tokens"])
     columns = {n: v for n, v in data.items() if hasattr(v, "__len__") and len(v) == count}
     return [{n: v[i] for n, v in columns.items()} | {"raw_reward": raw} for i in range(count)]
 
@@ -188,12 +246,16 @@ def _of_rank(found: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
 class Slime(Miles):
     "`train_data/{rollout}.pt` of slime, format 2, with `rollout_data` beside it."
 
-    origin, signature, number = "slime", "train_data/*.pt", r"data/(\d+)\.pt"
+    origin = "slime"
+    signature = "train_data/*.pt"
+    number = r"data/(\d+)\.pt"
     told = "`log_probs` are read as old logprobs; with reused rollout logprobs slime writes those of the policy there"
 
     def _rows(self, step: int) -> list[Row]:
-        found, drawn = load_pt(self.files[step][0]), self._drawn(step)
-        by_index, raw = {s.get("index"): s for s in drawn}, found.get("raw_reward") or []
+        found = load_pt(self.files[step][0])
+        drawn = self._drawn(step)
+        by_index = {s.get("index"): s for s in drawn}
+        raw = found.get("raw_reward") or []
         rows = []
         for sample in found["samples"]:
             at = sample.get("rollout_position", len(drawn))
@@ -210,11 +272,17 @@ class Slime(Miles):
 class SlimeRollouts(Miles):
     "`rollout_data/{rollout}.pt` of slime or miles without `train_data`."
 
-    origin, signature, number = "slime (rollouts)", "rollout_data/*.pt", r"data/(\d+)\.pt"
-    told, hook = "", "`--dump-details` also writes `train_data`, with advantages and the trainer's logprobs"
+    origin = "slime (rollouts)"
+    signature = "rollout_data/*.pt"
+    number = r"data/(\d+)\.pt"
+    told = ""
+    hook = "`--dump-details` also writes `train_data`, with advantages and the trainer's logprobs"
 
     def _rows(self, step: int) -> list[Row]:
-        return [_row({"response_length": sample["response_length"]}, sample) for sample in self._drawn(step)]
+        return [
+            _row({"response_length": sample["response_length"]}, sample)
+            for sample in self._drawn(step)
+        ]
 
 # %% ../../nbs/runs/02_dumps.ipynb #e1c5ca16
 _VERL = {"output": "text", "input": "prompt", "score": "reward", "uid": "group"}
@@ -226,33 +294,58 @@ _WORKS = {**_TEXT, "prompt_group": "group", "advantage": "advantages"}
 class VerlTexts(Reader):
     "`{step}.jsonl` of verl's `trainer.rollout_data_dir`; special tokens are left out of its texts."
 
-    origin, signature, keys, kept = "verl", "[0-9]*.jsonl", ("input", "output", "score"), ("gts", "uid")
-    names, told = _VERL, "texts without special tokens; rewards as one sum"
+    origin = "verl"
+    signature = "[0-9]*.jsonl"
+    keys = ("input", "output", "score")
+    kept = ("gts", "uid")
+    names = _VERL
+    told = "texts without special tokens; rewards as one sum"
     hook = "a trainer subclass that overrides _update_actor brings tokens and logprobs: examples/bundles/verl_bundle.py"
 
-    def _rows(self, step: int) -> Iterator[Row]:  # a uid is that of the prompt, session and index behind it
-        return (replace(row, group=row.group and row.group.rsplit("_", 2)[0]) for row in super()._rows(step))
+    def _rows(
+        self, step: int
+    ) -> Iterator[Row]:  # a uid is that of the prompt, session and index behind it
+        return (
+            replace(row, group=row.group and row.group.rsplit("_", 2)[0])
+            for row in super()._rows(step)
+        )
 
 
 class Areal(Reader):
     "`rollout/{version}/{task}.jsonl` of AReaL's `rollout.dump_to_file`."
 
-    origin, signature, number, names = "AReaL", "rollout/*/*.jsonl", r"rollout/(\d+)/", _AREAL
-    keys, kept = ("task_id", "sample_idx", "head_version"), ("seqlen", "prompt_len", "tail_version", "original_reward")
+    origin = "AReaL"
+    signature = "rollout/*/*.jsonl"
+    number = r"rollout/(\d+)/"
+    names = _AREAL
+    keys = ("task_id", "sample_idx", "head_version")
+    kept = ("seqlen", "prompt_len", "tail_version", "original_reward")
     told = "texts; a step is the version of the weights that drew a last token"
     hook = "wrap actor.ppo_update(batch): input_ids, loss_mask, logprobs, prox_logp, advantages are in it"
 
-    def _rows(self, step: int) -> Iterator[Row]:  # prompts have version -1 in AReaL, and head_version is the least
-        return (r if (r.policy_version or 0) >= 0 else replace(r, policy_version=None) for r in super()._rows(step))
+    def _rows(
+        self, step: int
+    ) -> Iterator[Row]:  # prompts have version -1 in AReaL, and head_version is the least
+        return (
+            r if (r.policy_version or 0) >= 0 else replace(r, policy_version=None)
+            for r in super()._rows(step)
+        )
 
 
 class FireworksCookbook(Reader):
     "`step_*.jsonl` of `trajectory_dir` in the Fireworks cookbook, March to May 2026."
 
-    origin, signature, number, names = "Fireworks cookbook", "step_*.jsonl", r"step_(\d+)", _WORKS
-    keys, kept = ("prompt_group", "completion_index"), ("completion_len", "truncated", "ground_truth")
+    origin = "Fireworks cookbook"
+    signature = "step_*.jsonl"
+    number = r"step_(\d+)"
+    names = _WORKS
+    keys = ("prompt_group", "completion_index")
+    kept = ("completion_len", "truncated", "ground_truth")
     told = "texts; rewards as one sum"
     hook = "wrap combine_prompt_groups and forward_backward_custom: tokens, logprobs and gradients are in them"
 
     def _rows(self, step: int) -> Iterator[Row]:
-        return (replace(r, finish_reason="length" if r.info.get("truncated") else "stop") for r in super()._rows(step))
+        return (
+            replace(r, finish_reason="length" if r.info.get("truncated") else "stop")
+            for r in super()._rows(step)
+        )

@@ -23,7 +23,14 @@ from ..core.advantages import group_advantages
 from ..core.gaps import gap_between
 from ..core.metrics import step_metrics
 from ..core.names import open_file
-from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample
+from rl_notebook.core.types import (
+    Datum,
+    Logprobs,
+    LossOutput,
+    PromptGroup,
+    RecordError,
+    RolloutSample,
+)
 from .records import StepRecord, check_kinds, check_unpacked, parsing
 
 # %% auto #0
@@ -73,34 +80,59 @@ def renamed(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any
 # %% ../../nbs/runs/01_foreign.ipynb #36bdb1f9
 def placed(row: Row) -> Row:
     "The row with every series as long as its tokens, NaN where it has none; raises RecordError for other lengths."
-    n, tokens = len(row.tokens), np.asarray(row.tokens)
+    n = len(row.tokens)
+    tokens = np.asarray(row.tokens)
     if (n and not np.equal(tokens, np.round(tokens)).all()) or np.isinf(tokens).any():
-        raise RecordError("tokens of a completion", got="a number that is no whole one", expected="ids")
-    found: dict[str, Any] = {"tokens": tokens, "text": row.text or "(no text)" * (not n)}
+        raise RecordError(
+            "tokens of a completion", got="a number that is no whole one", expected="ids"
+        )
+    found: dict[str, Any] = {"tokens": tokens, "text": row.text or ("(no text)" if not n else "")}
     for name in PER_TOKEN:
         values = getattr(row, name)
         if values is not None and np.ndim(values) > 0:
-            values = np.asarray(values.float() if hasattr(values, "float") else values, dtype=np.float64)
+            values = np.asarray(
+                values.float() if hasattr(values, "float") else values, dtype=np.float64
+            )
             if len(values) not in (n, len(row.loss_mask)):
-                got, expected = f"{len(values)} values", f"{n}, one per token, or {len(row.loss_mask)}, as the mask"
+                got = f"{len(values)} values"
+                expected = f"{n}, one per token, or {len(row.loss_mask)}, as the mask"
                 raise RecordError(f"{name} of a completion", got=got, expected=expected)
             outside = 0.0 if name in ("loss_mask", "weights") else np.nan
             found[name] = np.r_[np.full(n - len(values), outside), values]
-    if n and len(row.loss_mask) < n and not found["loss_mask"].any():  # a sample that was taken out of the loss
-        found |= {"weights": found["loss_mask"], "loss_mask": np.arange(n) >= n - len(row.loss_mask)}
+    # a sample that was taken out of the loss
+    if n and len(row.loss_mask) < n and not found["loss_mask"].any():
+        found |= {
+            "weights": found["loss_mask"],
+            "loss_mask": np.arange(n) >= n - len(row.loss_mask),
+        }
     if "sampler_logprobs" in found:
-        drawn, mask = np.nan_to_num(found["sampler_logprobs"]) != 0, found["loss_mask"] > 0
+        drawn = np.nan_to_num(found["sampler_logprobs"]) != 0
+        mask = found["loss_mask"] > 0
         # one token beside its place, a mask of the loss says nothing of what was sampled
-        if (drawn & ~mask).any() and not (drawn & (np.convolve(mask, np.ones(3), "same") == 0)).any():
-            found |= {"weights": found.get("weights", found["loss_mask"]), "loss_mask": (drawn | mask).astype(float)}
-        found["sampler_logprobs"] = np.where(found["loss_mask"] > 0, found["sampler_logprobs"], np.nan)
+        if (drawn & ~mask).any() and not (
+            drawn & (np.convolve(mask, np.ones(3), "same") == 0)
+        ).any():
+            found |= {
+                "weights": found.get("weights", found["loss_mask"]),
+                "loss_mask": (drawn | mask).astype(float),
+            }
+        found["sampler_logprobs"] = np.where(
+            found["loss_mask"] > 0, found["sampler_logprobs"], np.nan
+        )
     return replace(row, **found)
 
 # %% ../../nbs/runs/01_foreign.ipynb #3c054609
 def without_filler(rows: Sequence[Row]) -> list[Row]:
     "The rows without series that are 0, or no number, at every sampled token of the step."
-    on = lambda row, name: np.nan_to_num(getattr(row, name))[row.loss_mask > 0]
-    absent = [n for n in (*LOGPROBS, "entropy") if not any(getattr(r, n) is not None and on(r, n).any() for r in rows)]
+
+    def on(row, name):
+        return np.nan_to_num(getattr(row, name))[row.loss_mask > 0]
+
+    absent = [
+        n
+        for n in (*LOGPROBS, "entropy")
+        if not any(getattr(r, n) is not None and on(r, n).any() for r in rows)
+    ]
     return [replace(row, **dict.fromkeys(absent)) for row in rows]
 
 # %% ../../nbs/runs/01_foreign.ipynb #562f7272
@@ -108,11 +140,20 @@ def group_keys(rows: Sequence[Row], whole: bool = True) -> list[str]:
     "What names the group of each row; raises RecordError where nothing does, and the format keeps whole groups."
     if all(row.group is not None for row in rows):
         return [str(row.group) for row in rows]
-    asked = lambda row: row.tokens[: int(np.argmax(row.loss_mask)) if row.loss_mask.any() else None].tolist()
+
+    def asked(row):
+        return row.tokens[: int(np.argmax(row.loss_mask)) if row.loss_mask.any() else None].tolist()
+
     keys = [json.dumps(asked(row) if len(row.tokens) else row.prompt, default=str) for row in rows]
     if whole and len(rows) > 1 and len({*keys}) == len(rows):
-        got, expected = f"{len(rows)} completions of as many prompts, and no group ids", "groups of two or more"
-        raise RecordError("groups are not known", got=got, expected=expected, fix="Is the step written to its end?")
+        got = f"{len(rows)} completions of as many prompts, and no group ids"
+        expected = "groups of two or more"
+        raise RecordError(
+            "groups are not known",
+            got=got,
+            expected=expected,
+            fix="Is the step written to its end?",
+        )
     return keys
 
 # %% ../../nbs/runs/01_foreign.ipynb #4fc50ad3
@@ -128,7 +169,11 @@ def _advantage(row: Row) -> float | np.ndarray:  # (N-1,) where it is not the sa
 
 def _datum(row: Row, group: int, sample: int) -> Datum:
     "A row as a trained sequence, in target coordinates."
-    series = {n: getattr(row, n)[1:] for n in LOGPROBS if n != "policy_logprobs" and getattr(row, n) is not None}
+    series = {
+        n: getattr(row, n)[1:]
+        for n in LOGPROBS
+        if n != "policy_logprobs" and getattr(row, n) is not None
+    }
     weights = row.loss_mask if row.weights is None else row.weights
     return Datum(row.tokens, weights[1:], _advantage(row), group=group, sample=sample, **series)
 
@@ -136,20 +181,37 @@ def _datum(row: Row, group: int, sample: int) -> Datum:
 def _sample(row: Row, ours: float | None) -> RolloutSample:
     "A row as a graded sample."
     info = {**row.info, **({} if ours is None else {"advantage_ours": ours})}
-    info |= {} if row.entropy is None or row.policy_logprobs is not None else {"entropy": row.entropy}
-    logprobs = np.full(len(row.tokens), np.nan) if row.sampler_logprobs is None else row.sampler_logprobs
-    return RolloutSample(logprobs=logprobs, info=info, **{name: getattr(row, name) for name in _AS_THEY_ARE})
+    if not (row.entropy is None or row.policy_logprobs is not None):
+        info |= {"entropy": row.entropy}
+    logprobs = (
+        np.full(len(row.tokens), np.nan) if row.sampler_logprobs is None else row.sampler_logprobs
+    )
+    return RolloutSample(
+        logprobs=logprobs, info=info, **{name: getattr(row, name) for name in _AS_THEY_ARE}
+    )
 
 
-_AS_THEY_ARE = ("tokens", "loss_mask", "reward", "rewards", "finish_reason", "text", "policy_version", "temperature")
+_AS_THEY_ARE = (
+    "tokens",
+    "loss_mask",
+    "reward",
+    "rewards",
+    "finish_reason",
+    "text",
+    "policy_version",
+    "temperature",
+)
 
 
 def _group(every: Sequence[Row], index: int, whole: bool) -> PromptGroup:
     "Rows of one prompt, those of one rollout side by side; those without a sampled token are counted as dropped."
     rows = [row for row in every if row.drawn]
-    rewards, runs = [row.reward for row in rows], list(dict.fromkeys(row.run for row in rows))
+    rewards = [row.reward for row in rows]
+    runs = list(dict.fromkeys(row.run for row in rows))
     known = len(rows) > 1 and all(r is not None and math.isfinite(r) for r in rewards)
-    ours: list[Any] = group_advantages(np.array(rewards, float)).tolist() if known else [None] * len(rows)
+    ours: list[Any] = (
+        group_advantages(np.array(rewards, float)).tolist() if known else [None] * len(rows)
+    )
     found = [float(np.mean(_advantage(row))) for row in rows if row.advantages is not None]
     return PromptGroup(
         tuple(map(_sample, rows, ours)),
@@ -159,7 +221,9 @@ def _group(every: Sequence[Row], index: int, whole: bool) -> PromptGroup:
         number=index,
         advantages=np.array(found) if whole and len(found) == len(rows) else None,
         dropped=("no token was sampled",) * (len(every) - len(rows)),
-        runs=tuple(runs.index(row.run) for row in rows) if None not in runs and len(runs) < len(rows) else (),
+        runs=tuple(runs.index(row.run) for row in rows)
+        if None not in runs and len(runs) < len(rows)
+        else (),
     )
 
 # %% ../../nbs/runs/01_foreign.ipynb #d23469f3
@@ -167,10 +231,21 @@ def _loss(rows: Sequence[Row], value: float | None) -> LossOutput | None:
     "What is known of the loss; None without the policy's logprobs, no `dlogprobs` where the files have none."
     if not any(row.policy_logprobs is not None for row in rows):
         return None
-    target = lambda values: None if values is None else values[1:]
-    policy = [Logprobs(r.policy_logprobs[1:], temperature=r.temperature, entropy=target(r.entropy)) for r in rows]
+
+    def target(values):
+        return None if values is None else values[1:]
+
+    policy = [
+        Logprobs(r.policy_logprobs[1:], temperature=r.temperature, entropy=target(r.entropy))
+        for r in rows
+    ]
     known = tuple(row.dlogprobs[1:] for row in rows if row.dlogprobs is not None)
-    return LossOutput(math.nan if value is None else value, {}, tuple(policy), known if len(known) == len(rows) else ())
+    return LossOutput(
+        math.nan if value is None else value,
+        {},
+        tuple(policy),
+        known if len(known) == len(rows) else (),
+    )
 
 
 GAP = "sampling/sampling_logp_difference"  # TRL's name
@@ -181,15 +256,27 @@ def _measured(record: StepRecord, whole: bool) -> dict[str, float]:
     samples = [s for g in record.groups for s in g.samples]
     rewarded = any(s.reward is not None for s in samples)
     without = [] if rewarded else ["reward"]
-    without += [] if rewarded and whole else ["frac_"]
-    without += [] if any(len(s.tokens) for s in samples) else ["_length", "entropy"]
-    without += [] if any(s.finish_reason != "unknown" for s in samples) else ["clipped", "terminated"]
-    without += ["staleness/"] if record.datums else ["train/", "staleness/"]  # the trainer's own version is not known
+    if not (rewarded and whole):
+        without += ["frac_"]
+    if not any(len(s.tokens) for s in samples):
+        without += ["_length", "entropy"]
+    if not any(s.finish_reason != "unknown" for s in samples):
+        without += ["clipped", "terminated"]
+    # the trainer's own version is not known
+    without += ["staleness/"] if record.datums else ["train/", "staleness/"]
     found = step_metrics(record.groups, record.datums, record.loss)
-    policy = [lp.values for lp in record.loss.logprobs] if record.loss else [d.old_logprobs for d in record.datums]
+    policy = (
+        [lp.values for lp in record.loss.logprobs]
+        if record.loss
+        else [d.old_logprobs for d in record.datums]
+    )
     if gap := gap_between(record.datums, policy, [d.sampler_logprobs for d in record.datums]):
         found |= {f"{GAP}/mean": gap.mean, f"{GAP}/max": gap.largest}
-    return {n: v for n, v in found.items() if math.isfinite(v) and not any(word in n for word in without)}
+    return {
+        n: v
+        for n, v in found.items()
+        if math.isfinite(v) and not any(word in n for word in without)
+    }
 
 # %% ../../nbs/runs/01_foreign.ipynb #ec8e1817
 def record_of(
@@ -208,14 +295,24 @@ def record_of(
         drawn = [row if len(row.tokens) else replace(row, is_lost=True) for row in drawn]
     names = group_keys(drawn, whole)
     by_group: dict[str, list[Row]] = {}
-    order = {row.run: i for i, row in reversed([*enumerate(drawn)])}  # what is of one rollout stands side by side
+    # what is of one rollout stands side by side
+    order = {row.run: i for i, row in reversed([*enumerate(drawn)])}
     for row, name in sorted(zip(drawn, names, strict=True), key=lambda found: order[found[0].run]):
         by_group.setdefault(name, []).append(row)
     groups = [own for own in by_group.values() if any(row.drawn for row in own)]
     scored = any(row.policy_logprobs is not None for row in drawn)
-    known = lambda r: r.policy_logprobs is not None if scored else not (r.advantages is None and r.old_logprobs is None)
+
+    def known(r):
+        return (
+            r.policy_logprobs is not None
+            if scored
+            else not (r.advantages is None and r.old_logprobs is None)
+        )
+
     sampled = [[row for row in own if row.drawn and len(row.tokens)] for own in groups]
-    place = [(row, k, i) for k, own in enumerate(sampled) for i, row in enumerate(own) if known(row)]
+    place = [
+        (row, k, i) for k, own in enumerate(sampled) for i, row in enumerate(own) if known(row)
+    ]
     record = StepRecord(
         step,
         tuple(_group(own, index, whole) for index, own in enumerate(groups)),
@@ -238,7 +335,8 @@ def _unpacked(file: IO[bytes]) -> IO[bytes]:
     import pyarrow as pa
 
     content = io.BytesIO()
-    with pa.CompressedInputStream(pa.PythonFile(file), "zstd") as stream, suppress(OSError):  # its end may be cut
+    # its end may be cut
+    with pa.CompressedInputStream(pa.PythonFile(file), "zstd") as stream, suppress(OSError):
         while part := stream.read(1 << 20):
             content.write(part)
             check_unpacked(os.fstat(file.fileno()).st_size, content.tell())
@@ -270,8 +368,14 @@ def parsed(
         except (ValueError, RecursionError) as e:
             if grows and not line.endswith(b"\n"):
                 return
-            got = f"{type(e).__name__}: {e}"[:120] if line.endswith(b"\n") else "half a line: it is still being written"
-            raise RecordError("damaged", where=f"{path}, line {number}", got=got, expected="a JSON object") from e
+            got = (
+                f"{type(e).__name__}: {e}"[:120]
+                if line.endswith(b"\n")
+                else "half a line: it is still being written"
+            )
+            raise RecordError(
+                "damaged", where=f"{path}, line {number}", got=got, expected="a JSON object"
+            ) from e
         yield row
 
 # %% ../../nbs/runs/01_foreign.ipynb #f9a0988e
@@ -289,23 +393,35 @@ class Reader:
     logged: ClassVar[str] = ""  # a file of metrics, lines with `step`
     told: ClassVar[str] = ""  # what the format rounds, leaves out or writes twice
     hook: ClassVar[str] = ""  # what brings the series that are absent
-    scored_at: ClassVar[float | None] = None  # the temperature at which the trainer scores; None = it depends
+    scored_at: ClassVar[float | None] = (
+        None  # the temperature at which the trainer scores; None = it depends
+    )
 
     def __init__(self, path: Path, asked: Path | None = None):
-        self.path, self.asked = path, asked or path  # the run's folder, and the one that was named
+        # the run's folder, and the one that was named
+        self.path = path
+        self.asked = asked or path
 
     @classmethod
     def find(cls, path: Path) -> Self | None:
         "A reader of the run of this kind in a folder or below it; None without one, raises RecordError for several."
         parts = cls.signature.split("/")
-        above = [path.parents[k] for k in range(len(parts) - 1) if path.match("/".join(parts[: k + 1]))]
+        above = [
+            path.parents[k] for k in range(len(parts) - 1) if path.match("/".join(parts[: k + 1]))
+        ]
         for pattern in ["*/" * depth + cls.signature for depth in range(4)]:
-            runs = {hit.parents[len(parts) - 1] for start in [path, *above] for hit in start.glob(pattern)}
+            runs = {
+                hit.parents[len(parts) - 1]
+                for start in [path, *above]
+                for hit in start.glob(pattern)
+            }
             found = [reader for reader in (cls(run, path) for run in sorted(runs)) if reader._fits]
             if len(found) > 1:
                 got = f"{len(found)} of them: {', '.join(str(reader.path) for reader in found[:5])}"
                 fix = "Name one of them."
-                raise RecordError(f"{cls.origin} run", where=str(path), got=got, expected="one", fix=fix)
+                raise RecordError(
+                    f"{cls.origin} run", where=str(path), got=got, expected="one", fix=fix
+                )
             if found:
                 return found[0]
         return None
@@ -332,7 +448,9 @@ class Reader:
         return list(self.files)
 
     def _lines(self, step: int) -> Iterator[dict[str, Any]]:
-        return (line for path in self.files[step] for line in parsed(text_lines(path), path, self.grows))
+        return (
+            line for path in self.files[step] for line in parsed(text_lines(path), path, self.grows)
+        )
 
     def _rows(self, step: int) -> Iterable[Row]:  # the completions of a step
         for line in self._lines(step):
@@ -341,9 +459,14 @@ class Reader:
 
     @cached_property
     def _metrics(self) -> dict[str, dict[str, float]]:  # that the trainer logged, by step
-        path, found = self.path / self.logged, dict[str, dict[str, float]]()
+        path = self.path / self.logged
+        found = dict[str, dict[str, float]]()
         for line in parsed(text_lines(path), path) if path.is_file() else ():
-            told = {n: v for n, v in line.items() if isinstance(v, int | float) and n not in ("step", "time")}
+            told = {
+                n: v
+                for n, v in line.items()
+                if isinstance(v, int | float) and n not in ("step", "time")
+            }
             found.setdefault(str(line.get("step")), {}).update(told)
         return found
 
@@ -353,7 +476,12 @@ class Reader:
     def record(self, step: int) -> StepRecord:
         "The record of a step; raises RecordError where its files are not as this trainer writes them."
         if step not in self.steps:
-            raise RecordError("no such step", where=str(self.path), got=step, expected=f"one of {self.steps}"[:200])
+            raise RecordError(
+                "no such step",
+                where=str(self.path),
+                got=step,
+                expected=f"one of {self.steps}"[:200],
+            )
         with self.as_written(step):
             facts = {"origin": self.origin, "whole": self.whole, **self._about(step)}
             return record_of(list(self._rows(step)), step, **facts)
@@ -368,17 +496,28 @@ def told_reader(reader: Reader) -> str:
     steps = reader.steps
     if not steps:
         return f"{reader.origin} at {reader.path}: no step is written to its end yet"
-    rows, counts = list[Row](), list[int]()
+    rows = list[Row]()
+    counts = list[int]()
     for step in steps[-3:]:  # the newest may not be trained yet
-        with suppress(RecordError), reader.as_written(step):  # a damaged step is left out by name where it is read
+        # a damaged step is left out by name where it is read
+        with suppress(RecordError), reader.as_written(step):
             found = without_filler([placed(row) for row in reader._rows(step)])
             rows += found
             counts.append(len(found))
-    there = [n for n in SHOWN if any(getattr(r, n) is not None and np.size(getattr(r, n)) for r in rows)]
-    lines = [f"{reader.origin} at {reader.path}: {len(steps)} step{'s' * (len(steps) > 1)}, {steps[0]} to {steps[-1]}"]
+    there = [
+        n for n in SHOWN if any(getattr(r, n) is not None and np.size(getattr(r, n)) for r in rows)
+    ]
+    lines = [
+        f"{reader.origin} at {reader.path}: {len(steps)} step{('s' if len(steps) > 1 else '')}, {steps[0]} to {steps[-1]}"
+    ]
     if counts[1:] and counts[-1] < counts[-2]:
-        lines += [f"step {steps[-1]} has {counts[-1]} completions, {counts[-2]} before: is it still being written?"]
-    lines += [f"there: {', '.join(there)}", f"absent: {', '.join(n for n in SHOWN if n not in there)}"]
+        lines += [
+            f"step {steps[-1]} has {counts[-1]} completions, {counts[-2]} before: is it still being written?"
+        ]
+    lines += [
+        f"there: {', '.join(there)}",
+        f"absent: {', '.join(n for n in SHOWN if n not in there)}",
+    ]
     lines += [f"to have what is absent: {reader.hook}", *filter(None, [reader.told])]
     return "\n".join(lines)
 

@@ -33,7 +33,15 @@ from ..core.options import LossKnobs
 from ..core.datums import sample_of
 from ..core.metrics import reward_names
 from ..backends.base import GradNormalization
-from ..core.types import Datum, Logprobs, LossOutput, PromptGroup, RecordError, RolloutSample, quoted
+from rl_notebook.core.types import (
+    Datum,
+    Logprobs,
+    LossOutput,
+    PromptGroup,
+    RecordError,
+    RolloutSample,
+    quoted,
+)
 from ..show.html import folded, html_table, prompt_text, step_html
 from ..core.names import MAX_FILE, MAX_TEXT, from_file, new_folder, read_file, write_file
 
@@ -47,7 +55,9 @@ class StepRecord:
 
     step: int  # number of the step, from 1
     groups: tuple[PromptGroup, ...] = ()  # all of them, those without signal too
-    datums: tuple[Datum, ...] = ()  # those that were trained, with the logprob series that were attached
+    datums: tuple[
+        Datum, ...
+    ] = ()  # those that were trained, with the logprob series that were attached
     loss: LossOutput | None = None  # None when there was nothing to train
     metrics: Mapping[str, float] = field(default_factory=dict)  # flat, see the metrics notebook
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the loss
@@ -57,13 +67,27 @@ class StepRecord:
     consumed: int = 0  # prompts taken from the data so far, at the end of the step
     passes: tuple[int, ...] = ()  # datums of each backward pass, in order
     divided_by: GradNormalization = "none"  # what the optimizer divided the gradient by
-    updates: tuple[int, ...] = ()  # datums of each optimizer step, in order; () = one with all of them
-    pending: tuple[int, ...] = ()  # positions of prompts that were taken and that no step up to this one has had
-    timeline: tuple[tuple[str, float, float], ...] = ()  # (what, begin, end): seconds since the loop was opened
-    sources: Mapping[str, str] = field(default_factory=dict)  # hash of the source of each function that is not ours
-    speed: Mapping[str, float] = field(default_factory=dict)  # of what was computed in this process, as `perf/...`
-    changed: Mapping[str, Any] = field(default_factory=dict)  # settings that differ from those the loop was opened with
-    visits: tuple[tuple[int, float], ...] = ()  # difficulty sampling: times that each group's row came, its pass rate
+    updates: tuple[
+        int, ...
+    ] = ()  # datums of each optimizer step, in order; () = one with all of them
+    pending: tuple[
+        int, ...
+    ] = ()  # positions of prompts that were taken and that no step up to this one has had
+    timeline: tuple[
+        tuple[str, float, float], ...
+    ] = ()  # (what, begin, end): seconds since the loop was opened
+    sources: Mapping[str, str] = field(
+        default_factory=dict
+    )  # hash of the source of each function that is not ours
+    speed: Mapping[str, float] = field(
+        default_factory=dict
+    )  # of what was computed in this process, as `perf/...`
+    changed: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # settings that differ from those the loop was opened with
+    visits: tuple[
+        tuple[int, float], ...
+    ] = ()  # difficulty sampling: times that each group's row came, its pass rate
     origin: str = ""  # the trainer that left it; empty = this package
 
     def __post_init__(self):
@@ -87,13 +111,17 @@ class StepRecord:
         parts = [f"step {self.step}"]
         if math.isfinite(m.get("reward", math.nan)):
             std = m.get("reward_std", math.nan)
-            parts.append(f"reward {m['reward']:.3f}" + (f" (±{std:.2f})" if math.isfinite(std) else ""))
+            parts.append(
+                f"reward {m['reward']:.3f}" + (f" (±{std:.2f})" if math.isfinite(std) else "")
+            )
         if self.reason:
             return " · ".join([*parts, f"nothing trained: {self.reason}"])
         if "kl" in m:
             parts.append(f"KL {m['kl']:.4f}")
         if self.given:
-            parts.append(f"warm-up on {len(self.groups)} answers, {m['warm_up/loss']:.4f} nats a token")
+            parts.append(
+                f"warm-up on {len(self.groups)} answers, {m['warm_up/loss']:.4f} nats a token"
+            )
         elif self.groups:
             live = sum(not is_dead(g.rewards) for g in self.groups)
             parts.append(f"live {live}/{len(self.groups)} groups")
@@ -106,8 +134,12 @@ class StepRecord:
 
     def completions_table(self) -> pd.DataFrame:
         "One row per sample: place, prompt, text, rewards, advantage, how it ended."
-        table = pd.DataFrame(_completion_rows(self.groups), columns=_completion_columns(self.groups))
-        numbers = [c for c in table.columns if c in ("reward", "advantage") or c.startswith("rewards/")]
+        table = pd.DataFrame(
+            _completion_rows(self.groups), columns=_completion_columns(self.groups)
+        )
+        numbers = [
+            c for c in table.columns if c in ("reward", "advantage") or c.startswith("rewards/")
+        ]
         return table.astype(dict.fromkeys(numbers, np.float64))
 
     def __repr__(self) -> str:
@@ -115,18 +147,35 @@ class StepRecord:
 
     def _repr_html_(self) -> str:
         columns = [c for c in _completion_columns(self.groups) if c != "prompt"]
-        cut = lambda v: f"{v[:LONGEST]} …" if isinstance(v, str) and len(v) > LONGEST else v
+
+        def cut(v):
+            return f"{v[:LONGEST]} …" if isinstance(v, str) and len(v) > LONGEST else v
+
         rows = [[cut(r[c]) for c in columns] for r in _completion_rows(self.groups)]
-        shown = next(n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 20_000)
+        shown = next(
+            n for n in (SHOWN, 8, 4, 2) if n == 2 or len(html_table(columns, rows[:n])) < 20_000
+        )
         table = html_table(columns, rows[:shown]) if rows else ""
-        more = f"<p>and {len(rows) - shown} more in <code>completions_table()</code></p>" if len(rows) > shown else ""
-        return step_html(self.verdict, self.groups, self.metrics) + folded("Completions", table + more)
+        more = (
+            f"<p>and {len(rows) - shown} more in <code>completions_table()</code></p>"
+            if len(rows) > shown
+            else ""
+        )
+        return step_html(self.verdict, self.groups, self.metrics) + folded(
+            "Completions", table + more
+        )
 
 # %% ../../nbs/runs/00_records.ipynb #338ab509
 def _completion_columns(groups: Sequence[PromptGroup]) -> list[str]:
     "Columns of the completions table; rewards of single functions are `rewards/NAME`."
     start = ["group", "sample", "row", "prompt", "text", "reward"]
-    return [*start, *(f"rewards/{n}" for n in reward_names(groups)), "advantage", "finish_reason", "length"]
+    return [
+        *start,
+        *(f"rewards/{n}" for n in reward_names(groups)),
+        "advantage",
+        "finish_reason",
+        "length",
+    ]
 
 
 def utf8(text: str) -> str:
@@ -138,17 +187,28 @@ def _completion_rows(groups: Sequence[PromptGroup]) -> list[dict[str, Any]]:
     "The completions table as plain dicts."
     names = reward_names(groups)
     return [
-        {"group": g.index, "sample": i, "row": utf8(g.key), "prompt": utf8(prompt_text(g.row)), "text": utf8(s.text)}
+        {
+            "group": g.index,
+            "sample": i,
+            "row": utf8(g.key),
+            "prompt": utf8(prompt_text(g.row)),
+            "text": utf8(s.text),
+        }
         | {"reward": s.reward}
         | {f"rewards/{n}": s.rewards.get(n) for n in names}
         | {"advantage": None if g.advantages is None else float(g.advantages[i])}
-        | {"finish_reason": utf8(s.finish_reason), "length": s.completion_len if len(s.tokens) else None}
+        | {
+            "finish_reason": utf8(s.finish_reason),
+            "length": s.completion_len if len(s.tokens) else None,
+        }
         for g in groups
         for i, s in enumerate(g.samples)
     ]
 
 # %% ../../nbs/runs/00_records.ipynb #7afb0042
-SHOWN, LONGEST = 16, 200  # samples that a displayed record lists, and signs of each that it shows
+# samples that a displayed record lists, and signs of each that it shows
+SHOWN = 16
+LONGEST = 200
 
 # %% ../../nbs/runs/00_records.ipynb #9a1c0013
 def expect(value: Any, kind: type, what: str) -> None:
@@ -158,14 +218,21 @@ def expect(value: Any, kind: type, what: str) -> None:
         fix = "Pass one of its records: loop.records[-1]." if hasattr(value, "records") else fix
         fix = f"Read a step of it: {_opening(value)}.record(n)." if _opening(value) else fix
         fix = "Await it first." if inspect.isawaitable(value) else fix
-        raise RecordError(what, got=f"a {type(value).__name__}", expected=f"a {kind.__name__}", fix=fix)
+        raise RecordError(
+            what, got=f"a {type(value).__name__}", expected=f"a {kind.__name__}", fix=fix
+        )
 
 
 def expect_records(value: Any, what: str) -> None:
     "Raises `RecordError` for the path of a run in place of its records."
     if isinstance(value, str | os.PathLike):
         fix = f"Open the folder: {_opening(value)}."
-        raise RecordError(what, got=f"a {type(value).__name__}", expected="records of steps, such as a Run", fix=fix)
+        raise RecordError(
+            what,
+            got=f"a {type(value).__name__}",
+            expected="records of steps, such as a Run",
+            fix=fix,
+        )
 
 
 def _opening(value: Any) -> str:
@@ -178,25 +245,37 @@ def _opening(value: Any) -> str:
 def scored_first(record: StepRecord) -> tuple[Logprobs, ...]:
     "The policy's logprobs of a step, before the first of its updates where it made several; none without a loss."
     old = [d.old_logprobs for d in record.datums if d.old_logprobs is not None]
-    if record.origin and record.loss is None and len(old) == len(record.datums):  # its trainer kept no loss
+    # its trainer kept no loss
+    if record.origin and record.loss is None and len(old) == len(record.datums):
         return tuple(map(Logprobs, old))
     last = record.loss.logprobs if record.loss else ()
-    known = lambda d, lp: d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()  # NaN is never hidden
+
+    # NaN is never hidden
+    def known(d, lp):
+        return d.old_logprobs is not None and np.isfinite(lp.values[d.active]).all()
+
     pairs = zip(record.datums, last, strict=bool(last))
     first = [replace(lp, values=d.old_logprobs) if known(d, lp) else lp for d, lp in pairs]
-    unmoved = record.updates[0] if record.updates else len(first)  # the entropies behind it are of later policies
+    # the entropies behind it are of later policies
+    unmoved = record.updates[0] if record.updates else len(first)
     return (*first[:unmoved], *(replace(lp, entropy=None) for lp in first[unmoved:]))
 
 
-def scored_twice(record: StepRecord) -> tuple[np.ndarray | None, ...]:  # (N-1,) per datum; none without a loss
+def scored_twice(
+    record: StepRecord,
+) -> tuple[np.ndarray | None, ...]:  # (N-1,) per datum; none without a loss
     "What the pass with gradients says of datums whose old logprobs are of the same weights: both must be equal."
-    samples, last = sample_of(record.groups), record.loss.logprobs if record.loss else ()
+    samples = sample_of(record.groups)
+    last = record.loss.logprobs if record.loss else ()
     first = record.updates[0] if record.updates else len(last)
-    of_generation = any(name.startswith("trl.") for name in record.sources)  # TRL scores them when it generates
+    # TRL scores them when it generates
+    of_generation = any(name.startswith("trl.") for name in record.sources)
 
     def same_weights(k: int, d: Datum) -> bool:
         sample = samples.get((d.group, d.sample))
-        older = of_generation and (sample is None or sample.policy_version != last[k].policy_version)
+        older = of_generation and (
+            sample is None or sample.policy_version != last[k].policy_version
+        )
         return d.old_logprobs is not None and k < first and not older
 
     pairs = enumerate(zip(record.datums, last, strict=bool(last)))
@@ -205,7 +284,9 @@ def scored_twice(record: StepRecord) -> tuple[np.ndarray | None, ...]:  # (N-1,)
 
 def version_at_start(record: StepRecord) -> int | None:
     "Weight syncs before the step; None if the record does not tell."
-    versions = [s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None]
+    versions = [
+        s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None
+    ]
     lag = record.metrics.get("staleness/mean", math.nan)
     if versions and math.isfinite(lag):
         return round(float(np.mean(versions)) + lag)
@@ -237,10 +318,20 @@ def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | 
     return True if previous.step == 1 else None
 
 # %% ../../nbs/runs/00_records.ipynb #e3945a10
-_TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  # tag: kind, to JSON, from JSON
-    "$timestamp": ((pd.Timestamp, type(pd.NaT)), lambda v: "NaT" if v is pd.NaT else v.isoformat(), pd.Timestamp),
+_TAGGED: dict[
+    str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]
+] = {  # tag: kind, to JSON, from JSON
+    "$timestamp": (
+        (pd.Timestamp, type(pd.NaT)),
+        lambda v: "NaT" if v is pd.NaT else v.isoformat(),
+        pd.Timestamp,
+    ),
     "$duration": (pd.Timedelta, lambda v: v.isoformat(), pd.Timedelta),
-    "$timedelta": (timedelta, lambda v: [v.days, v.seconds, v.microseconds], lambda parts: timedelta(*parts)),
+    "$timedelta": (
+        timedelta,
+        lambda v: [v.days, v.seconds, v.microseconds],
+        lambda parts: timedelta(*parts),
+    ),
     "$datetime": (datetime, lambda v: v.isoformat(), datetime.fromisoformat),
     "$date": (date, lambda v: v.isoformat(), date.fromisoformat),
     "$time": (dt_time, lambda v: v.isoformat(), dt_time.fromisoformat),
@@ -248,7 +339,11 @@ _TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {  
     "$float": (float, repr, float),  # NaN and the infinities
     "$tuple": (tuple, list, tuple),
     "$bytes": (bytes, lambda v: base64.b64encode(v).decode(), base64.b64decode),
-    "$pairs": (Mapping, lambda v: [[key, item] for key, item in v.items()], dict),  # keys that JSON has not
+    "$pairs": (
+        Mapping,
+        lambda v: [[key, item] for key, item in v.items()],
+        dict,
+    ),  # keys that JSON has not
 }
 
 # %% ../../nbs/runs/00_records.ipynb #2a97d048
@@ -257,20 +352,32 @@ def encode(value: Any, where: str = "value") -> Any:
     if isinstance(value, np.datetime64 | np.timedelta64):
         value = pd.Timestamp(value) if isinstance(value, np.datetime64) else pd.Timedelta(value)
     value = value.item() if isinstance(value, np.generic) else value
-    if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+    if (
+        value is None
+        or isinstance(value, bool | int | str)
+        or (isinstance(value, float) and math.isfinite(value))
+    ):
         return value
     if isinstance(value, list):
         return [encode(v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if isinstance(value, Mapping) and all(isinstance(k, str) and not k.startswith("$") for k in value):
+    if isinstance(value, Mapping) and all(
+        isinstance(k, str) and not k.startswith("$") for k in value
+    ):
         return {k: encode(v, f"{where}[{k!r}]") for k, v in value.items()}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return {"$array": encode(value.ravel().tolist()), "dtype": value.dtype.str, "shape": [*value.shape]}
+        return {
+            "$array": encode(value.ravel().tolist()),
+            "dtype": value.dtype.str,
+            "shape": [*value.shape],
+        }
     for tag, (kind, write, _) in _TAGGED.items():
         if isinstance(value, kind):
             return {tag: encode(write(value), where)}
     expected = "None, numbers, text, bytes, dates, times, lists, tuples, mappings or numeric arrays"
     fix = "Convert it, or leave it out of the row or of the sample's info."
-    raise RecordError("cannot be recorded", where=where, got=type(value).__name__, expected=expected, fix=fix)
+    raise RecordError(
+        "cannot be recorded", where=where, got=type(value).__name__, expected=expected, fix=fix
+    )
 
 # %% ../../nbs/runs/00_records.ipynb #d149aff6
 def decode(value: Any) -> Any:
@@ -293,7 +400,10 @@ def ragged(name: str, series: Sequence[np.ndarray | None]) -> dict[str, np.ndarr
     "Several one-dimensional arrays as one flat array and their lengths; -1 for None."
     present = [s for s in series if s is not None]
     flat = np.concatenate(present) if present else np.zeros(0)
-    return {name: flat, f"{name}.lengths": np.array([-1 if s is None else len(s) for s in series], dtype=np.int64)}
+    return {
+        name: flat,
+        f"{name}.lengths": np.array([-1 if s is None else len(s) for s in series], dtype=np.int64),
+    }
 
 
 def unragged(name: str, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray | None]:
@@ -301,17 +411,32 @@ def unragged(name: str, arrays: Mapping[str, np.ndarray]) -> list[np.ndarray | N
     lengths = arrays[f"{name}.lengths"]
     ends = np.cumsum(np.maximum(lengths, 0))
     if (total := int(ends[-1]) if len(ends) else 0) != len(arrays[name]):
-        raise RecordError(name, got=f"{len(arrays[name])} values", expected=f"{total}, the sum of its lengths")
-    return [None if n < 0 else arrays[name][end - n : end] for n, end in zip(lengths, ends, strict=True)]
+        raise RecordError(
+            name, got=f"{len(arrays[name])} values", expected=f"{total}, the sum of its lengths"
+        )
+    return [
+        None if n < 0 else arrays[name][end - n : end] for n, end in zip(lengths, ends, strict=True)
+    ]
 
 # %% ../../nbs/runs/00_records.ipynb #4b915495
 SAMPLE_ARRAYS = ("tokens", "loss_mask", "logprobs", "raw_logprobs")  # in tokens.parquet
-DATUM_ARRAYS = ("tokens", "weights", "advantage", "sampler_logprobs", "old_logprobs", "ref_logprobs")
+DATUM_ARRAYS = (
+    "tokens",
+    "weights",
+    "advantage",
+    "sampler_logprobs",
+    "old_logprobs",
+    "ref_logprobs",
+)
 
 
 def _plain_fields(value: Any, but: Sequence[str], where: str) -> dict[str, Any]:
     "The fields of a dataclass as JSON, without those named in `but`."
-    return {f.name: encode(getattr(value, f.name), f"{where}: {f.name}") for f in fields(value) if f.name not in but}
+    return {
+        f.name: encode(getattr(value, f.name), f"{where}: {f.name}")
+        for f in fields(value)
+        if f.name not in but
+    }
 
 
 def _group_json(group: PromptGroup) -> dict[str, Any]:
@@ -326,13 +451,24 @@ def _group_json(group: PromptGroup) -> dict[str, Any]:
 
 def _loss_json(loss: LossOutput) -> dict[str, Any]:
     "A loss output without its arrays; each logprob series keeps its provenance."
-    stamps = [_plain_fields(lp, ("values", "entropy"), f"logprobs {i}") for i, lp in enumerate(loss.logprobs)]
+    stamps = [
+        _plain_fields(lp, ("values", "entropy"), f"logprobs {i}")
+        for i, lp in enumerate(loss.logprobs)
+    ]
     return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": stamps}
 
 # %% ../../nbs/runs/00_records.ipynb #fa36c250
 RECORD_FORMAT = "rl_notebook.record/2"  # raised when an older reader would misread a record
 # What reading can raise where a file holds JSON, but not what was written: other types, too few, numbers without end.
-MISFITS = (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError)
+MISFITS = (
+    ValueError,
+    TypeError,
+    KeyError,
+    IndexError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 def record_json(record: StepRecord) -> dict[str, Any]:
@@ -340,18 +476,23 @@ def record_json(record: StepRecord) -> dict[str, Any]:
     parts = {
         "groups": [_group_json(g) for g in record.groups],
         "datums": [
-            _plain_fields(d, DATUM_ARRAYS, d.where) | {"per_token_advantage": isinstance(d.advantage, np.ndarray)}
+            _plain_fields(d, DATUM_ARRAYS, d.where)
+            | {"per_token_advantage": isinstance(d.advantage, np.ndarray)}
             for d in record.datums
         ],
         "loss": None if record.loss is None else _loss_json(record.loss),
     }
     unwritten = (*parts, *([] if record.origin else ["origin"]))
-    return {"format": RECORD_FORMAT} | _plain_fields(record, unwritten, f"step {record.step}") | parts
+    return (
+        {"format": RECORD_FORMAT} | _plain_fields(record, unwritten, f"step {record.step}") | parts
+    )
 
 
 def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
     "The arrays of a record's datums and loss; an advantage of the whole sample is repeated for each target."
-    per_target = [np.broadcast_to(np.asarray(d.advantage, np.float64), d.weights.shape) for d in record.datums]
+    per_target = [
+        np.broadcast_to(np.asarray(d.advantage, np.float64), d.weights.shape) for d in record.datums
+    ]
     arrays = ragged("advantage", per_target)
     for name in DATUM_ARRAYS:
         if name != "advantage":
@@ -360,7 +501,8 @@ def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
         arrays |= ragged("policy_logprobs", [lp.values for lp in record.loss.logprobs])
         arrays |= ragged("dlogprobs", record.loss.dlogprobs)
         entropies = [lp.entropy for lp in record.loss.logprobs]
-        arrays |= ragged("policy_entropy", entropies) if any(h is not None for h in entropies) else {}
+        if any(h is not None for h in entropies):
+            arrays |= ragged("policy_entropy", entropies)
     return arrays
 
 # %% ../../nbs/runs/00_records.ipynb #b26ade88
@@ -368,8 +510,14 @@ def tokens_frame(record: StepRecord) -> pd.DataFrame:
     "One row per token of each sample: group, sample, position, token, loss_mask, sampler and raw logprobs."
     samples = [(g.index, i, s) for g in record.groups for i, s in enumerate(g.samples)]
     counts = [len(s.tokens) for _, _, s in samples]
-    raw = [np.full(len(s.tokens), np.nan) if s.raw_logprobs is None else s.raw_logprobs for *_, s in samples]
-    joined = lambda parts, dtype: np.concatenate([np.zeros(0, dtype), *parts])
+    raw = [
+        np.full(len(s.tokens), np.nan) if s.raw_logprobs is None else s.raw_logprobs
+        for *_, s in samples
+    ]
+
+    def joined(parts, dtype):
+        return np.concatenate([np.zeros(0, dtype), *parts])
+
     return pd.DataFrame(
         {
             "group": np.repeat(np.array([group for group, *_ in samples], np.int64), counts),
@@ -385,20 +533,29 @@ def tokens_frame(record: StepRecord) -> pd.DataFrame:
 # %% ../../nbs/runs/00_records.ipynb #2aa7e0bc
 def _groups(plain: Sequence[Mapping[str, Any]], tokens: pd.DataFrame) -> list[PromptGroup]:
     "Groups from their JSON and the token table, whose rows come in the same order."
-    names = zip(SAMPLE_ARRAYS, ("token", "loss_mask", "sampler_logprobs", "raw_logprobs"), strict=True)
-    columns = {name: tokens[of].to_numpy(np.float64 if "logprobs" in name else np.int64) for name, of in names}
-    groups, start = [], 0
+    names = zip(
+        SAMPLE_ARRAYS, ("token", "loss_mask", "sampler_logprobs", "raw_logprobs"), strict=True
+    )
+    columns = {
+        name: tokens[of].to_numpy(np.float64 if "logprobs" in name else np.int64)
+        for name, of in names
+    }
+    groups = []
+    start = 0
     for g in map(decode, plain):
         samples = []
         for s in g.pop("samples"):
             end = start + s.pop("num_tokens")
             arrays: dict[str, Any] = {name: values[start:end] for name, values in columns.items()}
-            arrays |= {} if s.pop("has_raw") else {"raw_logprobs": None}
+            if not s.pop("has_raw"):
+                arrays |= {"raw_logprobs": None}
             samples.append(RolloutSample(**s, **arrays))
             start = end
         groups.append(PromptGroup(samples=tuple(samples), **g))
     if start != len(tokens):
-        raise RecordError("tokens", got=f"{len(tokens)} rows", expected=f"{start}, the sum over the samples")
+        raise RecordError(
+            "tokens", got=f"{len(tokens)} rows", expected=f"{start}, the sum over the samples"
+        )
     return groups
 
 # %% ../../nbs/runs/00_records.ipynb #1edc6b0f
@@ -409,7 +566,8 @@ def _datums(plain: Sequence[Mapping[str, Any]], arrays: Mapping[str, np.ndarray]
         raise RecordError("datums", got=len(plain), expected=f"{count}, as there are arrays")
     datums = []
     for i, d in enumerate(plain):
-        others, series = decode(d), dict[str, Any]((name, values[i]) for name, values in columns.items())
+        others = decode(d)
+        series = dict[str, Any]((name, values[i]) for name, values in columns.items())
         if not others.pop("per_token_advantage"):
             series["advantage"] = float(series["advantage"][0])
         datums.append(Datum(**others, **series))
@@ -421,8 +579,11 @@ def _loss(plain: Mapping[str, Any] | None, arrays: Mapping[str, np.ndarray]) -> 
     if plain is None:
         return None
     others = {name: decode(value) for name, value in plain.items() if name != "logprobs"}
-    values, dlogprobs = (cast(list[np.ndarray], unragged(n, arrays)) for n in ("policy_logprobs", "dlogprobs"))
-    known = "policy_entropy" in arrays  # not before it was computed, nor where a service does not tell it
+    values, dlogprobs = (
+        cast(list[np.ndarray], unragged(n, arrays)) for n in ("policy_logprobs", "dlogprobs")
+    )
+    # not before it was computed, nor where a service does not tell it
+    known = "policy_entropy" in arrays
     entropies = unragged("policy_entropy", arrays) if known else [None] * len(values)
     parts = zip(values, entropies, plain["logprobs"], strict=True)
     logprobs = tuple(Logprobs(v, **decode(s), entropy=h) for v, h, s in parts)
@@ -434,24 +595,37 @@ _hints = cache(typing.get_type_hints)
 
 def misfit(value: Any, hint: Any, place: str) -> str:
     "The place of the first value that is not of its annotated kind; empty where all are."
-    kind, parts = typing.get_origin(hint), typing.get_args(hint)
+    kind = typing.get_origin(hint)
+    parts = typing.get_args(hint)
     if kind in (typing.Union, types.UnionType):
         return "" if any(not misfit(value, part, place) for part in parts) else place
     if kind is tuple and isinstance(value, tuple):
         each = parts[:1] * len(value) if parts[1:] == (...,) else parts
-        inside = [(v, part, f"{place}[{i}]") for i, (v, part) in enumerate(zip(value, each, strict=False))]
-        return next(filter(None, (misfit(*at) for at in inside)), "" if len(value) == len(each) else place)
+        inside = [
+            (v, part, f"{place}[{i}]") for i, (v, part) in enumerate(zip(value, each, strict=False))
+        ]
+        return next(
+            filter(None, (misfit(*at) for at in inside)), "" if len(value) == len(each) else place
+        )
     if kind is Mapping and isinstance(value, Mapping):
-        inside = [at for k, v in value.items() for at in ((k, parts[0], place), (v, parts[1], f"{place}[{k!r:.40}]"))]
+        inside = [
+            at
+            for k, v in value.items()
+            for at in ((k, parts[0], place), (v, parts[1], f"{place}[{k!r:.40}]"))
+        ]
         return next(filter(None, (misfit(*at) for at in inside)), "")
     if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, hint):
-        inside = [(getattr(value, name), part, f"{place}.{name}") for name, part in _hints(hint).items()]
+        inside = [
+            (getattr(value, name), part, f"{place}.{name}") for name, part in _hints(hint).items()
+        ]
         return next(filter(None, (misfit(*at) for at in inside)), "")
     if hint in (int, float):
         numbers = int | float | np.number if hint is float else int | np.integer
         fits = isinstance(value, numbers) and (hint is float or not isinstance(value, bool))
         return "" if fits and not (isinstance(value, int) and abs(value) >= 2**63) else place
-    fits = hint is Any or (value in parts if kind is typing.Literal else isinstance(value, kind or hint))
+    fits = hint is Any or (
+        value in parts if kind is typing.Literal else isinstance(value, kind or hint)
+    )
     return "" if fits else place
 
 
@@ -462,19 +636,30 @@ def check_kinds(record: StepRecord) -> None:
         if name in record.options and not {*typing.get_args(hint)} - {int, float, type(None)}:
             place = place or misfit(record.options[name], hint | None, f"record.options[{name!r}]")
     if place:
-        raise RecordError("a value of another kind", got=place, expected="the kind that its field is annotated with")
+        raise RecordError(
+            "a value of another kind",
+            got=place,
+            expected="the kind that its field is annotated with",
+        )
 
 # %% ../../nbs/runs/00_records.ipynb #bb39a4cc
-def restore_record(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray], tokens: pd.DataFrame) -> StepRecord:
+def restore_record(
+    plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray], tokens: pd.DataFrame
+) -> StepRecord:
     "The record that was written; raises RecordError where the parts do not fit each other."
     try:
-        groups, datums = _groups(plain["groups"], tokens), _datums(plain["datums"], arrays)
+        groups = _groups(plain["groups"], tokens)
+        datums = _datums(plain["datums"], arrays)
         parts = {"groups": groups, "datums": datums, "loss": _loss(plain["loss"], arrays)}
-        others = {name: decode(v) for name, v in plain.items() if name not in parts and name != "format"}
+        others = {
+            name: decode(v) for name, v in plain.items() if name not in parts and name != "format"
+        }
         record = StepRecord(**others, **parts)
     except MISFITS as e:
         got = f"{type(e).__name__} ({e})"
-        raise RecordError("parts of a record do not fit", got=got, expected=f"what {RECORD_FORMAT} holds") from e
+        raise RecordError(
+            "parts of a record do not fit", got=got, expected=f"what {RECORD_FORMAT} holds"
+        ) from e
     check_kinds(record)
     return record
 
@@ -487,14 +672,17 @@ def os_errors(what: str, path: Path) -> Iterator[None]:
     except OSError as e:
         got = f"{e.strerror or e} (errno {e.errno})"
         fix = "Free some space, correct the permissions, or choose another log_path; what was recorded is intact."
-        raise RecordError(what, where=str(path), got=got, fix=None if what == "cannot read" else fix) from e
+        raise RecordError(
+            what, where=str(path), got=got, fix=None if what == "cannot read" else fix
+        ) from e
 
 # %% ../../nbs/runs/00_records.ipynb #bc54f3a5
 @contextmanager
 def staged_folder(path: Path) -> Iterator[Path]:
     "A folder that appears under its name when the block ends well, and not at all otherwise."
     with os_errors("cannot write", path):
-        path.parent.mkdir(exist_ok=True)  # but not what lies above it: a run folder that was deleted stays so
+        # but not what lies above it: a run folder that was deleted stays so
+        path.parent.mkdir(exist_ok=True)
         with new_folder(path) as staging:
             yield staging
 
@@ -508,7 +696,10 @@ def replace_text(path: Path, text: str) -> None:
 def _fingerprint(path: Path) -> dict[str, Any]:
     "Size and SHA-256 of a file."
     with path.open("rb") as f:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(f, "sha256").hexdigest()}
+        return {
+            "bytes": path.stat().st_size,
+            "sha256": hashlib.file_digest(f, "sha256").hexdigest(),
+        }
 
 
 def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
@@ -518,15 +709,19 @@ def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
         text = read_file(path, MAX_TEXT)
     try:
         plain = json.loads(text)
-        found, listed_files = plain["format"], [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
+        found = plain["format"]
+        listed_files = [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
     except MISFITS as e:
-        raise RecordError("not readable", where=str(path), got=f"{type(e).__name__} ({e})", expected=format) from e
+        raise RecordError(
+            "not readable", where=str(path), got=f"{type(e).__name__} ({e})", expected=format
+        ) from e
     if found != format:
         fix = "Read it with the version of rl_notebook that wrote it."
         raise RecordError("format", where=str(path), got=found, expected=format, fix=fix)
     fix = "Put the file back from a copy, or go on without this step: the others are whole."
     if plain.pop("sha256", None) not in (None, _digest(plain)):
-        got, expected = "text that does not fit its checksum", "the text that was written"
+        got = "text that does not fit its checksum"
+        expected = "the text that was written"
         raise RecordError("damaged", where=str(path), got=got, expected=expected, fix=fix)
     with os_errors("cannot read", folder):
         for file, size, listed in listed_files:
@@ -534,7 +729,9 @@ def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
             if str(there) != size or _fingerprint(folder / file) != listed:
                 got = "missing" if there is None else f"{there} bytes of other content"
                 expected = f"the {size} bytes that were written"
-                raise RecordError("damaged", where=str(folder / file), got=got, expected=expected, fix=fix)
+                raise RecordError(
+                    "damaged", where=str(folder / file), got=got, expected=expected, fix=fix
+                )
     return plain
 
 
@@ -545,9 +742,15 @@ def _digest(plain: Mapping[str, Any]) -> str:
 
 def write_described(folder: Path, name: str, plain: Mapping[str, Any]) -> None:
     "Write the JSON file that describes a folder whose other files are complete."
-    files = {p.relative_to(folder).as_posix(): _fingerprint(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    files = {
+        p.relative_to(folder).as_posix(): _fingerprint(p)
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
     whole = json.loads(json.dumps({**plain, "files": files}, allow_nan=False))
-    (folder / name).write_text(json.dumps({**whole, "sha256": _digest(whole)}, indent=1), encoding="utf-8")
+    (folder / name).write_text(
+        json.dumps({**whole, "sha256": _digest(whole)}, indent=1), encoding="utf-8"
+    )
 
 # %% ../../nbs/runs/00_records.ipynb #b424ac8f
 @contextmanager
@@ -560,7 +763,9 @@ def parsing(path: Path, expected: str, fix: str | None = None) -> Iterator[None]
             raise
         words = e.strerror if isinstance(e, OSError) and e.strerror else f"{type(e).__name__}: {e}"
         got = " ".join(words.split())[:160]
-        raise RecordError("not readable", where=str(path), got=got, expected=expected, fix=fix) from e
+        raise RecordError(
+            "not readable", where=str(path), got=got, expected=expected, fix=fix
+        ) from e
 
 
 UNPACKED = 64  # times the bytes of a packed file that it may become, or `ALWAYS_UNPACKED` bytes
@@ -617,21 +822,35 @@ def _check_table(data: bytes) -> None:
     import pyarrow.parquet as pq
 
     source = pq.ParquetFile(io.BytesIO(data))
-    about, schema = source.metadata, source.schema
-    chunks = [about.row_group(g).column(c) for g in range(about.num_row_groups) for c in range(about.num_columns)]
-    widths = [max(8, schema.column(c).length or 0) for c in range(about.num_columns)] * about.num_row_groups
-    sizes = [max(c.total_uncompressed_size, w * c.num_values) for c, w in zip(chunks, widths, strict=True)]
+    about = source.metadata
+    schema = source.schema
+    chunks = [
+        about.row_group(g).column(c)
+        for g in range(about.num_row_groups)
+        for c in range(about.num_columns)
+    ]
+    widths = [
+        max(8, schema.column(c).length or 0) for c in range(about.num_columns)
+    ] * about.num_row_groups
+    sizes = [
+        max(c.total_uncompressed_size, w * c.num_values)
+        for c, w in zip(chunks, widths, strict=True)
+    ]
     check_unpacked(len(data), sum(sizes))
     texts = [c for c in chunks if c.physical_type == "BYTE_ARRAY"]
     if sum(c.num_values * c.total_uncompressed_size for c in texts) > ALWAYS_UNPACKED:
         names = sorted({c.path_in_schema for c in texts})
         table = pq.ParquetFile(io.BytesIO(data), read_dictionary=names).read()
-        check_unpacked(len(data), sum(_text_bytes(part) for column in table.columns for part in column.chunks))
+        check_unpacked(
+            len(data), sum(_text_bytes(part) for column in table.columns for part in column.chunks)
+        )
 
 
 def read_table(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
     "A parquet file of a step; raises RecordError where it cannot be read, or lacks a column."
-    with parsing(path, f"a parquet table with {', '.join(columns)}" if columns else "a parquet table"):
+    with parsing(
+        path, f"a parquet table with {', '.join(columns)}" if columns else "a parquet table"
+    ):
         data = read_file(path)
         _check_table(data)
         return pd.read_parquet(io.BytesIO(data), columns=columns)
@@ -642,7 +861,10 @@ def write_record(record: StepRecord, folder: Path) -> None:
     from safetensors.numpy import save
 
     plain = record_json(record)
-    for name, table in (("completions", record.completions_table()), ("tokens", tokens_frame(record))):
+    for name, table in (
+        ("completions", record.completions_table()),
+        ("tokens", tokens_frame(record)),
+    ):
         buffer = io.BytesIO()
         table.to_parquet(buffer, index=False, compression="zstd")
         (folder / f"{name}.parquet").write_bytes(buffer.getvalue())
@@ -664,24 +886,36 @@ def read_record(folder: str | os.PathLike[str], trusted: Collection[str] | None 
         raise RecordError(str(e), where=str(folder / "record.json")) from e
 
 # %% ../../nbs/runs/00_records.ipynb #10d691f3
-BUNDLE_FORMAT, _RENAMED = "rl_notebook.bundle/1", {"advantage": "advantages", "policy_entropy": "entropy"}
+BUNDLE_FORMAT = "rl_notebook.bundle/1"
+_RENAMED = {"advantage": "advantages", "policy_entropy": "entropy"}
 
 
 def _bundle_arrays(record: StepRecord) -> dict[str, np.ndarray]:
     "Arrays of all samples end to end, in token coordinates; those without a number are left out."
     place = {(d.group, d.sample): k for k, d in enumerate(record.datums)}
     kept = [(s, place.get((g.index, i))) for g in record.groups for i, s in enumerate(g.samples)]
-    joined = lambda parts: np.concatenate([np.zeros(0), *parts])
+
+    def joined(parts):
+        return np.concatenate([np.zeros(0), *parts])
+
     found = {"sampler_logprobs": joined(s.logprobs for s, _ in kept)}
     arrays = record_arrays(record)
-    for name in [name for name in arrays if f"{name}.lengths" in arrays and name not in ("tokens", "sampler_logprobs")]:
-        series, parts = unragged(name, arrays), [np.full(len(s.tokens), np.nan) for s, _ in kept]
+    for name in [
+        name
+        for name in arrays
+        if f"{name}.lengths" in arrays and name not in ("tokens", "sampler_logprobs")
+    ]:
+        series = unragged(name, arrays)
+        parts = [np.full(len(s.tokens), np.nan) for s, _ in kept]
         for (_, k), values in zip(kept, parts, strict=True):
             if k is not None and series and (own := series[k]) is not None:
                 values[1 : len(own) + 1] = own  # a datum may have been cut
         found[_RENAMED.get(name, name)] = joined(parts)
     known = {name: values for name, values in found.items() if np.isfinite(values).any()}
-    whole = {name: joined(getattr(s, name) for s, _ in kept).astype(np.int64) for name in ("tokens", "loss_mask")}
+    whole = {
+        name: joined(getattr(s, name) for s, _ in kept).astype(np.int64)
+        for name in ("tokens", "loss_mask")
+    }
     return {**known, **whole, "lengths": np.array([len(s.tokens) for s, _ in kept], dtype=np.int64)}
 
 # %% ../../nbs/runs/00_records.ipynb #d9b4191c
@@ -689,9 +923,17 @@ def _bundle_json(record: StepRecord) -> dict[str, Any]:
     "What a bundle says of a step and of each sample beside its arrays."
     there = {(d.group, d.sample) for d in record.datums}
     samples = [
-        {"group": str(g.index), "run": g.runs[i] if g.runs else None, "prompt": prompt_text(g.row), "text": s.text}
+        {
+            "group": str(g.index),
+            "run": g.runs[i] if g.runs else None,
+            "prompt": prompt_text(g.row),
+            "text": s.text,
+        }
         | {"reward": s.reward, "rewards": dict(s.rewards), "finish_reason": s.finish_reason}
-        | {"advantages": None if g.advantages is None else float(g.advantages[i]), "trained": (g.index, i) in there}
+        | {
+            "advantages": None if g.advantages is None else float(g.advantages[i]),
+            "trained": (g.index, i) in there,
+        }
         | {"policy_version": s.policy_version, "temperature": s.temperature}
         for g in record.groups
         for i, s in enumerate(g.samples)
@@ -699,7 +941,13 @@ def _bundle_json(record: StepRecord) -> dict[str, Any]:
     loss = record.loss.loss if record.loss and math.isfinite(record.loss.loss) else None
     metrics = {name: float(value) for name, value in record.metrics.items() if math.isfinite(value)}
     head = {"format": BUNDLE_FORMAT, "step": record.step, "trainer": record.origin or "rl_notebook"}
-    return {**head, "samples": samples, "metrics": metrics, "loss": loss, "updates": list(record.updates)}
+    return {
+        **head,
+        "samples": samples,
+        "metrics": metrics,
+        "loss": loss,
+        "updates": list(record.updates),
+    }
 
 
 def write_bundle(record: StepRecord, folder: Path) -> Path:

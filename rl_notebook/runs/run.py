@@ -30,14 +30,39 @@ import pandas as pd
 
 from ..config.config import Config
 from ..core.options import marked
-from ..config.aliases import A_KEY, KEYLESS, SettingsTable, compared, keys_in, migrate, yaml_text, yaml_value
+from rl_notebook.config.aliases import (
+    A_KEY,
+    KEYLESS,
+    SettingsTable,
+    compared,
+    keys_in,
+    migrate,
+    yaml_text,
+    yaml_value,
+)
 from ..core.types import RecordError, RLNotebookError
 from ..show.html import html_table
-from ..core.names import MAX_TEXT, from_file, lock_file, names_in, names_noted, note_started, read_file
+from rl_notebook.core.names import (
+    MAX_TEXT,
+    from_file,
+    lock_file,
+    names_in,
+    names_noted,
+    note_started,
+    read_file,
+)
 from ..core.names import trusted_names, write_file
 from .bundle import Bundles, SkyRL, VerlPickles
 from .capture import TinkerCookbook
-from .dumps import Areal, FireworksCookbook, Miles, NemoRL, PrimeExports, Slime, SlimeRollouts
+from rl_notebook.runs.dumps import (
+    Areal,
+    FireworksCookbook,
+    Miles,
+    NemoRL,
+    PrimeExports,
+    Slime,
+    SlimeRollouts,
+)
 from .dumps import VerlTexts
 from .foreign import Reader, told_reader
 from .tables import Trl, VerlBatches
@@ -53,7 +78,13 @@ from rl_notebook.runs.records import (
     read_json,
     read_record,
 )
-from .records import replace_text, staged_folder, utf8, write_described, write_record
+from rl_notebook.runs.records import (
+    replace_text,
+    staged_folder,
+    utf8,
+    write_described,
+    write_record,
+)
 
 # %% auto #0
 __all__ = ['metrics_frame', 'Run', 'RunFolder', 'Checkpoint']
@@ -68,7 +99,11 @@ def flat_settings(config: Config | Mapping[str, Any], prefix: str = "") -> dict[
     "Settings under dotted names: `{'igpo.gamma': 0.99}`."
     out: dict[str, Any] = {}
     for name, value in config_dict(config).items():
-        out |= flat_settings(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+        out |= (
+            flat_settings(value, f"{prefix}{name}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{name}": value}
+        )
     return out
 
 
@@ -93,22 +128,28 @@ def _read_config(path: Path) -> dict[str, Any]:
     with os_errors("cannot read", path):
         text = read_file(path, MAX_TEXT)
     try:
-        if (depth := _depth(text)) > MAX_DEPTH:  # which takes PyYAML time that grows with the square
+        # which takes PyYAML time that grows with the square
+        if (depth := _depth(text)) > MAX_DEPTH:
             raise ValueError(f"lists and mappings {depth:,} deep")
         config = yaml_value(text.decode())
         if not isinstance(config, dict):
             raise ValueError(f"{type(config).__name__} where settings by name should be")
         return migrate(config)
     except ValueError as e:
-        raise RecordError("not readable", where=str(path), got=str(e), expected="YAML as it was written") from e
+        raise RecordError(
+            "not readable", where=str(path), got=str(e), expected="YAML as it was written"
+        ) from e
 
 # %% ../../nbs/runs/07_run.ipynb #02d269cb
 MUST_MATCH = marked(Config, "past")  # to go on from a run
 
 
-def differing(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any]) -> SettingsTable:
+def differing(
+    recorded: Config | Mapping[str, Any], now: Config | Mapping[str, Any]
+) -> SettingsTable:
     "The settings in which two configs differ, apart from where the run is kept and resumed from."
-    old, new = flat_settings(recorded), flat_settings(now)
+    old = flat_settings(recorded)
+    new = flat_settings(now)
     own = [n for n in old.keys() | new.keys() if n == "log_path" or n.split(".")[0] == "resume"]
     recorded_, now_ = ({k: v for k, v in c.items() if k not in own} for c in (old, new))
     return compared(recorded_, now_, ("recorded", "now"))
@@ -116,7 +157,11 @@ def differing(recorded: Config | Mapping[str, Any], now: Config | Mapping[str, A
 
 def _kept_configs(path: Path, step: int) -> list[Path]:
     "Earlier settings that hold for a step or later ones: `config-LAST.yaml`, up to its last step."
-    found = {int(p.stem[7:]): p for p in path.glob("config-*.yaml") if _NUMBER.fullmatch(p.stem[7:]) and p.is_file()}
+    found = {
+        int(p.stem[7:]): p
+        for p in path.glob("config-*.yaml")
+        if _NUMBER.fullmatch(p.stem[7:]) and p.is_file()
+    }
     return [found[last] for last in sorted(found) if last >= step]
 
 
@@ -127,13 +172,19 @@ def _refuse_other_past(
     found: Checkpoint | None = None,  # of the run; it knows what the rows hold, wherever they are
 ) -> None:
     "Raise unless two configs agree on what a run's past means."
-    names = {*MUST_MATCH} - ({"dataset"} if found is not None and "content" in found.cursor else set())
-    rows = [row for row in differing(recorded, now).rows if row[0] in names and row[1:] != (None, False)]
+    names = {*MUST_MATCH} - (
+        {"dataset"} if found is not None and "content" in found.cursor else set()
+    )
+    rows = [
+        row for row in differing(recorded, now).rows if row[0] in names and row[1:] != (None, False)
+    ]
     if rows:
         got = ", ".join(f"{name}={value!r}" for name, _, value in rows)
         expected = ", ".join(f"{name}={value!r}" for name, value, _ in rows)
         fix = "Resume with the recorded values, or choose another log_path."
-        raise RecordError("another run's checkpoint", where=where, got=got, expected=expected, fix=fix)
+        raise RecordError(
+            "another run's checkpoint", where=where, got=got, expected=expected, fix=fix
+        )
 
 # %% ../../nbs/runs/07_run.ipynb #30086ff9
 TIMERS = {
@@ -147,13 +198,20 @@ TIMERS = {
 def perf_metrics(record: StepRecord) -> dict[str, float]:
     "Wait times where trainer and sampler take turns, and throughput, under the names of the guides."
     timers = {name: record.seconds.get(phase, 0.0) for name, phase in TIMERS.items()}
-    waited, trained = record.seconds.get("sample", 0.0), sum(timers.values())
-    wall, samples = max(waited + trained, 1e-9), [s for g in record.groups for s in g.samples]
+    waited = record.seconds.get("sample", 0.0)
+    trained = sum(timers.values())
+    wall = max(waited + trained, 1e-9)
+    samples = [s for g in record.groups for s in g.samples]
     read = float(sum(len(d.tokens) - 1 for d in record.datums))
     drawn = float(sum(s.completion_len for s in samples))
-    speeds = {"ref": (read, timers["perf/ref_forward_time"]), "train": (read, timers["perf/fwd_bwd_time"])}
-    in_turns = "perf/sampler_idle_ratio" not in record.metrics  # else the wait says nothing about the sampler
-    speeds |= {"sampling": (drawn, waited)} if in_turns else {}
+    speeds = {
+        "ref": (read, timers["perf/ref_forward_time"]),
+        "train": (read, timers["perf/fwd_bwd_time"]),
+    }
+    # else the wait says nothing about the sampler
+    in_turns = "perf/sampler_idle_ratio" not in record.metrics
+    if in_turns:
+        speeds |= {"sampling": (drawn, waited)}
     return timers | {
         "perf/trainer_wait_for_sampler_time": waited,
         "perf/sampler_wait_for_trainer_time": trained,
@@ -163,7 +221,11 @@ def perf_metrics(record: StepRecord) -> dict[str, float]:
         "perf/weight_sync_ratio": timers["perf/weight_sync_time"] / wall,
         "perf/rollout_samples_per_s": len(samples) / wall,
         "perf/rollout_tokens_per_s": drawn / wall,
-        **{f"perf/{name}_tokens_per_s": tokens / seconds for name, (tokens, seconds) in speeds.items() if seconds},
+        **{
+            f"perf/{name}_tokens_per_s": tokens / seconds
+            for name, (tokens, seconds) in speeds.items()
+            if seconds
+        },
     }
 
 
@@ -173,14 +235,21 @@ def metrics_row(record: StepRecord) -> dict[str, Any]:
     seconds = {f"seconds/{name}": s for name, s in record.seconds.items()}
     row = {**perf_metrics(record), **record.speed, **record.metrics, **seconds}
     if taken := sorted(head.keys() & row.keys()):
-        raise RecordError("names of metrics", where=f"step {record.step}", got=", ".join(taken), fix="Rename them.")
+        raise RecordError(
+            "names of metrics",
+            where=f"step {record.step}",
+            got=", ".join(taken),
+            fix="Rename them.",
+        )
     return {**head, **row}
 
 
 def _metrics_line(row: Mapping[str, Any]) -> str:
     "A row as one line of strict JSON."
     plain = {k: encode(v, f"metric {k}") for k, v in row.items()}
-    return json.dumps({k: None if v == {"$float": "nan"} else v for k, v in plain.items()}, allow_nan=False)
+    return json.dumps(
+        {k: None if v == {"$float": "nan"} else v for k, v in plain.items()}, allow_nan=False
+    )
 
 # %% ../../nbs/runs/07_run.ipynb #60700ee6
 def metrics_frame(
@@ -189,19 +258,23 @@ def metrics_frame(
     "Metrics of many steps as a table; rows of the same step are put together, the later value wins."
     merged: dict[int, dict[str, Any]] = {}
     for row in rows:
-        values = {k: utf8(v) if isinstance(v, str) else decode(v) for k, v in row.items() if k != "step"}
+        values = {
+            k: utf8(v) if isinstance(v, str) else decode(v) for k, v in row.items() if k != "step"
+        }
         merged.setdefault(row["step"], {}).update(values)
     table = pd.DataFrame.from_dict({s: merged[s] for s in sorted(merged)}, orient="index")
     table.index.name = "step"
     if "reason" in table:
         table["reason"] = table["reason"].fillna("")
-    return table.astype({c: np.float64 for c in table.columns if c != "reason"}).copy()  # in one block
+    # in one block
+    return table.astype({c: np.float64 for c in table.columns if c != "reason"}).copy()
 
 # %% ../../nbs/runs/07_run.ipynb #cba86831
 def _append_line(path: Path, line: str) -> None:
     "Add a line to a file of lines, or leave the file as it was; a half-written last line is dropped first."
     with os_errors("cannot write", path), path.open("a+b", buffering=0) as f:
-        end, whole = f.seek(0, os.SEEK_END), 0
+        end = f.seek(0, os.SEEK_END)
+        whole = 0
         while end and not whole:  # the place after the last newline, looked for from the end
             end = f.seek(max(0, end - 65536))
             whole = (at := f.read(65536).rfind(b"\n") + 1) and end + at
@@ -216,18 +289,23 @@ def _append_line(path: Path, line: str) -> None:
             raise
 
 
-def _read_lines(path: Path) -> tuple[list[dict[str, Any]], list[str]]:  # objects, and notes about what is left out
+def _read_lines(
+    path: Path,
+) -> tuple[list[dict[str, Any]], list[str]]:  # objects, and notes about what is left out
     "The objects of a JSON Lines file; lines that are damaged are left out and reported."
     with os_errors("cannot read", path):
         *whole, tail = read_file(path, MAX_TEXT).split(b"\n")
-    rows, notes = [], []
+    rows = []
+    notes = []
     for number, line in enumerate(whole, start=1):
         try:
             rows.append(_open_row(line))
         except (RecordError, *MISFITS) as e:
             got = f"{type(e).__name__}: {e}".splitlines()[0][:80]
             notes.append(f"{path.name}, line {number}: damaged and left out ({got})")
-    return rows, notes + ([f"{path.name}: the last line was half written and is left out"] if tail else [])
+    return rows, notes + (
+        [f"{path.name}: the last line was half written and is left out"] if tail else []
+    )
 
 
 def _open_row(line: bytes) -> dict[str, Any]:
@@ -237,7 +315,9 @@ def _open_row(line: bytes) -> dict[str, Any]:
         raise ValueError("no object with a step")
     row.pop("crc32", None)  # of earlier runs
     values = {name: decode(value) for name, value in row.items()}
-    if place := misfit({name: v for name, v in values.items() if v is not None}, Mapping[str, str | float], "row"):
+    if place := misfit(
+        {name: v for name, v in values.items() if v is not None}, Mapping[str, str | float], "row"
+    ):
         raise ValueError(f"a value that is no number: {place}")
     if any(isinstance(value, str) for name, value in values.items() if name != "reason"):
         raise ValueError("a value that is no number")
@@ -245,7 +325,16 @@ def _open_row(line: bytes) -> dict[str, Any]:
 
 # %% ../../nbs/runs/07_run.ipynb #c27be387
 RUN_FORMAT = "rl_notebook.run/1"
-RUN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "steps", "checkpoints", "discarded", "rows.jsonl", "best.json")
+RUN_FILES = (
+    "run.json",
+    "config.yaml",
+    "metrics.jsonl",
+    "steps",
+    "checkpoints",
+    "discarded",
+    "rows.jsonl",
+    "best.json",
+)
 RUN_FILES += ("report.html",)
 
 
@@ -255,11 +344,33 @@ _NUMBER = re.compile(r"[0-9]{1,15}")
 def _numbered(folder: Path) -> list[int]:
     "Numbers of the finished folders in a folder, in order."
     with os_errors("cannot read", folder):
-        return sorted(int(p.name) for p in folder.iterdir() if _NUMBER.fullmatch(p.name)) if folder.is_dir() else []
+        return (
+            sorted(int(p.name) for p in folder.iterdir() if _NUMBER.fullmatch(p.name))
+            if folder.is_dir()
+            else []
+        )
 
 # %% ../../nbs/runs/07_run.ipynb #fa2fe998
-READERS: tuple[type[Reader], ...] = (Bundles, NemoRL, PrimeExports, PrimeRollouts, PrimeMonitors, Verifiers)
-READERS += (Miles, Slime, SlimeRollouts, TinkerCookbook, SkyRL, VerlBatches, VerlPickles, VerlTexts, Trl, Areal)
+READERS: tuple[type[Reader], ...] = (
+    Bundles,
+    NemoRL,
+    PrimeExports,
+    PrimeRollouts,
+    PrimeMonitors,
+    Verifiers,
+)
+READERS += (
+    Miles,
+    Slime,
+    SlimeRollouts,
+    TinkerCookbook,
+    SkyRL,
+    VerlBatches,
+    VerlPickles,
+    VerlTexts,
+    Trl,
+    Areal,
+)
 READERS += (FireworksCookbook,)
 
 
@@ -268,14 +379,22 @@ def open_foreign(path: Path) -> Reader | None:
     return next((found for kind in READERS if (found := kind.find(path))), None)
 
 
-LOGS = ("metrics.jsonl", "trainer_state.json", "events.out.tfevents*", "*.wandb", "progress.csv")  # numbers alone
+# numbers alone
+LOGS = ("metrics.jsonl", "trainer_state.json", "events.out.tfevents*", "*.wandb", "progress.csv")
 
 
 def runs_near(path: Path, most: int = 5) -> list[Path]:
     "Run folders with steps above and below a path, beside it, and in `runs`, the newest first."
     around = [path, *path.parents[:2], path.parent / "runs", Path("runs")]
-    marks = [*(folder / "run.json" for folder in path.parents[:2]), *(m for f in around for m in f.glob("*/run.json"))]
-    found = {mark.resolve(): mark for mark in marks if os.path.isfile(mark) and _numbered(mark.parent / "steps")}
+    marks = [
+        *(folder / "run.json" for folder in path.parents[:2]),
+        *(m for f in around for m in f.glob("*/run.json")),
+    ]
+    found = {
+        mark.resolve(): mark
+        for mark in marks
+        if os.path.isfile(mark) and _numbered(mark.parent / "steps")
+    }
     newest_first = sorted(found.values(), key=os.path.getmtime, reverse=True)
     return [mark.parent for mark in newest_first[:most]]
 
@@ -283,7 +402,13 @@ def runs_near(path: Path, most: int = 5) -> list[Path]:
 def no_run_error(path: Path) -> RecordError:
     "What to say of a path that is no run: what is there, and which runs are near by."
     logs = [path] if path.is_file() else [log for name in LOGS for log in sorted(path.glob(name))]
-    got = "no such folder" if not path.exists() else "a file" if path.is_file() else "a folder without run.json"
+    got = (
+        "no such folder"
+        if not path.exists()
+        else "a file"
+        if path.is_file()
+        else "a folder without run.json"
+    )
     if logs and any(logs[0].match(name) for name in LOGS):
         got += f" ({logs[0].name} is a log of metrics: it has no completions, tokens or logprobs)"
     expected = "the folder that was given as log_path"
@@ -291,7 +416,8 @@ def no_run_error(path: Path) -> RecordError:
         expected += f", or what one of these left: {', '.join(reader.origin for reader in READERS)}"
     near = ", ".join(map(str, runs_near(path)))
     fix = f"Runs near by: {near}." if near else "No run is near by."
-    fix += " A bundle can be written of any trainer's step: examples/bundles." if path.exists() and not near else ""
+    if path.exists() and not near:
+        fix += " A bundle can be written of any trainer's step: examples/bundles."
     return RecordError("no run here", where=str(path), got=got, expected=expected, fix=fix)
 
 # %% ../../nbs/runs/07_run.ipynb #ef104c34
@@ -302,7 +428,9 @@ class Run:
     path: Path  # the folder
     config: Mapping[str, Any]  # nested plain values, as recorded
     notes: tuple[str, ...] = ()  # what was found damaged, and left out, when the folder was opened
-    trusted: frozenset[str] | None = frozenset()  # names of functions in it that may be imported; None = any
+    trusted: frozenset[str] | None = (
+        frozenset()
+    )  # names of functions in it that may be imported; None = any
     reader: Reader | None = None  # of the files that another trainer left
 
     @classmethod
@@ -321,7 +449,8 @@ class Run:
         if not there:
             raise no_run_error(path)
         read_described(path, "run.json", RUN_FORMAT)
-        config, (_, notes) = _read_config(path / "config.yaml"), _read_lines(path / "metrics.jsonl")
+        config = _read_config(path / "config.yaml")
+        (_, notes) = _read_lines(path / "metrics.jsonl")
         for note in notes:
             warnings.warn(f"{path}: {note}", stacklevel=3)
         trusted = trusted_names(path)
@@ -355,7 +484,8 @@ class Run:
 
     def metrics(
         self,
-        last: int | None = None,  # of so many steps; None = of all, which reads the whole of another trainer's run
+        last: int
+        | None = None,  # of so many steps; None = of all, which reads the whole of another trainer's run
     ) -> pd.DataFrame:
         "Metrics of the steps, one row a step, indexed by step."
         if self.reader:
@@ -363,7 +493,8 @@ class Run:
             return metrics_frame([{"step": r.step, "reason": r.reason, **r.metrics} for r in found])
         rows, _ = _read_lines(self.path / "metrics.jsonl")
         lines = {row["step"] for row in rows if "reason" in row}
-        missing = readable(self, [n for n in self.steps if n not in lines])  # their records have the same numbers
+        # their records have the same numbers
+        missing = readable(self, [n for n in self.steps if n not in lines])
         table = metrics_frame([*map(metrics_row, missing), *rows])
         return table.tail(last) if last else table
 
@@ -379,7 +510,9 @@ class Run:
         if self.trusted is None:
             _say_trusted(path, {*names_in(record.options)} - {*names_in(self.config)})
         if record.step != step:
-            raise RecordError("record", where=str(path), got=f"step {record.step}", expected=f"step {step}")
+            raise RecordError(
+                "record", where=str(path), got=f"step {record.step}", expected=f"step {step}"
+            )
         return record
 
     def tokenizer(self) -> Any:  # None where there is none
@@ -421,11 +554,16 @@ class Run:
     def __repr__(self) -> str:
         shown = glance(self.metrics(3))
         lines = [f"{type(self).__name__} {self.path.name}: {run_facts(self)}"]
-        return "\n".join([*lines, shown.map("{:.4g}".format).to_string()] if len(shown.columns) else lines)
+        return "\n".join(
+            [*lines, shown.map("{:.4g}".format).to_string()] if len(shown.columns) else lines
+        )
 
     def _repr_html_(self) -> str:
         shown = glance(self.metrics(5))
-        rows = [[str(step), *map(float, values)] for step, values in zip(shown.index, shown.to_numpy(), strict=True)]
+        rows = [
+            [str(step), *map(float, values)]
+            for step, values in zip(shown.index, shown.to_numpy(), strict=True)
+        ]
         drawn = html_table(["step", *shown.columns], rows) if len(shown.columns) else ""
         return f"<p><b>{html.escape(self.path.name)}</b>: {html.escape(run_facts(self))}</p>{drawn}"
 
@@ -443,10 +581,15 @@ class RunFolder(Run):
             (path / "steps").mkdir(parents=True, exist_ok=True)
         held = hold_folder(path)
         if (path / "run.json").exists():  # since it was looked for
-            raise RecordError("the run folder holds another run", where=str(path), got="one that began just now")
+            raise RecordError(
+                "the run folder holds another run", where=str(path), got="one that began just now"
+            )
         replace_text(path / "config.yaml", text)
         replace_text(path / "metrics.jsonl", "")
-        about = {"version": version("rl_notebook"), "started": datetime.now(UTC).isoformat(timespec="seconds")}
+        about = {
+            "version": version("rl_notebook"),
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
         run = json.dumps({"format": RUN_FORMAT, "files": {}, **about})
         replace_text(path / "run.json", run)  # last: it makes it a run
         note_started(path, [*names_in(config_dict(config))])
@@ -465,9 +608,18 @@ class RunFolder(Run):
         run._written_by(hold_folder(run.path, trust)).check(config)
         with os_errors("cannot write", run.path):
             for leftover in run.path.glob("**/.*.writing"):  # of a killed process
-                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
-            if run.steps and differing(run.config, config) and not _kept_configs(run.path, run.steps[-1]):
-                write_file(run.path / f"config-{run.steps[-1]:05d}.yaml", read_file(run.path / "config.yaml"))
+                shutil.rmtree(
+                    leftover
+                ) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+            if (
+                run.steps
+                and differing(run.config, config)
+                and not _kept_configs(run.path, run.steps[-1])
+            ):
+                write_file(
+                    run.path / f"config-{run.steps[-1]:05d}.yaml",
+                    read_file(run.path / "config.yaml"),
+                )
         replace_text(run.path / "config.yaml", _config_yaml(config))
         note_started(run.path, [*(run.trusted or ()), *names_in(config_dict(config))])
         return cls.open(path)._written_by()
@@ -477,7 +629,13 @@ class RunFolder(Run):
         if not (self.path / "run.json").exists():
             got = "no run.json: it was deleted or moved while the run went on"
             fix = "Put it back, or begin again elsewhere. The loop has its last steps in `records`."
-            raise RecordError("the run folder is gone", where=str(self.path), got=got, expected="the log_path", fix=fix)
+            raise RecordError(
+                "the run folder is gone",
+                where=str(self.path),
+                got=got,
+                expected="the log_path",
+                fix=fix,
+            )
         object.__setattr__(self, "held", held or hold_folder(self.path))
         return self
 
@@ -488,7 +646,8 @@ class RunFolder(Run):
     def add(self, record: StepRecord) -> Path:
         "Write a record and its line of metrics; raises RecordError and leaves nothing behind when that fails."
         self._written_by()
-        path, line = self.path / "steps" / f"{record.step:05d}", _metrics_line(metrics_row(record))
+        path = self.path / "steps" / f"{record.step:05d}"
+        line = _metrics_line(metrics_row(record))
         if there := path.exists():
             _refuse_another(path, record)
         else:
@@ -506,13 +665,16 @@ class RunFolder(Run):
             if not there:
                 shutil.rmtree(path, ignore_errors=True)
             raise
-        if names := {*names_in(record.options)}:  # of a loss that may have been asked for in this step only
+        # of a loss that may have been asked for in this step only
+        if names := {*names_in(record.options)}:
             note_started(self.path, trusted_names(self.path) | names)
         return path
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         "Add metrics to a step beside its record, such as a held-out reward; step 0 is before training."
-        _append_line(self._written_by().path / "metrics.jsonl", _metrics_line({"step": step, **metrics}))
+        _append_line(
+            self._written_by().path / "metrics.jsonl", _metrics_line({"step": step, **metrics})
+        )
 
     def rewind(self, step: int) -> Path | None:
         "Put aside everything after a step, into `discarded/NNN/`; returns that folder, or None if there was nothing."
@@ -531,8 +693,15 @@ class RunFolder(Run):
     ) -> Checkpoint:
         "Save what is needed to go on from here; older ones go only when the new one is complete."
         self._written_by()
-        facts = {"step": step, "cursor": cursor, "policy_version": policy_version, "extra": extra or {}}
-        checkpoint = await _save_checkpoint(self, save_state, {**facts, "config": dict(self.config)})
+        facts = {
+            "step": step,
+            "cursor": cursor,
+            "policy_version": policy_version,
+            "extra": extra or {},
+        }
+        checkpoint = await _save_checkpoint(
+            self, save_state, {**facts, "config": dict(self.config)}
+        )
         _keep_last(self, keep)
         return checkpoint
 
@@ -548,7 +717,9 @@ class _FolderLock:
             except BlockingIOError as e:
                 got = f"another process that writes to it ({e.strerror})"
                 fix = "Wait for it, end it, or choose another log_path; looking at the run is possible meanwhile."
-                raise RecordError("run folder", where=str(path), got=got, expected="one writer", fix=fix) from e
+                raise RecordError(
+                    "run folder", where=str(path), got=got, expected="one writer", fix=fix
+                ) from e
         weakref.finalize(self, os.close, self.handle)
 
     @property
@@ -560,7 +731,8 @@ class _FolderLock:
             return False
 
 
-_HELD: weakref.WeakValueDictionary[Path, _FolderLock] = weakref.WeakValueDictionary()  # by this process
+# by this process
+_HELD: weakref.WeakValueDictionary[Path, _FolderLock] = weakref.WeakValueDictionary()
 
 
 def hold_folder(path: Path, trust: bool = False) -> _FolderLock:  # as long as it is kept
@@ -575,12 +747,18 @@ def hold_folder(path: Path, trust: bool = False) -> _FolderLock:  # as long as i
 
 def _refuse_ways_out(root: Path) -> None:
     "Raise for a folder that was not begun here, and holds what would be written to outside of it, or never ends."
-    inside = (Path(folder, name) for folder, *names in os.walk(root) for name in (*names[0], *names[1]))
-    odd = [p for p in inside if not (p.is_dir() or p.is_file()) or not p.resolve().is_relative_to(root)]
+    inside = (
+        Path(folder, name) for folder, *names in os.walk(root) for name in (*names[0], *names[1])
+    )
+    odd = [
+        p for p in inside if not (p.is_dir() or p.is_file()) or not p.resolve().is_relative_to(root)
+    ]
     if odd:
         got = ", ".join(f"{p.relative_to(root)} -> {p.resolve()}" for p in sorted(odd)[:5])
         fix = "Nothing was written. If you trust who made the folder: --trust, or trust=True in Python."
-        raise RecordError("run folder", where=str(root), got=got, expected="files and folders of its own", fix=fix)
+        raise RecordError(
+            "run folder", where=str(root), got=got, expected="files and folders of its own", fix=fix
+        )
 
 # %% ../../nbs/runs/07_run.ipynb #c9bf16b9
 def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
@@ -590,13 +768,23 @@ def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
         there = Run.open(path)
         rows = differing(there.config, config).rows
         differ = ", ".join(f"{name} (recorded {old!r}, now {new!r})" for name, old, new in rows)
-        got = f"{len(there)} steps of a run " + (f"with other settings: {differ}" if rows else "with the same settings")
+        got = f"{len(there)} steps of a run " + (
+            f"with other settings: {differ}" if rows else "with the same settings"
+        )
         fix = "Choose another log_path, or resume the run that is there: rl-notebook train --resume --log-path "
         fix += f"{shlex.quote(str(path))}."
-        raise RecordError("the run folder holds another run", where=str(path), got=got, expected="none", fix=fix)
-    steps, lines = path / "steps", path / "metrics.jsonl"
-    begun = steps.is_dir() and not any(steps.iterdir()) and not (lines.exists() and lines.stat().st_size)
-    cut_off = begun and {*taken} <= {"steps", "config.yaml", "metrics.jsonl"}  # the empty `steps` comes first
+        raise RecordError(
+            "the run folder holds another run", where=str(path), got=got, expected="none", fix=fix
+        )
+    steps = path / "steps"
+    lines = path / "metrics.jsonl"
+    begun = (
+        steps.is_dir()
+        and not any(steps.iterdir())
+        and not (lines.exists() and lines.stat().st_size)
+    )
+    # the empty `steps` comes first
+    cut_off = begun and {*taken} <= {"steps", "config.yaml", "metrics.jsonl"}
     if taken and not cut_off:
         expected = "a folder without files of these names"
         raise RecordError("run folder", where=str(path), got=", ".join(taken), expected=expected)
@@ -617,7 +805,11 @@ def remove_unbegun(path: Path) -> None:
 def _say_trusted(path: Path, names: Collection[str]) -> None:
     "What a folder that is trusted will have imported, before it is."
     if names:
-        print(f"{path}: trusted with what it names: {', '.join(sorted(names))}", file=sys.stderr, flush=True)
+        print(
+            f"{path}: trusted with what it names: {', '.join(sorted(names))}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 # %% ../../nbs/runs/07_run.ipynb #942ec591
 def spans(numbers: Sequence[int]) -> str:
@@ -634,7 +826,8 @@ def _refuse_another(path: Path, record: StepRecord) -> None:
         write_record(record, Path(place))
         same = Path(place, "record.json").read_bytes() == read_file(path / "record.json")
     if not same:
-        got, fix = f"{record.step}, with other content", "Rewind the run to an earlier step first."
+        got = f"{record.step}, with other content"
+        fix = "Rewind the run to an earlier step first."
         raise RecordError("a step that is recorded already", where=str(path), got=got, fix=fix)
 
 
@@ -677,9 +870,12 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         found["config"] = from_file(migrate(found["config"]), str(folder), ())
         return Checkpoint(path=folder, **found)
     except MISFITS as e:
-        got, expected = f"{type(e).__name__} ({e})", f"what {_CHECKPOINT_FORMAT} holds"
+        got = f"{type(e).__name__} ({e})"
+        expected = f"what {_CHECKPOINT_FORMAT} holds"
         where = str(folder / "checkpoint.json")
-        raise RecordError("parts of a checkpoint do not fit", where=where, got=got, expected=expected) from e
+        raise RecordError(
+            "parts of a checkpoint do not fit", where=where, got=got, expected=expected
+        ) from e
 
 # %% ../../nbs/runs/07_run.ipynb #be57code
 BEST = "best.json"
@@ -687,7 +883,12 @@ BEST = "best.json"
 
 def write_best(folder: str | os.PathLike[str], step: int, metric: str, value: float) -> None:
     "Note the checkpoint of the best evaluation so far."
-    found = {"step": step, "metric": metric, "value": value, "checkpoint": f"checkpoints/{step:05d}"}
+    found = {
+        "step": step,
+        "metric": metric,
+        "value": value,
+        "checkpoint": f"checkpoints/{step:05d}",
+    }
     replace_text(Path(folder) / BEST, json.dumps(found, indent=1) + "\n")
 
 
@@ -711,13 +912,18 @@ async def _save_checkpoint(
     "Write a checkpoint as a whole."
     path = run.path / "checkpoints" / f"{facts['step']:05d}"
     if path.exists():
-        got, fix = f"step {facts['step']}", "Rewind the run to an earlier step first."
+        got = f"step {facts['step']}"
+        fix = "Rewind the run to an earlier step first."
         raise RecordError("a checkpoint that is there already", where=str(path), got=got, fix=fix)
     with staged_folder(path) as folder:
         state = await save_state(str(folder / "trainer"))
         inside = Path(state).is_relative_to(folder)
         plain = {**facts, "state": str(Path(state).relative_to(folder)) if inside else state}
-        write_described(folder, "checkpoint.json", {"format": _CHECKPOINT_FORMAT, "inside": inside, **encode(plain)})
+        write_described(
+            folder,
+            "checkpoint.json",
+            {"format": _CHECKPOINT_FORMAT, "inside": inside, **encode(plain)},
+        )
     return read_checkpoint(path)
 
 
@@ -735,7 +941,9 @@ def _keep_last(run: Run, keep: int) -> None:
 def _put_aside(path: Path, step: int) -> Path | None:
     "Move everything after a step into a new folder under `discarded`."
     rows, _ = _read_lines(path / "metrics.jsonl")
-    later = [(kind, n) for kind in ("steps", "checkpoints") for n in _numbered(path / kind) if n > step]
+    later = [
+        (kind, n) for kind in ("steps", "checkpoints") for n in _numbered(path / kind) if n > step
+    ]
     lines = [row for row in rows if row["step"] > step]
     if not later and not lines:
         return None
@@ -751,7 +959,8 @@ def _put_aside(path: Path, step: int) -> Path | None:
     return away
 
 # %% ../../nbs/runs/07_run.ipynb #726ba338
-GLANCE = ("reward", "eval/reward", "kl", "completions/mean_length", "frac_reward_zero_std")  # shown where measured
+# shown where measured
+GLANCE = ("reward", "eval/reward", "kl", "completions/mean_length", "frac_reward_zero_std")
 GLANCE += ("sampling/sampling_logp_difference/mean",)
 
 
@@ -759,7 +968,8 @@ def run_facts(run: Run) -> str:
     "Counts and notes of a run in one line."
     count = len(run)
     parts = [f"{count} step{'' if count == 1 else 's'}"]
-    parts += [f"checkpoints after {', '.join(map(str, run.checkpoints))}"] if run.checkpoints else []
+    if run.checkpoints:
+        parts += [f"checkpoints after {', '.join(map(str, run.checkpoints))}"]
     return "; ".join([*parts, *run.notes])
 
 

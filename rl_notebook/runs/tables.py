@@ -23,17 +23,22 @@ from .records import read_table
 __all__ = []
 
 # %% ../../nbs/runs/04_tables.ipynb #81f9317c
-def reward_weights(rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarray]) -> np.ndarray | None:
+def reward_weights(
+    rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarray]
+) -> np.ndarray | None:
     "Weights (F,) that make rewards, (K, F) a group, explain advantages, (K,); None where none do, or several kinds."
     count = rewards[0].shape[1] if rewards else 0
-    left, there = np.zeros((count, count)), np.zeros(count)
+    left = np.zeros((count, count))
+    there = np.zeros(count)
     for scores, advantage in zip(rewards, advantages, strict=True):
         centred = np.nan_to_num(scores) - np.nan_to_num(scores).mean(axis=0)
         if (size := np.linalg.norm(advantage)) > 1e-6:
             along = np.outer(advantage, advantage @ centred) / size**2
             left += (centred - along).T @ (centred - along)
         there += (centred**2).sum(axis=0)
-    weights, vary, limit = np.full(count, float(count == 1)), np.flatnonzero(there > 0), 1e-8 * there.sum()
+    weights = np.full(count, float(count == 1))
+    vary = np.flatnonzero(there > 0)
+    limit = 1e-8 * there.sum()
     values, vectors = np.linalg.eigh(left[np.ix_(vary, vary)])
     unique = len(vary) > 0 and values[0] <= limit and (len(vary) == 1 or values[1] > limit)
     if unique:
@@ -44,7 +49,9 @@ def reward_weights(rewards: Sequence[np.ndarray], advantages: Sequence[np.ndarra
 class Trl(Reader):
     "`completions_*.parquet`, which TRL writes with `log_completions=True`."
 
-    origin, signature, number = "TRL", "completions/completions_*.parquet", r"completions_(\d+)"
+    origin = "TRL"
+    signature = "completions/completions_*.parquet"
+    number = r"completions_(\d+)"
     told = (
         "TRL writes no total reward: it is computed from the reward columns, with the weights that fit the advantages "
         "(0 for a column that is equal inside every group); a generation that is written again is read once"
@@ -54,7 +61,8 @@ class Trl(Reader):
     @cached_property
     def files(self) -> dict[int, list[Path]]:
         "The files that are whole and do not repeat the generation before them."
-        kept, last = dict[int, list[Path]](), None
+        kept = dict[int, list[Path]]()
+        last = None
         for step, paths in super().files.items():
             try:
                 drawn = read_table(paths[0], ["prompt", "completion"]).map(repr)
@@ -66,31 +74,47 @@ class Trl(Reader):
             last = drawn
         return kept
 
-    def _table(self, step: int) -> tuple[Any, list[str]]:  # rows with the number of their group, reward functions
+    def _table(
+        self, step: int
+    ) -> tuple[Any, list[str]]:  # rows with the number of their group, reward functions
         table = read_table(self.files[step][0]).map(_plain)
         asked = table["prompt"].map(json.dumps)
         numeric = table.select_dtypes("number").columns.difference(_NO_REWARD, sort=False)
         return table.assign(group=(asked != asked.shift()).cumsum()), list(numeric)
 
     @cached_property
-    def _weights(self) -> np.ndarray | None:  # of the reward functions, from steps of all of the run
-        scores, advantages = [], []
+    def _weights(
+        self,
+    ) -> np.ndarray | None:  # of the reward functions, from steps of all of the run
+        scores = []
+        advantages = []
         for step in self.steps[:: 1 + len(self.steps) // 20]:
             with suppress(RecordError), self.as_written(step):
                 table, functions = self._table(step)
                 scores += [own[functions].to_numpy(float) for _, own in table.groupby("group")]
-                advantages += [own["advantage"].to_numpy(float) for _, own in table.groupby("group")]
+                advantages += [
+                    own["advantage"].to_numpy(float) for _, own in table.groupby("group")
+                ]
         return reward_weights(scores, advantages)
 
     def _rows(self, step: int) -> Iterator[Row]:
-        (table, functions), weights = self._table(step), self._weights
+        (table, functions) = self._table(step)
+        weights = self._weights
         for row in table.to_dict("records"):
             scores = {name: None if np.isnan(row[name]) else float(row[name]) for name in functions}
             total = None
             if weights is not None and any(v is not None for v in scores.values()):
-                total = float(sum(w * (v or 0.0) for w, v in zip(weights, scores.values(), strict=True)))
-            text, group = written_text(row["completion"]), f"{step}-{row['group']}"
-            facts = {"prompt": row["prompt"], "advantages": row["advantage"], "group": group, "reward": total}
+                total = float(
+                    sum(w * (v or 0.0) for w, v in zip(weights, scores.values(), strict=True))
+                )
+            text = written_text(row["completion"])
+            group = f"{step}-{row['group']}"
+            facts = {
+                "prompt": row["prompt"],
+                "advantages": row["advantage"],
+                "group": group,
+                "reward": total,
+            }
             yield Row(text=text, rewards=scores, **facts)
 
 
@@ -121,13 +145,18 @@ def _held(kind: type, state: dict[str, Any]) -> dict[str, Any]:
 
 
 _TENSORDICT = ("_td.TensorDict", "tensorclass.NonTensorData", "tensorclass.NonTensorStack")
-_ALLOWED = [(_held, "tensordict._reductions._make_td"), *((_Held, f"tensordict.{name}") for name in _TENSORDICT)]
+_ALLOWED = [
+    (_held, "tensordict._reductions._make_td"),
+    *((_Held, f"tensordict.{name}") for name in _TENSORDICT),
+]
 
 
 class VerlBatches(PtFiles):
     "`tq_batch.pt` of verl's `skip.rollout_tq`, with the texts of `rollout_data_dir` where they lie beside it."
 
-    origin, signature, number = "verl (batches)", "GBS*/*/*/tq_batch.pt", r"/(\d+)/\d+/tq_batch"
+    origin = "verl (batches)"
+    signature = "GBS*/*/*/tq_batch.pt"
+    number = r"/(\d+)/\d+/tq_batch"
     told = "the rollout's side only"
     hook = VerlTexts.hook
 
@@ -135,9 +164,17 @@ class VerlBatches(PtFiles):
         import torch._dynamo  # noqa: F401  (torch wants it for jagged tensors)
 
         texts = VerlTexts.find(self.asked)
-        said = {r.info.get("uid"): r for r in texts._rows(step)} if texts and step in texts.steps else {}
+        said = (
+            {r.info.get("uid"): r for r in texts._rows(step)}
+            if texts and step in texts.steps
+            else {}
+        )
         for found in (load_pt(path, _ALLOWED) for path in self.files[step]):
-            fields = {n: v.unbind() for n, v in found["tensordict"]["_tensordict"].items() if hasattr(v, "unbind")}
+            fields = {
+                n: v.unbind()
+                for n, v in found["tensordict"]["_tensordict"].items()
+                if hasattr(v, "unbind")
+            }
             for i, (key, tag) in enumerate(zip(found["keys"], found["tags"], strict=True)):
                 if not tag.get("is_padding"):
                     mine = {name: values[i].numpy() for name, values in fields.items()}
@@ -147,10 +184,21 @@ class VerlBatches(PtFiles):
 _BATCH = {"response_mask": "loss_mask", "rollout_log_probs": "sampler_logprobs"}
 
 
-def _of_batch(field: Mapping[str, np.ndarray], tag: Mapping[str, Any], said: Row | None, group: str) -> Row:
+def _of_batch(
+    field: Mapping[str, np.ndarray], tag: Mapping[str, Any], said: Row | None, group: str
+) -> Row:
     "A row from fields of the response; scores stand at the token that they are of."
-    text = {} if said is None else {"text": said.text, "prompt": said.prompt, "info": said.info, "reward": said.reward}
+    text = (
+        {}
+        if said is None
+        else {"text": said.text, "prompt": said.prompt, "info": said.info, "reward": said.reward}
+    )
     scored = {"reward": float(field["rm_scores"].sum())} if "rm_scores" in field else {}
-    found = {"loss_mask": np.ones(len(field["responses"])), **renamed(field, _BATCH), **text, **scored}
+    found = {
+        "loss_mask": np.ones(len(field["responses"])),
+        **renamed(field, _BATCH),
+        **text,
+        **scored,
+    }
     tokens = np.concatenate([field["prompts"], field["responses"]])
     return Row(tokens=tokens, group=group, policy_version=tag.get("min_global_steps"), **found)

@@ -25,7 +25,8 @@ def branches(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, A
     "The nodes of each branch, root to leaf, in the order of the leaves."
     parents = {node.get("parent") for node in nodes}
     for leaf in (i for i in range(len(nodes)) if i not in parents):
-        path, at = [], leaf
+        path = []
+        at = leaf
         while at is not None and len(path) <= len(nodes):
             path.append(nodes[at])
             at = nodes[at].get("parent")
@@ -34,43 +35,74 @@ def branches(nodes: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, A
 
 def _spread(node: Mapping[str, Any], name: str) -> np.ndarray:  # (tokens of the node,)
     "A series of a node, one value a token, NaN where it has none."
-    ids, values = node["token_ids"], node.get(name) or []
-    found, sampled = np.full(len(ids), np.nan), np.asarray(node.get("mask") or [0] * len(ids), dtype=bool)
+    ids = node["token_ids"]
+    values = node.get(name) or []
+    found = np.full(len(ids), np.nan)
+    sampled = np.asarray(node.get("mask") or [0] * len(ids), dtype=bool)
     if values and len(values) not in (len(ids), int(sampled.sum())):
-        got, expected = f"{len(values)} values", f"{int(sampled.sum())}, one per sampled token, or {len(ids)}"
+        got = f"{len(values)} values"
+        expected = f"{int(sampled.sum())}, one per sampled token, or {len(ids)}"
         raise RecordError(f"{name} of a node", got=got, expected=expected)
     if values:
-        found[sampled if len(values) == sampled.sum() else slice(None)] = np.array(values, dtype=float)
+        found[sampled if len(values) == sampled.sum() else slice(None)] = np.array(
+            values, dtype=float
+        )
     return found
 
 # %% ../../nbs/runs/03_traces.ipynb #0247a785
-_NODES = {"logprobs": "sampler_logprobs", "trainer_logprobs": "policy_logprobs", "reference_logprobs": "ref_logprobs"}
+_NODES = {
+    "logprobs": "sampler_logprobs",
+    "trainer_logprobs": "policy_logprobs",
+    "reference_logprobs": "ref_logprobs",
+}
 _NODES |= {"entropies": "entropy", "advantages": "advantages"}
 
 
-def _branch(path: Sequence[Mapping[str, Any]], noted: Mapping[str, Any], told: Any) -> dict[str, Any]:
+def _branch(
+    path: Sequence[Mapping[str, Any]], noted: Mapping[str, Any], told: Any
+) -> dict[str, Any]:
     "Ids, mask and series of a branch; `told` is the advantage of its trace, which is not rounded."
     if not all(node.get("token_ids") for node in path if node.get("sampled")):
         return {"advantages": told}
     masks = [node.get("mask") or [0] * len(node.get("token_ids") or []) for node in path]
-    found = {ours: np.concatenate([_spread(node, name) for node in path]) for name, ours in _NODES.items()}
-    found = {name: values for name, values in found.items() if np.isfinite(values).any()} | renamed(noted, _NODES)
+    found = {
+        ours: np.concatenate([_spread(node, name) for node in path])
+        for name, ours in _NODES.items()
+    }
+    found = {name: values for name, values in found.items() if np.isfinite(values).any()} | renamed(
+        noted, _NODES
+    )
     rounded = np.asarray(found.get("advantages", np.nan), dtype=np.float64)
-    if isinstance(told, int | float) and not np.nan_to_num(np.abs(rounded - told)).max(initial=0.0) > 1e-4:
+    if (
+        isinstance(told, int | float)
+        and not np.nan_to_num(np.abs(rounded - told)).max(initial=0.0) > 1e-4
+    ):
         found["advantages"] = float(told)
     tokens = [token for node in path for token in node.get("token_ids") or []]
     return {"tokens": tokens, "loss_mask": np.concatenate(masks), **found}
 
 # %% ../../nbs/runs/03_traces.ipynb #40bd00a4
-def trace_rows(episode: Mapping[str, Any], notes: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[Row]:
+def trace_rows(
+    episode: Mapping[str, Any], notes: Mapping[str, Mapping[str, Any]] | None = None
+) -> Iterator[Row]:
     "A row for each branch of an episode; `notes` are annotations by trace id."
-    task, work = episode.get("task") or {}, (episode.get("run") or {}).get("work") or {}
-    group = (episode.get("group") or {}).get("id") or task.get("key") or (task.get("data") or {}).get("idx")
+    task = episode.get("task") or {}
+    work = (episode.get("run") or {}).get("work") or {}
+    group = (
+        (episode.get("group") or {}).get("id")
+        or task.get("key")
+        or (task.get("data") or {}).get("idx")
+    )
     version = (work.get("policy") or {}).get("start")
     every = episode.get("traces") or []
-    for trace in (t for t in every if (t.get("agent") or {}).get("trainable", True)):  # those of a judge aside
-        note, calls, scores = (notes or {}).get(trace["id"], {}), trace.get("calls") or [{}], trace.get("rewards") or {}
-        worth = [r["score"] * r.get("weight", 1.0) for r in scores.values() if r.get("score") is not None]
+    # those of a judge aside
+    for trace in (t for t in every if (t.get("agent") or {}).get("trainable", True)):
+        note = (notes or {}).get(trace["id"], {})
+        calls = trace.get("calls") or [{}]
+        scores = trace.get("rewards") or {}
+        worth = [
+            r["score"] * r.get("weight", 1.0) for r in scores.values() if r.get("score") is not None
+        ]
         drawn_at = {call.get("sampling", {}).get("temperature") for call in calls} - {None}
         told = note.get("info", {}).get("advantage", (trace.get("info") or {}).get("advantage"))
         facts = {
@@ -78,13 +110,18 @@ def trace_rows(episode: Mapping[str, Any], notes: Mapping[str, Mapping[str, Any]
             "rewards": {name: r.get("score") for name, r in scores.items()},
             "group": None if group is None else str(group),
             "run": trace["id"],
-            "finish_reason": {"length": "length", None: "unknown"}.get(calls[-1].get("finish_reason"), "stop"),
+            "finish_reason": {"length": "length", None: "unknown"}.get(
+                calls[-1].get("finish_reason"), "stop"
+            ),
             "policy_version": version,
             "temperature": float(drawn_at.pop()) if len(drawn_at) == 1 else 1.0,
         }
         for index, path in enumerate(branches(trace["nodes"])):
             first = next((k for k, node in enumerate(path) if node.get("sampled")), len(path))
-            prompt = [{"role": node["message"].get("role"), "content": _said(node)} for node in path[:first]]
+            prompt = [
+                {"role": node["message"].get("role"), "content": _said(node)}
+                for node in path[:first]
+            ]
             text = "\n".join(_said(node) for node in path if node.get("sampled"))
             yield Row(**facts, **_branch(path, note.get(index, {}), told), prompt=prompt, text=text)
 
@@ -93,7 +130,11 @@ def _said(node: Mapping[str, Any]) -> str:
     "The text of a message; parts that are no text by their type."
     content = node["message"].get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
-    return "".join(str(part.get("text") or f"({part.get('type')})") for part in parts) if content else ""
+    return (
+        "".join(str(part.get("text") or f"({part.get('type')})") for part in parts)
+        if content
+        else ""
+    )
 
 # %% ../../nbs/runs/03_traces.ipynb #9c028b65
 ROUNDED = "numbers per token are rounded to 4 decimals: a gap below 0.0001 cannot be seen"
@@ -102,8 +143,11 @@ ROUNDED = "numbers per token are rounded to 4 decimals: a gap below 0.0001 canno
 class PrimeRollouts(Reader):
     "`rollouts/step_*/train/{all,effective}/traces.jsonl` of prime-rl, August 2026."
 
-    origin, signature, number = "prime-rl (rollouts)", "rollouts/step_*/train/*/traces.jsonl", r"step_(\d+)"
-    told, logged = ROUNDED, "metrics.jsonl"
+    origin = "prime-rl (rollouts)"
+    signature = "rollouts/step_*/train/*/traces.jsonl"
+    number = r"step_(\d+)"
+    told = ROUNDED
+    logged = "metrics.jsonl"
 
     @property
     def steps(self) -> list[int]:
@@ -111,10 +155,13 @@ class PrimeRollouts(Reader):
         count = max(map(len, self.files.values()), default=0)
         return [step for step, paths in self.files.items() if len(paths) == count]
 
-    hook = "trainer logprobs are in `token_exports/` of the same run, with trainer.enable_token_export"
+    hook = (
+        "trainer logprobs are in `token_exports/` of the same run, with trainer.enable_token_export"
+    )
 
     def _rows(self, step: int) -> Iterator[Row]:
-        episodes = {episode["id"]: episode for episode in self._lines(step)}  # `all` comes before `effective`
+        # `all` comes before `effective`
+        episodes = {episode["id"]: episode for episode in self._lines(step)}
         return (row for episode in episodes.values() for row in trace_rows(episode))
 
 # %% ../../nbs/runs/03_traces.ipynb #1dc42993
@@ -126,13 +173,20 @@ _TRACE = re.compile(rb'"trace_id":\s*"([^"]+)"')
 class PrimeMonitors(Reader):
     "`monitors/file/traces` of prime-rl since September 2026."
 
-    origin, signature, logged = "prime-rl (monitors)", "monitors/file/traces", "monitors/file/metrics.jsonl"
+    origin = "prime-rl (monitors)"
+    signature = "monitors/file/traces"
+    logged = "monitors/file/metrics.jsonl"
     told = ROUNDED + "; samples without advantage are not trained"
     hook = "old logprobs: trainer.loss.type = custom, with an import_path that writes a bundle"
 
     @cached_property
-    def _index(self) -> tuple[dict[int, Places], dict[bytes, Places]]:  # of steps, and of the annotations of traces
-        episodes, notes = dict[int, Places](), dict[bytes, Places]()
+    def _index(
+        self,
+    ) -> tuple[
+        dict[int, Places], dict[bytes, Places]
+    ]:  # of steps, and of the annotations of traces
+        episodes = dict[int, Places]()
+        notes = dict[bytes, Places]()
         for path in sorted((self.path / self.signature).rglob("*.jsonl*")):
             for number, line in enumerate(text_lines(path)):
                 if (found := _STEP.search(line, 0, 65536)) and b'"traces"' in line:
@@ -148,8 +202,11 @@ class PrimeMonitors(Reader):
 
     def _rows(self, step: int) -> Iterator[Row]:
         episodes, notes = self._index
-        found, places = _parsed(episodes[step]), dict[Path, list[int]]()
-        for trace in (str(trace["id"]).encode() for episode in found for trace in episode["traces"]):
+        found = _parsed(episodes[step])
+        places = dict[Path, list[int]]()
+        for trace in (
+            str(trace["id"]).encode() for episode in found for trace in episode["traces"]
+        ):
             for path, numbers in notes.get(trace, {}).items():
                 places.setdefault(path, []).extend(numbers)
         newest: dict[str, dict[Any, Any]] = {}
@@ -164,12 +221,20 @@ class PrimeMonitors(Reader):
 def _parsed(places: Places) -> list[dict[str, Any]]:
     "The objects of these lines, files and lines in order; half a line at the end of a file is left out."
     kept = [(path, {*numbers}) for path, numbers in sorted(places.items())]
-    lines = [line for path, wanted in kept for number, line in enumerate(text_lines(path)) if number in wanted]
+    lines = [
+        line
+        for path, wanted in kept
+        for number, line in enumerate(text_lines(path))
+        if number in wanted
+    ]
     return [row for line in lines for row in parsed([line])]
 
 # %% ../../nbs/runs/03_traces.ipynb #7743c5cb
 class Verifiers(PrimeRollouts):
     "`traces.jsonl` of verifiers 0.4, all of it as step 0."
 
-    origin, signature, number, grows = "verifiers", "traces.jsonl", r"traces(\d*)", True
+    origin = "verifiers"
+    signature = "traces.jsonl"
+    number = r"traces(\d*)"
+    grows = True
     hook = "score the tokens with the model, as an evaluation has one series of logprobs"

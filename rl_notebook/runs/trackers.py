@@ -53,7 +53,9 @@ def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, pd.DataFrame):
             continue
         if isinstance(value, str) or not hasattr(value, "__float__"):
-            raise RecordError(f"metric {name!r}", where="tracker", got=repr(value)[:80], expected="one number")
+            raise RecordError(
+                f"metric {name!r}", where="tracker", got=repr(value)[:80], expected="one number"
+            )
         out[name] = float(value)
     return out
 
@@ -85,7 +87,9 @@ def extra(name: str, module: str, member: str) -> Any:
 def _no_start(name: str, e: Exception, fix: str) -> NoReturn:
     "Raise the error for a tracker that did not start."
     got = without_secrets(f"{type(e).__name__}: {' '.join(str(e).split())}")
-    raise RecordError(f"report_to={name!r} did not start", where="tracker", got=got, fix=fix) from None
+    raise RecordError(
+        f"report_to={name!r} did not start", where="tracker", got=got, fix=fix
+    ) from None
 
 # %% ../../nbs/runs/09_trackers.ipynb #a21b352c
 @dataclass(frozen=True)
@@ -111,7 +115,9 @@ def identify(run_name: str | None, log_path: str | os.PathLike[str] | None) -> R
         write_file(memory, json.dumps({"run_id": fresh.id}))
     except (OSError, ValueError, KeyError, TypeError) as e:
         fix = "Delete the file to give the run a new place in the trackers."
-        raise RecordError("run id", where=str(memory), got=repr(e), expected="a readable file", fix=fix) from e
+        raise RecordError(
+            "run id", where=str(memory), got=repr(e), expected="a readable file", fix=fix
+        ) from e
     return fresh
 
 # %% ../../nbs/runs/09_trackers.ipynb #565b9108
@@ -122,10 +128,13 @@ class WandBTracker:
         self,
         run: RunIdentity,  # name and id
         config: Mapping[str, Any],  # plain settings, shown beside the charts
-        log_path: str | os.PathLike[str] | None,  # its files go into `log_path/wandb`; None = ./wandb
+        log_path: str
+        | os.PathLike[str]
+        | None,  # its files go into `log_path/wandb`; None = ./wandb
         options: WandBConfig | None = None,  # entity, project, name
     ):
-        wandb, options = extra("wandb", "wandb", "init"), options or WandBConfig()
+        wandb = extra("wandb", "wandb", "init")
+        options = options or WandBConfig()
         try:
             self.run = wandb.init(
                 entity=options.entity,
@@ -203,8 +212,10 @@ class TensorBoardTracker:
             self.writer = self.open()
         except OSError as e:
             _no_start("tensorboard", e, "The run folder must be writable.")
-        self.step, self.names = math.inf, set[str]()  # the last step, and the numbers that were told of it first
-        self.writer.add_text("config", as_code(without_secrets(config)), -1)  # before all that is done again
+        # the last step, and the numbers that were told of it first
+        self.step, self.names = math.inf, set[str]()
+        # before all that is done again
+        self.writer.add_text("config", as_code(without_secrets(config)), -1)
 
     def log(self, metrics: Mapping[str, float | pd.DataFrame], step: int) -> None:
         "Write metrics of one step, or more of it; if it is done again, or an earlier one, nothing from it on counts."
@@ -212,10 +223,12 @@ class TensorBoardTracker:
         again = step == self.step and 2 * len(self.names & found.keys()) > len(self.names)
         if step < self.step or again:
             self.writer.close()
-            beside = all(name.startswith("eval/") for name in found)  # held-out scores do not do a step again
+            # held-out scores do not do a step again
+            beside = all(name.startswith("eval/") for name in found)
             self.writer = self.open(purge_step=step + beside)
         if step != self.step or again:
-            self.step, self.names = step, {*found}
+            self.step = step
+            self.names = {*found}
         for name, value in found.items():
             self.writer.add_scalar(name, value, step)
         for name, rows in tables(metrics, lambda dataframe: dataframe.to_dict("records")).items():
@@ -248,12 +261,19 @@ def open_trackers(
 ) -> list[Tracker]:
     "Start the trackers that a run reports to; raises MissingExtra, or RecordError for one that does not start."
     if unknown := [name for name in report_to if name not in _OPEN]:
-        raise ConfigError("report_to", got=", ".join(map(repr, unknown)), expected=f"any of {', '.join(_OPEN)}")
+        raise ConfigError(
+            "report_to", got=", ".join(map(repr, unknown)), expected=f"any of {', '.join(_OPEN)}"
+        )
     if "tensorboard" in report_to and log_path is None:
-        raise ConfigError("report_to='tensorboard'", got="no log_path", expected="a run folder for its event files")
+        raise ConfigError(
+            "report_to='tensorboard'",
+            got="no log_path",
+            expected="a run folder for its event files",
+        )
     if not report_to:
         return []
-    run, opened = identify(run_name, log_path), []
+    run = identify(run_name, log_path)
+    opened = []
     with contextlib.ExitStack() as if_one_fails:
         for name in dict.fromkeys(report_to):
             opened.append(_OPEN[name](run, config, log_path, wandb))

@@ -26,7 +26,14 @@ from ..core.metrics import step_metrics
 from ..core.options import TRL_PRESETS
 from ..config.aliases import canonical
 from ..config.settings import LossSettings
-from ..core.types import ConfigError, Datum, Logprobs, LossOutput, PromptGroup, RecordError
+from rl_notebook.core.types import (
+    ConfigError,
+    Datum,
+    Logprobs,
+    LossOutput,
+    PromptGroup,
+    RecordError,
+)
 from ..core.types import OFF, RLNotebookError, RolloutSample, or_off
 from .records import StepRecord, encode, read_record, staged_folder, write_record
 from .run import Run, RunFolder
@@ -39,24 +46,32 @@ __all__ = ['Watched', 'watch']
 _WORDS = "beta use_bias_correction_kl importance_sampling_level off_policy_mask_threshold top_entropy_quantile"
 _WORDS_OF = {"ppo": "epsilon delta", "sapo": "sapo_temperature_pos sapo_temperature_neg"}
 _WORDS_OF |= {"vespo": "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg"}
-_WORDS_OF_VLLM = [f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")]
+_WORDS_OF_VLLM = [
+    f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max", "clip_min")
+]
 
 
-def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOptions, and what they cannot say
+def trl_options(
+    trainer: Any,
+) -> tuple[dict[str, Any], list[str]]:  # of LossOptions, and what they cannot say
     "The loss that a trainer was asked for, in the words of `LossOptions`."
     args, kind, steps = trainer.args, trainer.loss_type, trainer.args.gradient_accumulation_steps
     loss = TRL_PRESETS.get(kind, {"policy_loss": kind})["policy_loss"]
     words = {name: getattr(args, name) for name in f"{_WORDS} {_WORDS_OF.get(loss, '')}".split()}
-    words |= {"epsilon_high": trainer.epsilon_high} if loss in ("ppo", "cispo") else {}
-    words |= {name: getattr(args, name) for name in _WORDS_OF_VLLM} if trainer.use_vllm else {}
-    words |= {"entropy_coef": args.entropy_coef} if args.entropy_coef and not args.use_adaptive_entropy else {}
+    if loss in ("ppo", "cispo"):
+        words |= {"epsilon_high": trainer.epsilon_high}
+    if trainer.use_vllm:
+        words |= {name: getattr(args, name) for name in _WORDS_OF_VLLM}
+    if args.entropy_coef and not args.use_adaptive_entropy:
+        words |= {"entropy_coef": args.entropy_coef}
     try:
         options = canonical(LossSettings, {"loss_type": kind, **words})[0]
     except ConfigError as error:
         return {}, [str(error)]
     if kind == "dr_grpo":
         options["max_completion_tokens"] = trainer.max_completion_length
-    by_update, parts = args.steps_per_generation == steps, steps * trainer.accelerator.num_processes
+    by_update = args.steps_per_generation == steps
+    parts = steps * trainer.accelerator.num_processes
     of_step = TRL_PRESETS[kind]["aggregation"] == "token_mean" and kind != "bnpo"
     unsaid = {
         f"{kind!r} divided by the tokens of each micro-batch": kind == "bnpo" and parts > 1,
@@ -65,7 +80,9 @@ def trl_options(trainer: Any) -> tuple[dict[str, Any], list[str]]:  # of LossOpt
         "an entropy bonus by micro-batch": bool(args.entropy_coef) and parts > 1,
         "an entropy bonus that adapts": args.use_adaptive_entropy,
         "the loss of a router": bool(getattr(trainer, "aux_loss_enabled", False)),
-        "a _compute_loss of your own": not type(trainer)._compute_loss.__module__.startswith("trl."),
+        "a _compute_loss of your own": not type(trainer)._compute_loss.__module__.startswith(
+            "trl."
+        ),
     }
     known = {name: value for name, value in options.items() if value is not None}
     return known, [what for what, there in unsaid.items() if there]
@@ -84,18 +101,27 @@ class Generation:
     tool_mask: Sequence[Sequence[int]] | None  # 1 where the policy wrote
     texts: Sequence[str]
     sampler: Sequence[Sequence[float | None]] | None
-    rewards: Mapping[str, np.ndarray] = field(default_factory=dict)  # by function, NaN = it returned None
-    total: np.ndarray = field(default_factory=lambda: np.zeros(0))  # NaN = no function returned anything
+    rewards: Mapping[str, np.ndarray] = field(
+        default_factory=dict
+    )  # by function, NaN = it returned None
+    total: np.ndarray = field(
+        default_factory=lambda: np.zeros(0)
+    )  # NaN = no function returned anything
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0))
     loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (B, C) as the loss has it
-    read: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (B, C) 0 where the model was not shown the token
+    read: np.ndarray = field(
+        default_factory=lambda: np.zeros(0)
+    )  # (B, C) 0 where the model was not shown the token
     weights: np.ndarray | None = None  # importance weights, (B, C) or (B, 1)
 
     def whole(self, row: int, values: Any) -> np.ndarray:  # (N,)
         "A series of completion positions in token coordinates; NaN on the prompt, None as NaN."
-        start, count = len(self.prompts[row]), len(self.completions[row])
+        start = len(self.prompts[row])
+        count = len(self.completions[row])
         found = np.array([math.nan if v is None else v for v in values], dtype=np.float64)
-        return np.concatenate([np.full(start, np.nan), found[:count] if len(found) > 1 else np.repeat(found, count)])
+        return np.concatenate(
+            [np.full(start, np.nan), found[:count] if len(found) > 1 else np.repeat(found, count)]
+        )
 
     def scored(self, row: int, values: Any) -> np.ndarray:  # (N-1,)
         "A series of the trainer's in target coordinates; NaN where TRL had a filler."
@@ -132,21 +158,32 @@ class Update:
         update: Mapping[str, float],  # what the optimizer said
         seconds: Mapping[str, float],  # by wrapped method
     ):
-        self.passes, self.update, self.seconds = passes, update, seconds
-        args, self.number = trainer.args, trainer.state.global_step
+        self.passes = passes
+        self.update = update
+        self.seconds = seconds
+        args = trainer.args
+        self.number = trainer.state.global_step
         self.ends = {*trainer.eos_token_ids, trainer.processing_class.pad_token_id}
-        asked = {name: getattr(args, name) for name in ("temperature", *OFF)} | (args.generation_kwargs or {})
+        asked = {name: getattr(args, name) for name in ("temperature", *OFF)} | (
+            args.generation_kwargs or {}
+        )
         cut = any(or_off(name, asked[name]) != off for name, off in OFF.items())
         self.drawn = {"temperature": float(asked["temperature"]), "processed": cut}
         self.scored_at = float(args.temperature)  # generation_kwargs do not reach it
-        self.dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(trainer.model.dtype)[6:]
+        self.dtype = (
+            "bfloat16" if args.bf16 else "float16" if args.fp16 else str(trainer.model.dtype)[6:]
+        )
 
     def record(self) -> StepRecord:
         "What this process had of the step."
-        generations = {p["generation"].number(row): p["generation"] for p in self.passes for row in p["rows"]}
+        generations = {
+            p["generation"].number(row): p["generation"] for p in self.passes for row in p["rows"]
+        }
         numbers = sorted(generations)
         groups = [self._group(generations[n], n, i) for i, n in enumerate(numbers)]
-        datums, logprobs, gradients = [], [], []
+        datums = []
+        logprobs = []
+        gradients = []
         for p in self.passes:
             for at, row in enumerate(p["rows"]):
                 datums.append(_datum(p, at, row, numbers.index(p["generation"].number(row))))
@@ -157,7 +194,9 @@ class Update:
             step=self.number,
             groups=tuple(groups),
             datums=tuple(datums),
-            loss=LossOutput(sum(p["loss"] for p in self.passes), theirs, tuple(logprobs), tuple(gradients)),
+            loss=LossOutput(
+                sum(p["loss"] for p in self.passes), theirs, tuple(logprobs), tuple(gradients)
+            ),
             metrics=self.update,
             policy_version=self.number,
             seconds=_phases(self.seconds),
@@ -179,14 +218,20 @@ class Update:
         wrote = [1] * len(ids) if g.tool_mask is None else list(g.tool_mask[row])
         return RolloutSample(
             tokens=g.tokens(row),
-            logprobs=np.full(len(g.tokens(row)), np.nan) if g.sampler is None else g.whole(row, g.sampler[row]),
+            logprobs=np.full(len(g.tokens(row)), np.nan)
+            if g.sampler is None
+            else g.whole(row, g.sampler[row]),
             loss_mask=np.array([0] * len(g.prompts[row]) + wrote),
             reward=None if math.isnan(g.total[row]) else float(g.total[row]),
             finish_reason="stop" if ids[-1] in self.ends else "length",
             text=g.texts[row],
-            rewards={name: None if math.isnan(v[row]) else float(v[row]) for name, v in g.rewards.items()},
+            rewards={
+                name: None if math.isnan(v[row]) else float(v[row]) for name, v in g.rewards.items()
+            },
             policy_version=g.version,
-            info={} if g.weights is None else {"importance_sampling_ratio": g.whole(row, g.weights[row])},
+            info={}
+            if g.weights is None
+            else {"importance_sampling_ratio": g.whole(row, g.weights[row])},
             **self.drawn,
         )
 
@@ -194,13 +239,18 @@ class Update:
         "The policy's logprobs as the loss had them, and its entropy."
         scored = p["generation"].scored
         entropy = None if p["entropy"] is None else scored(row, p["entropy"][at])
-        facts = {"policy_version": self.number - 1, "temperature": self.scored_at, "dtype": self.dtype}
+        facts = {
+            "policy_version": self.number - 1,
+            "temperature": self.scored_at,
+            "dtype": self.dtype,
+        }
         return Logprobs(scored(row, p["policy"][at]), entropy=entropy, **facts)
 
 # %% ../../nbs/runs/08_watch.ipynb #da97c58a
 def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecord:
     "The step, of what each process had of it. Its loss is the mean of theirs, as TRL averages their gradients."
-    groups, datums = list[PromptGroup](), list[Datum]()
+    groups = list[PromptGroup]()
+    datums = list[Datum]()
     losses = [part.loss for part in parts if part.loss is not None]
     for part in parts:
         start = len(groups)
@@ -210,7 +260,8 @@ def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecor
     value = sum(loss.loss for loss in losses) / len(losses)
     theirs = pd.DataFrame([loss.metrics for loss in losses]).mean().to_dict()
     gradients = tuple(g / len(losses) for loss in losses for g in loss.dlogprobs)
-    loss, first = LossOutput(value, theirs, logprobs, gradients), parts[0]
+    loss = LossOutput(value, theirs, logprobs, gradients)
+    first = parts[0]
     options, ours = proven(options, datums, loss)
     loss = replace(loss, metrics={**ours, **theirs})
     return replace(
@@ -236,12 +287,16 @@ def proven(
     leaves = [torch.tensor(lp.values, requires_grad=True) for lp in loss.logprobs]
     try:
         loss_fn = make_loss_fn(datums, **options)
-        entropies = [[torch.tensor(lp.entropy) for lp in loss.logprobs]] if reads_entropy(loss_fn) else []
+        entropies = (
+            [[torch.tensor(lp.entropy) for lp in loss.logprobs]] if reads_entropy(loss_fn) else []
+        )
         ours, metrics = loss_fn(datums, leaves, *entropies)
     except RLNotebookError as error:  # a token without a sampler's logprob
         return {"make_loss": f"TRL's own: {error}"}, {}
     if abs(ours.item() - loss.loss) > 1e-5 * max(1.0, abs(loss.loss)):
-        return {"make_loss": f"TRL's own: the loss is {loss.loss:.5g}, and {ours.item():.5g} by its loss_type"}, {}
+        return {
+            "make_loss": f"TRL's own: the loss is {loss.loss:.5g}, and {ours.item():.5g} by its loss_type"
+        }, {}
     ours.backward()
     by_formula = np.concatenate([np.nan_to_num(np.asarray(leaf.grad)) for leaf in leaves])
     arrived = np.concatenate(loss.dlogprobs)
@@ -262,7 +317,9 @@ def _datum(p: Mapping[str, Any], at: int, row: int, group: int) -> Datum:
     series: dict[str, Any] = {f"{name}_logprobs": g.scored(row, p[name][at]) for name in known}
     if g.sampler is not None:
         series["sampler_logprobs"] = g.whole(row, g.sampler[row])[1:]
-    return Datum(g.tokens(row), mask, float(g.advantages[row]), group=group, sample=row % g.size, **series)
+    return Datum(
+        g.tokens(row), mask, float(g.advantages[row]), group=group, sample=row % g.size, **series
+    )
 
 
 def _phases(seconds: Mapping[str, float]) -> dict[str, float]:
@@ -284,7 +341,8 @@ def trl_settings(trainer: Any) -> dict[str, Any]:
     "The settings of a trainer under TRL's names, as a run folder keeps them."
     from transformers import TrainingArguments
 
-    theirs, base = trainer.args.to_dict(), {f.name for f in fields(TrainingArguments)}
+    theirs = trainer.args.to_dict()
+    base = {f.name for f in fields(TrainingArguments)}
     known = {n: v for n, v in theirs.items() if (n in _KEPT or n not in base) and v is not None}
     name = getattr(trainer.model.config, "_name_or_path", "")
     planned = {"steps": trainer.args.max_steps} if trainer.args.max_steps > 0 else {}
@@ -295,25 +353,32 @@ def trl_settings(trainer: Any) -> dict[str, Any]:
 
 def _is_plain(value: Any) -> bool:
     "Whether YAML holds it."
-    return isinstance(value, str | int | float | bool) or (isinstance(value, list) and all(map(_is_plain, value)))
+    return isinstance(value, str | int | float | bool) or (
+        isinstance(value, list) and all(map(_is_plain, value))
+    )
 
 # %% ../../nbs/runs/08_watch.ipynb #bf0587db
 MAX_ENTRIES = 2**16  # of a tensor, which are compared before and after an update
 
 
-def weight_entries(model: Any) -> dict[str, tuple[float, Any]]:  # name: (entries that each stands for, values)
+def weight_entries(
+    model: Any,
+) -> dict[str, tuple[float, Any]]:  # name: (entries that each stands for, values)
     "Evenly spaced entries of each trained tensor, copied; of a sharded one, those of this process."
     found = {}
     for name, parameter in model.named_parameters():
         values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if parameter.requires_grad and values.numel():
             flat = values.detach().reshape(-1)
-            some = flat[:: len(flat) // MAX_ENTRIES | 1].clone()  # an odd distance meets every column
+            # an odd distance meets every column
+            some = flat[:: len(flat) // MAX_ENTRIES | 1].clone()
             found[name] = len(flat) / len(some), some
     return found
 
 
-def moved_by(before: Mapping[str, tuple[float, Any]], after: Mapping[str, tuple[float, Any]]) -> float:
+def moved_by(
+    before: Mapping[str, tuple[float, Any]], after: Mapping[str, tuple[float, Any]]
+) -> float:
     "L2 norm of the change of the tensors in both, from their entries."
     pairs = [(*before[name], after[name][1]) for name in before.keys() & after.keys()]
     squares = [share * (new.double() - old.double()).square().sum() for share, old, new in pairs]
@@ -326,8 +391,13 @@ TAPPED = "_generate _generate_and_score_completions _calculate_rewards _get_per_
 class Taps:
     "Wraps on the methods of a trainer, which copy what goes through."
 
-    def __init__(self, trainer: Any, guard: Callable[..., None], step_ends: Callable[[Update], None]):
-        self.trainer, self.guard, self.step_ends = trainer, guard, step_ends  # `guard(what, *args)` calls what is ours
+    def __init__(
+        self, trainer: Any, guard: Callable[..., None], step_ends: Callable[[Update], None]
+    ):
+        # `guard(what, *args)` calls what is ours
+        self.trainer = trainer
+        self.guard = guard
+        self.step_ends = step_ends
         self.rank, self.ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
         self.generation: Generation | None = None  # the last one
         self.groups = 0  # drawn so far, by all processes
@@ -335,7 +405,8 @@ class Taps:
         self.inside: dict[str, Any] = {}  # of the current pass
         self.seconds: dict[str, float] = {}
         self.update: dict[str, float] = {}
-        self.before: dict[str, tuple[float, Any]] = {}  # entries of the weights as the step found them
+        # entries of the weights as the step found them
+        self.before: dict[str, tuple[float, Any]] = {}
         self.wrap("_generate", self.generated, "sample")
         self.wrap("_calculate_rewards", self.rewarded, "score")
         self.wrap("_generate_and_score_completions", self.scored, "generation")
@@ -362,7 +433,10 @@ class Taps:
         "TRL's `_compute_loss`, with a note of each micro-batch that is trained on."
 
         def compute_loss(model: Any, inputs: Any) -> Any:
-            self.inside, before = {}, {name: len(v) for name, v in self.trainer._metrics["train"].items()}
+            self.inside, before = (
+                {},
+                {name: len(v) for name, v in self.trainer._metrics["train"].items()},
+            )
             result = loss(model, inputs)
             if self.trainer.model.training:
                 self.guard(self.lost, inputs, before)
@@ -379,60 +453,82 @@ class Taps:
         if sampler and tool_mask:  # TRL fills what tools answered with 0
             rows = zip(sampler, tool_mask, strict=True)
             sampler = [[v if w else None for v, w in zip(*row, strict=True)] for row in rows]
-        places, texts = (self.groups + self.rank * count, t.num_generations, loaded), list(map(written_text, said))
+        places = (self.groups + self.rank * count, t.num_generations, loaded)
+        texts = list(map(written_text, said))
         self.generation = Generation(*places, (), ids, completions, tool_mask, texts, sampler)
         self.groups += count * self.ranks
 
     def rewarded(self, per_function: Any, *_: Any) -> None:
         "What each reward function said of the rows of this process, and their weighted sum."
         assert self.generation is not None
-        values, weights = _array(per_function), _array(self.trainer.reward_weights)
+        values = _array(per_function)
+        weights = _array(self.trainer.reward_weights)
         values = np.split(values, self.ranks)[self.rank]
         self.generation.rewards = dict(zip(self.trainer.reward_func_names, values.T, strict=True))
-        self.generation.total = np.where(np.isnan(values).all(1), np.nan, np.nansum(values * weights, axis=1))
+        self.generation.total = np.where(
+            np.isnan(values).all(1), np.nan, np.nansum(values * weights, axis=1)
+        )
 
     def scored(self, out: dict[str, Any], inputs: Sequence[Mapping[str, Any]]) -> None:
         "Advantages and masks; a number for each row, which is shuffled and split like the rest."
         import torch
 
-        g, ids = self.generation, out["completion_ids"]
+        g = self.generation
+        ids = out["completion_ids"]
         assert g is not None
-        g.rows, g.advantages, g.read = inputs, _array(out["advantages"]), _array(out["completion_mask"])
+        g.rows, g.advantages, g.read = (
+            inputs,
+            _array(out["advantages"]),
+            _array(out["completion_mask"]),
+        )
         g.loss_mask = g.read * (_array(out["tool_mask"]) if "tool_mask" in out else 1)
         g.weights = _array(out.get("importance_sampling_ratio"))
         out["rln_row"] = torch.arange(len(ids), device=ids.device)
 
     def passed(self, out: Sequence[Any], *_: Any) -> None:
         "The policy's logprobs of a micro-batch, and a hook for the gradient that arrives at them."
-        logprobs, found, scaler = out[0], self.inside, getattr(self.trainer.accelerator, "scaler", None)
+        logprobs, found, scaler = (
+            out[0],
+            self.inside,
+            getattr(self.trainer.accelerator, "scaler", None),
+        )
         if not logprobs.requires_grad:  # a pass of the reference, or for the ratio
             return
         found |= {"policy": _array(logprobs), "entropy": _array(out[1])}
 
         def keep(gradient: Any) -> None:
-            found["dlogprobs"] = _array(gradient) / (scaler.get_scale() if scaler is not None else 1.0)
+            found["dlogprobs"] = _array(gradient) / (
+                scaler.get_scale() if scaler is not None else 1.0
+            )
 
         logprobs.register_hook(keep)
 
     def lost(self, inputs: Mapping[str, Any], before: Mapping[str, int]) -> None:
         "The series that the loss of a micro-batch was computed from."
-        found, kept = self.inside, self.trainer._metrics["train"]
+        found = self.inside
+        kept = self.trainer._metrics["train"]
         if "policy" not in found:
             expected = "a _compute_loss that asks _get_per_token_logps_and_entropies for them"
             raise RecordError("the policy's logprobs", got="none", expected=expected)
         found |= {name: _array(inputs.get(f"{name}_per_token_logps")) for name in ("old", "ref")}
         found |= {"rows": inputs["rln_row"].tolist(), "generation": self.generation}
-        found["metrics"] = {n: float(v[-1]) for n, v in kept.items() if len(v) > before.get(n, 0) and n != "entropy"}
+        found["metrics"] = {
+            n: float(v[-1]) for n, v in kept.items() if len(v) > before.get(n, 0) and n != "entropy"
+        }
         self.passes.append(found)
 
     def stepped(self, loss: Any, *_: Any) -> None:
         "The loss of a micro-batch as TRL logs it, whatever stands around `_compute_loss`."
         new = [p for p in self.passes if "loss" not in p]
         if len(new) != 1:
-            got, expected = f"{len(new)} calls of _compute_loss in it", "one"
-            raise RecordError("a micro-batch", got=got, expected=expected, fix="See what overrides compute_loss.")
+            got = f"{len(new)} calls of _compute_loss in it"
+            expected = "one"
+            raise RecordError(
+                "a micro-batch", got=got, expected=expected, fix="See what overrides compute_loss."
+            )
         new[0] |= {"loss": float(loss)}
-        new[0].setdefault("dlogprobs", np.zeros_like(new[0]["policy"]))  # the loss does not depend on them
+        # the loss does not depend on them
+        new[0].setdefault("dlogprobs", np.zeros_like(new[0]["policy"]))
 
     def normed(self, norm: Any, *_: Any) -> None:
         "The gradient's norm before it is cut, and the rate of this update."
@@ -450,10 +546,14 @@ class Taps:
         if self.before:
             self.update["update_norm"] = moved_by(self.before, weight_entries(self.trainer.model))
         self.step_ends(Update(self.trainer, self.passes, self.update, self.seconds))
-        self.passes, self.update, self.seconds, self.before = [], {}, {}, {}
+        self.passes = []
+        self.update = {}
+        self.seconds = {}
+        self.before = {}
 
 # %% ../../nbs/runs/08_watch.ipynb #c1f703cc
-PATIENCE = 600.0  # seconds that the first process waits for the others' parts of a step, beside training
+# seconds that the first process waits for the others' parts of a step, beside training
+PATIENCE = 600.0
 
 
 def _array(values: Any) -> Any:
@@ -463,7 +563,9 @@ def _array(values: Any) -> Any:
 # %% ../../nbs/runs/08_watch.ipynb #bc4c81c0
 def open_folder(path: Path, settings: Mapping[str, Any]) -> RunFolder:
     "A new run folder, or that of a run of TRL, which a checkpoint may continue."
-    if (path / "run.json").exists() and str(Run.open(path).config.get("trainer")).startswith("trl "):
+    if (path / "run.json").exists() and str(Run.open(path).config.get("trainer")).startswith(
+        "trl "
+    ):
         run = RunFolder.resume(path, settings)
         for left in path.glob("process-*"):  # of the processes of the run before
             shutil.rmtree(left) if left.is_dir() else left.unlink()
@@ -474,8 +576,11 @@ def open_folder(path: Path, settings: Mapping[str, Any]) -> RunFolder:
 def check_watchable(trainer: Any) -> None:
     "Raise ConfigError for a trainer that is watched already, or whose groups are spread over processes."
     if trainer._generate.__module__ == __name__:
-        raise ConfigError("watch", got="a trainer that is watched already", expected="one call for each trainer")
-    size, rows = trainer.num_generations, trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        raise ConfigError(
+            "watch", got="a trainer that is watched already", expected="one call for each trainer"
+        )
+    size = trainer.num_generations
+    rows = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     if rows % size:
         got = f"groups of {size} that are spread over processes: each generates {rows} completions"
         fix = f"Make per_device_train_batch_size * steps_per_generation a multiple of num_generations={size}."
@@ -500,11 +605,13 @@ class Watched:
         self.processes = trainer.accelerator.num_processes
         self.run = None if self.rank else open_folder(self.path, trl_settings(trainer))
         self.ended = ""  # why nothing more is recorded; empty = it is
-        self.cost, self.begun = 0.0, time.perf_counter()  # seconds of recording: in training's thread, and beside it
+        # seconds of recording: in training's thread, and beside it
+        self.cost, self.begun = 0.0, time.perf_counter()
         self._last: StepRecord | None = None
         self._pen = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # a step is written while the next one is drawn
-        taps, watched = Taps(trainer, self._guarded, self._put), self
+        taps = Taps(trainer, self._guarded, self._put)
+        watched = self
 
         class StepEnds(TrainerCallback):
             def on_train_begin(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
@@ -538,7 +645,8 @@ class Watched:
 
     def flush(self) -> None:
         "Wait until the last step is written."
-        writing, self._writing = self._writing, None
+        writing = self._writing
+        self._writing = None
         if writing is not None:
             writing.result()
 
@@ -547,7 +655,9 @@ class Watched:
         if self.run is not None and self.run.steps and not step:
             got = f"{len(self.run)} recorded steps, and a training that begins at its first"
             fix = "Pass resume_from_checkpoint to train(), or watch into another folder."
-            raise RecordError("the run folder holds another run", where=str(self.path), got=got, fix=fix)
+            raise RecordError(
+                "the run folder holds another run", where=str(self.path), got=got, fix=fix
+            )
 
     def _begin(self, taps: Taps, step: int) -> None:
         "Continue behind a step; what is recorded of later ones is moved to `discarded`."
@@ -580,12 +690,15 @@ class Watched:
 
     def _part(self, rank: int, step: int) -> StepRecord:
         "What another process had of a step, once it is there."
-        folder, until = self._handed_over(rank, step), time.monotonic() + PATIENCE
+        folder = self._handed_over(rank, step)
+        until = time.monotonic() + PATIENCE
         while not folder.exists():
             self._refuse_ended(rank)
             if time.monotonic() > until:
                 expected = f"its part of the step within {PATIENCE:g} s"
-                raise RecordError("another process", where=str(folder), got="nothing", expected=expected)
+                raise RecordError(
+                    "another process", where=str(folder), got="nothing", expected=expected
+                )
             time.sleep(0.02)
         part = read_record(folder)
         shutil.rmtree(folder)
@@ -594,7 +707,12 @@ class Watched:
     def _refuse_ended(self, rank: int) -> None:
         "Raise where another process records nothing more, so that nobody waits for it."
         if (why := self.path / f"process-{rank}.ended").exists():
-            raise RecordError("another process", where=str(why), got=why.read_text(), expected="its part of a step")
+            raise RecordError(
+                "another process",
+                where=str(why),
+                got=why.read_text(),
+                expected="its part of a step",
+            )
 
     def _end(self) -> None:
         "Give up the folder; what the others had handed over and nobody joined goes."
@@ -612,7 +730,10 @@ class Watched:
             what(*args)
         except Exception as error:  # whatever it is
             self.ended = f"{type(error).__name__}: {error}"
-            warnings.warn(f"{self.path}: nothing more is recorded, training goes on. {self.ended}", stacklevel=2)
+            warnings.warn(
+                f"{self.path}: nothing more is recorded, training goes on. {self.ended}",
+                stacklevel=2,
+            )
             if self.processes > 1:
                 with suppress(OSError):  # of a folder that is gone
                     (self.path / f"process-{self.rank}.ended").write_text(self.ended)
@@ -621,7 +742,11 @@ class Watched:
 
     def __repr__(self) -> str:
         share = self.cost / max(time.perf_counter() - self.begun, 1e-9)
-        steps = f"process {self.rank} of {self.processes}" if self.run is None else f"{len(self.run)} steps"
+        steps = (
+            f"process {self.rank} of {self.processes}"
+            if self.run is None
+            else f"{len(self.run)} steps"
+        )
         said = f"Watched({self.path.name}: {steps}, recording took {share:.0%} of the time"
         said += f"; nothing more is recorded: {self.ended})" if self.ended else ")"
         return said if self._last is None else f"{said}\n{self._last.verdict}"

@@ -19,7 +19,15 @@ import pandas as pd
 
 from ..core.advantages import is_dead
 from ..core.metrics import reward_names
-from ..core.types import UNSEEN, Datum, LossOutput, PromptGroup, RolloutSample, escape_unseen, without_keys
+from rl_notebook.core.types import (
+    UNSEEN,
+    Datum,
+    LossOutput,
+    PromptGroup,
+    RolloutSample,
+    escape_unseen,
+    without_keys,
+)
 
 if TYPE_CHECKING:
     from rl_notebook.task.data import Prompt, Rollouts
@@ -30,7 +38,9 @@ __all__ = ['HUES', 'number', 'token_bytes', 'token_text', 'token_texts', 'shapes
 # %% ../../nbs/show/00_html.ipynb #b7f802f1
 def prompt_text(row: Mapping[str, Any]) -> str:
     "The prompt of a row as text, for display."
-    value = next((row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), "")
+    value = next(
+        (row[name] for name in ("messages", "prompt", "question") if row.get(name) is not None), ""
+    )
     if isinstance(value, Sequence) and not isinstance(value, str):
         turns = [m for m in value if isinstance(m, Mapping)]
         return "\n".join(f"{m.get('role', '')}: {m.get('content', '')}" for m in turns)
@@ -48,11 +58,14 @@ def number(value: float | None, form: str = ".4g") -> str:
     if value is None or math.isnan(value):
         return "–"
     text = format(value, form)
-    return text.replace("-", "+" if form.startswith("+") else "") if not text.strip("-+0.%") else text
+    return (
+        text.replace("-", "+" if form.startswith("+") else "") if not text.strip("-+0.%") else text
+    )
 
 # %% ../../nbs/show/00_html.ipynb #3112d673
 _SHOWN = {" ": "·", "\n": "⏎", "\t": "⇥"}
-_UNSEEN = (*UNSEEN, "Co", "Cn", "Zs")  # in a token also white space that is not a plain blank, and unassigned signs
+# in a token also white space that is not a plain blank, and unassigned signs
+_UNSEEN = (*UNSEEN, "Co", "Cn", "Zs")
 LONGEST_TEXT = 120  # signs of a token that are shown
 
 
@@ -80,7 +93,9 @@ def _byte_of() -> dict[str, int]:
 
 def token_bytes(token: int, tokenizer: Any) -> bytes:
     "What one token stands for, special tokens included; where it is a part of a character, its bytes."
-    text = str(tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = str(
+        tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
     to_piece = getattr(tokenizer, "convert_ids_to_tokens", None)
     piece = str(to_piece(token)) if to_piece else ""
     if "▁" in piece:
@@ -110,7 +125,10 @@ def token_texts(
     if tokenizer is None:
         return [str(t) for t in ids], []
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {*getattr(tokenizer, "all_special_ids", ()), *(t for t, about in added.items() if about.special)}
+    special = {
+        *getattr(tokenizer, "all_special_ids", ()),
+        *(t for t, about in added.items() if about.special),
+    }
     shown = {t: shown_text(token_text(t, tokenizer)) for t in set(ids)}
     return [shown[t] for t in ids], [i for i, t in enumerate(ids) if t in special]
 
@@ -126,7 +144,11 @@ SOFT = "opacity:.62"  # instead of a grey, which would suit one theme only
 def tint(hue: str, strength: float) -> str:
     "A hue as a background of a strength from 0 to 1; empty where it would be invisible."
     alpha = round(255 * STRONGEST * min(abs(strength), 1.0)) if math.isfinite(strength) else 0
-    return "".join(("#", *(f"{int(c):02x}" for c in HUES[hue].split(",")), f"{alpha:02x}")) if alpha >= 5 else ""
+    return (
+        "".join(("#", *(f"{int(c):02x}" for c in HUES[hue].split(",")), f"{alpha:02x}"))
+        if alpha >= 5
+        else ""
+    )
 
 
 def signed_tint(value: float, limit: float) -> str:
@@ -136,11 +158,17 @@ def signed_tint(value: float, limit: float) -> str:
 
 def tag(name: str, *inside: str, **attributes: Any) -> str:
     "An HTML element around safe HTML; `kind` is its class, and what is empty is left out."
-    text = "".join(f' {"class" if k == "kind" else k}="{html.escape(str(v))}"' for k, v in attributes.items() if v)
+    text = "".join(
+        f' {"class" if k == "kind" else k}="{html.escape(str(v))}"'
+        for k, v in attributes.items()
+        if v
+    )
     return f"<{name}{text}>{''.join(inside)}</{name}>"
 
 # %% ../../nbs/show/00_html.ipynb #cec725fc
-def image(svg: str, label: str, look: str) -> str:  # label: read out; look: attributes of the element
+def image(
+    svg: str, label: str, look: str
+) -> str:  # label: read out; look: attributes of the element
     "An SVG document as an image element that carries it."
     data = base64.b64encode(svg.encode("utf-8", "backslashreplace")).decode()
     return f'<img alt="{html.escape(label)}" {look} src="data:image/svg+xml;base64,{data}">'
@@ -149,7 +177,9 @@ def image(svg: str, label: str, look: str) -> str:  # label: read out; look: att
 _Rect = tuple[str, float, float, float, float]  # colour as CSS; x, y, width, height in pixels
 
 
-def shapes(rects: Iterable[_Rect], width: float, height: float, label: str, line: float | None = None) -> str:
+def shapes(
+    rects: Iterable[_Rect], width: float, height: float, label: str, line: float | None = None
+) -> str:
     "Rectangles as a picture, one path a colour; `line` is the height of a base line."
     paths: dict[str, list[str]] = {}
     for colour, *place in rects:
@@ -186,7 +216,9 @@ def table(
     body = []
     for row in rows:
         wide = f' colspan="{len(head)}"' if len(row) == 1 < len(head) else ""
-        cells = "".join(f'<td{wide} style="{s}">{c}</td>' for c, s in zip(row, looks[: len(row)], strict=True))
+        cells = "".join(
+            f'<td{wide} style="{s}">{c}</td>' for c, s in zip(row, looks[: len(row)], strict=True)
+        )
         body.append(f'<tr style="background:none">{cells}</tr>')
     return f'<table style="{_TABLE}"><thead><tr>{top}</tr></thead><tbody>{"".join(body)}</tbody></table>'
 
@@ -203,9 +235,14 @@ def html_table(
 ) -> str:
     "A table in which every heading and cell is escaped and white space is kept; numbers are on the right."
     rows = [list(row) for row in rows]
-    numeric = [all(isinstance(r[i], int | float | None) for r in rows) and bool(rows) for i in range(len(columns))]
+    numeric = [
+        all(isinstance(r[i], int | float | None) for r in rows) and bool(rows)
+        for i in range(len(columns))
+    ]
     looks = [_CELL.replace("left", "right") if right else _CELL + _KEPT for right in numeric]
-    return table([_cell(on_one_line(c)) for c in columns], ([_cell(v) for v in row] for row in rows), looks)
+    return table(
+        [_cell(on_one_line(c)) for c in columns], ([_cell(v) for v in row] for row in rows), looks
+    )
 
 # %% ../../nbs/show/00_html.ipynb #6f548a48
 MOST_ITEMS = 8  # prompts, groups or sequences that a drawing shows
@@ -229,7 +266,9 @@ def more(count: int, what: str) -> str:
     return tag("div", f"and {count} more {what}", style=f"{_SMALL};{SOFT}") if count > 0 else ""
 
 
-def fitted(head: Sequence[str], rows: Iterable[Sequence[str]], total: int, what: str, budget: int = BUDGET) -> str:
+def fitted(
+    head: Sequence[str], rows: Iterable[Sequence[str]], total: int, what: str, budget: int = BUDGET
+) -> str:
     "A table of the first rows that fit into so many bytes, and how many of the total are not in it."
     drawn = within(rows, budget)
     return table(head, drawn) + more(total - len(drawn), what)
@@ -242,28 +281,49 @@ def folded(summary: str, inside: str) -> str:
 # %% ../../nbs/show/00_html.ipynb #a41fea68
 def frame_html(frame: pd.DataFrame, most: int = ROWS) -> str:
     "The first rows of a table of numbers and text."
-    plain = lambda v: v.item() if isinstance(v, np.generic) else on_one_line(v, 100) if isinstance(v, str) else v
+
+    def plain(v):
+        return (
+            v.item()
+            if isinstance(v, np.generic)
+            else on_one_line(v, 100)
+            if isinstance(v, str)
+            else v
+        )
+
     rows = [[plain(v) for v in row] for row in frame.head(most).itertuples(index=False)]
     table = html_table([str(c) for c in frame.columns], rows) if len(frame) else ""
     return table + more(len(frame) - most, "rows")
 
 # %% ../../nbs/show/00_html.ipynb #63bb8a2e
-_TEXT = "font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere"
+_TEXT = (
+    "font:12px ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere"
+)
 
 
-def scale_html(what: str, steps: Iterable[tuple[float, str]], form: str = ".4g", end: str = "") -> str:
+def scale_html(
+    what: str, steps: Iterable[tuple[float, str]], form: str = ".4g", end: str = ""
+) -> str:
     "What a tint means: values, each on its own."
-    shown = (tag("span", f" {number(v, form)} ", style=f"background:{tint or 'none'}") for v, tint in steps)
+    shown = (
+        tag("span", f" {number(v, form)} ", style=f"background:{tint or 'none'}")
+        for v, tint in steps
+    )
     return tag("div", f"colour: {what} {' '.join(shown)}{end}", style=_SMALL)
 
 
-def token_strip(texts: Sequence[str], tints: Sequence[str] = (), dim: Sequence[bool] = (), most: int = 120) -> str:
+def token_strip(
+    texts: Sequence[str], tints: Sequence[str] = (), dim: Sequence[bool] = (), most: int = 120
+) -> str:
     "Tokens one after the other, tinted; neighbours that look alike share an element."
-    if (said := "".join(texts)) != (masked := without_keys(said)):  # a key may be cut into many tokens
+    # a key may be cut into many tokens
+    if (said := "".join(texts)) != (masked := without_keys(said)):
         return tag("div", _cell(on_one_line(masked, 3 * most)), style=_TEXT)
-    n, first = len(texts), 2 * most // 3
+    n = len(texts)
+    first = 2 * most // 3
     shown = [*range(n)] if n <= most else [*range(first), *range(n - (most - first), n)]
-    parts, last = list[str](), ""
+    parts = list[str]()
+    last = ""
     for i in shown:
         if n > most and i == n - (most - first):
             parts.append(tag("i", f" … {n - most} tokens … ", style=SOFT))
@@ -285,7 +345,13 @@ def prompts_html(prompts: Sequence[Prompt], tokenizer: Any) -> str:
     for p in prompts[:MOST_ITEMS]:
         texts, special = token_texts(p.tokens, tokenizer)
         dim = [i in set(special) for i in range(len(texts))]
-        rows.append([html.escape(shown_text(p.row.key, 40)), str(len(texts)), token_strip(texts, dim=dim, most=160)])
+        rows.append(
+            [
+                html.escape(shown_text(p.row.key, 40)),
+                str(len(texts)),
+                token_strip(texts, dim=dim, most=160),
+            ]
+        )
     return fitted(["row", "tokens", "what the model reads"], rows, len(prompts), "prompts")
 
 # %% ../../nbs/show/00_html.ipynb #2a5dac61
@@ -295,22 +361,32 @@ SURPRISE = 4.0  # nats below zero at which the tint is strongest: a probability 
 def _asked(item: Rollouts | PromptGroup) -> str:
     "Key and prompt of a group as a title."
     if isinstance(item, PromptGroup):
-        key, asked = item.key or f"group {item.index}", prompt_text(item.row)
+        key = item.key or f"group {item.index}"
+        asked = prompt_text(item.row)
     else:
         row = item.prompt.row
-        key, asked = row.key, prompt_text({"messages": row.messages, "prompt": row.prompt})
-    return tag("b", _cell(on_one_line(key, 40))) + " " + tag("span", _cell(on_one_line(asked, 90)), style=SOFT)
+        key = row.key
+        asked = prompt_text({"messages": row.messages, "prompt": row.prompt})
+    return (
+        tag("b", _cell(on_one_line(key, 40)))
+        + " "
+        + tag("span", _cell(on_one_line(asked, 90)), style=SOFT)
+    )
 
 
 def grouped(
-    head: Sequence[str], groups: Sequence[tuple[str, Sequence[Any], Any]], what: str, budget: int = BUDGET
+    head: Sequence[str],
+    groups: Sequence[tuple[str, Sequence[Any], Any]],
+    what: str,
+    budget: int = BUDGET,
 ) -> str:
     "A table with a title and the first items of each group, as many as fit."
     rows = list[Sequence[str]]()
     for title, items, row_of in groups[:MOST_ITEMS]:
         drawn = within(map(row_of, items), budget // min(len(groups), MOST_ITEMS))
         rows += [[tag("div", title, style="padding-top:6px")], *drawn]
-        rows += [[more(len(items) - len(drawn), what)]] if len(drawn) < len(items) else []
+        if len(drawn) < len(items):
+            rows += [[more(len(items) - len(drawn), what)]]
     return table(head, rows) + more(len(groups) - MOST_ITEMS, "groups")
 
 
@@ -324,24 +400,43 @@ def _said(sample: RolloutSample, tokenizer: Any, most: int) -> str:
     if tokenizer is None:
         return tag("div", _cell(on_one_line(sample.text, 3 * most)), style=_TEXT)
     texts, _ = token_texts(sample.tokens[sample.prompt_len :], tokenizer)
-    drawn, values = sample.loss_mask[sample.prompt_len :] > 0, sample.logprobs[sample.prompt_len :]
+    drawn = sample.loss_mask[sample.prompt_len :] > 0
+    values = sample.logprobs[sample.prompt_len :]
     tints = [tint("violet", -v / SURPRISE) if d else "" for v, d in zip(values, drawn, strict=True)]
     return token_strip(texts, tints, [not d for d in drawn], most)
 
 
-def completions_html(groups: Sequence[Rollouts] | Sequence[PromptGroup], tokenizer: Any = None) -> str:
+def completions_html(
+    groups: Sequence[Rollouts] | Sequence[PromptGroup], tokenizer: Any = None
+) -> str:
     "What was sampled: by group, tokens tinted by logprob."
     most = _room(len(groups))
 
     def row(s: RolloutSample) -> list[str]:
         drawn = s.logprobs[s.loss_mask > 0]
-        end = " ✂ cut" if s.truncated else "" if s.finish_reason == "stop" else f" {_cell(s.finish_reason)}"
-        return [_said(s, tokenizer, most), f"{s.completion_len}{end}", number(float(np.mean(drawn)), ".2f")]
+        end = (
+            " ✂ cut"
+            if s.truncated
+            else ""
+            if s.finish_reason == "stop"
+            else f" {_cell(s.finish_reason)}"
+        )
+        return [
+            _said(s, tokenizer, most),
+            f"{s.completion_len}{end}",
+            number(float(np.mean(drawn)), ".2f"),
+        ]
 
-    lost = lambda g: "".join(f"<br>lost: {_cell(on_one_line(reason, 90))}" for reason in g.dropped[:2])
+    def lost(g):
+        return "".join(f"<br>lost: {_cell(on_one_line(reason, 90))}" for reason in g.dropped[:2])
+
     found = [(_asked(g) + lost(g), g.samples, row) for g in groups]
     steps = [(-v, tint("violet", v / SURPRISE)) for v in range(5)]
-    legend = scale_html("logprob of the token when it was drawn, in nats:", steps, ".0f") if tokenizer else ""
+    legend = (
+        scale_html("logprob of the token when it was drawn, in nats:", steps, ".0f")
+        if tokenizer
+        else ""
+    )
     return legend + grouped(["completion", "tokens", "mean logprob"], found, "completions")
 
 # %% ../../nbs/show/00_html.ipynb #c88b5ea0
@@ -353,25 +448,40 @@ def reward_parts(groups: Sequence[PromptGroup]) -> tuple[list[str], list[np.ndar
     "What each reward function contributes to each reward, as weighted; the reward as a whole where that is not known."
     names = reward_names(groups)
     values = [[[s.rewards.get(n) for n in names] for s in g.samples] for g in groups]
-    parts = [np.nan_to_num(np.array(v, dtype=np.float64).reshape(len(v), len(names))) for v in values]
+    parts = [
+        np.nan_to_num(np.array(v, dtype=np.float64).reshape(len(v), len(names))) for v in values
+    ]
     every = np.concatenate([np.zeros((0, len(names))), *parts])
     total = np.concatenate([np.zeros(0), *(g.rewards for g in groups)])
     weights = np.ones(len(names))
     if len(names) > 1 and np.isfinite(total).all() and not np.allclose(every @ weights, total):
         weights = np.linalg.lstsq(every, total, rcond=None)[0]
-    if len(names) < 2 or np.linalg.matrix_rank(every) == 0 or not np.allclose(every @ weights, total, atol=1e-6):
+    if (
+        len(names) < 2
+        or np.linalg.matrix_rank(every) == 0
+        or not np.allclose(every @ weights, total, atol=1e-6)
+    ):
         return ["reward"], [np.nan_to_num(g.rewards)[:, None] for g in groups]
     return names, [p * weights for p in parts]
 
 
-def _strips(groups: Sequence[PromptGroup]) -> tuple[list[str], str]:  # a strip a group, and the legend
+def _strips(
+    groups: Sequence[PromptGroup],
+) -> tuple[list[str], str]:  # a strip a group, and the legend
     "The rewards of groups as bars of one scale, best first."
     names, parts = reward_parts(groups)
-    ends = [np.concatenate([np.zeros(1), *(f(p, 0).sum(1) for p in parts)]) for f in (np.minimum, np.maximum)]
-    low, high = float(ends[0].min()), float(ends[1].max())
+    ends = [
+        np.concatenate([np.zeros(1), *(f(p, 0).sum(1) for p in parts)])
+        for f in (np.minimum, np.maximum)
+    ]
+    low = float(ends[0].min())
+    high = float(ends[1].max())
     unit = (_STRIP - 2) / ((high - low) or 1.0)
     drawn = [_strip(g, p, unit, 1 + high * unit) for g, p in zip(groups, parts, strict=True)]
-    shown = ", ".join(f"{swatch(_PARTS[i % len(_PARTS)])} {_cell(on_one_line(n, 40))}" for i, n in enumerate(names))
+    shown = ", ".join(
+        f"{swatch(_PARTS[i % len(_PARTS)])} {_cell(on_one_line(n, 40))}"
+        for i, n in enumerate(names)
+    )
     scale = f"its height, on one scale from {number(low)} to {number(high)}"
     legend = f"a bar is a completion, best first; {scale}: {shown}" if high > low else ""
     return drawn, tag("div", legend, style=_SMALL) if legend else ""
@@ -387,7 +497,10 @@ def _strip(group: PromptGroup, parts: np.ndarray, unit: float, zero: float) -> s
             h = abs(value) * unit
             y = tops[value > 0] - h if value > 0 else tops[value > 0]
             tops[value > 0] += -h if value > 0 else h
-            rects += [(f"rgb({HUES[_PARTS[part % len(_PARTS)]]})", place * step, y, 0.8 * step, h)] if h else []
+            if h:
+                rects += [
+                    (f"rgb({HUES[_PARTS[part % len(_PARTS)]]})", place * step, y, 0.8 * step, h)
+                ]
     label = "rewards " + " ".join(number(float(r)) for r in sorted(group.rewards, reverse=True))
     return shapes(rects, step * max(1, len(parts)), _STRIP, label[:200], line=zero)
 
@@ -399,7 +512,9 @@ def _verdict(group: PromptGroup) -> str:
         return "no sample was graded"
     if is_dead(r):
         return f"dead: all earned {number(float(r[0]))}"
-    return f"{number(float(r.mean()), '.2f')} ± {number(float(r.std(ddof=min(1, len(r) - 1))), '.2f')}"
+    return (
+        f"{number(float(r.mean()), '.2f')} ± {number(float(r.std(ddof=min(1, len(r) - 1))), '.2f')}"
+    )
 
 
 def _extremes(group: PromptGroup) -> str:
@@ -408,15 +523,23 @@ def _extremes(group: PromptGroup) -> str:
         return "".join(_cell(on_one_line(reason, 60)) for reason in group.dropped[:1])
     order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
     ends = order[:1] if is_dead(group.rewards) else order[[0, -1]]
-    lines = [(number(group.samples[i].reward), _cell(on_one_line(group.samples[i].text.strip(), 56))) for i in ends]
+    lines = [
+        (number(group.samples[i].reward), _cell(on_one_line(group.samples[i].text.strip(), 56)))
+        for i in ends
+    ]
     return "".join(tag("div", tag("b", value), " ", text, style=_TEXT) for value, text in lines)
 
 
 def rewards_html(groups: Sequence[PromptGroup]) -> str:
     "Rewards: one strip a group, completions in order of reward, its parts stacked."
     strips, legend = _strips(groups[: 2 * MOST_ITEMS])
-    rows = ([_asked(g), strip, _verdict(g), _extremes(g)] for g, strip in zip(groups, strips, strict=False))
-    return legend + fitted(["row", "rewards", "mean ± std", "best and worst"], rows, len(groups), "groups")
+    rows = (
+        [_asked(g), strip, _verdict(g), _extremes(g)]
+        for g, strip in zip(groups, strips, strict=False)
+    )
+    return legend + fitted(
+        ["row", "rewards", "mean ± std", "best and worst"], rows, len(groups), "groups"
+    )
 
 # %% ../../nbs/show/00_html.ipynb #dc829fc0
 NUMBERED = 200  # cells up to which a map is written in numbers
@@ -434,10 +557,18 @@ def _advantage_cells(group: PromptGroup, limit: float, numbered: bool) -> str:
     if numbered:
         box = "display:inline-block;min-width:42px;text-align:right;padding:0 3px;margin:0 1px;"
         look = [f"{box}background:{signed_tint(float(v), limit) or 'none'}" for v in values]
-        cells = (tag("span", number(float(v), "+.2f"), style=s) for v, s in zip(values, look, strict=True))
-        return tag("div", " ".join(cells), style="white-space:nowrap;font-variant-numeric:tabular-nums")
+        cells = (
+            tag("span", number(float(v), "+.2f"), style=s)
+            for v, s in zip(values, look, strict=True)
+        )
+        return tag(
+            "div", " ".join(cells), style="white-space:nowrap;font-variant-numeric:tabular-nums"
+        )
     step = min(14.0, 360 / max(1, len(values)))
-    rects = [(signed_tint(float(v), limit) or _GREY, i * step, 1, 0.9 * step, 14) for i, v in enumerate(values)]
+    rects = [
+        (signed_tint(float(v), limit) or _GREY, i * step, 1, 0.9 * step, 14)
+        for i, v in enumerate(values)
+    ]
     label = "advantages " + " ".join(number(float(v), "+.2f") for v in values)[:150]
     return shapes(rects, step * max(1, len(values)), 16, label)
 
@@ -448,7 +579,11 @@ def advantages_html(groups: Sequence[PromptGroup]) -> str:
     numbered = sum(len(g.samples) for g in groups) <= NUMBERED
     rows = ([_asked(g), _advantage_cells(g, limit, numbered), _verdict(g)] for g in groups)
     steps = [(v, signed_tint(v, limit)) for v in (-limit, 0.0, limit)]
-    legend = scale_html("advantage", steps, "+.2f", "; a row is a group, a cell a completion") if limit else ""
+    legend = (
+        scale_html("advantage", steps, "+.2f", "; a row is a group, a cell a completion")
+        if limit
+        else ""
+    )
     return legend + fitted(["row", "advantages", "reward"], rows, len(groups), "groups")
 
 # %% ../../nbs/show/00_html.ipynb #7b4e6515
@@ -457,8 +592,13 @@ def shift_html(datum: Datum, tokenizer: Any = None, before: int = 3, after: int 
     texts, _ = token_texts(datum.tokens, tokenizer)
     first = int(np.argmax(datum.active)) if datum.active.any() else 0
     window = range(max(0, first - before), min(len(datum.weights), first + after))
-    look = lambda on: f"{_TEXT};background:{tint('blue', 0.5)}" if on else f"{_TEXT};{SOFT}"
-    code = lambda text, on: tag("span", html.escape(text), style=look(on))
+
+    def look(on):
+        return f"{_TEXT};background:{tint('blue', 0.5)}" if on else f"{_TEXT};{SOFT}"
+
+    def code(text, on):
+        return tag("span", html.escape(text), style=look(on))
+
     rows = [
         [tag("b", "target"), *(str(j) for j in window)],
         [tag("b", "reads"), *(code(texts[j], False) for j in window)],
@@ -473,7 +613,9 @@ def _mask_bar(datum: Datum, unit: float) -> str:
     edges = np.flatnonzero(np.diff(datum.active, prepend=False, append=False))
     blue = f"rgb({HUES['blue']})"
     rects: list[_Rect] = [(_GREY, 0, 3, len(datum.weights) * unit, 8)]
-    rects += [(blue, a * unit, 3, (b - a) * unit, 8) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    rects += [
+        (blue, a * unit, 3, (b - a) * unit, 8) for a, b in zip(edges[::2], edges[1::2], strict=True)
+    ]
     label = f"{datum.num_loss_tokens} of {len(datum.weights)} targets in the loss"
     return shapes(rects, max(1.0, len(datum.weights) * unit), 14, label)
 
@@ -484,7 +626,12 @@ def datums_html(datums: Sequence[Datum], tokenizer: Any = None) -> str:
         return ""
     unit = min(4.0, 420 / max(len(d.weights) for d in datums))
     masked = tag("span", "■", style=f"color:{_GREY}")
-    head = ["sequence", f"{masked} masked, {swatch('blue')} in the loss", "in the loss", "advantage"]
+    head = [
+        "sequence",
+        f"{masked} masked, {swatch('blue')} in the loss",
+        "in the loss",
+        "advantage",
+    ]
 
     def row(d: Datum) -> list[str]:
         cut = f", {d.truncated_tokens} cut off" if d.truncated_tokens else ""
@@ -493,7 +640,9 @@ def datums_html(datums: Sequence[Datum], tokenizer: Any = None) -> str:
         return [place, _mask_bar(d, unit), scored, number(float(np.mean(d.advantage)), "+.2f")]
 
     rows = (row(d) for d in datums[: 3 * MOST_ITEMS])
-    return shift_html(datums[0], tokenizer) + fitted(head, rows, len(datums), "sequences", BUDGET - 6000)
+    return shift_html(datums[0], tokenizer) + fitted(
+        head, rows, len(datums), "sequences", BUDGET - 6000
+    )
 
 # %% ../../nbs/show/00_html.ipynb #3404d4dd
 AGREE = 0.02  # nats; a difference below it is not tinted at full strength
@@ -503,13 +652,25 @@ UNSEEN_GAP = 0.0005  # nats; where no token has more, every number of the table 
 def _trained_prompt(d: Datum, tokenizer: Any) -> str:
     "Key and prompt of a sequence as a title: the tokens before the first that is trained on."
     first = int(np.argmax(d.active)) if d.num_loss_tokens else len(d.weights)
-    asked = "" if tokenizer is None else tokenizer.decode(d.tokens[: first + 1].tolist(), skip_special_tokens=True)
+    asked = (
+        ""
+        if tokenizer is None
+        else tokenizer.decode(d.tokens[: first + 1].tolist(), skip_special_tokens=True)
+    )
     title = tag("b", _cell(on_one_line(d.key or f"group {d.group}", 40)))
-    return f"{title} {tag('span', _cell(on_one_line(asked.strip(), 90)), style=SOFT)}" if asked.strip() else title
+    return (
+        f"{title} {tag('span', _cell(on_one_line(asked.strip(), 90)), style=SOFT)}"
+        if asked.strip()
+        else title
+    )
 
 
 def _by_group(
-    datums: Sequence[Datum], head: Sequence[str], row_of: Any, tokenizer: Any = None, budget: int = BUDGET
+    datums: Sequence[Datum],
+    head: Sequence[str],
+    row_of: Any,
+    tokenizer: Any = None,
+    budget: int = BUDGET,
 ) -> str:
     "Sequences under the keys and prompts of their groups."
     found: dict[int, list[int]] = {}
@@ -524,34 +685,57 @@ def _tinted(datum: Datum, values: np.ndarray, limit: float, tokenizer: Any, most
     first = int(np.argmax(datum.active)) if datum.active.any() else 0
     texts, _ = token_texts(datum.tokens[first + 1 :], tokenizer)
     active = datum.active[first:]
-    tints = [signed_tint(float(v), limit) if on else "" for v, on in zip(values[first:], active, strict=True)]
+    tints = [
+        signed_tint(float(v), limit) if on else ""
+        for v, on in zip(values[first:], active, strict=True)
+    ]
     return token_strip(texts, tints, [not on for on in active], most)
 
 
-def reference_html(datums: Sequence[Datum], policy_logprobs: Sequence[Any] | None = None, tokenizer: Any = None) -> str:
+def reference_html(
+    datums: Sequence[Datum], policy_logprobs: Sequence[Any] | None = None, tokenizer: Any = None
+) -> str:
     "The log ratio of policy and reference on each token; empty where no reference was asked."
-    ours = [d.sampler_logprobs for d in datums] if policy_logprobs is None else [np.asarray(p) for p in policy_logprobs]
+    ours = (
+        [d.sampler_logprobs for d in datums]
+        if policy_logprobs is None
+        else [np.asarray(p) for p in policy_logprobs]
+    )
     if not datums or any(d.ref_logprobs is None for d in datums) or any(o is None for o in ours):
         return ""
     theirs = [np.asarray(d.ref_logprobs, np.float64) for d in datums]
-    gaps = [np.where(d.active, np.asarray(o) - r, 0.0) for d, o, r in zip(datums, ours, theirs, strict=True)]
+    gaps = [
+        np.where(d.active, np.asarray(o) - r, 0.0)
+        for d, o, r in zip(datums, ours, theirs, strict=True)
+    ]
     every = np.concatenate([g[d.active] for g, d in zip(gaps, datums, strict=True)])
     farthest = float(np.nanmax(np.abs(every), initial=0.0))
     limit = max(farthest, AGREE)
     most = _room(len({d.group for d in datums}))
-    mean = lambda i: number(float(np.nanmean(gaps[i][datums[i].active])), "+.3f")
-    row = lambda i: [_tinted(datums[i], gaps[i], limit, tokenizer, most), mean(i)]
+
+    def mean(i):
+        return number(float(np.nanmean(gaps[i][datums[i].active])), "+.3f")
+
+    def row(i):
+        return [_tinted(datums[i], gaps[i], limit, tokenizer, most), mean(i)]
+
     who = "the sampler" if policy_logprobs is None else "the policy"
     legend = f"colour: {who}'s logprob minus the reference's, {swatch('orange')} less, {swatch('blue')} more likely; "
     legend += f"strongest at {number(limit, '.2g')} nats, the largest is {number(farthest, '.2g')}"
-    drawn = tag("div", legend, style=_SMALL) + _by_group(datums, ["tokens", "mean, nats"], row, tokenizer)
+    drawn = tag("div", legend, style=_SMALL) + _by_group(
+        datums, ["tokens", "mean, nats"], row, tokenizer
+    )
     if farthest >= UNSEEN_GAP or not np.isfinite(every).all():
         return drawn
     agree = f"{who} and the reference agree on all {len(every)} tokens"
-    return tag("div", f"{agree}: the largest difference is {number(farthest, '.2g')} nats") + folded("Tokens", drawn)
+    return tag(
+        "div", f"{agree}: the largest difference is {number(farthest, '.2g')} nats"
+    ) + folded("Tokens", drawn)
 
 # %% ../../nbs/show/00_html.ipynb #e1001dcb
-def loss_html(output: LossOutput, datums: Sequence[Datum], tokenizer: Any = None, budget: int = BUDGET) -> str:
+def loss_html(
+    output: LossOutput, datums: Sequence[Datum], tokenizer: Any = None, budget: int = BUDGET
+) -> str:
     "What the loss does to each token: minus dL/dlogprob, by group."
     if not datums:
         return ""
@@ -576,7 +760,10 @@ _NORMS = {"grad_norm": "gradient norm", "update_norm": "update norm"}
 
 def norms_html(metrics: Mapping[str, float], budget: int = BUDGET) -> str:
     "Gradient and update norm by layer, from metrics such as `grad_norm/layer_00`; empty where there are none."
-    found = {kind: {k.split("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"{kind}/")} for kind in _NORMS}
+    found = {
+        kind: {k.split("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"{kind}/")}
+        for kind in _NORMS
+    }
     kinds = [kind for kind, values in found.items() if values]
     layers = list(dict.fromkeys(layer for kind in kinds for layer in found[kind]))
     tops = {kind: max(found[kind].values()) or 1.0 for kind in kinds}
@@ -585,9 +772,14 @@ def norms_html(metrics: Mapping[str, float], budget: int = BUDGET) -> str:
         value = found[kind].get(layer, 0.0)
         colour = f"rgb({HUES['blue' if kind == 'grad_norm' else 'violet']})"
         wide = 160 * value / tops[kind] if math.isfinite(value / tops[kind]) else 0.0
-        return [shapes([(colour, 0, 4, wide, 9)], 160, 16, f"{_NORMS[kind]} {number(value)}"), number(value, ".3g")]
+        return [
+            shapes([(colour, 0, 4, wide, 9)], 160, 16, f"{_NORMS[kind]} {number(value)}"),
+            number(value, ".3g"),
+        ]
 
-    rows = ([_cell(layer), *(cell for kind in kinds for cell in bar(kind, layer))] for layer in layers)
+    rows = (
+        [_cell(layer), *(cell for kind in kinds for cell in bar(kind, layer))] for layer in layers
+    )
     head = ["layer", *(h for kind in kinds for h in (_NORMS[kind], ""))]
     return fitted(head, rows, len(layers), "layers", budget) if kinds else ""
 
@@ -596,8 +788,14 @@ def step_html(verdict: str, groups: Sequence[PromptGroup], metrics: Mapping[str,
     "A finished step on one page."
     strips, legend = _strips(groups[: 2 * MOST_ITEMS])
     limit = _farthest(groups)
-    cells = lambda g: _advantage_cells(g, limit, False)
-    rows = ([_asked(g), s, cells(g), _verdict(g), _extremes(g)] for g, s in zip(groups, strips, strict=False))
+
+    def cells(g):
+        return _advantage_cells(g, limit, False)
+
+    rows = (
+        [_asked(g), s, cells(g), _verdict(g), _extremes(g)]
+        for g, s in zip(groups, strips, strict=False)
+    )
     head = ["row", "rewards", "advantages", "mean ± std", "best and worst"]
     page = legend + fitted(head, rows, len(groups), "groups", BUDGET // 2) if groups else ""
     return (

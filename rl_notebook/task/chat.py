@@ -28,7 +28,14 @@ import jinja2
 import numpy as np
 
 from ..core.align import align_routing
-from ..core.types import OFF, AlignmentError, Completion, ConfigError, DataError, RolloutSample
+from rl_notebook.core.types import (
+    OFF,
+    AlignmentError,
+    Completion,
+    ConfigError,
+    DataError,
+    RolloutSample,
+)
 from ..core.types import plain_text, quoted
 from .data import Row, read_messages
 from ..core.names import check_trusted
@@ -46,10 +53,18 @@ def check_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat: bool = True) ->
     where = f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__!r}"
     if tokenizer.eos_token_id is None:
         fix = "Set it, as tokenizer.eos_token = '<|im_end|>', to the token with which the model ends its turn."
-        raise DataError("eos_token", where=where, got="none", expected="the token that ends a completion", fix=fix)
+        raise DataError(
+            "eos_token",
+            where=where,
+            got="none",
+            expected="the token that ends a completion",
+            fix=fix,
+        )
     if chat and not tokenizer.chat_template:
         fix = "Use the tokenizer of an instruct model, set tokenizer.chat_template, or give the rows a plain `prompt`."
-        raise DataError("chat_template", where=where, got="none", expected="a template for messages", fix=fix)
+        raise DataError(
+            "chat_template", where=where, got="none", expected="a template for messages", fix=fix
+        )
 
 # %% ../../nbs/task/02_chat.ipynb #b1763efb
 TEMPLATE_SECONDS = 10.0  # for one rendering
@@ -82,10 +97,14 @@ def interrupt_after(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+def apply_template(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any
+) -> str:
     "A conversation as its template renders it; raises what a template raises, and `TimeoutError`."
     with interrupt_after(TEMPLATE_SECONDS):
-        return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options))
+        return str(
+            tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **options)
+        )
 
 # %% ../../nbs/task/02_chat.ipynb #0a6f13a7
 def is_special(tokenizer: Any, token: int) -> bool:
@@ -109,16 +128,23 @@ def turn_ends(tokenizer: Any, *configs: Any) -> frozenset[int]:
     sources = (*configs, getattr(tokenizer, "generation_config", None), tokenizer)
     named = [getattr(source, "eos_token_id", None) for source in sources]
     lists = [ids if isinstance(ids, list | tuple) else [ids] for ids in named]
-    ends = [*(i for ids in lists for i in ids), None if tokenizer is None else template_end(tokenizer)]
+    ends = [
+        *(i for ids in lists for i in ids),
+        None if tokenizer is None else template_end(tokenizer),
+    ]
     return frozenset(int(i) for i in ends if i is not None)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False) -> list[int]:
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = False
+) -> list[int]:
     "Ids of a text; a rendering already holds its special tokens."
     try:
         return list(tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
     except TypeError as e:  # half of a surrogate pair is no text
-        raise DataError("text", got=quoted(text), expected="text that can be written as UTF-8") from e
+        raise DataError(
+            "text", got=quoted(text), expected="text that can be written as UTF-8"
+        ) from e
 
 # %% ../../nbs/task/02_chat.ipynb #3ab4bf4c
 def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> None:
@@ -128,7 +154,8 @@ def check_template_options(tokenizer: PreTrainedTokenizerBase, options: Mapping[
     for name in options:
         if not re.search(rf"\b{re.escape(name)}\b", template):
             near = ", ".join(n for n in names if n[:4] == name[:4])
-            got, expected = "a chat template that never reads it", f"one that it reads{near and f', as {near}'}"
+            got = "a chat template that never reads it"
+            expected = f"one that it reads{near and f', as {near}'}"
             raise ConfigError(f"template option {name!r}", got=got, expected=expected)
 
 # %% ../../nbs/task/02_chat.ipynb #e8bf8c7f
@@ -144,11 +171,17 @@ def render(
     check_tokenizer(tokenizer)
     check_template_options(tokenizer, options)
     try:
-        text = apply_template(tokenizer, messages, add_generation_prompt=add_generation_prompt, **options)
+        text = apply_template(
+            tokenizer, messages, add_generation_prompt=add_generation_prompt, **options
+        )
         text.encode()  # half of a surrogate pair is no text
     except Exception as e:  # a template is a program: it refuses, divides by zero, does not end
         roles = ", ".join(str(m.get("role")) for m in messages[:20])
-        said = plain_text(e)[:300] if isinstance(e, jinja2.TemplateError | TypeError | TimeoutError) else quoted(e, 300)
+        said = (
+            plain_text(e)[:300]
+            if isinstance(e, jinja2.TemplateError | TypeError | TimeoutError)
+            else quoted(e, 300)
+        )
         got = f"{said} for roles {roles}"
         raise DataError("chat template", where=where, got=got, expected="a rendering") from e
     return text
@@ -174,7 +207,10 @@ def with_template(
 
 # %% ../../nbs/task/02_chat.ipynb #ad10a0f9
 def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], where: str, options: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    options: Mapping[str, Any],
 ) -> str:
     "A conversation with its tools, as text."
     rest = {name: value for name, value in options.items() if name != "tools"}
@@ -184,13 +220,19 @@ def _rendered(
     return render(tokenizer, messages, where=where, **rest)
 
 
-def _prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, options: Mapping[str, Any]) -> list[int]:
+def _prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, row: Row, options: Mapping[str, Any]
+) -> list[int]:
     "Unchecked ids of a row's prompt."
     if row.messages is not None:
-        return _encode(tokenizer, _rendered(tokenizer, row.messages, row.where, {**row.options, **options}))
+        return _encode(
+            tokenizer, _rendered(tokenizer, row.messages, row.where, {**row.options, **options})
+        )
     if options:
         got = f"{', '.join(options)} for a prompt that no template renders"
-        raise ConfigError("template options", where=row.where, got=got, expected="a conversation, or no options")
+        raise ConfigError(
+            "template options", where=row.where, got=got, expected="a conversation, or no options"
+        )
     check_tokenizer(tokenizer, chat=False)
     if row.prompt_tokens is not None:
         return list(row.prompt_tokens)
@@ -199,25 +241,47 @@ def _prompt_ids(tokenizer: PreTrainedTokenizerBase, row: Row, options: Mapping[s
 # %% ../../nbs/task/02_chat.ipynb #2d826158
 def _check_prompt(tokenizer: PreTrainedTokenizerBase, ids: list[int], row: Row) -> None:
     "Raise `DataError` for a prompt that cannot be right."
-    bos, eos, size = tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)
+    bos = tokenizer.bos_token_id
+    eos = tokenizer.eos_token_id
+    size = len(tokenizer)
     outside = [t for t in ids if t >= size]
     if not ids:
-        raise DataError("prompt", where=row.where, got="no tokens", expected="at least 1", fix="Start it with bos.")
+        raise DataError(
+            "prompt",
+            where=row.where,
+            got="no tokens",
+            expected="at least 1",
+            fix="Start it with bos.",
+        )
     if outside:
         expected = f"ids below {size}, the vocabulary"
         raise DataError("prompt", where=row.where, got=f"token {outside[0]}", expected=expected)
-    if row.prompt is not None and ids[-1] == eos and not row.prompt.endswith(str(tokenizer.eos_token)):
-        got, fix = f"eos ({tokenizer.eos_token}) at its end", "Does the tokenizer add eos to every text? Turn that off."
+    if (
+        row.prompt is not None
+        and ids[-1] == eos
+        and not row.prompt.endswith(str(tokenizer.eos_token))
+    ):
+        got = f"eos ({tokenizer.eos_token}) at its end"
+        fix = "Does the tokenizer add eos to every text? Turn that off."
         raise DataError("prompt", where=row.where, got=got, expected="none", fix=fix)
     if bos is not None and ids[:2] == [bos, bos]:
         fix = "The tokenizer adds one; drop it from the text."
-        raise DataError("prompt", where=row.where, got=f"two bos ({tokenizer.bos_token})", expected="one", fix=fix)
+        raise DataError(
+            "prompt",
+            where=row.where,
+            got=f"two bos ({tokenizer.bos_token})",
+            expected="one",
+            fix=fix,
+        )
 
 # %% ../../nbs/task/02_chat.ipynb #e4ef15e5
-def check_fits(num_tokens: int, max_seq_len: int | None, room: int = 1, where: str | None = None) -> None:
+def check_fits(
+    num_tokens: int, max_seq_len: int | None, room: int = 1, where: str | None = None
+) -> None:
     "Raise `DataError` when a prompt leaves its completion less than `room` of `max_seq_len` tokens (None = no limit)."
     if max_seq_len is not None and num_tokens + room > max_seq_len:
-        got, fix = f"{num_tokens} tokens", "Drop the row, or raise max_seq_len."
+        got = f"{num_tokens} tokens"
+        fix = "Drop the row, or raise max_seq_len."
         expected = f"at most {max_seq_len - room} (max_seq_len {max_seq_len} less {room} for the completion)"
         raise DataError("prompt too long", where=where, got=got, expected=expected, fix=fix)
 
@@ -246,7 +310,13 @@ def encode_answer(tokenizer: Any, row: Row) -> list[int]:
     said = row.answer if told is None else told
     if not isinstance(said, str | int | float) or not str(said).strip():
         fix = "Give it as `completion`, as the assistant's last message, or as `answer`."
-        raise DataError("answer", where=row.where, got=quoted(said), expected="a text for the policy to say", fix=fix)
+        raise DataError(
+            "answer",
+            where=row.where,
+            got=quoted(said),
+            expected="a text for the policy to say",
+            fix=fix,
+        )
     end = None if row.messages is None else template_end(tokenizer)
     return [*_encode(tokenizer, str(said)), tokenizer.eos_token_id if end is None else end]
 
@@ -259,14 +329,17 @@ def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndar
         return completion.logprobs
     got = f"none, at {', '.join(f'{name} {getattr(completion.params, name)}' for name in ('temperature', *OFF))}"
     fix = "Use a sampler that reports them, or draw at temperature 1 with nothing cut off or penalised."
-    raise AlignmentError("sampling logprobs", where=where, got=got, expected="one per sampled token", fix=fix)
+    raise AlignmentError(
+        "sampling logprobs", where=where, got=got, expected="one per sampled token", fix=fix
+    )
 
 # %% ../../nbs/task/02_chat.ipynb #bf4d861f
 def _routing(spans: Sequence[tuple[list[int], Completion | None]]) -> tuple[str, ...] | None:
     "(N-1,) experts of all spans, blank where they were not recorded; None = nothing was noted."
     if not any(c is not None and c.routing is not None for _, c in spans):
         return None
-    noted, end = [""] * sum(len(tokens) for tokens, _ in spans), 0
+    noted = [""] * sum(len(tokens) for tokens, _ in spans)
+    end = 0
     for turn, (tokens, completion) in enumerate(spans):
         end += len(tokens)
         if completion is None or completion.routing is None:
@@ -288,8 +361,13 @@ def sample_from_spans(
     said = [c for _, c in spans if c is not None]
     temperatures = sorted({c.params.temperature for c in said})
     if len(temperatures) > 1:
-        raise AlignmentError("temperature", got=temperatures, expected="one for all turns of a sample")
-    blank = lambda tokens: np.full(len(tokens), np.nan)
+        raise AlignmentError(
+            "temperature", got=temperatures, expected="one for all turns of a sample"
+        )
+
+    def blank(tokens):
+        return np.full(len(tokens), np.nan)
+
     return RolloutSample(
         tokens=np.concatenate([np.asarray(t, dtype=np.int64) for t, _ in spans]),
         logprobs=np.concatenate([blank(t) if c is None else drawn_logprobs(c) for t, c in spans]),
@@ -308,7 +386,9 @@ def sample_from_spans(
 # %% ../../nbs/task/02_chat.ipynb #fb9d224e
 _TAG = r"\w[\w-]*(?:\s+[\w-]+=(?:'[^'<>]*'|\"[^\"<>]*\"|[\w.-]+))*"  # its name and attributes
 _OPENER = re.compile(rf"<{_TAG}>|<\|\w+\|?>|<\w+\|>|\[[A-Z_]+\]|\\boxed\{{|####")
-_OPENERS_AT_END = re.compile(rf"(?:(?:<(?!(?:s|bos|user|assistant|system|model|bot)>){_TAG}>|\\boxed\{{|####)\s*)+$")
+_OPENERS_AT_END = re.compile(
+    rf"(?:(?:<(?!(?:s|bos|user|assistant|system|model|bot)>){_TAG}>|\\boxed\{{|####)\s*)+$"
+)
 _THINK = re.compile(r"<think(?:\s[^<>]*)?>")
 
 
@@ -320,7 +400,8 @@ def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 def answer_header(tokenizer: Any) -> str:
     "What the chat template writes before any answer of the policy; empty where that cannot be told."
-    asked, answer = [{"role": "user", "content": "question"}], {"role": "assistant", "content": "answer"}
+    asked = [{"role": "user", "content": "question"}]
+    answer = {"role": "assistant", "content": "answer"}
     try:
         before = apply_template(tokenizer, asked, add_generation_prompt=False)
         ready = apply_template(tokenizer, asked, add_generation_prompt=True)
@@ -344,11 +425,14 @@ def opened_by(prompt: str, header: str = "") -> str:  # header: see `answer_head
     return begun[opened.start() :] if opened else ""
 
 
-def opened_info(opened: str, said: str, text: str, grammar: str = "") -> dict[str, Any]:  # for the `info` of a sample
+def opened_info(
+    opened: str, said: str, text: str, grammar: str = ""
+) -> dict[str, Any]:  # for the `info` of a sample
     """What its prompt opened, and whether a thought among it is never closed; a grammar writes no thoughts.
 
     `said`: the completion with its special tokens; where `text` has lost the end of the thought, nothing is opened."""
-    thinks, closed = bool(_THINK.search(opened.rpartition("</think>")[2])), "</think>" in said
+    thinks = bool(_THINK.search(opened.rpartition("</think>")[2]))
+    closed = "</think>" in said
     if not opened or grammar or (thinks and closed and "</think>" not in text):
         return {}
     return {"opened": opened} | ({"unfinished_thinking": True} if thinks and not closed else {})
@@ -371,15 +455,23 @@ class Span:
     tokens: tuple[int, ...]  # ids
     text: str  # what they say, special tokens included
     completion: Completion | None = None  # what sampled them; None = rendered
-    rendered: str = ""  # what the template writes for them, where that ends with another token; "" = their text
+    rendered: str = (
+        ""  # what the template writes for them, where that ends with another token; "" = their text
+    )
 
 # %% ../../nbs/task/02_chat.ipynb #3807fc15
-def _text_of(tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]) -> str:
+def _text_of(
+    tokenizer: PreTrainedTokenizerBase, before: Sequence[int], tokens: Sequence[int]
+) -> str:
     "What tokens say when they follow others, special tokens included."
     options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     start = str(tokenizer.decode(list(before), **options))
     whole = str(tokenizer.decode([*before, *tokens], **options))
-    return whole[len(start) :] if whole.startswith(start) else str(tokenizer.decode(list(tokens), **options))
+    return (
+        whole[len(start) :]
+        if whole.startswith(start)
+        else str(tokenizer.decode(list(tokens), **options))
+    )
 
 
 def _spoken_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[int]:
@@ -446,28 +538,43 @@ class Conversation:
 
     def add_completion(self, completion: Completion) -> Conversation:
         "With a turn of the policy, sampled from exactly `tokens`."
-        c, where = self, self.row.where
+        c = self
+        where = self.row.where
         if c.spans[-1].completion is not None:
-            raise AlignmentError("turn", where=where, got="two completions in a row", expected="messages in between")
-        before, given = c.tokens, completion.prompt_tokens.tolist()
+            raise AlignmentError(
+                "turn", where=where, got="two completions in a row", expected="messages in between"
+            )
+        before = c.tokens
+        given = completion.prompt_tokens.tolist()
         if before != given:
             at = first_difference(before, given)
-            what, fix = f"prompt of turn {c.turns} differs at token {at}", "Sample from conversation.tokens."
-            got, expected = (f"{tokens_around(c.tokenizer, x, at)} ({len(x)} tokens)" for x in (given, before))
+            what = f"prompt of turn {c.turns} differs at token {at}"
+            fix = "Sample from conversation.tokens."
+            got, expected = (
+                f"{tokens_around(c.tokenizer, x, at)} ({len(x)} tokens)" for x in (given, before)
+            )
             raise AlignmentError(what, where=where, got=got, expected=expected, fix=fix)
         tokens = completion.tokens.tolist()
         content = _text_of(c.tokenizer, before, _spoken_tokens(c.tokenizer, completion))
         span = Span(tuple(tokens), _text_of(c.tokenizer, before, tokens), completion)
-        return replace(c, messages=(*c.messages, {"role": "assistant", "content": content}), spans=(*c.spans, span))
+        return replace(
+            c,
+            messages=(*c.messages, {"role": "assistant", "content": content}),
+            spans=(*c.spans, span),
+        )
 
     def add_messages(self, *messages: Mapping[str, Any]) -> Conversation:
         "With what user, tools or environment say, up to where the policy is to go on."
-        c, where = self, self.row.where
+        c = self
+        where = self.row.where
         if not messages or any(m.get("role") == "assistant" for m in messages):
-            got, fix = "one of the assistant" if messages else "none", "Use add_completion for the policy."
+            got = "one of the assistant" if messages else "none"
+            fix = "Use add_completion for the policy."
             raise DataError("messages", where=where, got=got, expected="at least 1", fix=fix)
         if c.spans[-1].completion is None:
-            raise AlignmentError("turn", where=where, got="messages", expected="a completion: the policy is next")
+            raise AlignmentError(
+                "turn", where=where, got="messages", expected="a completion: the policy is next"
+            )
         said = (*c.messages, *read_messages(list(messages), where))
         try:
             rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
@@ -477,7 +584,9 @@ class Conversation:
         shown = "".join(span.rendered or span.text for span in spans)
         _check_prefix(shown, rendered, f"{where}, turn {c.turns}")
         rest = rendered[len(shown) :]
-        return replace(c, messages=said, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest)))
+        return replace(
+            c, messages=said, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest))
+        )
 
     def to_sample(self, reward: float | None = None, **info: Any) -> RolloutSample:
         "As one sample; `text` is the last turn, `info['messages']` everything said, `info` what else is given."
@@ -486,9 +595,15 @@ class Conversation:
             expected = "at least one completion to learn from"
             raise AlignmentError("turns", where=c.row.where, got="none", expected=expected)
         last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
-        asked, drawn = [(before, span.completion) for before, span in pairwise(c.spans) if span.completion][-1]
+        asked, drawn = [
+            (before, span.completion) for before, span in pairwise(c.spans) if span.completion
+        ][-1]
         spans = [(list(span.tokens), span.completion) for span in c.spans]
-        kept = {"messages": list(c.messages), "turns": c.turns, "noncanonical_turns": c.noncanonical_turns}
+        kept = {
+            "messages": list(c.messages),
+            "turns": c.turns,
+            "noncanonical_turns": c.noncanonical_turns,
+        }
         held = sum(said is not None and said.params.grammar != "" for _, said in spans)
         opened = opened_by(asked.text, answer_header(c.tokenizer))
         kept |= opened_info(opened, last, last, drawn.params.grammar)
@@ -498,7 +613,8 @@ class Conversation:
     @property
     def headline(self) -> str:
         "Its size and the share that trains, in one line."
-        turns, tokens = f"{self.turns} turn{'s' * (self.turns != 1)}", len(self.tokens)
+        turns = f"{self.turns} turn{('s' if self.turns != 1 else '')}"
+        tokens = len(self.tokens)
         sampled = sum(len(span.tokens) for span in self.spans if span.completion)
         return f"{self.row.where}: {turns}, {tokens} tokens, {sampled} sampled: {sampled / tokens:.0%} trains"
 
@@ -506,7 +622,9 @@ class Conversation:
         lines = [self.headline]
         for span in self.spans:
             text = span.text if len(span.text) <= 72 else f"{span.text[:36]} … {span.text[-34:]}"
-            lines.append(f"  {'sampled' if span.completion else 'given':<8}{len(span.tokens):>5}  {text!r}")
+            lines.append(
+                f"  {'sampled' if span.completion else 'given':<8}{len(span.tokens):>5}  {text!r}"
+            )
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -529,7 +647,9 @@ def start_conversation(
 ) -> Conversation:
     "A conversation that begins with a row's messages; the policy is next."
     if row.messages is None:
-        raise DataError("messages", where=row.where, got="none", expected="a conversation, to be continued")
+        raise DataError(
+            "messages", where=row.where, got="none", expected="a conversation, to be continued"
+        )
     ids = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=room, **options)
     options = {**row.options, **options}
     text = _rendered(tokenizer, row.messages, row.where, options)
@@ -541,7 +661,11 @@ def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
     *given, last = c.spans
     content = c.messages[-1]["content"]
     before = "".join(span.rendered or span.text for span in given)
-    known = last.text == content or rendered.startswith(before + last.text) or template_end(c.tokenizer) is None
+    known = (
+        last.text == content
+        or rendered.startswith(before + last.text)
+        or template_end(c.tokenizer) is None
+    )
     if known or not rendered.startswith(before + content):
         return c.spans
     end = _encode(c.tokenizer, rendered[len(before + content) :])[:1]
@@ -550,7 +674,9 @@ def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
     return *given, replace(last, rendered=content + _text_of(c.tokenizer, [], end))
 
 # %% ../../nbs/task/02_chat.ipynb #3266d6a5
-def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def in_words(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
     "Messages with tools for a template that does not know them; responses to calls of one turn are one message."
     told = list[dict[str, Any]]()
     for i, m in enumerate(messages):
@@ -562,7 +688,9 @@ def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
         else:
             calls = [_call_text(call) for call in m.get("tool_calls") or ()]
             content = "\n".join([*([m["content"]] if m["content"] else []), *calls])
-            told.append({name: v for name, v in m.items() if name != "tool_calls"} | {"content": content})
+            told.append(
+                {name: v for name, v in m.items() if name != "tool_calls"} | {"content": content}
+            )
     if tools:
         shapes = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
         how = 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
@@ -576,8 +704,13 @@ def in_words(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str,
 
 def _call_text(call: Mapping[str, Any]) -> str:
     "A call as the policy writes one; arguments that are JSON already, as they are."
-    function, given = _with_values(call)["function"], call["function"].get("arguments")
-    arguments = given if given and isinstance(given, str) else json.dumps(function["arguments"], ensure_ascii=False)
+    function = _with_values(call)["function"]
+    given = call["function"].get("arguments")
+    arguments = (
+        given
+        if given and isinstance(given, str)
+        else json.dumps(function["arguments"], ensure_ascii=False)
+    )
     return f'<tool_call>{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}</tool_call>'
 
 
@@ -585,7 +718,13 @@ def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
     "A tool call whose arguments are values, not JSON."
     function = call["function"]
     given = function.get("arguments") or {}
-    return {**call, "function": {**function, "arguments": json.loads(given) if isinstance(given, str) else given}}
+    return {
+        **call,
+        "function": {
+            **function,
+            "arguments": json.loads(given) if isinstance(given, str) else given,
+        },
+    }
 
 # %% ../../nbs/task/02_chat.ipynb #bb2c88cb
 def told_to_template(
@@ -600,14 +739,20 @@ def told_to_template(
             raise TypeError("a function's name is no text")
         template = str(tokenizer.chat_template)
         if "developer" not in template:  # where it stands for the system
-            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in map(dict, messages)]
+            messages = [
+                m | {"role": "system"} if m["role"] == "developer" else m
+                for m in map(dict, messages)
+            ]
         if "tools" not in template:
             return in_words(messages, tools), {}
         calls = [[_with_values(call) for call in m.get("tool_calls") or ()] for m in messages]
-        told = [{**m, **({"tool_calls": c} if c else {})} for m, c in zip(messages, calls, strict=True)]
+        told = [
+            {**m, **({"tool_calls": c} if c else {})} for m, c in zip(messages, calls, strict=True)
+        ]
         return told, {"tools": list(tools)} if tools else {}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as reason:
-        got, expected = f"{type(reason).__name__}: {reason}", "functions with a name, and arguments"
+        got = f"{type(reason).__name__}: {reason}"
+        expected = "functions with a name, and arguments"
         raise DataError("messages or tools", where=where, got=got, expected=expected) from reason
 
 # %% ../../nbs/task/02_chat.ipynb #836bba9f
@@ -620,9 +765,20 @@ _FUNCTION_END = re.compile(r"\s*</function>\s*</tool_call>")
 _VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>\s*</tool_call>))")
 _TRIPLE = r"(\'\'\'|\"\"\")(?:\\.|(?!\1)[^\\])*\1"
 _QUOTED = r"""'(?:\\.|[^'\\\n])*'|"(?:\\.|[^"\\\n])*\""""
-_PYTHON = re.compile(rf"{_TRIPLE}|{_QUOTED}|[\[\](){{}}]|(?P<end></think>|<\|tool_call_start\|>|['\"\\])", re.DOTALL)
+_PYTHON = re.compile(
+    rf"{_TRIPLE}|{_QUOTED}|[\[\](){{}}]|(?P<end></think>|<\|tool_call_start\|>|['\"\\])", re.DOTALL
+)
 _SPACE = re.compile(r"\s*")
-_NO_CALL = (ValueError, TypeError, LookupError, AttributeError, SyntaxError, RecursionError, MemoryError, OverflowError)
+_NO_CALL = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    SyntaxError,
+    RecursionError,
+    MemoryError,
+    OverflowError,
+)
 _NO_CALL += (StopIteration,)  # of `_SCAN`, where no value begins
 
 
@@ -644,14 +800,20 @@ _SCAN = make_scanner(_RULES)  # which does not count the lines at an error
 
 def json_kinds(schema: Any, root: Any) -> set[str]:
     "The JSON types that a schema declares, by name; none where it declares none. `root`: where its `$ref`s point."
-    kinds, waiting, seen = set[str](), [schema], list[Any]()
+    kinds = set[str]()
+    waiting = [schema]
+    seen = list[Any]()
     while waiting:
         part = waiting.pop()
         if not isinstance(part, dict) or part in seen:
             continue
         seen.append(part)
         declared = part.get("type")
-        kinds |= {kind for kind in (declared if isinstance(declared, list) else [declared]) if isinstance(kind, str)}
+        kinds |= {
+            kind
+            for kind in (declared if isinstance(declared, list) else [declared])
+            if isinstance(kind, str)
+        }
         if declared is None:
             values = [part["const"]] if "const" in part else part.get("enum") or []
             kinds |= {json_kind(value) for value in values}
@@ -671,14 +833,22 @@ def json_kind(value: Any) -> str:
     "The name that JSON Schema has for the type of a value."
     if isinstance(value, bool):
         return "boolean"
-    names = {str: "string", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
+    names = {
+        str: "string",
+        int: "integer",
+        float: "number",
+        list: "array",
+        dict: "object",
+        type(None): "null",
+    }
     return names[type(value)]
 
 
 def argument_json(text: str, kinds: Set[str]) -> str:  # kinds: the declared types
     "What stands in a tag, as JSON: a string with the very text, unless another type is declared and the text is one."
     others = kinds - {"string"}
-    others |= {"integer"} if "number" in kinds else set()
+    if "number" in kinds:
+        others |= {"integer"}
     if "string" not in kinds:  # as templates write what Python calls True, False and None
         text = {"True": "true", "False": "false", "None": "null"}.get(text.strip(), text)
     with suppress(ValueError, RecursionError):
@@ -691,7 +861,8 @@ def argument_json(text: str, kinds: Set[str]) -> str:  # kinds: the declared typ
 
 def _read_json(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
     "A call in JSON at a place of a text: its name, the arguments as they stand there, and where it ends."
-    parts, end = dict[str, tuple[Any, str]](), at
+    parts = dict[str, tuple[Any, str]]()
+    end = at
     while text[end] != "}":
         name, end = _SCAN(text, _after_space(text, end + 1))
         if text[end := _after_space(text, end)] != ":":
@@ -723,7 +894,8 @@ def _read_tags(
     function = _FUNCTION.match(text, at)
     if function is None:
         raise ValueError("a function without a name")
-    name, at = function[1].strip(), function.end()
+    name = function[1].strip()
+    at = function.end()
     values = list[tuple[str, int, int]]()
     while parameter := _PARAMETER.match(text, at):
         end = value_ends[bisect_left(value_ends, parameter.end())]
@@ -735,20 +907,27 @@ def _read_tags(
     closed = _FUNCTION_END.match(text, at)
     if closed is None:
         raise ValueError("a function that does not end")
-    shapes = [tool["function"].get("parameters") or {} for tool in tools if tool["function"]["name"] == name]
+    shapes = [
+        tool["function"].get("parameters") or {}
+        for tool in tools
+        if tool["function"]["name"] == name
+    ]
     shape = shapes[0] if shapes and isinstance(shapes[0], dict) else {}
     parts = dict[str, str]()
     for key, start, end in values:
         value = text[start:end].removeprefix("\n").removesuffix("\n")  # which the template writes
         declared = (shape.get("properties") or {}).get(key, shape.get("additionalProperties"))
         parts[key] = argument_json(value, json_kinds(declared, shape))
-    arguments = ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in parts.items())
+    arguments = ", ".join(
+        f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in parts.items()
+    )
     return [(name, f"{{{arguments}}}")], closed.end()
 
 
 def _read_python(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
     "A list of Python calls with keywords at a place of a text: names, arguments as JSON, and where it ends."
-    depth, end = 0, at
+    depth = 0
+    end = at
     for piece in _PYTHON.finditer(text, at):
         if piece["end"]:
             break
@@ -764,13 +943,22 @@ def _read_python(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
         raise ValueError("an argument without a name")
     data = source.encode()
     lines = [0, *(end_of_line.end() for end_of_line in re.finditer(rb"\r\n|\r|\n", data))]
-    written = [{k.arg: _literal_json(k.value, data, lines) for k in call.keywords} for call in made.elts]
-    arguments = [", ".join(f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in each.items()) for each in written]
+    written = [
+        {k.arg: _literal_json(k.value, data, lines) for k in call.keywords} for call in made.elts
+    ]
+    arguments = [
+        ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in each.items())
+        for each in written
+    ]
     end += len("<|tool_call_end|>") * text.startswith("<|tool_call_end|>", end)
-    return [(call.func.id, f"{{{own}}}") for call, own in zip(made.elts, arguments, strict=True)], end
+    return [
+        (call.func.id, f"{{{own}}}") for call, own in zip(made.elts, arguments, strict=True)
+    ], end
 
 
-def _literal_json(node: ast.expr, source: bytes, lines: Sequence[int]) -> str:  # lines: where each begins
+def _literal_json(
+    node: ast.expr, source: bytes, lines: Sequence[int]
+) -> str:  # lines: where each begins
     "A value in Python as JSON; its very text as a string where a number in it is no number of JSON."
     value = ast.literal_eval(node)
     try:
@@ -787,9 +975,13 @@ def split_calls(
     opened: str = "",  # what the prompt has already written of this turn
 ) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
     "What a text says, and which tools it calls, outside of its thoughts."
-    whole, calls, content = opened + text, list[dict[str, Any]](), ""
+    whole = opened + text
+    calls = list[dict[str, Any]]()
+    content = ""
     value_ends = [end.start() for end in _VALUE_END.finditer(whole)]
-    at, said_from, passed = 0, len(opened), set[int]()
+    at = 0
+    said_from = len(opened)
+    passed = set[int]()
     while found := _NEXT.search(whole, at):
         at = found.end()
         if found[0].startswith("<think"):
@@ -810,7 +1002,10 @@ def split_calls(
             content += whole[said_from : found.start()]
             said_from = at = max(end, len(opened))
             functions = [{"name": name, "arguments": arguments} for name, arguments in read]
-            calls += [{"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f} for f in functions]
+            calls += [
+                {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f}
+                for f in functions
+            ]
     content += whole[said_from:]
     return (content.strip() or None) if calls else content, calls
 

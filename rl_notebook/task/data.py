@@ -30,7 +30,15 @@ import numpy as np
 
 from ..config.settings import address_trouble, on_hub
 from ..core.options import nearest
-from ..core.types import DataError, RolloutSample, frozen_array, needs, plain_text, quoted, without_keys
+from rl_notebook.core.types import (
+    DataError,
+    RolloutSample,
+    frozen_array,
+    needs,
+    plain_text,
+    quoted,
+    without_keys,
+)
 
 # %% auto #0
 __all__ = ['Row', 'hub_trouble', 'load_rows']
@@ -49,8 +57,14 @@ def message_text(content: Any, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in (parts := content if isinstance(content, list) else [content]):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise DataError("content", where=where, got=quoted(part), expected="text, or parts of type text")
+        if (
+            not isinstance(part, dict)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise DataError(
+                "content", where=where, got=quoted(part), expected="text, or parts of type text"
+            )
     return "".join(part["text"] for part in parts)
 
 
@@ -58,7 +72,12 @@ def read_messages(messages: Any, where: str | None = None) -> list[dict[str, Any
     "The messages, their content as text; raises `DataError`."
     messages = plain_values(messages)
     if not isinstance(messages, list) or not messages:
-        raise DataError("messages", where=where, got=type(messages).__name__, expected="a list of them, not empty")
+        raise DataError(
+            "messages",
+            where=where,
+            got=type(messages).__name__,
+            expected="a list of them, not empty",
+        )
     read = []
     for i, m in enumerate(messages):
         if not isinstance(m, dict) or not isinstance(m.get("role"), str):
@@ -74,12 +93,16 @@ class Row:
     "One task of a data set."
 
     key: str  # names the row in messages and records
-    messages: tuple[Mapping[str, Any], ...] | None = None  # a conversation that ends before the answer
+    messages: tuple[Mapping[str, Any], ...] | None = (
+        None  # a conversation that ends before the answer
+    )
     prompt: str | None = None  # or plain text
     prompt_tokens: tuple[int, ...] | None = None  # or token ids
     answer: Any = None  # what is right; None = the data set does not say
     data: Mapping[str, Any] = field(default_factory=dict)  # every column of the record
-    options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template: `tools`, `chat_template_kwargs`
+    options: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of the chat template: `tools`, `chat_template_kwargs`
 
     def __post_init__(self):
         forms = [n for n in ("messages", "prompt", "prompt_tokens") if getattr(self, n) is not None]
@@ -97,7 +120,8 @@ class Row:
 # %% ../../nbs/task/00_data.ipynb #838fa2c4
 TOKEN_COLUMNS = ("prompt_token_ids", "prompt_tokens")  # ids, taken as they are
 PROMPT_COLUMNS = ("messages", "prompt", "question")  # a conversation or a text
-ANSWER_COLUMNS = ("answer", "ground_truth", "label", "solution")  # then verl's reward_model.ground_truth
+# then verl's reward_model.ground_truth
+ANSWER_COLUMNS = ("answer", "ground_truth", "label", "solution")
 KEY_COLUMNS = ("key", "id")
 
 # %% ../../nbs/task/00_data.ipynb #796cf6a8
@@ -134,7 +158,8 @@ def _messages(value: Any, where: str, name: str = "messages") -> tuple[Mapping[s
     return tuple(read)
 
 # %% ../../nbs/task/00_data.ipynb #8358c9ec
-_TALK = re.compile(r"""\s*(?:array\(\s*)?\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")  # the beginning of one
+# the beginning of one
+_TALK = re.compile(r"""\s*(?:array\(\s*)?\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
 
 
 def _talk(value: Any) -> list[Any] | None:  # None = no conversation
@@ -143,7 +168,11 @@ def _talk(value: Any) -> list[Any] | None:  # None = no conversation
     parts = value.tolist() if isinstance(value, np.ndarray) else value
     if not isinstance(parts, list | tuple):
         return None
-    return list(parts) if any(isinstance(p, Mapping) and {"role", "from"} & p.keys() for p in parts) else None
+    return (
+        list(parts)
+        if any(isinstance(p, Mapping) and {"role", "from"} & p.keys() for p in parts)
+        else None
+    )
 
 
 def _read_talk(text: str, where: str, name: str) -> list[Any] | None:  # None = plain text
@@ -154,11 +183,14 @@ def _read_talk(text: str, where: str, name: str) -> list[Any] | None:  # None = 
                 return talk
     if name != "messages" and not _TALK.match(text):
         return None
-    expected, fix = "a conversation, as JSON or as a list of messages", "Write the column with json.dumps."
+    expected = "a conversation, as JSON or as a list of messages"
+    fix = "Write the column with json.dumps."
     raise DataError(name, where=where, got=quoted(text), expected=expected, fix=fix)
 
 # %% ../../nbs/task/00_data.ipynb #52024c24
-def _prompt(record: Mapping[str, Any], where: str, name: str, system_prompt: str | None) -> dict[str, Any]:
+def _prompt(
+    record: Mapping[str, Any], where: str, name: str, system_prompt: str | None
+) -> dict[str, Any]:
     "The prompt in a column of a record, in whichever of the three forms it comes, as fields of a `Row`."
     value = record[name]
     if name in TOKEN_COLUMNS:
@@ -168,7 +200,11 @@ def _prompt(record: Mapping[str, Any], where: str, name: str, system_prompt: str
     elif talk := _read_talk(value, where, name) if isinstance(value, str) else _talk(value):
         form = {"messages": _messages(talk, where, name)}
     elif isinstance(value, str):
-        form = {"messages": ({"role": "user", "content": value},)} if name == "question" else {"prompt": value}
+        form = (
+            {"messages": ({"role": "user", "content": value},)}
+            if name == "question"
+            else {"prompt": value}
+        )
     else:
         expected = "a list of messages" if name == "messages" else "a text or a list of messages"
         raise DataError(name, where=where, got=quoted(value), expected=expected)
@@ -182,12 +218,17 @@ def _check_text(form: Mapping[str, Any], name: str, where: str) -> None:
         try:
             text.encode()
         except UnicodeEncodeError as e:
-            raise DataError(name, where=where, got=quoted(text), expected="text that can be written as UTF-8") from e
+            raise DataError(
+                name, where=where, got=quoted(text), expected="text that can be written as UTF-8"
+            ) from e
 
 # %% ../../nbs/task/00_data.ipynb #319d3347
 def _token_ids(value: Any, name: str, where: str) -> tuple[int, ...]:
     "Checked token ids."
-    is_id = lambda t: isinstance(t, int | np.integer) and not isinstance(t, bool) and 0 <= t < 2**31
+
+    def is_id(t):
+        return isinstance(t, int | np.integer) and not isinstance(t, bool) and 0 <= t < 2**31
+
     listed = value.ndim == 1 if isinstance(value, np.ndarray) else isinstance(value, list | tuple)
     if not listed or not all(map(is_id, value)):
         raise DataError(name, where=where, got=quoted(value), expected="token ids, integers from 0")
@@ -200,10 +241,13 @@ def _with_system(form: dict[str, Any], system_prompt: str | None, where: str) ->
         return form
     messages = form.get("messages")
     if messages is None:
-        got, fix = f"a row with {next(iter(form))}", "Put the instruction into the prompt itself."
+        got = f"a row with {next(iter(form))}"
+        fix = "Put the instruction into the prompt itself."
         raise DataError("system_prompt", where=where, got=got, expected="a conversation", fix=fix)
     has_one = messages[0]["role"] == "system"
-    return form if has_one else {"messages": ({"role": "system", "content": system_prompt}, *messages)}
+    return (
+        form if has_one else {"messages": ({"role": "system", "content": system_prompt}, *messages)}
+    )
 
 # %% ../../nbs/task/00_data.ipynb #e2c74e9c
 UNSEEN = ("images", "image", "videos", "video", "audios", "audio")  # columns
@@ -215,29 +259,46 @@ def _listed(value: Any, name: str, where: str) -> list[dict[str, Any]]:
         value = json.loads(value) if isinstance(value, str) else plain_values(value)
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         fix = f"Rename the column if it is not what its name says; for a chat template `{name}` is a list."
-        raise DataError(name, where=where, got=quoted(value), expected="a list of mappings", fix=fix)
+        raise DataError(
+            name, where=where, got=quoted(value), expected="a list of mappings", fix=fix
+        )
     return value
 
 
-def _template_options(record: Mapping[str, Any], form: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _template_options(
+    record: Mapping[str, Any], form: Mapping[str, Any], where: str
+) -> dict[str, Any]:
     "What a record tells the chat template; raises `DataError` for what would be left out of the prompt."
     for name in filter(lambda n: _present(record.get(n)), UNSEEN):
         fix = "If the prompt does without, drop the column."
-        raise DataError(name, where=where, got=quoted(record[name]), expected="prompts of text alone", fix=fix)
+        raise DataError(
+            name, where=where, got=quoted(record[name]), expected="prompts of text alone", fix=fix
+        )
     options: dict[str, Any] = {}
     if _present(record.get("tools")):
         tools = _listed(record["tools"], "tools", where)
-        options["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+        options["tools"] = [
+            tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+        ]
     if _present(told := record.get("chat_template_kwargs")):
-        [own] = _listed([told] if isinstance(told, Mapping) else f"[{told}]", "chat_template_kwargs", where)
+        [own] = _listed(
+            [told] if isinstance(told, Mapping) else f"[{told}]", "chat_template_kwargs", where
+        )
         options |= own
     if options and "messages" not in form:
         got = f"{', '.join(options)} beside {next(iter(form))}"
-        raise DataError("chat template", where=where, got=got, expected="a conversation, which a template renders")
+        raise DataError(
+            "chat template",
+            where=where,
+            got=got,
+            expected="a conversation, which a template renders",
+        )
     return options
 
 # %% ../../nbs/task/00_data.ipynb #001b3af0
-def read_by(require: Collection[str]) -> dict[str, str]:  # a mapping says what reads a column; empty = unknown
+def read_by(
+    require: Collection[str],
+) -> dict[str, str]:  # a mapping says what reads a column; empty = unknown
     "Columns that rows must have, each with what reads it."
     return dict(require) if isinstance(require, Mapping) else dict.fromkeys(require, "")
 
@@ -246,20 +307,28 @@ def check_columns(
     data: Mapping[str, Any],  # the columns of a row
     answer: Any,  # what is right, wherever it stood
     where: str,
-    require: Collection[str],  # "answer", "answer?" = or null in its column, or others; a mapping says what reads each
+    require: Collection[
+        str
+    ],  # "answer", "answer?" = or null in its column, or others; a mapping says what reads each
     lost: Mapping[str, str] | None = None,  # known to be missing, by name: where it was looked for
     gone: Sequence[str] = (),  # columns that were named, and are not there
 ) -> None:
     "Raise `DataError` for a row that lacks columns; names all of them."
-    answers, lost = f"something in {', '.join(ANSWER_COLUMNS)}", dict(lost or {})
-    told = {"answer": answer is not None, "answer?": answer is not None or any(n in data for n in ANSWER_COLUMNS)}
+    answers = f"something in {', '.join(ANSWER_COLUMNS)}"
+    lost = dict(lost or {})
+    told = {
+        "answer": answer is not None,
+        "answer?": answer is not None or any(n in data for n in ANSWER_COLUMNS),
+    }
     for column, readers in read_by(require).items():
         if not told.get(column, column in data):
             name = "answer" if column in told else column
             looked_for = answers if name == "answer" else f"a column {name}"
             lost[name] = looked_for + (f" (read by {readers})" if readers else "")
     if lost or gone:
-        what = ", ".join([*gone, *(f"no {'prompt' if name == 'question' else name}" for name in lost)])
+        what = ", ".join(
+            [*gone, *(f"no {'prompt' if name == 'question' else name}" for name in lost)]
+        )
         got = f"columns {', '.join(map(plain_text, data)) or '(none)'}"
         expected = ", and ".join([*["to be there"] * bool(gone), *lost.values()])
         named = f"columns={dict.fromkeys(lost, 'its name')} of load_rows, which is dataset_columns in a config."
@@ -274,29 +343,47 @@ def make_row(
     index: int = 0,  # its position, which names it when it has no key
     *,
     where: str | None = None,  # its place in a message, as "train.jsonl, line 17"
-    columns: Mapping[str, str] | None = None,  # the record's columns by our names, as {"question": "problem"}
+    columns: Mapping[str, str]
+    | None = None,  # the record's columns by our names, as {"question": "problem"}
     require: Collection[str] = (),  # columns that it needs besides a prompt: "answer", or others
     system_prompt: str | None = None,  # goes in front of conversations that have none
 ) -> Row:
     "A record as a `Row`; raises `DataError` that names everything that is missing."
     columns = columns or {}
     gone = {ours: theirs for ours, theirs in columns.items() if theirs not in record}
-    data = {**record, **{ours: record[theirs] for ours, theirs in columns.items() if ours not in gone}}
+    data = {
+        **record,
+        **{ours: record[theirs] for ours, theirs in columns.items() if ours not in gone},
+    }
     key = plain_text(data[name]) if (name := _first(data, KEY_COLUMNS)) else str(index)
-    place, known = where or f"row {key!r}", [*TOKEN_COLUMNS, *PROMPT_COLUMNS]
+    place = where or f"row {key!r}"
+    known = [*TOKEN_COLUMNS, *PROMPT_COLUMNS]
     prompts = [n for n in known if n in columns][:1] or known
-    name, answer = _first(data, prompts), find_answer(data, next((n for n in ANSWER_COLUMNS if n in columns), None))
+    name = _first(data, prompts)
+    answer = find_answer(data, next((n for n in ANSWER_COLUMNS if n in columns), None))
     if name is None and not gone and (empty := [n for n in prompts if n in data]):
         fix = "Give the row a prompt, or drop it."
         column = columns.get(empty[0], empty[0])
-        raise DataError(column, where=place, got=quoted(data[empty[0]]), expected="a prompt that is not empty", fix=fix)
-    lost = {} if name or prompts[0] in gone else {"question": f"something in {', '.join([*prompts[2:], prompts[0]])}"}
+        raise DataError(
+            column,
+            where=place,
+            got=quoted(data[empty[0]]),
+            expected="a prompt that is not empty",
+            fix=fix,
+        )
+    lost = (
+        {}
+        if name or prompts[0] in gone
+        else {"question": f"something in {', '.join([*prompts[2:], prompts[0]])}"}
+    )
     named = [f"column {theirs!r} (for {ours!r})" for ours, theirs in gone.items()]
     needed = {name: readers for name, readers in read_by(require).items() if name not in gone}
     check_columns(data, answer, place, needed, lost, named)
     form = _prompt(data, place, name or "", system_prompt)
     _check_text(form, name or "", place)
-    return Row(key=key, answer=answer, data=data, options=_template_options(data, form, place), **form)
+    return Row(
+        key=key, answer=answer, data=data, options=_template_options(data, form, place), **form
+    )
 
 # %% ../../nbs/task/00_data.ipynb #3a80d55f
 _Records = Iterator[tuple[str, Any]]  # each with its place
@@ -307,20 +394,35 @@ def _json_lines(file: IO[bytes], name: str) -> _Records:
     for number, raw in enumerate(file, start=1):
         where = f"{name}, line {number}"
         try:
-            value = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8")) if raw.strip() else None
-        except (ValueError, RecursionError) as e:  # no UTF-8, no JSON, numbers and brackets without end
+            value = (
+                json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
+                if raw.strip()
+                else None
+            )
+        except (
+            ValueError,
+            RecursionError,
+        ) as e:
+            # no UTF-8, no JSON, numbers and brackets without end
             expected = f"one JSON object ({plain_text(e)[:200]})"
-            raise DataError("malformed line", where=where, got=quoted(raw), expected=expected) from e
+            raise DataError(
+                "malformed line", where=where, got=quoted(raw), expected=expected
+            ) from e
         if raw.strip():
             yield where, value
 
 # %% ../../nbs/task/00_data.ipynb #8d23b112
 def _file_records(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
     "Records of a file, each with its place; its name says what kind it is."
-    kind, head, number = Path(name.removesuffix(".gz")).suffix, file.read(2), 0
+    kind = Path(name.removesuffix(".gz")).suffix
+    head = file.read(2)
+    number = 0
     file.seek(0)
     file = cast(IO[bytes], gzip.open(file)) if head == b"\x1f\x8b" else file  # noqa: SIM115
-    place = lambda number: f"{name}, record {number}"
+
+    def place(number):
+        return f"{name}, record {number}"
+
     try:
         starts = file.read(99).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
         file.seek(0)
@@ -330,8 +432,12 @@ def _file_records(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
             batches = pyarrow.parquet.ParquetFile(file).iter_batches()
             records: Iterable[Any] = (record for batch in batches for record in batch.to_pylist())
         elif kind == ".csv":
-            records = lines = csv.DictReader(io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True)
-            place = lambda number: f"{name}, line {lines.reader.line_num}"
+            records = lines = csv.DictReader(
+                io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True
+            )
+
+            def place(number):
+                return f"{name}, line {lines.reader.line_num}"
         elif kind == ".json" and starts == b"[":
             records = json.loads(file.read().decode("utf-8-sig"))
         else:
@@ -343,7 +449,9 @@ def _file_records(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
         raise
     except Exception as e:  # whatever a parser says of what is no such file
         got = f"{type(e).__name__}: {plain_text(e)[:200]}"
-        raise DataError("unreadable file", where=place(number), got=got, expected=f"a {kind or '.jsonl'} file") from e
+        raise DataError(
+            "unreadable file", where=place(number), got=got, expected=f"a {kind or '.jsonl'} file"
+        ) from e
 
 # %% ../../nbs/task/00_data.ipynb #121ac6e7
 def _shown_url(url: str) -> str:
@@ -352,7 +460,8 @@ def _shown_url(url: str) -> str:
 
 
 def _without_queries(record: logging.LogRecord) -> bool:
-    record.msg, record.args = without_keys(record.getMessage()), ()
+    record.msg = without_keys(record.getMessage())
+    record.args = ()
     return True
 
 
@@ -364,17 +473,27 @@ def hide_queries() -> None:
 def _download(url: str) -> IO[bytes]:
     "What an address gives; raises `DataError`."
     if trouble := address_trouble(url):
-        raise DataError("address", where="load_rows", got=_shown_url(trouble), expected="http(s)://host/path")
+        raise DataError(
+            "address", where="load_rows", got=_shown_url(trouble), expected="http(s)://host/path"
+        )
     hide_queries()
     body = tempfile.TemporaryFile()  # noqa: SIM115
     try:
-        with httpx.stream("GET", url, follow_redirects=True, timeout=httpx.Timeout(30, read=120)) as reply:
+        with httpx.stream(
+            "GET", url, follow_redirects=True, timeout=httpx.Timeout(30, read=120)
+        ) as reply:
             body.writelines(reply.iter_bytes())
         failed = reply.status_code != 200 and f"status {reply.status_code} {reply.reason_phrase}"
     except (httpx.HTTPError, httpx.InvalidURL) as e:
         failed = f"{type(e).__name__} ({e})"
     if failed:
-        raise DataError("download", where=_shown_url(url), got=failed, expected="a file", fix="Check URL and network.")
+        raise DataError(
+            "download",
+            where=_shown_url(url),
+            got=failed,
+            expected="a file",
+            fix="Check URL and network.",
+        )
     body.seek(0)
     return body
 
@@ -384,14 +503,19 @@ def _opened(source: str | os.PathLike[str]) -> tuple[IO[bytes], str]:
     if isinstance(source, str) and source.startswith(("http://", "https://")):
         return _download(source), Path(urlsplit(source).path).name
     if not os.path.isfile(source):
-        got, expected = quoted(str(source), 300)[1:-1], "a file of JSON, CSV or parquet, or an http(s) address"
+        got = quoted(str(source), 300)[1:-1]
+        expected = "a file of JSON, CSV or parquet, or an http(s) address"
         fix = "The built-in task is `toy`. A data set of the hub is named with its owner, as openai/gsm8k "
         fix += "(whose dataset_config is main), and a function that gives rows as module:function."
-        raise DataError("no such file or data set", where="load_rows", got=got, expected=expected, fix=fix)
+        raise DataError(
+            "no such file or data set", where="load_rows", got=got, expected=expected, fix=fix
+        )
     try:
         return open(source, "rb"), Path(source).name
     except OSError as e:
-        raise DataError("unreadable file", where="load_rows", got=str(e), expected="a file that may be read") from e
+        raise DataError(
+            "unreadable file", where="load_rows", got=str(e), expected="a file that may be read"
+        ) from e
 
 # %% ../../nbs/task/00_data.ipynb #f988117e
 def _is_column(values: Any) -> bool:
@@ -405,20 +529,31 @@ def _object_records(source: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(source, Mapping) and all(map(_is_column, source.values())):
         lengths = {str(name): len(values) for name, values in source.items()}
         if len(set(lengths.values())) > 1:
-            raise DataError("columns", where="load_rows", got=f"lengths {lengths}", expected="columns of one length")
-        source = [dict(zip(source, values, strict=True)) for values in zip(*source.values(), strict=True)]
+            raise DataError(
+                "columns",
+                where="load_rows",
+                got=f"lengths {lengths}",
+                expected="columns of one length",
+            )
+        source = [
+            dict(zip(source, values, strict=True)) for values in zip(*source.values(), strict=True)
+        ]
     elif not isinstance(source, Mapping) and hasattr(source, "to_pylist"):
         source = source.to_pylist()
     if isinstance(source, Mapping):
         fix = "Pick a split, or give columns as lists, or a list of mappings."
-        raise DataError("splits", where="load_rows", got=list(source)[:5], expected="one data set", fix=fix)
+        raise DataError(
+            "splits", where="load_rows", got=list(source)[:5], expected="one data set", fix=fix
+        )
     if hasattr(source, "to_dict") and hasattr(source, "iloc"):
         source = source.to_dict("records")
     try:
         records = iter(source)
     except Exception as e:  # not iterable, or a foreign type
         expected = "a path, URL, DataFrame or iterable"
-        raise DataError("source", where="load_rows", got=type(source).__name__, expected=expected) from e
+        raise DataError(
+            "source", where="load_rows", got=type(source).__name__, expected=expected
+        ) from e
     yield from ((f"record {i}", record) for i, record in enumerate(records))
 
 # %% ../../nbs/task/00_data.ipynb #ee456bf3
@@ -436,27 +571,40 @@ def hub_trouble(name: str, kind: str = "model") -> str:  # empty where the hub h
     return ""
 
 
-def _hub_records(name: str, config: str | None = None, split: str | None = None, streaming: bool = False) -> _Records:
+def _hub_records(
+    name: str, config: str | None = None, split: str | None = None, streaming: bool = False
+) -> _Records:
     "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it refuses."
     with needs("hub", f"the data set {name!r}"):
         import datasets  # slow to import, and an extra
         import datasets.config
-    split, saved = split or "train", [n for n in ("state.json", "dataset_dict.json") if Path(name, n).is_file()]
+    split = split or "train"
+    saved = [n for n in ("state.json", "dataset_dict.json") if Path(name, n).is_file()]
     try:
-        here = Path(name).exists() or Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).exists()
+        here = (
+            Path(name).exists()
+            or Path(datasets.config.HF_DATASETS_CACHE, name.replace("/", "___")).exists()
+        )
         if not here and (trouble := hub_trouble(name, "dataset")):
             raise ConnectionError(trouble)
         if not saved:
             found: Any = datasets.load_dataset(name, config, split=split, streaming=streaming)
         elif config is None:
             found = datasets.load_from_disk(name)  # one data set, or several splits
-            found = found[split] if isinstance(found, dict) else {"train": found, str(found.split): found}[split]
+            found = (
+                found[split]
+                if isinstance(found, dict)
+                else {"train": found, str(found.split): found}[split]
+            )
         else:
             raise ValueError("a folder of save_to_disk has no configurations")
-    except Exception as e:  # no such name, configuration or split; no network; files that it cannot read
+    except Exception as e:
+        # no such name, configuration or split; no network; files that it cannot read
         fix = "Check name, configuration (dataset_config) and split; without a network, give a file or a folder."
         got = f"{type(e).__name__}: {plain_text(e)[:300]}"
-        raise DataError("hub", where=quoted(name), got=got, expected="a data set of the hub", fix=fix) from e
+        raise DataError(
+            "hub", where=quoted(name), got=got, expected="a data set of the hub", fix=fix
+        ) from e
     for i, record in enumerate(found):
         yield f"{name}, {split}, record {i}", record
 
@@ -467,24 +615,35 @@ def _records(source: Any, **hub: Any) -> Iterator[tuple[str, Mapping[str, Any]]]
     if path is not None and on_hub(str(path)):
         found = _hub_records(str(path), **hub)
     elif said := [name for name, value in hub.items() if value]:
-        raise DataError(said[0], where="load_rows", got=quoted(source), expected="a data set of the hub")
+        raise DataError(
+            said[0], where="load_rows", got=quoted(source), expected="a data set of the hub"
+        )
     else:
         found = _object_records(source) if path is None else _file_records(*_opened(path))
     for where, record in found:
         if not isinstance(record, Mapping) or None in record:  # cells of a CSV without a name
-            raise DataError("record", where=where, got=quoted(record), expected='a mapping, as {"question": …}')
+            raise DataError(
+                "record", where=where, got=quoted(record), expected='a mapping, as {"question": …}'
+            )
         yield where, record
 
 # %% ../../nbs/task/00_data.ipynb #02126f15
 def _check_rows(rows: Sequence[Row], source: Any) -> None:
     "A data set has rows, and no two have the same name."
     if not rows:
-        name = _shown_url(str(source)) if isinstance(source, str | os.PathLike) else type(source).__name__
-        raise DataError("empty data set", where="load_rows", got=f"0 rows from {name}", expected="at least 1")
+        name = (
+            _shown_url(str(source))
+            if isinstance(source, str | os.PathLike)
+            else type(source).__name__
+        )
+        raise DataError(
+            "empty data set", where="load_rows", got=f"0 rows from {name}", expected="at least 1"
+        )
     seen: dict[str, int] = {}
     for i, row in enumerate(rows):
         if (first := seen.setdefault(row.key, i)) != i:
-            got, fix = f"{row.key!r}, as in row {first}", "Make the key or id column unique or drop it."
+            got = f"{row.key!r}, as in row {first}"
+            fix = "Make the key or id column unique or drop it."
             raise DataError("key", where=f"row {i}", got=got, expected="a name of its own", fix=fix)
 
 # %% ../../nbs/task/00_data.ipynb #3a3bf2d6
@@ -493,16 +652,24 @@ def load_rows(
     *,
     max_rows: int | None = None,  # the first so many
     require_answer: bool = False,  # refuse rows that do not say what is right
-    require: Collection[str] = (),  # columns that rows must have; a mapping also says what reads each
+    require: Collection[
+        str
+    ] = (),  # columns that rows must have; a mapping also says what reads each
     system_prompt: str | None = None,  # goes in front of conversations that have none
-    columns: Mapping[str, str] | None = None,  # the records' columns by our names, as {"question": "problem"}
+    columns: Mapping[str, str]
+    | None = None,  # the records' columns by our names, as {"question": "problem"}
     config: str | None = None,  # of a data set on the hub
     split: str | None = None,  # of a data set on the hub; None = "train"
     streaming: bool = False,  # read a data set of the hub as it comes
 ) -> list[Row]:
     "Every row of a data set, checked; raises `DataError` that names file, line and reason."
     if max_rows is not None and (not isinstance(max_rows, int) or max_rows < 1):
-        raise DataError("max_rows", where="load_rows", got=quoted(max_rows), expected="1 or more, or None for all")
+        raise DataError(
+            "max_rows",
+            where="load_rows",
+            got=quoted(max_rows),
+            expected="1 or more, or None for all",
+        )
     needed = {**dict.fromkeys(["answer"] * require_answer, ""), **read_by(require)}
     how = {"columns": columns, "require": needed, "system_prompt": system_prompt}
     records = islice(_records(source, config=config, split=split, streaming=streaming), max_rows)
@@ -526,8 +693,18 @@ def hash_rows(rows: Sequence[Row]) -> str:
     "A hash of keys, prompts, answers and columns, in their order; the same from every kind of file, wherever it is."
     total = hashlib.sha256()
     for row in rows:
-        parts = [row.key, row.messages, row.prompt, row.prompt_tokens, row.answer, row.data, row.options]
-        total.update(json.dumps(plain_values(parts), sort_keys=True, default=_cell_text).encode() + b"\n")
+        parts = [
+            row.key,
+            row.messages,
+            row.prompt,
+            row.prompt_tokens,
+            row.answer,
+            row.data,
+            row.options,
+        ]
+        total.update(
+            json.dumps(plain_values(parts), sort_keys=True, default=_cell_text).encode() + b"\n"
+        )
     return total.hexdigest()[:32]
 
 
@@ -544,17 +721,27 @@ class Cursor:
     epochs: int | None = 1  # None = without end
     shuffle: bool = True  # False = in the order of the data set, every epoch
     consumed: int = 0  # positions gone through so far, over all epochs
-    floor: float | None = None  # share of the epochs in which a row that is always or never solved comes; None = all
-    seen: Mapping[int, tuple[int, float]] = field(default_factory=dict, repr=False)  # row: times it came, pass rate
-    _content: list[str] = field(default_factory=list, repr=False, compare=False)  # once it was asked for
+    floor: float | None = (
+        None  # share of the epochs in which a row that is always or never solved comes; None = all
+    )
+    seen: Mapping[int, tuple[int, float]] = field(
+        default_factory=dict, repr=False
+    )  # row: times it came, pass rate
+    _content: list[str] = field(
+        default_factory=list, repr=False, compare=False
+    )  # once it was asked for
 
     def __post_init__(self):
         if not len(self.rows):
             raise DataError("empty data set", where="Cursor", got="0 rows", expected="at least 1")
         if self.epochs is not None and self.epochs < 1:
-            raise DataError("epochs", where="Cursor", got=self.epochs, expected="1 or more, or None for no end")
+            raise DataError(
+                "epochs", where="Cursor", got=self.epochs, expected="1 or more, or None for no end"
+            )
         if not 0 <= self.consumed <= self.total:
-            raise DataError("consumed", where="Cursor", got=self.consumed, expected=f"0 to {self.total}")
+            raise DataError(
+                "consumed", where="Cursor", got=self.consumed, expected=f"0 to {self.total}"
+            )
 
     @property
     def total(self) -> float:
@@ -587,7 +774,9 @@ class Cursor:
         "Whether the row at a position comes, or is passed over this time: drawn from seed and position alone."
         if self.floor is None or (known := self.seen.get(self.index(position))) is None:
             return True
-        return np.random.default_rng([self.seed, position, 1]).random() < coming_share(known[1], self.floor)
+        return np.random.default_rng([self.seed, position, 1]).random() < coming_share(
+            known[1], self.floor
+        )
 
     def positions(self, n: int) -> list[int]:
         "Where the next `n` rows stand, fewer at the very end; those that are passed over are not among them."
@@ -606,10 +795,19 @@ class Cursor:
 
     def state(self) -> dict[str, Any]:
         "Where the cursor stands, as plain JSON values; see `restore_cursor`."
-        names: dict[str, Any] = {name: getattr(self, name) for name in ("seed", "shuffle", "consumed")}
+        names: dict[str, Any] = {
+            name: getattr(self, name) for name in ("seed", "shuffle", "consumed")
+        }
         names["content"] = self.content
-        seen = {} if self.floor is None else {"seen": [[i, *known] for i, known in self.seen.items()]}
-        return {**names, "rows": len(self.rows), "next": next((row.key for row in self.peek(1)), None), **seen}
+        seen = (
+            {} if self.floor is None else {"seen": [[i, *known] for i, known in self.seen.items()]}
+        )
+        return {
+            **names,
+            "rows": len(self.rows),
+            "next": next((row.key for row in self.peek(1)), None),
+            **seen,
+        }
 
 # %% ../../nbs/task/00_data.ipynb #e4c1573a
 def graded_rows(cursor: Cursor, rates: Mapping[int, float]) -> Cursor:
@@ -627,19 +825,40 @@ def restore_cursor(cursor: Cursor, state: Mapping[str, Any]) -> Cursor:
     if missing := {"rows", "seed", "shuffle", "consumed", "next"} - set(state):
         got = f"no {', '.join(sorted(missing))}"
         raise DataError("state", where="resume", got=got, expected="what Cursor.state gave")
-    for name, now in {"rows": len(cursor.rows), "seed": cursor.seed, "shuffle": cursor.shuffle}.items():
+    for name, now in {
+        "rows": len(cursor.rows),
+        "seed": cursor.seed,
+        "shuffle": cursor.shuffle,
+    }.items():
         if state[name] != now:
-            raise DataError(f"{name} of the data", where="resume", got=now, expected=f"{state[name]}, as recorded")
-    seen = {} if cursor.floor is None else {i: (times, rate) for i, times, rate in state.get("seen", ())}
+            raise DataError(
+                f"{name} of the data",
+                where="resume",
+                got=now,
+                expected=f"{state[name]}, as recorded",
+            )
+    seen = (
+        {}
+        if cursor.floor is None
+        else {i: (times, rate) for i, times, rate in state.get("seen", ())}
+    )
     restored = replace(cursor, consumed=state["consumed"], seen=seen)
     upcoming = [r.key for r in restored.peek(1)]
     if state["next"] is not None and upcoming and upcoming[0] != state["next"]:
-        expected, fix = f"{state['next']}, as recorded", "The data set or its order has changed since the checkpoint."
+        expected = f"{state['next']}, as recorded"
+        fix = "The data set or its order has changed since the checkpoint."
         raise DataError("next row", where="resume", got=upcoming[0], expected=expected, fix=fix)
-    if state.get("content", cursor.content) != cursor.content:  # checkpoints of older versions have none
+    # checkpoints of older versions have none
+    if state.get("content", cursor.content) != cursor.content:
         fix = "Give the run the rows that it began with; for other rows, export its policy and begin a new run with it."
         expected = "those that the run began with, in the same order"
-        raise DataError("rows of the data", where="resume", got="other or edited rows", expected=expected, fix=fix)
+        raise DataError(
+            "rows of the data",
+            where="resume",
+            got="other or edited rows",
+            expected=expected,
+            fix=fix,
+        )
     return restored
 
 # %% ../../nbs/task/00_data.ipynb #c944e495
@@ -652,7 +871,9 @@ class Prompt:
     index: int = 0  # position in the step
     number: int = 0  # position in the run
     opened: str = ""  # what it opens of the policy's turn, as "<think>"
-    decode: Callable[[list[int]], str] = field(default=lambda tokens: "", repr=False)  # special tokens, too
+    decode: Callable[[list[int]], str] = field(
+        default=lambda tokens: "", repr=False
+    )  # special tokens, too
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", frozen_array(self.tokens, np.int64))
@@ -670,5 +891,7 @@ class Rollouts:
     prompt: Prompt
     samples: tuple[RolloutSample, ...] = ()  # graded already, if they come from a rollout function
     dropped: tuple[str, ...] = ()  # reasons of draws that came to nothing
-    runs: tuple[int, ...] = ()  # the draw that each sample is a segment of; () = each sample is a draw of its own
+    runs: tuple[
+        int, ...
+    ] = ()  # the draw that each sample is a segment of; () = each sample is a draw of its own
     redrawn: tuple[str, ...] = ()  # reasons of draws that were lost and made again

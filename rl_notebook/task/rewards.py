@@ -17,7 +17,15 @@ import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -28,11 +36,25 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..core.advantages import soft_overlong_penalty
-from ..core.types import Completion, RewardError, RolloutSample, frozen_array, needs, plain_text, quoted
+from rl_notebook.core.types import (
+    Completion,
+    RewardError,
+    RolloutSample,
+    frozen_array,
+    needs,
+    plain_text,
+    quoted,
+)
 from .data import ANSWER_COLUMNS, Row
 from ..core.names import NAMED, named_function
 from ..core.retries import together
-from ..core.numbers import MAGNITUDES, evaluated, numeric_equal, parse_figure, parse_number
+from rl_notebook.core.numbers import (
+    MAGNITUDES,
+    evaluated,
+    numeric_equal,
+    parse_figure,
+    parse_number,
+)
 
 # %% auto #0
 __all__ = ['format_reward', 'gsm8k_format_reward', 'REWARDS', 'final_answer', 'gsm8k_reward', 'tagged_integer_reward',
@@ -110,7 +132,8 @@ def tagged_integer(text: Any) -> str | None:
 # %% ../../nbs/task/01_rewards.ipynb #94bb9a88
 def tagged_integer_reward(text: str, answer: Any) -> float:
     "1 when completion and answer carry the same `tagged_integer`, else 0."
-    given, several = tagged_integer(text), answer if isinstance(answer, list | tuple) else [answer]
+    given = tagged_integer(text)
+    several = answer if isinstance(answer, list | tuple) else [answer]
     return float(given is not None and given in [tagged_integer(truth) for truth in several])
 
 # %% ../../nbs/task/01_rewards.ipynb #c0d142b0
@@ -143,7 +166,8 @@ def make_pattern_reward(
     return pattern_reward
 
 
-gsm8k_format_reward = make_pattern_reward(r".*####\s*-?\d[\d,]*(\.\d+)?\s*")  # "#### number", as GSM8K ends
+# "#### number", as GSM8K ends
+gsm8k_format_reward = make_pattern_reward(r".*####\s*-?\d[\d,]*(\.\d+)?\s*")
 
 # %% ../../nbs/task/01_rewards.ipynb #cd57df07
 def make_soft_overlong(
@@ -151,7 +175,8 @@ def make_soft_overlong(
     buffer: int,  # tokens before that where the penalty begins
 ) -> Callable[[str, Sequence[int]], float]:
     "A penalty from 0 to -1 over the last `buffer` tokens (DAPO, eq. 13)."
-    soft_overlong_penalty(0, max_tokens, buffer)  # refuses a buffer that does not fit, before anything is drawn
+    # refuses a buffer that does not fit, before anything is drawn
+    soft_overlong_penalty(0, max_tokens, buffer)
 
     def soft_overlong(text: str, tokens: Sequence[int]) -> float:
         "0 for a short completion, -1 for one that fills its budget."
@@ -166,7 +191,9 @@ def make_length_reward(
 ) -> Callable[[str, Sequence[int]], float]:
     "A reward that falls in a straight line from 1 at `target` tokens to 0 at `target ± width`."
     if width < 1:
-        raise RewardError("width", where="make_length_reward", got=width, expected="1 or more tokens")
+        raise RewardError(
+            "width", where="make_length_reward", got=width, expected="1 or more tokens"
+        )
 
     def length_reward(text: str, tokens: Sequence[int]) -> float:
         "How near the completion is to the wanted length, from 0 to 1."
@@ -178,7 +205,9 @@ def make_length_reward(
 def _column_number(column: str, value: Any) -> Fraction:
     "A number that a column of a row gives, maybe as text; raises `RewardError`."
     if (number := parse_number(value)) is None:
-        raise RewardError(f"column {column!r}", where="countdown_reward", got=quoted(value), expected="a number")
+        raise RewardError(
+            f"column {column!r}", where="countdown_reward", got=quoted(value), expected="a number"
+        )
     return number
 
 
@@ -186,7 +215,9 @@ def _column_list(value: Any) -> list[Any]:
     "The numbers of `nums`; raises `RewardError`."
     if isinstance(value, str) or not isinstance(value, Iterable):
         expected = "a list of numbers"
-        raise RewardError("column 'nums'", where="countdown_reward", got=quoted(value), expected=expected)
+        raise RewardError(
+            "column 'nums'", where="countdown_reward", got=quoted(value), expected=expected
+        )
     return list(value)
 
 
@@ -196,16 +227,20 @@ def countdown_reward(
     nums: Sequence[int | str],  # column: the numbers to make it from
 ) -> float:
     "1 when the final answer is an expression over `nums`, each used at most once, that makes `target`, else 0."
-    goal, allowed = _column_number("target", target), Counter(_column_number("nums", n) for n in _column_list(nums))
+    goal = _column_number("target", target)
+    allowed = Counter(_column_number("nums", n) for n in _column_list(nums))
     said = (final_answer(text) or "").partition("=")[0].strip()[:201]
     used = Counter(Fraction(digits) for digits in re.findall(r"\d+", said))
-    arithmetic = len(said) <= 200 and re.fullmatch(r"[\d+\-*/()\s]+", said, re.ASCII) and "**" not in said
+    arithmetic = (
+        len(said) <= 200 and re.fullmatch(r"[\d+\-*/()\s]+", said, re.ASCII) and "**" not in said
+    )
     return float(bool(arithmetic) and used <= allowed and evaluated(said) == goal)
 
 # %% ../../nbs/task/01_rewards.ipynb #b3de72ce
 T = TypeVar("T")
 Outcome = tuple[Any, BaseException | None]  # what a call returned, what it raised
-IN_A_LOOP = "from a running event loop"  # in the error of `asyncio.run` where an event loop runs already
+# in the error of `asyncio.run` where an event loop runs already
+IN_A_LOOP = "from a running event loop"
 
 
 def outcome_of(call: Callable[[], Any]) -> Outcome:
@@ -220,7 +255,9 @@ def _new_thread(run: Callable[[], Any]) -> None:
     threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
 
 
-async def in_thread(call: Callable[[], Any], start: Callable[[Callable[[], bool]], None] = _new_thread) -> Outcome:
+async def in_thread(
+    call: Callable[[], Any], start: Callable[[Callable[[], bool]], None] = _new_thread
+) -> Outcome:
     "A call in a thread (`start` is told whether it failed). Once cancelled, not even the process waits for it."
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Outcome] = loop.create_future()
@@ -254,7 +291,9 @@ async def awaited_in(loop: asyncio.AbstractEventLoop, result: Awaitable[Any]) ->
 
 
 @functools.cache
-def shared_loop(process: int) -> asyncio.AbstractEventLoop:  # process: a fork has no threads, and needs another one
+def shared_loop(
+    process: int,
+) -> asyncio.AbstractEventLoop:  # process: a fork has no threads, and needs another one
     "The event loop of `async` functions that are called where none runs."
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
@@ -301,7 +340,9 @@ for line in sys.stdin:
 """
 
 
-_NOT_NUMBERS = re.compile(rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+")
+_NOT_NUMBERS = re.compile(
+    rf"%|(?<![\\a-zA-Z])(?!(?:{'|'.join(MAGNITUDES)})s?\b)(?!(?<=\d)[eE][-+]?\d)[a-zA-Z]+"
+)
 _LAYOUT = r"(?:text|math|left|right|circ|degree|display|quad|underline|boxed|fbox)"
 _OPERATION = re.compile(rf"[-+*/^!|×÷·√]|\d\s+\d|\\(?!{_LAYOUT})[a-zA-Z]")
 
@@ -312,7 +353,9 @@ class MathVerify:
     def __init__(self, timeout: float = 5.0):  # seconds for one completion
         with needs("math", "the math_verify reward"):
             import math_verify  # noqa: F401
-        self.timeout, self.timeouts = timeout, 0  # of them: comparisons that were given up
+        # of them: comparisons that were given up
+        self.timeout = timeout
+        self.timeouts = 0
         self._lock = threading.Lock()
         self._worker: Any = None  # subprocess.Popen
 
@@ -326,16 +369,26 @@ class MathVerify:
         "Whether a mathematical text means the same as one of several; blocks until the verdict or the time limit."
         with self._lock:
             if self._worker is None or self._worker.poll() is not None:
-                pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+                pipes: Any = {
+                    "stdin": subprocess.PIPE,
+                    "stdout": subprocess.PIPE,
+                    "stderr": subprocess.DEVNULL,
+                }
                 self._worker = subprocess.Popen([sys.executable, "-c", _JUDGE], text=True, **pipes)
                 if not self._worker.stdout.readline():
                     fix = 'See what `python -c "import math_verify"` says.'
-                    raise RewardError("math_verify", got="a process that ended", expected="its first line", fix=fix)
+                    raise RewardError(
+                        "math_verify",
+                        got="a process that ended",
+                        expected="its first line",
+                        fix=fix,
+                    )
             try:
                 request = json.dumps([text, golds, is_figure, seconds or self.timeout])
                 print(request, file=self._worker.stdin, flush=True)
                 verdict = self._worker.stdout.readline()
-            except BaseException:  # an interrupt: this verdict must not be taken for that of the next comparison
+            except BaseException:
+                # an interrupt: this verdict must not be taken for that of the next comparison
                 self._worker.kill()
                 self._worker.wait()
                 raise
@@ -346,19 +399,28 @@ class MathVerify:
                     raise TimeoutError
             return json.loads(verdict or "null")
 
-    async def __call__(self, text: str, answer: Any, reward_timeout: float | None = None) -> float | None:
+    async def __call__(
+        self, text: str, answer: Any, reward_timeout: float | None = None
+    ) -> float | None:
         """1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided.
 
         Raises TimeoutError where that takes longer than a `reward_timeout` below the object's own limit."""
         if (given := final_answer(text)) is None:
             return 0.0
         truths = {str(truth): _equal_numbers(given, truth) for truth in reference_answers(answer)}
-        verdicts, unsure = set(truths.values()), [truth for truth, same in truths.items() if same is None]
+        verdicts = set(truths.values())
+        unsure = [truth for truth, same in truths.items() if same is None]
         if unsure and True not in verdicts:
-            seconds = None if reward_timeout is None or reward_timeout >= self.timeout else reward_timeout
-            is_figure = parse_figure(given) is not None or not _OPERATION.search(given) or given in unsure
+            seconds = (
+                None if reward_timeout is None or reward_timeout >= self.timeout else reward_timeout
+            )
+            is_figure = (
+                parse_figure(given) is not None or not _OPERATION.search(given) or given in unsure
+            )
             call = functools.partial(self.compare, is_figure=is_figure, seconds=seconds)
-            verdict, error = await in_thread(lambda: call(*(f"\\boxed{{{t}}}" for t in (given, *unsure))))
+            verdict, error = await in_thread(
+                lambda: call(*(f"\\boxed{{{t}}}" for t in (given, *unsure)))
+            )
             if error is not None:
                 raise error
             verdicts.add(verdict)
@@ -384,7 +446,9 @@ def _parameters(function: Callable[..., Any], name: str) -> dict[str, inspect.Pa
         return dict(inspect.signature(function).parameters)
     except (TypeError, ValueError) as e:
         expected = "a function whose parameters can be read"
-        raise RewardError(f"reward function {name!r}", got=quoted(function), expected=expected) from e
+        raise RewardError(
+            f"reward function {name!r}", got=quoted(function), expected=expected
+        ) from e
 
 # %% ../../nbs/task/01_rewards.ipynb #f22b467d
 def reward_style(function: Callable[..., Any], name: str = "reward") -> str:
@@ -437,7 +501,8 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 
 # %% ../../nbs/task/01_rewards.ipynb #90ea1de9
-_shared = functools.cache(lambda kind: kind())  # one instance by name: a worker process is not started twice
+# one instance by name: a worker process is not started twice
+_shared = functools.cache(lambda kind: kind())
 
 # %% ../../nbs/task/01_rewards.ipynb #af4f9be9
 def _named_function(name: str) -> Callable[..., Any]:
@@ -447,12 +512,16 @@ def _named_function(name: str) -> Callable[..., Any]:
         return _shared(found) if isinstance(found, type) else found
     if not NAMED.fullmatch(name):
         fix = "Write module:function for one of your own."
-        raise RewardError("reward", got=repr(name), expected=f"one of {', '.join(REWARDS)}", fix=fix)
+        raise RewardError(
+            "reward", got=repr(name), expected=f"one of {', '.join(REWARDS)}", fix=fix
+        )
     return named_function(name, "reward", RewardError)
 
 # %% ../../nbs/task/01_rewards.ipynb #f67674ca
 def reward_fn(
-    source: RewardFn | Callable[..., Any] | str,  # a function, a name in `REWARDS`, or "module:function"
+    source: RewardFn
+    | Callable[..., Any]
+    | str,  # a function, a name in `REWARDS`, or "module:function"
     *,
     name: str | None = None,  # None = the function's own
     style: str | None = None,  # None = by its parameters, see `reward_style`
@@ -468,7 +537,9 @@ def reward_fn(
     inner = getattr(function, "func", function)  # of a functools.partial
     own = source if isinstance(source, str) else getattr(inner, "__name__", type(inner).__name__)
     called: str = name or own.rpartition(":")[2]
-    return RewardFn(called, function, style or reward_style(function, called), 1.0 if weight is None else weight)
+    return RewardFn(
+        called, function, style or reward_style(function, called), 1.0 if weight is None else weight
+    )
 
 # %% ../../nbs/task/01_rewards.ipynb #8a2e187a
 @dataclass(frozen=True)
@@ -482,7 +553,9 @@ class _Group:
     index: int | None = None  # of the group in the step
     first: int = 0  # index of the first sample in its group
     step: int | None = None  # of the run
-    opened: Sequence[str] = ()  # what the prompt opened of each text, as "<think>", where the text leaves it out
+    opened: Sequence[
+        str
+    ] = ()  # what the prompt opened of each text, as "<think>", where the text leaves it out
     turns: bool = False  # whether a rollout recorded the messages
 
     @property
@@ -499,36 +572,64 @@ class _Group:
     def question(self) -> str | None:
         "The prompt where it is a text for TRL, whatever our chat template made of it; None where it is a conversation."
         data = self.row.data
-        if any(isinstance(data.get(name), list | tuple | np.ndarray) for name in ("messages", "prompt")) or self.turns:
+        if (
+            any(
+                isinstance(data.get(name), list | tuple | np.ndarray)
+                for name in ("messages", "prompt")
+            )
+            or self.turns
+        ):
             return None
         return data.get("question") if self.row.messages is not None else (self.row.prompt or "")
 
     def where(self, i: int | None = None) -> str:
         "A sample, or the group, as a place in a message."
         parts = [] if self.index is None else [f"group {self.index}"]
-        parts += [] if i is None else [f"sample {self.first + i}"]
+        if i is not None:
+            parts += [f"sample {self.first + i}"]
         return f"{', '.join(parts)} ({self.row.where})" if parts else self.row.where
 
 # %% ../../nbs/task/01_rewards.ipynb #1d14952a
 def _make_group(
-    completions: Sequence[Completion | RolloutSample | str], row: Row, group: int | None, sample: int, step: int | None
+    completions: Sequence[Completion | RolloutSample | str],
+    row: Row,
+    group: int | None,
+    sample: int,
+    step: int | None,
 ) -> _Group:
     "Completions, samples or plain texts as a group."
-    texts, tokens, messages, prefixes = [], [], [], []
+    texts = []
+    tokens = []
+    messages = []
+    prefixes = []
     for c in completions:
         info = c.info if isinstance(c, RolloutSample) else {}
-        opened = "<think>" * bool(info.get("unfinished_thinking"))
+        opened = "<think>" if info.get("unfinished_thinking") else ""
         text = opened + (c if isinstance(c, str) else c.text)
-        ids = c.tokens[c.loss_mask == 1] if isinstance(c, RolloutSample) else getattr(c, "tokens", ())
+        ids = (
+            c.tokens[c.loss_mask == 1] if isinstance(c, RolloutSample) else getattr(c, "tokens", ())
+        )
         texts.append(text)
         prefixes.append("" if opened else str(info.get("opened") or ""))
         tokens.append([int(t) for t in ids])
         said = list(info.get("messages") or [{"role": "assistant", "content": text}])
-        for k in [k for k, message in enumerate(said) if opened and message.get("role") == "assistant"][-1:]:
+        for k in [
+            k for k, message in enumerate(said) if opened and message.get("role") == "assistant"
+        ][-1:]:
             said[k] = {**said[k], "content": text}
         messages.append(said)
     turns = any(isinstance(c, RolloutSample) and "messages" in c.info for c in completions)
-    return _Group(row, texts, tokens, messages, group, sample, step, prefixes, turns and row.messages is not None)
+    return _Group(
+        row,
+        texts,
+        tokens,
+        messages,
+        group,
+        sample,
+        step,
+        prefixes,
+        turns and row.messages is not None,
+    )
 
 # %% ../../nbs/task/01_rewards.ipynb #1ae139ad
 @dataclass(frozen=True)
@@ -577,19 +678,26 @@ def _last_said(completion: Any) -> str | None:
     "The last message of the policy."
     if isinstance(completion, str):
         return completion
-    return next((m.get("content") or "" for m in reversed(completion) if m.get("role") == "assistant"), None)
+    return next(
+        (m.get("content") or "" for m in reversed(completion) if m.get("role") == "assistant"), None
+    )
 
 
-PARSER = SimpleNamespace(parse=str, parse_answer=_last_said)  # what functions of verifiers read a completion with
+# what functions of verifiers read a completion with
+PARSER = SimpleNamespace(parse=str, parse_answer=_last_said)
 
 # %% ../../nbs/task/01_rewards.ipynb #14ac0727
-def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs, names: Any = ()) -> dict[str, Any]:
+def _trl_arguments(
+    group: _Group, columns: Mapping[str, Any], logs: _Logs, names: Any = ()
+) -> dict[str, Any]:
     "One call for the whole group; `names`: the parameters that the function has."
     n = len(group.texts)
     states = [_state(group, i) for i in range(n)]
     plurals = {"states": states, "answers": [s.get("answer", "") for s in states], "parser": PARSER}
     plurals |= {"infos": [s["info"] for s in states], "tasks": [s["task"] for s in states]}
-    arguments = {k: v for k, v in plurals.items() if k in names} | {k: [v] * n for k, v in columns.items()}
+    arguments = {k: v for k, v in plurals.items() if k in names} | {
+        k: [v] * n for k, v in columns.items()
+    }
     of_verifiers = {"states", "answers", "infos", "tasks", "parser"} & {*names} - {*columns}
     question = None if of_verifiers and group.chat else group.question
     arguments |= {
@@ -603,17 +711,33 @@ def _trl_arguments(group: _Group, columns: Mapping[str, Any], logs: _Logs, names
     return arguments
 
 # %% ../../nbs/task/01_rewards.ipynb #290b55b1
-def _sample_arguments(style: str, group: _Group, i: int, columns: Mapping[str, Any], logs: _Logs) -> dict[str, Any]:
+def _sample_arguments(
+    style: str, group: _Group, i: int, columns: Mapping[str, Any], logs: _Logs
+) -> dict[str, Any]:
     "One call for one sample."
     row, data = group.row, group.row.data
     answer = {} if row.answer is None else {"answer": row.answer, "ground_truth": row.answer}
     if style == "verl":
-        own, told = data.get("reward_model"), data.get("extra_info")
-        truth = {"ground_truth": own["ground_truth"]} if isinstance(own, Mapping) and "ground_truth" in own else answer
-        extra = {**(told if isinstance(told, Mapping) else {}), "num_turns": len(group.messages[i]) + 1}
-        given = {"data_source": data.get("data_source"), "solution_str": group.texts[i], "extra_info": extra}
+        own = data.get("reward_model")
+        told = data.get("extra_info")
+        truth = (
+            {"ground_truth": own["ground_truth"]}
+            if isinstance(own, Mapping) and "ground_truth" in own
+            else answer
+        )
+        extra = {
+            **(told if isinstance(told, Mapping) else {}),
+            "num_turns": len(group.messages[i]) + 1,
+        }
+        given = {
+            "data_source": data.get("data_source"),
+            "solution_str": group.texts[i],
+            "extra_info": extra,
+        }
         return given | {k: v for k, v in truth.items() if k == "ground_truth"}
-    columns = {k: v for k, v in columns.items() if k not in ANSWER_COLUMNS or row.answer is not None}
+    columns = {
+        k: v for k, v in columns.items() if k not in ANSWER_COLUMNS or row.answer is not None
+    }
     if style == "native":
         own = {"row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
         return {"opened": group.opened[i], **columns, **answer, **own}
@@ -633,20 +757,34 @@ def _arguments(fn: RewardFn, group: _Group, logs: _Logs) -> list[dict[str, Any]]
 def _missing(fn: RewardFn, arguments: Mapping[str, Any]) -> list[str]:
     "Parameters that need a value, and for which there is none."
     named = list(_parameters(fn.function, fn.name).values())[int(fn.style == "native") :]
-    needed = [p for p in named if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    needed = [
+        p for p in named if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
     return [p.name for p in needed if p.name not in arguments or p.kind is p.POSITIONAL_ONLY]
 
 
 def _bind(fn: RewardFn, arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
     "Those of the arguments that the function takes, by name; `RewardError` when it needs others."
-    parameters, missing = list(_parameters(fn.function, fn.name).values()), _missing(fn, arguments)
+    parameters = list(_parameters(fn.function, fn.name).values())
+    missing = _missing(fn, arguments)
     if missing or not parameters:
-        what, known = f"reward function {fn.name!r}", ", ".join(sorted(arguments))
+        what = f"reward function {fn.name!r}"
+        known = ", ".join(sorted(arguments))
         got = f"no value for its parameter {', '.join(missing)}" if missing else "no parameters"
-        first = "first the text of the completion (text), then any of " if fn.style == "native" else "any of "
+        first = (
+            "first the text of the completion (text), then any of "
+            if fn.style == "native"
+            else "any of "
+        )
         fix = "Is it a column? Does the row have an answer? Pass style= if the function was taken for another kind."
-        fix = fix if missing else f"Write it as def {fn.name}(text, answer), or (completions, **columns) as for TRL."
-        raise RewardError(what, where=where, got=got, expected=f"parameters by name: {first}{known}", fix=fix)
+        fix = (
+            fix
+            if missing
+            else f"Write it as def {fn.name}(text, answer), or (completions, **columns) as for TRL."
+        )
+        raise RewardError(
+            what, where=where, got=got, expected=f"parameters by name: {first}{known}", fix=fix
+        )
     first = [p.name for p in parameters[: int(fn.style == "native")]]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     names = arguments if takes_all else [p.name for p in parameters]
@@ -659,7 +797,8 @@ def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = 
         return math.nan
     number = value
     with suppress(Exception):  # of a foreign value
-        number = value.item() if getattr(value, "ndim", None) == 0 else value  # a numpy or torch scalar
+        # a numpy or torch scalar
+        number = value.item() if getattr(value, "ndim", None) == 0 else value
         if isinstance(number, int | float) and abs(number) <= LARGEST:
             return float(number)
     got = f"{quoted(number)} for completion {text[:80]!r}"
@@ -679,27 +818,39 @@ def _score_of_dict(value: Any, logs: _Logs) -> Any:
 # %% ../../nbs/task/01_rewards.ipynb #763e2043
 def _group_values(result: Any, fn: RewardFn, group: _Group) -> list[Any]:
     "The rewards of a whole group as a list of the right length."
-    n, values = len(group.texts), result.tolist() if hasattr(result, "tolist") else result
+    n = len(group.texts)
+    values = result.tolist() if hasattr(result, "tolist") else result
     if not isinstance(values, list | tuple) or len(values) != n:
         got = f"{len(values)} values" if isinstance(values, list | tuple) else quoted(values)
         got += f" for {n} completions, the first {group.texts[0][:80]!r}"
         expected = f"a list of {n}, one per completion"
-        raise RewardError(f"reward function {fn.name!r}", where=group.where(), got=got, expected=expected)
+        raise RewardError(
+            f"reward function {fn.name!r}", where=group.where(), got=got, expected=expected
+        )
     return list(values)
 
 # %% ../../nbs/task/01_rewards.ipynb #b5175200
-def _raised(fn: RewardFn, where: str, text: str, error: BaseException, of_text: bool | None = None) -> RewardError:
+def _raised(
+    fn: RewardFn, where: str, text: str, error: BaseException, of_text: bool | None = None
+) -> RewardError:
     "What to say when a reward function raises; `of_text`: whether one of TRL got texts."
     got = f"{type(error).__name__}: {plain_text(error)} for completion {text[:80]!r}"
     fix = "The traceback above says where; a reward that cannot judge returns None."
     if of_text is not None:
-        form = "texts, as the prompt is a text" if of_text else "lists of messages, as the prompt is a list of messages"
+        form = (
+            "texts, as the prompt is a text"
+            if of_text
+            else "lists of messages, as the prompt is a list of messages"
+        )
         fix += f" `completions` are {form}: the type of the column `prompt` decides, as in TRL."
     expected = "a finite number, or None for unscorable"
-    return RewardError(f"reward function {fn.name!r} raised", where=where, got=got, expected=expected, fix=fix)
+    return RewardError(
+        f"reward function {fn.name!r} raised", where=where, got=got, expected=expected, fix=fix
+    )
 
 # %% ../../nbs/task/01_rewards.ipynb #fb5d1d64
-OF_THREADS = "main thread", "created in a thread", "event loop in thread", "no running event loop"  # in errors
+# in errors
+OF_THREADS = "main thread", "created in a thread", "event loop in thread", "no running event loop"
 
 
 def is_ours(function: Any) -> bool:
@@ -712,21 +863,29 @@ def uses_alarms(function: Any) -> bool:
     "Whether a function, or one of its author's that it calls, uses what works in the main thread alone."
     waiting = [function]
     for one in waiting:  # and those that are added meanwhile
-        code, known = getattr(one, "__code__", None), getattr(one, "__globals__", {})
+        code = getattr(one, "__code__", None)
+        known = getattr(one, "__globals__", {})
         parts = [] if code is None else [code, *filter(inspect.iscode, code.co_consts)]
         names = {name for part in parts for name in part.co_names}
-        scopes = [known, *(vars(known[name]) for name in names if inspect.ismodule(known.get(name)))]
+        scopes = [
+            known,
+            *(vars(known[name]) for name in names if inspect.ismodule(known.get(name))),
+        ]
         used = [scope[name] for scope in scopes for name in names if name in scope]
         if {"signal", "math_verify"} & {*names, *map(_home, used)}:
             return True
         own = [f for f in used if inspect.isfunction(f) and f not in waiting]
-        waiting += [f for f in own if _home(f) == _home(one) or "lib/python" not in f.__code__.co_filename]
+        waiting += [
+            f for f in own if _home(f) == _home(one) or "lib/python" not in f.__code__.co_filename
+        ]
     return False
 
 
 def _home(value: Any) -> str:
     "The package that a value comes from."
-    return str(getattr(value, "__module__", None) or getattr(value, "__name__", "")).partition(".")[0]
+    return str(getattr(value, "__module__", None) or getattr(value, "__name__", "")).partition(".")[
+        0
+    ]
 
 
 @dataclass(eq=False)
@@ -735,10 +894,16 @@ class Limits:
 
     most: int = 32  # calls at once; 0 = one by one, in no thread
     timeout: float | None = None  # seconds for one call; one that takes longer is unscorable
-    here: Callable[[Any], None] | None = field(default=None, repr=False)  # takes plain calls, see `blocking`
-    blocked: asyncio.AbstractEventLoop | None = field(default=None, repr=False)  # by a call that waits, see `blocking`
+    here: Callable[[Any], None] | None = field(
+        default=None, repr=False
+    )  # takes plain calls, see `blocking`
+    blocked: asyncio.AbstractEventLoop | None = field(
+        default=None, repr=False
+    )  # by a call that waits, see `blocking`
     _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
-    _staying: set[int] = field(default_factory=set, repr=False)  # ids of functions that raised an error about threads
+    _staying: set[int] = field(
+        default_factory=set, repr=False
+    )  # ids of functions that raised an error about threads
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -767,13 +932,17 @@ class Limits:
         if self.here is not None and self.blocked is None:
             _SHARING.add(innermost(function))
         loop = self.blocked or asyncio.get_running_loop()
-        return await awaited_in(shared_loop(os.getpid()) if innermost(function) in _SHARING else loop, result)
+        return await awaited_in(
+            shared_loop(os.getpid()) if innermost(function) in _SHARING else loop, result
+        )
 
     async def _called(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
         "What a function returns or raises."
         if not self.stays(function):
             here = self.here
-            outcome = await in_thread(call, _new_thread if here is None else lambda run: here((self, run)))
+            outcome = await in_thread(
+                call, _new_thread if here is None else lambda run: here((self, run))
+            )
             if here is not None and IN_A_LOOP in str(outcome[1]):
                 return await in_thread(call)
             if here is not None or not any(words in str(outcome[1] or "") for words in OF_THREADS):
@@ -783,12 +952,15 @@ class Limits:
 
 
 LIMITS = Limits()
-_HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)  # room for a call
+# room for a call
+_HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)
 _SHARING: set[Any] = set()  # `async` functions that were called in `shared_loop`, and stay there
 LATE = object()  # in place of a reward that did not come in time
 
 # %% ../../nbs/task/01_rewards.ipynb #1b2c786b
-async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits) -> Any:
+async def _call(
+    fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits
+) -> Any:
     "One call, with its exceptions named; `LATE` when it took too long."
     text = group.texts[i or 0]
     read = group.opened[i or 0] + text if is_ours(fn.function) else text
@@ -797,13 +969,18 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
     arguments = {**arguments, "reward_timeout": limits.timeout} if limits_itself else arguments
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
     async with limits.place():
-        clock = asyncio.timeout(None if limits_itself else limits.timeout)  # from when there is room
+        # from when there is room
+        clock = asyncio.timeout(None if limits_itself else limits.timeout)
         try:
             async with clock:
                 result, error = await limits.outcome(fn.function, call)
                 if error is not None:
                     raise error
-                return LATE if asyncio.get_running_loop().time() > (clock.when() or math.inf) else result
+                return (
+                    LATE
+                    if asyncio.get_running_loop().time() > (clock.when() or math.inf)
+                    else result
+                )
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # whatever a user's function raises, sys.exit() too
@@ -814,15 +991,27 @@ async def _call(fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[s
                 raise  # it is this coroutine that is cancelled
             theirs = e.__traceback__ and e.__traceback__.tb_next  # without the line that calls it
             of_text = group.question is not None if fn.style == "trl" else None
-            raise _raised(fn, group.where(i), text, e, of_text) from (e.with_traceback(theirs) if theirs else e)
+            raise _raised(fn, group.where(i), text, e, of_text) from (
+                e.with_traceback(theirs) if theirs else e
+            )
 
 # %% ../../nbs/task/01_rewards.ipynb #55cfe6fd
-async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> np.ndarray:  # (n,), NaN = unscorable
+async def _values(
+    fn: RewardFn, group: _Group, logs: _Logs, limits: Limits
+) -> np.ndarray:  # (n,), NaN = unscorable
     "The rewards of one function for one group."
-    offered, n = _arguments(fn, group, logs), len(group.texts)
-    if limits.timeout is not None and limits.stays(fn.function) and not (fn.is_async or is_ours(fn.function)):
-        got, fix = f"{fn.name}, which runs in the main thread", "Leave it out, or let that function limit itself."
-        raise RewardError("reward_timeout", got=got, expected="functions that can be called in a thread", fix=fix)
+    offered = _arguments(fn, group, logs)
+    n = len(group.texts)
+    if (
+        limits.timeout is not None
+        and limits.stays(fn.function)
+        and not (fn.is_async or is_ours(fn.function))
+    ):
+        got = f"{fn.name}, which runs in the main thread"
+        fix = "Leave it out, or let that function limit itself."
+        raise RewardError(
+            "reward_timeout", got=got, expected="functions that can be called in a thread", fix=fix
+        )
     if fn.style == "trl":
         found = await _call(fn, group, None, offered[0], limits)
         results = [LATE] * n if found is LATE else _group_values(found, fn, group)
@@ -832,7 +1021,10 @@ async def _values(fn: RewardFn, group: _Group, logs: _Logs, limits: Limits) -> n
     if fn.weight:
         late = f"{fn.name} took longer than {limits.timeout} s (reward_timeout)"
         logs.late.update({i: late for i, r in enumerate(results) if r is LATE})
-    checked = [_number(None if r is LATE else r, fn, group.where(i), group.texts[i]) for i, r in enumerate(results)]
+    checked = [
+        _number(None if r is LATE else r, fn, group.where(i), group.texts[i])
+        for i, r in enumerate(results)
+    ]
     return frozen_array(checked, np.float64)
 
 # %% ../../nbs/task/01_rewards.ipynb #9a43c7e6
@@ -844,7 +1036,9 @@ class Scores:
     values: tuple[np.ndarray, ...]  # per function (n,); NaN = unscorable
     totals: np.ndarray  # (n,) weighted sums; NaN = unscorable
     extra: Mapping[str, list[Any]] = field(default_factory=dict)  # columns from `log_extra`
-    metrics: Mapping[str, float] = field(default_factory=dict)  # means of `log_metric`, scores besides verl's
+    metrics: Mapping[str, float] = field(
+        default_factory=dict
+    )  # means of `log_metric`, scores besides verl's
     late: Mapping[int, str] = field(default_factory=dict)  # by sample: which function took too long
 
     def __len__(self) -> int:
@@ -869,7 +1063,8 @@ class Scores:
 # %% ../../nbs/task/01_rewards.ipynb #e3ee7b5b
 def weighted_total(values: Sequence[np.ndarray], weights: Sequence[float]) -> np.ndarray:
     "(n,) weighted sums over the functions that gave a value, of (n,) values each; NaN = none with a weight did."
-    table, w = np.array(values, dtype=np.float64), np.array(weights, dtype=np.float64)
+    table = np.array(values, dtype=np.float64)
+    w = np.array(weights, dtype=np.float64)
     spoke = ~np.isnan(table) & (w != 0)[:, None]
     return np.where(spoke.any(axis=0), np.where(spoke, table * w[:, None], 0.0).sum(axis=0), np.nan)
 
@@ -878,13 +1073,30 @@ def as_reward_fns(source: Any, weights: Sequence[float] | None = None) -> tuple[
     "One or several reward functions of any signature, or their names; with other names, and not all only watched."
     fns = tuple(reward_fn(f) for f in (source if isinstance(source, list | tuple) else [source]))
     if weights is not None and len(weights) != len(fns):
-        raise RewardError("weights", got=len(weights), expected=f"{len(fns)}, one per reward function")
-    fns = fns if weights is None else tuple(replace(f, weight=w) for f, w in zip(fns, weights, strict=True))
+        raise RewardError(
+            "weights", got=len(weights), expected=f"{len(fns)}, one per reward function"
+        )
+    fns = (
+        fns
+        if weights is None
+        else tuple(replace(f, weight=w) for f, w in zip(fns, weights, strict=True))
+    )
     repeated = [name for name, count in Counter(f.name for f in fns).items() if count > 1]
     if not fns or repeated or all(f.weight == 0 for f in fns):
-        got = "no reward function" if not fns else f"{repeated[0]!r} twice" if repeated else "weights that are all 0"
+        got = (
+            "no reward function"
+            if not fns
+            else f"{repeated[0]!r} twice"
+            if repeated
+            else "weights that are all 0"
+        )
         fix = "Name them: reward_fn(f, name=...)." if repeated else None
-        raise RewardError("reward functions", got=got, expected="different ones, one of them with a weight", fix=fix)
+        raise RewardError(
+            "reward functions",
+            got=got,
+            expected="different ones, one of them with a weight",
+            fix=fix,
+        )
     return fns
 
 # %% ../../nbs/task/01_rewards.ipynb #f62be2ad
@@ -895,7 +1107,9 @@ def columns_read(source: Any) -> dict[str, str]:  # by column: the reward functi
     for fn in as_reward_fns(source):
         for name in _missing(fn, _arguments(fn, bare, _Logs())[0]):
             answer = "answer?" if fn.style == "trl" else "answer"
-            readers[answer if name in ANSWER_COLUMNS else name].append(f"reward function {fn.name!r}")
+            readers[answer if name in ANSWER_COLUMNS else name].append(
+                f"reward function {fn.name!r}"
+            )
     return {column: " and ".join(dict.fromkeys(names)) for column, names in readers.items()}
 
 # %% ../../nbs/task/01_rewards.ipynb #e0556872
@@ -914,11 +1128,14 @@ async def score(
     fns = as_reward_fns(reward_fns, weights)
     if not completions:
         raise RewardError("completions", where=row.where, got="none", expected="at least 1")
-    g, logs = _make_group(completions, row, group, sample, step), _Logs()
+    g = _make_group(completions, row, group, sample, step)
+    logs = _Logs()
     values = tuple(await together([_values(f, g, logs, limits) for f in fns]))
     for column, cells in logs.extra.items():
         if len(cells) != (n := len(g.texts)):
-            raise RewardError(f"log_extra({column!r})", where=g.where(), got=len(cells), expected=f"{n} values")
+            raise RewardError(
+                f"log_extra({column!r})", where=g.where(), got=len(cells), expected=f"{n} values"
+            )
     totals = weighted_total(values, [f.weight for f in fns])
     totals[list(logs.late)] = np.nan
     metrics = {k: float(np.mean(sorted(v))) for k, v in sorted(logs.metrics.items())}
@@ -953,7 +1170,8 @@ def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
     _new_thread(lambda: put(outcome_of(run)))
     try:
         while callable((found := next_call())[1]):
-            if found[0] not in failed and found[1]():  # after a failure nothing is called under the same limits
+            # after a failure nothing is called under the same limits
+            if found[0] not in failed and found[1]():
                 failed.append(found[0])
     except KeyboardInterrupt:
         if began:
@@ -973,7 +1191,9 @@ def score_blocking(
     **options: Any,  # `group`, `sample`, `step` of `score`
 ) -> Scores:
     "`score` for callers that cannot await; blocks until all rewards are there."
-    return blocking(lambda limits: score(completions, row, reward_fns, weights, **options, limits=limits))
+    return blocking(
+        lambda limits: score(completions, row, reward_fns, weights, **options, limits=limits)
+    )
 
 # %% ../../nbs/task/01_rewards.ipynb #5c048c42
 def graded(samples: Sequence[RolloutSample], scores: Scores) -> tuple[RolloutSample, ...]:
@@ -981,5 +1201,9 @@ def graded(samples: Sequence[RolloutSample], scores: Scores) -> tuple[RolloutSam
     if len(samples) != len(scores):
         raise RewardError("scores", got=len(scores), expected=f"{len(samples)}, one per sample")
     late = [{"late": scores.late[i]} if i in scores.late else {} for i in range(len(samples))]
-    grades = [{"reward": scores.reward(i), "rewards": scores.rewards(i)} for i in range(len(samples))]
-    return tuple(replace(s, **g, info={**s.info, **w}) for s, g, w in zip(samples, grades, late, strict=True))
+    grades = [
+        {"reward": scores.reward(i), "rewards": scores.rewards(i)} for i in range(len(samples))
+    ]
+    return tuple(
+        replace(s, **g, info={**s.info, **w}) for s, g, w in zip(samples, grades, late, strict=True)
+    )

@@ -21,13 +21,21 @@ from huggingface_hub import snapshot_download
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from ..core.types import BackendError, ConfigError, DataError, RewardError, is_out_of_memory, naming_memory
+from rl_notebook.core.types import (
+    BackendError,
+    ConfigError,
+    DataError,
+    RewardError,
+    is_out_of_memory,
+    naming_memory,
+)
 from ..core.types import needs, plain_text, quoted
 from ..core.names import new_folder
 from ..core.options import nearest
 from .data import hub_trouble
 
-if TYPE_CHECKING:  # torch and models are loaded where a model is: a page of a run needs its tokenizer alone
+# torch and models are loaded where a model is: a page of a run needs its tokenizer alone
+if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% auto #0
@@ -64,16 +72,21 @@ def toy_rows(
 ) -> list[dict[str, str]]:
     "`n` rows `{'question', 'answer'}`; raises `ConfigError` for an unknown split, `DataError` when a split runs out."
     if split not in SPLITS:
-        raise ConfigError("split", where="toy_rows", got=repr(split), expected=f"one of {', '.join(SPLITS)}")
+        raise ConfigError(
+            "split", where="toy_rows", got=repr(split), expected=f"one of {', '.join(SPLITS)}"
+        )
     if n < 1:
         raise DataError("n", where="toy_rows", got=n, expected="1 or more")
-    rng, rows = np.random.default_rng([seed, SPLITS.index(split)]), {}
+    rng = np.random.default_rng([seed, SPLITS.index(split)])
+    rows = {}
     for _ in range(20 * n + 100):
         terms = _draw_terms(rng, 6 if split == "hard" else 5, heldout=split != "train")
         rows[_ask(terms, int(rng.integers(3)))] = str(sum(terms))
         if len(rows) == n:
             return [{"question": question, "answer": answer} for question, answer in rows.items()]
-    raise DataError("n", where=f"toy_rows, split {split!r}", got=n, expected=f"not much above {len(rows)}")
+    raise DataError(
+        "n", where=f"toy_rows, split {split!r}", got=n, expected=f"not much above {len(rows)}"
+    )
 
 # %% ../../nbs/task/03_toy.ipynb #7ffc0672
 _FINAL = re.compile(r"#### ?(-?\d+)")
@@ -88,7 +101,9 @@ def toy_reward(
     try:
         right = int(answer.rsplit("####", 1)[-1])
     except ValueError:
-        raise RewardError("answer", where="toy_reward", got=repr(answer), expected="an integer") from None
+        raise RewardError(
+            "answer", where="toy_reward", got=repr(answer), expected="an integer"
+        ) from None
     said = _FINAL.findall(completion_text)
     return float(bool(said) and int(said[-1]) == right)
 
@@ -140,7 +155,9 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     "Writes model and tokenizer of a Llama model's GGUF file as a transformers folder of float32 safetensors."
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-    quantised = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype="float32")
+    quantised = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype="float32"
+    )
     config = {k: v for k, v in quantised.config.to_dict().items() if k != "quantization_config"}
     plain = LlamaForCausalLM(LlamaConfig.from_dict(config))
     plain.load_state_dict(quantised.state_dict())
@@ -156,7 +173,9 @@ def _model_error(name: Any, got: str) -> BackendError:
     expected = f"{', '.join(map(repr, _MODELS))}, a folder written by save_pretrained, or a hub id 'owner/name'"
     fix = "The first two and a folder need no network; a hub id needs one, or a copy in the Hugging Face cache."
     fix = f"{near} {fix}" if (near := nearest(str(name), _MODELS)) else fix
-    return BackendError("model", where=f"load_model({quoted(name)})", got=got, expected=expected, fix=fix)
+    return BackendError(
+        "model", where=f"load_model({quoted(name)})", got=got, expected=expected, fix=fix
+    )
 
 
 def model_source(name: str | os.PathLike[str]) -> str:
@@ -181,7 +200,9 @@ def model_source(name: str | os.PathLike[str]) -> str:
     return folder if os.path.isdir(folder) else name
 
 
-def find_model(name: str | os.PathLike[str]) -> tuple[str, bool]:  # folder or hub id; whether files here must do
+def find_model(
+    name: str | os.PathLike[str],
+) -> tuple[str, bool]:  # folder or hub id; whether files here must do
     "What a name stands for, of which there is a copy here or on the hub; raises `BackendError` at once for another."
     source = model_source(name)
     if os.path.isdir(source) or not (trouble := hub_trouble(source)):
@@ -208,7 +229,9 @@ def tokenizer_of(settings: Mapping[str, Any]) -> Any:
     names = ("deployment.tokenizer_model", "tokenizer_model", "base_model")
     source = model_source(next((str(settings[n]) for n in names if settings.get(n)), ""))
     try:
-        folder = source if os.path.isdir(source) else snapshot_download(source, local_files_only=True)
+        folder = (
+            source if os.path.isdir(source) else snapshot_download(source, local_files_only=True)
+        )
         if Path(folder, "tokenizer.json").is_file():  # whatever class made it
             return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
         from transformers import AutoTokenizer
@@ -216,14 +239,20 @@ def tokenizer_of(settings: Mapping[str, Any]) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as e:  # tokenizers raises no other kind for files of a later version
         got = f"{type(e).__name__}: {plain_text(e)}".splitlines()[0][:200]
-        raise BackendError("tokenizer", where=source, got=got, expected="one on this machine that can be read") from e
+        raise BackendError(
+            "tokenizer", where=source, got=got, expected="one on this machine that can be read"
+        ) from e
 
 # %% ../../nbs/task/03_toy.ipynb #461083b0
-def _check_loaded(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, info: Mapping) -> None:
+def _check_loaded(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, info: Mapping
+) -> None:
     "Raises `BackendError` unless every weight came from the file and every token has an embedding."
     for problem in ("missing_keys", "mismatched_keys"):
         if keys := sorted(str(key) for key in info[problem]):
-            raise _model_error(name, f"{len(keys)} {problem.split('_')[0]} weights, such as {keys[0]}")
+            raise _model_error(
+                name, f"{len(keys)} {problem.split('_')[0]} weights, such as {keys[0]}"
+            )
     rows = next(model.get_input_embeddings().parameters()).shape[0]
     if len(tokenizer) > rows:
         raise _model_error(name, f"a tokenizer of {len(tokenizer)} tokens for {rows} embeddings")
@@ -245,22 +274,28 @@ def _load_adapter(name: str, folder: Path, dtype: str) -> tuple[Any, PreTrainedT
 
 # %% ../../nbs/task/03_toy.ipynb #0df2de49
 def load_model(
-    name: str | os.PathLike[str],  # "tiny", "smollm2", a folder (of a model or an adapter), or a hub id
+    name: str
+    | os.PathLike[str],  # "tiny", "smollm2", a folder (of a model or an adapter), or a hub id
     *,
     dtype: str = "float32",  # "float32", "bfloat16" or "float16"
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     "Model (in eval mode, on the CPU) and tokenizer; raises `BackendError` or `MissingExtra` if it cannot be had whole."
     if dtype not in _DTYPES:
-        raise ConfigError("dtype", where="load_model", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}")
+        raise ConfigError(
+            "dtype", where="load_model", got=repr(dtype), expected=f"one of {', '.join(_DTYPES)}"
+        )
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source, cached = find_model(name)
     if Path(source, "adapter_config.json").is_file():
         return _load_adapter(str(name), Path(source), dtype)
-    with naming_memory(f"load_model({name!r})", "Load it with dtype='bfloat16', or take a smaller model."):
+    with naming_memory(
+        f"load_model({name!r})", "Load it with dtype='bfloat16', or take a smaller model."
+    ):
         try:
             with no_bars(quiet=Path(source).is_dir()):
-                how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}  # no code of its own
+                # no code of its own
+                how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}
                 tokenizer = AutoTokenizer.from_pretrained(source, **how)
                 how |= {"dtype": dtype, "output_loading_info": True}
                 loaded: Any = AutoModelForCausalLM.from_pretrained(source, **how)

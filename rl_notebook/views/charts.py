@@ -26,7 +26,14 @@ from ..show.html import escape_unseen, image
 from ..runs.records import StepRecord, expect_records
 from ..runs.run import flat_settings
 from ..core.options import nearest
-from .payloads import History, downsample, history_row, run_payloads, step_payloads, timeline_payload
+from rl_notebook.views.payloads import (
+    History,
+    downsample,
+    history_row,
+    run_payloads,
+    step_payloads,
+    timeline_payload,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,9 +43,17 @@ if TYPE_CHECKING:
 __all__ = ['Chart', 'chart', 'charts']
 
 # %% ../../nbs/views/02_charts.ipynb #85989238
-COLORS = {"blue": "#2f73c0", "orange": "#d9772b", "green": "#2f8f63", "grey": "#8593a3", "violet": "#7a5ea8"}
+COLORS = {
+    "blue": "#2f73c0",
+    "orange": "#d9772b",
+    "green": "#2f8f63",
+    "grey": "#8593a3",
+    "violet": "#7a5ea8",
+}
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
-INK, GRID = "#7a8896", "rgba(128,140,155,0.2)"  # legible on white and on black
+# legible on white and on black
+INK = "#7a8896"
+GRID = "rgba(128,140,155,0.2)"
 Figure = dict[str, Any]  # plotly's JSON: `data`, a list of traces, and `layout`
 
 
@@ -54,7 +69,13 @@ def tint(color: str, share: float) -> str:
     return f"rgba({r},{g},{b},{share})"
 
 # %% ../../nbs/views/02_charts.ipynb #6892bbf9
-_AXIS = {"gridcolor": GRID, "zerolinecolor": GRID, "linecolor": GRID, "ticks": "", "automargin": True}
+_AXIS = {
+    "gridcolor": GRID,
+    "zerolinecolor": GRID,
+    "linecolor": GRID,
+    "ticks": "",
+    "automargin": True,
+}
 _X = {**_AXIS, "title": {"text": "step"}, "tickformat": ",", "showgrid": False, "zeroline": False}
 _X |= {"unifiedhovertitle": {"text": "step %{x}"}}  # of the cursor
 _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}}
@@ -62,27 +83,48 @@ _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {
 
 def _y(title: str, **options: Any) -> dict[str, Any]:
     "A vertical axis."
-    return {**_AXIS, "title": {"text": title}, "rangemode": "tozero", "exponentformat": "e", "nticks": 6, **options}
+    return {
+        **_AXIS,
+        "title": {"text": title},
+        "rangemode": "tozero",
+        "exponentformat": "e",
+        "nticks": 6,
+        **options,
+    }
 
 
 def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
     "Traces with the common look; a note where there is nothing to draw."
     drawn = any(len(t.get("x", ())) or len(t.get("z", ())) for t in data)
-    note = {"text": "nothing measured yet", "x": 0.5, "y": 0.5, "xref": "paper", "yref": "paper", "showarrow": False}
+    note = {
+        "text": "nothing measured yet",
+        "x": 0.5,
+        "y": 0.5,
+        "xref": "paper",
+        "yref": "paper",
+        "showarrow": False,
+    }
     look = {
         "font": {"family": FONT, "size": 12, "color": INK},
         "margin": {"l": 8, "r": 12, "t": 8, "b": 8},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "hovermode": "x unified",
-        "hoverlabel": {"bgcolor": "#ffffff", "bordercolor": "#d5dce4", "font": {"color": "#1f2933"}, "namelength": -1},
+        "hoverlabel": {
+            "bgcolor": "#ffffff",
+            "bordercolor": "#d5dce4",
+            "font": {"color": "#1f2933"},
+            "namelength": -1,
+        },
         "legend": _LEGEND,
         "uirevision": "keep",
         "xaxis": _X | _step_ticks(data),
         "yaxis": _y(y) | ({} if drawn else {"showticklabels": False}),
         "annotations": [] if drawn else [note],
     }
-    look |= {} if "hovermode" in layout else {"hoverdistance": -1}  # the nearest step, however far
+    # the nearest step, however far
+    if "hovermode" not in layout:
+        look |= {"hoverdistance": -1}
     return {"data": data, "layout": look | layout}
 
 
@@ -105,7 +147,9 @@ def _alone(y: np.ndarray) -> np.ndarray:
     return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
 
 
-def _line(s: Mapping[str, list], name: str, color: str, width: float = 2, **options: Any) -> dict[str, Any]:
+def _line(
+    s: Mapping[str, list], name: str, color: str, width: float = 2, **options: Any
+) -> dict[str, Any]:
     "A series as a line with gaps, with marks when it is short, and where a point has no neighbour to draw a line to."
     alone = {*_alone(_floats(s["y"])).tolist()}
     short = len(s["x"]) <= 12
@@ -120,20 +164,34 @@ def _line(s: Mapping[str, list], name: str, color: str, width: float = 2, **opti
     return {"x": s["x"], "y": s["y"], "name": label(name)} | style | options
 
 
-def _band(low: Mapping[str, list], high: Mapping[str, list], name: str, fill: str) -> list[dict[str, Any]]:
+def _band(
+    low: Mapping[str, list], high: Mapping[str, list], name: str, fill: str
+) -> list[dict[str, Any]]:
     "The area between two series: a polygon for each stretch without a gap."
-    edge = {"type": "scatter", "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip", "legendgroup": name}
-    gaps = sorted({x for s in (low, high) for x, y in zip(s["x"], s["y"], strict=True) if y is None})
-    lower, upper = _stretches(low, gaps), _stretches(high, gaps)
+    edge = {
+        "type": "scatter",
+        "mode": "lines",
+        "line": {"width": 0},
+        "hoverinfo": "skip",
+        "legendgroup": name,
+    }
+    gaps = sorted(
+        {x for s in (low, high) for x, y in zip(s["x"], s["y"], strict=True) if y is None}
+    )
+    lower = _stretches(low, gaps)
+    upper = _stretches(high, gaps)
     corners = list[tuple[float | None, float | None]]()
     for i in sorted(lower.keys() & upper.keys()):
-        corners += [(None, None)] if corners else []
+        if corners:
+            corners += [(None, None)]
         corners += [*lower[i], *reversed(upper[i])]
     x, y = ([corner[i] for corner in corners] for i in (0, 1))
     return [{"x": x, "y": y, "fill": "toself", "fillcolor": fill, "name": name, **edge}]
 
 
-def _stretches(s: Mapping[str, list], gaps: Sequence[float]) -> dict[int, list[tuple[float, float]]]:
+def _stretches(
+    s: Mapping[str, list], gaps: Sequence[float]
+) -> dict[int, list[tuple[float, float]]]:
     "The points of a series by the number of gaps before them."
     found: dict[int, list[tuple[float, float]]] = {}
     for x, y in zip(s["x"], s["y"], strict=True):
@@ -145,7 +203,8 @@ def _stretches(s: Mapping[str, list], gaps: Sequence[float]) -> dict[int, list[t
 def reward_figure(payload: Mapping[str, Any]) -> Figure:
     """Mean over all samples of a step. The band is one standard deviation inside a group, up and down: it may pass the
     best reward. Where it closes, the completions of a prompt are equally good."""
-    inside, groups = payload["inside"], payload["groups"]
+    inside = payload["inside"]
+    groups = payload["groups"]
     data = _band(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
     if groups["q25"]["x"]:
         thin: dict[str, Any] = {"mode": "lines", "legendgroup": "quartiles"}
@@ -153,7 +212,12 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
         data.append(_line(groups["q25"], "lower quartile", "grey", 1, **thin, showlegend=False))
     data.append(_line(payload["reward"], "mean", "blue"))
     if payload["held_out"]["x"]:
-        marker = {"symbol": "diamond", "size": 11, "color": COLORS["orange"], "line": {"color": "white", "width": 1}}
+        marker = {
+            "symbol": "diamond",
+            "size": 11,
+            "color": COLORS["orange"],
+            "line": {"color": "white", "width": 1},
+        }
         data.append(_line(payload["held_out"], "held out", "orange", mode="markers", marker=marker))
     return figure_of(data, "reward")
 
@@ -161,19 +225,30 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
 def functions_figure(payload: Mapping[str, Any]) -> Figure:
     "Each reward function on its own, before weights."
     colors = ["blue", "orange", "green", "violet", "grey"]
-    lines = [_line(s, name, colors[i % len(colors)]) for i, (name, s) in enumerate(payload["functions"].items())]
+    lines = [
+        _line(s, name, colors[i % len(colors)])
+        for i, (name, s) in enumerate(payload["functions"].items())
+    ]
     return figure_of(lines, "mean reward")
 
 # %% ../../nbs/views/02_charts.ipynb #c28b2311
 def _panel_title(panel: Mapping[str, Any], beta: float | None) -> str:
     "What a panel shows, with the weight of the KL or the noise floor."
-    weight = f" · kl_beta = {beta:g}" if panel["name"] == "policy to reference" and beta is not None else ""
+    weight = (
+        f" · kl_beta = {beta:g}"
+        if panel["name"] == "policy to reference" and beta is not None
+        else ""
+    )
     floor = f" · noise {panel['floor']:.0e}" if panel["floor"] is not None else ""
     return f"{panel['name']}{weight}{floor}"
 
 # %% ../../nbs/views/02_charts.ipynb #149308dd
 _PANEL_COLOR = {"k1": "orange", "loss": "green"}
-_PANEL_NAME = {"loss": "as the loss estimates it", "mean": "mean difference", "max": "largest difference"}
+_PANEL_NAME = {
+    "loss": "as the loss estimates it",
+    "mean": "mean difference",
+    "max": "largest difference",
+}
 
 
 def _noise(panel: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -187,20 +262,34 @@ def _noise(panel: Mapping[str, Any]) -> list[dict[str, Any]]:
     return _band({"x": ends, "y": [0.0, 0.0]}, {"x": ends, "y": [high, high]}, "noise floor", GRID)
 
 
-def _panel(panel: Mapping[str, Any], i: int, count: int, beta: float | None) -> tuple[list[dict], dict[str, Any], Any]:
+def _panel(
+    panel: Mapping[str, Any], i: int, count: int, beta: float | None
+) -> tuple[list[dict], dict[str, Any], Any]:
     "Traces, axes and title of one of several panels."
     n = "" if i == 0 else str(i + 1)
     on: dict[str, Any] = {"xaxis": f"x{n}", "yaxis": f"y{n}"}
     named = len(panel["lines"]) > 1  # one line is named by the title
     data = [t | on | {"showlegend": False} for t in _noise(panel)]
     for k, s in panel["lines"].items():
-        name, color = str(_PANEL_NAME.get(k, k)), _PANEL_COLOR.get(k, "blue")
+        name = str(_PANEL_NAME.get(k, k))
+        color = _PANEL_COLOR.get(k, "blue")
         data.append(_line(s, name, color, **on, showlegend=named))
     x = {"title": {"text": "step" if i + 2 >= count or count == 3 else ""}}
-    axes = {f"xaxis{n}": _X | _step_ticks(data) | x, f"yaxis{n}": _y("", nticks=5 if count < 3 else 4)}
+    axes = {
+        f"xaxis{n}": _X | _step_ticks(data) | x,
+        f"yaxis{n}": _y("", nticks=5 if count < 3 else 4),
+    }
     text = label(_panel_title(panel, beta), 90)
     text = text.replace(" · ", "<br>").replace(", ", "<br>") if count == 3 else text  # narrow ones
-    title = {"text": text, "align": "left", "x": 0, "y": 1, "showarrow": False, "xanchor": "left", "yanchor": "bottom"}
+    title = {
+        "text": text,
+        "align": "left",
+        "x": 0,
+        "y": 1,
+        "showarrow": False,
+        "xanchor": "left",
+        "yanchor": "bottom",
+    }
     return data, axes, title | {"xref": f"x{n} domain", "yref": f"y{n} domain"}
 
 
@@ -208,7 +297,8 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding makes."
     panels = payload["panels"]
     parts = [_panel(p, i, len(panels), payload["kl_beta"]) for i, p in enumerate(panels)]
-    data, titles = [t for d, _, _ in parts for t in d], [title for _, _, title in parts]
+    data = [t for d, _, _ in parts for t in d]
+    titles = [title for _, _, title in parts]
     axes = {name: axis for _, own, _ in parts for name, axis in own.items()}
     legend = _LEGEND | {"y": 1, "yref": "container", "yanchor": "top"}
     margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
@@ -217,7 +307,8 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
         grid = {"pattern": "independent", "rows": -(-len(panels) // beside), "columns": beside}
         look = {"grid": grid | {"xgap": 0.28, "ygap": 0.5}, "legend": legend, "margin": margin}
         return figure_of(data, "nats", **axes, **look, annotations=titles)
-    figure, within = figure_of(data, "nats"), "<br>".join(payload.get("within", ()))
+    figure = figure_of(data, "nats")
+    within = "<br>".join(payload.get("within", ()))
     if within:
         figure["layout"]["annotations"][0]["text"] = f"all within rounding:<br>{within}"
     return figure
@@ -225,7 +316,13 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
 # %% ../../nbs/views/02_charts.ipynb #cd677848
 def length_figure(payload: Mapping[str, Any]) -> Figure:
     "Sampled tokens. Many cut completions with low reward mean that the token limit is too small."
-    right = {"overlaying": "y", "side": "right", "range": [0, 1.03], "showgrid": False, "zeroline": False}
+    right = {
+        "overlaying": "y",
+        "side": "right",
+        "range": [0, 1.03],
+        "showgrid": False,
+        "zeroline": False,
+    }
     right |= {"tickvals": [0, 0.5, 1], "tickformat": "~%", "title": {"text": "cut"}}
     data = [
         _line(payload["mean"], "mean", "blue"),
@@ -238,10 +335,18 @@ def length_figure(payload: Mapping[str, Any]) -> Figure:
 _STACKED: dict[str, Any] = {"barmode": "stack", "legend": _LEGEND | {"traceorder": "normal"}}
 
 
-def _shares(series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[str, str]], y: str) -> Figure:
+def _shares(
+    series: Mapping[str, Mapping[str, list]], about: Mapping[str, tuple[str, str]], y: str
+) -> Figure:
     "Shares of a step as bars on each other."
     bars = [
-        {"type": "bar", **series[key], "name": name, "marker": {"color": color}, "hovertemplate": "%{y:.1%}"}
+        {
+            "type": "bar",
+            **series[key],
+            "name": name,
+            "marker": {"color": color},
+            "hovertemplate": "%{y:.1%}",
+        }
         for key, (name, color) in about.items()
     ]
     return figure_of(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat="~%"), **_STACKED, bargap=0)
@@ -275,34 +380,59 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
     kinds = {"live": "with signal", "high": "all high", "low": "all low"}
     colors = {"live": COLORS["violet"], "high": tint("blue", 0.55), "low": tint("orange", 0.6)}
     bars = [
-        {"type": "bar", "x": payload["x"], "y": payload[k], "name": name, "marker": {"color": colors[k]}}
+        {
+            "type": "bar",
+            "x": payload["x"],
+            "y": payload[k],
+            "name": name,
+            "marker": {"color": colors[k]},
+        }
         | {"width": 0.9 * payload["width"], "hovertemplate": "%{y}", "showlegend": any(payload[k])}
         for k, name in kinds.items()
     ]
-    x = {**_AXIS, "title": {"text": f"reward, step {payload['step']}"}, "showgrid": False, "zeroline": False}
+    x = {
+        **_AXIS,
+        "title": {"text": f"reward, step {payload['step']}"},
+        "showgrid": False,
+        "zeroline": False,
+    }
     return figure_of(bars, "samples", xaxis=x, **_STACKED)
 
 # %% ../../nbs/views/02_charts.ipynb #18f43013
 ABOVE = [[0, "rgba(40,103,178,0.1)"], [1, "rgba(40,103,178,1)"]]
-DIVERGING = [[0, "rgba(200,96,44,1)"], [0.499, "rgba(200,96,44,0.1)"]]  # paler to the middle, which is grey
-DIVERGING += [[0.5, "rgba(133,147,163,0.12)"], *([0.501 + 0.499 * at, color] for at, color in ABOVE)]
+# paler to the middle, which is grey
+DIVERGING = [[0, "rgba(200,96,44,1)"], [0.499, "rgba(200,96,44,0.1)"]]
+DIVERGING += [
+    [0.5, "rgba(133,147,163,0.12)"],
+    *([0.501 + 0.499 * at, color] for at, color in ABOVE),
+]
 
 
 def advantage_map(payload: Mapping[str, Any]) -> Figure:
     "A cell is a completion, a row a prompt. Grey rows carry no signal: ▲ all high, ▼ all low."
-    values, total = payload["advantages"], payload["total"]
-    what, found = payload.get("what", "advantage"), [v for row in values for v in row if v is not None]
+    values = payload["advantages"]
+    total = payload["total"]
+    what = payload.get("what", "advantage")
+    found = [v for row in values for v in row if v is not None]
     limit = max(map(abs, found), default=0) or 1.0
     low = -limit if what == "advantage" else min(0.0, *found) if found else 0.0
     named = zip(payload["groups"], payload["dead"], strict=True)
     names = [f"{label(key, 80)} {'all ' + dead if dead else ''}" for key, dead in named]
-    signs = [{"high": "▲", "low": "▼"}.get(dead, "") if len(values) <= 24 else "" for dead in payload["dead"]]
+    signs = [
+        {"high": "▲", "low": "▼"}.get(dead, "") if len(values) <= 24 else ""
+        for dead in payload["dead"]
+    ]
     heat = {
         "type": "heatmap",
         "z": values,
         "y": payload["index"],
-        "customdata": [[[name, r] for r in row] for name, row in zip(names, payload["rewards"], strict=True)],
-        "text": [[sign if v is not None else "" for v in row] for sign, row in zip(signs, values, strict=True)],
+        "customdata": [
+            [[name, r] for r in row] for name, row in zip(names, payload["rewards"], strict=True)
+        ],
+        "text": [
+            [sign if v is not None else "" for v in row]
+            for sign, row in zip(signs, values, strict=True)
+        ],
         "texttemplate": "%{text}",
         "textfont": {"color": COLORS["grey"]},
         "zmin": low,
@@ -313,10 +443,31 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         "hovertemplate": f"group %{{y}} %{{customdata[0]}}<br>completion %{{x}}<br>{what} %{{z:.3f}}"
         "<br>reward %{customdata[1]:.3f}<extra></extra>",
     }
-    part = f"{payload['start']}-{payload['start'] + len(values) - 1} of {total}" if len(values) < total else ""
-    dense = lambda count: {"showgrid": False, "zeroline": False, "tickformat": "d", "dtick": max(1, count // 8)}
-    x = {**_AXIS, **dense(len(values[0]) if values else 1), "title": {"text": f"completion, step {payload['step']}"}}
-    y = {**_AXIS, **dense(len(values)), "autorange": "reversed", "title": {"text": f"group {part}".strip()}}
+    part = (
+        f"{payload['start']}-{payload['start'] + len(values) - 1} of {total}"
+        if len(values) < total
+        else ""
+    )
+
+    def dense(count):
+        return {
+            "showgrid": False,
+            "zeroline": False,
+            "tickformat": "d",
+            "dtick": max(1, count // 8),
+        }
+
+    x = {
+        **_AXIS,
+        **dense(len(values[0]) if values else 1),
+        "title": {"text": f"completion, step {payload['step']}"},
+    }
+    y = {
+        **_AXIS,
+        **dense(len(values)),
+        "autorange": "reversed",
+        "title": {"text": f"group {part}".strip()},
+    }
     return figure_of([heat], "", xaxis=x, yaxis=y, hovermode="closest", plot_bgcolor=GRID)
 
 # %% ../../nbs/views/02_charts.ipynb #36435bf9
@@ -326,18 +477,23 @@ AGES = ("#bcd7f2", "#86b6e8", "#4d8fd6", "#2565ad", "#17447a")  # fresh to stale
 def _age(age: int | str) -> tuple[str, str]:  # name and colour
     "Staleness in versions, such as 1 or '4 and more'."
     number, _, more = str(age).partition(" ")
-    versions = f"{number} version{'' if number == '1' else 's'}{' or more' * bool(more)}"
+    versions = f"{number} version{'' if number == '1' else 's'}{(' or more' if more else '')}"
     return "fresh" if number == "0" else f"{versions} stale", AGES[min(int(number), len(AGES) - 1)]
 
 
 def staleness_figure(payload: Mapping[str, Any]) -> Figure:
     "Versions of the weights between the start of a group's rollouts and the update that it goes into."
-    mean, bound = payload["mean"], payload["bound"]
+    mean = payload["mean"]
+    bound = payload["bound"]
     data = _band(payload["min"], payload["max"], "smallest to largest", tint("blue", 0.2))
     data.append(_line(mean, "mean", "blue"))
     if bound is not None and mean["x"]:
         dotted = {"mode": "lines", "line": {"color": COLORS["orange"], "width": 1.5, "dash": "dot"}}
-        data.append(_line({"x": [mean["x"][0], mean["x"][-1]], "y": [bound] * 2}, "bound", "orange", **dotted))
+        data.append(
+            _line(
+                {"x": [mean["x"][0], mean["x"][-1]], "y": [bound] * 2}, "bound", "orange", **dotted
+            )
+        )
     highest = max([bound or 0, *(v for v in payload["max"]["y"] if v is not None)])
     whole = {"tickformat": "d", "dtick": max(1, math.ceil(highest / 5))}
     return figure_of(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], **whole))
@@ -348,7 +504,9 @@ def waits_figure(payload: Mapping[str, Any]) -> Figure:
     who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
     percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
     data = [_line(payload[key], name, color, **percent) for key, (name, color) in who.items()]
-    return figure_of(data, "share of the time", yaxis=_y("share of the time", range=[0, 1.02], tickformat="~%"))
+    return figure_of(
+        data, "share of the time", yaxis=_y("share of the time", range=[0, 1.02], tickformat="~%")
+    )
 
 # %% ../../nbs/views/02_charts.ipynb #4801b950
 PHASE_COLORS = {
@@ -365,9 +523,13 @@ def time_figure(payload: Mapping[str, Any]) -> Figure:
     "How long each phase took. Sampling is waiting for a batch where rollouts run beside training."
     about = PHASE_COLORS | {"sample": ("sampling", COLORS["blue"])}
     bars = [
-        {"type": "bar", **s, "name": about[phase][0], "hovertemplate": "%{y:.3g} s"} for phase, s in payload.items()
+        {"type": "bar", **s, "name": about[phase][0], "hovertemplate": "%{y:.3g} s"}
+        for phase, s in payload.items()
     ]
-    bars = [{**bar, "marker": {"color": about[phase][1]}} for bar, phase in zip(bars, payload, strict=True)]
+    bars = [
+        {**bar, "marker": {"color": about[phase][1]}}
+        for bar, phase in zip(bars, payload, strict=True)
+    ]
     return figure_of(bars, "seconds", **_STACKED, bargap=0)
 
 
@@ -375,21 +537,38 @@ ROW_COLORS = {"": ("taught nothing", tint("grey", 0.55)), "ready": ("ready", tin
 ROW_COLORS["in flight"] = ("in flight", tint("green", 0.2))
 
 
-def _lying(bars: Sequence[Mapping[str, Any]], start: float, name: str, color: str, width: float) -> dict[str, Any]:
+def _lying(
+    bars: Sequence[Mapping[str, Any]], start: float, name: str, color: str, width: float
+) -> dict[str, Any]:
     "Bars in lanes, from where they begin to where they end."
     begin = [max(bar["begin"], start) for bar in bars]
     trace = {"type": "bar", "orientation": "h", "base": begin, "width": width, "name": name}
-    trace |= {"x": [bar["end"] - b for bar, b in zip(bars, begin, strict=True)], "y": [bar["lane"] for bar in bars]}
-    timed = lambda bar: f"{bar['said']}<br>{bar['end'] - bar['begin']:.3g} s, from {bar['begin']:.4g} s on"
+    trace |= {
+        "x": [bar["end"] - b for bar, b in zip(bars, begin, strict=True)],
+        "y": [bar["lane"] for bar in bars],
+    }
+
+    def timed(bar):
+        return f"{bar['said']}<br>{bar['end'] - bar['begin']:.3g} s, from {bar['begin']:.4g} s on"
+
     text = [bar.get("hover") or timed(bar) for bar in bars]
-    look: dict[str, Any] = {"marker": {"color": color, "line": {"color": GRID, "width": 1}}, "customdata": text}
+    look: dict[str, Any] = {
+        "marker": {"color": color, "line": {"color": GRID, "width": 1}},
+        "customdata": text,
+    }
     return trace | look | {"hovertemplate": "%{customdata}<extra></extra>"}
 
 
-def _by_kind(bars: Sequence[Mapping[str, Any]], kinds: Mapping[Any, tuple[str, str]], **options: Any) -> list[dict]:
+def _by_kind(
+    bars: Sequence[Mapping[str, Any]], kinds: Mapping[Any, tuple[str, str]], **options: Any
+) -> list[dict]:
     "A trace for every kind of which there is a bar."
     found = {kind: [bar for bar in bars if bar["kind"] == kind] for kind in kinds}
-    return [_lying(found[kind], name=n, color=c, **options) for kind, (n, c) in kinds.items() if found[kind]]
+    return [
+        _lying(found[kind], name=n, color=c, **options)
+        for kind, (n, c) in kinds.items()
+        if found[kind]
+    ]
 
 
 def _row_said(bar: Mapping[str, Any]) -> str:
@@ -402,47 +581,85 @@ def _row_traces(payload: Mapping[str, Any], start: float) -> list[dict[str, Any]
     "The rows, by staleness and by kind."
     last = len(AGES) - 1
     kinds = {age: _age(age if age < last else f"{age} and more") for age in range(len(AGES))}
-    kind = lambda bar: bar["kind"] if bar["age"] is None else min(bar["age"], last)
+
+    def kind(bar):
+        return bar["kind"] if bar["age"] is None else min(bar["age"], last)
+
     rows = [{**bar, "kind": kind(bar), "said": _row_said(bar)} for bar in payload["rows"]]
     return _by_kind(rows, kinds | ROW_COLORS, start=start, width=0.84)
 
 
-def _step_marks(payload: Mapping[str, Any], top: float, bottom: float) -> tuple[list[dict[str, Any]], list[dict]]:
+def _step_marks(
+    payload: Mapping[str, Any], top: float, bottom: float
+) -> tuple[list[dict[str, Any]], list[dict]]:
     "A dotted line for each weight sync, and the numbers of the steps above."
     syncs = [bar["end"] for bar in payload["phases"] if bar["phase"] == "sync"]
     dotted = {"type": "scatter", "mode": "lines", "line": {"color": INK, "width": 1, "dash": "dot"}}
-    places = {"x": [v for at in syncs for v in (at, at, None)][:-1], "y": ([top, bottom, None] * len(syncs))[:-1]}
-    line = [{**places, **dotted, "name": "weights synced", "showlegend": False, "hoverinfo": "skip"}] if syncs else []
-    above = {"xref": "x", "y": 1, "yref": "paper", "showarrow": False, "xanchor": "center", "yanchor": "bottom"}
+    places = {
+        "x": [v for at in syncs for v in (at, at, None)][:-1],
+        "y": ([top, bottom, None] * len(syncs))[:-1],
+    }
+    line = (
+        [{**places, **dotted, "name": "weights synced", "showlegend": False, "hoverinfo": "skip"}]
+        if syncs
+        else []
+    )
+    above = {
+        "xref": "x",
+        "y": 1,
+        "yref": "paper",
+        "showarrow": False,
+        "xanchor": "center",
+        "yanchor": "bottom",
+    }
     names = [{"text": f"step {s}", "x": x, **above} for s, x in _label_places(payload)]
     return line, names
 
 
-def _label_places(payload: Mapping[str, Any]) -> list[tuple[int, float]]:  # step, and where its number stands
+def _label_places(
+    payload: Mapping[str, Any],
+) -> list[tuple[int, float]]:  # step, and where its number stands
     "The middle of the longest phase of each step, without those for which there is no room."
-    found, room = list[tuple[int, float]](), 0.09 * (payload["end"] - payload["begin"])
+    found = list[tuple[int, float]]()
+    room = 0.09 * (payload["end"] - payload["begin"])
     for step in payload["steps"]:
         bars = [bar for bar in payload["phases"] if bar["step"] == step]
         longest = max(bars, key=lambda bar: bar["end"] - bar["begin"])
         middle = (longest["begin"] + longest["end"]) / 2
-        found += [(step, middle)] if not found or middle - found[-1][1] >= room else []
+        if not found or middle - found[-1][1] >= room:
+            found += [(step, middle)]
     return found
 
 
 def timeline_figure(payload: Mapping[str, Any]) -> Figure:
     """Rows below each other were in flight together; dotted: a weight sync. Rows that no step had taken by the end are
     in no record, so the right edge looks emptier than it was."""
-    start, end, every = payload["begin"], payload["end"], payload["every"]
+    start = payload["begin"]
+    end = payload["end"]
+    every = payload["every"]
     count = max((bar["lane"] for bar in payload["rows"]), default=-1) + 1
     high = max(1.0, count / 7)  # lanes that the trainer takes up
-    kind = lambda phase: phase if phase in PHASE_COLORS else ""
-    about = lambda bar: {"kind": kind(bar["phase"]), "said": f"{label(bar['phase'])}, step {bar['step']}"}
+
+    def kind(phase):
+        return phase if phase in PHASE_COLORS else ""
+
+    def about(bar):
+        return {"kind": kind(bar["phase"]), "said": f"{label(bar['phase'])}, step {bar['step']}"}
+
     phases = [{**bar, **about(bar), "lane": -0.7 - high / 2} for bar in payload["phases"]]
-    bottom, top = max(count - 0.5, -0.6), -0.8 - high
+    bottom = max(count - 0.5, -0.6)
+    top = -0.8 - high
     syncs, steps = _step_marks(payload, top, bottom)
-    data = _by_kind(phases, PHASE_COLORS, start=start, width=high) + _row_traces(payload, start) + syncs
+    data = (
+        _by_kind(phases, PHASE_COLORS, start=start, width=high)
+        + _row_traces(payload, start)
+        + syncs
+    )
     some = "" if every == 1 else f", 1 of {every}"
-    lanes = {"tickvals": [-0.7 - high / 2, (count - 1) / 2][: 1 + (count > 0)], "ticktext": ["trainer", f"rows{some}"]}
+    lanes = {
+        "tickvals": [-0.7 - high / 2, (count - 1) / 2][: 1 + (count > 0)],
+        "ticktext": ["trainer", f"rows{some}"],
+    }
     y = {**_y("", **lanes, range=[bottom, top], showgrid=False), "zeroline": False}
     x = {**_AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end]}
     x |= {"showgrid": False, "zeroline": False}
@@ -454,8 +671,14 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
 def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
     "Mean |trainer − sampler| by place, turn, class and likelihood of tokens."
     colors = {"depth": "blue", "turn": "violet", "class": "orange", "likelihood": "green"}
-    said = lambda bar: f"{bar['part']}: {bar['nats']:.3g} nats over {bar['tokens']} tokens"
-    bars = [b | {"begin": 0.0, "end": b["nats"], "lane": i, "hover": said(b)} for i, b in enumerate(payload["bars"])]
+
+    def said(bar):
+        return f"{bar['part']}: {bar['nats']:.3g} nats over {bar['tokens']} tokens"
+
+    bars = [
+        b | {"begin": 0.0, "end": b["nats"], "lane": i, "hover": said(b)}
+        for i, b in enumerate(payload["bars"])
+    ]
     kinds = {kind: (f"by {kind}", COLORS[color]) for kind, color in colors.items()}
     lanes = {"tickvals": [*range(len(bars))], "ticktext": [bar["part"] for bar in bars]}
     y = _y("", **lanes, range=[len(bars) - 0.5, -0.5], showgrid=False)
@@ -463,14 +686,33 @@ def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
     return figure_of(_by_kind(bars, kinds, start=0.0, width=0.8), "", hovermode="closest", **axes)
 
 # %% ../../nbs/views/02_charts.ipynb #9b4a8a67
-PICTURED, PIXELS = 200, 12  # points of a line in a picture; of a cell of a map
+# points of a line in a picture; of a cell of a map
+PICTURED = 200
+PIXELS = 12
 STYLE: Any = {
     **{f"axes.spines.{side}": False for side in ("left", "right", "top", "bottom")},
     **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
-    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "legend.borderpad", "legend.borderaxespad"), 0),
-    **{"figure.facecolor": "none", "axes.facecolor": "none", "legend.frameon": False, "legend.handlelength": 1.2},
-    **{"axes.axisbelow": True, "axes.unicode_minus": False, "axes.xmargin": 0.02, "axes.ymargin": 0.04},
-    **{"font.sans-serif": ["DejaVu Sans"], "font.size": 11, "axes.titlesize": 11, "legend.fontsize": 11},
+    **dict.fromkeys(
+        ("xtick.major.size", "ytick.major.size", "legend.borderpad", "legend.borderaxespad"), 0
+    ),
+    **{
+        "figure.facecolor": "none",
+        "axes.facecolor": "none",
+        "legend.frameon": False,
+        "legend.handlelength": 1.2,
+    },
+    **{
+        "axes.axisbelow": True,
+        "axes.unicode_minus": False,
+        "axes.xmargin": 0.02,
+        "axes.ymargin": 0.04,
+    },
+    **{
+        "font.sans-serif": ["DejaVu Sans"],
+        "font.size": 11,
+        "axes.titlesize": 11,
+        "legend.fontsize": 11,
+    },
     **{"text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "rl_notebook"},
 }
 
@@ -489,57 +731,101 @@ def _points(t: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return _floats(thin["x"]), _floats(thin["y"])
 
 
-def _draw_line(axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str) -> None:
+def _draw_line(
+    axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
+) -> None:
     "A line with its marks, or an area without its outline."
-    (x, y), line = _points(t), t["line"]
+    (x, y) = _points(t)
+    line = t["line"]
     if "fill" in t:
         breaks = np.flatnonzero(np.isnan(x))
         for part in np.split(np.arange(len(x)), breaks):
             inside = part[np.isfinite(x[part])]
-            axes.fill(x[inside], y[inside], color=_paint(t["fillcolor"]), lw=0, label="" if part[0] else name)
+            axes.fill(
+                x[inside],
+                y[inside],
+                color=_paint(t["fillcolor"]),
+                lw=0,
+                label="" if part[0] else name,
+            )
     elif line["width"]:
-        look = {"color": _paint(line["color"]), "lw": line["width"], "ls": ":" if "dash" in line else "-"}
+        look = {
+            "color": _paint(line["color"]),
+            "lw": line["width"],
+            "ls": ":" if "dash" in line else "-",
+        }
         if "markers" in t["mode"]:
             shape = "d" if "symbol" in t["marker"] else "o"
             size = t["marker"]["size"]
             look |= {"marker": shape, "markersize": np.max(size), "markeredgewidth": 0}
-            look |= {"markevery": _alone(y).tolist()} if isinstance(size, list) else {}
-            look |= {} if "lines" in t["mode"] else {"ls": ""}
+            if isinstance(size, list):
+                look |= {"markevery": _alone(y).tolist()}
+            if "lines" not in t["mode"]:
+                look |= {"ls": ""}
         axes.plot(x, y, label=name, **look)
 
 # %% ../../nbs/views/02_charts.ipynb #bd9dfa3d
-def _draw_bars(axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str) -> None:
+def _draw_bars(
+    axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
+) -> None:
     "Bars on those of the traces before, or bars that lie in lanes, as one path."
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 
-    x, y = _floats(t["x"]), np.nan_to_num(_floats(t["y"]))
+    x = _floats(t["x"])
+    y = np.nan_to_num(_floats(t["y"]))
     width = t.get("width") or min(np.diff(x), default=1.0)
     if t.get("orientation") == "h":
-        left, right, bottom, top = t["base"], t["base"] + x, y - width / 2, y + width / 2
+        left = t["base"]
+        right = t["base"] + x
+        bottom = y - width / 2
+        top = y + width / 2
     else:
         bottom = sum((np.nan_to_num(_floats(b["y"])) for b in before), np.zeros(len(y)))
-        left, right, top = x - width / 2, x + width / 2, bottom + y
+        left = x - width / 2
+        right = x + width / 2
+        top = bottom + y
     corners = zip(left, right, bottom, top, strict=True)
     boxes = (Path([(a, c), (b, c), (b, d), (a, d), (a, c)], closed=True) for a, b, c, d in corners)
-    axes.add_patch(PathPatch(Path.make_compound_path(*boxes), color=_paint(t["marker"]["color"]), lw=0, label=name))
+    axes.add_patch(
+        PathPatch(
+            Path.make_compound_path(*boxes), color=_paint(t["marker"]["color"]), lw=0, label=name
+        )
+    )
     axes.autoscale_view()
 
 
-def _draw_map(axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str) -> None:
+def _draw_map(
+    axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
+) -> None:
     "A map of cells, each with a margin, and its scale on the right."
     from matplotlib.colors import LinearSegmentedColormap
 
     values = np.array([_floats(row) for row in t["z"]]).reshape(len(t["y"]), -1)
     tiles = np.kron(values, np.ones((PIXELS, PIXELS)))
     tiles[::PIXELS], tiles[:, ::PIXELS] = math.nan, math.nan
-    shades = LinearSegmentedColormap.from_list("", [(at, _paint(color)) for at, color in t["colorscale"]], 257)
+    shades = LinearSegmentedColormap.from_list(
+        "", [(at, _paint(color)) for at, color in t["colorscale"]], 257
+    )
     ends = (-0.5, values.shape[1] - 0.5, (t["y"] or [0])[-1] + 0.5, (t["y"] or [0])[0] - 0.5)
-    look: Any = {"cmap": shades, "vmin": t["zmin"], "vmax": t["zmax"], "interpolation": "nearest", "aspect": "auto"}
+    look: Any = {
+        "cmap": shades,
+        "vmin": t["zmin"],
+        "vmax": t["zmax"],
+        "interpolation": "nearest",
+        "aspect": "auto",
+    }
     drawn = axes.imshow(tiles, extent=ends, **look)
     for sign, mark in (("▲", "^"), ("▼", "v")):
-        cells = [(i, y) for y, row in zip(t["y"], t["text"], strict=True) for i, text in enumerate(row) if text == sign]
-        axes.plot([i for i, _ in cells], [y for _, y in cells], mark, color=COLORS["grey"], markersize=8)
+        cells = [
+            (i, y)
+            for y, row in zip(t["y"], t["text"], strict=True)
+            for i, text in enumerate(row)
+            if text == sign
+        ]
+        axes.plot(
+            [i for i, _ in cells], [y for _, y in cells], mark, color=COLORS["grey"], markersize=8
+        )
     scale = axes.figure.colorbar(drawn, ax=axes, pad=0.02, fraction=0.05)
     scale.solids.set_rasterized(True)  # pyright: ignore[reportOptionalMemberAccess]
     scale.outline.set_visible(False)
@@ -553,7 +839,8 @@ def _dress(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:
     from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
     for axis, about, most in ((axes.xaxis, x, 7), (axes.yaxis, y, 5)):
-        share, whole = about.get("tickformat", "").endswith("%"), about.get("tickformat") in ("d", ",")
+        share = about.get("tickformat", "").endswith("%")
+        whole = about.get("tickformat") in ("d", ",")
         axis.set_major_locator(MaxNLocator(most, steps=[1, 2, 5, 10], integer=whole))
         axis.set_major_formatter(PercentFormatter(1, 0) if share else StrMethodFormatter("{x:g}"))
         axis.set_label_text(html.unescape(about["title"]["text"]))
@@ -579,19 +866,25 @@ def _panels(figure: Figure) -> list[str]:
 
 def _draw_figure(sheet: Sheet, figure: Figure, title: str) -> None:
     "Panels with their traces and notes, and above them title and legend."
-    layout, panels = figure["layout"], _panels(figure)
+    layout = figure["layout"]
+    panels = _panels(figure)
     beside = len(panels) if len(panels) <= 3 else 2
     places = iter(sheet.subplots(-(-len(panels) // beside), beside, squeeze=False).flat)
     for name in [name for name in layout if name.startswith("yaxis")]:
-        n, y = name[5:], layout[name]
+        n = name[5:]
+        y = layout[name]
         axes = next(places) if name in panels else sheet.axes[0].twinx()
         axes.set_facecolor(_paint(layout["plot_bgcolor"]))
-        traces = [t for t in figure["data"] if t.get("yaxis", "y")[1:] == n and (t.get("x") or t.get("z"))]
+        traces = [
+            t for t in figure["data"] if t.get("yaxis", "y")[1:] == n and (t.get("x") or t.get("z"))
+        ]
         for i, t in enumerate(traces):
             called = html.unescape(t["name"]) if t.get("showlegend", True) and "name" in t else ""
             DRAWN_BY[t["type"]](axes, t, traces[:i], called)
         _dress(axes, layout.get(f"xaxis{n}", layout["xaxis"]), y)
-    for axes, note in zip(sheet.axes[: len(panels)] * len(layout["annotations"]), layout["annotations"], strict=False):
+    for axes, note in zip(
+        sheet.axes[: len(panels)] * len(layout["annotations"]), layout["annotations"], strict=False
+    ):
         text = html.unescape(note["text"].replace("<br>", "\n"))
         if note["xref"] == "x":
             axes.text(note["x"], 1.01, text, ha="center", transform=axes.get_xaxis_transform())
@@ -601,8 +894,14 @@ def _draw_figure(sheet: Sheet, figure: Figure, title: str) -> None:
             axes.set_title(text, loc="left")
     drawn = [part for axes in sheet.axes for part in axes.get_legend_handles_labels()[0]]
     shown: list[Any] = drawn if len(drawn) > 1 else []
-    columns = int(sheet.bbox.width / 7 / (5 + max((len(part.get_label()) for part in shown), default=1)))
-    look: Any = {"loc": "outside upper left", "alignment": "left", "title_fontproperties": {"weight": "bold"}}
+    columns = int(
+        sheet.bbox.width / 7 / (5 + max((len(part.get_label()) for part in shown), default=1))
+    )
+    look: Any = {
+        "loc": "outside upper left",
+        "alignment": "left",
+        "title_fontproperties": {"weight": "bold"},
+    }
     if shown or title:
         sheet.legend(handles=shown, title=title, ncols=max(1, columns), **look)
 
@@ -614,13 +913,19 @@ def svg(figure: Figure, title: str = "", width: int = 640, height: int = 260) ->
 
     drawn = io.StringIO()
     with rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a sign that the font for measuring lacks; who looks has others
+        # a sign that the font for measuring lacks; who looks has others
+        warnings.simplefilter("ignore")
         rcdefaults()
         rcParams.update(STYLE)
         sheet = Sheet((width / 72, height / 72), 72, layout="constrained")
         _draw_figure(sheet, figure, html.unescape(title))
-        sheet.savefig(drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    tenths = lambda path: re.sub(r"(\.\d)\d+", r"\1", path[0])
+        sheet.savefig(
+            drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        )
+
+    def tenths(path):
+        return re.sub(r"(\.\d)\d+", r"\1", path[0])
+
     return re.sub(r'(?<= d=")[^"]+', tenths, drawn.getvalue()[drawn.getvalue().index("<svg") :])
 
 # %% ../../nbs/views/02_charts.ipynb #a50131fd
@@ -709,33 +1014,50 @@ def chart(
     if name not in LOOKS or name not in found:
         known = [n for n in LOOKS if n in (found or LOOKS)]
         near = "" if name in LOOKS else nearest(name, known)
-        expected = None if near or (name in LOOKS and not found) else f"one of {', '.join(map(repr, known))}"
+        expected = (
+            None
+            if near or (name in LOOKS and not found)
+            else f"one of {', '.join(map(repr, known))}"
+        )
         fix = near or ("" if found else "Take a step first: await loop.step().")
         raise RecordError("chart", got=repr(name), expected=expected, fix=fix)
     title, draw, wide = LOOKS[name]
     caption = " ".join(str(draw.__doc__).split())
     caption += _equal(found[name])
-    caption = f"{said[0].upper()}{said[1:]}. {caption}" if (said := found[name].get("said")) else caption
+    caption = (
+        f"{said[0].upper()}{said[1:]}. {caption}" if (said := found[name].get("said")) else caption
+    )
     return Chart(title, caption, draw, found[name], wide, name)
 
 
 def _equal(payload: Mapping[str, Any]) -> str:
     "What the KL chart has no panel of, since it is the same up to rounding."
-    kind = lambda name: name.partition(",")[0]
-    within = {kind(name) for name in payload.get("within", ())} - {kind(p["name"]) for p in payload.get("panels", ())}
+
+    def kind(name):
+        return name.partition(",")[0]
+
+    within = {kind(name) for name in payload.get("within", ())} - {
+        kind(p["name"]) for p in payload.get("panels", ())
+    }
     return f" Equal up to rounding: {' and '.join(sorted(within))}." if within else ""
 
 
 def _payloads_of(source: Any, tokenizer: Any) -> dict[str, dict[str, Any]]:
     "The payloads of all charts that a loop, or records, can have; none without a record."
     expect_records(source, "chart")
-    records: list[StepRecord] = [source] if isinstance(source, StepRecord) else [*getattr(source, "records", source)]
+    records: list[StepRecord] = (
+        [source] if isinstance(source, StepRecord) else [*getattr(source, "records", source)]
+    )
     if not records:
         return {}
     cfg = getattr(source, "cfg", None)
     settings = records[-1].options if cfg is None else flat_settings(cfg)
     over_steps = run_payloads(History(map(history_row, records)), settings)
-    return over_steps | step_payloads(records[-1], tokenizer=tokenizer) | {"timeline": timeline_payload(records)}
+    return (
+        over_steps
+        | step_payloads(records[-1], tokenizer=tokenizer)
+        | {"timeline": timeline_payload(records)}
+    )
 
 
 def charts(
@@ -743,7 +1065,8 @@ def charts(
 ) -> dict[str, Chart]:
     "The charts that have something to show."
     found = {name: chart(name, payload) for name, payload in payloads.items()}
-    alone = len(payloads.get("functions", {}).get("functions", ())) < 2  # the same line as the reward
+    # the same line as the reward
+    alone = len(payloads.get("functions", {}).get("functions", ())) < 2
     return {
         name: c
         for name, c in found.items()
@@ -760,8 +1083,13 @@ def asset(name: str) -> str:
 
 def module(name: str) -> str:
     "An ES module that ships with the package, and in it the modules that it imports: a widget cannot fetch them."
-    body = lambda other: re.sub(r"^export ", "", module(other), flags=re.MULTILINE)
-    inner = lambda m: f"const {{ {m[1]} }} = (() => {{\n{body(m[2])}\nreturn {{ {m[1]} }};\n}})();"
+
+    def body(other):
+        return re.sub(r"^export ", "", module(other), flags=re.MULTILINE)
+
+    def inner(m):
+        return f"const {{ {m[1]} }} = (() => {{\n{body(m[2])}\nreturn {{ {m[1]} }};\n}})();"
+
     return re.sub(r'^import \{ (.+) \} from "\./(.+)";$', inner, asset(name), flags=re.MULTILINE)
 
 
@@ -776,7 +1104,9 @@ class LiveCharts(anywidget.AnyWidget):
     _esm = module("charts.js")
     _css = asset("charts.css")
     script = traitlets.Unicode().tag(sync=True)  # plotly's
-    shown = traitlets.List().tag(sync=True)  # name, title, caption, height without the title, and whether it is wide
+    shown = traitlets.List().tag(
+        sync=True
+    )  # name, title, caption, height without the title, and whether it is wide
     figures = traitlets.Dict().tag(sync=True)  # by name
 
     def __init__(self, *charts: Chart):
@@ -785,7 +1115,15 @@ class LiveCharts(anywidget.AnyWidget):
 
     def draw(self, *charts: Chart) -> None:
         "Show these charts, and no others, in one message."
-        about = lambda c: {"name": c.name or c.title, "title": c.title, "caption": c.caption, "wide": c.wide}
+
+        def about(c):
+            return {
+                "name": c.name or c.title,
+                "title": c.title,
+                "caption": c.caption,
+                "wide": c.wide,
+            }
+
         with self.hold_sync():
             self.shown = [about(c) | {"height": c.height - 20} for c in charts]
             self.figures = {c.name or c.title: c.figure for c in charts}

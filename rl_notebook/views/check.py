@@ -28,14 +28,25 @@ OUTCOMES = {False: "What does not hold", None: "What could not be told", True: "
 
 def checks_html(checks: Findings) -> str:
     "How many checks hold, those that do not by name, and a table for each outcome."
-    done, tables = texts_of_checks(), list[str]()
+    done = texts_of_checks()
+    tables = list[str]()
     said = f"{checks.title} · {sum(f.ok is True for f in checks)} of {len(checks)} checks hold."
     for ok, title in OUTCOMES.items():
         if found := [f for f in checks if f.ok is ok]:
-            said += "" if ok else f" {title}: {', '.join(f.name for f in found)}."
-            means = "what it means for training" if ok is False else "what it would mean if it did not hold"
-            rows = [(f"{f.mark} {f.name}", done.get(f.name, [""])[0], f.text, f.expected, f.fix) for f in found]
-            drawn = html_table(["what was checked", "what was done", "what came back", "expected", means], rows)
+            if not ok:
+                said += f" {title}: {', '.join(f.name for f in found)}."
+            means = (
+                "what it means for training"
+                if ok is False
+                else "what it would mean if it did not hold"
+            )
+            rows = [
+                (f"{f.mark} {f.name}", done.get(f.name, [""])[0], f.text, f.expected, f.fix)
+                for f in found
+            ]
+            drawn = html_table(
+                ["what was checked", "what was done", "what came back", "expected", means], rows
+            )
             tables += [tag("h2", title), tag("div", drawn, kind="card drawn")]
     return tag("p", html.escape(said), kind="status") + "".join(tables)
 
@@ -47,15 +58,22 @@ def check_html(
 ) -> str:
     "What a service was seen to do, as one self-contained HTML page."
     about = {
-        "address": cfg.base_url or os.environ.get(f"{cfg.backend.upper()}_BASE_URL") or "the SDK's own",
+        "address": cfg.base_url
+        or os.environ.get(f"{cfg.backend.upper()}_BASE_URL")
+        or "the SDK's own",
         "adapter": f"LoRA of rank {cfg.lora_rank}" if cfg.lora_rank else "none",
         "date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
         "checked with": f"rl_notebook {version('rl-notebook')}, Python {platform.python_version()}",
     }
-    name, unknown = f"Check of {cfg.served_model or cfg.base_model} on {cfg.backend}", asset("unknown.txt").splitlines()
+    name = f"Check of {cfg.served_model or cfg.base_model} on {cfg.backend}"
+    unknown = asset("unknown.txt").splitlines()
     shown = [tag("span", k, " ", tag("b", html.escape(v))) for k, v in about.items()]
     parts = [tag("h1", html.escape(name)), tag("p", *shown, kind="facts"), checks_html(found[-1])]
-    parts += [tag("h2", "Facts") + tag("div", seen._repr_html_(), kind="card drawn") for seen in found[:-1] if seen]
+    parts += [
+        tag("h2", "Facts") + tag("div", seen._repr_html_(), kind="card drawn")
+        for seen in found[:-1]
+        if seen
+    ]
     open_ = html_table(["what", "why it stays open"], [line.split(": ", 1) for line in unknown])
     parts += [tag("h2", "What cannot be known from outside"), tag("div", open_, kind="card drawn")]
     parts += [tag("h2", "To repeat it"), tag("p", tag("code", html.escape(command)), kind="line")]

@@ -35,13 +35,32 @@ from ..loop.loop import GRPOLoop, why_ended
 from ..loop.state import PHASES, Loop, phase_marks
 from ..core.losses import POLICY_LOSSES
 from ..core.metrics import completion_metrics, reward_metrics
-from .player import ACTIONS, Player, listen, refusal, run_elsewhere, unrelated_players
+from rl_notebook.views.player import (
+    ACTIONS,
+    Player,
+    listen,
+    refusal,
+    run_elsewhere,
+    unrelated_players,
+)
 from ..runs.records import StepRecord, expect, utf8
 from ..runs.run import flat_settings
 from ..loop.step import LossReport
 from .charts import Chart, LiveCharts, asset, chart, charts, module
-from .payloads import ROWS, TIMELINE_STEPS, History, Waiting, address, advantages_payload
-from .payloads import completion_row, completions_table, history_row, is_asynchronous
+from rl_notebook.views.payloads import (
+    ROWS,
+    TIMELINE_STEPS,
+    History,
+    Waiting,
+    address,
+    advantages_payload,
+)
+from rl_notebook.views.payloads import (
+    completion_row,
+    completions_table,
+    history_row,
+    is_asynchronous,
+)
 from .payloads import run_payloads, step_payloads, timeline_payload
 from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens
 from ..insight.xray import failed_words, sentence
@@ -57,12 +76,17 @@ COUNTED = {
 
 def upper_bound(loop: Loop, phase: str) -> int | None:
     "What the count of a phase can come to at most; None when that is not known."
-    c, values = loop.cfg, loop.state.values
+    c = loop.cfg
+    values = loop.state.values
     if phase in ("reference", "backward"):
         return sum(d.num_loss_tokens > 0 for d in values["datums"]) if "datums" in values else None
     if loop.task.rollout_fn is not None or phase not in COUNTED:
         return None
-    asked = len(loop.eval_rows) if phase == "evaluate" else len(values.get("prompts", ())) * c.completions_per_prompt
+    asked = (
+        len(loop.eval_rows)
+        if phase == "evaluate"
+        else len(values.get("prompts", ())) * c.completions_per_prompt
+    )
     return asked * c.max_completion_tokens or None
 
 # %% ../../nbs/views/04_dashboard.ipynb #b762baeb
@@ -86,19 +110,33 @@ def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when
     "How far the running phase is: phase, seconds, count, bound, unit."
     if not watch.phase:
         return None
-    out: dict[str, Any] = {"phase": watch.phase, "step": watch.step, "seconds": time.monotonic() - watch.since}
+    out: dict[str, Any] = {
+        "phase": watch.phase,
+        "step": watch.step,
+        "seconds": time.monotonic() - watch.since,
+    }
     out |= {"rows": "", "count": None, "bound": None, "unit": ""}
     if isinstance(loop, AsyncGRPOLoop):
-        p, rows = loop.producer, loop.cfg.prompt_groups_per_step
+        p = loop.producer
+        rows = loop.cfg.prompt_groups_per_step
         held = f"; no row is started: {p.held}" if p.held else ""
         out["rows"] = f"{len(p.in_flight)} rows in flight, {len(p.ready)} ready{held}"
         if watch.phase == "sample":
-            return out | {"count": min(len(p.ready), rows), "bound": rows, "unit": "rows of the batch"}
+            return out | {
+                "count": min(len(p.ready), rows),
+                "bound": rows,
+                "unit": "rows of the batch",
+            }
     name = COUNTED.get(watch.phase)
-    if name is None or (out["rows"] and watch.phase == "evaluate"):  # of an evaluation beside rollouts nothing is known
+    # of an evaluation beside rollouts nothing is known
+    if name is None or (out["rows"] and watch.phase == "evaluate"):
         return out
     count = getattr(loop.backend.meter, name) - getattr(watch.meter, name)
-    return out | {"count": count, "bound": upper_bound(loop, watch.phase), "unit": name.replace("_", " ")}
+    return out | {
+        "count": count,
+        "bound": upper_bound(loop, watch.phase),
+        "unit": name.replace("_", " "),
+    }
 
 # %% ../../nbs/views/04_dashboard.ipynb #925bec11
 STATES = {"✓": "done", "▶": "next", "○": "open"}
@@ -106,7 +144,10 @@ STATES = {"✓": "done", "▶": "next", "○": "open"}
 
 def strip_html(loop: Loop, running: str = "") -> str:
     "The phases of the current step as a list."
-    kinds = {phase: "running" if phase == running else STATES[mark] for mark, phase in phase_marks(loop.state)}
+    kinds = {
+        phase: "running" if phase == running else STATES[mark]
+        for mark, phase in phase_marks(loop.state)
+    }
     items = [f'<li class="rld-{kind}" title="{kind}">{phase}</li>' for phase, kind in kinds.items()]
     return f'<ol class="rld-strip" aria-label="phases of step {loop.state.number}">{"".join(items)}</ol>'
 
@@ -115,11 +156,13 @@ def progress_html(shown: Mapping[str, Any] | None, standing: str) -> str:
     "The running phase with its bar, or where the loop stands."
     if shown is None:
         return f'<div class="rld-progress"><span>{html.escape(standing)}</span></div>'
-    count, bound = shown["count"], shown["bound"]
+    count = shown["count"]
+    bound = shown["bound"]
     of = f" of {'' if shown['unit'].startswith('rows') else 'at most '}{bound:,}" if bound else ""
     counted = "" if count is None else f" · {count:,}{of} {shown['unit']}"
     text = f"<b>{html.escape(shown['phase'])}</b>, step {shown['step']} · {shown['seconds']:.1f} s{counted}"
-    text += f" · {html.escape(shown['rows'])}" if shown["rows"] else ""
+    if shown["rows"]:
+        text += f" · {html.escape(shown['rows'])}"
     share = f"{min(count / bound, 1):.0%}" if bound and count is not None else ""
     full = f'<span class="rld-bar"><i style="width:{share}"></i></span>' if share else ""
     return f'<div class="rld-progress"><span>{text}</span>{full}</div>'
@@ -145,12 +188,18 @@ def step_table(record: StepRecord | None) -> dict[str, Any]:
 # %% ../../nbs/views/04_dashboard.ipynb #5853c606
 def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -> dict[str, Any]:
     "One completion in full; raises PhaseError when the step has no such sample."
-    found = next((g for g in record.groups if g.index == group and 0 <= sample < len(g.samples)), None)
+    found = next(
+        (g for g in record.groups if g.index == group and 0 <= sample < len(g.samples)), None
+    )
     if found is None:
         got = f"group {group}, completion {sample}"
         raise PhaseError("no such completion", where=f"step {record.step}", got=got)
     row = completion_row(found, sample, tokenizer)
-    rewards = {f"· {name}": value for name, value in row["rewards"].items()} if len(row["rewards"]) > 1 else {}
+    rewards = (
+        {f"· {name}": value for name, value in row["rewards"].items()}
+        if len(row["rewards"]) > 1
+        else {}
+    )
     facts = {"row": row["row"], "reward": row["reward"], **rewards, "advantage": row["advantage"]}
     facts |= {"ended": row["finish_reason"], "tokens": row["length"]}
     return {
@@ -171,7 +220,9 @@ class CompletionsPane(anywidget.AnyWidget):
     _css = asset("table.css") + asset("dashboard.css")
     table = traitlets.Dict().tag(sync=True)  # of `step_table`
     size = traitlets.Int(8).tag(sync=True)  # rows of a page
-    view = traitlets.Dict({"sort": "group"}).tag(sync=True)  # sort, search, filters, page: what the reader has chosen
+    view = traitlets.Dict({"sort": "group"}).tag(
+        sync=True
+    )  # sort, search, filters, page: what the reader has chosen
     completion = traitlets.Dict().tag(sync=True)  # of `completion_of`; empty when none is open
     inspecting = traitlets.Bool(False).tag(sync=True)  # whether tokens are shown below
 
@@ -182,7 +233,14 @@ def current_record(loop: Loop) -> StepRecord | None:  # None before there are sa
     if "sample" not in v:
         return None
     drawn = [
-        PromptGroup(r.samples, r.prompt.row.data, r.prompt.row.key, r.prompt.index, dropped=r.dropped, runs=r.runs)
+        PromptGroup(
+            r.samples,
+            r.prompt.row.data,
+            r.prompt.row.key,
+            r.prompt.index,
+            dropped=r.dropped,
+            runs=r.runs,
+        )
         for r in v["sample"]
     ]
     groups = tuple(v.get("advantages", v.get("score", drawn)))
@@ -197,7 +255,10 @@ def current_record(loop: Loop) -> StepRecord | None:  # None before there are sa
 def value_html(loop: Loop, phase: str) -> str:
     "What a phase of the current step has returned, as it displays itself."
     value = loop.state.values[phase]
-    drawn = getattr(value, "_repr_html_", lambda: None)() or f"<pre>{html.escape(utf8(repr(value)))}</pre>"
+    drawn = (
+        getattr(value, "_repr_html_", lambda: None)()
+        or f"<pre>{html.escape(utf8(repr(value)))}</pre>"
+    )
     look = "rld-drawn rld-compact" if phase == "score" else "rld-drawn"
     return f"<h4>Step {loop.state.number}, after {phase}</h4><div class='{look}'>{drawn}</div>"
 
@@ -241,13 +302,21 @@ def error_html(error: BaseException, standing: str) -> str:
     return f'<div class="rld-error" role="alert">{"".join(parts)}</div>'
 
 # %% ../../nbs/views/04_dashboard.ipynb #bf1982fa
-SPEEDS = (("full speed", 0.0), ("½ s after a phase", 0.5), ("2 s after a phase", 2.0), ("5 s after a phase", 5.0))
+SPEEDS = (
+    ("full speed", 0.0),
+    ("½ s after a phase", 0.5),
+    ("2 s after a phase", 2.0),
+    ("5 s after a phase", 5.0),
+)
 
 # %% ../../nbs/views/04_dashboard.ipynb #b391420e
 def make_buttons(press: Callable[[str], Any], beside: bool = True) -> dict[str, ipywidgets.Button]:
     "A button for every action."
     about = {a: look for a, look in ACTIONS.items() if beside or a != "drain"}
-    buttons = {a: ipywidgets.Button(description=a.capitalize(), icon=i, tooltip=t) for a, (i, t) in about.items()}
+    buttons = {
+        a: ipywidgets.Button(description=a.capitalize(), icon=i, tooltip=t)
+        for a, (i, t) in about.items()
+    }
     for action, button in buttons.items():
         button.add_class(f"rld-{action}")
         button.on_click(lambda _, action=action: press(action))
@@ -257,7 +326,8 @@ def make_buttons(press: Callable[[str], Any], beside: bool = True) -> dict[str, 
 MAIN = ("reward", "kl", "advantages")
 MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread")
 MORE += ("length", "time")
-BESIDE_MAIN = ("timeline", "staleness", "waits")  # of rollouts beside training, after the second of the others
+# of rollouts beside training, after the second of the others
+BESIDE_MAIN = ("timeline", "staleness", "waits")
 WIDE = ("timeline",)  # over the whole width
 OF_A_STEP = ("advantages", "rewards counted")  # the others are over steps
 POINTS = 400  # of a line, in a chart half as wide as the page
@@ -274,10 +344,21 @@ def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was 
     "Rows that no step has taken yet."
     if not isinstance(loop, AsyncGRPOLoop):
         return []
-    p, begin = loop.producer, loop.opened
+    p = loop.producer
+    begin = loop.opened
     kinds = {"ready": p.ready, "": p.rejected}
-    back = [(r.number, r.began - begin, r.ended - begin, kind) for kind, rows in kinds.items() for r in rows]
-    return [*back, *((f.number, f.began - begin, p.clock() - begin, "in flight") for f in p.in_flight.values())]
+    back = [
+        (r.number, r.began - begin, r.ended - begin, kind)
+        for kind, rows in kinds.items()
+        for r in rows
+    ]
+    return [
+        *back,
+        *(
+            (f.number, f.began - begin, p.clock() - begin, "in flight")
+            for f in p.in_flight.values()
+        ),
+    ]
 
 # %% ../../nbs/views/04_dashboard.ipynb #090c0c24
 def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
@@ -286,8 +367,15 @@ def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
     if found["total"] or not any(g.samples for g in record.groups):
         return found
     graded = any(s.reward is not None for g in record.groups for s in g.samples)
-    what, value = ("reward", lambda s: s.reward) if graded else ("tokens", lambda s: s.completion_len)
-    column = lambda g: np.array([np.nan if (v := value(s)) is None else v for s in g.samples], dtype=np.float64)
+    what, value = (
+        ("reward", lambda s: s.reward) if graded else ("tokens", lambda s: s.completion_len)
+    )
+
+    def column(g):
+        return np.array(
+            [np.nan if (v := value(s)) is None else v for s in g.samples], dtype=np.float64
+        )
+
     groups = tuple(replace(g, advantages=column(g)) for g in record.groups)
     return advantages_payload(replace(record, groups=groups), start, ROWS) | {"what": what}
 
@@ -296,10 +384,15 @@ def named(chart: Chart, phase: str = "") -> Chart:
     "A chart of one step with the step in its title, and the phase where it is the current one."
     if chart.name not in OF_A_STEP:
         return replace(chart, wide=chart.name in WIDE, pixels=220 if chart.name in MAIN else 0)
-    what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(chart.payload.get("what", ""))
-    title = f"{what or chart.title}, step {chart.payload['step']}" + (f", after {phase}" if phase else "")
+    what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(
+        chart.payload.get("what", "")
+    )
+    title = f"{what or chart.title}, step {chart.payload['step']}" + (
+        f", after {phase}" if phase else ""
+    )
     caption = chart.caption.split(". ")[0] + "." if what else chart.caption
-    pixels = 280 if len(chart.payload.get("index", ())) < 7 else 370  # as much as the rewards next to it
+    # as much as the rewards next to it
+    pixels = 280 if len(chart.payload.get("index", ())) < 7 else 370
     return replace(chart, title=title, caption=caption, wide=False, pixels=pixels)
 
 # %% ../../nbs/views/04_dashboard.ipynb #4b21b171
@@ -317,23 +410,40 @@ class SettingsPane:
 
     def __init__(self, change: Callable[[], Any]):  # what the button does
         numbers = ("learning_rate", "kl_beta", "temperature")
-        self.fields: dict[str, Any] = {name: ipywidgets.FloatText(description=name) for name in numbers}
-        self.fields["policy_loss"] = ipywidgets.Dropdown(options=[*POLICY_LOSSES], description="policy_loss")
-        self.known: dict[str, Any] = {}  # what the loop has; what waits for the next step as it will be
-        self.button, self.said = ipywidgets.Button(description="Change", icon="check"), ipywidgets.HTML()
+        self.fields: dict[str, Any] = {
+            name: ipywidgets.FloatText(description=name) for name in numbers
+        }
+        self.fields["policy_loss"] = ipywidgets.Dropdown(
+            options=[*POLICY_LOSSES], description="policy_loss"
+        )
+        # what the loop has; what waits for the next step as it will be
+        self.known: dict[str, Any] = {}
+        self.button, self.said = (
+            ipywidgets.Button(description="Change", icon="check"),
+            ipywidgets.HTML(),
+        )
         self.button.on_click(lambda _: change())
-        self.shown = ipywidgets.ToggleButton(description="Settings", icon="sliders", tooltip="Change them while paused")
-        self.box = box_of([*self.fields.values(), self.button, self.said], "rld-settings", display="none")
-        self.shown.observe(lambda c: setattr(self.box.layout, "display", "flex" if c["new"] else "none"), "value")
+        self.shown = ipywidgets.ToggleButton(
+            description="Settings", icon="sliders", tooltip="Change them while paused"
+        )
+        self.box = box_of(
+            [*self.fields.values(), self.button, self.said], "rld-settings", display="none"
+        )
+        self.shown.observe(
+            lambda c: setattr(self.box.layout, "display", "flex" if c["new"] else "none"), "value"
+        )
 
-    def look(self, loop: Loop, busy: str) -> None:  # busy: why nothing can be changed now; empty when it can
+    def look(
+        self, loop: Loop, busy: str
+    ) -> None:  # busy: why nothing can be changed now; empty when it can
         "Show what the loop has, where that is news."
         now = {name: getattr(loop.next_settings, name) for name in self.fields}
         for name, value in now.items():
             if value != self.known.get(name):
                 self.fields[name].value = value
         self.known = now
-        self.button.disabled, self.button.tooltip = bool(busy), busy or "Change what was typed"
+        self.button.disabled = bool(busy)
+        self.button.tooltip = busy or "Change what was typed"
 
     def typed(self) -> dict[str, Any]:
         "What was chosen and is not what the loop has."
@@ -345,24 +455,38 @@ class Screen:
 
     def __init__(self, dashboard: Dashboard, size: int):  # size: rows of a page of the table
         d, call = dashboard, partial(call_in, dashboard.home)
-        self.buttons = make_buttons(lambda action: call(press, d, action), isinstance(d.loop, AsyncGRPOLoop))
-        about, width = "How long to wait after each phase", {"width": "150px"}
+        self.buttons = make_buttons(
+            lambda action: call(press, d, action), isinstance(d.loop, AsyncGRPOLoop)
+        )
+        about = "How long to wait after each phase"
+        width = {"width": "150px"}
         self.speed = ipywidgets.Dropdown(options=SPEEDS, value=0.0, tooltip=about, layout=width)
         about = "Reward functions, dead groups, …"
-        self.more = ipywidgets.ToggleButton(description="More charts", icon="chart-line", tooltip=about)
-        self.rows = ipywidgets.Dropdown(options=[("all groups", 0)], tooltip="Groups in the map", layout=width)
+        self.more = ipywidgets.ToggleButton(
+            description="More charts", icon="chart-line", tooltip=about
+        )
+        self.rows = ipywidgets.Dropdown(
+            options=[("all groups", 0)], tooltip="Groups in the map", layout=width
+        )
         self.settings = SettingsPane(lambda: call(apply_settings, d))
         self.pane, self.charts = CompletionsPane(size=size), LiveCharts()
         self.head, self.trouble, self.now, self.words = (ipywidgets.HTML() for _ in range(4))
         self.value = ipywidgets.HTML()  # what the last phase has returned
         self.inspector = box_of([], "rld-inspector")
-        self.opened: tuple[StepRecord, int, int] | None = None  # the completion that is shown: record, group, sample
+        # the completion that is shown: record, group, sample
+        self.opened: tuple[StepRecord, int, int] | None = None
         self.speed.observe(lambda change: call(slow_down, d, change["new"]), "value")
         for control in (self.more, self.rows):
             control.observe(lambda change: call(draw_charts, d), "value")
         for widget in (self.pane, self.charts):
             widget.on_msg(lambda _, message, buffers: call(asked, d, message))
-        names = {"speed": self.speed, "more": self.more, "groups": self.rows, "value": self.value, "place": self.now}
+        names = {
+            "speed": self.speed,
+            "more": self.more,
+            "groups": self.rows,
+            "value": self.value,
+            "place": self.now,
+        }
         names |= {"words": self.words}
         for name, widget in names.items():
             widget.add_class(f"rld-{name}")
@@ -391,11 +515,14 @@ class Screen:
     def close_completion(self) -> None:
         "Put the completion away, and its tokens."
         self.inspect(False)
-        self.pane.completion, self.opened = {}, None
+        self.pane.completion = {}
+        self.opened = None
 
     def offer_groups(self, count: int) -> None:
         "Let the reader choose which groups the map shows, where it cannot show all."
-        options = [(f"groups {s} to {min(s + ROWS, count) - 1}", s) for s in range(0, max(count, 1), ROWS)]
+        options = [
+            (f"groups {s} to {min(s + ROWS, count) - 1}", s) for s in range(0, max(count, 1), ROWS)
+        ]
         if self.rows.options != tuple(options):
             self.rows.options = options
         self.rows.layout.display = "flex" if len(options) > 1 else "none"
@@ -434,7 +561,8 @@ def slow_down(dashboard: Dashboard, seconds: float) -> None:
 # %% ../../nbs/views/04_dashboard.ipynb #99f19c01
 def apply_settings(dashboard: Dashboard) -> None:
     "Change the settings that were typed, and say when each counts, or why it cannot be changed."
-    pane, loop = dashboard.screen.settings, dashboard.loop
+    pane = dashboard.screen.settings
+    loop = dashboard.loop
     try:
         said = refusal(dashboard, "change") or repr(loop.change(**pane.typed()))
     except RLNotebookError as e:
@@ -445,9 +573,14 @@ def apply_settings(dashboard: Dashboard) -> None:
 # %% ../../nbs/views/04_dashboard.ipynb #a3b495d7
 def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
     "A message of the completions pane or of the map: what was clicked, tokens to inspect."
-    screen, tokenizer = dashboard.screen, dashboard.loop.backend.tokenizer
+    screen = dashboard.screen
+    tokenizer = dashboard.loop.backend.tokenizer
     match message:
-        case {"open": [int(group), int(sample)]} | {"clicked": "advantages", "x": int(sample), "y": int(group)}:
+        case {"open": [int(group), int(sample)]} | {
+            "clicked": "advantages",
+            "x": int(sample),
+            "y": int(group),
+        }:
             with suppress(PhaseError):  # a click on a step that has just gone
                 screen.open(dashboard.shown or StepRecord(0), group, sample, tokenizer)
         case {"close": True}:
@@ -458,7 +591,8 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
 # %% ../../nbs/views/04_dashboard.ipynb #a43fefe0
 def draw_charts(dashboard: Dashboard) -> None:
     "Bring the charts up to date; before the first step there are none."
-    d, record = dashboard, dashboard.shown
+    d = dashboard
+    record = dashboard.shown
     names = () if record is None else chart_names(d.history, d.screen.more.value)
     drawn = [chart(*found) for found in d.payloads(names, start=d.screen.rows.value or 0).items()]
     d.screen.charts.draw(*(named(c, d.after if record is d.partial else "") for c in drawn))
@@ -482,7 +616,8 @@ def ended_html(player: Player) -> str:
 # %% ../../nbs/views/04_dashboard.ipynb #fedc603e
 def refresh_head(dashboard: Dashboard) -> None:
     "Buttons, the row of phases, progress, and the error if there is one."
-    d, loop = dashboard, dashboard.loop
+    d = dashboard
+    loop = dashboard.loop
     phase = loop.running or d.at
     d.watch.look(loop, phase)
     for action, button in d.screen.buttons.items():
@@ -490,7 +625,8 @@ def refresh_head(dashboard: Dashboard) -> None:
         button.disabled, button.tooltip = bool(why), why or ACTIONS[action][1]
     d.screen.settings.look(loop, refusal(d, "change"))
     progress = progress_html(progress_of(loop, d.watch), standing(d)) + ended_html(d)
-    progress += f'<p class="rld-sentence">{d.undone}</p>' if d.undone else ""
+    if d.undone:
+        progress += f'<p class="rld-sentence">{d.undone}</p>'
     d.screen.head.value = strip_html(loop, phase) + progress
     old = d.doing and d.error not in (None, d.failed, d.stumbled)
     if old or d.failed not in (None, d.error):
@@ -499,14 +635,17 @@ def refresh_head(dashboard: Dashboard) -> None:
 # %% ../../nbs/views/04_dashboard.ipynb #17a57bf7
 async def find_words(dashboard: Dashboard) -> None:
     "Find the words for the newest step in a worker thread."
-    d, record = dashboard, dashboard.record
+    d = dashboard
+    record = dashboard.record
     try:
         words = await asyncio.to_thread(words_html, record, d.previous)
     except Exception as e:  # any error of the x-ray is shown
         words = ""
         d.stumble(e)
     if record is d.record and not d.closed:
-        d.said, d.screen.words.value, d.stale = record, words, True
+        d.said = record
+        d.screen.words.value = words
+        d.stale = True
 
 # %% ../../nbs/views/04_dashboard.ipynb #4c324996
 def values_of(loop: Loop) -> tuple[Any, ...]:
@@ -516,8 +655,10 @@ def values_of(loop: Loop) -> tuple[Any, ...]:
 
 def look_at_step(dashboard: Dashboard) -> None:
     "Take in what the phases of the current step have returned."
-    d, loop = dashboard, dashboard.loop
-    number, before = loop.state.number, d.record.step if d.record else 0
+    d = dashboard
+    loop = dashboard.loop
+    number = loop.state.number
+    before = d.record.step if d.record else 0
     finished = number <= before  # its record is here already
     d.values = values_of(loop)
     last = next((p for p in reversed(PHASES) if p in loop.state.values), "")
@@ -528,10 +669,17 @@ def look_at_step(dashboard: Dashboard) -> None:
             d.history.add(history_row(d.partial))
     under = f"<b>Current step {number}, after {d.after}.</b> " if d.after else ""
     headline = str(getattr(loop.state.values.get(d.after), "headline", ""))
-    headline += "." if headline and not headline.endswith(".") else ""
-    older = f" Map and table are of step {before}." if d.after and d.partial is None and before else ""
+    if headline and not headline.endswith("."):
+        headline += "."
+    older = (
+        f" Map and table are of step {before}." if d.after and d.partial is None and before else ""
+    )
     text = f"{under}{html.escape(headline)}{older}"
-    none = "" if d.record else '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
+    none = (
+        ""
+        if d.record
+        else '<p class="rld-sentence">No step is finished yet. Press play, or run phases by hand.</p>'
+    )
     d.screen.now.value = f'<p class="rld-sentence rld-now">{text}</p>' if under else none
     hint = hint_html(d.shown.groups) if d.shown else ""
     d.screen.value.value = value_html(loop, d.after) if d.after else hint
@@ -539,7 +687,8 @@ def look_at_step(dashboard: Dashboard) -> None:
 
 def draw_step(dashboard: Dashboard) -> None:
     "Draw the current step as far as it is, if something is new."
-    d, was = dashboard, dashboard.partial
+    d = dashboard
+    was = dashboard.partial
     if d.values != values_of(d.loop) and not d.closed:
         look_at_step(d)
         if d.partial is not None or was is not None:
@@ -549,7 +698,8 @@ def draw_step(dashboard: Dashboard) -> None:
 
 def draw_samples(dashboard: Dashboard) -> None:
     "Draw the samples of the step that is shown: table, map, charts."
-    shown, screen = dashboard.shown, dashboard.screen
+    shown = dashboard.shown
+    screen = dashboard.screen
     screen.pane.table = step_table(shown)
     screen.offer_groups(len(shown.groups) if shown else 0)
     draw_charts(dashboard)
@@ -565,7 +715,8 @@ def draw_record(dashboard: Dashboard) -> None:
     draw_samples(d)
     if d.home is None or d.record is None:
         d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
-    elif d.said is not d.record:  # `follow` will find them; until then the words of another step would be wrong
+    elif d.said is not d.record:
+        # `follow` will find them; until then the words of another step would be wrong
         d.said, d.screen.words.value = None, pending_words_html(d.record)
     refresh_head(d)
     d.stale = True
@@ -575,7 +726,8 @@ def tick(dashboard: Dashboard) -> None:
     "Look what the loop is doing, whoever runs it."
     d = dashboard
     listen()
-    was, elsewhere = d.elsewhere, "" if d.doing or d.window is not None else run_elsewhere(d.loop)
+    was = d.elsewhere
+    elsewhere = "" if d.doing or d.window is not None else run_elsewhere(d.loop)
     d.elsewhere = elsewhere
     if elsewhere and not was:
         d.show_error(None)
@@ -599,23 +751,31 @@ async def follow(dashboard: Dashboard) -> None:
         await asyncio.sleep(TICK)
 
 # %% ../../nbs/views/04_dashboard.ipynb #2ab1f396
-STILL_POINTS, STILL_ROWS, STILL_SECONDS = 120, 8, 10.0  # of a line, of the table; between two pictures of a run
+# of a line, of the table; between two pictures of a run
+STILL_POINTS = 120
+STILL_ROWS = 8
+STILL_SECONDS = 10.0
 
 # %% ../../nbs/views/04_dashboard.ipynb #9fc8e5a1
 def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
-    d, record = dashboard, dashboard.shown
+    d = dashboard
+    record = dashboard.shown
     said = d.screen.words.value if d.said is d.record else words_html(d.record, d.previous)
     words = f"<p>{html.escape(d.loop.place)}</p>{d.screen.now.value}{said}"
     if record is None:
         return words + d.screen.value.value
     found = d.payloads((*chart_names(d.history), "functions"), STILL_POINTS)
-    beside, after = "flex:1 1 400px;max-width:660px;min-width:0", d.after if record is d.partial else ""
+    beside = "flex:1 1 400px;max-width:660px;min-width:0"
+    after = d.after if record is d.partial else ""
     drawn = [named(c, after).static_html() for c in charts(found).values()]
     pictures = "".join(f'<div style="{beside}">{picture}</div>' for picture in drawn)
     pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
     rows = completions_table(record, COLUMNS)["rows"]
-    short = lambda v: v[:PREVIEW] if isinstance(v, str) else v
+
+    def short(v):
+        return v[:PREVIEW] if isinstance(v, str) else v
+
     first = [[short(row[c["name"]]) for c in COLUMNS] for row in rows[:STILL_ROWS]]
     table = html_table([c["label"] for c in COLUMNS], first)
     return f"{words}{pictures}<p>{len(first)} of {len(rows)} completions of step {record.step}</p>{table}"
@@ -638,7 +798,8 @@ class Dashboard(Player):
     def __init__(
         self,
         loop: GRPOLoop,
-        noise_floor: float | None = None,  # of `xray.measure_noise_floor`, nats; a band in the KL charts
+        noise_floor: float
+        | None = None,  # of `xray.measure_noise_floor`, nats; a band in the KL charts
         *,
         rows: int = 8,  # of a page of the table of completions
     ):
@@ -655,9 +816,13 @@ class Dashboard(Player):
         self.error: BaseException | None = None  # what is shown in the error box
         self.said: StepRecord | None = None  # what the words on the screen are about
         self.stumbled: BaseException | None = None  # the last error of drawing
-        self.elsewhere, self.after = "", ""  # what another caller runs; the last phase of the current step
+        # what another caller runs; the last phase of the current step
+        self.elsewhere = ""
+        self.after = ""
         self.still: WithFallback | None = None  # the output that it is displayed in
-        self.stale, self.pictured = True, 0.0  # whether its picture is out of date, and when it was drawn
+        # whether its picture is out of date, and when it was drawn
+        self.stale = True
+        self.pictured = 0.0
         self.home = running_loop()  # whose thread draws
         self.screen = Screen(self, rows)
         loop.outputs.append(self.take)
@@ -665,7 +830,8 @@ class Dashboard(Player):
         for record in loop.records:
             self.add(record)
         draw_record(self)
-        self.following = self.home.create_task(follow(self)) if self.home else None  # a script calls `update` itself
+        # a script calls `update` itself
+        self.following = self.home.create_task(follow(self)) if self.home else None
 
     @property
     def record(self) -> StepRecord | None:
@@ -682,10 +848,14 @@ class Dashboard(Player):
         "The step in map and table: the current one once it has samples, else the last one."
         return self.record if self.partial is None else self.partial
 
-    def payloads(self, names: Sequence[str], limit: int = POINTS, start: int = 0) -> dict[str, dict[str, Any]]:
+    def payloads(
+        self, names: Sequence[str], limit: int = POINTS, start: int = 0
+    ) -> dict[str, dict[str, Any]]:
         "What the charts of these names draw; `start` is the first group of the map."
         record = self.shown or StepRecord(0)
-        found = run_payloads(self.history, flat_settings(self.loop.cfg), self.noise_floor, limit, names)
+        found = run_payloads(
+            self.history, flat_settings(self.loop.cfg), self.noise_floor, limit, names
+        )
         found |= step_payloads(record) | {"advantages": map_payload(record, start)}
         found["timeline"] = timeline_payload(tuple(self.recent), waiting_rows(self.loop))
         return {name: found[name] for name in names}
@@ -751,7 +921,9 @@ class Dashboard(Player):
             self.still.update(_CLOSED + still_html(self), f"{self!r}, closed")
         super().close()
         self.loop.outputs[:] = [output for output in self.loop.outputs if output != self.take]
-        self.loop.on_undo[:] = [callback for callback in self.loop.on_undo if callback != self.forget]
+        self.loop.on_undo[:] = [
+            callback for callback in self.loop.on_undo if callback != self.forget
+        ]
         self.screen.trouble.value = _CLOSED
         close_all(self.still.both if self.still else self.screen.root)
 
@@ -761,7 +933,11 @@ class Dashboard(Player):
     def _ipython_display_(self) -> None:
         "The widgets, and the picture that stands for them; of a closed dashboard the picture alone."
         if self.closed:
-            display({"text/html": _CLOSED + still_html(self), "text/plain": f"{self!r}, closed"}, raw=True)
+            display(
+                {"text/html": _CLOSED + still_html(self), "text/plain": f"{self!r}, closed"},
+                raw=True,
+            )
             return
-        self.still, self.stale = WithFallback(self.screen.root, still_html(self), repr(self)), False
+        self.still = WithFallback(self.screen.root, still_html(self), repr(self))
+        self.stale = False
         self.still._ipython_display_()

@@ -18,7 +18,14 @@ import pandas as pd
 from ..core.datums import sample_of, target_series
 from ..core.gaps import ROUNDING
 from ..core.metrics import dead_marks
-from ..core.types import AlignmentError, Datum, DatumError, PromptGroup, RecordError, RolloutSample
+from rl_notebook.core.types import (
+    AlignmentError,
+    Datum,
+    DatumError,
+    PromptGroup,
+    RecordError,
+    RolloutSample,
+)
 from ..show.html import prompt_text, shown_text, token_texts
 from ..core.options import SEQUENCE_RATIO
 from ..runs.records import StepRecord, expect, scored_first, utf8
@@ -48,7 +55,8 @@ def _kept(y: np.ndarray, limit: int) -> list[int]:
 def _series(x: np.ndarray, y: np.ndarray, limit: int | None) -> Series:
     "Steps and values as plain lists, at most `limit` of them."
     if limit is not None and len(x) > limit:
-        x, y = x[keep := _kept(y, limit)], y[keep]
+        x = x[keep := _kept(y, limit)]
+        y = y[keep]
     return {"x": x.tolist(), "y": [v if math.isfinite(v) else None for v in y.tolist()]}
 
 
@@ -62,17 +70,25 @@ class History(dict[str, dict[int, float]]):
 
     def __init__(
         self,
-        rows: pd.DataFrame | Iterable[Mapping[str, Any]] = (),  # of `Run.metrics`, `history_row` or `metrics_row`
+        rows: pd.DataFrame
+        | Iterable[Mapping[str, Any]] = (),  # of `Run.metrics`, `history_row` or `metrics_row`
     ):
         self.step = 0  # of the last row
-        for row in rows.reset_index().to_dict("records") if isinstance(rows, pd.DataFrame) else rows:
+        for row in (
+            rows.reset_index().to_dict("records") if isinstance(rows, pd.DataFrame) else rows
+        ):
             self.add(row)
 
     def add(self, row: Mapping[Any, Any]) -> None:
         "Add the numbers of a step, later than or as late as the last one; the later value wins."
         if (step := int(row["step"])) < self.step:
             fix = "Call rewind(step) first."
-            raise RecordError("history", got=f"step {step} after step {self.step}", expected="a later one", fix=fix)
+            raise RecordError(
+                "history",
+                got=f"step {step} after step {self.step}",
+                expected="a later one",
+                fix=fix,
+            )
         self.step = step
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float) and not math.isnan(value):
@@ -101,7 +117,8 @@ def with_gaps(metrics: History, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarra
     steps = metrics.steps
     inside = steps[(steps > x[0]) & (steps < x[-1])] if len(x) else steps[:0]
     missing = np.setdiff1d(inside, x, assume_unique=True)
-    steps, values = np.append(x, missing), np.append(y, np.full(len(missing), np.nan))
+    steps = np.append(x, missing)
+    values = np.append(y, np.full(len(missing), np.nan))
     order = np.argsort(steps, kind="stable")
     return steps[order], values[order]
 
@@ -126,7 +143,10 @@ def five_numbers(values: np.ndarray, name: str) -> dict[str, float]:
     finite = values[np.isfinite(values)]
     if not len(finite):
         return {}
-    return {f"{name}/{stat}": float(v) for stat, v in zip(FIVE, np.quantile(finite, [*FIVE.values()]), strict=True)}
+    return {
+        f"{name}/{stat}": float(v)
+        for stat, v in zip(FIVE, np.quantile(finite, [*FIVE.values()]), strict=True)
+    }
 
 
 def spread_row(
@@ -137,7 +157,10 @@ def spread_row(
     a, tokens = (np.concatenate([*part, np.zeros(0)]) for part in (advantages, lengths))
     total = tokens.sum()
     signs = {"plus": a > 0, "minus": a < 0, "zero": a == 0} if total else {}
-    shares = {f"advantages/tokens_{sign}": float(tokens[which].sum() / total) for sign, which in signs.items()}
+    shares = {
+        f"advantages/tokens_{sign}": float(tokens[which].sum() / total)
+        for sign, which in signs.items()
+    }
     return five_numbers(means, "groups/reward") | five_numbers(a, "advantages") | shares
 
 # %% ../../nbs/views/01_payloads.ipynb #2f3b2976
@@ -151,8 +174,13 @@ def history_row(record: StepRecord) -> dict[str, Any]:
 # %% ../../nbs/views/01_payloads.ipynb #5bc4988a
 def reward_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Mean reward, its std inside groups, quartiles between them, each reward function, and held-out reward."
-    names = [c.split("/", 1)[1].removesuffix("/mean") for c in metrics if re.fullmatch(r"rewards/.*/mean", c)]
-    (x, mean), (at, std) = metrics.column("reward"), metrics.column("reward_std")
+    names = [
+        c.split("/", 1)[1].removesuffix("/mean")
+        for c in metrics
+        if re.fullmatch(r"rewards/.*/mean", c)
+    ]
+    (x, mean) = metrics.column("reward")
+    (at, std) = metrics.column("reward_std")
     both, i, j = np.intersect1d(x, at, assume_unique=True, return_indices=True)
     ends = {"low": mean[i] - std[j], "high": mean[i] + std[j]}
     return {
@@ -165,9 +193,16 @@ def reward_payload(metrics: History, limit: int | None = None) -> dict[str, Any]
 
 # %% ../../nbs/views/01_payloads.ipynb #b6fdb974
 _GAP = "sampling/sampling_logp_difference"
-FLAT = 1e-12  # a line that is never farther from 0 says nothing: a policy that is its own anchor, an equal reference
+# a line that is never farther from 0 says nothing: a policy that is its own anchor, an equal reference
+FLAT = 1e-12
 _PANELS = (  # name, unit, lines and their metrics, power of the noise floor, what rounding explains
-    ("policy to reference", "nats per token", {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"}, 2, FLAT),
+    (
+        "policy to reference",
+        "nats per token",
+        {"k1": "kl/k1", "k3": "kl/k3", "loss": "kl"},
+        2,
+        FLAT,
+    ),
     ("policy to old", "nats per token", {"k3": "ppo_kl"}, 2, FLAT),
     ("policy to given answers", "nats per token", {"cross-entropy": "warm_up/loss"}, 1, FLAT),
     ("trainer to sampler, mean", "nats", {"mean": f"{_GAP}/mean"}, 1, ROUNDING["float32"].mean),
@@ -176,12 +211,16 @@ _PANELS = (  # name, unit, lines and their metrics, power of the noise floor, wh
 
 
 def kl_payload(
-    metrics: History, settings: Mapping[str, Any], noise_floor: float | None = None, limit: int | None = None
+    metrics: History,
+    settings: Mapping[str, Any],
+    noise_floor: float | None = None,
+    limit: int | None = None,
 ) -> dict[str, Any]:
     "Panels of what is more than rounding, lines and noise floor in their unit, what is not, and the KL's weight."
     floor = last_value(metrics, "noise_floor") if noise_floor is None else noise_floor
     beta = last_value(metrics, "kl_beta")
-    panels, within = list[dict[str, Any]](), list[str]()
+    panels = list[dict[str, Any]]()
+    within = list[str]()
     for name, unit, columns, power, rounded in _PANELS:
         found = {line: series(metrics, metric, limit) for line, metric in columns.items()}
         lines = {line: s for line, s in found.items() if s["x"]}
@@ -190,9 +229,15 @@ def kl_payload(
         band = None if floor is None else floor if power == 1 else floor**2 / 2
         measured = [metrics.column(columns[line])[1] for line in lines]
         flat = all((np.abs(y) < rounded).all() for y in measured)
-        panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}] if lines and not flat else []
-        within += [name] if lines and flat else []
-    return {"panels": panels, "within": within, "kl_beta": settings.get("kl_beta") if beta is None else beta}
+        if lines and not flat:
+            panels += [{"name": name, "unit": unit, "lines": lines, "floor": band}]
+        if lines and flat:
+            within += [name]
+    return {
+        "panels": panels,
+        "within": within,
+        "kl_beta": settings.get("kl_beta") if beta is None else beta,
+    }
 
 # %% ../../nbs/views/01_payloads.ipynb #ca3e34a0
 BARS = 100  # of a chart of shares
@@ -209,7 +254,8 @@ def bar_means(metrics: History, name: str, limit: int | None = BARS) -> Series:
 
 
 PLAIN = {  # charts that draw metrics as they are: lines, or bars that are shares of a step
-    "length": {key: f"completions/{key}_length" for key in ("mean", "max")} | {"clipped": "completions/clipped_ratio"},
+    "length": {key: f"completions/{key}_length" for key in ("mean", "max")}
+    | {"clipped": "completions/clipped_ratio"},
     "advantage spread": {stat: f"advantages/{stat}" for stat in FIVE},
     "waits": {"trainer": "perf/wait_time_ratio", "sampler": "perf/sampler_idle_ratio"},
     "staleness": {stat: f"async/version_offset_{stat}" for stat in ("mean", "min", "max")},
@@ -221,11 +267,14 @@ PLAIN = {  # charts that draw metrics as they are: lines, or bars that are share
 def plain_payload(metrics: History, name: str, limit: int | None = None) -> dict[str, Any]:
     "What one of these charts draws."
     if name in ("dead", "token share"):
-        return {key: bar_means(metrics, metric, limit and BARS) for key, metric in PLAIN[name].items()}
+        return {
+            key: bar_means(metrics, metric, limit and BARS) for key, metric in PLAIN[name].items()
+        }
     return {key: series(metrics, metric, limit) for key, metric in PLAIN[name].items()}
 
 # %% ../../nbs/views/01_payloads.ipynb #66a35544
-TIMED = ("sample", "reference", "backward", "optimize", "sync")  # phases that compute; "" = all others
+# phases that compute; "" = all others
+TIMED = ("sample", "reference", "backward", "optimize", "sync")
 WITHIN = ("remember",)  # putting a state aside is part of another phase
 
 
@@ -234,11 +283,17 @@ def time_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     found: dict[str, dict[int, float]] = {phase: {} for phase in (*TIMED, "")}
     for name in [name.removeprefix("seconds/") for name in metrics if name.startswith("seconds/")]:
         phase = "sample" if name == "refill" else name if name in TIMED else ""
-        for step, seconds in zip(*metrics.column(f"seconds/{name}"), strict=True) if name not in WITHIN else ():
+        for step, seconds in (
+            zip(*metrics.column(f"seconds/{name}"), strict=True) if name not in WITHIN else ()
+        ):
             found[phase][int(step)] = found[phase].get(int(step), 0.0) + float(seconds)
     steps = sorted({step for spent in found.values() for step in spent})
-    rows = History({"step": s, **{p: spent.get(s, 0.0) for p, spent in found.items()}} for s in steps)
-    return {phase: bar_means(rows, phase, limit and BARS) for phase, spent in found.items() if spent}
+    rows = History(
+        {"step": s, **{p: spent.get(s, 0.0) for p, spent in found.items()}} for s in steps
+    )
+    return {
+        phase: bar_means(rows, phase, limit and BARS) for phase, spent in found.items() if spent
+    }
 
 # %% ../../nbs/views/01_payloads.ipynb #846355f8
 def is_asynchronous(metrics: History) -> bool:
@@ -246,7 +301,10 @@ def is_asynchronous(metrics: History) -> bool:
     return "async/version_offset_max" in metrics
 
 # %% ../../nbs/views/01_payloads.ipynb #2b17babb
-TIMELINE_STEPS, TIMELINE_ROWS, TIMELINE_LANES = 6, 300, 32  # that are shown, at most
+# that are shown, at most
+TIMELINE_STEPS = 6
+TIMELINE_ROWS = 300
+TIMELINE_LANES = 32
 Waiting = tuple[int, float, float, str]  # row, begin, end, and what it is: "in flight" or "ready"
 
 
@@ -263,18 +321,38 @@ def _same_clock(records: Sequence[StepRecord], steps: int) -> list[StepRecord]:
 def _phase_bars(record: StepRecord) -> list[dict[str, Any]]:
     "The phases of a record; what lies inside another, such as putting a state aside, is part of it."
     spans = [(what, b, e) for what, b, e in record.timeline if not re.fullmatch(r"row \d+", what)]
-    within = lambda s: any(o is not s and o[1] <= s[1] and s[2] <= o[2] and o[2] - o[1] > s[2] - s[1] for o in spans)
-    return [{"step": record.step, "phase": s[0], "begin": s[1], "end": s[2]} for s in spans if not within(s)]
+
+    def within(s):
+        return any(
+            o is not s and o[1] <= s[1] and s[2] <= o[2] and o[2] - o[1] > s[2] - s[1]
+            for o in spans
+        )
+
+    return [
+        {"step": record.step, "phase": s[0], "begin": s[1], "end": s[2]}
+        for s in spans
+        if not within(s)
+    ]
 
 
 def _row_bars(record: StepRecord) -> list[dict[str, Any]]:
     "The rows of a record; their age is None where they taught nothing."
     trained = {d.group for d in record.datums}
-    ages = {g.number: record.step - 1 - g.submitted for g in record.groups if g.submitted is not None}
+    ages = {
+        g.number: record.step - 1 - g.submitted for g in record.groups if g.submitted is not None
+    }
     taught = {g.number for g in record.groups if g.index in trained}
-    rows = [(int(what[4:]), b, e) for what, b, e in record.timeline if re.fullmatch(r"row \d+", what)]
-    age = lambda n: ages.get(n) if n in taught else None
-    return [{"step": record.step, "row": n, "begin": b, "end": e, "age": age(n), "kind": ""} for n, b, e in rows]
+    rows = [
+        (int(what[4:]), b, e) for what, b, e in record.timeline if re.fullmatch(r"row \d+", what)
+    ]
+
+    def age(n):
+        return ages.get(n) if n in taught else None
+
+    return [
+        {"step": record.step, "row": n, "begin": b, "end": e, "age": age(n), "kind": ""}
+        for n, b, e in rows
+    ]
 
 # %% ../../nbs/views/01_payloads.ipynb #1d49508b
 def _after_breaks(phases: Sequence[Mapping[str, Any]]) -> float:  # seconds
@@ -288,9 +366,12 @@ def _after_breaks(phases: Sequence[Mapping[str, Any]]) -> float:  # seconds
     return begin
 
 
-def packed_lanes(bars: Sequence[Mapping[str, Any]]) -> list[int]:  # the lane of each bar, as few as possible
+def packed_lanes(
+    bars: Sequence[Mapping[str, Any]],
+) -> list[int]:  # the lane of each bar, as few as possible
     "Lanes for bars that are sorted by their begin, so that no two in a lane overlap."
-    ends, lanes = list[float](), list[int]()
+    ends = list[float]()
+    lanes = list[int]()
     for bar in bars:
         lane = next((i for i, end in enumerate(ends) if end <= bar["begin"] + 1e-9), len(ends))
         ends[lane : lane + 1] = [bar["end"]]
@@ -310,9 +391,13 @@ def timeline_payload(
     clock = _same_clock(records, steps)
     phases = [bar for r in clock for bar in _phase_bars(r)]
     bars = [bar for r in clock for bar in _row_bars(r)]
-    bars += [{"step": None, "row": n, "begin": b, "end": e, "age": None, "kind": k} for n, b, e, k in waiting]
+    bars += [
+        {"step": None, "row": n, "begin": b, "end": e, "age": None, "kind": k}
+        for n, b, e, k in waiting
+    ]
     begin = _after_breaks(phases)
-    phases, bars = [p for p in phases if p["begin"] >= begin], [bar for bar in bars if bar["end"] > begin]
+    phases = [p for p in phases if p["begin"] >= begin]
+    bars = [bar for bar in bars if bar["end"] > begin]
     bars.sort(key=lambda bar: (bar["begin"], bar["row"]))
     every = max(1, -(-len(bars) // rows))
     while max(lane := packed_lanes(kept := bars[::every]), default=0) >= lanes:
@@ -331,12 +416,17 @@ def run_payloads(
     names: Collection[str] | None = None,  # of charts; None = all
 ) -> dict[str, dict[str, Any]]:
     "What is drawn over the steps, by chart."
-    beside, bound = ("waits", "staleness"), {"bound": settings.get("max_head_offpolicy_versions")}
+    beside = ("waits", "staleness")
+    bound = {"bound": settings.get("max_head_offpolicy_versions")}
     made: dict[str, Callable[[], dict[str, Any]]] = {
         "reward": lambda: reward_payload(metrics, limit),
         "functions": lambda: reward_payload(metrics, limit),
         "kl": lambda: kl_payload(metrics, settings, noise_floor, limit),
-        **{name: partial(plain_payload, metrics, name, limit) for name in PLAIN if name not in beside},
+        **{
+            name: partial(plain_payload, metrics, name, limit)
+            for name in PLAIN
+            if name not in beside
+        },
         "time": lambda: time_payload(metrics, limit),
     }
     if is_asynchronous(metrics):
@@ -348,13 +438,20 @@ def run_payloads(
 ROWS = 64  # groups that a map shows
 
 # %% ../../nbs/views/01_payloads.ipynb #2e06bd09
-def advantages_payload(record: StepRecord, start: int = 0, rows: int | None = None) -> dict[str, Any]:
+def advantages_payload(
+    record: StepRecord, start: int = 0, rows: int | None = None
+) -> dict[str, Any]:
     "Advantages and rewards of a step: groups x completions; None where there is no such sample."
     groups = [g for g in record.groups if g.samples and g.advantages is not None]
     shown = groups[start : None if rows is None else start + rows]
     width = max((len(g.samples) for g in shown), default=0)
-    finite = lambda values: [float(v) if math.isfinite(v) else None for v in values]
-    padded = lambda values: [*finite(values), *[None] * (width - len(values))]
+
+    def finite(values):
+        return [float(v) if math.isfinite(v) else None for v in values]
+
+    def padded(values):
+        return [*finite(values), *[None] * (width - len(values))]
+
     return {
         "step": record.step,
         "groups": [g.key or str(g.index) for g in shown],
@@ -369,7 +466,8 @@ def advantages_payload(record: StepRecord, start: int = 0, rows: int | None = No
 # %% ../../nbs/views/01_payloads.ipynb #84738bac
 def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
     "Rewards of a step, counted: middles and width of the bars, and counts by kind of group."
-    values, none = dict[str, np.ndarray](), np.zeros(0)
+    values = dict[str, np.ndarray]()
+    none = np.zeros(0)
     for kind, mark in (("live", ""), ("high", "high"), ("low", "low")):
         marked = zip(record.groups, dead_marks(record.groups), strict=True)
         found = np.concatenate([none, *(g.rewards for g, m in marked if m == mark)])
@@ -379,12 +477,17 @@ def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
     if len(x) > bins:
         width = float(np.ptp(x)) / bins
         x = x[0] + width * (np.arange(bins) + 0.5)
-    nearest = lambda v: np.abs(x[:, None] - v).argmin(axis=0) if len(v) else np.zeros(0, int)
+
+    def nearest(v):
+        return np.abs(x[:, None] - v).argmin(axis=0) if len(v) else np.zeros(0, int)
+
     counts = {k: np.bincount(nearest(v), minlength=len(x)).tolist() for k, v in values.items()}
     return {"step": record.step, "x": x.tolist(), "width": width, **counts}
 
 # %% ../../nbs/views/01_payloads.ipynb #d35489fb
-def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None) -> Evidence | None:
+def evidence_of(
+    source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[Any] | None = None
+) -> Evidence | None:
     "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
     record = source if isinstance(source, StepRecord) else None
     datums = source.datums if isinstance(source, StepRecord) else source
@@ -392,16 +495,26 @@ def evidence_of(source: StepRecord | Sequence[Datum], policy_logprobs: Sequence[
     given = [d.old_logprobs for d in datums] if given is None or not len(given) else given
     pairs = zip(datums, given, strict=True)
     both = [(d, own) for d, own in pairs if own is not None and d.sampler_logprobs is not None]
-    kept, trainer = tuple(d for d, _ in both), [own for _, own in both]
+    kept = tuple(d for d, _ in both)
+    trainer = [own for _, own in both]
     try:
         return gather(replace(record, datums=kept) if record else kept, trainer) if kept else None
-    except (AlignmentError, DatumError):  # every token is masked, or not a number: the samples say it themselves
+    except (
+        AlignmentError,
+        DatumError,
+    ):
+        # every token is masked, or not a number: the samples say it themselves
         return None
 
 
-def step_payloads(record: StepRecord, start: int = 0, tokenizer: Any = None) -> dict[str, dict[str, Any]]:
+def step_payloads(
+    record: StepRecord, start: int = 0, tokenizer: Any = None
+) -> dict[str, dict[str, Any]]:
     "What is drawn of one step, by chart."
-    parts = {"advantages": advantages_payload(record, start, ROWS), "rewards counted": counts_payload(record)}
+    parts = {
+        "advantages": advantages_payload(record, start, ROWS),
+        "rewards counted": counts_payload(record),
+    }
     return parts | {"mismatch": mismatch(evidence_of(record), tokenizer)}
 
 # %% ../../nbs/views/01_payloads.ipynb #96a32bb2
@@ -418,7 +531,9 @@ def completion_row(group: PromptGroup, i: int, tokenizer: Any = None) -> dict[st
         "group": group.index,
         "sample": i,
         "row": group.key,
-        "prompt": tokenizer.decode(read, skip_special_tokens=False) if tokenizer else prompt_text(group.row),
+        "prompt": tokenizer.decode(read, skip_special_tokens=False)
+        if tokenizer
+        else prompt_text(group.row),
         "text": s.text,
         "rewards": {name: _number(value) for name, value in s.rewards.items()},
         "reward": _number(s.reward),
@@ -430,16 +545,28 @@ def completion_row(group: PromptGroup, i: int, tokenizer: Any = None) -> dict[st
 
 def address(step: int, group: int, sample: int, token: int | None = None) -> str:
     "The name of a completion, or of one of its tokens, after the `#` of a report's address."
-    return f"step={step}&group={group}&sample={sample}" + ("" if token is None else f"&token={token}")
+    return f"step={step}&group={group}&sample={sample}" + (
+        "" if token is None else f"&token={token}"
+    )
 
 
 def completions_table(record: StepRecord, columns: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     "The samples of a step as columns and rows, which a page sorts, searches and filters by itself."
-    names = ("group", "sample", *(c["name"] for c in columns if c["name"] not in ("group", "sample")))
-    clean = lambda v: utf8(v) if isinstance(v, str) else v
+    names = (
+        "group",
+        "sample",
+        *(c["name"] for c in columns if c["name"] not in ("group", "sample")),
+    )
+
+    def clean(v):
+        return utf8(v) if isinstance(v, str) else v
+
     places = [(g, i) for g in record.groups for i in range(len(g.samples))]
     found = [(address(record.step, g.index, i), completion_row(g, i)) for g, i in places]
-    return {"columns": [*columns], "rows": [{"id": at} | {n: clean(row[n]) for n in names} for at, row in found]}
+    return {
+        "columns": [*columns],
+        "rows": [{"id": at} | {n: clean(row[n]) for n in names} for at, row in found],
+    }
 
 # %% ../../nbs/views/01_payloads.ipynb #d8d9e673
 @dataclass(frozen=True, eq=False)
@@ -448,7 +575,9 @@ class TokenRow:
 
     tokens: np.ndarray  # (N,) ids
     scored: np.ndarray  # (N-1,) bool: the positions that enter the loss
-    series: Mapping[str, np.ndarray]  # policy, old, sampler, sampler_raw, ref, dlogprob, entropy, and others by name
+    series: Mapping[
+        str, np.ndarray
+    ]  # policy, old, sampler, sampler_raw, ref, dlogprob, entropy, and others by name
     prompt_len: int  # tokens before the first sampled one; 0 = not known
     group: int = 0  # index of the prompt group in the step
     sample: int = 0  # index in the group
@@ -462,30 +591,44 @@ class TokenRow:
     @property
     def where(self) -> str:
         "The row as a place in a message."
-        return f"group {self.group}, sample {self.sample}" + (f" (row {self.key!r})" if self.key else "")
+        return f"group {self.group}, sample {self.sample}" + (
+            f" (row {self.key!r})" if self.key else ""
+        )
 
 # %% ../../nbs/views/01_payloads.ipynb #0bf26409
 def _about(sample: RolloutSample | None) -> dict[str, Any]:
     "What a sample says about itself in a line."
     if sample is None:
         return {}
-    return {"reward": sample.reward, "ended": sample.finish_reason, "sampler version": sample.policy_version}
+    return {
+        "reward": sample.reward,
+        "ended": sample.finish_reason,
+        "sampler version": sample.policy_version,
+    }
 
 
 def _raw(sample: RolloutSample | None, size: int) -> dict[str, np.ndarray]:
     "The sampler's raw logprobs where they are not those that it drew from."
     if sample is None or sample.raw_logprobs is None:
         return {}
-    raw, drawn = sample.raw_logprobs[1:][:size], sample.logprobs[1:][:size]
+    raw = sample.raw_logprobs[1:][:size]
+    drawn = sample.logprobs[1:][:size]
     return {} if np.array_equal(raw, drawn, equal_nan=True) else {"sampler_raw": raw}
 
 
-def _datum_row(datum: Datum, others: Mapping[str, np.ndarray], sample: RolloutSample | None) -> TokenRow:
+def _datum_row(
+    datum: Datum, others: Mapping[str, np.ndarray], sample: RolloutSample | None
+) -> TokenRow:
     "A row from a datum, series about it, and its sample if there is a record."
-    found = {"policy": others.get("policy"), "old": datum.old_logprobs, "sampler": datum.sampler_logprobs}
+    found = {
+        "policy": others.get("policy"),
+        "old": datum.old_logprobs,
+        "sampler": datum.sampler_logprobs,
+    }
     found |= {"ref": datum.ref_logprobs} | _raw(sample, len(datum.weights)) | dict(others)
     scalar = not isinstance(datum.advantage, np.ndarray)
-    found |= {} if scalar else {"advantage": datum.advantage}
+    if not scalar:
+        found |= {"advantage": datum.advantage}
     first = int(np.argmax(datum.active)) + 1 if datum.active.any() else 0
     return TokenRow(
         tokens=datum.tokens,
@@ -504,7 +647,9 @@ def _datum_row(datum: Datum, others: Mapping[str, np.ndarray], sample: RolloutSa
 def _sample_row(group: PromptGroup, i: int, why: str) -> TokenRow:
     "A row from a sample that was not trained."
     sample = group.samples[i]
-    facts = _about(sample) | ({} if group.advantages is None else {"advantage": float(group.advantages[i])})
+    facts = _about(sample) | (
+        {} if group.advantages is None else {"advantage": float(group.advantages[i])}
+    )
     return TokenRow(
         tokens=sample.tokens,
         scored=sample.loss_mask[1:] > 0,
@@ -523,16 +668,24 @@ def _series_of(record: StepRecord) -> dict[str, Sequence[Any]]:
     if record.loss is None:
         return {}
     found: dict[str, Sequence[Any]] = {"policy": record.loss.logprobs}
-    found |= {"dlogprob": record.loss.dlogprobs} if record.loss.dlogprobs else {}
+    if record.loss.dlogprobs:
+        found |= {"dlogprob": record.loss.dlogprobs}
     entropies = [lp.entropy for lp in record.loss.logprobs]
-    return found | ({} if not entropies or any(h is None for h in entropies) else {"entropy": entropies})
+    return found | (
+        {} if not entropies or any(h is None for h in entropies) else {"entropy": entropies}
+    )
 
 
 def _untrained_rows(record: StepRecord) -> list[TokenRow]:
     "The samples of a record that are in no datum."
     there = {(d.group, d.sample) for d in record.datums}
-    why = lambda g: "no advantages yet" if g.advantages is None else "its group carries no signal"
-    left = [(g, i) for g in record.groups for i in range(len(g.samples)) if (g.index, i) not in there]
+
+    def why(g):
+        return "no advantages yet" if g.advantages is None else "its group carries no signal"
+
+    left = [
+        (g, i) for g in record.groups for i in range(len(g.samples)) if (g.index, i) not in there
+    ]
     return [_sample_row(g, i, record.reason or why(g)) for g, i in left]
 
 # %% ../../nbs/views/01_payloads.ipynb #7726010e
@@ -540,19 +693,28 @@ def token_rows(
     source: StepRecord | Sequence[Datum],  # a step, or datums of one
     *,
     policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
-    extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
+    extra: Mapping[str, Sequence[Any]]
+    | None = None,  # further series by name, one array per datum, (N-1,)
 ) -> list[TokenRow]:  # ordered by group and sample
     "Every sequence of a step with all its series; raises AlignmentError where one does not fit its tokens."
     if isinstance(source, str) or not isinstance(source, Sequence):
         expect(source, StepRecord, "tokens to look at")
     record = source if isinstance(source, StepRecord) else StepRecord(0, datums=tuple(source))
     if wrong := [type(d).__name__ for d in record.datums if not isinstance(d, Datum)]:
-        raise DatumError("tokens to look at", got=wrong[0], expected="a StepRecord, or a list of Datum")
+        raise DatumError(
+            "tokens to look at", got=wrong[0], expected="a StepRecord, or a list of Datum"
+        )
     given = _series_of(record) | dict(extra or {})
-    given |= {} if policy_logprobs is None else {"policy": policy_logprobs}
+    if policy_logprobs is not None:
+        given |= {"policy": policy_logprobs}
     series = {name: target_series(name, values, record.datums) for name, values in given.items()}
     samples = sample_of(record.groups)
-    of = lambda d, i: _datum_row(d, {n: values[i] for n, values in series.items()}, samples.get((d.group, d.sample)))
+
+    def of(d, i):
+        return _datum_row(
+            d, {n: values[i] for n, values in series.items()}, samples.get((d.group, d.sample))
+        )
+
     rows = [*(of(d, i) for i, d in enumerate(record.datums)), *_untrained_rows(record)]
     named = [replace(row, options=record.options, step=record.step or None) for row in rows]
     return sorted(named, key=lambda row: (row.group, row.sample))
@@ -568,7 +730,8 @@ def trainer_of(row: TokenRow) -> str | None:
 
 def _options(row: TokenRow) -> Any:  # LossOptions | None
     "The loss options of a row; None if it was trained with a loss that is not known here."
-    from rl_notebook.core.losses import POLICY_LOSSES, LossOptions  # loads torch, which reading a record does not need
+    # loads torch, which reading a record does not need
+    from rl_notebook.core.losses import POLICY_LOSSES, LossOptions
 
     known = {f.name: row.options[f.name] for f in fields(LossOptions) if f.name in row.options}
     ours = str(known.get("policy_loss", "grpo")) in POLICY_LOSSES and "make_loss" not in row.options
@@ -606,9 +769,14 @@ def turns(scored: np.ndarray) -> np.ndarray:  # (N-1,) int
 
 def _differences(row: TokenRow) -> dict[str, np.ndarray]:
     "What trainer, sampler and reference disagree about, and the KL to the reference."
-    found, trainer = row.series, trainer_of(row)
-    pairs = [(trainer, other) for other in ("sampler", "old", "ref") if trainer and other != trainer]
-    out = {f"{a}-{b}": found[a] - found[b] for a, b in pairs if b in found and (a, b) != ("old", "ref")}
+    found = row.series
+    trainer = trainer_of(row)
+    pairs = [
+        (trainer, other) for other in ("sampler", "old", "ref") if trainer and other != trainer
+    ]
+    out = {
+        f"{a}-{b}": found[a] - found[b] for a, b in pairs if b in found and (a, b) != ("old", "ref")
+    }
     if "policy-ref" in out and (row.options or {}).get("teacher_coeff"):
         out = {"ref-policy": -out.pop("policy-ref"), **out}
     if {"policy", "ref"} <= found.keys():
@@ -629,7 +797,9 @@ def all_series(row: TokenRow) -> dict[str, np.ndarray]:  # (N-1,) each
 
 # %% ../../nbs/views/01_payloads.ipynb #1ee69416
 FLOORS = {"logprob": 1.0, "ratio": 1e-3, "kl": 1e-3, "gradient": 0.0}  # smallest scale of a kind
-NEAR, FAR = 0.01, 3.0  # nats; a difference has an even scale to the first, then in decades, full at the second
+# nats; a difference has an even scale to the first, then in decades, full at the second
+NEAR = 0.01
+FAR = 3.0
 NOISE = ROUNDING["float32"].mean * 2  # nats; what counts as rounding where nothing else is known
 LABELS = {
     "policy": ("policy logprob", "logprob"),
@@ -655,7 +825,9 @@ def _label(name: str) -> tuple[str, str]:
         return LABELS[name]
     a, dash, b = name.partition("-")
     pair = bool(dash) and {a, b} <= {*TRAINERS, "sampler"}
-    return (f"{a} − {b}", "difference") if pair else (shown_text(name).replace("·", " "), "gradient")
+    return (
+        (f"{a} − {b}", "difference") if pair else (shown_text(name).replace("·", " "), "gradient")
+    )
 
 
 def plain(values: np.ndarray) -> list[float | None]:
@@ -663,13 +835,19 @@ def plain(values: np.ndarray) -> list[float | None]:
     return [float(f"{v:.7g}") if math.isfinite(v) else None for v in values.tolist()]
 
 
-def series_payload(name: str, values: np.ndarray, scored: np.ndarray, floor: float = NOISE) -> dict[str, Any]:
+def series_payload(
+    name: str, values: np.ndarray, scored: np.ndarray, floor: float = NOISE
+) -> dict[str, Any]:
     "One series with its scale, its worst positions, and those where it should be a number and is none."
     label, kind = _label(name)
     center = 1.0 if kind == "ratio" else 0.0
     finite = np.isfinite(values)
     off = np.where(finite & scored, np.abs(values - center), -1.0)
-    worst = [int(i) for i in np.argsort(-off, kind="stable")[:WORST] if off[i] > 0] if kind != "class" else []
+    worst = (
+        [int(i) for i in np.argsort(-off, kind="stable")[:WORST] if off[i] > 0]
+        if kind != "class"
+        else []
+    )
     inside = off[off >= 0] if kind != "class" else np.zeros(0)
     limit = float(np.quantile(inside, 0.99)) if len(inside) else 0.0
     fits = float(f"{max(limit, FLOORS.get(kind, 0.0)) or 1.0:.3g}")
@@ -689,12 +867,17 @@ def series_payload(name: str, values: np.ndarray, scored: np.ndarray, floor: flo
 def roles_of(row: TokenRow) -> str:  # N letters
     "p, m or s for each token."
     own = np.concatenate([[False], row.scored])
-    return "".join("s" if own[i] else "p" if i < row.prompt_len else "m" for i in range(len(row.tokens)))
+    return "".join(
+        "s" if own[i] else "p" if i < row.prompt_len else "m" for i in range(len(row.tokens))
+    )
 
 
 def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
     "The series to begin with: a difference that is more than noise, else the trainer's logprobs, else any."
-    far = lambda s: bool(s["bad"]) or any(abs(s["values"][t]) > s["floor"] for t in s["worst"][:1])
+
+    def far(s):
+        return bool(s["bad"]) or any(abs(s["values"][t]) > s["floor"] for t in s["worst"][:1])
+
     ends = ("-sampler", "ref-policy")
     gap = next((s for s in series if s["kind"] == "difference" and s["name"].endswith(ends)), None)
     return gap["name"] if gap and far(gap) else trainer_of(row) or series[0]["name"]
@@ -702,7 +885,10 @@ def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
 
 def _facts(row: TokenRow, roles: str) -> list[str]:
     "What is known of a sample, in words; NaN is not left out, since it is known to be wrong."
-    said = lambda v: shown_text(v).replace("·", " ") if isinstance(v, str) else f"{v:.4g}"
+
+    def said(v):
+        return shown_text(v).replace("·", " ") if isinstance(v, str) else f"{v:.4g}"
+
     counts = f"prompt {roles.count('p')} tokens, scored {roles.count('s')}, masked {roles.count('m')}, cut {row.cut}"
     return [*(f"{name} {said(v)}" for name, v in row.facts.items() if v is not None), counts]
 
@@ -710,15 +896,23 @@ def _facts(row: TokenRow, roles: str) -> list[str]:
 def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) -> dict[str, Any]:
     "One sample as plain values: tokens, roles, and every series with its scale; below `floor`, nats, is rounding."
     texts, special = token_texts(row.tokens, tokenizer)
-    roles, trainer, options = roles_of(row), trainer_of(row), _options(row)
-    series = [series_payload(name, np.asarray(v), row.scored, floor) for name, v in all_series(row).items()]
+    roles = roles_of(row)
+    trainer = trainer_of(row)
+    options = _options(row)
+    series = [
+        series_payload(name, np.asarray(v), row.scored, floor)
+        for name, v in all_series(row).items()
+    ]
     # those derived from them say it again
     holes = [s for s in series if s["bad"] and s["kind"] in ("logprob", "gradient")]
     clip = options is not None and options.knob("eps_clip") is not None
     return {
         "where": row.where,
         "address": "" if row.step is None else address(row.step, row.group, row.sample),
-        "facts": [*_facts(row, roles), *(["no tokenizer: ids are shown"] if tokenizer is None else [])],
+        "facts": [
+            *_facts(row, roles),
+            *(["no tokenizer: ids are shown"] if tokenizer is None else []),
+        ],
         "tokens": row.tokens.tolist(),
         "texts": texts,
         "special": special,

@@ -20,12 +20,21 @@ __all__ = []
 # %% ../../nbs/views/00_player.ipynb #a6f275f7
 from ..loop.async_loop import AT_REST, AsyncGRPOLoop
 from ..core.types import PhaseError
-from ..loop.loop import GRPOLoop, evaluation_due, next_records, reach_boundary, run_phase, stop_on_interrupt
+from rl_notebook.loop.loop import (
+    GRPOLoop,
+    evaluation_due,
+    next_records,
+    reach_boundary,
+    run_phase,
+    stop_on_interrupt,
+)
 from ..loop.state import SILENT, Loop
 from ..runs.records import StepRecord
 
 # %% ../../nbs/views/00_player.ipynb #5d56a09c
-async def one_phase(loop: GRPOLoop) -> StepRecord | None:  # the record, when this was the last phase of its step
+async def one_phase(
+    loop: GRPOLoop,
+) -> StepRecord | None:  # the record, when this was the last phase of its step
     "Run the next phase as a step runs it, in a turn of its loop, and leave the backend to other loops after the last."
     async with loop.weights.turn():
         if loop.overlaps and not loop.state.values:
@@ -60,14 +69,19 @@ ACTIONS = {  # icon and sentence of their buttons
     "phase": ("step-forward", "Run the next phase."),
     "step": ("fast-forward", "Run what is left of this step."),
     "stop": ("stop", "End the run after the running phase; the loop keeps what it has."),
-    "undo": ("undo", "Take back the last update and open its step again; what was begun after it is dropped."),
+    "undo": (
+        "undo",
+        "Take back the last update and open its step again; what was begun after it is dropped.",
+    ),
 }
 
 # %% ../../nbs/views/00_player.ipynb #b837edfc
 def nothing_to_undo(loop: Loop) -> str:
     "Why no update can be taken back, and the setting that decides how many can."
     kept = loop.weights.undoable.maxlen
-    updates = "no update" if not kept else "the last update" if kept == 1 else f"the last {kept} updates"
+    updates = (
+        "no update" if not kept else "the last update" if kept == 1 else f"the last {kept} updates"
+    )
     fix = "Open the loop with keep_undo=N to take back N steps, one after the other."
     return f"There is no update to take back: keep_undo={kept} keeps {updates}. {fix}"
 
@@ -75,7 +89,9 @@ def nothing_to_undo(loop: Loop) -> str:
 def refusal(player: Player, action: str) -> str:  # a sentence; empty when the action makes sense
     "Why an action makes no sense now."
     loop = player.loop
-    elsewhere = "" if player.doing else loop.running if player.window is not None else run_elsewhere(loop)
+    elsewhere = (
+        "" if player.doing else loop.running if player.window is not None else run_elsewhere(loop)
+    )
     if player.closed:
         return "This dashboard is closed; another one may have taken its place."
     if action in ("pause", "stop"):
@@ -125,15 +141,21 @@ ACTIVE_PLAYERS: weakref.WeakSet[Player] = weakref.WeakSet()
 
 def unrelated_players(loop: Loop) -> list[Player]:
     "Players of other loops on the same backend that do not take turns with this one."
-    mine, others = loop.weights, [(p, p.loop.weights) for p in ACTIVE_PLAYERS]
-    return [p for p, theirs in others if theirs.shared is mine.shared and theirs.family is not mine.family]
+    mine = loop.weights
+    others = [(p, p.loop.weights) for p in ACTIVE_PLAYERS]
+    return [
+        p
+        for p, theirs in others
+        if theirs.shared is mine.shared and theirs.family is not mine.family
+    ]
 
 # %% ../../nbs/views/00_player.ipynb #19d6e66b
 class Player:
     "Runs a loop in a task, one phase after the other, and can be held between any two."
 
     def __init__(self, loop: GRPOLoop, changed: Callable[[], Any] = lambda: None):
-        self.loop, self.changed = loop, changed
+        self.loop = loop
+        self.changed = changed
         self.delay = 0.0  # seconds between two phases
         self.doing = ""  # the running action
         self.at = ""  # the phase that it runs now; "" between two
@@ -155,10 +177,14 @@ class Player:
         if action == "play" and (steps is not None or self.left <= 0):
             self.left = math.inf if steps is None else steps
         self.task = asyncio.get_running_loop().create_task(act(self, action))
-        self.doing, self.pausing, self.draining = action, False, False
-        self.failed, self.loop.stop_requested = None, False
+        self.doing = action
+        self.pausing = False
+        self.draining = False
+        self.failed = None
+        self.loop.stop_requested = False
         self.undone = ""
-        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())  # `failed` has it
+        # `failed` has it
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.changed()
         return self.task
 
@@ -184,8 +210,11 @@ class Player:
         loop = self.loop
         if not self.doing:
             loop.stop()
-        elif isinstance(loop, AsyncGRPOLoop) and not (loop.overlaps and "backward" not in loop.state.values):
-            loop.producer.held = why  # unless a gradient is being put together from rows that still have to come
+        elif isinstance(loop, AsyncGRPOLoop) and not (
+            loop.overlaps and "backward" not in loop.state.values
+        ):
+            # unless a gradient is being put together from rows that still have to come
+            loop.producer.held = why
         self.pausing = True
         self.wake()
         self.changed()
@@ -200,7 +229,8 @@ class Player:
 
     def stop(self) -> None:
         "End the run after the running phase, and forget how many steps were left."
-        self.left, self.draining = math.inf, False
+        self.left = math.inf
+        self.draining = False
         if self.window is not None and not self.doing:
             self.start("stop")
         elif self.at == "drain" and self.task is not None:
@@ -254,7 +284,8 @@ async def rest(player: Player) -> None:
 # %% ../../nbs/views/00_player.ipynb #f075715d
 async def release(player: Player) -> None:
     "Let go of a window; what it has drawn and not trained on is lost."
-    window, player.window = player.window, None
+    window = player.window
+    player.window = None
     if window is not None:
         await window.aclose()
 
@@ -262,7 +293,10 @@ async def release(player: Player) -> None:
 async def work(player: Player, action: str) -> None:
     "What an action does: phases until paused, stopped or done, an undo, or the wait for the rows in flight."
     loop = player.loop
-    over = lambda: player.pausing or loop.stop_requested or (loop.done and player.window is None)
+
+    def over():
+        return player.pausing or loop.stop_requested or (loop.done and player.window is None)
+
     match action:
         case "play":
             while player.left > 0 and not over():
@@ -305,7 +339,8 @@ async def act(player: Player, action: str) -> None:
                 loop.resume()  # rows start again, with this loop's weights on the backend
         await work(player, action)
         await come_to_rest(player)
-    except Exception as e:  # any at all: kept for the dashboard, and raised again where the action is awaited
+    except Exception as e:
+        # any at all: kept for the dashboard, and raised again where the action is awaited
         player.failed = e
         raise
     finally:
@@ -313,7 +348,10 @@ async def act(player: Player, action: str) -> None:
             await release(player)
         loop.rest()
         ACTIVE_PLAYERS.discard(player)
-        player.doing, player.at, loop.stop_requested, loop.bar = "", "", False, None
+        player.doing = ""
+        player.at = ""
+        loop.stop_requested = False
+        loop.bar = None
         player.changed()
 
 # %% ../../nbs/views/00_player.ipynb #12bd6135
@@ -326,7 +364,8 @@ def pause_players(signum: int, frame: Any) -> None:
 def listen() -> None:
     "Have an interrupt pause the active players, where it is ignored otherwise."
     if threading.current_thread() is threading.main_thread():
-        ours, handler = bool(ACTIVE_PLAYERS), signal.getsignal(signal.SIGINT)
+        ours = bool(ACTIVE_PLAYERS)
+        handler = signal.getsignal(signal.SIGINT)
         if ours and handler is signal.SIG_IGN:
             signal.signal(signal.SIGINT, pause_players)
         elif not ours and handler is pause_players:

@@ -32,10 +32,28 @@ from ..show.html import html_table, number, rewards_html, tag, token_texts
 from ..runs.records import StepRecord, expect_records, read_table, replace_text, utf8
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
 from ..insight.trends import WATCHED, Trend, watch_run
-from .charts import LOOKS, Chart, Figure, _band, _line, asset, charts, figure_of, label, module
+from rl_notebook.views.charts import (
+    LOOKS,
+    Chart,
+    Figure,
+    _band,
+    _line,
+    asset,
+    charts,
+    figure_of,
+    label,
+    module,
+)
 from .charts import plotly_script, tint
 from .payloads import LABELS, TIMELINE_STEPS, History, TokenRow, address
-from .payloads import history_row, is_asynchronous, roles_of, run_payloads, series, spread_row
+from rl_notebook.views.payloads import (
+    history_row,
+    is_asynchronous,
+    roles_of,
+    run_payloads,
+    series,
+    spread_row,
+)
 from .payloads import step_payloads, timeline_payload, token_rows
 from ..insight.xray import invariants, sentence
 
@@ -43,7 +61,8 @@ from ..insight.xray import invariants, sentence
 __all__ = ['write_report', 'place_for', 'run_status', 'follow', 'compare']
 
 # %% ../../nbs/views/07_report.ipynb #eb65c025
-LAST = max(TIMELINE_STEPS, 6)  # records that are read at the end; the sixth is there for the sentence of the next
+# records that are read at the end; the sixth is there for the sentence of the next
+LAST = max(TIMELINE_STEPS, 6)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,20 +73,26 @@ class Material:
     settings: Mapping[str, Any]  # dotted names
     metrics: pd.DataFrame  # one row a step, with the quartiles of some
     samples: tuple[StepRecord, ...] = ()  # first, middle and last
-    tables: Mapping[int, pd.DataFrame] = field(default_factory=dict)  # completions by step, as many steps as fit
+    tables: Mapping[int, pd.DataFrame] = field(
+        default_factory=dict
+    )  # completions by step, as many steps as fit
     about: Mapping[str, str] = field(default_factory=dict)  # of `Run.about`
     recent: tuple[tuple[int, str], ...] = ()  # (step, sentence) of the last five
     last: tuple[StepRecord, ...] = ()  # those of the timeline
     notes: tuple[str, ...] = ()  # what was found damaged
     trends: tuple[Trend, ...] = ()  # what changed over the last steps
-    named: Mapping[int, Collection[int]] = field(default_factory=dict)  # groups to show in any case, by step
+    named: Mapping[int, Collection[int]] = field(
+        default_factory=dict
+    )  # groups to show in any case, by step
     more: tuple[StepRecord, ...] = ()  # further steps, of which only the named groups are shown
     tokenizer: Any = None  # for the texts of tokens; None = their ids
 
 
 def title_of(m: Material) -> str:
     "What the page is called in a browser: the run, its model and its data."
-    known = [str(m.settings[key]) for key in ("base_model", "dataset") if m.settings.get(key) is not None]
+    known = [
+        str(m.settings[key]) for key in ("base_model", "dataset") if m.settings.get(key) is not None
+    ]
     return f"{m.name}: {' on '.join(known)}" if known else m.name
 
 
@@ -84,8 +109,12 @@ PLACE = re.compile(
 
 def _said(record: StepRecord, before: StepRecord | None) -> str:
     "What a step says about itself, and where a check failed."
-    failed = [c.where for c in invariants(record, before) if c.ok is False and PLACE.search(c.where)]
-    return " ".join([sentence(record, before), *(f"See {where}." for where in dict.fromkeys(failed))])
+    failed = [
+        c.where for c in invariants(record, before) if c.ok is False and PLACE.search(c.where)
+    ]
+    return " ".join(
+        [sentence(record, before), *(f"See {where}." for where in dict.fromkeys(failed))]
+    )
 
 
 def sentences(records: Sequence[StepRecord]) -> tuple[tuple[int, str], ...]:
@@ -134,11 +163,16 @@ def spaced(steps: Sequence[int]) -> list[int]:
 
 def read_tables(run: Run, known: Tables | None = None) -> Tables:
     "The completions of steps that are `spaced`; `known` ones are not read again."
-    known, wanted = {} if known is None else known, spaced(run.steps)
+    known = {} if known is None else known
+    wanted = spaced(run.steps)
     for step in {*wanted} - known.keys():
         try:
             path = run.path / "steps" / f"{step:05d}" / "completions.parquet"
-            known[step] = run.record(step).completions_table() if run.reader else read_table(path, [*COMPLETION])
+            known[step] = (
+                run.record(step).completions_table()
+                if run.reader
+                else read_table(path, [*COMPLETION])
+            )
         except RecordError:
             continue  # the page names it where it reads the record
     return {step: known[step] for step in wanted if step in known}
@@ -147,13 +181,17 @@ def read_tables(run: Run, known: Tables | None = None) -> Tables:
 def spread_of(table: pd.DataFrame) -> dict[str, float]:
     "Quartiles of the completions of a step that have an advantage."
     groups = [g for _, g in table.dropna(subset=["advantage", "length"]).groupby("group")]
-    return spread_row(*([g[name].to_numpy() for g in groups] for name in ("reward", "advantage", "length")))
+    return spread_row(
+        *([g[name].to_numpy() for g in groups] for name in ("reward", "advantage", "length"))
+    )
 
 # %% ../../nbs/views/07_report.ipynb #ec02616f
 Named = Mapping[int, Collection[int]]  # groups that something names, by step
 
 
-def _named(trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]) -> dict[int, set[int]]:
+def _named(
+    trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]
+) -> dict[int, set[int]]:
     "The groups that trends and addresses name; raises RecordError for an address of a step that is not there."
     found: dict[int, set[int]] = {}
     for step, group in (place for t in trends for place in places(t.sentence)):
@@ -161,33 +199,47 @@ def _named(trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]) -
     for text in show:
         numbers = re.fullmatch(r"(?:.*#)?step=(\d+)&group=(\d+)(?:&\w+=\d+)*", text)
         if numbers is None or int(numbers[1]) not in steps:
-            there = f"of a step from {min(steps)} to {max(steps)}" if steps else "and no step is recorded yet"
-            raise RecordError("address", got=repr(text), expected=f"such as '{address(1, 0, 2)}', {there}")
+            there = (
+                f"of a step from {min(steps)} to {max(steps)}"
+                if steps
+                else "and no step is recorded yet"
+            )
+            raise RecordError(
+                "address", got=repr(text), expected=f"such as '{address(1, 0, 2)}', {there}"
+            )
         found.setdefault(int(numbers[1]), set()).add(int(numbers[2]))
     return found
 
 # %% ../../nbs/views/07_report.ipynb #78d3bce2
-def material(source: Run | Iterable[StepRecord], known: Known | None = None, show: Iterable[str] = ()) -> Material:
+def material(
+    source: Run | Iterable[StepRecord], known: Known | None = None, show: Iterable[str] = ()
+) -> Material:
     "Read what a report needs; `show` are addresses of completions; raises RecordError for one that is not there."
     expect_records(source, "report")
     if not isinstance(source, Run):
         read = {record.step: record for record in source}
-        steps, trends = sorted(read), watch_run(list(read.values())[-WATCHED:])
+        steps = sorted(read)
+        trends = watch_run(list(read.values())[-WATCHED:])
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
         tables = {s: read[s].completions_table() for s in spaced(steps)}
         told = _told(read, steps, _named(trends, show, steps))
         return Material("run", settings, metrics, tables=tables, trends=trends, **told)
-    metrics, known, notes = source.metrics(), known or Known(), [*source.notes]
+    metrics = source.metrics()
+    known = known or Known()
+    notes = [*source.notes]
     steps, read = _read(source, known, notes)
     trends = watch_run(known.watched[step] for step in steps[-WATCHED:])
     named = _named(trends, show, steps)
     read |= {step: source.record(step) for step in named.keys() & set(steps) - read.keys()}
     tables = read_tables(source, known.tables)
-    known.spreads |= {step: spread_of(table) for step, table in tables.items() if step not in known.spreads}
+    known.spreads |= {
+        step: spread_of(table) for step, table in tables.items() if step not in known.spreads
+    }
     spreads = {step: known.spreads[step] for step in tables}
     metrics = metrics.join(pd.DataFrame.from_dict(spreads, orient="index"))
-    name, settings = source.path.resolve().name, flat_settings(source.config)
+    name = source.path.resolve().name
+    settings = flat_settings(source.config)
     more = {"tables": tables, "about": source.about, "notes": tuple(notes), "trends": trends}
     return Material(name, settings, metrics, **more, **_told(read, steps, named))
 
@@ -195,7 +247,10 @@ def material(source: Run | Iterable[StepRecord], known: Known | None = None, sho
 def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int, StepRecord]]:
     "Steps, and records that a page shows, each read once; a damaged one is noted, and its step left out."
     steps, read = run.steps, dict[int, StepRecord]()
-    wanted = lambda: {*pick(steps), *steps[-LAST:]}
+
+    def wanted():
+        return {*pick(steps), *steps[-LAST:]}
+
     while missing := (wanted() - read.keys()) | ({*steps[-WATCHED:]} - known.watched.keys()):
         for step in sorted(missing):
             try:
@@ -204,8 +259,10 @@ def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int
                 steps.remove(step)
                 notes.append(f"step {step} is left out: {e}")
                 continue
-            known.watched[step] = replace(record, datums=(), loss=None)  # a step far behind keeps nothing large
-            read |= {step: record} if step in wanted() else {}
+            # a step far behind keeps nothing large
+            known.watched[step] = replace(record, datums=(), loss=None)
+            if step in wanted():
+                read |= {step: record}
     for step in known.watched.keys() - {*steps[-WATCHED:]}:
         del known.watched[step]
     return steps, read
@@ -228,7 +285,12 @@ def _told(read: Mapping[int, StepRecord], steps: Sequence[int], named: Named) ->
     }
 
 # %% ../../nbs/views/07_report.ipynb #7fb658b6
-FACTS = {"model": "base_model", "data": "dataset", "loss": "policy_loss", "learning rate": "learning_rate"}
+FACTS = {
+    "model": "base_model",
+    "data": "dataset",
+    "loss": "policy_loss",
+    "learning rate": "learning_rate",
+}
 TILES = {
     "held-out reward": "eval/reward", "reward in training": "reward", "KL to the reference": "kl",
     "tokens per completion": "completions/mean_length",
@@ -245,10 +307,20 @@ def _tile(label: str, s: Mapping[str, list]) -> str:
     shown = tag("b", " → ".join(number(y, form) for _, y in ends))
     when = tag("small", "step " + " → ".join(str(x) for x, _ in ends))
     beyond = []
-    for word, (step, value) in (("lowest", min(points, key=_value)), ("highest", max(points, key=_value))):
+    for word, (step, value) in (
+        ("lowest", min(points, key=_value)),
+        ("highest", max(points, key=_value)),
+    ):
         if number(value, form) not in [number(y, form) for _, y in ends]:
             beyond.append(f"{word} {number(value, form)} at step {step}")
-    return tag("div", tag("span", html.escape(label)), shown, when, tag("small", ", ".join(beyond)), kind="card tile")
+    return tag(
+        "div",
+        tag("span", html.escape(label)),
+        shown,
+        when,
+        tag("small", ", ".join(beyond)),
+        kind="card tile",
+    )
 
 
 def _value(point: tuple[int, float]) -> float:
@@ -258,19 +330,36 @@ def _value(point: tuple[int, float]) -> float:
 
 def header_html(m: Material) -> str:
     "Title, facts and numbers."
-    facts = {label: m.settings[key] for label, key in FACTS.items() if m.settings.get(key) is not None}
-    facts["steps"] = len(History(m.metrics[[c for c in ("policy_version", "reward") if c in m.metrics]]).steps)
-    facts |= {"started": f"{m.about['started'][:16].replace('T', ' ')} UTC"} if "started" in m.about else {}
-    facts |= {"rl_notebook": m.about["version"]} if "version" in m.about else {}
-    spans = [tag("span", html.escape(k), " ", tag("b", html.escape(str(v)))) for k, v in facts.items()]
+    facts = {
+        label: m.settings[key] for label, key in FACTS.items() if m.settings.get(key) is not None
+    }
+    facts["steps"] = len(
+        History(m.metrics[[c for c in ("policy_version", "reward") if c in m.metrics]]).steps
+    )
+    if "started" in m.about:
+        facts |= {"started": f"{m.about['started'][:16].replace('T', ' ')} UTC"}
+    if "version" in m.about:
+        facts |= {"rl_notebook": m.about["version"]}
+    spans = [
+        tag("span", html.escape(k), " ", tag("b", html.escape(str(v)))) for k, v in facts.items()
+    ]
     history = History(m.metrics[[column for column in TILES.values() if column in m.metrics]])
-    tiles = [_tile(label, series(history, column)) for label, column in TILES.items() if column in history]
+    tiles = [
+        _tile(label, series(history, column))
+        for label, column in TILES.items()
+        if column in history
+    ]
     none = "" if facts["steps"] else tag("p", "No step has been recorded yet.", kind="soft")
-    head = tag("h1", html.escape(m.name)) + tag("p", *spans, kind="facts") + tag("div", *tiles, kind="tiles")
+    head = (
+        tag("h1", html.escape(m.name))
+        + tag("p", *spans, kind="facts")
+        + tag("div", *tiles, kind="tiles")
+    )
     return tag("header", head) + none
 
 # %% ../../nbs/views/07_report.ipynb #9889b009
-SHOWN_TEXT = 200_000  # characters of a step's completions in a report, about; the first group is always there
+# characters of a step's completions in a report, about; the first group is always there
+SHOWN_TEXT = 200_000
 PAGE_TEXT = 4_000_000  # of those of all steps together
 READ_COLUMNS = (
     {"name": "prompt", "label": "prompt", "kind": "block", "width": "27%", "merge": ["group"]},
@@ -290,19 +379,27 @@ def completions_payload(
     limit: int = SHOWN_TEXT,
 ) -> dict[str, Any]:
     "The completions of a step as rows, of as many prompts as fit, those with signal first; and a line about them."
-    sizes, has_signal = dict[int, int](), dict[int, bool]()
+    sizes = dict[int, int]()
+    has_signal = dict[int, bool]()
     for group, part in table.groupby("group"):
         number = int(str(group))
-        sizes[number] = sum(200 + len(row["prompt"]) + len(row["text"]) for row in part.to_dict("records"))
+        sizes[number] = sum(
+            200 + len(row["prompt"]) + len(row["text"]) for row in part.to_dict("records")
+        )
         has_signal[number] = len(part["reward"].dropna().unique()) > 1
     order = sorted(sizes, key=lambda group: (not has_signal[group], group))
     totals = accumulate(sizes[group] for group in order)
-    first = [group for group, total in zip(order, totals, strict=True) if total <= limit] or order[:1]
+    first = [group for group, total in zip(order, totals, strict=True) if total <= limit] or order[
+        :1
+    ]
     shown = table.loc[table["group"].isin([*first, *named])]
     line = f"{len(table)} completions of {len(sizes)} prompts, {sum(has_signal.values())} of them with signal"
     if len(shown) < len(table):
         line += f"; {len(shown)} of these completions are here"
-    return {"line": line, "rows": [_row(step, values) for values in shown.loc[:, [*COMPLETION]].to_dict("records")]}
+    return {
+        "line": line,
+        "rows": [_row(step, values) for values in shown.loc[:, [*COMPLETION]].to_dict("records")],
+    }
 
 
 def _row(step: int, values: Mapping[Any, Any]) -> dict[str, Any]:
@@ -316,7 +413,8 @@ def _row(step: int, values: Mapping[Any, Any]) -> dict[str, Any]:
     return row
 
 # %% ../../nbs/views/07_report.ipynb #795dce1c
-RECORDED = ("sampler", "policy", "old", "ref", "entropy", "advantage", "dlogprob")  # series, as far as there are
+# series, as far as there are
+RECORDED = ("sampler", "policy", "old", "ref", "entropy", "advantage", "dlogprob")
 
 
 def recorded_tokens(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
@@ -324,7 +422,9 @@ def recorded_tokens(row: TokenRow, tokenizer: Any = None) -> dict[str, Any]:
     first = max(row.prompt_len, 1)
     names = [name for name in RECORDED if name in row.series]
     values = np.array([row.series[name][first - 1 :] for name in names], "<f4")
-    texts = {"texts": token_texts(row.tokens[first:], tokenizer)[0]} if tokenizer is not None else {}
+    texts = (
+        {"texts": token_texts(row.tokens[first:], tokenizer)[0]} if tokenizer is not None else {}
+    )
     return {
         "first": first,
         "ids": row.tokens[first:].tolist(),
@@ -346,10 +446,14 @@ def tokens_payload(
     limit: int = SHOWN_TOKENS,
 ) -> dict[str, dict[str, Any]]:
     "Tokens and numbers of the completions of a step by their address, as many as fit."
-    rows = {address(record.step, r.group, r.sample): r for r in token_rows(record) if r.group in groups}
+    rows = {
+        address(record.step, r.group, r.sample): r for r in token_rows(record) if r.group in groups
+    }
     sizes = [0 if r.group in named else len(r.tokens) - r.prompt_len for r in rows.values()]
     fits = [total <= limit for total in accumulate(sizes)]
-    kept = [at for (at, row), fit in zip(rows.items(), fits, strict=True) if fit or row.group in named]
+    kept = [
+        at for (at, row), fit in zip(rows.items(), fits, strict=True) if fit or row.group in named
+    ]
     return {at: recorded_tokens(rows[at], tokenizer) for at in kept}
 
 # %% ../../nbs/views/07_report.ipynb #b466efd4
@@ -360,7 +464,11 @@ def linked(text: str, step: int | None = None) -> str:
         if (at := found["step"] or step) is None:
             return found[0]
         token = None if found["target"] is None else int(found["target"]) + 1
-        return tag("a", found[0], href="#" + address(int(at), int(found["group"]), int(found["sample"]), token))
+        return tag(
+            "a",
+            found[0],
+            href="#" + address(int(at), int(found["group"]), int(found["sample"]), token),
+        )
 
     return PLACE.sub(link, html.escape(text))
 
@@ -425,7 +533,9 @@ class Status:
 
 def _told_html(title: str, told: Iterable[tuple[int, str]]) -> str:
     "What steps say about themselves, as safe HTML, the newest first."
-    items = [tag("li", tag("b", f"Step {step}"), tag("p", text)) for step, text in reversed([*told])]
+    items = [
+        tag("li", tag("b", f"Step {step}"), tag("p", text)) for step, text in reversed([*told])
+    ]
     return tag("h2", title) + tag("ul", *items, kind="card recent") if items else ""
 
 
@@ -443,7 +553,8 @@ def _completions_html(m: Material) -> tuple[str, dict[str, Any], dict[str, Any]]
     found = {step: found[step] for step in sorted(found) if len(found[step])}
     if not found:
         return "", {}, {}
-    steps, tokens = dict[str, Any](), dict[str, Any]()
+    steps = dict[str, Any]()
+    tokens = dict[str, Any]()
     for step, table in found.items():
         named = m.named.get(step, ())
         limit = SHOWN_TEXT if step in records else min(SHOWN_TEXT, PAGE_TEXT // len(found))
@@ -455,22 +566,32 @@ def _completions_html(m: Material) -> tuple[str, dict[str, Any], dict[str, Any]]
             tokens |= tokens_payload(records[step], groups, named, m.tokenizer)
     note = "↵ marks a line end, · a space at an end. The number of a completion shows its tokens."
     top = tag("h2", "Completions") + tag("p", note, kind="soft")
-    place = tag("div", tag("noscript", "This table needs JavaScript."), id="completions", kind="card")
+    place = tag(
+        "div", tag("noscript", "This table needs JavaScript."), id="completions", kind="card"
+    )
     return top + place, {"columns": [*READ_COLUMNS], "steps": steps}, tokens
 
 # %% ../../nbs/views/07_report.ipynb #271aa889
 def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     "The body of the page, and what it carries: figures by place, completions by step, tokens by address."
-    over_steps, last_step = charts_over_steps(m), charts_of_last_step(m)
+    over_steps = charts_over_steps(m)
+    last_step = charts_of_last_step(m)
     reasons: Any = m.metrics.get("reason", ())
     idle = Counter(reason for reason in reasons if reason)
     parts = [_top_html(m, status)]
-    parts.append(_told_html("What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends)))
+    parts.append(
+        _told_html("What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends))
+    )
     items = [tag("li", html.escape(f"{n} × {reason}")) for reason, n in idle.items()]
-    parts += [_figures_html(over_steps, 0, over_steps=True)] if over_steps else []
-    parts += [tag("p", "Steps that trained nothing:") + tag("ul", *items)] if items and over_steps else []
-    parts.append(_told_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent)))
-    parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))] if last_step else []
+    if over_steps:
+        parts += [_figures_html(over_steps, 0, over_steps=True)]
+    if items and over_steps:
+        parts += [tag("p", "Steps that trained nothing:") + tag("ul", *items)]
+    parts.append(
+        _told_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent))
+    )
+    if last_step:
+        parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))]
     if m.samples and m.samples[-1].groups:
         parts.append(tag("div", rewards_html(m.samples[-1].groups), kind="card scroll drawn"))
     place, completions, tokens = _completions_html(m)
@@ -486,7 +607,9 @@ def _page(name: str, body: str, carried: Mapping[str, Any], refresh: float | Non
     "A page with what it carries: figures by place, completions by step, tokens by address."
     data = {name: found for name, found in carried.items() if found}
     scripts = [module("report.js")] if data or refresh else []
-    made = f"{MADE} This page needs no network and lets nothing in it run but its charts and tables."
+    made = (
+        f"{MADE} This page needs no network and lets nothing in it run but its charts and tables."
+    )
     head = [
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -494,8 +617,13 @@ def _page(name: str, body: str, carried: Mapping[str, Any], refresh: float | Non
         tag("title", html.escape(name)),
         tag("style", asset("report.css") + asset("table.css")),
     ]
-    values = [tag("script", packed(json.dumps(data, allow_nan=False)), type="text/plain", id="carried")] if data else []
-    values += [tag("script", packed_plotly(), type="text/plain", id="plotly")] if "figures" in data else []
+    values = (
+        [tag("script", packed(json.dumps(data, allow_nan=False)), type="text/plain", id="carried")]
+        if data
+        else []
+    )
+    if "figures" in data:
+        values += [tag("script", packed_plotly(), type="text/plain", id="plotly")]
     tail = "".join([*values, *(tag("script", s) for s in scripts)])
     main = tag("main", body, tag("footer", made), **({"data-refresh": refresh} if refresh else {}))
     html_ = tag("html", tag("head", *head), tag("body", main, tail), lang="en")
@@ -510,7 +638,9 @@ def report_html(
     refresh: float | None = None,  # seconds after which the page reads itself again; None = never
     known: Known | None = None,  # of earlier pages of this run; filled
     tokenizer: Any = None,  # for the texts of tokens; None = their ids
-    show: Iterable[str] = (),  # addresses of completions that are to be there, such as "step=12&group=1&sample=3"
+    show: Iterable[
+        str
+    ] = (),  # addresses of completions that are to be there, such as "step=12&group=1&sample=3"
 ) -> str:  # one page, about 1 MB, most of it plotly's script
     "A run as one self-contained HTML page; raises RecordError for an address of a step that is not there."
     m = replace(material(source, known, show), tokenizer=tokenizer)
@@ -535,7 +665,9 @@ def place_for(path: str | os.PathLike[str]) -> Path:
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
-        raise RecordError("cannot write", where=str(path), got=e.strerror, expected="a place for the report") from e
+        raise RecordError(
+            "cannot write", where=str(path), got=e.strerror, expected="a place for the report"
+        ) from e
     return Path(path)
 
 # %% ../../nbs/views/07_report.ipynb #82ae54c9
@@ -544,9 +676,11 @@ QUIET = 60.0  # seconds without a line before a run is called quiet, at least
 
 def _planned(run: Run, metrics: pd.DataFrame) -> tuple[bool, str]:
     "Whether all that the settings ask for is done, and the step in words."
-    last, config = (run.steps or [0])[-1], run.config
+    last = (run.steps or [0])[-1]
+    config = run.config
     epoch = metrics["epoch"].max() if "epoch" in metrics else 0.0
-    steps, epochs = config.get("steps"), config.get("epochs")
+    steps = config.get("steps")
+    epochs = config.get("epochs")
     done = (steps is not None and last >= steps) or (epochs is not None and epoch >= epochs - 1e-9)
     return done, f"step {last}" + (f" of at most {steps}" if steps is not None and not done else "")
 
@@ -566,7 +700,9 @@ def run_status(
     seconds = [c for c in metrics.columns if c.startswith("seconds/")]
     pace = float(metrics[seconds].tail(5).sum(axis=1).mean()) if seconds and len(metrics) else 0.0
     if age > max(QUIET, 5 * pace):
-        return Status("quiet", f"Quiet since {where}, for {_duration(age)}: paused, stopped or slow.")
+        return Status(
+            "quiet", f"Quiet since {where}, for {_duration(age)}: paused, stopped or slow."
+        )
     return Status("running", f"Running: {where}.")
 
 
@@ -593,14 +729,24 @@ async def follow(
     alone, ended = threading.Lock(), threading.Event()
 
     def write(status: Status, refresh: float | None) -> None:
-        with alone:  # a thread goes on when its task is cancelled, and its page must not be the last
+        # a thread goes on when its task is cancelled, and its page must not be the last
+        with alone:
             if refresh is None or not ended.is_set():
-                write_report(opened, path, title=title, status=status, refresh=refresh, known=known, **options)
+                write_report(
+                    opened,
+                    path,
+                    title=title,
+                    status=status,
+                    refresh=refresh,
+                    known=known,
+                    **options,
+                )
 
     try:
         while True:
             try:
-                stat, status = (opened.path / "metrics.jsonl").stat(), await asyncio.to_thread(run_status, opened)
+                stat = (opened.path / "metrics.jsonl").stat()
+                status = await asyncio.to_thread(run_status, opened)
                 now = (stat.st_mtime, stat.st_size, status)
                 if now == seen and status.state == "finished":
                     break
@@ -608,7 +754,8 @@ async def follow(
                     say(status.text)
                 if now != seen:
                     await asyncio.to_thread(write, status, every)
-                seen, failed = now, 0
+                seen = now
+                failed = 0
                 if time.time() - stat.st_mtime > patience:
                     break
             except RecordError:  # a run that is being rewound is whole again a moment later
@@ -641,9 +788,16 @@ def lines_figure(payload: Mapping[str, Any]) -> Figure:
     return figure_of(data, payload["y"])
 
 # %% ../../nbs/views/07_report.ipynb #ad08c39a
-def mean_rewards(source: Run | Sequence[StepRecord]) -> pd.DataFrame:  # columns step, reward; by number and row
+def mean_rewards(
+    source: Run | Sequence[StepRecord],
+) -> pd.DataFrame:  # columns step, reward; by number and row
     "The mean reward of every group, under the position of its prompt in the run and the name of its row."
-    groups = [(g.number, g.key, record.step, g.rewards.mean()) for record in source for g in record.groups if g.samples]
+    groups = [
+        (g.number, g.key, record.step, g.rewards.mean())
+        for record in source
+        for g in record.groups
+        if g.samples
+    ]
     table = pd.DataFrame(groups, columns=["number", "row", "step", "reward"])
     return table.groupby(["number", "row"]).first()
 
@@ -651,7 +805,8 @@ def mean_rewards(source: Run | Sequence[StepRecord]) -> pd.DataFrame:  # columns
 def mean_between(differences: Any) -> tuple[float, float, float]:  # mean, ends of its 95 % interval
     "The mean of independent differences; without an interval below two."
     values = pd.Series(differences, dtype=float)
-    mean, half = values.mean(), 1.96 * values.std() / math.sqrt(max(len(values), 1))
+    mean = values.mean()
+    half = 1.96 * values.std() / math.sqrt(max(len(values), 1))
     return mean, mean - half, mean + half
 
 # %% ../../nbs/views/07_report.ipynb #a464fa6e
@@ -666,18 +821,25 @@ class Comparison:
     def shared(self, name: str) -> pd.DataFrame:
         "The rows that a run shares with the first: its step there, and the difference of the mean rewards."
         first = self.rewards[next(iter(self.rewards))]
-        both = first.merge(self.rewards[name], left_index=True, right_index=True, suffixes=("", "_there"))
-        return pd.DataFrame({"step": both["step"], "difference": both["reward_there"] - both["reward"]})
+        both = first.merge(
+            self.rewards[name], left_index=True, right_index=True, suffixes=("", "_there")
+        )
+        return pd.DataFrame(
+            {"step": both["step"], "difference": both["reward_there"] - both["reward"]}
+        )
 
     @property
     def table(self) -> pd.DataFrame:
         "The difference to the first run: over all shared rows, and over those of its last third of steps."
-        rows, (first, *others) = [], self.metrics
+        rows = []
+        (first, *others) = self.metrics
         for name in others:
             found = self.shared(name)
             late = found[found["step"] > found["step"].max() * 2 / 3]
             for over, part in (("all shared rows", found), ("those of the last third", late)):
-                rows.append([f"{name} - {first}", over, len(part), *mean_between(part["difference"])])
+                rows.append(
+                    [f"{name} - {first}", over, len(part), *mean_between(part["difference"])]
+                )
         return pd.DataFrame(rows, columns=["reward", "over", "rows", "difference", "low", "high"])
 
     @property
@@ -685,7 +847,9 @@ class Comparison:
         "That no setting differs, and runs that cannot be compared row by row."
         first, *others = self.metrics
         equal = (
-            [f"No recorded setting differs between {first} and {' and '.join(others)}."] if self.settings.empty else []
+            [f"No recorded setting differs between {first} and {' and '.join(others)}."]
+            if self.settings.empty
+            else []
         )
         why = "have no row in common: other data, or other positions of it."
         return equal + [f"{first} and {name} {why}" for name in others if self.shared(name).empty]
@@ -693,28 +857,47 @@ class Comparison:
     @property
     def charts(self) -> list[Chart]:
         "What can be drawn: the difference, and each metric with a line a run."
-        steps = {name: self.shared(name).groupby("step")["difference"] for name in [*self.metrics][1:]}
+        steps = {
+            name: self.shared(name).groupby("step")["difference"] for name in [*self.metrics][1:]
+        }
         between = {name: [mean_between(d) for _, d in by] for name, by in steps.items()}
         ends = {name: [*by.groups] for name, by in steps.items()}
-        known = lambda values: [v if math.isfinite(v) else None for v in values]
-        line = lambda name, i: {"x": ends[name], "y": known([v[i] for v in between[name]])}
-        lines = {name: {k: line(name, i) for i, k in enumerate(("mean", "low", "high"))} for name in between}
+
+        def known(values):
+            return [v if math.isfinite(v) else None for v in values]
+
+        def line(name, i):
+            return {"x": ends[name], "y": known([v[i] for v in between[name]])}
+
+        lines = {
+            name: {k: line(name, i) for i, k in enumerate(("mean", "low", "high"))}
+            for name in between
+        }
         caption = "Mean over the rows that both drew; the band is its 95 % interval. Above 0: more than the first run."
         title = f"Difference of the reward to {next(iter(self.metrics))}, on the same rows"
         drawn = {"lines": lines, "y": "difference", "first": 1}
-        found = [Chart(title, caption, lines_figure, drawn, wide=True)] if any(ends.values()) else []
+        found = (
+            [Chart(title, caption, lines_figure, drawn, wide=True)] if any(ends.values()) else []
+        )
         for metric, title in OVERLAID.items():
             there = {name: History(m[[metric]]) for name, m in self.metrics.items() if metric in m}
             told = {name: {"mean": series(history, metric)} for name, history in there.items()}
-            found += [Chart(title, metric, lines_figure, {"lines": told, "y": title.lower()})] if told else []
+            if told:
+                found += [Chart(title, metric, lines_figure, {"lines": told, "y": title.lower()})]
         return found
 
     def page(self) -> str:
         "All of it as one HTML page."
-        names, drawn = " and ".join(self.metrics), self.charts
-        head = [tag("h1", html.escape(names)), *(tag("div", t, kind="card scroll drawn") for t in self.tables_html())]
+        names = " and ".join(self.metrics)
+        drawn = self.charts
+        head = [
+            tag("h1", html.escape(names)),
+            *(tag("div", t, kind="card scroll drawn") for t in self.tables_html()),
+        ]
         figures = {f"f{i}": c.figure for i, c in enumerate(drawn)}
-        return _page(names, "".join([*head, _figures_html(drawn, 0, over_steps=True)]), {"figures": figures})
+        return _page(
+            names, "".join([*head, _figures_html(drawn, 0, over_steps=True)]), {"figures": figures}
+        )
 
     def __repr__(self) -> str:
         settings = [] if self.settings.empty else [f"{self.settings.to_string()}\n"]
@@ -726,22 +909,40 @@ class Comparison:
     def tables_html(self) -> list[str]:
         "The settings that differ, and the differences, as tables."
         table = self.table.astype(object).where(self.table.notna(), None)
-        rows = [[number(v) if isinstance(v, float) else v for v in row] for row in table.to_numpy().tolist()]
+        rows = [
+            [number(v) if isinstance(v, float) else v for v in row]
+            for row in table.to_numpy().tolist()
+        ]
         settings = [[name, *map(str, row)] for name, row in self.settings.T.items()]
         tables = [html_table(["setting", *self.settings.columns], settings)] if settings else []
-        return [*tables, html_table([*self.table.columns], rows), *(tag("p", html.escape(said)) for said in self.notes)]
+        return [
+            *tables,
+            html_table([*self.table.columns], rows),
+            *(tag("p", html.escape(said)) for said in self.notes),
+        ]
 
 # %% ../../nbs/views/07_report.ipynb #fdd8d6bc
-def compare(*sources: Any) -> Comparison:  # run folders, `Run`s, loops or lists of records; two or more
+def compare(
+    *sources: Any,
+) -> Comparison:  # run folders, `Run`s, loops or lists of records; two or more
     "Runs beside each other; raises `ConfigError` for fewer than two, `RecordError` for what is no run."
     if len(sources) < 2:
         raise ConfigError("compare", got=f"{len(sources)} runs", expected="two or more")
-    runs = [Run.open(s) if isinstance(s, str | os.PathLike) else getattr(s, "records", s) for s in sources]
+    runs = [
+        Run.open(s) if isinstance(s, str | os.PathLike) else getattr(s, "records", s)
+        for s in sources
+    ]
     pairs = [*zip(sources, runs, strict=True)]
-    called = [Path(r.path).name if isinstance(r, Run) else getattr(s, "name", "records") for s, r in pairs]
+    called = [
+        Path(r.path).name if isinstance(r, Run) else getattr(s, "name", "records") for s, r in pairs
+    ]
     names = [n if called.count(n) == 1 else f"{n} ({i + 1})" for i, n in enumerate(called)]
-    tables = [r.metrics() if isinstance(r, Run) else metrics_frame(map(metrics_row, r)) for r in runs]
-    flat = [flat_settings(r.config if isinstance(r, Run) else getattr(s, "cfg", {})) for s, r in pairs]
+    tables = [
+        r.metrics() if isinstance(r, Run) else metrics_frame(map(metrics_row, r)) for r in runs
+    ]
+    flat = [
+        flat_settings(r.config if isinstance(r, Run) else getattr(s, "cfg", {})) for s, r in pairs
+    ]
     told = {n: [f.get(n) for f in flat] for f in flat for n in f if n != "log_path"}
     differ = {n: values for n, values in told.items() if any(v != values[0] for v in values)}
     settings = pd.DataFrame.from_dict(differ, orient="index", columns=names)

@@ -25,7 +25,15 @@ from ..core.gaps import ROUNDING
 from ..show.html import HUES, SOFT, folded, number, table, tag, tint, token_strip
 from ..runs.records import StepRecord, version_at_start
 from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
-from .payloads import NOISE, TokenRow, all_series, evidence_of, plain, token_payload, token_rows
+from rl_notebook.views.payloads import (
+    NOISE,
+    TokenRow,
+    all_series,
+    evidence_of,
+    plain,
+    token_payload,
+    token_rows,
+)
 from .payloads import trainer_of
 
 # %% auto #0
@@ -55,7 +63,9 @@ class WithFallback:
     "A widget, and the static HTML that stands for it where no kernel is, as on GitHub; displays itself."
 
     def __init__(self, widget: ipywidgets.DOMWidget, static_html: str, text: str = ""):
-        self.widget, self.static_html, self.text = widget, static_html, text
+        self.widget = widget
+        self.static_html = static_html
+        self.text = text
         self.place = f"static-{widget.model_id}"
 
     @cached_property
@@ -76,7 +86,8 @@ class WithFallback:
 
     def update(self, static_html: str, text: str = "") -> None:
         "Replace the static HTML, where it has been displayed too; the widget is not drawn again."
-        self.static_html, self.text = static_html, text
+        self.static_html = static_html
+        self.text = text
         update_display(self.picture(), raw=True, display_id=self.place)
 
     def __repr__(self) -> str:
@@ -100,11 +111,13 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
     "Have the kernel deliver messages for a widget, and for everything in it, to its main thread."
     for inner in widgets_in(widget):
         comm: Any = getattr(inner, "comm", None)
-        if hasattr(comm, "_reply_subshell_for"):  # ipykernel's choice of a thread; None is the main one
+        # ipykernel's choice of a thread; None is the main one
+        if hasattr(comm, "_reply_subshell_for"):
             comm._reply_subshell_for = lambda data, subshell: None
 
 # %% ../../nbs/views/03_tokens.ipynb #a2b4a9fb
-HALF = 2 * ROUNDING["bfloat16"].mean  # nats that the rounding of bfloat16 explains at a token, as `tolerance` counts
+# nats that the rounding of bfloat16 explains at a token, as `tolerance` counts
+HALF = 2 * ROUNDING["bfloat16"].mean
 MOVED = ("shift", "rows permuted", "wrong group")  # move numbers about: all of the gap must go
 
 
@@ -115,7 +128,9 @@ def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
     if d.certainty == "sure" and (d.cause not in MOVED or d.score >= SETTLED):
         return "found", f"{d.cause}: {d.text}"
     if d.certainty == "likely" and d.cause not in MOVED:
-        return "likely", f"probably {d.cause}: {d.text}" + (f"; or {' or '.join(d.undecided)}" if d.undecided else "")
+        return "likely", f"probably {d.cause}: {d.text}" + (
+            f"; or {' or '.join(d.undecided)}" if d.undecided else ""
+        )
     causes = [c for c in (d.cause, *d.undecided) if c not in MOVED]
     causes = [f"{c} ({syncs})" if syncs and c == "stale weights" else c for c in causes]
     return "open", f"several causes fit: {'; '.join(causes)}" if causes else "no known cause fits"
@@ -123,14 +138,24 @@ def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
 
 def verdict_payload(e: Evidence, d: Diagnosis, syncs: str = "") -> dict[str, str]:
     "What the numbers of all tokens say, in a line, and what to do about it."
-    (state, cause), gap, floor = _cause_words(d, syncs), np.abs(e.gap), tolerance(e)
+    (state, cause) = _cause_words(d, syncs)
+    gap = np.abs(e.gap)
+    floor = tolerance(e)
     close = f"{int((gap <= floor).sum()):,} of {len(gap):,} tokens agree (floor {floor:.2g} nats)"
     ask = "" if d.controls else "Experiments tell: await rln.diagnose(record, backend=backend)."
     most = float(np.nanmax(gap, initial=0.0))
     largest = f"largest gap {most:.2g} nats"
-    cause = f"small, within the {HALF:.2g} nats of bfloat16; {cause}" if state == "open" and most <= HALF else cause
+    cause = (
+        f"small, within the {HALF:.2g} nats of bfloat16; {cause}"
+        if state == "open" and most <= HALF
+        else cause
+    )
     text = f"All well: {close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
-    more = "" if state == "well" else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
+    more = (
+        ""
+        if state == "well"
+        else f"{close}, {largest}. {ask if state == 'open' else d.fix}".strip()
+    )
     return {"state": state, "text": text, "more": more}
 
 # %% ../../nbs/views/03_tokens.ipynb #9d08a7c2
@@ -139,15 +164,25 @@ def syncs_words(source: StepRecord | Sequence[Datum]) -> str:
     if not isinstance(source, StepRecord) or (synced := version_at_start(source)) is None:
         return ""
     before = source.step - 1
-    several = lambda count, what: f"{count} {what}{'' if count == 1 else 's'}"
-    return f"{several(synced, 'weight sync')} in {several(before, 'step')}" if before else "in the first step"
+
+    def several(count, what):
+        return f"{count} {what}{'' if count == 1 else 's'}"
+
+    return (
+        f"{several(synced, 'weight sync')} in {several(before, 'step')}"
+        if before
+        else "in the first step"
+    )
 
 
 def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str]:
     "Versions of the weights on both sides, in words; nothing where there is no record."
     if not isinstance(source, StepRecord):
         return []
-    versions = {"sampler version": e.stamps.sampler_version, "trainer version": e.stamps.trainer_version}
+    versions = {
+        "sampler version": e.stamps.sampler_version,
+        "trainer version": e.stamps.trainer_version,
+    }
     out = [f"step {source.step}", *(f"{name} {v}" for name, v in versions.items() if v is not None)]
     return [*out, *filter(None, [syncs_words(source)])] if source.step > 1 else out
 
@@ -157,7 +192,8 @@ def keep_extremes(size: np.ndarray, limit: int) -> np.ndarray:  # sorted indices
     if len(size) <= limit:
         return np.arange(len(size))
     order = np.argsort(-size, kind="stable")
-    top, rest = order[: limit // 5], np.sort(order[limit // 5 :])
+    top = order[: limit // 5]
+    rest = np.sort(order[limit // 5 :])
     even = np.linspace(0, len(rest) - 1, limit - len(top)).round().astype(int)
     return np.sort(np.concatenate([top, rest[even]]))
 
@@ -166,7 +202,13 @@ def gap_quantiles(gap: np.ndarray) -> dict[str, float | None]:
     "p50, p90, p99 and max of |difference|."
     gap = np.abs(gap[np.isfinite(gap)])
     cuts = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "max": 1.0}
-    return dict(zip(cuts, np.quantile(gap, [*cuts.values()]).tolist() if len(gap) else [None] * len(cuts), strict=True))
+    return dict(
+        zip(
+            cuts,
+            np.quantile(gap, [*cuts.values()]).tolist() if len(gap) else [None] * len(cuts),
+            strict=True,
+        )
+    )
 
 
 def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, list]:
@@ -174,13 +216,18 @@ def gap_by_place(at: np.ndarray, gap: np.ndarray, most: int = 100) -> dict[str, 
     bins = min(most, max(4, len(at) // 8))  # so that few tokens do not make a zigzag
     width = max(1, -(-(int(at.max(initial=0)) + 1) // bins))
     count = np.bincount(at // width)
-    mean = lambda values: (np.bincount(at // width, values)[count > 0] / count[count > 0]).tolist()
+
+    def mean(values):
+        return (np.bincount(at // width, values)[count > 0] / count[count > 0]).tolist()
+
     return {"x": mean(at), "y": mean(gap)}
 
 # %% ../../nbs/views/03_tokens.ipynb #966c24a5
 def shift_payload(e: Evidence, reach: int = 2) -> dict[str, list]:
     "Mean |trainer[i] - sampler[i + shift]| over all rows for every shift, over the pairs that exist."
-    shifts, means, counts = [*range(-reach, reach + 1)], list[float | None](), list[int]()
+    shifts = [*range(-reach, reach + 1)]
+    means = list[float | None]()
+    counts = list[int]()
     for by in shifts:
         i = np.arange(max(0, -by), len(e.row) - max(0, by))
         i = i[(e.row[i] == e.row[i + by]) & (e.target[i] + by == e.target[i + by])]
@@ -198,7 +245,9 @@ def _points(e: Evidence, rows: Sequence[TokenRow], limit: int) -> dict[str, list
     finite = np.flatnonzero(np.isfinite(e.gap))
     k = finite[keep_extremes(np.abs(e.gap[finite]), limit)]
     places = {"item": item[k], "target": e.target[k], "at": _place(e)[k]}
-    return {"x": plain(e.s[k]), "y": plain(e.p[k])} | {name: v.tolist() for name, v in places.items()}
+    return {"x": plain(e.s[k]), "y": plain(e.p[k])} | {
+        name: v.tolist() for name, v in places.items()
+    }
 
 
 def _place(e: Evidence) -> np.ndarray:  # (K,)
@@ -218,11 +267,16 @@ def overview_payload(
     if (e := evidence_of(source, policy_logprobs)) is None:
         return None
     finite = np.isfinite(e.gap)
-    gap, group = np.abs(e.gap), np.array([d.group for d in e.datums])[e.row]
+    gap = np.abs(e.gap)
+    group = np.array([d.group for d in e.datums])[e.row]
     parts = [(f"all {len(e.datums)} samples", None, gap)]
     parts += [(f"group {g}", int(g), gap[group == g]) for g in np.unique(group)]
-    scopes = [{"name": n, "group": g, "tokens": len(of), "quantiles": gap_quantiles(of)} for n, g, of in parts]
-    points, verdict = _points(e, rows, limit), verdict_payload(e, diagnosis or weigh(e), syncs_words(source))
+    scopes = [
+        {"name": n, "group": g, "tokens": len(of), "quantiles": gap_quantiles(of)}
+        for n, g, of in parts
+    ]
+    points = _points(e, rows, limit)
+    verdict = verdict_payload(e, diagnosis or weigh(e), syncs_words(source))
     far = np.abs(np.subtract(points["y"], points["x"]))
     return {
         "verdict": verdict,
@@ -246,16 +300,24 @@ def menu_payload(rows: Sequence[TokenRow]) -> list[dict[str, Any]]:
     "One entry per sample for a menu."
     out = []
     for r in rows:
-        trainer, parts = trainer_of(r), [f"group {r.group}, sample {r.sample}"]
+        trainer = trainer_of(r)
+        parts = [f"group {r.group}, sample {r.sample}"]
         earned = ((name, r.facts.get(name)) for name in ("reward", "advantage"))
-        parts += [f"{name} {number(value, FORMS[name])}" for name, value in earned if isinstance(value, float)]
+        parts += [
+            f"{name} {number(value, FORMS[name])}"
+            for name, value in earned
+            if isinstance(value, float)
+        ]
         parts += [f"{int(r.scored.sum())} scored"]
         if trainer and "sampler" in r.series:
             gap = np.abs(r.series[trainer] - r.series["sampler"])[r.scored]
             known = gap[np.isfinite(gap)]
-            parts += [f"max |{trainer} − sampler| {known.max():.2g}"] if len(known) else []
-            parts += [f"{len(gap) - len(known)} not a number"] if len(known) < len(gap) else []
-        parts += ["not trained"] if any(n.startswith("not trained") for n in r.notes) else []
+            if len(known):
+                parts += [f"max |{trainer} − sampler| {known.max():.2g}"]
+            if len(known) < len(gap):
+                parts += [f"{len(gap) - len(known)} not a number"]
+        if any(n.startswith("not trained") for n in r.notes):
+            parts += ["not trained"]
         out.append({"group": r.group, "sample": r.sample, "label": " · ".join(parts)})
     return out
 
@@ -267,12 +329,18 @@ def hue_of(series: Mapping[str, Any], value: float | None) -> tuple[str, float]:
     if series["kind"] == "class":
         return [*HUES][int(value - 1) % len(HUES)], 0.45
     off = value - series["center"]
-    less = off > 0 if series["kind"] == "gradient" else off < 0  # a positive dL/dlogprob makes the token less likely
+    # a positive dL/dlogprob makes the token less likely
+    less = off > 0 if series["kind"] == "gradient" else off < 0
     hue = "violet" if series["kind"] in ("logprob", "kl") else "orange" if less else "blue"
     if series["kind"] != "difference":
         return hue, min(1.0, abs(off) / series["limit"])
-    height = lambda v: math.log1p(abs(v) / series["near"])
-    return hue, min(1.0, height(off) / height(series["limit"])) if abs(off) > series["floor"] else 0.0
+
+    def height(v):
+        return math.log1p(abs(v) / series["near"])
+
+    return hue, min(1.0, height(off) / height(series["limit"])) if abs(off) > series[
+        "floor"
+    ] else 0.0
 
 # %% ../../nbs/views/03_tokens.ipynb #27b925ea
 BAD = "rgba(163,23,140,.45)"  # behind a token whose number is none
@@ -280,11 +348,21 @@ BAD = "rgba(163,23,140,.45)"  # behind a token whose number is none
 
 def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any]) -> str:
     "The tokens of a sample, coloured by a series; the prompt is folded."
-    texts, prompt, cut = payload["texts"], payload["prompt"], payload["cut"]
+    texts = payload["texts"]
+    prompt = payload["prompt"]
+    cut = payload["cut"]
     lines = [text.replace("⏎", "⏎\n") for text in texts]
-    tints = ["", *(BAD if t in series["bad"] else tint(*hue_of(series, v)) for t, v in enumerate(series["values"]))]
+    tints = [
+        "",
+        *(
+            BAD if t in series["bad"] else tint(*hue_of(series, v))
+            for t, v in enumerate(series["values"])
+        ),
+    ]
     dim = [role != "s" for role in payload["roles"]]
-    asked, said = (token_strip(lines[s], tints[s], dim[s], 300) for s in (slice(prompt), slice(prompt, None)))
+    asked, said = (
+        token_strip(lines[s], tints[s], dim[s], 300) for s in (slice(prompt), slice(prompt, None))
+    )
     end = tag("i", f"✂ {cut} tokens cut off here", style=SOFT) if cut else ""
     return folded(f"prompt, {prompt} tokens", asked if prompt else "") + said + end
 
@@ -304,9 +382,14 @@ def verdict_html(overview: Mapping[str, Any]) -> str:
 # %% ../../nbs/views/03_tokens.ipynb #e917571c
 def scatter_figure(overview: Mapping[str, Any]) -> Figure:
     "Trainer against sampler, and the identity line."
-    x, y = np.array(overview["points"]["x"]), np.array(overview["points"]["y"])
-    kept, low = keep_extremes(np.abs(y - x), DOTS), 1.05 * min([-0.1, *x, *y])
-    axis = lambda who: {"title": {"text": f"{who} logprob"}, "range": [low, 0]}
+    x = np.array(overview["points"]["x"])
+    y = np.array(overview["points"]["y"])
+    kept = keep_extremes(np.abs(y - x), DOTS)
+    low = 1.05 * min([-0.1, *x, *y])
+
+    def axis(who):
+        return {"title": {"text": f"{who} logprob"}, "range": [low, 0]}
+
     base = {"type": "scatter", "mode": "lines", "showlegend": False, "marker": {"size": 4}}
     dots = {"x": x[kept].tolist(), "y": y[kept].tolist(), "mode": "markers"}
     data = [base | {"x": [low, 0.0], "y": [low, 0.0], "line": {"color": INK, "width": 1}}]
@@ -320,19 +403,29 @@ def summary_html(overview: Mapping[str, Any]) -> str:
     scope = overview["scopes"][0]
     quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
     far = f"|trainer − sampler| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}."
-    return tag("div", verdict_html(overview), drawn, tag("div", far, style=SOFT), style="font-size:13px")
+    return tag(
+        "div", verdict_html(overview), drawn, tag("div", far, style=SOFT), style="font-size:13px"
+    )
 
 # %% ../../nbs/views/03_tokens.ipynb #6a4d10ea
 def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
     "The targets farthest from the middle of the scale, with their logprobs; empty where there are none."
     found = [*series["bad"], *series["worst"]][:most]
     shown = [s for s in payload["series"] if s["kind"] == "logprob"][:3]
-    shown += [] if series in shown else [series]
-    text = lambda t: tag("bdi", html.escape(payload["texts"][t + 1][:20]))
-    value = lambda s, t: "not a number" if t in s["bad"] else number(s["values"][t])
+    if series not in shown:
+        shown += [series]
+
+    def text(t):
+        return tag("bdi", html.escape(payload["texts"][t + 1][:20]))
+
+    def value(s, t):
+        return "not a number" if t in s["bad"] else number(s["values"][t])
+
     rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in found]
     head = ["target", "token", *(html.escape(s["label"]) for s in shown)]
-    return tag("div", f"Farthest from {number(series['center'])}:", table(head, rows)) if rows else ""
+    return (
+        tag("div", f"Farthest from {number(series['center'])}:", table(head, rows)) if rows else ""
+    )
 
 # %% ../../nbs/views/03_tokens.ipynb #449e3fb4
 def tokens_html(
@@ -344,7 +437,9 @@ def tokens_html(
     named = {s["name"]: s for s in payload["series"]}
     chosen = named[series if series in named else payload["first"]]
     facts = [*payload["facts"], *payload["notes"], f"colour: {chosen['label']}"]
-    where = tag("div", tag("b", html.escape(payload["where"])), *(" · " + html.escape(f) for f in facts))
+    where = tag(
+        "div", tag("b", html.escape(payload["where"])), *(" · " + html.escape(f) for f in facts)
+    )
     verdict = verdict_html(overview) if overview else ""
     parts = [verdict, where, strip_html(payload, chosen), worst_html(payload, chosen)]
     return tag("div", *parts, style="font-size:13px;max-width:1000px")
@@ -364,10 +459,14 @@ def place_of(rows: Sequence[TokenRow], group: int, sample: int, target: int | No
     places = [(r.group, r.sample) for r in rows]
     if (group, sample) not in places:
         known = ", ".join(f"({g}, {s})" for g, s in places[:6]) + (", …" if len(places) > 6 else "")
-        raise DatumError("no such sample", got=f"group {group}, sample {sample}", expected=f"one of {known}")
+        raise DatumError(
+            "no such sample", got=f"group {group}, sample {sample}", expected=f"one of {known}"
+        )
     row = rows[item := places.index((group, sample))]
     if target is not None and not 0 <= target < len(row.scored):
-        raise DatumError("target", where=row.where, got=target, expected=f"0 to {len(row.scored) - 1}")
+        raise DatumError(
+            "target", where=row.where, got=target, expected=f"0 to {len(row.scored) - 1}"
+        )
     return item
 
 # %% ../../nbs/views/03_tokens.ipynb #a5c09f05
@@ -381,7 +480,9 @@ class TokenInspector(anywidget.AnyWidget):
     overview = traitlets.Dict(allow_none=True).tag(sync=True)  # of `overview_payload`
     item = traitlets.Int(0).tag(sync=True)  # which sample is shown
     target = traitlets.Int(-1).tag(sync=True)  # the selected target, -1 = none
-    series = traitlets.Unicode("").tag(sync=True)  # name of the series that colours, "" = the payload's choice
+    series = traitlets.Unicode("").tag(
+        sync=True
+    )  # name of the series that colours, "" = the payload's choice
     shift = traitlets.Int(0).tag(sync=True)  # by which the sampler's row is slid
 
     def __init__(
@@ -389,11 +490,14 @@ class TokenInspector(anywidget.AnyWidget):
         rows: Sequence[TokenRow],  # of `token_rows`
         tokenizer: Any = None,  # with `decode`; None = ids are shown
         *,
-        overview: Mapping[str, Any] | None = None,  # of `overview_payload`; None = nothing to compare
+        overview: Mapping[str, Any]
+        | None = None,  # of `overview_payload`; None = nothing to compare
         message: str = "There are no tokens to show.",  # shown when there are no rows
         series: str = "",  # name of the series that colours
     ):
-        self.rows, self.tokenizer, self.message = list(rows), tokenizer, message
+        self.rows = list(rows)
+        self.tokenizer = tokenizer
+        self.message = message
         self.floor: float = overview["floor"] if overview else NOISE
         item = overview["item"] if overview else 0
         payload = self._payload(item)
@@ -435,7 +539,11 @@ class TokenInspector(anywidget.AnyWidget):
 
     def summary(self) -> HTML:
         "The verdict of all samples and trainer against sampler, without the tokens."
-        return HTML(summary_html(self.overview) if self.overview else tag("p", "There is nothing to compare."))
+        return HTML(
+            summary_html(self.overview)
+            if self.overview
+            else tag("p", "There is nothing to compare.")
+        )
 
     def _ipython_display_(self) -> None:
         "Live where there is a kernel, still where there is none."
@@ -450,13 +558,16 @@ def inspect_tokens(
     source: StepRecord | Sequence[Datum],  # a step, or datums of one
     tokenizer: Any = None,  # with `decode`; None = ids are shown
     *,
-    group: int | None = None,  # index of the prompt group to show first; None = the sample with the largest gap
+    group: int
+    | None = None,  # index of the prompt group to show first; None = the sample with the largest gap
     sample: int = 0,  # index in the group
     target: int | None = None,  # token to select; None = the worst
     policy_logprobs: Sequence[Any] | None = None,  # one per datum, (N-1,); a record has its own
-    extra: Mapping[str, Sequence[Any]] | None = None,  # further series by name, one array per datum, (N-1,)
+    extra: Mapping[str, Sequence[Any]]
+    | None = None,  # further series by name, one array per datum, (N-1,)
     series: str = "",  # name of the series that colours; "" = chosen by what there is
-    diagnosis: Diagnosis | None = None,  # of `diagnose`, for the verdict; None = what the record alone says
+    diagnosis: Diagnosis
+    | None = None,  # of `diagnose`, for the verdict; None = what the record alone says
 ) -> TokenInspector:
     "Look at the tokens of a step; raises DatumError or AlignmentError where sample or series do not fit."
     rows = token_rows(source, policy_logprobs=policy_logprobs, extra=extra)

@@ -29,9 +29,13 @@ def spread_by_turn(table: pd.DataFrame, name: str) -> dict[str, Any]:
     "Five numbers and the mean of a column at each turn, and how many rollouts they are of."
     found = [part[name].to_numpy(dtype=np.float64) for _, part in table.groupby("turn")]
     turns = sorted({int(t) for t in table["turn"]})
-    numbers = np.array([[*np.quantile(values, [*FIVE.values()]), values.mean()] for values in found]).reshape(-1, 6)
+    numbers = np.array(
+        [[*np.quantile(values, [*FIVE.values()]), values.mean()] for values in found]
+    ).reshape(-1, 6)
     columns = zip([*FIVE, "mean"], numbers.T.tolist(), strict=True)
-    return {stat: {"x": turns, "y": values} for stat, values in columns} | {"rollouts": [len(v) for v in found]}
+    return {stat: {"x": turns, "y": values} for stat, values in columns} | {
+        "rollouts": [len(v) for v in found]
+    }
 
 # %% ../../nbs/views/06_turns.ipynb #89fb528a
 def score_lines(table: pd.DataFrame) -> list[dict[str, Any]]:
@@ -60,7 +64,13 @@ def turns_payload(record: StepRecord) -> dict[str, Any]:
 # %% ../../nbs/views/06_turns.ipynb #20f6ecbc
 def _turn_axis(title: str) -> dict[str, Any]:
     "A horizontal axis of whole turns."
-    return {"title": {"text": title}, "tickformat": "d", "dtick": 1, "showgrid": False, "zeroline": False}
+    return {
+        "title": {"text": title},
+        "tickformat": "d",
+        "dtick": 1,
+        "showgrid": False,
+        "zeroline": False,
+    }
 
 
 def turn_spread_figure(payload: Mapping[str, Any]) -> Figure:
@@ -69,7 +79,13 @@ def turn_spread_figure(payload: Mapping[str, Any]) -> Figure:
     figure["layout"]["xaxis"] |= _turn_axis("turn")
     figure["layout"]["yaxis"] |= {"title": {"text": payload["what"]}}
     style = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
-    mean = {"type": "scatter", "mode": "lines", "name": "mean", "line": style, "hovertemplate": "%{y:.4g}"}
+    mean = {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "mean",
+        "line": style,
+        "hovertemplate": "%{y:.4g}",
+    }
     figure["data"].append(payload["mean"] | mean)
     return figure
 
@@ -80,17 +96,31 @@ LINES = 48  # rollouts in one picture
 def scores_figure(payload: Mapping[str, Any]) -> Figure:
     "The score of the right answer along each rollout; `payload` is of `turns_payload`."
     lines: Sequence[Mapping[str, Any]] = payload["lines"]
-    moved = lambda line: np.ptp(line["scores"])
+
+    def moved(line):
+        return np.ptp(line["scores"])
+
     drawn = sorted(lines, key=moved, reverse=True)[:LINES]
     mean = float(np.mean([line["reward"] for line in lines])) if lines else 0.0
-    data, seen = [], set()
+    data = []
+    seen = set()
     for line in drawn:
         color = "blue" if line["reward"] > mean else "orange"
         name = "reward above the mean" if color == "blue" else "reward at most the mean"
-        points = {"x": [*range(len(line["scores"]))], "y": line["scores"], "type": "scatter", "mode": "lines+markers"}
-        style = {"line": {"color": tint(color, 0.6), "width": 1.5}, "marker": {"size": 5, "color": COLORS[color]}}
+        points = {
+            "x": [*range(len(line["scores"]))],
+            "y": line["scores"],
+            "type": "scatter",
+            "mode": "lines+markers",
+        }
+        style = {
+            "line": {"color": tint(color, 0.6), "width": 1.5},
+            "marker": {"size": 5, "color": COLORS[color]},
+        }
         place = f"group {line['group']}, sample {line['sample']}: %{{y:.3g}}<extra></extra>"
-        data.append(points | style | {"name": name, "showlegend": color not in seen, "hovertemplate": place})
+        data.append(
+            points | style | {"name": name, "showlegend": color not in seen, "hovertemplate": place}
+        )
         seen.add(color)
     figure = figure_of(data, "score, nats", hovermode="closest")
     figure["layout"]["xaxis"] |= _turn_axis("turn boundary (0 = the prompt alone)")
@@ -101,25 +131,41 @@ def turn_charts(payload: Mapping[str, Any]) -> list[Chart]:
     "The charts of a step: score along the conversations, gain and advantage by turn."
     gain = payload["ig"] | {"what": "information gain, nats"}
     text = "How likely the policy holds the right answer to be. A line that rises has come closer to it."
-    found = [Chart("Score of the right answer", text, scores_figure, payload, name="scores by turn")]
+    found = [
+        Chart("Score of the right answer", text, scores_figure, payload, name="scores by turn")
+    ]
     text = "What a turn added to the score, before anything is normalised. The last turn's is shown, counted or not."
-    found.append(Chart("Information gain by turn", text, turn_spread_figure, gain, name="gain by turn"))
+    found.append(
+        Chart("Information gain by turn", text, turn_spread_figure, gain, name="gain by turn")
+    )
     if payload["advantage"] is not None:
         text = "What every token of a turn is multiplied by: gain and outcome, normalised and discounted."
         advantage = payload["advantage"] | {"what": "advantage"}
-        found.append(Chart("Advantage by turn", text, turn_spread_figure, advantage, name="advantage by turn"))
+        found.append(
+            Chart(
+                "Advantage by turn", text, turn_spread_figure, advantage, name="advantage by turn"
+            )
+        )
     return found
 
 # %% ../../nbs/views/06_turns.ipynb #3233602d
-def conversation_payload(record: StepRecord, group: int = 0, sample: int = 0, tokenizer: Any = None) -> dict[str, Any]:
+def conversation_payload(
+    record: StepRecord, group: int = 0, sample: int = 0, tokenizer: Any = None
+) -> dict[str, Any]:
     "One sample as pieces of text; those of the policy with turn, gain and advantage. Raises `RecordError`."
     found = next((g for g in record.groups if g.index == group), None)
     if found is None or not 0 <= sample < len(found.samples):
-        where, got = f"step {record.step}", f"group {group}, sample {sample}"
-        raise RecordError("no such sample", where=where, got=got, expected="a group and sample of `igpo_table`")
-    s, table = found.samples[sample], igpo_table(record)
+        where = f"step {record.step}"
+        got = f"group {group}, sample {sample}"
+        raise RecordError(
+            "no such sample", where=where, got=got, expected="a group and sample of `igpo_table`"
+        )
+    s = found.samples[sample]
+    table = igpo_table(record)
     answer_scores(s, f"{found.where}, sample {sample}")
-    rows = [row for row in table.to_dict("records") if (row["group"], row["sample"]) == (group, sample)]
+    rows = [
+        row for row in table.to_dict("records") if (row["group"], row["sample"]) == (group, sample)
+    ]
     known = np.abs(table["advantage"].to_numpy(dtype=np.float64))
     return {
         "where": f"step {record.step}, {found.where}, sample {sample}",
@@ -133,14 +179,23 @@ def conversation_payload(record: StepRecord, group: int = 0, sample: int = 0, to
 NUMBERS = ("turn", "before", "after", "ig", "outcome", "advantage")
 
 
-def pieces_of(sample: RolloutSample, rows: Sequence[Mapping[Any, Any]], tokenizer: Any = None) -> list[dict[str, Any]]:
+def pieces_of(
+    sample: RolloutSample, rows: Sequence[Mapping[Any, Any]], tokenizer: Any = None
+) -> list[dict[str, Any]]:
     "The text of a sample, cut where the policy begins and ends."
-    say = lambda ids: " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids.tolist()))
-    pieces, at = [], 0
+
+    def say(ids):
+        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids.tolist()))
+
+    pieces = []
+    at = 0
     for (start, end), row in zip(sample.turns, rows, strict=True):
         given = sample.tokens[at:start]
-        pieces += [{"text": say(given), "turn": None}] if len(given) else []
-        pieces.append({"text": say(sample.tokens[start:end]), **{name: row[name] for name in NUMBERS}})
+        if len(given):
+            pieces += [{"text": say(given), "turn": None}]
+        pieces.append(
+            {"text": say(sample.tokens[start:end]), **{name: row[name] for name in NUMBERS}}
+        )
         at = end
     rest = sample.tokens[at:]
     return [*pieces, {"text": say(rest), "turn": None}] if len(rest) else pieces
@@ -157,14 +212,23 @@ def readable(text: str, limit: int = LONGEST) -> str:  # safe HTML
 # %% ../../nbs/views/06_turns.ipynb #d1e04b91
 def _numbers(piece: Mapping[str, Any]) -> str:
     "The numbers of a turn in a line."
-    named = [f"turn {piece['turn']}", f"score {piece['before']:.2f} → {piece['after']:.2f}", f"IG {piece['ig']:+.2f}"]
-    named += [f"outcome {piece['outcome']:g}"] if piece["outcome"] else []
+    named = [
+        f"turn {piece['turn']}",
+        f"score {piece['before']:.2f} → {piece['after']:.2f}",
+        f"IG {piece['ig']:+.2f}",
+    ]
+    if piece["outcome"]:
+        named += [f"outcome {piece['outcome']:g}"]
     return ", ".join([*named, *([f"advantage {piece['advantage']:+.2f}"] if _known(piece) else [])])
 
 
 def _known(piece: Mapping[str, Any]) -> bool:
     "Whether a piece is a turn that was compared."
-    return piece["turn"] is not None and piece["advantage"] is not None and bool(np.isfinite(piece["advantage"]))
+    return (
+        piece["turn"] is not None
+        and piece["advantage"] is not None
+        and bool(np.isfinite(piece["advantage"]))
+    )
 
 # %% ../../nbs/views/06_turns.ipynb #b1c22500
 def _piece_html(piece: Mapping[str, Any], limit: float) -> str:
@@ -175,15 +239,20 @@ def _piece_html(piece: Mapping[str, Any], limit: float) -> str:
         return tag("div", text, style=f"{box}transparent;{SOFT}")
     colour = signed_tint(piece["advantage"], limit) if _known(piece) else ""
     filled = f";background:{colour}" if colour else ""
-    numbers = tag("div", html.escape(_numbers(piece)), style=f"font-size:11px;font-family:sans-serif;{SOFT}")
+    numbers = tag(
+        "div", html.escape(_numbers(piece)), style=f"font-size:11px;font-family:sans-serif;{SOFT}"
+    )
     return tag("div", numbers, text, style=f"{box}#7a8896{filled}")
 
 # %% ../../nbs/views/06_turns.ipynb #7b64812a
 def conversation_html(payload: Mapping[str, Any]) -> str:  # safe HTML without script
     "One sample, its turns coloured by advantage."
     facts = [] if payload["reward"] is None else [f"reward {payload['reward']:g}"]
-    facts += [] if payload["answer"] is None else [f"answer {payload['answer']}"]
-    head = tag("b", readable(payload["where"], 200)) + "".join(" · " + readable(f, 200) for f in facts)
+    if payload["answer"] is not None:
+        facts += [f"answer {payload['answer']}"]
+    head = tag("b", readable(payload["where"], 200)) + "".join(
+        " · " + readable(f, 200) for f in facts
+    )
     pieces = "".join(_piece_html(p, payload["limit"]) for p in payload["pieces"])
     frame = "border:1px solid rgba(130,140,150,.4);border-radius:6px;padding:6px 0;margin:4px 0"
     return tag("div", tag("div", head), tag("div", pieces, style=frame))
@@ -204,8 +273,12 @@ class TurnsView:
     def static_html(self) -> str:
         "Everything as HTML without script."
         charts = "".join(c.static_html() for c in turn_charts(turns_payload(self.record)))
-        one = conversation_html(conversation_payload(self.record, self.group, self.sample, self.tokenizer))
-        return tag("div", charts, one, folded("every turn", frame_html(igpo_table(self.record), most=60)))
+        one = conversation_html(
+            conversation_payload(self.record, self.group, self.sample, self.tokenizer)
+        )
+        return tag(
+            "div", charts, one, folded("every turn", frame_html(igpo_table(self.record), most=60))
+        )
 
     def _repr_html_(self) -> str:
         return self.static_html()

@@ -25,7 +25,14 @@ from ..runs.records import StepRecord
 from .charts import COLORS
 from .payloads import token_rows
 from .tokens import TokenInspector, WithFallback, deliver_to_main, overview_payload
-from ..experiments.whatif import RECORDED, FrozenBatch, WhatIf, advantages_of, flat, what_if
+from rl_notebook.experiments.whatif import (
+    RECORDED,
+    FrozenBatch,
+    WhatIf,
+    advantages_of,
+    flat,
+    what_if,
+)
 
 # %% ../../nbs/views/05_whatif.ipynb #46a8e870
 CHOSEN = "chosen"  # name of the variant that the sliders stand for
@@ -49,23 +56,39 @@ def dots_payload(result: WhatIf, limit: int = DOTS) -> dict[str, Any]:
     first, *_, last = result.outputs
     x, y = (flat(result.datums[n], result.dlogprobs[n]) for n in (first, last))
     reach = float(max(np.abs(x).max(), np.abs(y).max())) or 1.0
-    place = lambda v: (np.round((v / reach * 0.47 + 0.5) * SIDE / 2) * 2).astype(int)
+
+    def place(v):
+        return (np.round((v / reach * 0.47 + 0.5) * SIDE / 2) * 2).astype(int)
+
     sign = np.sign(advantages_of(result.datums[last])).astype(int) + 1
-    dots = np.unique((sign * 1000 + place(x)) * 1000 + SIDE - place(y))  # one number a dot: quickly sorted
-    kept = dots if len(dots) <= limit else dots[np.linspace(0, len(dots) - 1, limit).round().astype(int)]
-    at = lambda s: kept[kept // 1_000_000 == s]
+    # one number a dot: quickly sorted
+    dots = np.unique((sign * 1000 + place(x)) * 1000 + SIDE - place(y))
+    kept = (
+        dots
+        if len(dots) <= limit
+        else dots[np.linspace(0, len(dots) - 1, limit).round().astype(int)]
+    )
+
+    def at(s):
+        return kept[kept // 1_000_000 == s]
+
     names = {2: "plus", 0: "minus", 1: "zero"}
-    return {"reach": reach} | {n: np.stack([at(s) // 1000 % 1000, at(s) % 1000], 1).tolist() for s, n in names.items()}
+    return {"reach": reach} | {
+        n: np.stack([at(s) // 1000 % 1000, at(s) % 1000], 1).tolist() for s, n in names.items()
+    }
 
 # %% ../../nbs/views/05_whatif.ipynb #df37d0f3
-_INK, _SOFT = "var(--jp-ui-font-color1, #1f2933)", "#7a8896"
+_INK = "var(--jp-ui-font-color1, #1f2933)"
+_SOFT = "#7a8896"
 
 
 def dots_html(payload: Mapping[str, Any]) -> str:
     "The square of dots: both axes, the line of what has not changed, and the tokens."
     title = "dlogprob of each token, recorded (across) against chosen (up)"
     ends = (0.0, SIDE / 2, SIDE - 0.5)
-    marks = [(_SOFT, 0.0, at, float(SIDE), 0.5) for at in ends] + [(_SOFT, at, 0.0, 0.5, float(SIDE)) for at in ends]
+    marks = [(_SOFT, 0.0, at, float(SIDE), 0.5) for at in ends] + [
+        (_SOFT, at, 0.0, 0.5, float(SIDE)) for at in ends
+    ]
     marks += [(_SOFT, float(x), float(SIDE - x), 2.0, 1.0) for x in range(0, SIDE, 5)]
     for name, color in (("plus", "blue"), ("minus", "orange"), ("zero", "grey")):
         marks += [(f"{COLORS[color]}cc", x - 2.0, y - 2.0, 4.0, 4.0) for x, y in payload[name]]
@@ -74,15 +97,26 @@ def dots_html(payload: Mapping[str, Any]) -> str:
 # %% ../../nbs/views/05_whatif.ipynb #b2b7b1a9
 def result_html(result: WhatIf) -> str:
     "Headline, one row per quantity with both values, what the chosen gradient repeats, and the dots."
-    said = lambda v, kind: "–" if not math.isfinite(v) else f"{100 * v:.1f} %" if kind == "share" else f"{v:.4g}"
-    rows = [[words, *(said(float(v), kind) for v in result.table[name])] for name, words, kind in QUANTITIES]
+
+    def said(v, kind):
+        return (
+            "–" if not math.isfinite(v) else f"{100 * v:.1f} %" if kind == "share" else f"{v:.4g}"
+        )
+
+    rows = [
+        [words, *(said(float(v), kind) for v in result.table[name])]
+        for name, words, kind in QUANTITIES
+    ]
     names = [str(name) for name in result.table.index]
     cell = "padding:2px 10px;font-variant-numeric:tabular-nums;text-align:"
     looks = [f"{cell}left", *[f"{cell}right"] * len(names)]
     drawn = table(["", *map(html.escape, names)], [[*map(html.escape, row)] for row in rows], looks)
     note = str(result.table.loc[names[-1], "note"])
     note = f"The chosen settings: {note}." if note else ""
-    mark = lambda color: f'<span style="color:{COLORS[color]}">●</span>'
+
+    def mark(color):
+        return f'<span style="color:{COLORS[color]}">●</span>'
+
     axes = "dlogprob of each token, recorded across, chosen up"
     legend = f"{axes}; advantage {mark('blue')} above, {mark('orange')} below 0"
     caption = f'<figcaption style="max-width:{SIDE}px;font-size:12px">{legend}</figcaption>'
@@ -101,21 +135,36 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
     "Controls by the name of their setting, standing at given options."
     layout = {"width": "330px"}
     common = {"style": _WIDE, "layout": layout}
-    pick = lambda name, value, choices: ipywidgets.Dropdown(options=choices, value=value, description=name, **common)
+
+    def pick(name, value, choices):
+        return ipywidgets.Dropdown(options=choices, value=value, description=name, **common)
+
     near = {"min": 0.01, "max": 0.5, "step": 0.01, "readout_format": ".2f", **common}
     clip = 0.2 if options.knob("eps_clip") is None else options.knob("eps_clip")
     betas = sorted({*BETAS, options.kl_beta})
     return {
-        "policy_loss": pick("loss", options.policy_loss, [*dict.fromkeys([*POLICY_LOSSES, options.policy_loss])]),
+        "policy_loss": pick(
+            "loss", options.policy_loss, [*dict.fromkeys([*POLICY_LOSSES, options.policy_loss])]
+        ),
         "aggregation": pick("mean over", options.aggregation, list(AGGREGATIONS)),
-        "eps_clip": ipywidgets.FloatSlider(value=min(max(clip, 0.01), 0.5), description="clip", **near),
+        "eps_clip": ipywidgets.FloatSlider(
+            value=min(max(clip, 0.01), 0.5), description="clip", **near
+        ),
         "kl_beta": ipywidgets.SelectionSlider(
-            options=[(f"{b:g}", b) for b in betas], value=options.kl_beta, description="KL weight", **common
+            options=[(f"{b:g}", b) for b in betas],
+            value=options.kl_beta,
+            description="KL weight",
+            **common,
         ),
         "kl_estimator": pick("KL estimator", options.kl_estimator, list(KL_ESTIMATORS)),
         "tis": pick("correction", options.tis, ["off", "token", "sequence"]),
         "tis_cap": ipywidgets.FloatSlider(
-            value=min(options.tis_cap, 10.0), min=0.5, max=10, step=0.5, description="its cap", **common
+            value=min(options.tis_cap, 10.0),
+            min=0.5,
+            max=10,
+            step=0.5,
+            description="its cap",
+            **common,
         ),
         "advantage_scale": pick("advantages", AS_RECORDED, [AS_RECORDED, *SCALES]),
     }
@@ -123,16 +172,20 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
 # %% ../../nbs/views/05_whatif.ipynb #b132442b
 def unread(chosen: Mapping[str, Any]) -> set[str]:
     "Names of the controls that mean nothing at what the others are set to."
-    knobs = POLICY_LOSSES.get(chosen["policy_loss"], (None, {}))[1]  # of one that is not imported yet, none
+    # of one that is not imported yet, none
+    knobs = POLICY_LOSSES.get(chosen["policy_loss"], (None, {}))[1]
     idle = set() if "eps_clip" in knobs else {"eps_clip"}
-    idle |= {"tis_cap"} if chosen["tis"] == "off" else set()
+    if chosen["tis"] == "off":
+        idle |= {"tis_cap"}
     return idle | ({"kl_estimator"} if chosen["kl_beta"] == 0 else set())
 
 
 def changes_of(chosen: Mapping[str, Any], standing: Mapping[str, Any]) -> dict[str, Any]:
     "The variant that the controls stand for: what is read, and differs from where they stood at the beginning."
     other_loss = chosen["policy_loss"] != standing["policy_loss"]
-    moved = {k: v for k, v in chosen.items() if v != standing[k] or (other_loss and k == "eps_clip")}
+    moved = {
+        k: v for k, v in chosen.items() if v != standing[k] or (other_loss and k == "eps_clip")
+    }
     return {k: v for k, v in moved.items() if k not in unread(chosen)}
 
 # %% ../../nbs/views/05_whatif.ipynb #3c6bc199
@@ -142,16 +195,21 @@ class WhatIfPanel:
     def __init__(
         self,
         source: StepRecord | FrozenBatch,
-        later: Sequence[Logprobs | np.ndarray] | None = None,  # of a policy that has moved, one per datum
+        later: Sequence[Logprobs | np.ndarray]
+        | None = None,  # of a policy that has moved, one per datum
     ):
         self.batch = FrozenBatch.of(source)
-        self.at = {"at the step": self.batch} | ({} if later is None else {"after it moved": self.batch.moved(later)})
+        self.at = {"at the step": self.batch} | (
+            {} if later is None else {"after it moved": self.batch.moved(later)}
+        )
         self.result: WhatIf | None = None  # of the last combination that could be computed
         self.error = ""  # why the present one cannot
         self.controls = make_controls(LossOptions(**self.batch.options))
         self.standing = {name: control.value for name, control in self.controls.items()}
         look = {"style": _WIDE, "layout": {"width": "330px"}}
-        self.where = ipywidgets.Dropdown(options=list(self.at), value=list(self.at)[-1], description="policy", **look)
+        self.where = ipywidgets.Dropdown(
+            options=list(self.at), value=list(self.at)[-1], description="policy", **look
+        )
         self.shown = ipywidgets.HTML()
         self.widget = make_panel(self)
         self.update()
@@ -159,16 +217,21 @@ class WhatIfPanel:
     @property
     def chosen(self) -> dict[str, Any]:
         "The settings of the variant, as `what_if` takes them."
-        return changes_of({name: control.value for name, control in self.controls.items()}, self.standing)
+        return changes_of(
+            {name: control.value for name, control in self.controls.items()}, self.standing
+        )
 
     def update(self, change: Any = None) -> None:
         "Compute and show what the controls stand for."
         idle = unread({name: control.value for name, control in self.controls.items()})
         for name, control in self.controls.items():
             control.disabled = name in idle
-        changes = {k: v for k, v in self.chosen.items() if (k, v) != ("advantage_scale", AS_RECORDED)}
+        changes = {
+            k: v for k, v in self.chosen.items() if (k, v) != ("advantage_scale", AS_RECORDED)
+        }
         try:
-            self.result, self.error = what_if(self.at[str(self.where.value)], {CHOSEN: changes}), ""
+            self.result = what_if(self.at[str(self.where.value)], {CHOSEN: changes})
+            self.error = ""
         except RLNotebookError as e:
             self.error = str(e)
         self.shown.value = self.result_html()
@@ -192,7 +255,8 @@ class WhatIfPanel:
     def settings(self) -> str:
         "The chosen settings in one line."
         named = [f"{name}={value}" for name, value in self.chosen.items()]
-        named += [str(self.where.value)] if len(self.at) > 1 else []
+        if len(self.at) > 1:
+            named += [str(self.where.value)]
         return ", ".join(named) or "the record's own"
 
     def static_html(self) -> str:
@@ -214,6 +278,8 @@ def make_panel(panel: WhatIfPanel) -> ipywidgets.Box:
     column = {"display": "flex", "flex_flow": "column", "flex": "0 0 auto"}
     left = ipywidgets.Box(controls, layout=column)
     right = ipywidgets.Box([panel.shown], layout={"flex": "1 1 420px", "min_width": "0"})
-    both = ipywidgets.Box([left, right], layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "20px"})
+    both = ipywidgets.Box(
+        [left, right], layout={"display": "flex", "flex_flow": "row wrap", "grid_gap": "20px"}
+    )
     deliver_to_main(both)
     return both

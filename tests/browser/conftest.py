@@ -92,7 +92,9 @@ REPORTS = pytest.StashKey[dict[str, pytest.TestReport]]()
 
 
 @pytest.fixture(autouse=True)
-def clean(context: BrowserContext, watch: Watch, open_page: object, request: pytest.FixtureRequest) -> Iterator[None]:
+def clean(
+    context: BrowserContext, watch: Watch, open_page: object, request: pytest.FixtureRequest
+) -> Iterator[None]:
     "No console error, no exception in a page, no request to another machine; and a picture of what failed."
     yield
     complaints = watch.take(context)

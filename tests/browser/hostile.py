@@ -8,7 +8,8 @@ from synthetic import synthetic_record
 
 from rl_notebook.runs.records import StepRecord
 
-OPENING, CLOSING = "first words", "last words"
+OPENING = "first words"
+CLOSING = "last words"
 BAD = (
     "\x1b[1m\u202e"
     "</script><script>window.pwned = 'script'</script>"
@@ -53,11 +54,19 @@ def hostile_record(step: int = 1, text: str = SHORT) -> StepRecord:
     groups = [
         replace(
             group,
-            samples=tuple(replace(s, text=text, finish_reason=BAD, rewards={BAD: s.reward}) for s in group.samples),
+            samples=tuple(
+                replace(s, text=text, finish_reason=BAD, rewards={BAD: s.reward})
+                for s in group.samples
+            ),
             key=BAD,
             row={"question": text, "answer": BAD},
         )
         for group in record.groups
     ]
     named = {f"rewards/{name}/{part}": 0.5 for name in (BAD, "other") for part in ("mean", "std")}
-    return replace(record, groups=groups, options={**record.options, "note": BAD}, metrics={**record.metrics, **named})
+    return replace(
+        record,
+        groups=groups,
+        options={**record.options, "note": BAD},
+        metrics={**record.metrics, **named},
+    )

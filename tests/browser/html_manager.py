@@ -39,13 +39,17 @@ def fetched(package: str) -> Path:
     npm = shutil.which("npm")
     if npm is None:
         raise OSError("npm is not on PATH")
-    done = subprocess.run([npm, "pack", "--silent", package], cwd=CACHE, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [npm, "pack", "--silent", package], cwd=CACHE, capture_output=True, text=True, timeout=120
+    )
     if done.returncode:
         raise OSError(f"npm pack {package} failed: {done.stderr.strip()[-200:]}")
     archive = CACHE / done.stdout.split()[-1]
     found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if found != PACKAGES[package]:
-        raise AssertionError(f"{package}: the archive has the checksum {found}; expected {PACKAGES[package]}")
+        raise AssertionError(
+            f"{package}: the archive has the checksum {found}; expected {PACKAGES[package]}"
+        )
     with tarfile.open(archive) as tar:
         tar.extractall(CACHE / f"{folder.name}.part", filter="data")
     (CACHE / f"{folder.name}.part" / "package").rename(folder)
@@ -56,15 +60,28 @@ def write_page(folder: Path, widgets: Sequence[ipywidgets.Widget]) -> None:
     "A page that holds these widgets as they are now, and the scripts that it loads."
     manager, loader = map(fetched, PACKAGES)
     shutil.copytree(manager / "dist", folder, dirs_exist_ok=True)
-    for fonts in ("@jupyter-widgets", "@jupyter-widgets/html-manager/dist"):  # where its style sheets look for them
-        shutil.copytree(manager / "dist", folder / fonts, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.js*"))
+    # where its style sheets look for them
+    for fonts in ("@jupyter-widgets", "@jupyter-widgets/html-manager/dist"):
+        shutil.copytree(
+            manager / "dist",
+            folder / fonts,
+            dirs_exist_ok=True,
+            ignore=shutil.ignore_patterns("*.js*"),
+        )
     shutil.copy(loader / "require.js", folder)
-    shutil.copy(Path(anywidget.__file__).parent / "nbextension" / "index.js", folder / "anywidget.js")
+    shutil.copy(
+        Path(anywidget.__file__).parent / "nbextension" / "index.js", folder / "anywidget.js"
+    )
     state = dependency_state(
         widgets, drop_defaults=False
     )  # as a notebook keeps it; the script of a widget is a default
     snippet = embed_snippet(
-        views=list(widgets), state=state, drop_defaults=False, requirejs=False, embed_url="embed-amd.js", cors=False
+        views=list(widgets),
+        state=state,
+        drop_defaults=False,
+        requirejs=False,
+        embed_url="embed-amd.js",
+        cors=False,
     )
     head = '<meta charset="utf-8"><link rel="icon" href="data:,"><script src="require.js"></script>'
     page = f"<!doctype html>{head}<body>{snippet}</body>"

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from playwright.sync_api import BrowserContext, ConsoleMessage, Locator, Page, Request, TimeoutError, WebSocket
+from playwright.sync_api import (
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    TimeoutError,
+    WebSocket,
+)
 
 TESTS = Path(__file__).resolve().parents[1]
 SHOTS = Path(__file__).parent / "shots"
@@ -56,17 +64,24 @@ class Watch:
         "The complaints since the last call."
         for page in context.pages:
             page.evaluate("0")  # what was said until now has arrived once this has
-        found, self.complaints[:] = self.complaints[:], []
+        found = self.complaints[:]
+        self.complaints[:] = []
         return found
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error" and not any(re.search(sign, message.text) for sign in HARMLESS):
-            self.complaints.append(f"console error: {message.text} ({message.location.get('url', '')})")
+            self.complaints.append(
+                f"console error: {message.text} ({message.location.get('url', '')})"
+            )
 
     def _request(self, request: Request) -> None:
         page_itself = request.url.startswith("file:") and request.is_navigation_request()
-        if not page_itself and not request.url.startswith(("http://127.0.0.1:", "data:", "blob:", "about:")):
-            self.complaints.append(f"request leaves this machine: {request.method} {request.url[:200]}")
+        if not page_itself and not request.url.startswith(
+            ("http://127.0.0.1:", "data:", "blob:", "about:")
+        ):
+            self.complaints.append(
+                f"request leaves this machine: {request.method} {request.url[:200]}"
+            )
 
     def _socket(self, socket: WebSocket) -> None:
         if not socket.url.startswith("ws://127.0.0.1:"):
@@ -103,10 +118,14 @@ def own_folders(home: Path) -> dict[str, str]:
 @contextmanager
 def jupyter_lab(home: Path, context: BrowserContext) -> Iterator[Lab]:
     "A JupyterLab on a free port of 127.0.0.1 whose kernels are the python that runs the tests."
-    root, port, token = home / "notebooks", free_port(), secrets.token_hex(16)
+    root = home / "notebooks"
+    port = free_port()
+    token = secrets.token_hex(16)
     root.mkdir(parents=True)
     keys = re.compile(r"JUPYTER|.*(_API_KEY|_TOKEN)$")
-    env = {name: value for name, value in os.environ.items() if not keys.match(name)} | own_folders(home)
+    env = {name: value for name, value in os.environ.items() if not keys.match(name)} | own_folders(
+        home
+    )
     ours = os.pathsep.join([str(TESTS), str(TESTS.parent)])
     env |= {"JUPYTER_TOKEN": token, "OMP_NUM_THREADS": "1", "PYTHONPATH": ours}
     command = [sys.executable, "-c", START + "from jupyterlab.labapp import main; main()"]
@@ -171,14 +190,21 @@ class Lab:
 
     def open(self, source: Path | Sequence[str], name: str = "") -> Notebook:
         "Copy a notebook, or make one of cells of code, and open it with a live kernel."
-        name = name or (source.name if isinstance(source, Path) else f"notebook_{len(self.opened)}.ipynb")
+        name = name or (
+            source.name if isinstance(source, Path) else f"notebook_{len(self.opened)}.ipynb"
+        )
         if isinstance(source, Path):
             shutil.copy(source, self.root / name)
         else:
             kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
             cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
             cells = [{**cell, "id": f"cell-{i}", "source": text} for i, text in enumerate(source)]
-            made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
+            made = {
+                "cells": cells,
+                "metadata": {"kernelspec": kernel},
+                "nbformat": 4,
+                "nbformat_minor": 5,
+            }
             (self.root / name).write_text(json.dumps(made), encoding="utf-8")
         # A session made beforehand: else Lab now and then asks which kernel to take.
         body = {"path": name, "name": name, "type": "notebook", "kernel": {"name": "python3"}}
@@ -246,12 +272,15 @@ class Notebook:
 
     def load(self) -> None:
         "Open it, or open it again, and wait for its kernel; JupyterLab starts one where there is none."
-        page, workspace = self.page, Path(self.name).stem
+        page = self.page
+        workspace = Path(self.name).stem
         address = f"{self.lab.url}/lab/workspaces/{workspace}/tree/{self.name}?reset&token={self.lab.token}"
         page.goto(address, wait_until="domcontentloaded")
         page.locator(".jp-NotebookPanel .jp-Cell").first.wait_for()
         self.until_true(CONNECTED)
-        page.evaluate("() => { const s = window.jupyterapp.shell; s.collapseLeft(); s.collapseRight(); }")
+        page.evaluate(
+            "() => { const s = window.jupyterapp.shell; s.collapseLeft(); s.collapseRight(); }"
+        )
 
     def menu(self, *labels: str) -> None:
         "Choose from the menu bar, as a hand would."
@@ -261,7 +290,9 @@ class Notebook:
 
     def start_all(self) -> None:
         "Run > Run All Cells; returns as soon as the kernel has been asked."
-        started = self.page.locator(".jp-InputPrompt").filter(has_text=re.compile(r"\[[0-9*]+\]")).first
+        started = (
+            self.page.locator(".jp-InputPrompt").filter(has_text=re.compile(r"\[[0-9*]+\]")).first
+        )
         for _ in range(5):  # a menu can be clicked before it is wired up
             self.menu("Run", "Run All Cells")
             try:
@@ -281,19 +312,22 @@ class Notebook:
 
     def start_cell(self, index: int) -> None:
         "Select a cell and press Shift+Enter."
-        self.page.evaluate(f"i => {{ const n = {PANEL}.content; n.activeCellIndex = i; n.mode = 'command'; }}", index)
+        self.page.evaluate(
+            f"i => {{ const n = {PANEL}.content; n.activeCellIndex = i; n.mode = 'command'; }}",
+            index,
+        )
         self.cell(index).locator(".jp-InputPrompt").click()
         self.page.keyboard.press("Shift+Enter")
 
     def runs(self, index: int) -> bool:
         "Whether a cell is running, or waits for its turn."
-        return self.page.evaluate(f"i => {PANEL}.content.widgets[i].model.executionState === 'running'", index)
+        return self.page.evaluate(
+            f"i => {PANEL}.content.widgets[i].model.executionState === 'running'", index
+        )
 
     def wait_for_cell(self, index: int) -> None:
         "Until a cell that was started has run."
-        done = (
-            f"i => (m => m.executionState !== 'running' && m.executionCount !== null)({PANEL}.content.widgets[i].model)"
-        )
+        done = f"i => (m => m.executionState !== 'running' && m.executionCount !== null)({PANEL}.content.widgets[i].model)"
         self.page.wait_for_function(done, arg=index, timeout=PATIENCE * 1000)
 
     def run_cells(self, *indexes: int) -> None:
@@ -318,7 +352,9 @@ class Notebook:
 
     def outputs(self) -> list[list[dict[str, Any]]]:
         "The outputs of each cell, as the notebook's file would hold them."
-        return self.page.evaluate(f"() => {PANEL}.content.widgets.map(c => c.model.outputs?.toJSON() ?? [])")
+        return self.page.evaluate(
+            f"() => {PANEL}.content.widgets.map(c => c.model.outputs?.toJSON() ?? [])"
+        )
 
     def failures(self) -> list[str]:
         "What its cells raised."
@@ -339,13 +375,17 @@ class Notebook:
         "Wait until an async function of the page says true; `wait_for_function` takes its promise for a yes."
         deadline = time.monotonic() + PATIENCE
         while not self.page.evaluate(function, argument):
-            assert time.monotonic() < deadline, f"not true within {PATIENCE} s: {argument or function}"
+            assert time.monotonic() < deadline, (
+                f"not true within {PATIENCE} s: {argument or function}"
+            )
             self.page.wait_for_timeout(100)
 
     def save(self) -> dict[str, Any]:
         "Save it through the menu; what its file now holds."
         self.menu("File", "Save Notebook")
-        self.page.wait_for_function(f"() => !{PANEL}.context.model.dirty && {PANEL}.context.contentsModel !== null")
+        self.page.wait_for_function(
+            f"() => !{PANEL}.context.model.dirty && {PANEL}.context.contentsModel !== null"
+        )
         return json.loads(self.path.read_text(encoding="utf-8"))
 
     def shut_down(self) -> None:
@@ -357,7 +397,9 @@ class Notebook:
     def theme(self, name: str) -> None:
         "light or dark, for every notebook that is open."
         theme = f"JupyterLab {name.title()}"
-        self.page.evaluate("t => window.jupyterapp.commands.execute('apputils:change-theme', {theme: t})", theme)
+        self.page.evaluate(
+            "t => window.jupyterapp.commands.execute('apputils:change-theme', {theme: t})", theme
+        )
         self.page.wait_for_function("t => document.body.dataset.jpThemeName === t", arg=theme)
 
     def width(self, width: int, height: int = 900) -> None:
@@ -366,12 +408,15 @@ class Notebook:
 
     def shot(self, name: str, index: int | None = None) -> Path:
         "A picture of the window, or of the outputs of one cell in a window that is high enough for them."
-        path, size = SHOTS / f"{name}.png", self.page.viewport_size
+        path = SHOTS / f"{name}.png"
+        size = self.page.viewport_size
         if index is None:
             self.page.screenshot(path=path)
             return path
         try:
-            self.width(size["width"], min(4000, 150 + int(self.show(index).bounding_box()["height"])))
+            self.width(
+                size["width"], min(4000, 150 + int(self.show(index).bounding_box()["height"]))
+            )
             self.show(index).screenshot(path=path)
         finally:
             self.page.set_viewport_size(size)

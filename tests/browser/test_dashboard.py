@@ -194,7 +194,9 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
     press(board, "step")  # also ends what the head says of an undo before
     at_rest(notebook, board)
     pane = board.locator(".rld-completion")
-    heat_map = board.locator(".js-plotly-plot").filter(has=notebook.page.locator(".heatmaplayer image"))
+    heat_map = board.locator(".js-plotly-plot").filter(
+        has=notebook.page.locator(".heatmaplayer image")
+    )
     for group, sample in ((0, 0), (2, 3), (1, 2)):
         notebook.page.mouse.move(*heat_map.evaluate(HEAT, [group, sample]))
         notebook.page.wait_for_function(POINTED, arg=[heat_map.element_handle(), group, sample])
@@ -209,7 +211,9 @@ def test_a_click_on_the_heat_map_opens_that_completion(notebook: Notebook, board
     notebook.shot("dashboard_inspect")
     pane.get_by_role("button", name="Close tokens").click()
     heat_map.scroll_into_view_if_needed()
-    read, drawn, whole = pane.bounding_box(), heat_map.bounding_box(), board.locator(".rld").bounding_box()
+    read = pane.bounding_box()
+    drawn = heat_map.bounding_box()
+    whole = board.locator(".rld").bounding_box()
     assert read["x"] >= drawn["x"] + drawn["width"] - 1, "beside the map"
     assert abs(read["y"] - drawn["y"]) < 60
     assert whole["height"] < 1030  # about 1,000; a longer sentence wraps once more
@@ -220,7 +224,9 @@ def rewards_shown(board: Locator) -> list[float]:
     return [*map(float, board.locator(".rld-table tbody td:nth-child(3)").all_inner_texts())]
 
 
-def test_the_table_is_sorted_and_filtered_while_a_cell_keeps_the_kernel_busy(notebook: Notebook, board: Locator):
+def test_the_table_is_sorted_and_filtered_while_a_cell_keeps_the_kernel_busy(
+    notebook: Notebook, board: Locator
+):
     "And what was chosen stays for the next step."
     press(board, "step")
     at_rest(notebook, board)
@@ -241,7 +247,9 @@ def test_the_table_is_sorted_and_filtered_while_a_cell_keeps_the_kernel_busy(not
     notebook.show(SHOW)
     press(board, "step")
     at_rest(notebook, board)
-    expect(table.locator("h4")).to_have_text(f"Completions of step {notebook.ask('loop.records[-1].step')}")
+    expect(table.locator("h4")).to_have_text(
+        f"Completions of step {notebook.ask('loop.records[-1].step')}"
+    )
     best = notebook.ask("max(s.reward for g in loop.records[-1].groups[1:] for s in g.samples)")
     assert rewards_shown(board)[0] == pytest.approx(best, abs=1e-3)
     notebook.shot("dashboard_sorted")
@@ -279,12 +287,22 @@ def test_an_error_is_shown_and_the_loop_stands_where_it_stood(notebook: Notebook
 
 def test_every_control_is_reached_by_keyboard(notebook: Notebook, board: Locator):
     place = notebook.ask("place()[1]")
-    reached, page = [], notebook.page
+    reached = []
+    page = notebook.page
     control(board, "play").focus()
     for _ in range(60):
         reached.append(page.evaluate(FOCUSED))
         page.keyboard.press("Tab")
-    assert {"rld-play", "rld-phase", "rld-step", "rld-undo", "speed", "filter", "row", "sort"} - set(reached) == set()
+    assert {
+        "rld-play",
+        "rld-phase",
+        "rld-step",
+        "rld-undo",
+        "speed",
+        "filter",
+        "row",
+        "sort",
+    } - set(reached) == set()
 
     control(board, "phase").focus()
     page.keyboard.press("Enter")
@@ -306,11 +324,17 @@ def test_settings_are_changed_while_paused(notebook: Notebook, board: Locator):
     pane.get_by_role("button", name="Change").click()
     expect(pane).to_contain_text("learning_rate: 0.0001 -> 3e-05, from step")
     notebook.shot("dashboard_settings")
-    assert notebook.ask("[loop.next_settings.learning_rate, loop.next_settings.policy_loss]") == [3e-5, "dapo"]
+    assert notebook.ask("[loop.next_settings.learning_rate, loop.next_settings.policy_loss]") == [
+        3e-5,
+        "dapo",
+    ]
     for _ in range(2):  # the rest of the step that has begun, and one with them
         press(board, "step")
         at_rest(notebook, board)
-    assert notebook.ask("loop.records[-1].changed") == {"learning_rate": 3e-5, "policy_loss": "dapo"}
+    assert notebook.ask("loop.records[-1].changed") == {
+        "learning_rate": 3e-5,
+        "policy_loss": "dapo",
+    }
     board.get_by_role("button", name="Settings").click()
     expect(pane).to_be_hidden()
 
@@ -345,7 +369,9 @@ def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, 
     board = notebook.show(SHOW)
     expect(control(board, "play")).to_be_enabled()
     ending = "restart" if how == "restarted" else "shutdown"
-    notebook.page.evaluate(f"async () => {{ await {PANEL}.sessionContext.session.kernel.{ending}() }}")
+    notebook.page.evaluate(
+        f"async () => {{ await {PANEL}.sessionContext.session.kernel.{ending}() }}"
+    )
     expect(board).to_contain_text("The kernel of this dashboard is gone")
     for name in ("play", "phase", "step", "undo"):
         expect(control(board, name)).to_be_disabled()

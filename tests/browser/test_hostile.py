@@ -28,10 +28,13 @@ def test_in_a_report(open_page: Callable[..., Page], tmp_path: Path, text: str):
     assert said.rstrip().endswith(CLOSING)
 
 
-def test_harm_is_seen(open_page: Callable[..., Page], tmp_path: Path, watch: Watch, context: BrowserContext):
+def test_harm_is_seen(
+    open_page: Callable[..., Page], tmp_path: Path, watch: Watch, context: BrowserContext
+):
     (tmp_path / "page.html").write_text(f"<!doctype html><title>unescaped</title><p>{SHORT}")
     page = open_page(tmp_path / "page.html")
-    page.wait_for_function("window.pwned !== undefined && window.pwned !== 'script'")  # an image fails a moment later
+    # an image fails a moment later
+    page.wait_for_function("window.pwned !== undefined && window.pwned !== 'script'")
     harm = page.evaluate(HARM)
     assert harm["pwned"] != "undefined"
     assert [text.split()[0] for text in harm["elements"]] == [

@@ -25,10 +25,13 @@ def packages() -> None:
 
 
 @pytest.fixture(scope="module")
-def page(packages: None, context: BrowserContext, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+def page(
+    packages: None, context: BrowserContext, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Page]:
     "The page of `write_run`."
     folder = tmp_path_factory.mktemp("page")
-    with ThreadPoolExecutor(1) as elsewhere:  # Playwright keeps an event loop running in this thread
+    # Playwright keeps an event loop running in this thread
+    with ThreadPoolExecutor(1) as elsewhere:
         elsewhere.submit(write_run, folder).result()
     with html_manager.served(folder) as address:
         page = context.new_page()
@@ -47,23 +50,30 @@ def write_run(folder: Path) -> None:
 
     loop = make_loop(rows=24, prompt_groups_per_step=8)
     asyncio.run(loop.run(3, progress=False))
-    html_manager.write_page(folder, [Dashboard(loop).screen.root, WhatIfPanel(loop.records[-1]).widget])
+    html_manager.write_page(
+        folder, [Dashboard(loop).screen.root, WhatIfPanel(loop.records[-1]).widget]
+    )
 
 
 def test_a_dashboard_is_drawn_without_a_kernel(page: Page):
     board = page.locator(".rld").first
     expect(board.locator(".js-plotly-plot .main-svg").first).to_be_visible()
-    page.wait_for_function("() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 6")
+    page.wait_for_function(
+        "() => document.querySelectorAll('.js-plotly-plot .main-svg').length >= 6"
+    )
     page.screenshot(path=SHOTS / "html_manager.png", full_page=True)
     expect(board.locator(".rld-controls button", has_text="Play")).to_be_visible()
     expect(board.locator(".rld-words")).to_contain_text("Step 3.")
 
 
 def test_no_row_of_the_rewards_is_cut(page: Page):
-    box, rows = page.locator(".rld-value"), page.locator(".rld-hint tbody tr")
+    box = page.locator(".rld-value")
+    rows = page.locator(".rld-hint tbody tr")
     expect(rows).to_have_count(8)
     end = box.evaluate("e => e.getBoundingClientRect().bottom")
-    assert all(row.evaluate("e => e.getBoundingClientRect().bottom") <= end + 1 for row in rows.all())
+    assert all(
+        row.evaluate("e => e.getBoundingClientRect().bottom") <= end + 1 for row in rows.all()
+    )
     assert box.evaluate("e => e.scrollHeight <= e.clientHeight + 1")
 
 
@@ -75,13 +85,17 @@ def test_its_table_is_sorted_and_its_sliders_are_there(page: Page):
     expect(page.get_by_text("KL weight")).to_be_visible()
 
 
-def test_tokens_are_inspected_without_a_kernel(packages: None, context: BrowserContext, tmp_path: Path):
+def test_tokens_are_inspected_without_a_kernel(
+    packages: None, context: BrowserContext, tmp_path: Path
+):
     from synthetic import synthetic_record
 
     from rl_notebook.views.tokens import inspect_tokens
 
     with ThreadPoolExecutor(1) as elsewhere:
-        elsewhere.submit(lambda: html_manager.write_page(tmp_path, [inspect_tokens(synthetic_record(3))])).result()
+        elsewhere.submit(
+            lambda: html_manager.write_page(tmp_path, [inspect_tokens(synthetic_record(3))])
+        ).result()
     with html_manager.served(tmp_path) as address:
         other = context.new_page()
         other.goto(address)
@@ -89,6 +103,8 @@ def test_tokens_are_inspected_without_a_kernel(packages: None, context: BrowserC
         expect(other.locator(".rlt-along figcaption")).to_contain_text(
             "logprob by target (target i scores token i + 1)"
         )
-        expect(other.locator(".rlt-coords")).to_contain_text("entry i is of target i, which is token i + 1")
+        expect(other.locator(".rlt-coords")).to_contain_text(
+            "entry i is of target i, which is token i + 1"
+        )
         other.screenshot(path=SHOTS / "html_manager_tokens.png", full_page=True)
         other.close()

@@ -28,7 +28,9 @@ CUT_OFF = """width => [document.scrollingElement, ...document.querySelectorAll('
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
     "A run of six steps."
-    run = RunFolder.create(tmp_path / "sums", {"base_model": "tiny", "policy_loss": "grpo", "kl_beta": 0.001})
+    run = RunFolder.create(
+        tmp_path / "sums", {"base_model": "tiny", "policy_loss": "grpo", "kl_beta": 0.001}
+    )
     for step in range(1, 7):
         record = synthetic_record(step, steps=7, groups=4, completions=5)
         metrics = {k: v for k, v in record.metrics.items() if not k.startswith("eval/")}
@@ -59,7 +61,9 @@ def test_a_report_fits_its_window_and_completions_are_sorted_searched_and_have_a
     rewards = [*map(float, first.locator("tbody td:nth-last-child(4)").all_inner_texts())]
     assert rewards == sorted(rewards, reverse=True)
     assert rewards[0] == max(s.reward for g in run.record(1).groups for s in g.samples)
-    first.get_by_label("Search completions").fill(run.record(1).groups[2].samples[0].text.split()[0])
+    first.get_by_label("Search completions").fill(
+        run.record(1).groups[2].samples[0].text.split()[0]
+    )
     first.locator("tbody a").first.click()
     chosen = page.locator("tr[aria-current]")
     expect(chosen).to_have_count(1)
@@ -83,9 +87,13 @@ POINT_AT = """step => {
 AXES = """() => [...document.querySelectorAll('[data-steps]')].map(p => p._fullLayout.yaxis.type)"""
 
 
-def test_charts_are_smoothed_put_on_a_log_scale_and_share_a_cursor(open_page: Callable[..., Page], run: RunFolder):
+def test_charts_are_smoothed_put_on_a_log_scale_and_share_a_cursor(
+    open_page: Callable[..., Page], run: RunFolder
+):
     page = open_page(write_report(run, run.path / "report.html"))
-    page.wait_for_function("() => [...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.plot')].every(p => p.querySelector('.main-svg'))"
+    )
     (measured,) = page.evaluate(LINES)
     assert measured == [run.record(step).metrics["reward"] for step in range(1, 7)]
     plot = page.locator("#f0 .nsewdrag")
@@ -97,13 +105,16 @@ def test_charts_are_smoothed_put_on_a_log_scale_and_share_a_cursor(open_page: Ca
         expect(cursor).to_contain_text(f"step {step}")
         expect(cursor).to_contain_text(f"mean : {measured[step - 1]:#.4g}")
         assert ("held out" in cursor.text_content()) == (step == 5)
-        expect(page.locator("[data-steps] .hoverlayer .legendtitletext").last).to_have_text(f"step {step}")
+        expect(page.locator("[data-steps] .hoverlayer .legendtitletext").last).to_have_text(
+            f"step {step}"
+        )
     page.mouse.move(2, 2)
     page.wait_for_function(f"() => !({CURSORS})().some(Boolean)")
     page.get_by_label("smoothing").fill("0.5")
     raw, smooth = page.evaluate(LINES)
     assert raw == measured
-    average, expected = 0.0, []
+    average = 0.0
+    expected = []
     for n, value in enumerate(measured, start=1):
         average = 0.5 * average + 0.5 * value
         expected.append(average / (1 - 0.5**n))
@@ -122,7 +133,9 @@ def test_charts_are_smoothed_put_on_a_log_scale_and_share_a_cursor(open_page: Ca
     page.wait_for_url("**#step=*")
     step = page.url.partition("#step=")[2]
     expect(page.get_by_label("step of the completions")).to_have_value(step)
-    expect(page.locator("#completions tbody tr").first).to_have_attribute("data-id", f"step={step}&group=0&sample=0")
+    expect(page.locator("#completions tbody tr").first).to_have_attribute(
+        "data-id", f"step={step}&group=0&sample=0"
+    )
 
 
 class Letters:
@@ -139,18 +152,24 @@ def test_an_address_opens_the_page_at_its_token(
     open_page: Callable[..., Page], run: RunFolder, width: int, scheme: str
 ):
     record = run.record(6)
-    d, loss = record.datums[-1], record.loss
+    d = record.datums[-1]
+    loss = record.loss
     at = int(np.flatnonzero(d.active)[-1])  # a target; its token is one further
     path = write_report(run, run.path / "report.html", tokenizer=Letters())
     page = open_page(path, width, f"step=6&group={d.group}&sample={d.sample}&token={at + 1}")
     page.emulate_media(color_scheme=scheme)
-    panel, marked = page.locator(".tokens"), page.locator(".tokens [aria-current]")
+    panel = page.locator(".tokens")
+    marked = page.locator(".tokens [aria-current]")
     expect(panel).to_contain_text(f"step 6 · group {d.group} · sample {d.sample}")
-    expect(marked).to_have_text({" ": "·", "\n": "⏎"}.get(said := Letters().decode([d.tokens[at + 1]]), said))
+    expect(marked).to_have_text(
+        {" ": "·", "\n": "⏎"}.get(said := Letters().decode([d.tokens[at + 1]]), said)
+    )
     expect(marked).to_be_in_viewport()
     row = page.locator("tr[aria-current]")
     expect(row).to_have_attribute("data-id", f"step=6&group={d.group}&sample={d.sample}")
-    shown = dict(zip(*(panel.locator(part).all_inner_texts() for part in ("dt", "dd")), strict=True))
+    shown = dict(
+        zip(*(panel.locator(part).all_inner_texts() for part in ("dt", "dd")), strict=True)
+    )
     expected = {
         "sampler logprob": d.sampler_logprobs[at],
         "policy logprob": loss.logprobs[-1].values[at],
@@ -175,8 +194,11 @@ def test_a_token_is_a_link_to_itself(open_page: Callable[..., Page], run: RunFol
     expect(page.locator(".tokens")).to_have_count(0)
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
     page.get_by_role("button", name="Next ›").click()
-    page.locator(f"tr[data-id='step=6&group={d.group}&sample={d.sample}'] a").evaluate("e => e.click()")
-    strip, marked = page.locator(".strip"), page.locator(".strip [aria-current]")
+    page.locator(f"tr[data-id='step=6&group={d.group}&sample={d.sample}'] a").evaluate(
+        "e => e.click()"
+    )
+    strip = page.locator(".strip")
+    marked = page.locator(".strip [aria-current]")
     expect(marked).to_have_count(0)
     expect(page.locator(".tokens")).to_contain_text("Choose a token to see its numbers")
     expect(strip.locator("a")).to_have_count(len(d.tokens) - first)
@@ -203,7 +225,9 @@ def test_a_token_is_a_link_to_itself(open_page: Callable[..., Page], run: RunFol
     ],
 )
 @pytest.mark.variant(but="step=3")
-def test_an_address_that_is_not_on_the_page(open_page: Callable[..., Page], run: RunFolder, address: str, words: str):
+def test_an_address_that_is_not_on_the_page(
+    open_page: Callable[..., Page], run: RunFolder, address: str, words: str
+):
     page = open_page(write_report(run, run.path / "report.html"), address=address)
     page.locator(".rltable").first.wait_for()
     if words:
@@ -223,9 +247,13 @@ AT_THE_LAST_MOMENT = """addEventListener("beforeunload", () => {
 THERE = "() => sessionStorage.acted && document.scrollingElement.scrollTop === 300"
 
 
-def test_a_page_follows_its_run_and_stays_where_it_is_read(open_page: Callable[..., Page], run: RunFolder):
+def test_a_page_follows_its_run_and_stays_where_it_is_read(
+    open_page: Callable[..., Page], run: RunFolder
+):
     path = run.path / "report.html"
-    page = open_page(write_report(run, path, status=Status("running", "Running: step 6."), refresh=2))
+    page = open_page(
+        write_report(run, path, status=Status("running", "Running: step 6."), refresh=2)
+    )
     page.add_init_script(AT_THE_LAST_MOMENT)
     page.wait_for_function(THERE)
     run.add(synthetic_record(7, steps=7, groups=4, completions=5))
@@ -244,8 +272,11 @@ def test_a_script_that_got_into_the_page_does_not_run(
     open_page: Callable[..., Page], tmp_path: Path, watch: Watch, context: BrowserContext
 ):
     "The page allows its own two scripts and no other."
-    bad, path = '<script>document.title="owned"</script><img src=x onerror=document.title="owned">', tmp_path / "r.html"
-    path.write_text(report_html([hostile_record(1)], title="Sums").replace("</main>", f"{bad}</main>"))
+    bad = '<script>document.title="owned"</script><img src=x onerror=document.title="owned">'
+    path = tmp_path / "r.html"
+    path.write_text(
+        report_html([hostile_record(1)], title="Sums").replace("</main>", f"{bad}</main>")
+    )
     page = open_page(path)
     page.locator(".js-plotly-plot .main-svg").first.wait_for()
     assert "Content Security Policy" in "\n".join(watch.take(context))

@@ -15,7 +15,9 @@ from playwright.sync_api import BrowserContext, Page, expect
 from .lab import SHOTS
 
 SITE = Path(__file__).resolve().parent.parent.parent / "_docs"
-pytestmark = pytest.mark.skipif(not (SITE / "index.html").exists(), reason="the site is not built: make docs")
+pytestmark = pytest.mark.skipif(
+    not (SITE / "index.html").exists(), reason="the site is not built: make docs"
+)
 EMPTY = "() => [...document.images].filter(i => !i.complete || !i.naturalWidth).map(i => i.src)"
 COLOURS = "() => (s => [s.backgroundColor, s.color])(getComputedStyle(document.body))"
 WIDER = "() => document.scrollingElement.scrollWidth - innerWidth"
@@ -97,7 +99,9 @@ def test_the_sidebar_leads_through_the_pages(read: Callable[..., Page]):
     page.locator("a.next-page").click()
     expect(page.locator("h1")).to_contain_text("Reading logprobs")
     assert page.locator(".sidebar-tree .caption-text").all_text_contents() == ["Start", "Topics"]
-    shown = [link.text_content() for link in page.locator(".sidebar-tree a").all() if link.is_visible()]
+    shown = [
+        link.text_content() for link in page.locator(".sidebar-tree a").all() if link.is_visible()
+    ]
     assert shown[0].startswith("Start: install, quickstart")
     assert len(shown) < 25
 
@@ -110,8 +114,15 @@ def test_pages_fit_their_window(read: Callable[..., Page], name: str, width: int
     assert page.evaluate(WIDER) <= 0
     assert page.evaluate(OUTSIDE) == []
     back, ink = page.evaluate(COLOURS)
-    light = lambda colour: sum(map(int, colour.strip("rgba()").split(",")[:3])) / 765
-    assert (light(back) > 0.8 > 0.4 > light(ink)) if scheme == "light" else (light(back) < 0.2 < 0.6 < light(ink))
+
+    def light(colour):
+        return sum(map(int, colour.strip("rgba()").split(",")[:3])) / 765
+
+    assert (
+        (light(back) > 0.8 > 0.4 > light(ink))
+        if scheme == "light"
+        else (light(back) < 0.2 < 0.6 < light(ink))
+    )
     page.screenshot(path=SHOTS / f"site_{name.replace('/', '_')}_{scheme}_{width}.png")
 
 

@@ -23,7 +23,13 @@ ROWS = [
     {"id": "a", "group": 0, "reward": 0.5, "advantage": -0.25, "text": "ten apples"},
     {"id": "b", "group": 0, "reward": None, "advantage": None, "text": "nine Apples"},
     {"id": "c", "group": 1, "reward": 1, "advantage": 1, "text": "two pears"},
-    {"id": "d", "group": 1, "reward": -2, "advantage": 0, "text": "x" * 300 + " far away\nand below"},
+    {
+        "id": "d",
+        "group": 1,
+        "reward": -2,
+        "advantage": 0,
+        "text": "x" * 300 + " far away\nand below",
+    },
     {"id": "e", "group": 1, "reward": 0.5, "advantage": -1e-9, "text": "10 pears"},
 ]
 SCRIPT = """
@@ -39,7 +45,9 @@ table.draw({ title: "Fruit", columns: COLUMNS, rows: ROWS });
 def show(open_page: Callable[..., Page], tmp_path: Path) -> Callable[..., Locator]:
     "A page with a table of these rows."
 
-    def show_table(rows: object = ROWS, columns: object = COLUMNS, width: int = 1280, **options: object) -> Locator:
+    def show_table(
+        rows: object = ROWS, columns: object = COLUMNS, width: int = 1280, **options: object
+    ) -> Locator:
         given = "".join(
             f"const {name} = {json.dumps(value)};\n"
             for name, value in {"ROWS": rows, "COLUMNS": columns, "OPTIONS": options}.items()
@@ -47,7 +55,9 @@ def show(open_page: Callable[..., Page], tmp_path: Path) -> Callable[..., Locato
         code = "\n".join([module("table.js").replace("export ", ""), given, SCRIPT])
         page = tmp_path / "table.html"
         style = asset("table.css")
-        page.write_text(f"<!doctype html><meta charset=utf-8><style>{style}</style><body><script>{code}</script>")
+        page.write_text(
+            f"<!doctype html><meta charset=utf-8><style>{style}</style><body><script>{code}</script>"
+        )
         return open_page(page, width).locator(".rltable")
 
     return show_table
@@ -55,7 +65,10 @@ def show(open_page: Callable[..., Page], tmp_path: Path) -> Callable[..., Locato
 
 def texts(table: Locator, column: int = 3) -> list[str]:
     "What the rows of the page say in a column."
-    return [row.locator("td").nth(column).inner_text().strip() for row in table.locator("tbody tr").all()]
+    return [
+        row.locator("td").nth(column).inner_text().strip()
+        for row in table.locator("tbody tr").all()
+    ]
 
 
 def ids(table: Locator) -> list[str]:
@@ -65,7 +78,8 @@ def ids(table: Locator) -> list[str]:
 
 def all_ids(table: Locator) -> list[str]:
     "The rows of all pages."
-    found, on = ids(table), table.get_by_role("button", name="Next")
+    found = ids(table)
+    on = table.get_by_role("button", name="Next")
     while on.count() and on.is_enabled():
         on.click()
         found += ids(table)
@@ -79,7 +93,10 @@ def sort_by(table: Locator, label: str) -> None:
 
 ORDERS = {  # of a column: up and down
     "group": ("abcde", "cdeab"),
-    "reward": ("daecb", "caedb"),  # what has no number is last, whichever way; equal ones stay in their order
+    "reward": (
+        "daecb",
+        "caedb",
+    ),  # what has no number is last, whichever way; equal ones stay in their order
     "advantage": ("aedcb", "cdeab"),
     "completion": ("ebacd", "dcabe"),  # numbers in a text by their value
 }
@@ -167,8 +184,15 @@ def test_it_is_used_by_keyboard(show: Callable[..., Locator]):
     reached = []
     for _ in range(9):
         keyboard.press("Tab")
-        reached.append(page.evaluate("() => document.activeElement.ariaLabel ?? document.activeElement.title"))
-    assert reached[:4] == ["Sort by group", "Sort by reward", "Sort by advantage", "Sort by completion"]
+        reached.append(
+            page.evaluate("() => document.activeElement.ariaLabel ?? document.activeElement.title")
+        )
+    assert reached[:4] == [
+        "Sort by group",
+        "Sort by reward",
+        "Sort by advantage",
+        "Sort by completion",
+    ]
     assert reached[4:7] == ["Filter by group", "Filter by reward", "Filter by completion"]
     table.get_by_role("button", name="reward").focus()
     keyboard.press("Enter")
@@ -178,7 +202,8 @@ def test_it_is_used_by_keyboard(show: Callable[..., Locator]):
     keyboard.press("Enter")
     assert page.evaluate("heard.opened") == ["a"]
     page.evaluate("rows => table.draw({ columns: COLUMNS, rows })", ROWS[:2])
-    assert page.evaluate("document.activeElement.closest('tr').dataset.id") == "a"  # the focus stays on its row
+    # the focus stays on its row
+    assert page.evaluate("document.activeElement.closest('tr').dataset.id") == "a"
 
 
 def test_new_rows_leave_what_the_reader_has_chosen(show: Callable[..., Locator]):
@@ -205,15 +230,24 @@ def test_new_rows_leave_what_the_reader_has_chosen(show: Callable[..., Locator])
 
 
 def test_cells_that_say_the_same_are_one(show: Callable[..., Locator]):
-    columns = [COLUMNS[0] | {"merge": ["group"]}, {"name": "text", "label": "text", "kind": "block"}]
+    columns = [
+        COLUMNS[0] | {"merge": ["group"]},
+        {"name": "text", "label": "text", "kind": "block"},
+    ]
     table = show(columns=columns, size=4)
     assert [c.get_attribute("rowspan") for c in table.locator("td[rowspan]").all()] == ["2", "2"]
     assert [row.locator("td").count() for row in table.locator("tbody tr").all()] == [2, 1, 2, 1]
     sort_by(table, "text")
-    assert [c.get_attribute("rowspan") for c in table.locator("td[rowspan]").all()] == ["1", "2", "1"]
+    assert [c.get_attribute("rowspan") for c in table.locator("td[rowspan]").all()] == [
+        "1",
+        "2",
+        "1",
+    ]
 
 
-def test_what_a_model_wrote_is_text_and_what_cannot_be_seen_gets_a_mark(show: Callable[..., Locator]):
+def test_what_a_model_wrote_is_text_and_what_cannot_be_seen_gets_a_mark(
+    show: Callable[..., Locator],
+):
     odd = " a\n\tb\u202e\x1b[31m  "
     rows = [
         {"id": "1", "text": BAD, "whole": odd},
@@ -232,4 +266,7 @@ def test_what_a_model_wrote_is_text_and_what_cannot_be_seen_gets_a_mark(show: Ca
     whole = table.locator("tbody tr").first.locator(".rltable-block")
     assert whole.text_content() == "·a↵\n⇥\tb\\u202e\\u001b[31m··"
     assert table.locator("tbody tr").nth(2).locator(".rltable-block").text_content() == "··"
-    assert table.locator("tbody tr").nth(1).locator("button").text_content() == " a ⏎ b\\u202e\\u001b[31m  "
+    assert (
+        table.locator("tbody tr").nth(1).locator("button").text_content()
+        == " a ⏎ b\\u202e\\u001b[31m  "
+    )

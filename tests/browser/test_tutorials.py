@@ -32,11 +32,16 @@ def cells() -> list[dict[str, Any]]:
     ours = ["import urllib.request", "urllib.request.urlopen('http://192.0.2.1')"]
     plain = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
     stored = [c for path in sorted(TUTORIALS.glob("*.ipynb")) for c in stored_html(path)]
-    return [c | {"id": f"cell-{i}"} for i, c in enumerate([*(plain | {"source": text} for text in ours), *stored])]
+    return [
+        c | {"id": f"cell-{i}"}
+        for i, c in enumerate([*(plain | {"source": text} for text in ours), *stored])
+    ]
 
 
 @pytest.fixture(scope="module")
-def notebook(lab: Lab, cells: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
+def notebook(
+    lab: Lab, cells: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Notebook]:
     "One notebook with what all tutorials have stored; JupyterLab sees it for the first time."
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     made = {"cells": cells, "metadata": {"kernelspec": kernel}, "nbformat": 4, "nbformat_minor": 5}
@@ -47,17 +52,25 @@ def notebook(lab: Lab, cells: list[dict[str, Any]], tmp_path_factory: pytest.Tem
     notebook.close()
 
 
-def test_a_tutorial_that_was_never_run_here_shows_all_its_pictures(notebook: Notebook, cells: list[dict[str, Any]]):
+def test_a_tutorial_that_was_never_run_here_shows_all_its_pictures(
+    notebook: Notebook, cells: list[dict[str, Any]]
+):
     "JupyterLab does not trust what another machine has stored: it takes scripts, styles and inline SVG out of it."
-    assert not any(notebook.page.evaluate(f"() => {PANEL}.content.widgets.map(c => c.model.trusted)")[2:])
+    assert not any(
+        notebook.page.evaluate(f"() => {PANEL}.content.widgets.map(c => c.model.trusted)")[2:]
+    )
     assert len(cells) > 50
     for i, cell in enumerate(cells[2:], 2):
-        html = "".join("".join(o["data"].get("text/html", "")) for o in cell["outputs"] if "data" in o)
+        html = "".join(
+            "".join(o["data"].get("text/html", "")) for o in cell["outputs"] if "data" in o
+        )
         outputs = notebook.show(i)
         outputs.locator(".jp-OutputArea-output").first.wait_for()
         notebook.until_true(f"async e => ({LOADED})(e)", outputs.element_handle())
         assert outputs.evaluate(BROKEN) == []
-        assert outputs.locator(".jp-RenderedHTMLCommon img").count() >= html.count("<img"), "no picture was taken out"
+        assert outputs.locator(".jp-RenderedHTMLCommon img").count() >= html.count("<img"), (
+            "no picture was taken out"
+        )
         assert "<svg" not in html
 
 

@@ -56,7 +56,8 @@ for r in records:
     dashboard.update(r)
 dashboard""",
 }
-WIDE, NARROW = 1280, 800
+WIDE = 1280
+NARROW = 800
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,8 @@ def test_a_live_chart_takes_new_points(notebook: Notebook):
         notebook.ask(f"history.add(history_row(synthetic_record({step})))")
         notebook.ask("live.draw(charts(run_payloads(history, {}))['reward'])")
         notebook.page.wait_for_function(
-            f"n => [...document.querySelectorAll('.js-plotly-plot')].some(p => ({points})(p, n))", arg=step
+            f"n => [...document.querySelectorAll('.js-plotly-plot')].some(p => ({points})(p, n))",
+            arg=step,
         )
 
 
@@ -132,13 +134,18 @@ def shown_sample(inspector: Locator) -> int:
 
 def agree(inspector: Locator, index: int, target: int) -> None:
     "The readout shows what the record has for a target of a datum."
-    datum, readout = RECORD.datums[index], inspector.locator(".rlt-readout")
-    expect(readout.locator(".rlt-name")).to_contain_text(f"token {target + 1}, id {datum.tokens[target + 1]}, ")
+    datum = RECORD.datums[index]
+    readout = inspector.locator(".rlt-readout")
+    expect(readout.locator(".rlt-name")).to_contain_text(
+        f"token {target + 1}, id {datum.tokens[target + 1]}, "
+    )
     expect(readout.locator(".rlt-name")).to_contain_text(f"target {target}")
     for name, values in SERIES.items():
         text = readout.locator(f".rlt-value[data-series={name}] b").inner_text()
         value = float(np.asarray(values(datum, index))[target])
-        assert text == "–" if math.isnan(value) else math.isclose(float(text), value, rel_tol=1e-3), (name, target)
+        assert (
+            text == "–" if math.isnan(value) else math.isclose(float(text), value, rel_tol=1e-3)
+        ), (name, target)
 
 
 def test_the_cause_stands_above_and_the_prompt_is_folded(inspector: Locator):
@@ -161,11 +168,22 @@ def test_hovering_shows_the_numbers_of_the_record(inspector: Locator):
     for index in (0, 3):
         datum = RECORD.datums[index]
         where = f"group {datum.group}, sample {datum.sample} "
-        label = inspector.locator(".rlt-sample option").filter(has_text=re.compile(f"^{where}")).inner_text()
+        label = (
+            inspector.locator(".rlt-sample option")
+            .filter(has_text=re.compile(f"^{where}"))
+            .inner_text()
+        )
         inspector.locator(".rlt-sample").select_option(label=label)
         expect(inspector.locator(".rlt-facts")).to_contain_text(where.strip())
-        scored, size = np.flatnonzero(datum.active), len(datum.weights)
-        for target in (0, int(scored[0]) - 1, int(scored[0]), int(scored[len(scored) // 2]), size - 1):
+        scored = np.flatnonzero(datum.active)
+        size = len(datum.weights)
+        for target in (
+            0,
+            int(scored[0]) - 1,
+            int(scored[0]),
+            int(scored[len(scored) // 2]),
+            size - 1,
+        ):
             inspector.locator(f".rlt-strip [data-target='{target}']").hover()
             agree(inspector, index, target)
 
@@ -186,14 +204,19 @@ def test_strip_and_chart_point_at_the_same_token(inspector: Locator):
 
 
 def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook: Notebook):
-    scatter, tip = inspector.locator("canvas.rlt-scatter"), inspector.locator(".rlt-tip")
+    scatter = inspector.locator("canvas.rlt-scatter")
+    tip = inspector.locator(".rlt-tip")
     scatter.scroll_into_view_if_needed()
     box = scatter.bounding_box()
     side = min(box["width"] - 62, box["height"] - 46)
     found = None
     for step in range(1, 200):  # along the identity line, where points are
-        notebook.page.mouse.move(box["x"] + 52 + side * step / 200, box["y"] + 10 + side * (1 - step / 200))
-        found = re.match(r"group (\d+), sample (\d+), target (\d+): (\S+) against (\S+)\.", tip.inner_text())
+        notebook.page.mouse.move(
+            box["x"] + 52 + side * step / 200, box["y"] + 10 + side * (1 - step / 200)
+        )
+        found = re.match(
+            r"group (\d+), sample (\d+), target (\d+): (\S+) against (\S+)\.", tip.inner_text()
+        )
         if found:
             break
     assert found, "no point under the identity line"
@@ -201,12 +224,15 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
     notebook.page.mouse.down()
     notebook.page.mouse.up()
     expect(inspector.locator(".rlt-facts")).to_contain_text(f"group {group}, sample {sample}")
-    expect(inspector.locator(".rlt-strip .rlt-selected")).to_have_attribute("data-target", str(target))
+    expect(inspector.locator(".rlt-strip .rlt-selected")).to_have_attribute(
+        "data-target", str(target)
+    )
     index = shown_sample(inspector)
     notebook.page.mouse.move(5, 5)
     agree(inspector, index, target)
     datum = RECORD.datums[index]
-    x, y = datum.sampler_logprobs[target], scored_first(RECORD)[index].values[target]
+    x = datum.sampler_logprobs[target]
+    y = scored_first(RECORD)[index].values[target]
     assert math.isclose(float(found[4]), y, rel_tol=1e-3)
     assert math.isclose(float(found[5]), x, rel_tol=1e-3)
 
@@ -214,7 +240,10 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
 def shows_targets(table: Locator, targets: Sequence[int]) -> None:
     "Wait until these are the rows of a table; they are read at once, since a table may be drawn anew in between."
     rows, end = table.locator("tbody tr"), time.monotonic() + 30
-    read = lambda: rows.evaluate_all("rows => rows.map(row => Number(row.dataset.id))")
+
+    def read():
+        return rows.evaluate_all("rows => rows.map(row => Number(row.dataset.id))")
+
     while read() != [*map(int, targets)] and time.monotonic() < end:
         time.sleep(0.05)
     assert read() == [*map(int, targets)]
@@ -222,7 +251,8 @@ def shows_targets(table: Locator, targets: Sequence[int]) -> None:
 
 def test_tokens_are_sorted_and_searched_in_their_table(inspector: Locator):
     index = shown_sample(inspector)
-    datum, logprobs = RECORD.datums[index], np.asarray(RECORD.loss.logprobs[index].values)
+    datum = RECORD.datums[index]
+    logprobs = np.asarray(RECORD.loss.logprobs[index].values)
     inspector.locator(".rlt-series").select_option("policy")
     table = inspector.locator(".rlt-worst .rltable")
     scored = np.flatnonzero(datum.active)
@@ -244,7 +274,8 @@ def test_tokens_are_sorted_and_searched_in_their_table(inspector: Locator):
 
 def test_the_inspector_is_used_by_keyboard(inspector: Locator, notebook: Notebook):
     cells = notebook.page.evaluate(f"() => {PANEL}.content.widgets.length")
-    index, keyboard = shown_sample(inspector), notebook.page.keyboard
+    index = shown_sample(inspector)
+    keyboard = notebook.page.keyboard
     inspector.locator(".rlt-sample").focus()
     reached = set()
     for _ in range(12):
@@ -254,9 +285,13 @@ def test_the_inspector_is_used_by_keyboard(inspector: Locator, notebook: Noteboo
     inspector.locator(".rlt-strip").focus()
     keyboard.press("End")
     last = len(RECORD.datums[index].weights) - 1
-    expect(inspector.locator(".rlt-strip .rlt-selected")).to_have_attribute("data-target", str(last))
+    expect(inspector.locator(".rlt-strip .rlt-selected")).to_have_attribute(
+        "data-target", str(last)
+    )
     keyboard.press("ArrowLeft")
-    expect(inspector.locator(".rlt-strip .rlt-selected")).to_have_attribute("data-target", str(last - 1))
+    expect(inspector.locator(".rlt-strip .rlt-selected")).to_have_attribute(
+        "data-target", str(last - 1)
+    )
     agree(inspector, index, last - 1)
     for key in ("d", "d", "x", "b"):  # would delete, cut and insert cells of the notebook
         keyboard.press(key)
@@ -265,7 +300,8 @@ def test_the_inspector_is_used_by_keyboard(inspector: Locator, notebook: Noteboo
 
 # --- how it looks -----------------------------------------------------------------------------------------------------
 
-SCROLLS = {"record"}  # as wide as its reward functions have names; JupyterLab lets a wide table scroll
+# as wide as its reward functions have names; JupyterLab lets a wide table scroll
+SCROLLS = {"record"}
 OVERFLOW = """area => [...area.querySelectorAll('.jp-OutputArea-output')].filter(o => o.offsetParent)
     .filter(o => o.scrollWidth > o.clientWidth + 1).map(o => `${o.scrollWidth} in ${o.clientWidth}`)"""
 

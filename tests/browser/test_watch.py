@@ -35,6 +35,9 @@ def test_without_a_browser_it_says_how_to_get_one(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv(chromium.BROWSER, "no-such-browser")
     assert chromium.find() is None
-    assert all(word in chromium.missing() for word in ("no-such-browser", "apt-get install chromium", chromium.SKIP))
+    assert all(
+        word in chromium.missing()
+        for word in ("no-such-browser", "apt-get install chromium", chromium.SKIP)
+    )
     monkeypatch.setenv(chromium.SKIP, "1")
     assert chromium.switched_off()

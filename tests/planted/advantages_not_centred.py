@@ -15,7 +15,12 @@ def normalised(groups):
 
 async def train():
     backend = open_local(*load_model("tiny"))
-    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    cfg = Config(
+        prompt_groups_per_step=4,
+        completions_per_prompt=6,
+        max_completion_tokens=24,
+        learning_rate=1e-3,
+    )
     loop = GRPOLoop(backend, toy_rows(40), toy_reward, cfg, advantage_fn=normalised)
     await loop.run(1)
     return loop

@@ -12,13 +12,21 @@ from rl_notebook.experiments.preflight import preflight
 def sums():
     "Questions with their source, from two tables."
     questions = pd.DataFrame(toy_rows(20))
-    sources = pd.DataFrame({"question": [*questions.question, *questions.question], "source": ["a"] * 20 + ["b"] * 20})
+    sources = pd.DataFrame(
+        {"question": [*questions.question, *questions.question], "source": ["a"] * 20 + ["b"] * 20}
+    )
     return questions.merge(sources, on="question").to_dict("records")
 
 
 async def train():
-    backend, rows = open_local(*load_model("tiny")), sums()
-    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    backend = open_local(*load_model("tiny"))
+    rows = sums()
+    cfg = Config(
+        prompt_groups_per_step=4,
+        completions_per_prompt=6,
+        max_completion_tokens=24,
+        learning_rate=1e-3,
+    )
     print(await preflight(backend, rows, toy_reward, cfg))
     loop = GRPOLoop(backend, rows, toy_reward, cfg)
     await loop.run(1)

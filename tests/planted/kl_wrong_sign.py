@@ -27,7 +27,12 @@ def grpo_with_kl(datums, denominator):
 
 async def train():
     backend = open_local(*load_model("tiny"))
-    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    cfg = Config(
+        prompt_groups_per_step=4,
+        completions_per_prompt=6,
+        max_completion_tokens=24,
+        learning_rate=1e-3,
+    )
     loop = GRPOLoop(backend, toy_rows(40), toy_reward, cfg, make_loss=grpo_with_kl)
     await loop.run(4)
     return loop

@@ -15,7 +15,12 @@ def cosine(step, peak=1e-3, floor=1e-9, total=7):
 
 async def train():
     backend = open_local(*load_model("tiny"))
-    cfg = Config(prompt_groups_per_step=2, completions_per_prompt=4, max_completion_tokens=16, learning_rate=1e-3)
+    cfg = Config(
+        prompt_groups_per_step=2,
+        completions_per_prompt=4,
+        max_completion_tokens=16,
+        learning_rate=1e-3,
+    )
     loop = GRPOLoop(backend, toy_rows(40), lambda text: len(set(text)), cfg)
     for step in range(9):
         loop.change(learning_rate=cosine(step))

@@ -18,14 +18,21 @@ def make_rollout_fn(setup):
         echo = await setup.sampler.logprobs(tokens)
         reward = toy_reward(said.text, sample_prompt["answer"])
         mask = [0] + [1] * (len(tokens) - 1)  # the first token has no logprob
-        return RolloutSample(tokens, [0.0, *echo.values], mask, reward, said.finish_reason, said.text)
+        return RolloutSample(
+            tokens, [0.0, *echo.values], mask, reward, said.finish_reason, said.text
+        )
 
     return rollout_fn
 
 
 async def train():
     backend = open_local(*load_model("tiny"))
-    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    cfg = Config(
+        prompt_groups_per_step=4,
+        completions_per_prompt=6,
+        max_completion_tokens=24,
+        learning_rate=1e-3,
+    )
     loop = GRPOLoop(backend, toy_rows(40), make_rollout_fn, cfg)
     await loop.run(1)
     return loop

@@ -16,7 +16,12 @@ def form(prompt, completion):
 async def train():
     backend = open_local(*load_model("tiny"))
     rows = [{**row, "question": row["question"] + " End with ####."} for row in toy_rows(40)]
-    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=32, learning_rate=1e-3)
+    cfg = Config(
+        prompt_groups_per_step=4,
+        completions_per_prompt=6,
+        max_completion_tokens=32,
+        learning_rate=1e-3,
+    )
     print(await preflight(backend, rows, [toy_reward, form], cfg))
     loop = GRPOLoop(backend, rows, [toy_reward, form], cfg)
     await loop.run(1)

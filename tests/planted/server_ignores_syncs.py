@@ -12,7 +12,8 @@ class Server:
     "Our inference server, behind its HTTP client."
 
     def __init__(self, engine):
-        self.engine, self.version = engine, 0
+        self.engine = engine
+        self.version = 0
 
     async def sample(self, prompt_tokens, params):
         drawn = await self.engine.sample(prompt_tokens, params)
@@ -30,7 +31,12 @@ async def train():
     backend = open_local(*load_model("tiny"))
     backend.sampler = server = Server(backend.sampler)
     backend.sync = server.load_weights
-    cfg = Config(prompt_groups_per_step=4, completions_per_prompt=6, max_completion_tokens=24, learning_rate=1e-3)
+    cfg = Config(
+        prompt_groups_per_step=4,
+        completions_per_prompt=6,
+        max_completion_tokens=24,
+        learning_rate=1e-3,
+    )
     loop = GRPOLoop(backend, toy_rows(40), toy_reward, cfg)
     await loop.run(3)
     return loop

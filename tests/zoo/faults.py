@@ -20,7 +20,9 @@ from rl_notebook.runs.records import StepRecord
 from .machines import cast
 from .steps import Run, World, opened
 
-NONE, CLEAN = "none of the known causes", "all well"  # as the doctor says it
+# as the doctor says it
+NONE = "none of the known causes"
+CLEAN = "all well"
 
 
 PLAIN = World()
@@ -31,7 +33,9 @@ class Fault:
     "One thing that is wrong, or nothing."
 
     right: tuple[str, ...]  # causes that are right answers
-    make: Callable[[Run], Any]  # (run) -> arguments of `Run.step`, or nothing, or an awaitable of it
+    make: Callable[
+        [Run], Any
+    ]  # (run) -> arguments of `Run.step`, or nothing, or an awaitable of it
     world: World = PLAIN
     later: int = 0  # updates, and syncs, between the step and its diagnosis
 
@@ -62,19 +66,29 @@ def forced(run: Run, reports: str = "processed", **arguments: Any) -> None:
 
 def raw_at(run: Run, t: float) -> dict[str, Any]:
     "All agree on a temperature, at which the server draws, and does not report."
-    put(run.trainer, temperature=t), put(run.reference, temperature=t), put(run.server, reports="raw")
+    (
+        put(run.trainer, temperature=t),
+        put(run.reference, temperature=t),
+        put(run.server, reports="raw"),
+    )
     return {"temperature": t}
 
 
 def through_text(run: Run, change: Callable[[str], str]) -> None:
     "The server is sent text, and renders it in its own way."
     words = run.tokenizer
-    put(run.server, reads=lambda ids: words(change(words.decode(ids)), add_special_tokens=False)["input_ids"])
+    put(
+        run.server,
+        reads=lambda ids: words(change(words.decode(ids)), add_special_tokens=False)["input_ids"],
+    )
 
 
 def templated(run: Run) -> None:
     "The server has another template, for the last thing that the user said."
-    last = lambda text: text.split("<|user|>")[-1].split("<|assistant|>")[0].replace("<|end|>", "")
+
+    def last(text):
+        return text.split("<|user|>")[-1].split("<|assistant|>")[0].replace("<|end|>", "")
+
     through_text(run, lambda text: f"<|bos|>Q: {last(text)}\nA: ")
 
 
@@ -127,7 +141,10 @@ def packed(run: Run) -> None:
 
     def leaking(datums: Sequence[Datum]) -> list[torch.Tensor]:
         fronts = [datums[0].tokens[:0], *(d.tokens for d in datums[:-1])]
-        longer = [Datum(np.r_[x, d.tokens], np.r_[0.0 * x, d.weights]) for x, d in zip(fronts, datums, strict=True)]
+        longer = [
+            Datum(np.r_[x, d.tokens], np.r_[0.0 * x, d.weights])
+            for x, d in zip(fronts, datums, strict=True)
+        ]
         return [s[len(x) :] for s, x in zip(score(longer), fronts, strict=True)]
 
     put(run.trainer, score=leaking)
@@ -144,10 +161,15 @@ async def other_reference(run: Run) -> None:
 # --- bookkeeping: from samples to datums, by code that has a bug --------------------------------------------------
 
 
-def retold(groups: Sequence[PromptGroup], change: Callable[[list[np.ndarray]], list[np.ndarray]]) -> list[Datum]:
+def retold(
+    groups: Sequence[PromptGroup], change: Callable[[list[np.ndarray]], list[np.ndarray]]
+) -> list[Datum]:
     "Datums whose logprobs of completions were changed, and cut or filled up with zeros where they do not fit."
-    datums, out = datums_from_groups(groups), []
-    for d, values in zip(datums, change([d.sampler_logprobs[d.active] for d in datums]), strict=True):
+    datums = datums_from_groups(groups)
+    out = []
+    for d, values in zip(
+        datums, change([d.sampler_logprobs[d.active] for d in datums]), strict=True
+    ):
         series = np.full(len(d.weights), np.nan)
         series[d.active] = np.r_[values, np.zeros(d.num_loss_tokens)][: d.num_loss_tokens]
         out.append(replace(d, sampler_logprobs=series))
@@ -170,25 +192,41 @@ def of_next_group(groups: Sequence[PromptGroup]) -> list[Datum]:
 def by_arrival(groups: Sequence[PromptGroup]) -> list[Datum]:
     "The short ones of each group were done first."
     each = len(groups[0].samples)
-    order = lambda values: sorted(range(len(values)), key=lambda i: (i // each, len(values[i])))
+
+    def order(values):
+        return sorted(range(len(values)), key=lambda i: (i // each, len(values[i])))
+
     return retold(groups, lambda values: [values[i] for i in order(values)])
 
 
 def eos_has_no_logprob(groups: Sequence[PromptGroup]) -> list[Datum]:
     ends = [s.finish_reason == "stop" for g in groups for s in g.samples]
-    return retold(groups, lambda values: [np.r_[v[:-1], np.nan] if e else v for v, e in zip(values, ends, strict=True)])
+    return retold(
+        groups,
+        lambda values: [
+            np.r_[v[:-1], np.nan] if e else v for v, e in zip(values, ends, strict=True)
+        ],
+    )
 
 
 def prompt_in_mask(groups: Sequence[PromptGroup]) -> list[Datum]:
-    filled = [replace(d, sampler_logprobs=np.nan_to_num(d.sampler_logprobs)) for d in datums_from_groups(groups)]
+    filled = [
+        replace(d, sampler_logprobs=np.nan_to_num(d.sampler_logprobs))
+        for d in datums_from_groups(groups)
+    ]
     return [replace(d, weights=np.ones(len(d.weights))) for d in filled]
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
 
-TEMPERATURE, CUT, STALE, TEXT, DTYPE = ("temperature",), ("top-p or top-k",), ("stale weights",), ("BOS or template",), ("dtype or batching",)  # fmt: skip  # noqa: E501
+TEMPERATURE, CUT, STALE, TEXT, DTYPE = ("temperature",), ("top-p or top-k",), ("stale weights",), ("BOS or template",), ("dtype or batching",)  # fmt: skip
 LORA = World(lora_rank=8, learning_rate=1e-3)
-collated = lambda collate: lambda run: {"collate": collate}
+
+
+def collated(collate):
+    return lambda run: {"collate": collate}
+
+
 # fmt: off
 FAULTS: dict[str, Fault] = {
     "the server has its own temperature": Fault(TEMPERATURE, lambda run: forced(run, temperature=0.6)),

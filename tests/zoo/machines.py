@@ -14,7 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from rl_notebook.backends.base import Backend, Capabilities
-from rl_notebook.core.types import AdamParams, BackendError, Completion, Datum, Logprobs, LossOutput, SampleParams
+from rl_notebook.core.types import (
+    AdamParams,
+    BackendError,
+    Completion,
+    Datum,
+    Logprobs,
+    LossOutput,
+    SampleParams,
+)
 from rl_notebook.task.toy import load_model
 
 Weights = dict[str, Tensor]
@@ -54,10 +62,10 @@ class Server:
 
     model: Any  # of its own
     tokenizer: Any
-    forced: dict[str, Any] = field(default_factory=dict)  # arguments of `generate`, whatever was asked for
-    reports: str = (
-        "both"  # "both", only "raw" or "processed" logprobs, under either name, or those of the "likeliest" token
-    )
+    forced: dict[str, Any] = field(
+        default_factory=dict
+    )  # arguments of `generate`, whatever was asked for
+    reports: str = "both"  # "both", only "raw" or "processed" logprobs, under either name, or those of the "likeliest" token
     reads: Callable[[list[int]], list[int]] = list  # what it makes of a prompt
     prefix: tuple[int, ...] = ()  # ids that it puts before everything that it reads
     can_echo: bool = True
@@ -66,7 +74,9 @@ class Server:
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         "Serve these weights; what is not among them stays as it is."
-        self.model.load_state_dict({n: t.to(self.model.dtype) for n, t in weights.items()}, strict=False)
+        self.model.load_state_dict(
+            {n: t.to(self.model.dtype) for n, t in weights.items()}, strict=False
+        )
         if self.altered is not None:
             self.altered(self.model)
 
@@ -79,15 +89,26 @@ class Server:
         "What the model reads for a sequence."
         return [*self.prefix, *map(int, tokens)]
 
-    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+    async def sample(
+        self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams
+    ) -> list[Completion]:
         "Completions, with raw logprobs and those of the distribution drawn from."
         prompt = [int(t) for t in prompt_tokens]
         if not prompt or params.stop:
-            raise BackendError("request", got="no tokens" if not prompt else "stop strings", expected="token ids")
+            raise BackendError(
+                "request", got="no tokens" if not prompt else "stop strings", expected="token ids"
+            )
         ids = torch.tensor([self.fed(self.reads(prompt))] * params.n)
-        asked: dict[str, Any] = {"do_sample": params.temperature > 0, "max_new_tokens": params.max_tokens}
+        asked: dict[str, Any] = {
+            "do_sample": params.temperature > 0,
+            "max_new_tokens": params.max_tokens,
+        }
         if params.temperature > 0:
-            asked |= {"temperature": float(params.temperature), "top_k": params.top_k, "top_p": float(params.top_p)}
+            asked |= {
+                "temperature": float(params.temperature),
+                "top_k": params.top_k,
+                "top_p": float(params.top_p),
+            }
         eos = [self.tokenizer.eos_token_id, *params.stop_token_ids]
         asked |= {"eos_token_id": eos, "pad_token_id": self.tokenizer.pad_token_id} | self.forced
         told = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
@@ -95,24 +116,37 @@ class Server:
             out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **told)
         drawn = out.sequences[:, ids.shape[1] :]
         laws = [torch.stack(parts, 1).float() for parts in (out.logits, out.scores)]
-        series = [_picked(law, law.argmax(-1) if self.reports == "likeliest" else drawn) for law in laws]
-        ends = [next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row)) for row in drawn]
+        series = [
+            _picked(law, law.argmax(-1) if self.reports == "likeliest" else drawn) for law in laws
+        ]
+        ends = [
+            next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row)) for row in drawn
+        ]
         return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
                 for row, r, p, n in zip(drawn.numpy(), *series, ends, strict=True)]  # fmt: skip
 
     def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
-        told = {"both": (raw, processed), "raw": (raw, raw), "processed": (processed, processed)}.get(
-            self.reports, (raw, processed)
-        )
+        told = {
+            "both": (raw, processed),
+            "raw": (raw, raw),
+            "processed": (processed, processed),
+        }.get(self.reports, (raw, processed))
         logprobs, sampling_logprobs = told
         text = self.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         reason = "stop" if tokens[-1] in eos else "length"
-        return Completion(prompt, tokens, logprobs, sampling_logprobs, text, reason, self.version, params)
+        return Completion(
+            prompt, tokens, logprobs, sampling_logprobs, text, reason, self.version, params
+        )
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,)."
         if not self.can_echo:
-            raise BackendError("echo", where="a server of the zoo", got="a request", expected="none: it cannot echo")
+            raise BackendError(
+                "echo",
+                where="a server of the zoo",
+                got="a request",
+                expected="none: it cannot echo",
+            )
         with torch.no_grad():
             logits = self.model(torch.tensor([self.fed(tokens)])).logits[0, -len(tokens) : -1]
         series = _picked(logits[None], torch.tensor([list(map(int, tokens[1:]))]))[0]
@@ -135,7 +169,10 @@ class Trainer:
     batch: int = 8  # sequences of one pass
     altered: Alteration | None = None  # of a copy that scores
     pads_left: bool = False
-    tells: tuple[str, ...] = ("attention_mask", "position_ids")  # what the model is told of the padding
+    tells: tuple[str, ...] = (
+        "attention_mask",
+        "position_ids",
+    )  # what the model is told of the padding
     training: bool = False  # whether the model is left in training mode
     version: int = 0
     source: str = "policy"
@@ -155,16 +192,20 @@ class Trainer:
 
     def score(self, datums: Sequence[Datum]) -> list[Tensor]:
         "One (N-1,) tensor per datum, NaN where its weight is 0."
-        model, series = self.scorer(), [torch.empty(0)] * len(datums)
+        model = self.scorer()
+        series = [torch.empty(0)] * len(datums)
         self.entropies = [*series]
         model.train(self.training)
         order = sorted(range(len(datums)), key=lambda i: len(datums[i].tokens))
         for at in range(0, len(order), self.batch):
             part = order[at : at + self.batch]
             self.of_pass = []
-            for i, found in zip(part, self._pass(model, [datums[i].tokens for i in part]), strict=True):
+            for i, found in zip(
+                part, self._pass(model, [datums[i].tokens for i in part]), strict=True
+            ):
                 series[i] = found
-            for i, found in zip(part, self.of_pass, strict=False):  # a bug with a pass of its own tells none
+            # a bug with a pass of its own tells none
+            for i, found in zip(part, self.of_pass, strict=False):
                 self.entropies[i] = found
         holes = [torch.from_numpy(np.where(d.active, 0.0, np.nan)).float() for d in datums]
         return [s + hole for s, hole in zip(series, holes, strict=True)]
@@ -181,19 +222,29 @@ class Trainer:
         told = {name: t for name, t in told.items() if name in self.tells}
         with torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             logits = model(ids, **told, use_cache=False).logits[:, :-1]
-        chances = torch.distributions.Categorical(logits=logits.float() / self.temperature, validate_args=False)
+        chances = torch.distributions.Categorical(
+            logits=logits.float() / self.temperature, validate_args=False
+        )
         own = [slice(int(a), int(a) + len(r) - 1) for a, r in zip(starts[:, 0], rows, strict=True)]
         self.of_pass = [h[part] for h, part in zip(chances.entropy().detach(), own, strict=True)]
         return [p[part] for p, part in zip(chances.log_prob(ids[:, 1:]), own, strict=True)]
 
     def stamped(self, series: Sequence[Tensor]) -> list[Logprobs]:
         "Series with what is true of them as far as a trainer knows."
-        what = {"source": self.source, "policy_version": self.version, "temperature": self.temperature}
+        what = {
+            "source": self.source,
+            "policy_version": self.version,
+            "temperature": self.temperature,
+        }
         kind = str(self.dtype).removeprefix("torch.")
-        scored, told = ([s.detach().double().numpy() for s in part] for part in (series, self.entropies))
+        scored, told = (
+            [s.detach().double().numpy() for s in part] for part in (series, self.entropies)
+        )
         if [len(s) for s in scored] != [len(h) for h in told]:  # a bug scores in parts of its own
             told = [None] * len(scored)
-        return [Logprobs(s, **what, dtype=kind, entropy=h) for s, h in zip(scored, told, strict=True)]
+        return [
+            Logprobs(s, **what, dtype=kind, entropy=h) for s, h in zip(scored, told, strict=True)
+        ]
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         with torch.no_grad():
@@ -206,14 +257,18 @@ class Trainer:
         loss.backward()
         found = [torch.zeros_like(p) if p.grad is None else p.grad.nan_to_num(0.0) for p in leaves]
         whole = [
-            (s[a], g[a]) for s, g, d in zip(series, found, datums, strict=True) for a in [torch.from_numpy(d.active)]
+            (s[a], g[a])
+            for s, g, d in zip(series, found, datums, strict=True)
+            for a in [torch.from_numpy(d.active)]
         ]
         parts = [(s * g).sum() for s, g in whole]
         torch.stack(parts).sum().backward()
         dlogprobs = tuple(g.double().numpy() for g in found)
         return LossOutput(loss.item(), dict(metrics), tuple(self.stamped(series)), dlogprobs)
 
-    async def optim_step(self, adam: AdamParams, *, grad_accumulation_normalization: str = "none") -> dict[str, float]:
+    async def optim_step(
+        self, adam: AdamParams, *, grad_accumulation_normalization: str = "none"
+    ) -> dict[str, float]:
         if grad_accumulation_normalization != "none":
             raise BackendError("optim_step", got=grad_accumulation_normalization, expected="none")
         learning = [p for p in self.model.parameters() if p.requires_grad]
@@ -229,7 +284,9 @@ class Trainer:
         self.model.zero_grad(set_to_none=True)
 
     async def save_state(self, name: str) -> str:
-        self.states[name] = {n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad}
+        self.states[name] = {
+            n: p.detach().clone() for n, p in self.model.named_parameters() if p.requires_grad
+        }
         return name
 
     async def load_state(self, path: str, *, optimizer: bool = True) -> None:
@@ -256,7 +313,9 @@ class Sync:
 
     async def __call__(self, snapshot: str) -> int:
         if snapshot not in self.trainer.snapshots:
-            raise BackendError("snapshot", got=repr(snapshot), expected=f"one of {sorted(self.trainer.snapshots)}")
+            raise BackendError(
+                "snapshot", got=repr(snapshot), expected=f"one of {sorted(self.trainer.snapshots)}"
+            )
         new = {n: t for n, t in self.trainer.snapshots[snapshot].items() if self.travels(n)}
         self.server.load({n: torch.lerp(self.base[n], t, self.scale) for n, t in new.items()})
         self.server.version += 1
@@ -274,7 +333,9 @@ def with_adapter(model: Any, rank: int) -> Any:
         return get_peft_model(model, config)
 
 
-def assembled(trainer: Trainer, reference: Trainer, sampler: Any, sync: Sync, lora_rank: int) -> Backend:
+def assembled(
+    trainer: Trainer, reference: Trainer, sampler: Any, sync: Sync, lora_rank: int
+) -> Backend:
     "The machines as a backend."
 
     def score_at(temperature: float) -> None:
@@ -283,4 +344,6 @@ def assembled(trainer: Trainer, reference: Trainer, sampler: Any, sync: Sync, lo
     can = {"lora_rank": lora_rank, "policy_temperature": trainer.temperature}
     capabilities = Capabilities("zoo", grad_accumulation_normalization=("none",), **can)
     roles = {"policy": trainer, "reference": reference, "sampler": sampler, "sync": sync}
-    return Backend(**roles, tokenizer=sampler.tokenizer, capabilities=capabilities, score_at=score_at)
+    return Backend(
+        **roles, tokenizer=sampler.tokenizer, capabilities=capabilities, score_at=score_at
+    )

@@ -14,7 +14,14 @@ import torch
 from rl_notebook.core.advantages import with_advantages
 from rl_notebook.backends.base import Backend
 from rl_notebook.task.chat import start_conversation
-from rl_notebook.core.types import AdamParams, Datum, LossOutput, PromptGroup, RolloutSample, SampleParams
+from rl_notebook.core.types import (
+    AdamParams,
+    Datum,
+    LossOutput,
+    PromptGroup,
+    RolloutSample,
+    SampleParams,
+)
 from rl_notebook.task.data import load_rows
 from rl_notebook.core.datums import attach, datums_from_groups
 from rl_notebook.core.losses import make_loss_fn
@@ -52,9 +59,14 @@ def history(learns: tuple[Any, ...]) -> list[Weights]:
     return []
 
 
-def reinforce(datums: Sequence[Datum], logprobs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+def reinforce(
+    datums: Sequence[Datum], logprobs: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, dict[str, float]]:
     "A loss of one's own, which does not look at the sampler's logprobs."
-    parts = [-d.advantage * lp[torch.from_numpy(d.active)].sum() for d, lp in zip(datums, logprobs, strict=True)]
+    parts = [
+        -d.advantage * lp[torch.from_numpy(d.active)].sum()
+        for d, lp in zip(datums, logprobs, strict=True)
+    ]
     return torch.stack(parts).sum(), {}
 
 
@@ -64,14 +76,17 @@ class Run:
     def __init__(self, world: World):
         self.world = world
         model, self.tokenizer = shipped("tiny")
-        dtype, pad = getattr(torch, world.dtype), self.tokenizer.pad_token_id
+        dtype = getattr(torch, world.dtype)
+        pad = self.tokenizer.pad_token_id
         base = copy.deepcopy(model)
         base.set_attn_implementation("eager")
         learner = with_adapter(base, world.lora_rank) if world.lora_rank else base
         how = {"pad": pad, "temperature": world.temperature, "dtype": dtype}
         self.trainer = Trainer(learner, **how)
         self.reference = Trainer(model, source="reference", **how)
-        self.server = Server(cast(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo)
+        self.server = Server(
+            cast(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo
+        )
         self.sync = Sync(self.trainer, self.server, model.state_dict())
         self.updates = 0
 
@@ -94,18 +109,31 @@ class Run:
         if publish:
             await self.publish()
 
-    async def draw(self, prompts: Sequence[Prompt], turns: int, params: SampleParams) -> list[Rollouts]:
+    async def draw(
+        self, prompts: Sequence[Prompt], turns: int, params: SampleParams
+    ) -> list[Rollouts]:
         "Completions, or conversations of several turns."
         if turns == 1:
             return [await draw_completions(self.server, p, params) for p in prompts]
-        return [Rollouts(p, tuple([await self.talk(p, turns, i, params) for i in range(params.n)])) for p in prompts]
+        return [
+            Rollouts(p, tuple([await self.talk(p, turns, i, params) for i in range(params.n)]))
+            for p in prompts
+        ]
 
-    async def talk(self, prompt: Prompt, turns: int, index: int, params: SampleParams) -> RolloutSample:
+    async def talk(
+        self, prompt: Prompt, turns: int, index: int, params: SampleParams
+    ) -> RolloutSample:
         "One conversation, whose answers meet with the same words each time."
         said = start_conversation(self.tokenizer, prompt.row)
         for turn in range(turns):
-            said = said.add_messages({"role": "user", "content": "Check it, step by step."}) if turn else said
-            own = replace(params, n=1, seed=(params.seed or 0) + 1000 * prompt.number + 10 * index + turn)
+            said = (
+                said.add_messages({"role": "user", "content": "Check it, step by step."})
+                if turn
+                else said
+            )
+            own = replace(
+                params, n=1, seed=(params.seed or 0) + 1000 * prompt.number + 10 * index + turn
+            )
             said = said.add_completion((await self.server.sample(said.tokens, own))[0])
         return said.to_sample()
 
@@ -118,13 +146,19 @@ class Run:
         **params: Any,  # of SampleParams
     ) -> StepRecord:
         "Draw, grade, score; the trainer is left, or put back, where its first logprobs are from."
-        w, first = self.world, self.updates * self.world.prompts
+        w = self.world
+        first = self.updates * self.world.prompts
         seed = 10_000 * w.seed + self.updates
-        asked = SampleParams(n=w.completions, max_tokens=w.max_tokens, temperature=w.temperature, seed=seed)
+        asked = SampleParams(
+            n=w.completions, max_tokens=w.max_tokens, temperature=w.temperature, seed=seed
+        )
         rows = load_rows(toy_rows(w.prompts, seed=seed))
         prompts = encode_rows(rows, self.tokenizer, first_number=first)
         drawn = await self.draw(prompts, turns, replace(asked, **params))
-        graded = [assemble(r, [replace(s, reward=float(len(s.text) % 5)) for s in r.samples]) for r in drawn]
+        graded = [
+            assemble(r, [replace(s, reward=float(len(s.text) % 5)) for s in r.samples])
+            for r in drawn
+        ]
         groups = with_advantages(graded)
         datums = list(collate(groups))
         datums = attach(datums, "ref_logprobs", await self.reference.forward(datums))
@@ -134,14 +168,21 @@ class Run:
         if minibatches > 1:
             loss = await self.updated(parts)
         else:
-            loss = evaluate_loss(datums, await self.trainer.forward(datums), lambda datums, _: reinforce)
+            loss = evaluate_loss(
+                datums, await self.trainer.forward(datums), lambda datums, _: reinforce
+            )
         sizes = tuple(map(len, parts))
-        more = {"policy_version": self.server.version, "passes": sizes, "updates": sizes if minibatches > 1 else ()}
+        more = {
+            "policy_version": self.server.version,
+            "passes": sizes,
+            "updates": sizes if minibatches > 1 else (),
+        }
         return StepRecord(self.updates + 1, tuple(groups), tuple(datums), loss, **more)
 
     async def updated(self, parts: Sequence[Sequence[Datum]]) -> LossOutput:
         "The losses of several updates, after which the weights are put back."
-        here, outputs = await self.trainer.save_state("here"), []
+        here = await self.trainer.save_state("here")
+        outputs = []
         for part in parts:
             outputs.append(await self.trainer.forward_backward_custom(part, make_loss_fn(part)))
             await self.trainer.optim_step(AdamParams(learning_rate=self.world.learning_rate))

@@ -28,7 +28,12 @@ from .faults import put
 from .machines import cast
 from .steps import Run, World, opened
 
-SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 3, "max_completion_tokens": 16, "max_seq_len": 96}
+SMALL = {
+    "prompt_groups_per_step": 2,
+    "completions_per_prompt": 3,
+    "max_completion_tokens": 16,
+    "max_seq_len": 96,
+}
 
 
 def reward(text: str) -> float:
@@ -81,12 +86,22 @@ SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
     "well, an adapter": (World(lora_rank=4), lambda run: None, True, "arrived"),
     "nothing": (World(), nothing, False, "changed nothing"),
     "nothing, cool": (World(temperature=0.7), nothing, False, "changed nothing"),
-    "nothing, in half precision": (World(), lambda run: (half_precision(run), nothing(run)), False, "changed nothing"),
+    "nothing, in half precision": (
+        World(),
+        lambda run: (half_precision(run), nothing(run)),
+        False,
+        "changed nothing",
+    ),
     "half precision": (World(), half_precision, None, "may be rounding"),
     "no head": (World(), travels("lm_head"), False, "did not bring"),
     "no layer": (World(), travels("layers.1."), False, "did not bring"),
     "no norms": (World(), travels("norm"), False, "did not bring"),
-    "half of an adapter": (World(lora_rank=4), lambda run: put(run.sync, scale=0.5), False, "did not bring"),
+    "half of an adapter": (
+        World(lora_rank=4),
+        lambda run: put(run.sync, scale=0.5),
+        False,
+        "did not bring",
+    ),
     "cannot score": (World(can_echo=False), nothing, None, ""),
 }
 
@@ -94,7 +109,9 @@ SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
 ALWAYS = ("well", "nothing", "half precision", "no layer", "half of an adapter", "cannot score")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.variant] * (n not in ALWAYS)) for n in SERVERS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.variant] * (n not in ALWAYS)) for n in SERVERS]
+)
 def test_servers_of_somebody_else(name: str) -> None:
     world, fault, ok, words = SERVERS[name]
 
@@ -102,7 +119,9 @@ def test_servers_of_somebody_else(name: str) -> None:
         machines = await opened(world)
         fault(machines)
         settings = {"temperature": world.temperature, "lora_rank": world.lora_rank}
-        loop = loop_on(machines.backend, **settings | {"learning_rate": 5e-4 if world.lora_rank else 5e-5})
+        loop = loop_on(
+            machines.backend, **settings | {"learning_rate": 5e-4 if world.lora_rank else 5e-5}
+        )
         record = await loop.step()
         report = loop.weights.audit.report
         assert (report.sentence if report else "").find(words) >= 0
@@ -195,7 +214,8 @@ def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(fault: str, we
     "One that cannot score is asked once; one that falls silent after the sync, again in the next step."
 
     async def run() -> None:
-        loop, asked = loop_on(local()), list[int]()
+        loop = loop_on(local())
+        asked = list[int]()
         answer = loop.backend.sampler.logprobs
 
         async def first_only(tokens: Any) -> Any:
@@ -216,13 +236,18 @@ def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(fault: str, we
 @pytest.mark.parametrize(("value", "well"), [(np.nan, 0), (-np.inf, 1)])
 def test_no_number_is_no_evidence(value: float, well: int) -> None:
     async def run() -> None:
-        loop, asked = loop_on(local()), list[int]()
+        loop = loop_on(local())
+        asked = list[int]()
         answer = loop.backend.sampler.logprobs
 
         async def spoilt(tokens: Any) -> Any:
             asked.append(len(tokens))
             said = await answer(tokens)
-            return said if len(asked) <= well else replace(said, values=np.append(said.values[1:], value))
+            return (
+                said
+                if len(asked) <= well
+                else replace(said, values=np.append(said.values[1:], value))
+            )
 
         loop.backend.sampler.logprobs = spoilt
         await loop.step()
@@ -245,7 +270,8 @@ def test_a_sampler_without_such_a_method() -> None:
 
 def test_a_server_that_is_one_sync_late() -> None:
     async def run() -> None:
-        machines, held = await opened(World()), list[Any]()
+        machines = await opened(World())
+        held = list[Any]()
         load = machines.server.load
 
         def late(weights: Any) -> None:
@@ -271,12 +297,16 @@ def test_a_trainer_that_never_says_the_same_twice_and_does_not_learn() -> None:
     "The first step of a warm-up: nothing moves, and what the policy says differs."
 
     async def run() -> None:
-        loop, rng = loop_on(local(), warmup_steps=2, steps=4, lr_scheduler_type="linear"), np.random.default_rng(0)
+        loop = loop_on(local(), warmup_steps=2, steps=4, lr_scheduler_type="linear")
+        rng = np.random.default_rng(0)
         score = loop.backend.policy.forward
 
         async def noisy(datums: Any) -> Any:
             said = await score(datums)
-            return [replace(lp, values=lp.values + 1e-3 * rng.normal(size=len(lp.values))) for lp in said]
+            return [
+                replace(lp, values=lp.values + 1e-3 * rng.normal(size=len(lp.values)))
+                for lp in said
+            ]
 
         loop.backend.policy.forward = noisy
         await loop.run(4, progress=False)

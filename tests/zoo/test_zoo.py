@@ -19,7 +19,12 @@ def test_the_machines_are_a_backend_that_agrees_with_itself():
     async def test():
         run = await opened(World(prompts=2))
         backend = run.backend
-        for role, protocol in (("policy", Trainer), ("reference", Scorer), ("sampler", Sampler), ("sync", WeightSync)):
+        for role, protocol in (
+            ("policy", Trainer),
+            ("reference", Scorer),
+            ("sampler", Sampler),
+            ("sync", WeightSync),
+        ):
             assert isinstance(getattr(backend, role), protocol)
         assert gap(await run.step()) < 1e-4
         await run.update(publish=False)
@@ -34,7 +39,8 @@ def test_every_cause_has_a_fault():
     assert {cause for fault in FAULTS.values() for cause in fault.right} == {*FIXES, NONE, CLEAN}
 
 
-IN_DOUBT = ("raw is reported where a temperature was asked",)  # another cause is named, as a likely one
+# another cause is named, as a likely one
+IN_DOUBT = ("raw is reported where a temperature was asked",)
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -45,7 +51,8 @@ def test_the_doctor_names_the_fault(name: str):
 
     async def test():
         run, record = await fault.step()
-        d, alone = await diagnose(record, backend=run.backend), await diagnose(record)
+        d = await diagnose(record, backend=run.backend)
+        alone = await diagnose(record)
         said = {d.cause, *(d.undecided if CLEAN not in fault.right else ())}
         assert d.certainty != "sure" if name in IN_DOUBT else said & {*fault.right}, d
         assert alone.cause in fault.right or alone.certainty != "sure" or alone.ok, alone

@@ -23,7 +23,15 @@ from .prefixes import sent
 from .routing import Routers, noting, write_notes
 from ...task.chat import turn_ends
 from ..roofline import pass_work
-from ...core.types import BackendError, Completion, ConfigError, DivergedError, Logprobs, SampleParams, needs
+from rl_notebook.core.types import (
+    BackendError,
+    Completion,
+    ConfigError,
+    DivergedError,
+    Logprobs,
+    SampleParams,
+    needs,
+)
 
 # %% auto #0
 __all__ = []
@@ -57,7 +65,8 @@ def draw_tokens(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     below = torch.nextafter(total, torch.zeros_like(total))
     level = torch.minimum(uniforms[:, None].to(total.dtype) * total, below)
     tokens = torch.searchsorted(cumulative, level, right=True).squeeze(-1)
-    return tokens.clamp_(max=logprobs.shape[-1] - 1)  # past the end for NaN, which `check_sampled` names
+    # past the end for NaN, which `check_sampled` names
+    return tokens.clamp_(max=logprobs.shape[-1] - 1)
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #5400a0ee
 @dataclass(frozen=True, eq=False)
@@ -71,7 +80,9 @@ class DrawPlan:
     min_p: Tensor | None = None  # (B, 1); None = 0 everywhere
     penalty: Tensor | None = None  # (B, 1) of repetition; None = 1 everywhere
     seen: Tensor | None = None  # (B, V) bool: what it falls on; `draw` adds what it drew
-    allowed: Tensor | None = None  # (B, V) bool: what the rows' grammars let follow; None = every token
+    allowed: Tensor | None = (
+        None  # (B, V) bool: what the rows' grammars let follow; None = every token
+    )
 
     @classmethod
     def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> DrawPlan:
@@ -81,9 +92,19 @@ class DrawPlan:
             values = [read(p) for p in params]
             return sent(values, device)[:, None] if any(value != off for value in values) else None
 
-        greedy, heat = column(lambda p: p.temperature == 0, False), column(lambda p: p.temperature or 1.0, 1.0)
-        cuts = column(lambda p: p.top_k, 0), column(lambda p: p.top_p, 1), column(lambda p: p.min_p, 0)
-        return cls(heat, None if greedy is None else greedy[:, 0], *cuts, column(lambda p: p.repetition_penalty, 1))
+        greedy = column(lambda p: p.temperature == 0, False)
+        heat = column(lambda p: p.temperature or 1.0, 1.0)
+        cuts = (
+            column(lambda p: p.top_k, 0),
+            column(lambda p: p.top_p, 1),
+            column(lambda p: p.min_p, 0),
+        )
+        return cls(
+            heat,
+            None if greedy is None else greedy[:, 0],
+            *cuts,
+            column(lambda p: p.repetition_penalty, 1),
+        )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #66eaa7e5
 def cut_off(logprobs: Tensor, plan: DrawPlan) -> Tensor:
@@ -92,10 +113,14 @@ def cut_off(logprobs: Tensor, plan: DrawPlan) -> Tensor:
         ranked, order = logprobs.sort(-1, descending=True)
         if plan.top_k is not None:
             rank = torch.arange(ranked.shape[-1], device=ranked.device)
-            ranked = ranked.masked_fill((rank >= plan.top_k) & (plan.top_k > 0), -torch.inf).log_softmax(-1)
+            ranked = ranked.masked_fill(
+                (rank >= plan.top_k) & (plan.top_k > 0), -torch.inf
+            ).log_softmax(-1)
         if plan.top_p is not None:
             mass = ranked.exp()
-            ranked = ranked.masked_fill((mass.cumsum(-1) - mass >= plan.top_p) & (plan.top_p < 1), -torch.inf)
+            ranked = ranked.masked_fill(
+                (mass.cumsum(-1) - mass >= plan.top_p) & (plan.top_p < 1), -torch.inf
+            )
             ranked = ranked.log_softmax(-1)
         logprobs = torch.empty_like(ranked).scatter_(-1, order, ranked)
     if plan.min_p is not None:
@@ -104,7 +129,9 @@ def cut_off(logprobs: Tensor, plan: DrawPlan) -> Tensor:
     return logprobs
 
 
-def seen_tokens(texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str = "cpu") -> Tensor:
+def seen_tokens(
+    texts: Sequence[Sequence[int]], vocab_size: int, device: torch.device | str = "cpu"
+) -> Tensor:
     "(B, V) whether a token stands in the text of a row."
     seen = torch.zeros(len(texts), vocab_size, dtype=torch.bool)
     for row, text in zip(seen, texts, strict=True):
@@ -116,7 +143,9 @@ def penalised(logits: Tensor, plan: DrawPlan) -> Tensor:
     "(B, V) logits of which those of seen tokens are divided by the penalty, or multiplied where they are below 0."
     if plan.penalty is None or plan.seen is None:
         return logits
-    return torch.where(plan.seen, torch.where(logits < 0, logits * plan.penalty, logits / plan.penalty), logits)
+    return torch.where(
+        plan.seen, torch.where(logits < 0, logits * plan.penalty, logits / plan.penalty), logits
+    )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #4777dc59
 def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -134,7 +163,10 @@ def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tens
         tokens = torch.where(plan.greedy, scored.argmax(-1), tokens)
     if plan.seen is not None:
         plan.seen.scatter_(1, tokens[:, None], True)
-    pick = lambda series: series.gather(-1, tokens[:, None]).squeeze(-1)
+
+    def pick(series):
+        return series.gather(-1, tokens[:, None]).squeeze(-1)
+
     raw_picked = pick(raw)
     used_picked = raw_picked if used is raw else pick(used)
     if plan.greedy is not None:
@@ -168,7 +200,9 @@ class Pasts:
     def find(self, prompt: tuple[int, ...], weights: Any) -> Past:
         "What is known of the longest beginning of a prompt, its last token apart."
         if weights != self.weights:
-            self.known, self.used, self.weights = {}, 0, weights
+            self.known = {}
+            self.used = 0
+            self.weights = weights
         for length in sorted({len(tokens) for tokens in self.known}, reverse=True):
             if length < len(prompt) and prompt[:length] in self.known:
                 return self.known[prompt[:length]]
@@ -182,9 +216,13 @@ class Request:
     prompt: tuple[int, ...]  # (P,) ids
     params: SampleParams
     stop_ids: frozenset[int] = frozenset()  # tokens that end a completion, eos included
-    completions: list[Completion | None] = field(default_factory=list)  # by index; None = not there yet
+    completions: list[Completion | None] = field(
+        default_factory=list
+    )  # by index; None = not there yet
     cancelled: bool = False  # its caller has gone
-    on_token: Callable[[list[int]], Any] | None = None  # gets the tokens of a completion whenever it has one more
+    on_token: Callable[[list[int]], Any] | None = (
+        None  # gets the tokens of a completion whenever it has one more
+    )
     matcher: Any = None  # follows the grammar of `params`, from its beginning; None = there is none
 
     def __post_init__(self):
@@ -206,7 +244,9 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
-    chosen: list[np.ndarray] = field(default_factory=list)  # experts of the tokens read so far, each (n, L, k)
+    chosen: list[np.ndarray] = field(
+        default_factory=list
+    )  # experts of the tokens read so far, each (n, L, k)
     matcher: Any = None  # stands where the tokens have led in the grammar
 
     @property
@@ -244,21 +284,33 @@ def final_text(row: Row, tokenizer: Any) -> str:
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #ebb85761
 def check_tokens(
-    tokens: Iterable[int], vocab_size: int | None, where: str, limit: int | None = None, *, new: int = 0, least: int = 1
+    tokens: Iterable[int],
+    vocab_size: int | None,
+    where: str,
+    limit: int | None = None,
+    *,
+    new: int = 0,
+    least: int = 1,
 ) -> tuple[int, ...]:
     "The ids as ints; raises `BackendError` for too few, too many beside `new` ones, or one outside the vocabulary."
-    ids, size = tuple(map(int, tokens)), vocab_size or 2**31
+    ids = tuple(map(int, tokens))
+    size = vocab_size or 2**31
     if not ids:
-        raise BackendError("tokens", where=where, got="none", expected="at least one", fix="Start it with bos.")
+        raise BackendError(
+            "tokens", where=where, got="none", expected="at least one", fix="Start it with bos."
+        )
     if len(ids) < least:
         fix = "The first token has no logprob."
-        raise BackendError("tokens", where=where, got=len(ids), expected=f"at least {least}", fix=fix)
+        raise BackendError(
+            "tokens", where=where, got=len(ids), expected=f"at least {least}", fix=fix
+        )
     if min(ids) < 0 or max(ids) >= size:
         bad = next(i for i in ids if not 0 <= i < size)
         fix = "Do tokenizer and model belong together?"
         raise BackendError("token id", where=where, got=bad, expected=f"0 to {size - 1}", fix=fix)
     if limit is not None and (total := len(ids) + new) > limit:
-        got, expected = f"{len(ids)} prompt tokens + {new} new tokens = {total}", f"at most {limit} (max_seq_len)"
+        got = f"{len(ids)} prompt tokens + {new} new tokens = {total}"
+        expected = f"at most {limit} (max_seq_len)"
         fix = "Shorten the prompt, lower max_tokens or raise max_seq_len."
         raise BackendError("sequence too long", where=where, got=got, expected=expected, fix=fix)
     return ids
@@ -273,7 +325,9 @@ class Engine:
     max_batch: int = 256  # rows drawn at once
     max_seq_len: int | None = None  # None = the model's context
     tokens_per_batch: int = 16384  # padded tokens of one prefill or scoring pass
-    eos_token_ids: frozenset[int] | None = None  # None = those of model, tokenizer and chat template
+    eos_token_ids: frozenset[int] | None = (
+        None  # None = those of model, tokenizer and chat template
+    )
     policy_version: int = 0  # stamped on what is drawn
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
@@ -281,11 +335,21 @@ class Engine:
 
     def __post_init__(self):
         model = self.causal.model
-        config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-        limits = [limit for limit in (self.max_seq_len, getattr(config, "max_position_embeddings", None)) if limit]
+        config = (
+            model.config.get_text_config()
+            if hasattr(model.config, "get_text_config")
+            else model.config
+        )
+        limits = [
+            limit
+            for limit in (self.max_seq_len, getattr(config, "max_position_embeddings", None))
+            if limit
+        ]
         self.max_seq_len = min(limits) if limits else None
         if self.eos_token_ids is None:
-            self.eos_token_ids = turn_ends(self.tokenizer, getattr(model, "generation_config", None), model.config)
+            self.eos_token_ids = turn_ends(
+                self.tokenizer, getattr(model, "generation_config", None), model.config
+            )
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
         self.abort()
@@ -322,17 +386,28 @@ class Engine:
         self.cache = SlotCache()
         self.course: Course | None = None  # of the rows as they are; None = they have changed
         recorded = self.causal.device.type == "cuda" and self.causal.route == "fast"
-        self.step = RecordedStep(self.causal, self.cache) if recorded else partial(decode_step, self.causal, self.cache)
+        self.step = (
+            RecordedStep(self.causal, self.cache)
+            if recorded
+            else partial(decode_step, self.causal, self.cache)
+        )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #1e99732a
-def check_request(engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> Request:
+def check_request(
+    engine: Engine, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams
+) -> Request:
     "A request that fits the model; raises `BackendError`."
-    vocab_size, limit = engine.causal.vocab_size, engine.max_seq_len
+    vocab_size = engine.causal.vocab_size
+    limit = engine.max_seq_len
     prompt = check_tokens(prompt_tokens, vocab_size, "prompt", limit, new=params.max_tokens)
     if params.stop and engine.tokenizer is None:
-        raise BackendError("stop strings", got=params.stop, expected="a tokenizer", fix="Use stop_token_ids.")
+        raise BackendError(
+            "stop strings", got=params.stop, expected="a tokenizer", fix="Use stop_token_ids."
+        )
     ends = (engine.eos_token_ids or frozenset()) | frozenset(params.stop_token_ids)
-    return Request(prompt, params, ends, matcher=matcher_of(engine, params.grammar) if params.grammar else None)
+    return Request(
+        prompt, params, ends, matcher=matcher_of(engine, params.grammar) if params.grammar else None
+    )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #0c5fbc67
 def matcher_of(engine: Engine, grammar: str) -> Any:
@@ -342,28 +417,38 @@ def matcher_of(engine: Engine, grammar: str) -> Any:
         from llguidance.hf import from_tokenizer
     try:
         if engine.words is None:  # takes a second where the vocabulary is large
-            engine.words = from_tokenizer(engine.tokenizer, engine.causal.vocab_size, [*(engine.eos_token_ids or ())])
+            engine.words = from_tokenizer(
+                engine.tokenizer, engine.causal.vocab_size, [*(engine.eos_token_ids or ())]
+            )
         matcher = LLMatcher(engine.words, grammar, log_level=0)
     except ValueError as reason:
         expected = "a fast tokenizer whose tokens are bytes or characters"
         raise ConfigError("grammar", got=f"a tokenizer: {reason}", expected=expected) from reason
     if matcher.is_error():
-        raise ConfigError("grammar", got=matcher.get_error(), expected="one that llguidance compiles")
+        raise ConfigError(
+            "grammar", got=matcher.get_error(), expected="one that llguidance compiles"
+        )
     return matcher
 
 
-def allowed_next(rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu") -> Tensor | None:
+def allowed_next(
+    rows: Sequence[Row], vocab_size: int, device: torch.device | str = "cpu"
+) -> Tensor | None:
     "(rows, V) bool: the tokens with which each row may go on; None = no row has a grammar."
     if not any(row.matcher for row in rows):
         return None
     allowed = np.ones((len(rows), vocab_size), dtype=bool)
     for mask, row in zip(allowed, rows, strict=True):
         if row.matcher is not None:
-            mask[:] = np.unpackbits(np.frombuffer(row.matcher.compute_bitmask(), np.uint8), None, vocab_size, "little")
+            mask[:] = np.unpackbits(
+                np.frombuffer(row.matcher.compute_bitmask(), np.uint8), None, vocab_size, "little"
+            )
     return torch.from_numpy(allowed).to(device)
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #a2eff2a2
-def plan_batches(lengths: Sequence[int], budget: int, split_gain: float = math.inf) -> list[list[int]]:
+def plan_batches(
+    lengths: Sequence[int], budget: int, split_gain: float = math.inf
+) -> list[list[int]]:
     "Every index once, longest first, in batches of `budget` padded tokens, fewer where that saves `split_gain`."
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     batches: list[list[int]] = []
@@ -396,28 +481,49 @@ def admit(engine: Engine) -> list[Request]:
     new: dict[tuple[int, ...], list[Row]] = {}
     while engine.waiting and free > 0:
         request, i = engine.waiting.popleft()
-        row = Row(request, i, Uniforms(request.params.seed, i), matcher=request.matcher and request.matcher.deep_copy())
+        row = Row(
+            request,
+            i,
+            Uniforms(request.params.seed, i),
+            matcher=request.matcher and request.matcher.deep_copy(),
+        )
         new.setdefault(request.prompt, []).append(row)
         free -= 1
-    weights = (engine.policy_version, sum(p._version for p in engine.causal.model.parameters())) if new else None
-    past, done = {p: engine.pasts.find(p, weights) for p in new}, list[Request]()
+    weights = (
+        (engine.policy_version, sum(p._version for p in engine.causal.model.parameters()))
+        if new
+        else None
+    )
+    past = {p: engine.pasts.find(p, weights) for p in new}
+    done = list[Request]()
     prompts = [p for p in new if not past[p].length]
     split_gain = 1 if engine.causal.keeps_state else math.inf  # a state would read the padding, too
     plan = plan_batches([*map(len, prompts)], engine.tokens_per_batch, split_gain)
-    for chosen in [*([prompts[i] for i in group] for group in plan), *([p] for p in new if past[p].length)]:
+    for chosen in [
+        *([prompts[i] for i in group] for group in plan),
+        *([p] for p in new if past[p].length),
+    ]:
         done += join(engine, chosen, [row for p in chosen for row in new[p]], past[chosen[0]])
     return done
 
 
-def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], past: Past) -> list[Request]:
+def join(
+    engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], past: Past
+) -> list[Request]:
     "Read prompts and give each of their rows a place and a first token; returns the requests that this completed."
     longest = max(map(len, prompts))
-    read, padded_to = sum(map(len, prompts)) - past.length, len(prompts) * longest - past.length
-    features, experts = watched(engine, partial(prefill, engine.causal, engine.cache, prompts, past))
+    read = sum(map(len, prompts)) - past.length
+    padded_to = len(prompts) * longest - past.length
+    features, experts = watched(
+        engine, partial(prefill, engine.causal, engine.cache, prompts, past)
+    )
     engine.prefilled_tokens += read
-    engine.meter.note("sampling", pass_work(engine.causal.size, padded_to, len(prompts), padded_to - read))
+    engine.meter.note(
+        "sampling", pass_work(engine.causal.size, padded_to, len(prompts), padded_to - read)
+    )
     place = {p: i for i, p in enumerate(prompts)}
-    source, start = [place[row.request.prompt] for row in rows], len(engine.rows)
+    source = [place[row.request.prompt] for row in rows]
+    start = len(engine.rows)
     where = sent(source, features.device)
     engine.cache.add_rows(where, longest)
     engine.rows += rows
@@ -427,7 +533,9 @@ def join(engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row]
         for i, row in zip(source, rows, strict=True):
             row.chosen.append(notes[i][: len(row.request.prompt)])
     [uniforms] = numbers_of(rows, 1, features.device)
-    return emit(engine, draw(engine.causal.logits(features)[where], plan_of(engine, rows), uniforms), start)
+    return emit(
+        engine, draw(engine.causal.logits(features)[where], plan_of(engine, rows), uniforms), start
+    )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #1925efb2
 def plan_of(engine: Engine, rows: Sequence[Row]) -> DrawPlan:
@@ -443,7 +551,11 @@ def plan_of(engine: Engine, rows: Sequence[Row]) -> DrawPlan:
 
 def numbers_of(rows: Sequence[Row], steps: int, device: torch.device | str) -> list[Tensor]:
     "Uniform numbers of the rows, (rows,), for each of the next steps."
-    return [*sent([[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device).unbind(0)]
+    return [
+        *sent(
+            [[row.uniforms[len(row.tokens) + k] for row in rows] for k in range(steps)], device
+        ).unbind(0)
+    ]
 
 
 def check_sampled(row: Row, raw: float, used: float) -> None:
@@ -451,17 +563,23 @@ def check_sampled(row: Row, raw: float, used: float) -> None:
     if math.isnan(raw) or math.isnan(used):
         where = f"sampling, token {len(row.tokens) + 1} after a prompt of {len(row.request.prompt)} tokens"
         fix = "The weights have diverged. Load an earlier state (in a loop: await loop.undo()); lower learning_rate."
-        raise DivergedError("logits", where=where, got="NaN or infinity", expected="finite values", fix=fix)
+        raise DivergedError(
+            "logits", where=where, got="NaN or infinity", expected="finite values", fix=fix
+        )
 
 
 def emit(
-    engine: Engine, drawn: tuple[Tensor, Tensor, Tensor], start: int = 0, experts: np.ndarray | None = None
+    engine: Engine,
+    drawn: tuple[Tensor, Tensor, Tensor],
+    start: int = 0,
+    experts: np.ndarray | None = None,
 ) -> list[Request]:
     """Give the rows from `start` on what was drawn (ids, raw and used logprobs); returns the completed requests.
 
     Raises `DivergedError`."""
     series = torch.stack([part.double() for part in drawn]).tolist()
-    rows, ended = engine.rows[start:], dict[int, str]()
+    rows = engine.rows[start:]
+    ended = dict[int, str]()
     engine.meter.tokens_sampled += len(rows)
     for i, (row, token, raw, used) in enumerate(zip(rows, *series, strict=True), start):
         check_sampled(row, raw, used)
@@ -476,27 +594,44 @@ def emit(
             row.request.on_token([*row.tokens])
         if reason := finish_reason(row, engine.tokenizer):
             ended[i] = reason
-    return [request for i in sorted(ended, reverse=True) if (request := retire(engine, i, ended[i])).done]
+    return [
+        request
+        for i in sorted(ended, reverse=True)
+        if (request := retire(engine, i, ended[i])).done
+    ]
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #58f12613
 def retire(engine: Engine, i: int, reason: str) -> Request:
     "Take row `i` out of the batch; its completion goes to its request, with a note for each token that was read."
-    row, causal = engine.rows[i], engine.causal
+    row = engine.rows[i]
+    causal = engine.causal
     if engine.routers is None and causal.goes_on:
         engine.pasts.keep((*row.request.prompt, *row.tokens[:-1]), engine.cache, i)
     drop(engine, i)
-    request, text = row.request, final_text(row, engine.tokenizer)
-    notes, first = None, 0 if engine.note_prompt else len(request.prompt) - 1
+    request = row.request
+    text = final_text(row, engine.tokenizer)
+    notes = None
+    first = 0 if engine.note_prompt else len(request.prompt) - 1
     if engine.routers is not None:
         notes = write_notes(engine.routers, np.concatenate(row.chosen)[first:])
-    made = (request.prompt, row.tokens, row.raw, row.used, text, reason, engine.policy_version, request.params)
+    made = (
+        request.prompt,
+        row.tokens,
+        row.raw,
+        row.used,
+        text,
+        reason,
+        engine.policy_version,
+        request.params,
+    )
     request.completions[row.index] = Completion(*made, routing=notes)  # type: ignore[arg-type]
     return request
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #88224b38
 def drop(engine: Engine, i: int) -> None:
     "Remove row `i` from batch and cache; the last row takes its place."
-    last, engine.course = engine.rows.pop(), None
+    last = engine.rows.pop()
+    engine.course = None
     if i < len(engine.rows):
         engine.rows[i] = last
     engine.cache.drop_row(i)
@@ -527,10 +662,13 @@ AHEAD = 16  # steps whose uniform numbers are brought at once
 
 def course_of(engine: Engine) -> Course:
     "The course of the rows, with numbers for at least one step."
-    rows, course = engine.rows, engine.course
+    rows = engine.rows
+    course = engine.course
     if course is None:
         lengths = [row.cached for row in rows]
-        tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(0)
+        tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(
+            0
+        )
         course = Course(plan_of(engine, rows), tokens, at, max(lengths), [])
     course.uniforms = course.uniforms or numbers_of(rows, AHEAD, engine.causal.device)
     return course
@@ -538,8 +676,11 @@ def course_of(engine: Engine) -> Course:
 
 def advance(engine: Engine) -> list[Request]:
     "A decode step for every row; returns the requests that it completed."
-    course, engine.course = course_of(engine), None
-    features, experts = watched(engine, partial(engine.step, course.tokens, course.at, course.longest))
+    course = course_of(engine)
+    engine.course = None
+    features, experts = watched(
+        engine, partial(engine.step, course.tokens, course.at, course.longest)
+    )
     drawn = draw(engine.causal.logits(features), course.plan, course.uniforms.pop(0))
     course.tokens, course.at, course.longest = drawn[0], course.at + 1, course.longest + 1
     engine.meter.note("sampling", pass_work(engine.causal.size, len(engine.rows), len(engine.rows)))
@@ -556,7 +697,10 @@ def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> lis
     with torch.inference_mode():
         for group in plan_batches([len(s) for s in sequences], engine.tokens_per_batch):
             ids = padded([sequences[i] for i in group], engine.causal.device)
-            columns = np.arange(ids.shape[1] - 1) < np.array([len(sequences[i]) - 1 for i in group])[:, None]
+            columns = (
+                np.arange(ids.shape[1] - 1)
+                < np.array([len(sequences[i]) - 1 for i in group])[:, None]
+            )
             real = sent(np.flatnonzero(columns), ids.device)
             features = engine.causal.features(ids[:, :-1]).flatten(0, 1)
             flat = engine.causal.logprobs(features[real], ids[:, 1:].flatten()[real])

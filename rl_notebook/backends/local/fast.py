@@ -23,7 +23,8 @@ __all__ = []
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #ed52fad3
 Pairs = dict[int, tuple[Tensor, Tensor]]  # by layer: keys, values
-States = dict[tuple[str, int, int], Tensor]  # by kind, layer, number in the layer: (rows, ...), without columns
+# by kind, layer, number in the layer: (rows, ...), without columns
+States = dict[tuple[str, int, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,9 @@ class Past:
     @property
     def nbytes(self) -> int:
         "Memory."
-        return sum(t.nbytes for t in (*itertools.chain(*self.pairs.values()), *self.states.values()))
+        return sum(
+            t.nbytes for t in (*itertools.chain(*self.pairs.values()), *self.states.values())
+        )
 
 
 NOTHING = Past()
@@ -68,7 +71,12 @@ class StateCache(Cache):
         return state if state is None or self.filling else state[: self.rows]
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0, **kwargs: Any
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int = 0,
+        **kwargs: Any,
     ) -> Tensor:
         "Add new inputs (B, channels, S); returns them behind those that were there. A model's own layer calls it."
         before = self.get_conv_state(layer_idx, state_idx)
@@ -92,7 +100,9 @@ class StateCache(Cache):
             self.states[key][: self.rows] = new
         return new
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         "Whether a layer has read something."
         return not self.filling or self.past.length > 0
 
@@ -111,11 +121,14 @@ class SlotCache(StateCache):
         self.slots = self.capacity = self.longest = 0
         self.buffers: Pairs = {}  # each (slots, heads, capacity, dim)
         self.fresh: Pairs = {}  # what the current prefill made
-        self.begins: dict[int, Tensor] = {}  # by number of heads: (slots, heads), in (slots * heads * capacity)
+        # by number of heads: (slots, heads), in (slots * heads * capacity)
+        self.begins: dict[int, Tensor] = {}
         self.lengths = torch.empty(0, dtype=torch.long)  # (rows,) column that the step writes to
         self.index: dict[int, Tensor] = {}  # by number of heads: (rows * heads,) where it writes
-        self.hidden: Tensor | None = None  # (rows, capacity) additive mask of these rows; None = they have changed
-        self.masks: dict[int | None, Tensor] = {}  # by window of a layer: (rows, 1, 1, longest) additive
+        # (rows, capacity) additive mask of these rows; None = they have changed
+        self.hidden: Tensor | None = None
+        # by window of a layer: (rows, 1, 1, longest) additive
+        self.masks: dict[int | None, Tensor] = {}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -124,18 +137,24 @@ class SlotCache(StateCache):
         if self.filling:
             if self.past.pairs:
                 keys, values = self.past.pairs[layer_idx]
-                key_states, value_states = torch.cat((keys, key_states), 2), torch.cat((values, value_states), 2)
+                key_states = torch.cat((keys, key_states), 2)
+                value_states = torch.cat((values, value_states), 2)
             self.fresh[layer_idx] = (key_states, value_states)
             return key_states, value_states
         pairs = zip(self.buffers[layer_idx], (key_states, value_states), strict=True)
-        keys, values = (self.write(buffer, new)[: self.rows, :, : self.longest] for buffer, new in pairs)
+        keys, values = (
+            self.write(buffer, new)[: self.rows, :, : self.longest] for buffer, new in pairs
+        )
         return keys, values
 
     def write(self, buffer: Tensor, new: Tensor) -> Tensor:
         "Put one column for each row and head, (rows, heads, 1, dim), into a buffer, which is returned."
         heads = buffer.shape[1]
         if heads not in self.begins:
-            self.begins[heads] = torch.arange(self.slots * heads, device=buffer.device).view(-1, heads) * self.capacity
+            self.begins[heads] = (
+                torch.arange(self.slots * heads, device=buffer.device).view(-1, heads)
+                * self.capacity
+            )
         if heads not in self.index:
             self.index[heads] = (self.begins[heads][: self.rows] + self.lengths[:, None]).flatten()
         buffer.flatten(0, 2).index_copy_(0, self.index[heads], new.reshape(-1, new.shape[-1]))
@@ -165,40 +184,60 @@ class SlotCache(StateCache):
             for new, old in zip((k, v), pair, strict=True):
                 new[: self.slots, :, : self.capacity] = old
             self.buffers[layer] = k, v
-        for key, state in (self.states or {key: t[:0] for key, t in self.fresh_states.items()}).items():
+        for key, state in (
+            self.states or {key: t[:0] for key, t in self.fresh_states.items()}
+        ).items():
             self.states[key] = state.new_zeros(slots, *state.shape[1:])
             self.states[key][: self.slots] = state
-        self.slots, self.capacity, self.hidden, self.begins = slots, capacity, None, {}
+        self.slots = slots
+        self.capacity = capacity
+        self.hidden = None
+        self.begins = {}
 
     def add_rows(self, source: Tensor, length: int) -> None:
         "Append one row per entry of `source`, which names the prompt of the last prefill that it continues."
-        start, self.rows, self.hidden = self.rows, self.rows + len(source), None
+        start = self.rows
+        self.rows = self.rows + len(source)
+        self.hidden = None
         self.reserve(self.rows, length)
         for layer, pair in self.fresh.items():
             for buffer, new in zip(self.buffers[layer], pair, strict=True):
                 buffer[start : self.rows, :, :length] = new[source]
         for key, new in self.fresh_states.items():
             self.states[key][start : self.rows] = new[source]
-        self.fresh, self.fresh_states = {}, {}
+        self.fresh = {}
+        self.fresh_states = {}
 
     def past_of(self, row: int, length: int) -> Past:
         "A copy of what is kept of a row that has read so many tokens."
         own = slice(row, row + 1), slice(None), slice(length)
         pairs = {layer: (k[own].clone(), v[own].clone()) for layer, (k, v) in self.buffers.items()}
-        return Past(length, pairs, {key: state[own[0]].clone() for key, state in self.states.items()})
+        return Past(
+            length, pairs, {key: state[own[0]].clone() for key, state in self.states.items()}
+        )
 
     def begin_prefill(self, past: Past) -> None:
         "Prepare to read prompts that go on from a past."
-        self.filling, self.past = True, past
+        self.filling = True
+        self.past = past
         self.fresh_states = {key: state.clone() for key, state in past.states.items()}
 
-    def begin_step(self, lengths: Tensor, longest: int, windows: Iterable[int | None] = (None,)) -> None:
+    def begin_step(
+        self, lengths: Tensor, longest: int, windows: Iterable[int | None] = (None,)
+    ) -> None:
         "Prepare to write one token per row, to column `lengths` (rows,) at most `longest`; the layers see `windows`."
-        self.filling, self.longest, self.lengths, self.index = False, longest + 1, lengths, {}
+        self.filling = False
+        self.longest = longest + 1
+        self.lengths = lengths
+        self.index = {}
         self.reserve(self.rows, self.longest)
-        own, columns = lengths[:, None], partial(torch.arange, self.capacity, device=lengths.device)
+        own = lengths[:, None]
+        columns = partial(torch.arange, self.capacity, device=lengths.device)
         if self.hidden is None:
-            like = next((keys for keys, _ in self.buffers.values()), next(iter(self.states.values()), lengths))
+            like = next(
+                (keys for keys, _ in self.buffers.values()),
+                next(iter(self.states.values()), lengths),
+            )
             new = like.new_zeros(self.rows, self.capacity)
             self.hidden = new.masked_fill_(own < columns(), -torch.inf)
         else:
@@ -206,18 +245,24 @@ class SlotCache(StateCache):
         self.masks = {None: self.hidden[:, None, None, : self.longest]}
         for window in {w for w in windows if w is not None}:
             reached = window > longest
-            mask = self.hidden if reached else self.hidden.masked_fill(own - window >= columns(), -torch.inf)
+            mask = (
+                self.hidden
+                if reached
+                else self.hidden.masked_fill(own - window >= columns(), -torch.inf)
+            )
             self.masks[window] = mask[:, None, None, : self.longest]
 
     def drop_row(self, row: int) -> None:
         "Remove a row; the last one moves into its slot."
-        self.rows, self.hidden = self.rows - 1, None
+        self.rows = self.rows - 1
+        self.hidden = None
         if row != self.rows:
             for buffer in (*itertools.chain(*self.buffers.values()), *self.states.values()):
                 buffer[row] = buffer[self.rows]
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #2dceca24
-COPY_BYTES = 2**30  # weights of a model up to this size are kept a second time, laid out for multiplying
+# weights of a model up to this size are kept a second time, laid out for multiplying
+COPY_BYTES = 2**30
 _FULL = (torch.float32, torch.float64)  # precisions
 
 
@@ -240,7 +285,10 @@ class RmsNorm:
     "RMS norm over the last dimension, as a division and a scale that is made of weights."
 
     def __init__(self, make: Callable[[], Tensor], weights: Sequence[Tensor], eps: float):
-        dim, least = weights[0].shape[-1], weights[0].new_tensor((weights[0].shape[-1] * eps) ** 0.5)
+        dim, least = (
+            weights[0].shape[-1],
+            weights[0].new_tensor((weights[0].shape[-1] * eps) ** 0.5),
+        )
         self.make: Callable[[], Tensor] = make
         self.unit: Callable[[Tensor], Tensor] = lambda x: F.rms_norm(x, (dim,), None, eps)
         if weights[0].device.type == "cpu":
@@ -251,7 +299,8 @@ class RmsNorm:
     @classmethod
     def of(cls, norm: Any) -> RmsNorm | None:
         "The same norm; None for anything that is no RMS norm in full precision."
-        eps, weight = getattr(norm, "variance_epsilon", None), getattr(norm, "weight", None)
+        eps = getattr(norm, "variance_epsilon", None)
+        weight = getattr(norm, "weight", None)
         if eps is None or weight is None or weight.dtype not in _FULL:
             return None
         return cls(lambda: weight, [weight], eps)
@@ -272,7 +321,8 @@ class Linear:
         "The layer that a module is; None for anything else."
         if type(module) is nn.Linear:
             return cls(module)
-        names, base = list(getattr(module, "lora_A", ())), getattr(module, "base_layer", None)
+        names = list(getattr(module, "lora_A", ()))
+        base = getattr(module, "base_layer", None)
         if len(names) != 1 or type(base) is not nn.Linear or getattr(module, "lora_variant", None):
             return None
         a, b = module.lora_A[names[0]].weight, module.lora_B[names[0]].weight  # type: ignore
@@ -306,7 +356,9 @@ _ONEDNN = torch.ops.mkldnn
 def takes_blocks(linears: Sequence[Linear]) -> bool:
     "Whether a product with the matrix of these layers is faster in blocks, and can be."
     weights = [w for linear in linears for w in linear.weights]
-    large = sum(w.numel() for w in weights) >= IN_BLOCKS and {w.device.type for w in weights} == {"cpu"}
+    large = sum(w.numel() for w in weights) >= IN_BLOCKS and {w.device.type for w in weights} == {
+        "cpu"
+    }
     known = hasattr(_ONEDNN, "_reorder_linear_weight") and hasattr(_ONEDNN, "_linear_pointwise")
     if not (large and known and torch.backends.mkldnn.is_available()):
         return False
@@ -314,17 +366,29 @@ def takes_blocks(linears: Sequence[Linear]) -> bool:
     return weights[0].dtype in ((torch.float32, torch.bfloat16) if half else (torch.float32,))
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #62c139aa
-def linears_fn(modules: Sequence[nn.Module], copies: bool, norm: nn.Module | None = None) -> Callable[..., Tensor]:
+def linears_fn(
+    modules: Sequence[nn.Module], copies: bool, norm: nn.Module | None = None
+) -> Callable[..., Tensor]:
     "Linear layers over one input (M, D) behind an RMS norm, as one function: outputs side by side, added to `onto`."
-    known, scale, rms = mergeable(modules) if copies else [], None, None if norm is None else RmsNorm.of(norm)
+    known, scale, rms = (
+        mergeable(modules) if copies else [],
+        None,
+        None if norm is None else RmsNorm.of(norm),
+    )
     normed: Callable[[Tensor], Tensor] = rms or norm or (lambda x: x)
     weights = [w for linear in known for w in linear.weights]
     by_column = bool(known) and all(w.dtype in _FULL and w.device.type == "cpu" for w in weights)
     if not (by_column or takes_blocks(known) or len(weights) > 1):
-        side_by_side = lambda x: torch.cat([m(x) for m in modules], -1) if len(modules) > 1 else modules[0](x)
-        return lambda x, onto=None: side_by_side(normed(x)) if onto is None else onto + side_by_side(normed(x))
+
+        def side_by_side(x):
+            return torch.cat([m(x) for m in modules], -1) if len(modules) > 1 else modules[0](x)
+
+        return lambda x, onto=None: (
+            side_by_side(normed(x)) if onto is None else onto + side_by_side(normed(x))
+        )
     if by_column and rms is not None:
-        scale, normed = rms.make, rms.unit
+        scale = rms.make
+        normed = rms.unit
 
     def stacked() -> Tensor:
         whole = torch.cat([linear.merged() for linear in known])
@@ -332,9 +396,20 @@ def linears_fn(modules: Sequence[nn.Module], copies: bool, norm: nn.Module | Non
         return whole.t().contiguous().t() if by_column else whole
 
     weight = MadeOf(stacked, [*weights, *(norm.parameters() if norm is not None else ())])
-    biases = [k.base.weight.new_zeros(len(k.base.weight)) if k.base.bias is None else k.base.bias for k in known]
-    bias = MadeOf(lambda: torch.cat(biases), biases) if any(k.base.bias is not None for k in known) else None
-    in_blocks = lambda: _ONEDNN._reorder_linear_weight(stacked().contiguous(), 32)  # as oneDNN reads it
+    biases = [
+        k.base.weight.new_zeros(len(k.base.weight)) if k.base.bias is None else k.base.bias
+        for k in known
+    ]
+    bias = (
+        MadeOf(lambda: torch.cat(biases), biases)
+        if any(k.base.bias is not None for k in known)
+        else None
+    )
+
+    # as oneDNN reads it
+    def in_blocks():
+        return _ONEDNN._reorder_linear_weight(stacked().contiguous(), 32)
+
     blocks = MadeOf(in_blocks, weight.weights) if takes_blocks(known) else None
 
     def multiplied(x: Tensor, onto: Tensor | None = None) -> Tensor:
@@ -351,7 +426,9 @@ def linears_fn(modules: Sequence[nn.Module], copies: bool, norm: nn.Module | Non
     return multiplied
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #0fed69d7
-def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Callable[[Tensor], Tensor]:
+def head_norm_fn(
+    norms: Sequence[nn.Module | None], heads: Sequence[int]
+) -> Callable[[Tensor], Tensor]:
     "The norms of so many heads each, side by side in (..., heads, dim), as one function."
     if not any(norms):
         return lambda x: x
@@ -359,8 +436,13 @@ def head_norm_fn(norms: Sequence[nn.Module | None], heads: Sequence[int]) -> Cal
     weights: list[Any] = [getattr(n, "weight", None) for n in norms]
     if len(eps) > 1 or None in eps or any(w is None or w.dtype not in _FULL for w in weights):
         functions = [n or (lambda x: x) for n in norms]
-        return lambda x: torch.cat([f(part) for f, part in zip(functions, x.split([*heads], -2), strict=True)], -2)
-    side_by_side = lambda: torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
+        return lambda x: torch.cat(
+            [f(part) for f, part in zip(functions, x.split([*heads], -2), strict=True)], -2
+        )
+
+    def side_by_side():
+        return torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
+
     return RmsNorm(side_by_side, weights, *eps)
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #067b2694
@@ -372,8 +454,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RotaryTable:
     "Cosines and sines of every position, made once by the model's own rotary module."
 
-    def __init__(self, module: nn.Module, like: Tensor):  # `like`: with the dtype and device of the activations
-        self.module, self.like = module, like
+    def __init__(
+        self, module: nn.Module, like: Tensor
+    ):  # `like`: with the dtype and device of the activations
+        self.module = module
+        self.like = like
         self.cos = self.sin = like.new_empty(0)  # (positions, 1, dim); first half of `sin` negated
 
     def __call__(self, positions: Tensor, highest: int) -> tuple[Tensor, Tensor]:
@@ -382,33 +467,53 @@ class RotaryTable:
             size = max(1024, 2 * highest)
             cos, sin = self.module(self.like, torch.arange(size, device=self.like.device)[None])
             half = sin.shape[-1] // 2
-            self.cos, self.sin = cos[0, :, None], torch.cat((-sin[..., :half], sin[..., half:]), -1)[0, :, None]
+            self.cos, self.sin = (
+                cos[0, :, None],
+                torch.cat((-sin[..., :half], sin[..., half:]), -1)[0, :, None],
+            )
         return self.cos[positions], self.sin[positions]
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #64af36a5
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cache: SlotCache | None, layer: int, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    cache: SlotCache | None,
+    layer: int,
+    window: int | None = None,
 ) -> Tensor:
     "(B, S, heads * dim) attention output for (B, S, heads, dim); each token sees itself and `window` - 1 before it."
     batch, steps, heads, _ = q.shape
-    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    k = k.transpose(1, 2)
+    v = v.transpose(1, 2)
     if cache is not None:
         k, v = cache.update(k, v, layer)
     if cache is None or cache.filling:
-        q, band = q.transpose(1, 2), None
+        q = q.transpose(1, 2)
+        band = None
         before = k.shape[2] - steps  # columns that were there already
         if before or (window is not None and window < steps):
             band = torch.ones(steps, before + steps, dtype=torch.bool, device=q.device).tril(before)
             band = band if window is None else band.triu(before + 1 - window)
         k, v = for_heads(q, k, v, band)
-        how: dict[str, Any] = {"is_causal": band is None, "scale": scale, "enable_gqa": k.shape[1] != heads}
+        how: dict[str, Any] = {
+            "is_causal": band is None,
+            "scale": scale,
+            "enable_gqa": k.shape[1] != heads,
+        }
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **how)
         return out.transpose(1, 2).reshape(batch, steps, -1)
-    stacked, mask = q.reshape(batch, k.shape[1], -1, q.shape[-1]), cache.masks[window]
+    stacked = q.reshape(batch, k.shape[1], -1, q.shape[-1])
+    mask = cache.masks[window]
     if q.device.type != "cpu" or q.dtype not in _FULL:
-        return F.scaled_dot_product_attention(stacked, k, v, attn_mask=mask, scale=scale).reshape(batch, 1, -1)
+        return F.scaled_dot_product_attention(stacked, k, v, attn_mask=mask, scale=scale).reshape(
+            batch, 1, -1
+        )
     hidden = mask.expand(-1, k.shape[1], -1, -1).flatten(0, 1)
-    scores = torch.baddbmm(hidden, stacked.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale)
+    scores = torch.baddbmm(
+        hidden, stacked.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), alpha=scale
+    )
     return torch.bmm(scores.softmax(-1), v.flatten(0, 1)).view(batch, 1, -1)
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #9dc371c5
@@ -416,20 +521,35 @@ class FastLayer:
     "One decoder layer: norm, attention, norm, gated MLP."
 
     def __init__(self, layer: Any, copies: bool = False):
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
         norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
         if norms != {"input_layernorm", "post_attention_layernorm"}:
             raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
         self.head_dim, self.scale, self.act = attention.head_dim, attention.scaling, mlp.act_fn
-        self.heads = [project.out_features // self.head_dim for project in qkv[:2]]  # of queries, of keys
-        self.head_norm = head_norm_fn([getattr(attention, f"{name}_norm", None) for name in "qk"], self.heads)
-        self.qkv, self.o = linears_fn(qkv, copies, layer.input_layernorm), linears_fn([attention.o_proj], copies)
-        self.gate_up = linears_fn([mlp.gate_proj, mlp.up_proj], copies, layer.post_attention_layernorm)
+        # of queries, of keys
+        self.heads = [project.out_features // self.head_dim for project in qkv[:2]]
+        self.head_norm = head_norm_fn(
+            [getattr(attention, f"{name}_norm", None) for name in "qk"], self.heads
+        )
+        self.qkv, self.o = (
+            linears_fn(qkv, copies, layer.input_layernorm),
+            linears_fn([attention.o_proj], copies),
+        )
+        self.gate_up = linears_fn(
+            [mlp.gate_proj, mlp.up_proj], copies, layer.post_attention_layernorm
+        )
         self.down = linears_fn([mlp.down_proj], copies)
 
     def __call__(
-        self, x: Tensor, shape: Sequence[int], cos: Tensor, sin: Tensor, cache: SlotCache | None, *at: Any
+        self,
+        x: Tensor,
+        shape: Sequence[int],
+        cos: Tensor,
+        sin: Tensor,
+        cache: SlotCache | None,
+        *at: Any,
     ) -> Tensor:
         "(B * S, D) to the same, all sequences of `shape` (B, S) as one list of tokens; `at`: layer and window."
         heads = self.qkv(x).view(*shape, -1, self.head_dim)
@@ -451,7 +571,12 @@ class FastDecoder:
         self.rotary = RotaryTable(decoder.rotary_emb, decoder.embed_tokens.weight)  # type: ignore[arg-type]
 
     def __call__(
-        self, ids: Tensor, positions: Tensor, cache: SlotCache | None, highest: int, windows: Sequence[int | None] = ()
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        cache: SlotCache | None,
+        highest: int,
+        windows: Sequence[int | None] = (),
     ) -> Tensor:
         "(B, S) ids at (B, S) positions to (B, S, D) hidden states; no `windows` = full attention in all layers."
         x = self.embed(ids).flatten(0, 1)

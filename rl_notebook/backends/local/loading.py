@@ -42,7 +42,11 @@ def clone_frozen(module: nn.Module, of: Callable[[Tensor], Tensor]) -> Any:
 
     def own(t: Tensor) -> Tensor:
         made = of(t)
-        return nn.Parameter(made, requires_grad=False) if isinstance(t, nn.Parameter) and made is not t else made
+        return (
+            nn.Parameter(made, requires_grad=False)
+            if isinstance(t, nn.Parameter) and made is not t
+            else made
+        )
 
     return copy.deepcopy(module, {id(t): own(t) for t in tensors})
 
@@ -53,7 +57,8 @@ def frozen_copy(module: nn.Module, learning: Mapping[str, Tensor]) -> Any:
     return clone_frozen(module, lambda t: t.detach().clone() if id(t) in own else t).eval()
 
 
-SCANS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # peft adapts no `out_proj` of these
+# peft adapts no `out_proj` of these
+SCANS = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def left_out(model: Any) -> list[str]:
@@ -70,17 +75,27 @@ def say_left_out(model: str, names: str) -> None:
     warnings.warn(f"{model}: no adapter for {names} of its scan, which is not called", stacklevel=4)
 
 
-def with_lora(model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False) -> nn.Module:
+def with_lora(
+    model: nn.Module, rank: int, alpha: float, seed: int, packed: bool = False
+) -> nn.Module:
     "A model over the same weights, every linear layer but the head and `left_out` adapted; raises `MissingExtra`."
     check_layers(model)
     if excluded := left_out(model):
         say_left_out(type(model).__name__, " and ".join(excluded))
     with needs("lora", "LoRA"):
         from peft import LoraConfig, get_peft_model
-    settings: Any = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    settings: Any = {
+        "r": rank,
+        "lora_alpha": alpha,
+        "target_modules": "all-linear",
+        "task_type": "CAUSAL_LM",
+    }
     config = LoraConfig(**settings, exclude_modules=excluded or None)
     with _SEEDING, torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)  # peft asks
+        # peft asks
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
+        )
         torch.manual_seed(seed)
         made: Any = get_peft_model(clone_frozen(model, Tensor.detach), config)  # type: ignore[arg-type]
     return in_8bit(made) if packed else made
@@ -92,11 +107,17 @@ def check_adapter(model: Any, lora_rank: int) -> None:
         return
     load = "PeftModel.from_pretrained(base, folder, is_trainable=True)"
     if not hasattr(model, "get_base_model"):
-        got, fix = f"{type(model).__name__} with an adapter inside", f"Load it with {load}."
-        raise ConfigError("model", where="open_local", got=got, expected="a model or a PeftModel", fix=fix)
+        got = f"{type(model).__name__} with an adapter inside"
+        fix = f"Load it with {load}."
+        raise ConfigError(
+            "model", where="open_local", got=got, expected="a model or a PeftModel", fix=fix
+        )
     if others := [c for c in adapters.values() if getattr(c, "is_prompt_learning", False)]:
-        got, expected = f"a {others[0].peft_type.value} adapter", "one that changes layers, such as LoRA"
-        raise ConfigError("model", where="open_local", got=got, expected=expected, fix="Train a LoRA adapter.")
+        got = f"a {others[0].peft_type.value} adapter"
+        expected = "one that changes layers, such as LoRA"
+        raise ConfigError(
+            "model", where="open_local", got=got, expected=expected, fix="Train a LoRA adapter."
+        )
     if lora_rank:
         got = f"{lora_rank} for a PeftModel, which has an adapter"
         fix = f"Leave lora_rank out to train that adapter, loaded with {load}. For a new one, put the first into the "
@@ -108,7 +129,9 @@ class _Int8Product(torch.autograd.Function):
     "x W^T for a matrix in 8 bits, which is unpacked in each direction and kept in none."
 
     @staticmethod
-    def forward(ctx, x, unpack):  # the matrix comes as what makes it: no tensor that autograd would keep
+    def forward(
+        ctx, x, unpack
+    ):  # the matrix comes as what makes it: no tensor that autograd would keep
         ctx.unpack = unpack
         return F.linear(x, unpack())
 
@@ -138,31 +161,51 @@ def unpacked(t: Tensor) -> Tensor:
 def check_bits(lora_rank: int, dtype: str, device: str) -> None:
     "Raises `ConfigError` where a base cannot be kept in 8 bits."
     if not lora_rank:
-        got, fix = "lora_rank=0, which trains the weights themselves", "Set lora_rank, or leave load_in_8bit out."
-        raise ConfigError("load_in_8bit", where="open_local", got=got, expected="an adapter over its base", fix=fix)
+        got = "lora_rank=0, which trains the weights themselves"
+        fix = "Set lora_rank, or leave load_in_8bit out."
+        raise ConfigError(
+            "load_in_8bit",
+            where="open_local",
+            got=got,
+            expected="an adapter over its base",
+            fix=fix,
+        )
     if dtype not in ("float32", "bfloat16") or device not in ("cpu", "cuda"):
-        got, expected = f"dtype {dtype} on {device}", "dtype float32 or bfloat16, device cpu or cuda"
-        raise ConfigError("load_in_8bit", where="open_local", got=got, expected=expected, fix="Leave load_in_8bit out.")
+        got = f"dtype {dtype} on {device}"
+        expected = "dtype float32 or bfloat16, device cpu or cuda"
+        raise ConfigError(
+            "load_in_8bit",
+            where="open_local",
+            got=got,
+            expected=expected,
+            fix="Leave load_in_8bit out.",
+        )
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #4d01f74c
 def in_8bit(module: nn.Module) -> nn.Module:
     "The matrices under a model's LoRA adapters, rounded to 8 bits; raises `MissingExtra` or `ConfigError`."
     model = bare_model(module)
-    layers: list[Any] = [m for m in model.modules() if type(getattr(m, "base_layer", None)) is nn.Linear]
+    layers: list[Any] = [
+        m for m in model.modules() if type(getattr(m, "base_layer", None)) is nn.Linear
+    ]
     known = {id(m.base_layer.weight) for m in layers}
     known |= {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     known |= {id(p) for name, p in model.named_parameters() if ".lora_" in name or p.ndim < 2}
     known.add(id(getattr(model.get_output_embeddings(), "weight", None)))
     if others := [name for name, p in model.named_parameters() if id(p) not in known]:
         got = f"{type(model).__name__}, where {others[0].replace('.base_layer', '')} is in no nn.Linear"
-        expected, fix = "matrices in linear layers only", "Leave it out."
+        expected = "matrices in linear layers only"
+        fix = "Leave it out."
         raise ConfigError("load_in_8bit", where="open_local", got=got, expected=expected, fix=fix)
     with needs("quantized", "load_in_8bit"):
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     for layer in layers:
         base = layer.base_layer
-        quantize_(base, Int8WeightOnlyConfig())  # a new tensor: the model that was handed in keeps its own
-        layer.base_layer = Int8Linear(base.in_features, base.out_features, base.bias is not None, device="meta")
+        # a new tensor: the model that was handed in keeps its own
+        quantize_(base, Int8WeightOnlyConfig())
+        layer.base_layer = Int8Linear(
+            base.in_features, base.out_features, base.bias is not None, device="meta"
+        )
         layer.base_layer.weight, layer.base_layer.bias = base.weight, base.bias
     return module
 
@@ -174,12 +217,20 @@ def find_device(device: str | torch.device | None) -> torch.device:  # None = a 
     try:
         found = torch.device(device)
         torch.zeros(1, device=found).item()
-    except Exception as reason:  # AssertionError, RuntimeError, ImportError: another one for each kind of device
-        accelerator, count = torch.accelerator.current_accelerator(True), torch.accelerator.device_count()
+    except Exception as reason:
+        # AssertionError, RuntimeError, ImportError: another one for each kind of device
+        accelerator, count = (
+            torch.accelerator.current_accelerator(True),
+            torch.accelerator.device_count(),
+        )
         more = [] if accelerator is None else [f"{accelerator.type}:{i}" for i in range(count)]
         expected = f"a device that torch finds here: {', '.join(['cpu', *more])}"
         raise ConfigError(
-            "device", where="open_local", got=str(device), expected=expected, fix="Set device='cpu'."
+            "device",
+            where="open_local",
+            got=str(device),
+            expected=expected,
+            fix="Set device='cpu'.",
         ) from reason
     return found
 
@@ -190,21 +241,30 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 def in_dtype(model: Any, name: str, device: str | torch.device) -> nn.Module:
     "The model in the precision of that name, with experts that can be computed in it; raises `ConfigError`."
     if name not in _DTYPES:
-        raise ConfigError("dtype", where="open_local", got=repr(name), expected=" or ".join(_DTYPES))
+        raise ConfigError(
+            "dtype", where="open_local", got=repr(name), expected=" or ".join(_DTYPES)
+        )
     if name == "float64" and getattr(model.config, "_experts_implementation", None) == "grouped_mm":
         model.set_experts_implementation("eager")
     if kind := getattr(model, "quantization_method", None):
         fix = "Open the model as it was before; load_in_8bit=True with lora_rank rounds it here."
         raise ConfigError(
-            "dtype", where="open_local", got=f"a model quantised by {kind}", expected="plain weights", fix=fix
+            "dtype",
+            where="open_local",
+            got=f"a model quantised by {kind}",
+            expected="plain weights",
+            fix=fix,
         )
     if name != "bfloat16":
         return model.to(device=device, dtype=_DTYPES[name]).eval()
     inner = bare_model(model)
-    kept, exact = made_in_half(inner), "|".join(getattr(inner, "_keep_in_fp32_modules_strict", None) or [])
+    kept = made_in_half(inner)
+    exact = "|".join(getattr(inner, "_keep_in_fp32_modules_strict", None) or [])
     for n, tensor in (*inner.named_parameters(), *inner.named_buffers()):
         plain = n.replace(".base_layer", "")  # as it is called without LoRA
-        dtype = torch.float32 if exact and re.search(exact, plain) else kept.get(plain, torch.bfloat16)
+        dtype = (
+            torch.float32 if exact and re.search(exact, plain) else kept.get(plain, torch.bfloat16)
+        )
         tensor.data = tensor.data.to(device, dtype if tensor.is_floating_point() else tensor.dtype)
     return model.eval()
 
@@ -228,13 +288,22 @@ def told_unknown(tokenizer: Any, vocab_size: int, mask: bool = True) -> list[int
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     if size > vocab_size:
         fix = "Use the model's own tokenizer, or resize the model's embeddings."
-        raise BackendError("tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix)
-    known = {*tokenizer.get_vocab().values()} if mask and hasattr(tokenizer, "get_vocab") else range(vocab_size)
+        raise BackendError(
+            "tokenizer", got=f"{size} tokens", expected=f"at most the model's {vocab_size}", fix=fix
+        )
+    known = (
+        {*tokenizer.get_vocab().values()}
+        if mask and hasattr(tokenizer, "get_vocab")
+        else range(vocab_size)
+    )
     unknown = [i for i in range(vocab_size) if i not in known]
     if unknown:
         which = ", ".join(map(str, unknown[:3])) + (", ..." if len(unknown) > 3 else "")
         many = f"{len(unknown)} ids of the model have no token in the tokenizer ({which})"
-        warnings.warn(f"{many}: none is drawn or has a share in logprobs; mask_unknown=False keeps them", stacklevel=3)
+        warnings.warn(
+            f"{many}: none is drawn or has a share in logprobs; mask_unknown=False keeps them",
+            stacklevel=3,
+        )
     return unknown
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #86e19c2b
@@ -242,10 +311,13 @@ def checkpoint_layers(module: nn.Module) -> None:
     "Keep only the inputs of a model's layers for backward; raises `ConfigError` for a model without such layers."
     layers: list[Any] = [m for m in module.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
-        got, fix = "no layer that can be computed again", "Leave it out, and lower tokens_per_batch."
+        got = "no layer that can be computed again"
+        fix = "Leave it out, and lower tokens_per_batch."
         raise ConfigError("gradient_checkpointing", where="open_local", got=got, fix=fix)
     for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+        )
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #c7f7bdb3
 def adapter_weights(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -253,7 +325,9 @@ def adapter_weights(module: Any, weights: Mapping[str, Tensor]) -> dict[str, Ten
     from peft import get_peft_model_state_dict
 
     whole = {**module.state_dict(), **weights}
-    return get_peft_model_state_dict(module, whole, module.active_adapter, save_embedding_layers=False)
+    return get_peft_model_state_dict(
+        module, whole, module.active_adapter, save_embedding_layers=False
+    )
 
 
 def write_weights(module: Any, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -264,7 +338,9 @@ def write_weights(module: Any, weights: Mapping[str, Tensor], folder: Path) -> N
             module.save_pretrained(draft, state_dict={**module.state_dict(), **weights})
             return
         module.peft_config[module.active_adapter].save_pretrained(draft)
-        tensors = {k: v.detach().cpu().contiguous() for k, v in adapter_weights(module, weights).items()}
+        tensors = {
+            k: v.detach().cpu().contiguous() for k, v in adapter_weights(module, weights).items()
+        }
         save_file(tensors, draft / "adapter_model.safetensors")
 
 
@@ -274,11 +350,14 @@ def merged_copy(module: Any) -> Any:
     model = bare_model(whole)
     ends = model.get_input_embeddings(), model.get_output_embeddings()
     embedding, head = (getattr(layer, "base_layer", layer) for layer in ends)
-    if (embedding, head) != ends and embedding.weight is head.weight:  # else what is merged into one counts in both
+    # else what is merged into one counts in both
+    if (embedding, head) != ends and embedding.weight is head.weight:
         head.weight = nn.Parameter(head.weight.clone(), requires_grad=False)
     merged = whole.merge_and_unload()
     if merged.get_input_embeddings().weight is not merged.get_output_embeddings().weight:
-        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = False
+        merged.config.get_text_config().tie_word_embeddings = merged.config.tie_word_embeddings = (
+            False
+        )
     return merged
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #b759bc97
@@ -297,10 +376,16 @@ def base_mismatch(model: Any) -> str:
     if not (name := getattr(model, "name_or_path", "")):
         return "its base is in no folder"
     try:
-        folder = Path(name) if os.path.isdir(name) else Path(snapshot_download(name, local_files_only=True))
+        folder = (
+            Path(name)
+            if os.path.isdir(name)
+            else Path(snapshot_download(name, local_files_only=True))
+        )
     except (OSError, ValueError):  # no folder, and nothing of that name in the cache of the hub
         return f"its base {name} is not there" if os.path.isabs(name) else ""
-    plain = {re.sub(r"\.(base_layer|original_module)\b", "", n): p for n, p in model.named_parameters()}
+    plain = {
+        re.sub(r"\.(base_layer|original_module)\b", "", n): p for n, p in model.named_parameters()
+    }
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as saved:
             for key in sorted(plain.keys() & {*saved.keys()}):

@@ -41,7 +41,8 @@ def logits_of(features: Tensor, head: Callable[[Tensor], Tensor] | None) -> Tens
     return logits if logits.dtype == torch.float64 else logits.float()
 
 # %% ../../../nbs/backends/local/04_model.ipynb #0723916d
-SLICE_ELEMENTS = {"cpu": 2**18}  # probabilities that exist at once: they stay in the cache; elsewhere a chunk
+# probabilities that exist at once: they stay in the cache; elsewhere a chunk
+SLICE_ELEMENTS = {"cpu": 2**18}
 
 
 def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
@@ -49,10 +50,13 @@ def fill_entropy(entropy: Tensor, logprobs: Tensor) -> None:
     rows = rows_at_once(logprobs, logprobs.shape[-1], SLICE_ELEMENTS.get(logprobs.device.type))
     with torch.no_grad():
         for h, part in zip(entropy.split(rows), logprobs.detach().split(rows), strict=True):
-            h.copy_(part.exp().mul_(part.clamp(min=-1e4)).sum(-1).neg_())  # 0 * -inf is not a number
+            # 0 * -inf is not a number
+            h.copy_(part.exp().mul_(part.clamp(min=-1e4)).sum(-1).neg_())
 
 
-def pick_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None) -> Tensor:
+def pick_logprobs(
+    logits: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None
+) -> Tensor:
     "(M,) log-probabilities of `targets` (M,) from logits (M, V); fills `entropy` (M,) with that of each row."
     logprobs = (logits if temperature == 1 else logits / temperature).log_softmax(-1)
     if entropy is not None:
@@ -70,9 +74,11 @@ class _HeadLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, targets, temperature, chunk, entropy):
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature = temperature
+        ctx.chunk = chunk
         ctx.frozen = not ctx.needs_input_grad[1]
-        values, dlogprobs = [], []
+        values = []
+        dlogprobs = []
         parts = hidden.split(chunk), targets.split(chunk), parted(entropy, len(targets), chunk)
         for h, t, e in zip(*parts, strict=True):
             logits = logits_of(F.linear(h, weight), None)
@@ -93,8 +99,11 @@ class _HeadLogprobs(torch.autograd.Function):
             (dlogprobs,) = ctx.saved_tensors
             return dlogprobs * g[:, None].to(dlogprobs.dtype), None, None, None, None, None
         hidden, weight, targets = ctx.saved_tensors
-        d_hidden, d_weight = [], torch.zeros_like(weight, dtype=g.dtype)
-        for h, t, gc in zip(hidden.split(ctx.chunk), targets.split(ctx.chunk), g.split(ctx.chunk), strict=True):
+        d_hidden = []
+        d_weight = torch.zeros_like(weight, dtype=g.dtype)
+        for h, t, gc in zip(
+            hidden.split(ctx.chunk), targets.split(ctx.chunk), g.split(ctx.chunk), strict=True
+        ):
             scale = (gc / ctx.temperature)[:, None]
             p = (logits_of(F.linear(h, weight), None) / ctx.temperature).softmax(-1)
             d_logits = p.mul_(-scale).scatter_add_(1, t[:, None], scale).to(weight.dtype)
@@ -118,22 +127,38 @@ def head_logprobs(
     plain = type(head) is nn.Linear and head.bias is None
     if torch.is_grad_enabled() and plain:
         return _HeadLogprobs.apply(features, head.weight, targets, temperature, rows, entropy)  # type: ignore[return-value]
-    one = lambda e: lambda f, t: pick_logprobs(logits_of(f, head), t, temperature, e)
-    run = partial(checkpoint, use_reentrant=False) if torch.is_grad_enabled() else lambda fn, *args: fn(*args)
-    parts = zip(parted(entropy, len(targets), rows), features.split(rows), targets.split(rows), strict=True)
+
+    def one(e):
+        return lambda f, t: pick_logprobs(logits_of(f, head), t, temperature, e)
+
+    run = (
+        partial(checkpoint, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else lambda fn, *args: fn(*args)
+    )
+    parts = zip(
+        parted(entropy, len(targets), rows), features.split(rows), targets.split(rows), strict=True
+    )
     return torch.cat([run(one(e), *part) for e, *part in parts])
 
 # %% ../../../nbs/backends/local/04_model.ipynb #3ea64d52
-def entropy_rows(features: Tensor, head: Callable[[Tensor], Tensor] | None, temperature: float) -> Tensor:
+def entropy_rows(
+    features: Tensor, head: Callable[[Tensor], Tensor] | None, temperature: float
+) -> Tensor:
     "(M,) entropies of the distributions over the whole vocabulary, in nats."
     logprobs = (logits_of(features, head) / temperature).log_softmax(-1)
     return -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)  # 0 * -inf is not a number
 
 
-def head_entropy(features: Tensor, head: Any, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+def head_entropy(
+    features: Tensor, head: Any, temperature: float = 1.0, chunk: int | None = None
+) -> Tensor:
     "(M,) entropies in nats of features (M, D), differentiable, with memory that does not grow with M times V."
     rows = rows_at_once(features, int(getattr(head, "out_features", features.shape[-1])), chunk)
-    parts = [checkpoint(entropy_rows, f, head, temperature, use_reentrant=False) for f in features.split(rows)]
+    parts = [
+        checkpoint(entropy_rows, f, head, temperature, use_reentrant=False)
+        for f in features.split(rows)
+    ]
     return torch.cat(parts)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #ff630619
@@ -145,7 +170,8 @@ def bare_model(model: nn.Module) -> Any:
 STATES = ("linear_attention", "conv", "hybrid")  # kinds of layers that fold the past into a state
 KINDS = ("full_attention", "sliding_attention", "mlp", "moe", *STATES)
 ELSEWHERE = "Train it on a service (backend='tinker' or 'fireworks'), or choose another model."
-CACHE_NAMES = ("cache", "past_key_values", "cache_params")  # of a decoder's argument; transformers 5.24 has the first
+# of a decoder's argument; transformers 5.24 has the first
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 
 
 def layer_windows(decoder: Any) -> tuple[int | None, ...]:
@@ -164,11 +190,17 @@ def keeps_state(model: Any) -> bool:
 def check_layers(model: Any) -> None:
     "Raises `BackendError` for a model with layers of a kind that is not known."
     config = model.get_decoder().config
-    kinds = [*(getattr(config, "layer_types", None) or ()), *["dynamic_mask"] * hasattr(config, "keep_window_size")]
+    kinds = [
+        *(getattr(config, "layer_types", None) or ()),
+        *["dynamic_mask"] * hasattr(config, "keep_window_size"),
+    ]
     if others := sorted({kind for kind in kinds if kind not in KINDS}):
         got = f"{sum(kind in others for kind in kinds)} of {len(kinds)} layers of the kind {', '.join(others)}"
-        what, where = "the model cannot be sampled from here", type(model).__name__
-        expected = "layers of full or sliding-window attention, or with a state that is kept in the cache"
+        what = "the model cannot be sampled from here"
+        where = type(model).__name__
+        expected = (
+            "layers of full or sliding-window attention, or with a state that is kept in the cache"
+        )
         raise BackendError(what, where=where, got=got, expected=expected, fix=ELSEWHERE)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #6e26977e
@@ -192,7 +224,8 @@ class CausalModel:
         self.goes_on = True  # whether a prompt can be read from what is kept of its beginning
         self.windows = layer_windows(self.decoder)
         self.size = model_size(self.model)
-        self.no_tree = "it was not tried"  # why prefixes cannot be shared while scoring; "" = they can
+        # why prefixes cannot be shared while scoring; "" = they can
+        self.no_tree = "it was not tried"
         self.unknown = frozenset[int]()  # ids that have no share in its logprobs
 
     def over(self, copied: nn.Module) -> CausalModel:
@@ -202,14 +235,23 @@ class CausalModel:
         return mask_ids(made, sorted(self.unknown))
 
     def features(
-        self, ids: Tensor, positions: Tensor | None = None, cache: Any = None, highest: int = 0, keep: int = 0
+        self,
+        ids: Tensor,
+        positions: Tensor | None = None,
+        cache: Any = None,
+        highest: int = 0,
+        keep: int = 0,
     ) -> Tensor:
         "(B, S, D) of ids (B, S) for the head, or (B, `keep` or S, V) on the full route; `highest` of the positions."
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         if self.fast is not None:
             return self.fast(ids, positions, cache, highest or ids.shape[1], self.windows)
-        inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions, self.cache_name: cache}
+        inputs: dict[str, Any] = {
+            "input_ids": ids,
+            "position_ids": positions,
+            self.cache_name: cache,
+        }
         inputs |= {"use_cache": cache is not None, "attention_mask": self.masks(cache)}
         if self.route == "full":
             return self.model(**inputs, logits_to_keep=keep).logits
@@ -232,7 +274,11 @@ class CausalModel:
         return logits_of(features, self.drawing_head)
 
     def logprobs(
-        self, features: Tensor, targets: Tensor, temperature: float = 1.0, entropy: Tensor | None = None
+        self,
+        features: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        entropy: Tensor | None = None,
     ) -> Tensor:
         "(M,) logprobs of `targets` (M,) from features (M, D); fills `entropy` (M,), if it is given."
         return head_logprobs(features, targets, self.head, temperature, entropy=entropy)
@@ -255,12 +301,17 @@ def mask_ids(causal: CausalModel, ids: Sequence[int]) -> CausalModel:
         unknown = torch.zeros(causal.vocab_size, dtype=torch.bool)
         unknown[list(ids)] = True
         unknown = unknown.to(causal.device)
-        causal.head, causal.drawing_head = KnownHead(causal.head, unknown), KnownHead(causal.drawing_head, unknown)
+        causal.head, causal.drawing_head = (
+            KnownHead(causal.head, unknown),
+            KnownHead(causal.drawing_head, unknown),
+        )
         causal.unknown = frozenset(ids)
     return causal
 
 # %% ../../../nbs/backends/local/04_model.ipynb #91e66ad3
-def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device | str = "cpu") -> Tensor:
+def padded(
+    sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device | str = "cpu"
+) -> Tensor:
     "(B, S) ids, padded on the right with 0; causal attention never sees the padding."
     ids = np.zeros((len(sequences), max(len(s) for s in sequences)), dtype=np.int64)
     for row, sequence in zip(ids, sequences, strict=True):
@@ -268,19 +319,25 @@ def padded(sequences: Sequence[Sequence[int] | np.ndarray], device: torch.device
     return sent(ids, device)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #b2ef5418
-def prefill(model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]], past: Past = NOTHING) -> Tensor:
+def prefill(
+    model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]], past: Past = NOTHING
+) -> Tensor:
     "(B, D) features of each prompt's last token, keys, values in `cache.fresh`; `past`: what a single one begins with."
     cache.begin_prefill(past)
-    begun, unread = past.length, [p[past.length :] for p in prompts]
+    begun = past.length
+    unread = [p[past.length :] for p in prompts]
     ids = padded(unread, model.device)
     rows, ends = sent([range(len(unread)), [len(p) - 1 for p in unread]], model.device)
     positions = torch.arange(begun, begun + ids.shape[1], device=model.device)[None]
-    highest, keep = begun + ids.shape[1], ids.shape[1] - min(map(len, unread)) + 1
+    highest = begun + ids.shape[1]
+    keep = ids.shape[1] - min(map(len, unread)) + 1
     features = model.features(ids, positions, cache, highest, keep)
     return features[rows, ends - ids.shape[1] + features.shape[1]]
 
 # %% ../../../nbs/backends/local/04_model.ipynb #b327957c
-def decode_step(model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
+def decode_step(
+    model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: Tensor, longest: int
+) -> Tensor:
     "(B, D) features after one more token (B,) per row, `lengths` (B,) in the cache; reads nothing from the device."
     cache.begin_step(lengths, longest, model.windows)
     return model.features(tokens[:, None], lengths[:, None], cache, longest, keep=1)[:, -1]
@@ -288,9 +345,12 @@ def decode_step(model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: T
 # %% ../../../nbs/backends/local/04_model.ipynb #702f11ec
 def step_of_all(model: CausalModel, cache: SlotCache, tokens: Tensor, lengths: Tensor) -> Tensor:
     "(slots, D) of a step of every slot, tokens and lengths (slots,), over every column."
-    rows, cache.rows, cache.hidden = cache.rows, cache.slots, None
+    rows = cache.rows
+    cache.rows = cache.slots
+    cache.hidden = None
     features = decode_step(model, cache, tokens, lengths, cache.capacity - 1)
-    cache.rows, cache.hidden = rows, None
+    cache.rows = rows
+    cache.hidden = None
     return features
 
 
@@ -298,18 +358,21 @@ class RecordedStep:
     "`decode_step` on a GPU, recorded once and played again."
 
     def __init__(self, model: CausalModel, cache: SlotCache):
-        self.model, self.cache = model, cache
+        self.model = model
+        self.cache = cache
         self.recorded: tuple = ()  # what it was recorded with
         self.graph: Any = None
         self.inputs = self.features = torch.empty(2, 0)  # (2, slots) tokens and lengths; (slots, D)
 
     def __call__(self, tokens: Tensor, lengths: Tensor, longest: int) -> Tensor:
         "(B, D), as `decode_step` gives them; the next call writes to the same memory."
-        cache, rows = self.cache, len(tokens)
+        cache = self.cache
+        rows = len(tokens)
         cache.reserve(rows, longest + 1)
         if self.inputs.shape[1] != cache.slots:
             self.inputs = tokens.new_zeros(2, cache.slots)
-        self.inputs[:, :rows], self.inputs[:, rows:] = torch.stack((tokens, lengths)), 0
+        self.inputs[:, :rows] = torch.stack((tokens, lengths))
+        self.inputs[:, rows:] = 0
         if self.found() != self.recorded:
             self.record()
             self.recorded = self.found()
@@ -324,7 +387,11 @@ class RecordedStep:
 
     def record(self) -> None:
         "Make a step once, so that all it needs is there, and once for the recording."
-        self.graph, apart, here = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+        self.graph, apart, here = (
+            torch.cuda.CUDAGraph(),
+            torch.cuda.Stream(),
+            torch.cuda.current_stream(),
+        )
         apart.wait_stream(here)
         with torch.cuda.stream(apart):
             step_of_all(self.model, self.cache, *self.inputs)
@@ -334,11 +401,13 @@ class RecordedStep:
         here.wait_stream(apart)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #71522ad9
-_STUMBLES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError)  # of a model run otherwise
+# of a model run otherwise
+_STUMBLES = (AttributeError, TypeError, ValueError, RuntimeError, IndexError, KeyError)
 TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 # %% ../../../nbs/backends/local/04_model.ipynb #bfbe4fd6
-Choosing = Callable[[Tensor], AbstractContextManager[Any]]  # makes routers choose as they did at these (T,) positions
+# makes routers choose as they did at these (T,) positions
+Choosing = Callable[[Tensor], AbstractContextManager[Any]]
 
 
 def _choosing(model: Any, ids: Tensor) -> Choosing:
@@ -355,7 +424,10 @@ def _choosing(model: Any, ids: Tensor) -> Choosing:
 # %% ../../../nbs/backends/local/04_model.ipynb #0f9da20b
 def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tuple[Tensor, Tensor]]:
     "Features of two rows by prefill, decode and a prefill that goes on, each with the token indices they belong to."
-    cache, starts, results, lasts = SlotCache(), [5, 3], [], []
+    cache = SlotCache()
+    starts = [5, 3]
+    results = []
+    lasts = []
     place = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     for together in [[0], [1]] if causal.keeps_state else [[0, 1]]:
         longest = max(starts[i] for i in together)
@@ -371,7 +443,9 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
             last = decode_step(causal, cache, ids[rows, columns], columns, max(at))
     if not causal.goes_on:
         return results
-    later, ends = [], [n + 5 for n in starts]  # tokens that the rows have read
+    # tokens that the rows have read
+    later = []
+    ends = [n + 5 for n in starts]
     for i, n in enumerate(ends):
         with choosing(place[i, n : n + 2]):
             later.append(prefill(causal, cache, [ids[i, : n + 2].tolist()], cache.past_of(i, n)))
@@ -382,7 +456,8 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
 def _narrowed(causal: CausalModel, window: int = 4) -> Iterator[None]:
     "The model with sliding windows that a probe reaches past."
     own = causal.decoder.config.sliding_window
-    hold = [m for m in causal.decoder.modules() if getattr(m, "sliding_window", None) == own]  # some layers copy it
+    # some layers copy it
+    hold = [m for m in causal.decoder.modules() if getattr(m, "sliding_window", None) == own]
     holders: list[Any] = [causal.decoder.config, *hold]
 
     def narrow(to: int) -> None:
@@ -403,7 +478,9 @@ def _awake(model: nn.Module) -> Iterator[None]:
     asleep = [p for name, p in model.named_parameters() if "lora_B" in name and not p.any()]
     with torch.no_grad():
         for p in asleep:
-            p.copy_(torch.empty(p.shape).normal_(std=0.1, generator=torch.Generator().manual_seed(0)))
+            p.copy_(
+                torch.empty(p.shape).normal_(std=0.1, generator=torch.Generator().manual_seed(0))
+            )
         try:
             yield
         finally:
@@ -416,24 +493,35 @@ def _probed(causal: CausalModel, sampling: bool, tree: bool) -> float:
     ids = torch.from_numpy(np.random.default_rng(0).integers(0, causal.vocab_size, (3, 12)))
     ids[1:, :5], ids[2, 5:8] = ids[0, :5], ids[1, 5:8]
     branches = prefix_tree(list(ids.numpy()), causal.device)
-    first, leaf = np.unique(branches.place, return_index=True)[1], torch.from_numpy(branches.place).to(causal.device)
+    first = np.unique(branches.place, return_index=True)[1]
+    leaf = torch.from_numpy(branches.place).to(causal.device)
     ids, place = ids.to(causal.device), torch.arange(ids.numel(), device=causal.device).view_as(ids)
-    logprobs = lambda logits: logits_of(logits, None).log_softmax(-1)
+
+    def logprobs(logits):
+        return logits_of(logits, None).log_softmax(-1)
+
     with _awake(causal.model):
         choosing = _choosing(causal.model, ids)
         with choosing(place.flatten()):
             want = logprobs(causal.model(input_ids=ids, use_cache=False).logits)
             errors = [] if tree else [logprobs(logits_of(causal.features(ids), causal.head)) - want]
         with choosing(place[:, :6].flatten()):
-            part = logprobs(causal.model(input_ids=ids[:, :6], use_cache=False).logits) - want[:, :6]
+            part = (
+                logprobs(causal.model(input_ids=ids[:, :6], use_cache=False).logits) - want[:, :6]
+            )
         for features, at in _stepwise(causal, ids[:2], choosing) if sampling else []:
-            errors.append(logprobs(causal.logits(features)) - want[torch.arange(2, device=at.device), at])
+            errors.append(
+                logprobs(causal.logits(features)) - want[torch.arange(2, device=at.device), at]
+            )
         if tree:
             with choosing(sent(first, ids.device)), reading(causal.decoder.config, branches):
                 features = causal.features(branches.ids, branches.positions)[0]
             errors.append(logprobs(logits_of(features, causal.head))[leaf] - want)
-    table = TOLERANCE.get(causal.dtype, 1e-4)  # and what the same model is off by that reads fewer tokens
-    allowed = max(table, table * float(want.abs().max()) / 20, min(4 * float(part.abs().max()), 10 * table))
+    # and what the same model is off by that reads fewer tokens
+    table = TOLERANCE.get(causal.dtype, 1e-4)
+    allowed = max(
+        table, table * float(want.abs().max()) / 20, min(4 * float(part.abs().max()), 10 * table)
+    )
     return max(float(error.abs().max().nan_to_num(torch.inf)) for error in errors) / allowed
 
 
@@ -449,7 +537,11 @@ def probe_error(causal: CausalModel, sampling: bool = False, tree: bool = False)
 def probe_tree(causal: CausalModel) -> str:
     "Why the model cannot read a prefix tree; empty when its logprobs are those of the sequences one by one."
     if causal.route == "fast" or causal.keeps_state:
-        return "its layers keep a state" if causal.keeps_state else "the fast route has its own attention"
+        return (
+            "its layers keep a state"
+            if causal.keeps_state
+            else "the fast route has its own attention"
+        )
     try:
         error = probe_error(causal, tree=True)
     except _STUMBLES as reason:
@@ -470,7 +562,8 @@ def open_model(
         try:
             causal = CausalModel(model, route)
             error = probe_error(causal, sampling)
-            if error > 1 and sampling and causal.keeps_state:  # the first Mamba starts each scan from nothing
+            # the first Mamba starts each scan from nothing
+            if error > 1 and sampling and causal.keeps_state:
                 causal.goes_on = False
                 error = probe_error(causal, sampling)
         except _STUMBLES as reason:
@@ -482,7 +575,9 @@ def open_model(
             causal.no_tree = probe_tree(causal)
             return causal
         failures.append(f"{route}: logprobs off by {error:.2g} times what rounding explains")
-    where, got, expected = type(bare_model(model)).__name__, "; ".join(failures), "logprobs equal to the model's own"
+    where = type(bare_model(model)).__name__
+    got = "; ".join(failures)
+    expected = "logprobs equal to the model's own"
     fix = f"Load it as AutoModelForCausalLM with attn_implementation='sdpa' or 'eager'. If it is: {ELSEWHERE}"
     fix = ELSEWHERE if keeps_state(bare_model(model)) else fix
     raise BackendError("the model cannot be run", where=where, got=got, expected=expected, fix=fix)

@@ -30,7 +30,9 @@ def shared_length(a: np.ndarray, b: np.ndarray) -> int:
 
 def by_prefix(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     "Indices in lexicographic order, and how many tokens each sequence shares with the one before it."
-    order = sorted(range(len(sequences)), key=lambda i: np.asarray(sequences[i], dtype=">i8").tobytes())
+    order = sorted(
+        range(len(sequences)), key=lambda i: np.asarray(sequences[i], dtype=">i8").tobytes()
+    )
     return order, [0, *(shared_length(sequences[a], sequences[b]) for a, b in pairwise(order))]
 
 # %% ../../../nbs/backends/local/01_prefixes.ipynb #3353bbee
@@ -43,7 +45,8 @@ def plan_trees(sequences: Sequence[np.ndarray], budget: int) -> list[tuple[list[
     longest = 0
     for i, common in zip(*by_prefix(sequences), strict=True):
         rows, tokens, _ = batches[-1] if batches else ([], 0, 0)
-        longest, size = max(longest, len(sequences[i])), tokens + len(sequences[i]) - common
+        longest = max(longest, len(sequences[i]))
+        size = tokens + len(sequences[i]) - common
         weight = size + (len(rows) + 1) * longest // COPIES
         if rows and weight <= budget:
             batches[-1] = ([*rows, i], size, weight)
@@ -55,7 +58,8 @@ def plan_trees(sequences: Sequence[np.ndarray], budget: int) -> list[tuple[list[
 # %% ../../../nbs/backends/local/01_prefixes.ipynb #20dc9f0b
 def sent(values: Any, device: torch.device | str) -> Tensor:
     "Numbers of the host (a list, or an array of numpy) as a tensor on a device, without waiting for what it computes."
-    here, to = torch.as_tensor(values), torch.device(device)
+    here = torch.as_tensor(values)
+    to = torch.device(device)
     if to.type == "cpu":
         return here
     return (here.pin_memory() if to.type == "cuda" else here).to(to, non_blocking=True)
@@ -74,13 +78,17 @@ class Block:
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
         "(R, 1, Q, S) what is added to the scores; None = plain causal attention."
         if window not in self.masks:
-            q, s, device = self.queries.shape[1], self.keys.shape[1], self.keys.device
+            q = self.queries.shape[1]
+            s = self.keys.shape[1]
+            device = self.keys.device
             at = (self.starts[:, None] + torch.arange(q, device=device))[..., None]
             hidden = at < torch.arange(s, device=device)
             if window is not None:
                 hidden |= at >= torch.arange(s, device=device) + window
             plain = self.whole and (window is None or window >= s)
-            added = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
+            added = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(
+                hidden, -torch.inf
+            )
             self.masks[window] = None if plain else added[:, None]
         return self.masks[window]
 
@@ -100,19 +108,28 @@ def prefix_tree(sequences: Sequence[np.ndarray], device: torch.device | str = "c
     "Lay sequences of tokens out as one row."
     order, shared = by_prefix(sequences)
     lengths = np.array([len(s) for s in sequences])
-    starts, place = np.zeros_like(lengths), np.zeros((len(lengths), lengths.max()), dtype=np.int64)
-    total, before = 0, order[0]
+    starts = np.zeros_like(lengths)
+    place = np.zeros((len(lengths), lengths.max()), dtype=np.int64)
+    total = 0
+    before = order[0]
     for i, n in zip(order, shared, strict=True):
         own = lengths[i] - n
-        place[i, :n], starts[i] = place[before, :n], n
+        place[i, :n] = place[before, :n]
+        starts[i] = n
         place[i, n : lengths[i]] = np.arange(total, total + own)
         place[i, lengths[i] :] = place[i, lengths[i] - 1]
-        total, before = total + own, i
+        total = total + own
+        before = i
     ids = np.concatenate([sequences[i][starts[i] :] for i in order])
     positions = np.concatenate([np.arange(starts[i], lengths[i]) for i in order])
     blocks, home = _blocks(place, starts, lengths, total)
-    on = lambda values: sent(values, device)
-    parts = tuple(Block(on(queries), on(keys), on(first), not first.any()) for queries, keys, first in blocks)
+
+    def on(values):
+        return sent(values, device)
+
+    parts = tuple(
+        Block(on(queries), on(keys), on(first), not first.any()) for queries, keys, first in blocks
+    )
     return PrefixTree(on(ids.astype(np.int64))[None], on(positions)[None], place, parts, on(home))
 
 
@@ -120,13 +137,18 @@ def _blocks(
     place: np.ndarray, starts: np.ndarray, lengths: np.ndarray, total: int
 ) -> tuple[list[tuple[np.ndarray, np.ndarray, np.ndarray]], np.ndarray]:
     "Queries, keys and starts of each block, and where each token stands in what the blocks return."
-    blocks, home, offset = [], np.zeros(total, dtype=np.int64), 0
+    blocks = []
+    home = np.zeros(total, dtype=np.int64)
+    offset = 0
     for rows in (np.flatnonzero(starts == 0), np.flatnonzero((starts > 0) & (starts < lengths))):
         if len(rows):
-            own, longest = lengths[rows] - starts[rows], lengths[rows].max()
+            own = lengths[rows] - starts[rows]
+            longest = lengths[rows].max()
             columns = starts[rows, None] + np.arange(own.max())
             real = columns < lengths[rows, None]
-            queries = np.take_along_axis(place[rows], np.minimum(columns, lengths[rows, None] - 1), 1)
+            queries = np.take_along_axis(
+                place[rows], np.minimum(columns, lengths[rows, None] - 1), 1
+            )
             home[queries[real]] = offset + np.flatnonzero(real)
             blocks.append((queries, place[rows, :longest], starts[rows]))
             offset += real.size
@@ -136,7 +158,9 @@ def _blocks(
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def for_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def for_heads(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor]:
     "Keys and values (B, heads, S, dim) as a fast kernel takes them beside queries of more heads."
     groups = query.shape[1] // key.shape[1]
     if groups == 1 or query.device.type == "cpu" or (mask is None and query.dtype in _HALF):
@@ -167,11 +191,14 @@ def tree_attention(
     "Causal attention along the branches of the tree that the model is reading."
     if found := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
         raise ValueError(f"attention with {found[0]}")
-    tree, outputs = cast(Any, module.config).prefix_tree, []
+    tree = cast(Any, module.config).prefix_tree
+    outputs = []
     for block in tree.blocks:
         mask = block.mask(sliding_window, query.dtype)
         how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
-        q, k, v = gathered(query, block.queries), gathered(key, block.keys), gathered(value, block.keys)
+        q = gathered(query, block.queries)
+        k = gathered(key, block.keys)
+        v = gathered(value, block.keys)
         k, v = for_heads(q, k, v, mask)
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1], **how)
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
@@ -190,7 +217,8 @@ def reading(config: Any, tree: PrefixTree | None) -> Iterator[None]:
         return
     own = config._attn_implementation
     try:
-        config._attn_implementation, config.prefix_tree = NAME, tree
+        config._attn_implementation = NAME
+        config.prefix_tree = tree
         yield
     finally:
         config._attn_implementation = own

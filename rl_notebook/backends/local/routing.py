@@ -42,13 +42,23 @@ class Rule:
         return weights if self.scale == 1 else weights * self.scale
 
 
-RULES = tuple(Rule(activation, normalised) for activation in ("softmax", "sigmoid") for normalised in (True, False))
+RULES = tuple(
+    Rule(activation, normalised)
+    for activation in ("softmax", "sigmoid")
+    for normalised in (True, False)
+)
 
 # %% ../../../nbs/backends/local/00_routing.ipynb #b9360d4c
 def _looks_like_router(module: nn.Module) -> bool:
     "Whether a module has one row of weights per expert and says how many it chooses."
-    weight, experts = getattr(module, "weight", None), getattr(module, "num_experts", None)
-    return isinstance(weight, Tensor) and weight.ndim == 2 and hasattr(module, "top_k") and len(weight) == experts
+    weight = getattr(module, "weight", None)
+    experts = getattr(module, "num_experts", None)
+    return (
+        isinstance(weight, Tensor)
+        and weight.ndim == 2
+        and hasattr(module, "top_k")
+        and len(weight) == experts
+    )
 
 # %% ../../../nbs/backends/local/00_routing.ipynb #9ff77d04
 def find_rule(router: Any) -> Rule | None:
@@ -57,7 +67,9 @@ def find_rule(router: Any) -> Rule | None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(64, twin.weight.shape[1], generator=generator)
     with torch.no_grad():
-        twin.weight.copy_(2 * torch.randn(twin.weight.shape, generator=generator) / twin.weight.shape[1] ** 0.5)
+        twin.weight.copy_(
+            2 * torch.randn(twin.weight.shape, generator=generator) / twin.weight.shape[1] ** 0.5
+        )
         try:
             logits, weights, chosen = twin(hidden.to(twin.weight))
         except (TypeError, ValueError, RuntimeError):
@@ -67,7 +79,9 @@ def find_rule(router: Any) -> Rule | None:
         return None
     scale = getattr(twin, "routed_scaling_factor", None) or 1.0
     rules = [replace(r, scale=s) for s in {1.0, float(scale)} for r in RULES]
-    return next((r for r in rules if torch.allclose(r(logits, chosen), weights.float(), 1e-3, 1e-5)), None)
+    return next(
+        (r for r in rules if torch.allclose(r(logits, chosen), weights.float(), 1e-3, 1e-5)), None
+    )
 
 # %% ../../../nbs/backends/local/00_routing.ipynb #6350ef3e
 @dataclass(frozen=True, eq=False)
@@ -94,24 +108,31 @@ def find_routers(model: nn.Module, where: str | None = None) -> Routers:
     "All routers of a model; raises `ConfigError` when it has none, or one whose rule is not known."
     found = {name: m for name, m in model.named_modules() if _looks_like_router(m)}
     if not found:
-        got, expected = f"{type(model).__name__}, which has none", "a mixture of experts as Qwen3-MoE, Mixtral or OLMoE"
+        got = f"{type(model).__name__}, which has none"
+        expected = "a mixture of experts as Qwen3-MoE, Mixtral or OLMoE"
         fix = "Leave router_replay out: without routers there is nothing to replay."
         raise ConfigError("routers", where=where, got=got, expected=expected, fix=fix)
     sizes = {(int(m.num_experts), int(m.top_k)) for m in found.values()}  # type: ignore[arg-type]
     rules = [find_rule(m) for m in found.values()]
-    strange = [f"{name} ({type(m).__name__})" for (name, m), rule in zip(found.items(), rules, strict=True) if not rule]
+    strange = [
+        f"{name} ({type(m).__name__})"
+        for (name, m), rule in zip(found.items(), rules, strict=True)
+        if not rule
+    ]
     if strange or len(sizes) > 1:
         got = strange[0] if strange else f"(experts, chosen) {sorted(sizes)} in one model"
-        expected = (
-            "routers that return logits, weights and choice, with weights from a softmax or sigmoid of the logits"
+        expected = "routers that return logits, weights and choice, with weights from a softmax or sigmoid of the logits"
+        raise ConfigError(
+            "routers", where=where, got=got, expected=expected, fix="Leave router_replay out."
         )
-        raise ConfigError("routers", where=where, got=got, expected=expected, fix="Leave router_replay out.")
     return Routers(tuple(found.values()), tuple(r for r in rules if r), *sizes.pop())
 
 # %% ../../../nbs/backends/local/00_routing.ipynb #86bc578b
 def write_notes(routers: Routers, chosen: np.ndarray) -> tuple[str, ...]:
     "(T,) texts of what was chosen for each token, (T, L, k) expert ids."
-    return tuple(base64.b64encode(table.tobytes()).decode() for table in chosen.astype(routers.dtype))
+    return tuple(
+        base64.b64encode(table.tobytes()).decode() for table in chosen.astype(routers.dtype)
+    )
 
 # %% ../../../nbs/backends/local/00_routing.ipynb #2c56fdf3
 def read_notes(
@@ -122,7 +143,9 @@ def read_notes(
     for b, series in enumerate(notes):
         for i, note in enumerate(series or ()):
             if note:
-                chosen[b, i] = _read_note(routers, note, f"{where[b]}, input {i}" if where else f"input {i}")
+                chosen[b, i] = _read_note(
+                    routers, note, f"{where[b]}, input {i}" if where else f"input {i}"
+                )
     return chosen
 
 
@@ -134,7 +157,9 @@ def _read_note(routers: Routers, note: str, where: str) -> np.ndarray:
     try:
         ids = np.frombuffer(base64.b64decode(note, validate=True), routers.dtype)
     except (binascii.Error, ValueError) as e:
-        raise AlignmentError("routing", where=where, got=repr(note[:24]), expected=expected, fix=fix) from e
+        raise AlignmentError(
+            "routing", where=where, got=repr(note[:24]), expected=expected, fix=fix
+        ) from e
     if ids.size != layers * k or ids.max() >= routers.num_experts:
         got = f"{ids.size} ids, the largest {ids.max(initial=0)}"
         raise AlignmentError("routing", where=where, got=got, expected=expected, fix=fix)
@@ -152,7 +177,11 @@ class Notes:
         "(T, L, k) choices of the pass since the last call; raises `BackendError` unless each router ran once."
         ran = {layer: len(self.chosen.get(layer, ())) for layer in range(len(self.routers.modules))}
         if set(ran.values()) != {1}:
-            raise BackendError("routers", got=f"passes per layer {ran}", expected="one forward pass of the whole model")
+            raise BackendError(
+                "routers",
+                got=f"passes per layer {ran}",
+                expected="one forward pass of the whole model",
+            )
         taken = torch.stack([self.chosen[layer][0] for layer in ran], 1)
         self.chosen.clear()
         return taken
@@ -173,7 +202,10 @@ def _hooked(routers: Routers, hook: Callable[[int], Callable[..., Any]]) -> Iter
 def noting(routers: Routers) -> Iterator[Notes]:
     "Note what the routers choose."
     notes = Notes(routers)
-    keep = lambda layer, module, args, output: notes.chosen.setdefault(layer, []).append(output[2].detach())
+
+    def keep(layer, module, args, output):
+        return notes.chosen.setdefault(layer, []).append(output[2].detach())
+
     with _hooked(routers, lambda layer: partial(keep, layer)):
         yield notes
 
@@ -186,7 +218,8 @@ def replaying(routers: Routers, chosen: Tensor) -> Iterator[None]:
         logits, weights, own = output
         given = chosen[:, layer]
         if given.shape != own.shape:
-            got, expected = f"{len(own)} tokens", f"the {len(given)} that were announced"
+            got = f"{len(own)} tokens"
+            expected = f"the {len(given)} that were announced"
             raise BackendError("router replay", where=f"layer {layer}", got=got, expected=expected)
         known = (given >= 0).all(-1, keepdim=True)
         index = torch.where(known, given, own)

@@ -42,7 +42,9 @@ class Batch:
     tree: PrefixTree | None = None  # what the model reads, common prefixes once; None = row by row
 
     @classmethod
-    def of(cls, datums: Sequence[Datum], plan: tuple[list[int], int, int], device: Any = None) -> Batch:
+    def of(
+        cls, datums: Sequence[Datum], plan: tuple[list[int], int, int], device: Any = None
+    ) -> Batch:
         "A batch of a plan: rows, tokens and weight; with a device, as a prefix tree there."
         several = [datums[i] for i in plan[0]]
         tree = None if device is None else prefix_tree([d.input_tokens for d in several], device)
@@ -77,7 +79,9 @@ class Versions:
 
     def set_current(self, current: int, published: bool = False) -> None:
         "The policy has the weights of a version, or moved on from them."
-        self.current, self.upcoming, self.published = current, current + (not published), published
+        self.current = current
+        self.upcoming = current + (not published)
+        self.published = published
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #925cef10
 def array(series: Tensor) -> np.ndarray:
@@ -97,7 +101,9 @@ class Scoring:
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
     source: str = "policy"  # that its logprobs name
     versions: Versions = field(default_factory=Versions)  # likewise
-    routers: Routers | None = None  # take the experts that `Datum.routing` names; None = the model chooses
+    routers: Routers | None = (
+        None  # take the experts that `Datum.routing` names; None = the model chooses
+    )
 
     @property
     def no_tree(self) -> str:
@@ -106,7 +112,8 @@ class Scoring:
 
     def batches(self, datums: Sequence[Datum]) -> list[Batch]:
         "Batches within the token budget: prefix trees where they gain enough, else rows of similar length."
-        lengths, device = [len(d.weights) for d in datums], self.causal.device
+        lengths = [len(d.weights) for d in datums]
+        device = self.causal.device
         plain = plan_batches(lengths, self.tokens_per_batch, SPLIT_GAIN.get(device.type, 8192))
         sizes = [len(rows) * lengths[rows[0]] for rows in plain]
         if not self.no_tree:
@@ -114,7 +121,9 @@ class Scoring:
             saved = sum(sizes) - sum(tokens for _, tokens, _ in trees)
             if saved >= max(TREE_GAIN.get(device.type, 1024), sum(sizes) // 10):
                 return [Batch.of(datums, tree, device) for tree in trees]
-        return [Batch.of(datums, (rows, size, size)) for rows, size in zip(plain, sizes, strict=True)]
+        return [
+            Batch.of(datums, (rows, size, size)) for rows, size in zip(plain, sizes, strict=True)
+        ]
 
     def scored(self, d: Datum) -> np.ndarray:
         "(N-1,) bool: the positions that are scored."
@@ -125,15 +134,31 @@ class Scoring:
         check_datums(datums, self.causal.vocab_size, self.max_seq_len)
         for d in datums if self.causal.unknown else ():
             if bad := self.causal.unknown.intersection(d.target_tokens[self.scored(d)].tolist()):
-                got, fix = f"{min(bad)}, which the tokenizer does not know", "Mask it, or open with mask_unknown=False."
-                raise BackendError("token id", where=d.where, got=got, expected="known ids where the loss is", fix=fix)
+                got = f"{min(bad)}, which the tokenizer does not know"
+                fix = "Mask it, or open with mask_unknown=False."
+                raise BackendError(
+                    "token id",
+                    where=d.where,
+                    got=got,
+                    expected="known ids where the loss is",
+                    fix=fix,
+                )
 
-    def stamped(self, logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None) -> list[Logprobs]:
+    def stamped(
+        self, logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None
+    ) -> list[Logprobs]:
         "Logprobs, and entropies beside them where there are any, with their provenance."
         dtype = str(self.causal.dtype).removeprefix("torch.")
-        stamp: Any = {"source": self.source, "policy_version": self.versions.current, "temperature": self.temperature}
+        stamp: Any = {
+            "source": self.source,
+            "policy_version": self.versions.current,
+            "temperature": self.temperature,
+        }
         pairs = zip(logprobs, entropies or [None] * len(logprobs), strict=True)
-        return [Logprobs(array(s), **stamp, dtype=dtype, entropy=None if h is None else array(h)) for s, h in pairs]
+        return [
+            Logprobs(array(s), **stamp, dtype=dtype, entropy=None if h is None else array(h))
+            for s, h in pairs
+        ]
 
     def reading(self, batch: Batch) -> AbstractContextManager[None]:
         "The model reads the batch's tree, or takes the experts that its datums name; raises `AlignmentError`."
@@ -141,12 +166,18 @@ class Scoring:
         if self.routers is None or not any(d.routing and any(d.routing) for d in datums):
             return reading(self.causal.decoder.config, batch.tree)
         longest = max(len(d.weights) for d in datums)
-        chosen = read_notes(self.routers, [d.routing for d in datums], longest, [d.where for d in datums])
+        chosen = read_notes(
+            self.routers, [d.routing for d in datums], longest, [d.where for d in datums]
+        )
         return replaying(self.routers, sent(chosen, self.causal.device).flatten(0, 1))
 
-    def forward(self, batch: Batch, entropy: bool = False, graded: bool = False) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, batch: Batch, entropy: bool = False, graded: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         "(M,) logprobs of all scored positions, datum after datum, and entropies, `graded` with a gradient."
-        causal, datums, tree = self.causal, batch.datums, batch.tree
+        causal = self.causal
+        datums = batch.datums
+        tree = batch.tree
         scored = [self.scored(d) for d in datums]
         targets = np.concatenate([d.target_tokens[s] for d, s in zip(datums, scored, strict=True)])
         width = max(len(s) for s in scored)
@@ -154,19 +185,29 @@ class Scoring:
         where = np.concatenate([at[: len(s)][s] for at, s in zip(place, scored, strict=True)])
         with self.reading(batch):
             if tree is None:
-                features = causal.features(padded([d.input_tokens for d in datums], causal.device)).flatten(0, 1)
+                features = causal.features(
+                    padded([d.input_tokens for d in datums], causal.device)
+                ).flatten(0, 1)
             else:
                 features = causal.features(tree.ids, tree.positions)[0]
         self.meter.datums_scored += len(datums)
         if tree is None:
-            return self.head(features[sent(where, causal.device)], sent(targets, causal.device), entropy, graded)
+            return self.head(
+                features[sent(where, causal.device)], sent(targets, causal.device), entropy, graded
+            )
         once, back = np.unique(where * causal.vocab_size + targets, return_inverse=True)
-        places, ids, back = (sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back))
+        places, ids, back = (
+            sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back)
+        )
         found = self.head(F.embedding(places, features), ids, entropy, graded)
-        logprobs, entropies = (None if x is None else F.embedding(back, x[:, None])[:, 0] for x in found)
+        logprobs, entropies = (
+            None if x is None else F.embedding(back, x[:, None])[:, 0] for x in found
+        )
         return logprobs, entropies  # type: ignore[return-value]
 
-    def head(self, features: Tensor, targets: Tensor, entropy: bool, graded: bool) -> tuple[Tensor, Tensor | None]:
+    def head(
+        self, features: Tensor, targets: Tensor, entropy: bool, graded: bool
+    ) -> tuple[Tensor, Tensor | None]:
         "Logprobs of targets and, if asked for, the entropies beside them."
         found = filled = None
         if graded:
@@ -177,7 +218,9 @@ class Scoring:
         return self.causal.logprobs(features, targets, self.temperature, filled), found
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #2a757cf9
-def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: Sequence[Any]) -> list[Tensor]:
+def per_datum(
+    scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], flats: Sequence[Any]
+) -> list[Tensor]:
     "One (N-1,) tensor per datum on the CPU, NaN where not scored, from the flat values of each batch."
     together = [d for batch in batches for d in batch.datums]
     scored = torch.from_numpy(np.concatenate([scoring.scored(d) for d in together]))
@@ -191,12 +234,15 @@ def per_datum(scoring: Scoring, datums: Sequence[Datum], batches: list[Batch], f
 
 def note_pass(scoring: Scoring, kind: str, batches: list[Batch], backward: bool = False) -> None:
     "Add a pass over batches to the meter; a pass backward adds its FLOPs to those of the one forward."
-    size, tokens = scoring.causal.size, sum(b.tokens for b in batches)
+    size = scoring.causal.size
+    tokens = sum(b.tokens for b in batches)
     scored = sum(int(scoring.scored(d).sum()) for b in batches for d in b.datums)
     if backward:
         work = Work(flops=size.flops(tokens, scored, backward=True) if size else 0.0)
     else:
-        work = pass_work(size, tokens, scored, tokens - sum(b.real_tokens for b in batches), len(batches))
+        work = pass_work(
+            size, tokens, scored, tokens - sum(b.real_tokens for b in batches), len(batches)
+        )
     scoring.meter.note(kind, work)
 
 
@@ -212,27 +258,47 @@ def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> l
     return scoring.stamped(*[per_datum(scoring, datums, batches, [*flats]) for flats in each])
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #f3999433
-def not_finite(datums: Sequence[Datum], series: Sequence[Tensor], prompts: bool, what: str, got: Any) -> LossError:
+def not_finite(
+    datums: Sequence[Datum], series: Sequence[Tensor], prompts: bool, what: str, got: Any
+) -> LossError:
     "The error for a loss or derivative that is not finite, with its likely cause."
     for d, s in zip(datums, series, strict=True):
         if not s.detach()[torch.from_numpy(d.active | prompts)].isfinite().all():
             fix = "The weights have diverged. Load an earlier state (a loop: await loop.undo()); lower learning_rate."
-            return LossError("policy logprobs", where=d.where, got="NaN or infinity", expected="finite values", fix=fix)
+            return LossError(
+                "policy logprobs",
+                where=d.where,
+                got="NaN or infinity",
+                expected="finite values",
+                fix=fix,
+            )
     fix = "Unscored positions are NaN: index with weights > 0, or open the backend with prompt_logprobs=True."
     return LossError(what, got=got, expected="a finite value", fix=fix)
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #fa28923b
 def loss_and_dlogprobs(
-    datums: Sequence[Datum], series: list[Tensor], loss_fn: LossFn, prompt_logprobs: bool = False, entropies: Any = ()
+    datums: Sequence[Datum],
+    series: list[Tensor],
+    loss_fn: LossFn,
+    prompt_logprobs: bool = False,
+    entropies: Any = (),
 ) -> tuple[float, dict[str, float], list[np.ndarray]]:
     "Loss, metrics, dL/dlogprob (N-1,) of leaves; `entropies` keep their derivatives as `.grad`; raises `LossError`."
     loss, metrics = loss_fn(datums, series, *([entropies] if entropies else []))
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise LossError("loss", got=type(loss).__name__, expected="a tensor with one element, and a dict of metrics")
+        raise LossError(
+            "loss",
+            got=type(loss).__name__,
+            expected="a tensor with one element, and a dict of metrics",
+        )
     if not loss.isfinite().all():
         raise not_finite(datums, series, prompt_logprobs, "loss", loss.item())
     leaves = [*series, *entropies]
-    found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
+    found = (
+        torch.autograd.grad(loss, leaves, allow_unused=True)
+        if loss.requires_grad
+        else [None] * len(leaves)
+    )
     dlogprobs = found[: len(series)]
     for h, dentropy in zip(entropies, found[len(series) :], strict=True):
         h.grad = dentropy
@@ -240,23 +306,36 @@ def loss_and_dlogprobs(
     for d, dlogprob in zip(datums, dlogprobs, strict=True):
         if dlogprob is None:
             fix = "Every datum must enter the loss: a sum over no position counts, a constant does not."
-            raise LossError("gradient", where=d.where, got="none", expected="one (zero will do)", fix=fix)
+            raise LossError(
+                "gradient", where=d.where, got="none", expected="one (zero will do)", fix=fix
+            )
         dlogprob = np.where(d.active | prompt_logprobs, dlogprob.double().numpy(), 0.0)
         if not np.isfinite(dlogprob).all():
-            raise not_finite(datums, series, prompt_logprobs, f"dL/dlogprob of {d.where}", "NaN or infinity")
+            raise not_finite(
+                datums, series, prompt_logprobs, f"dL/dlogprob of {d.where}", "NaN or infinity"
+            )
         results.append(dlogprob)
     return loss.item(), dict(metrics), results
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #6430138f
-def check_dlogprobs(datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], prompt_logprobs: bool = False) -> None:
+def check_dlogprobs(
+    datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], prompt_logprobs: bool = False
+) -> None:
     "Raises `LossError` unless there is one finite series per datum, zero where nothing was scored."
     if len(dlogprobs) != len(datums):
-        raise LossError("dlogprobs", got=f"{len(dlogprobs)} series", expected=f"{len(datums)}, one per datum")
+        raise LossError(
+            "dlogprobs", got=f"{len(dlogprobs)} series", expected=f"{len(datums)}, one per datum"
+        )
     for d, dlogprob in zip(datums, dlogprobs, strict=True):
         if np.shape(dlogprob) != d.weights.shape:
-            raise LossError("dlogprobs", where=d.where, got=np.shape(dlogprob), expected=str(d.weights.shape))
+            raise LossError(
+                "dlogprobs", where=d.where, got=np.shape(dlogprob), expected=str(d.weights.shape)
+            )
         if not np.isfinite(dlogprob).all():
-            raise LossError("dlogprobs", where=d.where, got="NaN or infinity", expected="finite values")
+            raise LossError(
+                "dlogprobs", where=d.where, got="NaN or infinity", expected="finite values"
+            )
         if np.any(np.asarray(dlogprob)[~(d.active | prompt_logprobs)]):
-            got, fix = "a derivative at an unscored position", "Set it to 0, or open with prompt_logprobs=True."
+            got = "a derivative at an unscored position"
+            fix = "Set it to 0, or open with prompt_logprobs=True."
             raise LossError("dlogprobs", where=d.where, got=got, expected="0", fix=fix)

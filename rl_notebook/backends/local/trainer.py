@@ -28,7 +28,13 @@ from torch.nn.utils import get_total_norm
 
 from ..base import Backend, Capabilities, GradNormalization, LossFn
 from .engine import Engine, Request, check_request, check_tokens, echo
-from .loading import check_adapter, check_bits, checkpoint_layers, find_device, frozen_copy
+from rl_notebook.backends.local.loading import (
+    check_adapter,
+    check_bits,
+    checkpoint_layers,
+    find_device,
+    frozen_copy,
+)
 from rl_notebook.backends.local.loading import (
     in_dtype,
     merged_copy,
@@ -40,13 +46,28 @@ from rl_notebook.backends.local.loading import (
 from .model import mask_ids, open_model
 from .prefixes import sent
 from .routing import find_routers
-from .scoring import Batch, Scoring, Versions, array, check_dlogprobs, loss_and_dlogprobs
+from rl_notebook.backends.local.scoring import (
+    Batch,
+    Scoring,
+    Versions,
+    array,
+    check_dlogprobs,
+    loss_and_dlogprobs,
+)
 from .scoring import note_pass, per_datum, score
 from .worker import Worker, worker_threads
 from ..roofline import settle
 from ...core.losses import reads_entropy
 from ...core.names import new_folder
-from ...core.types import AdamParams, BackendError, Completion, ConfigError, Datum, Logprobs, LossOutput
+from rl_notebook.core.types import (
+    AdamParams,
+    BackendError,
+    Completion,
+    ConfigError,
+    Datum,
+    Logprobs,
+    LossOutput,
+)
 from ...core.types import RecordError, RLNotebookError, SampleParams, naming_memory
 from ...task.toy import model_and_tokenizer, no_bars
 
@@ -59,7 +80,9 @@ class Graph:
     "A forward pass that is still attached to the weights."
 
     datums: list[Datum]
-    passes: deque[tuple[Batch, Tensor | None, Tensor | None]]  # (M,) logprobs and entropies; None = not computed yet
+    passes: deque[
+        tuple[Batch, Tensor | None, Tensor | None]
+    ]  # (M,) logprobs and entropies; None = not computed yet
 
 
 @dataclass(eq=False)
@@ -69,14 +92,18 @@ class PolicyState:
     module: nn.Module  # Hugging Face model or PEFT wrapper
     scoring: Scoring
     params: dict[str, nn.Parameter]  # what is trained
-    masters: dict[str, Tensor] = field(default_factory=dict)  # float32 copies of low-precision parameters
+    masters: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # float32 copies of low-precision parameters
     optimizer: torch.optim.AdamW | None = None
     loss_tokens: int = 0  # accumulated since the last update
     sequences: int = 0  # likewise
     steps: int = 0  # updates so far
     load_in_8bit: bool = False  # the base of its adapter is kept in 8 bits
     graph: Graph | None = None  # that a backward pass may still use
-    saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)  # states in memory
+    saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(
+        default_factory=dict
+    )  # states in memory
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
 
     def __post_init__(self):
@@ -94,11 +121,17 @@ class PolicyState:
         "Forget what was accumulated."
         for holder in (*self.targets, *self.params.values()):
             holder.grad = None
-        self.loss_tokens, self.sequences, self.graph = 0, 0, None
+        self.loss_tokens = 0
+        self.sequences = 0
+        self.graph = None
 
-    def evaluate(self, datums: Sequence[Datum], loss_fn: LossFn) -> tuple[LossOutput, list[np.ndarray]]:
+    def evaluate(
+        self, datums: Sequence[Datum], loss_fn: LossFn
+    ) -> tuple[LossOutput, list[np.ndarray]]:
         "Forward and loss, and dL/dentropy (N-1,) where the loss reads entropies; no gradient reaches the weights."
-        scoring, graded, self.graph = self.scoring, reads_entropy(loss_fn), None
+        scoring = self.scoring
+        graded = reads_entropy(loss_fn)
+        self.graph = None
         scoring.check(datums)
         batches = scoring.batches(datums)
         keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
@@ -106,25 +139,39 @@ class PolicyState:
         with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
             found = [scoring.forward(batch, True, graded) for batch in batches]
             settle(scoring.causal.device)
-        logprobs, entropies = (per_datum(scoring, datums, batches, flats) for flats in zip(*found, strict=True))
+        logprobs, entropies = (
+            per_datum(scoring, datums, batches, flats) for flats in zip(*found, strict=True)
+        )
         leaves = [s.requires_grad_() for s in logprobs]
         read = [h.requires_grad_() for h in entropies] if graded else []
         with torch.enable_grad():
-            value, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, scoring.prompt_logprobs, read)
+            value, metrics, dlogprobs = loss_and_dlogprobs(
+                datums, leaves, loss_fn, scoring.prompt_logprobs, read
+            )
         if keep:
-            passes = [(b, flat, h if graded else None) for b, (flat, h) in zip(batches, found, strict=True)]
+            passes = [
+                (b, flat, h if graded else None)
+                for b, (flat, h) in zip(batches, found, strict=True)
+            ]
             self.graph = Graph(list(datums), deque(passes))
         saved = sum(sum(len(d.weights) for d in b.datums) - b.tokens for b in batches if b.tree)
         metrics["perf/prefix_tokens_saved"] = float(saved)
-        dentropies = [array(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num()) for h in read]
+        dentropies = [
+            array(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num()) for h in read
+        ]
         stamped = tuple(scoring.stamped(logprobs, entropies))
         return LossOutput(value, metrics, stamped, tuple(dlogprobs)), dentropies
 
     def backpropagate(
-        self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], dentropies: Sequence[np.ndarray] = ()
+        self,
+        datums: Sequence[Datum],
+        dlogprobs: Sequence[np.ndarray],
+        dentropies: Sequence[np.ndarray] = (),
     ) -> None:
         "Add the gradient of `sum(dlogprob * logprob)`, and of the entropies, to what is accumulated, in float32."
-        scoring, graph, self.graph = self.scoring, self.graph, None
+        scoring = self.scoring
+        graph = self.graph
+        self.graph = None
         scoring.check(datums)
         check_dlogprobs(datums, dlogprobs, scoring.prompt_logprobs)
         if graph is None or [*map(id, graph.datums)] != [*map(id, datums)]:
@@ -137,17 +184,22 @@ class PolicyState:
                     with torch.enable_grad():
                         flat, h = scoring.forward(batch, graded=len(dentropies) > 0)
                 ends = [flat, h] if h is not None and len(dentropies) else [flat]
-                along, own = [], [*zip(batch.rows, batch.datums, strict=True)]
+                along = []
+                own = [*zip(batch.rows, batch.datums, strict=True)]
                 for series in (dlogprobs, dentropies)[: len(ends)]:
                     scored = [np.asarray(series[i])[scoring.scored(d)] for i, d in own]
-                    along.append(sent(torch.from_numpy(np.concatenate(scored)).to(flat.dtype), flat.device))
+                    along.append(
+                        sent(torch.from_numpy(np.concatenate(scored)).to(flat.dtype), flat.device)
+                    )
                 with scoring.reading(batch):
                     torch.autograd.backward(ends, along)
                 scoring.meter.datums_trained += len(batch.rows)
                 for name, master in self.masters.items():
                     p = self.params[name]
                     if p.grad is not None:
-                        master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                        master.grad = (
+                            p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                        )
                         p.grad = None
             settle(scoring.causal.device)
         self.loss_tokens += sum(d.num_loss_tokens for d in datums)
@@ -167,11 +219,14 @@ def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) 
     "What a gradient of so many tokens and sequences is divided by; raises `BackendError`."
     known = {"none": 1, "num_loss_tokens": loss_tokens, "num_sequences": sequences}
     if normalization not in known:
-        what, got = "grad_accumulation_normalization", repr(normalization)
+        what = "grad_accumulation_normalization"
+        got = repr(normalization)
         raise BackendError(what, where="optim_step", got=got, expected=" or ".join(known))
     if sequences == 0:
         fix = "Call forward_backward_custom first; in a loop: await loop.backward()."
-        raise BackendError("optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix)
+        raise BackendError(
+            "optim_step", got="no accumulated gradient", expected="at least one datum", fix=fix
+        )
     return max(1, known[normalization])
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #b0d1fcf7
@@ -183,14 +238,25 @@ def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
     "The optimizer, made on first use, with this step's parameters."
     if adam.weight_decay_on not in DECAY:
         expected = " or ".join(map(repr, DECAY))
-        raise BackendError("weight_decay_on", where="optim_step", got=repr(adam.weight_decay_on), expected=expected)
+        raise BackendError(
+            "weight_decay_on", where="optim_step", got=repr(adam.weight_decay_on), expected=expected
+        )
     if state.optimizer is None:
-        groups = ([t for t in state.targets if t.ndim > 1], [t for t in state.targets if t.ndim < 2])
+        groups = (
+            [t for t in state.targets if t.ndim > 1],
+            [t for t in state.targets if t.ndim < 2],
+        )
         named = [{"params": group, "vectors": i == 1} for i, group in enumerate(groups) if group]
-        state.optimizer = torch.optim.AdamW(named, fused=all(t.device.type in FUSED for t in state.targets))
+        state.optimizer = torch.optim.AdamW(
+            named, fused=all(t.device.type in FUSED for t in state.targets)
+        )
     for group in state.optimizer.param_groups:
-        decay = 0.0 if group["vectors"] and adam.weight_decay_on == "matrices" else adam.weight_decay
-        group.update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=decay)
+        decay = (
+            0.0 if group["vectors"] and adam.weight_decay_on == "matrices" else adam.weight_decay
+        )
+        group.update(
+            lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps, weight_decay=decay
+        )
     return state.optimizer
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #15328719
@@ -202,13 +268,19 @@ def _layer_of(name: str) -> str:
     return next((part for sign, part in signs.items() if sign in name), "other")
 
 
-def _layer_norms(kind: str, names: Iterable[str], tensors: Iterable[Tensor | None]) -> dict[str, float]:
+def _layer_norms(
+    kind: str, names: Iterable[str], tensors: Iterable[Tensor | None]
+) -> dict[str, float]:
     "Norms by layer, as `kind/layer_00`, of tensors by the names of their weights."
     layers: dict[str, list[Tensor]] = {}
     for name, t in zip(names, tensors, strict=True):
         if t is not None:
             layers.setdefault(_layer_of(name), []).append(t)
-    norms = torch.stack([get_total_norm(held).double() for held in layers.values()]).tolist() if layers else []
+    norms = (
+        torch.stack([get_total_norm(held).double() for held in layers.values()]).tolist()
+        if layers
+        else []
+    )
     return {f"{kind}/{layer}": norm for layer, norm in zip(layers, norms, strict=True)}
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #51eaae02
@@ -258,11 +330,15 @@ def try_part(
     weights.grad = grad
     trial = torch.optim.AdamW([{**settings, "params": [weights]}])
     if moments:
-        trial.state[weights] = {k: v.clone() if k == "step" else copied_part(v, part) for k, v in moments.items()}
+        trial.state[weights] = {
+            k: v.clone() if k == "step" else copied_part(v, part) for k, v in moments.items()
+        }
     trial.step()
     moved = [weights, *(v for k, v in trial.state[weights].items() if k != "step")]
     finite = [made.isfinite().all() for made in moved]
-    return torch.linalg.vector_norm(weights - t.detach().reshape(-1)[part]), torch.stack(finite).all()
+    return torch.linalg.vector_norm(weights - t.detach().reshape(-1)[part]), torch.stack(
+        finite
+    ).all()
 
 
 def try_update(
@@ -270,7 +346,8 @@ def try_update(
 ) -> tuple[list[Tensor], list[bool]]:
     "For each target, how far an update would move it, as a norm (), and whether it would be finite; changes nothing."
     settings = {t: group for group in optimizer.param_groups for t in group["params"]}
-    moves, finite = list[Tensor](), list[Tensor]()
+    moves = list[Tensor]()
+    finite = list[Tensor]()
     for t in targets:
         parts = [(t.new_zeros(()), t.new_ones((), dtype=torch.bool))]
         for start in () if t.grad is None else range(0, t.numel(), TRIED_AT_ONCE):
@@ -284,25 +361,34 @@ def try_update(
     return moves, torch.stack(finite).tolist()
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #416ab22a
-def update(state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none") -> dict[str, float]:
+def update(
+    state: PolicyState, adam: AdamParams, normalization: GradNormalization = "none"
+) -> dict[str, float]:
     "One AdamW step with the accumulated gradient, which it uses up; raises `BackendError`, and changes nothing then."
-    count, targets = divisor(normalization, state.loss_tokens, state.sequences), state.targets
-    where, same = f"optim_step, update {state.steps + 1}", "Weights, moments and gradient are as before."
+    count = divisor(normalization, state.loss_tokens, state.sequences)
+    targets = state.targets
+    where = f"optim_step, update {state.steps + 1}"
+    same = "Weights, moments and gradient are as before."
     with torch.no_grad():
         grads = [t.grad for t in targets if t.grad is not None]
         norm = float(get_total_norm(grads)) / count
         if not np.isfinite(norm):
             fix = f"{same} Run the backward pass with another loss; in a loop: loop.loss(...), await loop.backward()."
-            raise BackendError("gradient norm", where=where, got=norm, expected="a finite value", fix=fix)
+            raise BackendError(
+                "gradient norm", where=where, got=norm, expected="a finite value", fix=fix
+            )
         clipped = min(norm, adam.grad_clip_norm) if adam.grad_clip_norm > 0 else norm
-        optimizer, ratio = adamw(state, adam), clipped / norm if clipped < norm else 1.0
+        optimizer = adamw(state, adam)
+        ratio = clipped / norm if clipped < norm else 1.0
         moves, finite = try_update(optimizer, targets, count, ratio)
         if bad := [name for name, ok in zip(state.params, finite, strict=True) if not ok]:
             _check_finite(dict(zip(state.params, targets, strict=True)), BackendError, where)
             fix = f"{same} Lower learning_rate ({adam.learning_rate:g}) or raise adam_eps ({adam.eps:g}), and update "
             fix += "again; in a loop: loop.change(learning_rate=...), await loop.optimize()."
             got = _name_not_finite(bad)
-            raise BackendError("update rejected", where=where, got=got, expected="finite weights", fix=fix)
+            raise BackendError(
+                "update rejected", where=where, got=got, expected="finite weights", fix=fix
+            )
         for grad in grads:
             scale_gradient(grad, count, ratio)
         optimizer.step()
@@ -311,7 +397,10 @@ def update(state: PolicyState, adam: AdamParams, normalization: GradNormalizatio
     metrics = {"grad_norm": norm, "grad_norm_clipped": clipped, "learning_rate": adam.learning_rate}
     layers = _layer_norms("update_norm", state.params, moves)
     metrics |= {"update_norm": float(np.linalg.norm([*layers.values()])), **layers}
-    metrics |= {"num_loss_tokens": float(state.loss_tokens), "num_sequences": float(state.sequences)}
+    metrics |= {
+        "num_loss_tokens": float(state.loss_tokens),
+        "num_sequences": float(state.sequences),
+    }
     state.drop_gradients()
     state.steps += 1
     return metrics
@@ -330,37 +419,68 @@ def capture(state: PolicyState) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors["rng/cpu"] = torch.get_rng_state()
     if state.scoring.causal.device.type == "cuda":
         tensors["rng/cuda"] = torch.cuda.get_rng_state(state.scoring.causal.device)
-    about = {"format": FORMAT, "model": type(state.scoring.causal.model).__name__, "load_in_8bit": state.load_in_8bit}
-    about |= {"steps": state.steps, "version": state.versions.current, "published": state.versions.published}
+    about = {
+        "format": FORMAT,
+        "model": type(state.scoring.causal.model).__name__,
+        "load_in_8bit": state.load_in_8bit,
+    }
+    about |= {
+        "steps": state.steps,
+        "version": state.versions.current,
+        "published": state.versions.published,
+    }
     return {name: t.detach().clone().contiguous() for name, t in tensors.items()}, about
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #f70b4e53
 def check_state(
-    state: PolicyState, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], where: str, optimizer: bool = True
+    state: PolicyState,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    where: str,
+    optimizer: bool = True,
 ) -> None:
     "Raises `RecordError` unless a saved state is of this model and has exactly the tensors that `restore` takes."
     fix = "Open the backend with the model and settings that it was saved with, or load another state."
     model = type(state.scoring.causal.model).__name__
-    for key, expected in {"format": FORMAT, "model": model, "load_in_8bit": state.load_in_8bit}.items():
+    for key, expected in {
+        "format": FORMAT,
+        "model": model,
+        "load_in_8bit": state.load_in_8bit,
+    }.items():
         if (got := meta.get(key, False)) != expected:
-            raise RecordError(f"{key} of the saved state", where=where, got=got, expected=str(expected), fix=fix)
+            raise RecordError(
+                f"{key} of the saved state", where=where, got=got, expected=str(expected), fix=fix
+            )
     want: dict[str, Tensor] = {f"weights/{name}": p for name, p in state.params.items()}
     if optimizer:
-        want |= {f"masters/{name}": m for name, m in state.masters.items()} | {"rng/cpu": torch.get_rng_state()}
+        want |= {f"masters/{name}": m for name, m in state.masters.items()} | {
+            "rng/cpu": torch.get_rng_state()
+        }
         for name, target in zip(state.params, state.targets, strict=True):
             parts = {"step": torch.zeros(()), "exp_avg": target, "exp_avg_sq": target}
             moments = {f"adam/{part}/{name}": like for part, like in parts.items()}
-            want |= moments if moments.keys() & tensors.keys() else {}
-    show = lambda t: "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+            if moments.keys() & tensors.keys():
+                want |= moments
+
+    def show(t):
+        return "nothing" if t is None else f"{str(t.dtype).removeprefix('torch.')} {list(t.shape)}"
+
     names = want.keys() | (tensors.keys() - {"rng/cuda"} if optimizer else set())
     if bad := [name for name in sorted(names) if show(tensors.get(name)) != show(want.get(name))]:
-        got, expected = show(tensors.get(bad[0])), show(want.get(bad[0]))
+        got = show(tensors.get(bad[0]))
+        expected = show(want.get(bad[0]))
         more = f" (and {len(bad) - 1} more)" if bad[1:] else ""
-        raise RecordError(f"saved tensor {bad[0]}{more}", where=where, got=got, expected=expected, fix=fix)
+        raise RecordError(
+            f"saved tensor {bad[0]}{more}", where=where, got=got, expected=expected, fix=fix
+        )
 
 
 def restore(
-    state: PolicyState, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], where: str, optimizer: bool = True
+    state: PolicyState,
+    tensors: Mapping[str, Tensor],
+    meta: Mapping[str, Any],
+    where: str,
+    optimizer: bool = True,
 ) -> None:
     "Put a captured state, or only its weights, back; raises `RecordError`, and changes nothing then."
     check_state(state, tensors, meta, where, optimizer)
@@ -378,8 +498,12 @@ def restore(
     state.versions.set_current(meta["version"], meta["published"])
     for name, target in zip(state.params, state.targets, strict=True):
         if f"adam/step/{name}" in tensors:
-            found = {key: tensors[f"adam/{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
-            adamw(state, AdamParams()).state[target] = {k: t.to(target.device, copy=True) for k, t in found.items()}
+            found = {
+                key: tensors[f"adam/{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
+            }
+            adamw(state, AdamParams()).state[target] = {
+                k: t.to(target.device, copy=True) for k, t in found.items()
+            }
     torch.set_rng_state(tensors["rng/cpu"].cpu())
     if "rng/cuda" in tensors and state.scoring.causal.device.type == "cuda":
         torch.cuda.set_rng_state(tensors["rng/cuda"].cpu(), state.scoring.causal.device)
@@ -389,7 +513,12 @@ def write_folder(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -
     "Write a captured state to the folder `path`, atomically; raises `RecordError`."
     _check_finite(tensors, RecordError, f"save_state, {path}")
     if path.exists() and not (path / "state.json").is_file():
-        raise RecordError("save_state", where=str(path), got="something else", expected="a free name or a saved state")
+        raise RecordError(
+            "save_state",
+            where=str(path),
+            got="something else",
+            expected="a free name or a saved state",
+        )
     with _on_disk("save_state", path), new_folder(path, replace=True, flush=False) as draft:
         save_file({name: t.cpu() for name, t in tensors.items()}, draft / "state.safetensors")
         (draft / "state.json").write_text(json.dumps(meta, indent=1))
@@ -403,17 +532,22 @@ def _on_disk(what: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as reason:
         fix = "Free some space, or choose a folder that can be written."
-        raise RecordError(what, where=str(path), got=str(reason), expected="a writable disk", fix=fix) from reason
+        raise RecordError(
+            what, where=str(path), got=str(reason), expected="a writable disk", fix=fix
+        ) from reason
 
 
 def read_folder(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     "Read what `write_folder` wrote; raises `RecordError`."
     try:
-        tensors, meta = load_file(path / "state.safetensors"), json.loads((path / "state.json").read_text())
+        tensors = load_file(path / "state.safetensors")
+        meta = json.loads((path / "state.json").read_text())
         if not isinstance(meta, dict):
             raise ValueError("state.json holds no description")
     except (OSError, SafetensorError, ValueError) as reason:
-        raise RecordError("load_state", where=str(path), got=str(reason), expected="a saved state") from reason
+        raise RecordError(
+            "load_state", where=str(path), got=str(reason), expected="a saved state"
+        ) from reason
     return tensors, meta
 
 
@@ -432,7 +566,9 @@ def find_saved(state: PolicyState, path: str) -> tuple[dict[str, Tensor], dict[s
     if "/" in path or os.sep in path:
         return read_folder(Path(path))
     if name not in state.saved:
-        raise RecordError("load_state", got=repr(path), expected=f"one of {sorted(state.saved)} or a folder")
+        raise RecordError(
+            "load_state", got=repr(path), expected=f"one of {sorted(state.saved)} or a folder"
+        )
     return state.saved[name]
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #92d14cc8
@@ -452,8 +588,15 @@ def take_snapshot(state: PolicyState, name: str) -> str:
 class LocalReference:
     "A frozen scorer."
 
-    def __init__(self, scoring: Scoring, run: Worker, switched_off: Callable[[], AbstractContextManager] = nullcontext):
-        self.scoring, self.run, self.switched_off = scoring, run, switched_off
+    def __init__(
+        self,
+        scoring: Scoring,
+        run: Worker,
+        switched_off: Callable[[], AbstractContextManager] = nullcontext,
+    ):
+        self.scoring = scoring
+        self.run = run
+        self.switched_off = switched_off
 
     @property
     def vocab_size(self) -> int:
@@ -545,14 +688,17 @@ def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) 
 def preserved_gradients(state: PolicyState) -> Iterator[None]:
     "Put aside what is accumulated, and restore it unchanged."
     holders = [*state.params.values(), *state.masters.values()]
-    grads, counts, graph = [t.grad for t in holders], (state.loss_tokens, state.sequences), state.graph
+    grads = [t.grad for t in holders]
+    counts = (state.loss_tokens, state.sequences)
+    graph = state.graph
     try:
         state.drop_gradients()
         yield
     finally:
         for holder, grad in zip(holders, grads, strict=True):
             holder.grad = grad
-        (state.loss_tokens, state.sequences), state.graph = counts, graph
+        (state.loss_tokens, state.sequences) = counts
+        state.graph = graph
 
 
 def saved_weights(state: PolicyState, path: str) -> dict[str, Tensor]:
@@ -582,11 +728,18 @@ def inner(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
 
 
 def sample_gradients(
-    state: PolicyState, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], before: str | None = None
+    state: PolicyState,
+    datums: Sequence[Datum],
+    dlogprobs: Sequence[np.ndarray],
+    before: str | None = None,
 ) -> tuple[list[Logprobs], np.ndarray, np.ndarray]:
     "Logprobs, (S,) norms of each datum's gradient, and (S,) products with that of all, at a saved state or now."
-    norms, products = np.zeros(len(datums)), np.zeros(len(datums))
-    with preserved_gradients(state), swapped_weights(state, saved_weights(state, before) if before else {}):
+    norms = np.zeros(len(datums))
+    products = np.zeros(len(datums))
+    with (
+        preserved_gradients(state),
+        swapped_weights(state, saved_weights(state, before) if before else {}),
+    ):
         logprobs = score(state.scoring, datums)
         state.backpropagate(datums, dlogprobs)
         whole = [t.grad for t in state.targets]
@@ -603,7 +756,8 @@ class _Called(nn.Module):
 
     def __init__(self, module: nn.Module, fn: Callable[[], Any]):
         super().__init__()
-        self.module, self.fn = module, fn
+        self.module = module
+        self.fn = fn
 
     def forward(self) -> Any:
         return self.fn()
@@ -623,17 +777,23 @@ def one_by_one(model: Any) -> Iterator[None]:
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #15efecd4
 def directional(
-    state: PolicyState, datums: Sequence[Datum], weights: Mapping[str, Tensor], direction: Mapping[str, Tensor]
+    state: PolicyState,
+    datums: Sequence[Datum],
+    weights: Mapping[str, Tensor],
+    direction: Mapping[str, Tensor],
 ) -> list[np.ndarray]:
     "(N-1,) derivatives of every logprob at a point in a direction of the weights, NaN where not scored."
     scoring = state.scoring
     scoring.check(datums)
-    batches, flats = scoring.batches(datums), []
+    batches = scoring.batches(datums)
+    flats = []
     with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), one_by_one(scoring.causal.model):
         for b in batches:
             call = _Called(state.module, lambda b=b: scoring.forward(b)[0])
             with forward_ad.dual_level():
-                pairs = {f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()}
+                pairs = {
+                    f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()
+                }
                 flat, tangent = forward_ad.unpack_dual(torch.func.functional_call(call, pairs, ()))
                 flats.append(torch.zeros_like(flat) if tangent is None else tangent)
     return [array(series) for series in per_datum(scoring, datums, batches, flats)]
@@ -641,10 +801,15 @@ def directional(
 # %% ../../../nbs/backends/local/08_trainer.ipynb #f3a9051b
 def linear_change(
     state: PolicyState, datums: Sequence[Datum], before: str
-) -> tuple[list[Logprobs], list[Logprobs], list[np.ndarray]]:  # (N-1,) per datum: then, now, first-order change
+) -> tuple[
+    list[Logprobs], list[Logprobs], list[np.ndarray]
+]:  # (N-1,) per datum: then, now, first-order change
     "Logprobs at a saved state and now, and the derivative at the saved state in the direction of the change."
     then = saved_weights(state, before)
-    moved = {name: (p.detach().double() - then[name].double()).to(p.dtype) for name, p in state.params.items()}
+    moved = {
+        name: (p.detach().double() - then[name].double()).to(p.dtype)
+        for name, p in state.params.items()
+    }
     with swapped_weights(state, then):
         was = score(state.scoring, datums)
     return was, score(state.scoring, datums), directional(state, datums, then, moved)
@@ -660,14 +825,17 @@ class Pending:
     def resolve(self, value: Any) -> None:
         "Set the value, or the exception, if the caller still waits."
         if not self.future.done():
-            self.future.set_exception(value) if isinstance(value, BaseException) else self.future.set_result(value)
+            self.future.set_exception(value) if isinstance(
+                value, BaseException
+            ) else self.future.set_result(value)
 
 
 class LocalSampler:
     "Concurrent requests, batched by one engine."
 
     def __init__(self, engine: Engine, run: Worker):
-        self.engine, self.run = engine, run
+        self.engine = engine
+        self.run = run
         self.inbox: deque[Pending] = deque()
         self.open: dict[Request, Pending] = {}  # being drawn
         self.scheduler: asyncio.Task | None = None
@@ -679,7 +847,10 @@ class LocalSampler:
         return self.engine.policy_version
 
     async def sample(
-        self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams, on_token: Callable | None = None
+        self,
+        prompt_tokens: Sequence[int] | np.ndarray,
+        params: SampleParams,
+        on_token: Callable | None = None,
     ) -> list[Completion]:
         "`params.n` completions, from the weights of the last sync; `on_token` gets the tokens so far, in the worker."
         request = check_request(self.engine, prompt_tokens, params)
@@ -688,7 +859,9 @@ class LocalSampler:
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights of the last sync."
-        check_tokens(tokens, self.engine.causal.vocab_size, "tokens", self.engine.max_seq_len, least=2)
+        check_tokens(
+            tokens, self.engine.causal.vocab_size, "tokens", self.engine.max_seq_len, least=2
+        )
         return await self.post(np.asarray(tokens))
 
     async def post(self, item: Any) -> Any:
@@ -696,7 +869,9 @@ class LocalSampler:
         self.run.check()
         loop = asyncio.get_running_loop()
         if self.scheduler is not None and self.scheduler.get_loop() is not loop:
-            self.abandon(BackendError("the sampler", got="an event loop that was left", fix="Ask again."))
+            self.abandon(
+                BackendError("the sampler", got="an event loop that was left", fix="Ask again.")
+            )
         pending = Pending(item, loop.create_future())
         self.inbox.append(pending)
         if self.scheduler is None or self.scheduler.done():
@@ -710,7 +885,9 @@ class LocalSampler:
 
     def abandon(self, reason: BaseException) -> None:
         "Fail every pending request with an exception and forget it."
-        waiting, self.scheduler, self.stale = [*self.open.values(), *self.inbox], None, True
+        waiting = [*self.open.values(), *self.inbox]
+        self.scheduler = None
+        self.stale = True
         self.open.clear()
         self.inbox.clear()
         for pending in waiting:
@@ -739,8 +916,12 @@ class LocalSampler:
                 self.engine.waiting.extend((pending.item, i) for i in range(pending.item.params.n))
         results: list[tuple[Pending, Any]] = []
         if echoes := [pending for pending in waiting if isinstance(pending.item, np.ndarray)]:
-            results += zip(echoes, echo(self.engine, [pending.item for pending in echoes]), strict=True)
-        results += [(self.open.pop(r), r.completions) for r in self.engine.run_steps() if not r.cancelled]
+            results += zip(
+                echoes, echo(self.engine, [pending.item for pending in echoes]), strict=True
+            )
+        results += [
+            (self.open.pop(r), r.completions) for r in self.engine.run_steps() if not r.cancelled
+        ]
         for request in [r for r in self.open if r.cancelled]:
             del self.open[request]
         return results
@@ -758,7 +939,11 @@ class LocalSampler:
                 await asyncio.sleep(0)
         except BaseException as reason:
             gone = isinstance(reason, asyncio.CancelledError)
-            told = BackendError("the sampler", got="a cancelled scheduler", fix="Ask again.") if gone else reason
+            told = (
+                BackendError("the sampler", got="a cancelled scheduler", fix="Ask again.")
+                if gone
+                else reason
+            )
             for pending in waiting:
                 pending.resolve(told)
             self.abandon(told)
@@ -778,14 +963,18 @@ class LocalSync:
     "Copies a snapshot into the sampler."
 
     def __init__(self, state: PolicyState, sampler: LocalSampler, served: dict[str, nn.Parameter]):
-        self.state, self.sampler, self.served = state, sampler, served
+        self.state = state
+        self.sampler = sampler
+        self.served = served
 
     async def __call__(self, snapshot: str) -> int:
         "Wait until nothing is being drawn, serve `snapshot`, return its version."
         if snapshot not in self.state.snapshots:
             fix = "save_weights_for_sampler makes one; only the newest few are kept."
             known = sorted(self.state.snapshots) or "none yet"
-            raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=f"one of {known}", fix=fix)
+            raise BackendError(
+                "snapshot", where="sync", got=repr(snapshot), expected=f"one of {known}", fix=fix
+            )
         return await self.sampler.post(partial(self._swap, self.state.snapshots[snapshot]))
 
     def _swap(self, weights: Mapping[str, Tensor]) -> int:
@@ -798,16 +987,24 @@ class LocalSync:
 # %% ../../../nbs/backends/local/08_trainer.ipynb #cde8407e
 def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | None = None) -> None:
     "Write the policy as it stands now, `to` one of the kinds; raises `ConfigError`, `BackendError` or `RecordError`."
-    adapter, model = hasattr(state.module, "peft_config"), state.scoring.causal.model
+    adapter = hasattr(state.module, "peft_config")
+    model = state.scoring.causal.model
     if to not in (None, "hf") and not (adapter and to in ("adapter", "merged")):
         expected = "hf, adapter or merged" if adapter else "'hf': the policy has no adapter"
-        fix = "llama.cpp's convert_hf_to_gguf.py converts what 'hf' writes." if to == "gguf" else None
+        fix = (
+            "llama.cpp's convert_hf_to_gguf.py converts what 'hf' writes." if to == "gguf" else None
+        )
         raise ConfigError("export", got=repr(to), expected=expected, fix=fix)
     _check_finite(state.params, BackendError, "export")
     reason = needs_whole(state.module, state.params) if adapter and to in (None, "adapter") else ""
     if reason and to == "adapter":
         fix = "Export 'merged' (the whole model), or save the base in a folder before it is loaded and trained over."
-        raise ConfigError("export", got=f"'adapter', but {reason}", expected="all that the policy is made of", fix=fix)
+        raise ConfigError(
+            "export",
+            got=f"'adapter', but {reason}",
+            expected="all that the policy is made of",
+            fix=fix,
+        )
     with _on_disk("export", folder):
         if adapter and (reason or to in ("hf", "merged")):
             with no_bars():
@@ -851,7 +1048,8 @@ def open_local(
     device: str | torch.device | None = None,  # None = a GPU if there is one
     reference: bool = True,  # keep a frozen reference
     inline: bool = False,  # compute on the calling thread, for debuggers
-    threads: int | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
+    threads: int
+    | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
     beside: bool = False,  # the sampler computes in a worker of its own: rollouts go on while the policy trains
     max_batch: int = 256,  # completions drawn at once
     max_seq_len: int | None = None,  # None = the model's context
@@ -874,29 +1072,60 @@ def open_local(
         check_bits(lora_rank, dtype, device.type)
     with naming_memory("open_local", LOWER_TO_OPEN):
         module = in_dtype(model, dtype, device)
-        module = with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
+        module = (
+            with_lora(module, lora_rank, lora_alpha, seed, load_in_8bit) if lora_rank else module
+        )
         params = trainable(module)
         routers = find_routers(module, "open_local: router_replay") if router_replay else None
         served = frozen_copy(module, params)
         unknown = told_unknown(tokenizer, len(served.get_input_embeddings().weight), mask_unknown)
-        engine = Engine(mask_ids(open_model(served), unknown), tokenizer, max_batch, max_seq_len, tokens_per_batch)
-    count = worker_threads(engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline)
+        engine = Engine(
+            mask_ids(open_model(served), unknown),
+            tokenizer,
+            max_batch,
+            max_seq_len,
+            tokens_per_batch,
+        )
+    count = worker_threads(
+        engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline
+    )
     run = Worker(inline, count)
     draws = Worker(threads=count) if beside else run
     if router_replay:
-        engine.routers, engine.note_prompt = find_routers(served), not router_replay_completion_only
+        engine.routers = find_routers(served)
+        engine.note_prompt = not router_replay_completion_only
     limits = (temperature, tokens_per_batch, prompt_logprobs, engine.max_seq_len, engine.meter)
     causal = mask_ids(open_model(module, routes=("modules", "full"), sampling=False), unknown)
-    state = PolicyState(module, Scoring(causal, *limits, routers=routers), params, load_in_8bit=load_in_8bit)
+    state = PolicyState(
+        module, Scoring(causal, *limits, routers=routers), params, load_in_8bit=load_in_8bit
+    )
     judge = reference_of(state, run, fresh=lora_rank > 0) if reference else None
     if gradient_checkpointing:
         checkpoint_layers(module)
-    policy, sampler = LocalTrainer(state, run), LocalSampler(engine, draws)
-    can = Capabilities("local", prompt_logprobs=prompt_logprobs, policy_temperature=temperature, lora_rank=lora_rank)
-    can = replace(can, routing=router_replay, max_seq_len=engine.max_seq_len, entropy=True, load_in_8bit=load_in_8bit)
+    policy = LocalTrainer(state, run)
+    sampler = LocalSampler(engine, draws)
+    can = Capabilities(
+        "local",
+        prompt_logprobs=prompt_logprobs,
+        policy_temperature=temperature,
+        lora_rank=lora_rank,
+    )
+    can = replace(
+        can,
+        routing=router_replay,
+        max_seq_len=engine.max_seq_len,
+        entropy=True,
+        load_in_8bit=load_in_8bit,
+    )
     sync = LocalSync(state, sampler, {n: p for n, p in served.named_parameters() if n in params})
 
-    more: Any = {"score_at": partial(score_at, state, judge), "size": state.scoring.causal.size, "opened": opened}
-    more["export"] = lambda folder, to=None, told=tokenizer: run(export_weights, state, told, Path(folder), to)
+    more: Any = {
+        "score_at": partial(score_at, state, judge),
+        "size": state.scoring.causal.size,
+        "opened": opened,
+    }
+    more["export"] = lambda folder, to=None, told=tokenizer: run(
+        export_weights, state, told, Path(folder), to
+    )
     close = partial(sampler.close, run, draws)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

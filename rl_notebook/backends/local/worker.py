@@ -59,8 +59,12 @@ LOWER = (
 class Worker:
     "Runs functions one after the other: in its own thread, or inline."
 
-    def __init__(self, inline: bool = False, threads: int | None = None):  # of torch, in its own thread
-        self.pool = None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-notebook")
+    def __init__(
+        self, inline: bool = False, threads: int | None = None
+    ):  # of torch, in its own thread
+        self.pool = (
+            None if inline else ThreadPoolExecutor(max_workers=1, thread_name_prefix="rl-notebook")
+        )
         self.closed = False
         if self.pool is not None and threads is not None:
             self.pool.submit(set_threads, threads).result()
@@ -70,7 +74,9 @@ class Worker:
         if self.pool is None:
             return self._compute(fn, *args)
         release_team()
-        return await asyncio.get_running_loop().run_in_executor(self.pool, self._run, partial(fn, *args))
+        return await asyncio.get_running_loop().run_in_executor(
+            self.pool, self._run, partial(fn, *args)
+        )
 
     def _compute(self, fn: Callable[..., Any], *args: Any) -> Any:
         with naming_memory("the local backend", LOWER):
@@ -85,7 +91,9 @@ class Worker:
     def check(self) -> None:
         "Raises `BackendError` once it is closed."
         if self.closed:
-            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
+            raise BackendError(
+                "the backend", got="a call after it was closed", fix="Open it again."
+            )
 
     def close(self, wait: bool = True) -> None:
         "Refuse what comes, and wait for what runs."
@@ -97,10 +105,13 @@ class Worker:
 SMALL_LAYER = 2**20  # weights
 
 
-def worker_threads(size: ModelSize | None, layers: int, asked: int | None, inline: bool) -> int | None:
+def worker_threads(
+    size: ModelSize | None, layers: int, asked: int | None, inline: bool
+) -> int | None:
     "Threads of torch for the worker; None = as torch is set. Raises `ConfigError`."
     if asked is not None and (inline or asked < 1):
-        expected, fix = "1 or more, for a worker thread", "With inline=True, call torch.set_num_threads instead."
+        expected = "1 or more, for a worker thread"
+        fix = "With inline=True, call torch.set_num_threads instead."
         raise ConfigError("threads", where="open_local", got=asked, expected=expected, fix=fix)
     small = size is not None and size.device == "cpu" and size.body < SMALL_LAYER * layers
     return asked or (1 if small and not inline else None)

@@ -23,7 +23,14 @@ from .wire import ODD, Refused, Secret, Wire, one_line
 from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
 from ...core.retries import Retries, together
-from ...core.types import AlignmentError, BackendError, Completion, Logprobs, RLNotebookError, SampleParams
+from rl_notebook.core.types import (
+    AlignmentError,
+    BackendError,
+    Completion,
+    Logprobs,
+    RLNotebookError,
+    SampleParams,
+)
 from ...core.types import OFF, quoted
 
 # %% auto #0
@@ -60,7 +67,13 @@ DIALECTS = {
         "/v1/completions",
         {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
         {"logprobs": 1, "return_token_ids": True},
-        {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1, "return_token_ids": True},
+        {
+            "max_tokens": 1,
+            "temperature": 1.0,
+            "echo": True,
+            "logprobs": 1,
+            "return_token_ids": True,
+        },
         how="SGLang sends them with return_token_ids; its older versions have them at /generate alone.",
     ),
     "llama.cpp": Dialect(
@@ -91,7 +104,12 @@ def request_body(
     dialect: Dialect, model: str, prompt: Sequence[int], params: SampleParams, seed: int
 ) -> dict[str, Any]:
     "The JSON of a request for one completion of a prompt, (P,) ids."
-    body: dict[str, Any] = {"model": model, "prompt": list(prompt), "n": 1, "max_tokens": params.max_tokens}
+    body: dict[str, Any] = {
+        "model": model,
+        "prompt": list(prompt),
+        "n": 1,
+        "max_tokens": params.max_tokens,
+    }
     body |= {"temperature": params.temperature, "seed": seed, **dialect.neutral, **dialect.sample}
     refuse_unknown(params, dialect.path, dialect.neutral)
     defaults = SampleParams()
@@ -118,46 +136,66 @@ def completion_ids(choice: Mapping[str, Any]) -> list[int] | None:
     return [int(match[1]) for match in found if match] if found and all(found) else None
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #fee1f4d4
-def reported(choice: Mapping[str, Any]) -> tuple[list[float | None] | None, list[float | None] | None]:
+def reported(
+    choice: Mapping[str, Any],
+) -> tuple[list[float | None] | None, list[float | None] | None]:
     "What a choice reports per token: `logprob`, and `sampling_logprob` where the server has it."
     logprobs = choice.get("logprobs") or {}
     if logprobs.get("content"):
         content = logprobs["content"]
         drawn = [entry.get("sampling_logprob") for entry in content]
-        return [entry.get("logprob") for entry in content], drawn if any(v is not None for v in drawn) else None
+        return [entry.get("logprob") for entry in content], drawn if any(
+            v is not None for v in drawn
+        ) else None
     return logprobs.get("token_logprobs"), None
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #473eef5a
-def scores_by_id(rows: Sequence[Mapping[str, Any] | None], tokens: Sequence[int], where: str) -> list[float | None]:
+def scores_by_id(
+    rows: Sequence[Mapping[str, Any] | None], tokens: Sequence[int], where: str
+) -> list[float | None]:
     "What `prompt_logprobs` says of the tokens that were sent; raises `AlignmentError`."
     if rows[0] is not None or len(rows) != len(tokens):
-        got = f"{len(rows)} entries" + (", one of them for the first token" if rows[0] is not None else "")
+        got = f"{len(rows)} entries" + (
+            ", one of them for the first token" if rows[0] is not None else ""
+        )
         expected = f"{len(tokens)}, the first of them null"
         raise AlignmentError("prompt_logprobs", where=where, got=got, expected=expected)
     picked = [(row or {}).get(str(token)) for row, token in zip(rows, tokens, strict=True)]
     return [entry and entry.get("logprob") for entry in picked]
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #b3aa52e3
-def echoed_scores(choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str) -> list[float | None]:
+def echoed_scores(
+    choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str
+) -> list[float | None]:
     "Logprobs of the (N,) ids of an echoed prompt, null for the first; beyond them, `drawn` more may come."
     values = reported(choice)[0] or []
     if not values:
         fix = "vLLM offers prompt_logprobs, others echo; some servers offer neither."
-        raise BackendError("prompt logprobs", where=where, got="none", expected="one per prompt token", fix=fix)
+        raise BackendError(
+            "prompt logprobs", where=where, got="none", expected="one per prompt token", fix=fix
+        )
     ids = completion_ids(choice)
     if ids is not None and len(ids) == len(values) and ids[: len(tokens)] != list(tokens):
-        raise AlignmentError("echo", where=where, got="other tokens than were sent", expected="the same ids")
+        raise AlignmentError(
+            "echo", where=where, got="other tokens than were sent", expected="the same ids"
+        )
     values = values[: len(tokens)] if 0 < len(values) - len(tokens) <= drawn else values
     return [None, *values[1:]] if (choice.get("logprobs") or {}).get("content") else values
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #7cce4ba8
-def prompt_scores(choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str) -> np.ndarray:
+def prompt_scores(
+    choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str
+) -> np.ndarray:
     "(N-1,) logprobs of a prompt in target coordinates, whatever the layout; raises `BackendError` or `AlignmentError`."
     rows = choice.get("prompt_logprobs")
-    values = scores_by_id(rows, tokens, where) if rows else echoed_scores(choice, tokens, drawn, where)
+    values = (
+        scores_by_id(rows, tokens, where) if rows else echoed_scores(choice, tokens, drawn, where)
+    )
     missing = [i for i, value in enumerate(values) if i and value is None]
     if missing:
-        raise AlignmentError("prompt logprobs", where=where, got=f"none for token {missing[0]}", expected="a number")
+        raise AlignmentError(
+            "prompt logprobs", where=where, got=f"none for token {missing[0]}", expected="a number"
+        )
     return target_from_echo(values, len(tokens), where=where)
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #e0273a91
@@ -173,17 +211,31 @@ def check_choice(
     if ids is None:
         fix = f"{dialect.how} Text is not tokenised again: the ids could differ from those drawn."
         got = f"a choice with {sorted(k for k, v in choice.items() if v is not None)}"
-        raise BackendError("no token ids came back", where=where, got=got, expected="ids of the completion", fix=fix)
+        raise BackendError(
+            "no token ids came back",
+            where=where,
+            got=got,
+            expected="ids of the completion",
+            fix=fix,
+        )
     read = choice.get("prompt_token_ids")
     usage = choice.get("usage")
     count = usage.get("prompt_tokens") if isinstance(usage, Mapping) and read is None else None
     if (read is not None and list(read) != list(prompt)) or (count or len(prompt)) != len(prompt):
         fix = "Does the server add a bos token, or cut long prompts?"
         got = f"a prompt of {count or len(read or ())} ids"
-        raise BackendError("the server read another prompt", where=where, got=got, expected=f"{len(prompt)}", fix=fix)
+        raise BackendError(
+            "the server read another prompt",
+            where=where,
+            got=got,
+            expected=f"{len(prompt)}",
+            fix=fix,
+        )
     reason = choice.get("finish_reason")
     if reason not in FINISH:
-        raise BackendError("finish_reason", where=where, got=repr(reason), expected=" or ".join(FINISH))
+        raise BackendError(
+            "finish_reason", where=where, got=repr(reason), expected=" or ".join(FINISH)
+        )
     return ids, FINISH[reason]
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #d705d02e
@@ -195,7 +247,8 @@ def reading(where: str) -> Iterator[None]:
     except RLNotebookError:
         raise
     except ODD as e:
-        got, expected = f"fields of another shape ({quoted(e, 200)})", "those of an OpenAI-compatible server"
+        got = f"fields of another shape ({quoted(e, 200)})"
+        expected = "those of an OpenAI-compatible server"
         raise BackendError("the response", where=where, got=got, expected=expected) from e
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #67b234f6
@@ -203,7 +256,10 @@ Kind = Literal["raw", "processed", "both", "unknown"]
 
 
 def sort_logprobs(
-    values: Sequence[float | None], drawn: Sequence[float | None] | None, params: SampleParams, kind: Kind
+    values: Sequence[float | None],
+    drawn: Sequence[float | None] | None,
+    params: SampleParams,
+    kind: Kind,
 ) -> tuple[Sequence[float | None] | None, Sequence[float | None] | None]:
     "Raw logprobs, or None when they must be asked for; and those of the distribution drawn from, or None."
     point = [0.0] * len(values) if params.temperature == 0 else None
@@ -229,7 +285,9 @@ class OpenAISampler:
         tokenizer: Any,  # of the same model
         key: Secret | str | None = None,
         *,
-        dialect: str | Dialect | None = None,  # a key of DIALECTS, or your own; None = vLLM's until `probe` has looked
+        dialect: str
+        | Dialect
+        | None = None,  # a key of DIALECTS, or your own; None = vLLM's until `probe` has looked
         kind: Kind = "unknown",  # what reported logprobs are; `probe` finds out
         max_seq_len: int | None = None,  # longest prompt plus completion, if known
         vocab_size: int | None = None,  # tokens that the model knows, if known
@@ -237,12 +295,17 @@ class OpenAISampler:
         **wire: Any,  # `retries`, `limit` and `transport` of the `Wire`
     ):
         self.wire = Wire(base_url, key, **wire)
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self.kind: Kind = kind
         if not isinstance(dialect, Dialect) and dialect not in (None, *DIALECTS):
-            raise BackendError("dialect", got=repr(dialect), expected=" or ".join(map(repr, DIALECTS)))
+            raise BackendError(
+                "dialect", got=repr(dialect), expected=" or ".join(map(repr, DIALECTS))
+            )
         self.dialect = dialect if isinstance(dialect, Dialect) else DIALECTS[dialect or "vllm"]
-        self.server, self.as_found = _UNKNOWN, dialect is None  # name and version, as far as it says
+        # name and version, as far as it says
+        self.server = _UNKNOWN
+        self.as_found = dialect is None
         self.max_seq_len, self.vocab_size, self.meter = max_seq_len, vocab_size, meter or Meter()
         self.policy_version = 0  # of the weights that the server has
         self.report: ServerReport | None = None  # what `probe` found
@@ -251,11 +314,17 @@ class OpenAISampler:
         "Never have more requests in flight."
         self.wire.limit.at_most(completions)
 
-    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+    async def sample(
+        self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams
+    ) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
-        prompt = check_tokens(prompt_tokens, self.vocab_size, "prompt", self.max_seq_len, new=params.max_tokens)
+        prompt = check_tokens(
+            prompt_tokens, self.vocab_size, "prompt", self.max_seq_len, new=params.max_tokens
+        )
         seeds = [request_seed(params.seed, i) for i in range(params.n)]
-        return await together([self.draw(prompt, params, secrets.randbits(31) if s is None else s) for s in seeds])
+        return await together(
+            [self.draw(prompt, params, secrets.randbits(31) if s is None else s) for s in seeds]
+        )
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that the server has."
@@ -264,7 +333,9 @@ class OpenAISampler:
         values, version = await self.score(ids)
         return Logprobs(values, source="sampler", policy_version=version)
 
-    async def complete(self, body: dict[str, Any], limited: bool = True) -> tuple[dict[str, Any], int]:
+    async def complete(
+        self, body: dict[str, Any], limited: bool = True
+    ) -> tuple[dict[str, Any], int]:
         "The first choice of the response to a request, and the version of the weights when it was sent."
         version = self.policy_version
 
@@ -272,7 +343,9 @@ class OpenAISampler:
             nonlocal version
             version = self.policy_version
 
-        response = await self.wire.ask("POST", self.dialect.path, body, limited=limited, starts=starts)
+        response = await self.wire.ask(
+            "POST", self.dialect.path, body, limited=limited, starts=starts
+        )
         choices = response.get("choices")
         if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
             fields = ", ".join(sorted(response)) or "nothing in it"
@@ -286,8 +359,19 @@ class OpenAISampler:
         if not self.dialect.prefill:
             got = f"a server that scores no given tokens ({self.server})"
             fix = "Draw at temperature 1 without cut-offs, and leave its weights as they are: both go without."
-            raise BackendError("prompt logprobs", where=where, got=got, expected="prompt_logprobs, or echo", fix=fix)
-        body = {"model": self.model, "prompt": list(tokens), **self.dialect.neutral, **self.dialect.prefill}
+            raise BackendError(
+                "prompt logprobs",
+                where=where,
+                got=got,
+                expected="prompt_logprobs, or echo",
+                fix=fix,
+            )
+        body = {
+            "model": self.model,
+            "prompt": list(tokens),
+            **self.dialect.neutral,
+            **self.dialect.prefill,
+        }
         choice, version = await self.complete(body, limited)
         with reading(where):
             return prompt_scores(choice, tokens, int(body["max_tokens"]), where), version
@@ -295,19 +379,28 @@ class OpenAISampler:
     async def draw(self, prompt: Sequence[int], params: SampleParams, seed: int) -> Completion:
         "One completion of a prompt, (P,) ids, with its logprobs sorted."
         where = self.wire.root
-        choice, version = await self.complete(request_body(self.dialect, self.model, prompt, params, seed))
+        choice, version = await self.complete(
+            request_body(self.dialect, self.model, prompt, params, seed)
+        )
         with reading(where):
             ids, reason = check_choice(choice, prompt, self.dialect, where)
             values, reported_drawn = reported(choice)
             if not values:
                 fix = "Does the server report logprobs, and is it allowed to?"
-                raise BackendError("no logprobs came back", where=where, expected="one per token", fix=fix)
+                raise BackendError(
+                    "no logprobs came back", where=where, expected="one per token", fix=fix
+                )
             raw, drawn = sort_logprobs(values, reported_drawn, params, self.kind)
             text = choice.get("text") or ""
-            end = next((i + 1 for i, token in enumerate(ids) if token in params.stop_token_ids), len(ids))
+            end = next(
+                (i + 1 for i, token in enumerate(ids) if token in params.stop_token_ids), len(ids)
+            )
             if end < len(ids) == len(values):  # a server without `stop_token_ids` draws on
-                ids, raw, drawn = ids[:end], raw and raw[:end], drawn and drawn[:end]
-                text, reason = self.tokenizer.decode(ids[:-1], skip_special_tokens=True), "stop"
+                ids = ids[:end]
+                raw = raw and raw[:end]
+                drawn = drawn and drawn[:end]
+                text = self.tokenizer.decode(ids[:-1], skip_special_tokens=True)
+                reason = "stop"
         if raw is None:
             scores, at = await self.score([*prompt, *ids])
             raw = completion_from_target(scores, len(prompt))
@@ -347,17 +440,37 @@ class ServerReport:
             "raw": "Draw at temperature 1, or start vLLM with --logprobs-mode processed_logprobs.",
             "unknown": "Draw at temperature 1 without cut-offs: ratios to what was drawn are not known elsewhere.",
         }
-        scored, needed = f"{nats(self.gap)} from those reported when drawn", ""
+        scored = f"{nats(self.gap)} from those reported when drawn"
+        needed = ""
         if not self.prompt_logprobs:
-            scored, needed = "none", "A weight sync cannot be checked; draw at temperature 1 without cut-offs."
-        dev = "" if self.loads else "Set weight_sync_interval=0; vLLM takes weights with VLLM_SERVER_DEV_MODE=1."
+            scored = "none"
+            needed = "A weight sync cannot be checked; draw at temperature 1 without cut-offs."
+        dev = (
+            ""
+            if self.loads
+            else "Set weight_sync_interval=0; vLLM takes weights with VLLM_SERVER_DEV_MODE=1."
+        )
         rows = [
             Finding("token ids", True, "prompts and completions are ids both ways"),
-            Finding("longest sequence", bool(self.max_seq_len) or None, str(self.max_seq_len or "not said")),
+            Finding(
+                "longest sequence",
+                bool(self.max_seq_len) or None,
+                str(self.max_seq_len or "not said"),
+            ),
             Finding("prompt logprobs", self.prompt_logprobs, scored, "one per token", needed),
-            Finding("drawn logprobs", self.kind not in without, self.kind, "processed", without.get(self.kind, "")),
-            Finding("seed", self.seed, "heeded" if self.seed else "not heeded", "the same tokens twice"),
-            Finding("takes new weights", bool(self.loads), ", ".join(self.loads) or "no", "weights", dev),
+            Finding(
+                "drawn logprobs",
+                self.kind not in without,
+                self.kind,
+                "processed",
+                without.get(self.kind, ""),
+            ),
+            Finding(
+                "seed", self.seed, "heeded" if self.seed else "not heeded", "the same tokens twice"
+            ),
+            Finding(
+                "takes new weights", bool(self.loads), ", ".join(self.loads) or "no", "weights", dev
+            ),
         ]
         return Findings(rows, f"{self.server}, which serves {self.model!r}")
 
@@ -382,11 +495,17 @@ async def _describe(sampler: OpenAISampler) -> int | None:
             raise
         return None
     rows = [e for e in served if isinstance(e, dict)] if isinstance(served, list) else []
-    names_of = lambda e: [e.get("id"), *(e["aliases"] if isinstance(e.get("aliases"), list) else [])]
+
+    def names_of(e):
+        return [e.get("id"), *(e["aliases"] if isinstance(e.get("aliases"), list) else [])]
+
     known = {str(name): e for e in rows for name in names_of(e)}
     if known and sampler.model not in known:
-        fix = "Ask for one of these, served_model: with vLLM, the name given to --served-model-name."
-        got, expected = repr(sampler.model), f"one of {sorted(known)}"
+        fix = (
+            "Ask for one of these, served_model: with vLLM, the name given to --served-model-name."
+        )
+        got = repr(sampler.model)
+        expected = f"one of {sorted(known)}"
         raise BackendError("model", where=wire.root, got=got, expected=expected, fix=fix)
     entry = known.get(sampler.model, {})
     if (owner := str(entry.get("owned_by"))) in _SERVERS:
@@ -395,7 +514,12 @@ async def _describe(sampler: OpenAISampler) -> int | None:
         sampler.server = one_line(f"{name} {version}")
         sampler.dialect = DIALECTS[dialect] if sampler.as_found else sampler.dialect
     meta: Any = entry.get("meta") if isinstance(entry.get("meta"), dict) else {}
-    longest = [entry.get("max_model_len"), entry.get("context_length"), meta.get("n_ctx"), meta.get("n_ctx_train")]
+    longest = [
+        entry.get("max_model_len"),
+        entry.get("context_length"),
+        meta.get("n_ctx"),
+        meta.get("n_ctx_train"),
+    ]
     return next((n for n in longest if isinstance(n, int) and n > 0), None)
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #0d78618c
@@ -405,9 +529,12 @@ async def probe(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int =
     sampler.max_seq_len = sampler.max_seq_len or longest
     params = SampleParams(max_tokens=max_tokens, seed=1)
     (alone,) = await sampler.sample(prompt, params)
-    crowd = await together([sampler.sample(prompt, replace(params, seed=seed)) for seed in (1, 2, 1, 3)])
+    crowd = await together(
+        [sampler.sample(prompt, replace(params, seed=seed)) for seed in (1, 2, 1, 3)]
+    )
     same = all(c[0].tokens.tolist() == alone.tokens.tolist() for c in (crowd[0], crowd[2]))
-    gap, ways = math.nan, [sampler.dialect.prefill]
+    gap = math.nan
+    ways = [sampler.dialect.prefill]
     if sampler.as_found and sampler.server == _UNKNOWN:
         ways += [DIALECTS["echo"].prefill, {}]
     for way in ways:
@@ -417,8 +544,12 @@ async def probe(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int =
             break
     sampler.kind = await _kind(sampler, prompt, max_tokens, gap)
     posts = {"weights": "/collective_rpc", "adapters": "/v1/load_lora_adapter"}
-    loads = tuple([what for what, path in posts.items() if (await sampler.wire.look(path))[0] == 405])
-    return ServerReport(sampler.server, sampler.model, longest, not np.isnan(gap), sampler.kind, same, gap, loads)
+    loads = tuple(
+        [what for what, path in posts.items() if (await sampler.wire.look(path))[0] == 405]
+    )
+    return ServerReport(
+        sampler.server, sampler.model, longest, not np.isnan(gap), sampler.kind, same, gap, loads
+    )
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #4d5b2f1c
 async def _gap_when_scored(sampler: OpenAISampler, drawn: Completion) -> float:

@@ -30,17 +30,54 @@ from ..local.worker import Worker
 from .completions import DIALECTS, FINISH, OpenAISampler
 from .completions import request_seed, sort_logprobs
 from .wire import Secret, one_line
-from .provision import Infra, OnStatus, check_tokenizer, id_part, setup_infra
+from rl_notebook.backends.services.provision import (
+    Infra,
+    OnStatus,
+    check_tokenizer,
+    id_part,
+    setup_infra,
+)
 from .provision import training_client
-from .resources import Leftover, Resource, ResourceCleanup, as_backend_errors
+from rl_notebook.backends.services.resources import (
+    Leftover,
+    Resource,
+    ResourceCleanup,
+    as_backend_errors,
+)
 from .resources import open_managers, settle_leftovers, still_there
-from .link import Limits, Link, ServiceReference, ServiceTrainer, SdkAdapter
-from .link import check_reachable, fireworks_sdk, load_into, open_tokenizer, sdk_classes
+from rl_notebook.backends.services.link import (
+    Limits,
+    Link,
+    ServiceReference,
+    ServiceTrainer,
+    SdkAdapter,
+)
+from rl_notebook.backends.services.link import (
+    check_reachable,
+    fireworks_sdk,
+    load_into,
+    open_tokenizer,
+    sdk_classes,
+)
 from .link import snapshot_remotely
 from .tinker import check_contract, probe_seed, toy_tokens
-from ...config.config import Config, DeployConfig, TrainerConfig, WeightSyncConfig, resumes_there, was_chosen
+from rl_notebook.config.config import (
+    Config,
+    DeployConfig,
+    TrainerConfig,
+    WeightSyncConfig,
+    resumes_there,
+    was_chosen,
+)
 from ...config.config import ConcurrencyConfig, completions_at_once
-from ...core.types import BackendError, Completion, ConfigError, Logprobs, RLNotebookError, SampleParams
+from rl_notebook.core.types import (
+    BackendError,
+    Completion,
+    ConfigError,
+    Logprobs,
+    RLNotebookError,
+    SampleParams,
+)
 from ...core.types import print_plain
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.findings import Finding, Findings
@@ -48,31 +85,49 @@ from ...core.retries import AdaptiveLimit, Retries, together, with_retries_block
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #f6b7ba7c
 def completion_of(
-    drawn: Any, prompt: Sequence[int], params: SampleParams, policy_version: int = 0, completion_only: bool = False
+    drawn: Any,
+    prompt: Sequence[int],
+    params: SampleParams,
+    policy_version: int = 0,
+    completion_only: bool = False,
 ) -> Completion:
     """The SDK's SampledCompletion of a prompt, (P,) ids, as ours, echoed or not.
 
     With `completion_only`, what was noted of the prompt is blank. Raises `BackendError` and `AlignmentError`."""
     if list(drawn.full_tokens[: drawn.prompt_len]) != list(prompt):
-        got, sent = f"a prompt of {drawn.prompt_len} ids", f"the {len(prompt)} ids that were sent"
+        got = f"a prompt of {drawn.prompt_len} ids"
+        sent = f"the {len(prompt)} ids that were sent"
         raise BackendError("the deployment read another prompt", got=got, expected=sent)
     if drawn.inference_logprobs is None:
         fix = "Does the deployment report a number for every token? One null hides them all."
-        raise BackendError("no logprobs came back", where="deployment", expected="one per token", fix=fix)
+        raise BackendError(
+            "no logprobs came back", where="deployment", expected="one per token", fix=fix
+        )
     if drawn.finish_reason not in FINISH:
-        raise BackendError("finish_reason", got=repr(drawn.finish_reason), expected=" or ".join(FINISH))
+        raise BackendError(
+            "finish_reason", got=repr(drawn.finish_reason), expected=" or ".join(FINISH)
+        )
     if drawn.routing_matrices is not None and not isinstance(drawn.routing_matrices, list):
         got = f"{type(drawn.routing_matrices).__name__}, which say where the choices are stored"
         fix = "Set router_replay=False: only choices that come with the response are carried."
         raise BackendError("expert choices", where="deployment", got=got, expected="text", fix=fix)
-    skip, read = drawn.echoed_prompt_logprob_count if drawn.logprobs_echoed else 0, len(drawn.full_tokens) - 1
+    skip = drawn.echoed_prompt_logprob_count if drawn.logprobs_echoed else 0
+    read = len(drawn.full_tokens) - 1
     sampling = drawn.sampling_logprobs
     known = None if sampling is None or None in sampling[skip:] else sampling[skip:]
     raw, own = sort_logprobs(drawn.inference_logprobs[skip:], known, params, "both")
-    series = np.asarray(raw, dtype=np.float64), None if own is None else np.asarray(own, dtype=np.float64)
-    tokens, reason = np.array(drawn.full_tokens[drawn.prompt_len :]), FINISH[drawn.finish_reason]
-    routing = align_routing(drawn.routing_matrices, drawn.prompt_len, read, completion_only, where="deployment")
-    return Completion(np.array(prompt), tokens, *series, drawn.text, reason, policy_version, params, routing)
+    series = (
+        np.asarray(raw, dtype=np.float64),
+        None if own is None else np.asarray(own, dtype=np.float64),
+    )
+    tokens = np.array(drawn.full_tokens[drawn.prompt_len :])
+    reason = FINISH[drawn.finish_reason]
+    routing = align_routing(
+        drawn.routing_matrices, drawn.prompt_len, read, completion_only, where="deployment"
+    )
+    return Completion(
+        np.array(prompt), tokens, *series, drawn.text, reason, policy_version, params, routing
+    )
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #c4a09f7c
 RESTARTS = 3  # of a deployment during one request, after which it is given up
@@ -93,22 +148,33 @@ class FireworksSampler:
         timeout_s: float = 600.0,  # of one request
         routing: Literal["none", "completion", "all"] = "none",  # tokens whose experts are wanted
     ):
-        self.drawer, self.scorer, self.run, self.routing = drawer, scorer, run, routing
+        self.drawer = drawer
+        self.scorer = scorer
+        self.run = run
+        self.routing = routing
         self.max_seq_len, self.meter, self.timeout_s = max_seq_len, meter or Meter(), timeout_s
         self.policy_version = 0  # of the weights that are served
-        self.is_served: Callable[[float], Awaitable[bool]] | None = None  # see `FireworksSync.is_served`
-        self.room = AdaptiveLimit(256, 256, 256)  # requests at once, above what the SDK's controller allows
+        # see `FireworksSync.is_served`
+        self.is_served: Callable[[float], Awaitable[bool]] | None = None
+        # requests at once, above what the SDK's controller allows
+        self.room = AdaptiveLimit(256, 256, 256)
 
     def at_most(self, completions: int) -> None:
         "Never have more requests in flight."
         self.room.at_most(completions)
 
-    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+    async def sample(
+        self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams
+    ) -> list[Completion]:
         "`params.n` completions of one prompt, in order."
         self.run.check()
-        prompt = [*check_tokens(prompt_tokens, None, "prompt", self.max_seq_len, new=params.max_tokens)]
+        prompt = [
+            *check_tokens(prompt_tokens, None, "prompt", self.max_seq_len, new=params.max_tokens)
+        ]
         seeds = [request_seed(params.seed, i) for i in range(params.n)]
-        return await self._from_served(lambda: together([draw_from(self, prompt, params, seed) for seed in seeds]))
+        return await self._from_served(
+            lambda: together([draw_from(self, prompt, params, seed) for seed in seeds])
+        )
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that are served."
@@ -118,11 +184,14 @@ class FireworksSampler:
     async def _from_served(self, ask: Callable[[], Awaitable[_T]]) -> _T:
         "A completion that came from the weights of the last sync; asked again where the deployment had lost them."
         for _ in range(RESTARTS):
-            began, response = time.monotonic(), await ask()
+            began = time.monotonic()
+            response = await ask()
             if self.is_served is None or await self.is_served(began):
                 return response
         fix = "Look at the deployment's replicas: does something restart them?"
-        raise BackendError("the deployment's weights", got=f"lost {RESTARTS} times during one request", fix=fix)
+        raise BackendError(
+            "the deployment's weights", got=f"lost {RESTARTS} times during one request", fix=fix
+        )
 
     def serve(self, version: int) -> None:
         "The deployment has weights of this version now."
@@ -133,14 +202,26 @@ class FireworksSampler:
         self.drawer.close()
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #bc9e46dd
-async def draw_from(sampler: FireworksSampler, prompt: list[int], params: SampleParams, seed: int | None) -> Completion:
+async def draw_from(
+    sampler: FireworksSampler, prompt: list[int], params: SampleParams, seed: int | None
+) -> Completion:
     "One request for one completion; raises `BackendError`."
-    tokenizer, version = sampler.drawer.tokenizer, sampler.policy_version
+    tokenizer = sampler.drawer.tokenizer
+    version = sampler.policy_version
     refuse_unknown(params, "Fireworks")
-    stop = [*params.stop, *(tokenizer.decode([t], skip_special_tokens=False) for t in params.stop_token_ids)]
-    options = {"logprobs": True, "top_p": params.top_p, "top_k": params.top_k, "http_timeout": sampler.timeout_s}
+    stop = [
+        *params.stop,
+        *(tokenizer.decode([t], skip_special_tokens=False) for t in params.stop_token_ids),
+    ]
+    options = {
+        "logprobs": True,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "http_timeout": sampler.timeout_s,
+    }
     options |= ({"seed": seed} if seed is not None else {}) | ({"stop": stop} if stop else {})
-    options |= {} if sampler.routing == "none" else {"include_routing_matrix": True, "echo": True}
+    if sampler.routing != "none":
+        options |= {"include_routing_matrix": True, "echo": True}
     size = {"max_tokens": params.max_tokens, "temperature": params.temperature}
     notice = sampler.scorer.wire.notice
     async with sampler.room.slot():
@@ -148,30 +229,50 @@ async def draw_from(sampler: FireworksSampler, prompt: list[int], params: Sample
             drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
     notice.heard()
     if len(drawn) != 1:
-        raise BackendError("completions", where="deployment", got=len(drawn), expected="1, as asked")
+        raise BackendError(
+            "completions", where="deployment", got=len(drawn), expected="1, as asked"
+        )
     sampler.meter.tokens_sampled += drawn[0].completion_len
-    completion = completion_of(drawn[0], prompt, params, version, completion_only=sampler.routing == "completion")
+    completion = completion_of(
+        drawn[0], prompt, params, version, completion_only=sampler.routing == "completion"
+    )
     if sampler.routing != "none" and completion.routing is None:
         fix = "Is the model a mixture of experts? Without one, leave router_replay out."
-        raise BackendError("no expert choices came back", where="deployment", expected="one per token", fix=fix)
+        raise BackendError(
+            "no expert choices came back", where="deployment", expected="one per token", fix=fix
+        )
     return completion
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #d6275b05
-def samplers(infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, cfg: Config) -> tuple[Any, OpenAISampler]:
+def samplers(
+    infra: Infra, deploy_mgr: Any, secret: Secret, tokenizer: Any, cfg: Config
+) -> tuple[Any, OpenAISampler]:
     "What draws, and what scores given tokens."
-    sdk, dialect = fireworks_sdk(), DIALECTS["fireworks"]
-    url, model = deploy_mgr.inference_url, infra.inference_model or ""
-    most, own = completions_at_once(cfg) or 256, cfg.concurrency or ConcurrencyConfig()
+    sdk = fireworks_sdk()
+    dialect = DIALECTS["fireworks"]
+    url = deploy_mgr.inference_url
+    model = infra.inference_model or ""
+    most = completions_at_once(cfg) or 256
+    own = cfg.concurrency or ConcurrencyConfig()
     if own.mode == "fixed":
         controller = sdk.FixedConcurrencyController(most)
     else:
-        window = {"initial_window": own.initial_window or min(most, 8 if cfg.concurrency else 256), "max_window": most}
-        window |= {"min_window": min(own.min_window, most), "prefill_queue_target": own.prefill_queue_target}
+        window = {
+            "initial_window": own.initial_window or min(most, 8 if cfg.concurrency else 256),
+            "max_window": most,
+        }
+        window |= {
+            "min_window": min(own.min_window, most),
+            "prefill_queue_target": own.prefill_queue_target,
+        }
         controller = sdk.AdaptiveConcurrencyController(**window)
     where = {"inference_url": url, "model": model, "api_key": secret.reveal()}
     drawer = sdk.DeploymentSampler(**where, tokenizer=tokenizer, concurrency_controller=controller)
-    uncached = replace(dialect, prefill={**dialect.prefill, "prompt_cache_max_len": 0})  # every token is scored anew
-    scorer = OpenAISampler(url, model, tokenizer, secret, dialect=uncached, max_seq_len=infra.max_seq_len)
+    # every token is scored anew
+    uncached = replace(dialect, prefill={**dialect.prefill, "prompt_cache_max_len": 0})
+    scorer = OpenAISampler(
+        url, model, tokenizer, secret, dialect=uncached, max_seq_len=infra.max_seq_len
+    )
     return drawer, scorer
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #9bc87695
@@ -188,7 +289,9 @@ class SyncError(BackendError):
     "New weights did not reach the deployment."
 
     def __init__(self, kind: str, snapshot: str, got: Any):  # kind: a key of `SYNC_FIXES`
-        super().__init__(f"weight sync {kind}", where=snapshot, got=one_line(got), fix=SYNC_FIXES[kind])
+        super().__init__(
+            f"weight sync {kind}", where=snapshot, got=one_line(got), fix=SYNC_FIXES[kind]
+        )
         self.kind = kind
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #382ad595
@@ -197,11 +300,13 @@ class Saves:
 
     def __init__(self):
         self.client: Any = None  # of the SDK
-        self.kind, self.error = "", None
+        self.kind = ""
+        self.error = None
 
     def save_weights_for_sampler_ext(self, name: str, checkpoint_type: str) -> Any:
         "Save a snapshot of this kind."
-        self.kind, self.error = checkpoint_type, None
+        self.kind = checkpoint_type
+        self.error = None
         try:
             return self.client.save_weights_for_sampler_ext(name, checkpoint_type=checkpoint_type)
         except Exception as reason:
@@ -216,21 +321,32 @@ class Hotloads:
     "The deployment manager as the SDK's syncer sees it: another polling interval, and the kind of the last failure."
 
     def __init__(self, manager: Any, poll_interval_s: float):
-        self.manager, self.poll_interval_s = manager, poll_interval_s
+        self.manager = manager
+        self.poll_interval_s = poll_interval_s
         self.trouble: SyncError | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.manager, name)
 
     def hotload_and_wait(
-        self, *, deployment_id: str, base_model: str, snapshot_identity: str, timeout_seconds: float, **options: Any
+        self,
+        *,
+        deployment_id: str,
+        base_model: str,
+        snapshot_identity: str,
+        timeout_seconds: float,
+        **options: Any,
     ) -> bool:
         "Ask for a snapshot, wait until it is served."
         self.trouble, began = None, time.monotonic()
         where: Any = (deployment_id, base_model, snapshot_identity)
-        patience, broken = Retries(HOTLOAD_ATTEMPTS, first_wait_s=self.poll_interval_s), httpx.TransportError
+        patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=self.poll_interval_s)
+        broken = httpx.TransportError
         try:
-            ask_for_it = lambda: self.manager.hotload(*where, **options)
+
+            def ask_for_it():
+                return self.manager.hotload(*where, **options)
+
             with_retries_blocking(ask_for_it, patience, lambda error: isinstance(error, broken))
         except httpx.HTTPStatusError as reason:
             got = f"HTTP {reason.response.status_code} {one_line(reason.response.text, self.manager.api_key)}"
@@ -243,12 +359,16 @@ class Hotloads:
         done = self.manager.wait_for_hotload(*where, **budget)
         if not done:
             kind = "timed out" if time.monotonic() - began >= timeout_seconds else "failed"
-            self.trouble = SyncError(kind, snapshot_identity, self.manager.last_hotload_error_message)
+            self.trouble = SyncError(
+                kind, snapshot_identity, self.manager.last_hotload_error_message
+            )
         return done
 
     def warmup(self, model: str, max_retries: int = 30, retry_interval_s: float = 10.0) -> bool:
         "Ask the deployment for a token until it responds."
-        return self.manager.warmup(model, max_retries, min(retry_interval_s, 2 * self.poll_interval_s))
+        return self.manager.warmup(
+            model, max_retries, min(retry_interval_s, 2 * self.poll_interval_s)
+        )
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #b78cabee
 @dataclass(frozen=True)
@@ -264,13 +384,18 @@ class Saved:
 class FireworksSync:
     "Brings snapshots to the deployment."
 
-    def __init__(self, hotloads: Hotloads, sampler: FireworksSampler, **syncer: Any):  # arguments of the WeightSyncer
-        self.saves, self.hotloads, self.sampler = Saves(), hotloads, sampler
+    def __init__(
+        self, hotloads: Hotloads, sampler: FireworksSampler, **syncer: Any
+    ):  # arguments of the WeightSyncer
+        self.saves = Saves()
+        self.hotloads = hotloads
+        self.sampler = sampler
         self.syncer = fireworks_sdk().WeightSyncer(self.saves, hotloads, **syncer)
         self.trainer: Any = None  # ServiceTrainer whose weights these are
         self.saved: dict[str, Saved] = {}
         self.newest: str | None = None  # the last one saved
-        self.served: str | None = None  # the one of the last sync; None = the deployment's first weights
+        # the one of the last sync; None = the deployment's first weights
+        self.served: str | None = None
         self.loading: str | None = None
         self.one_look = asyncio.Lock()
         self.looked_at = self.restored_at = -math.inf  # seconds on the monotonic clock
@@ -278,9 +403,15 @@ class FireworksSync:
     async def __call__(self, snapshot: str) -> int:
         "Serve `snapshot`; returns the new policy version."
         if snapshot not in self.saved:
-            known = f"one of {list(self.saved)[-3:]}" if self.saved else "a saved one, and there is none yet"
+            known = (
+                f"one of {list(self.saved)[-3:]}"
+                if self.saved
+                else "a saved one, and there is none yet"
+            )
             fix = "save_weights_for_sampler makes one."
-            raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=known, fix=fix)
+            raise BackendError(
+                "snapshot", where="sync", got=repr(snapshot), expected=known, fix=fix
+            )
         with self.sampler.scorer.wire.notice.awaits(f"until the deployment has loaded {snapshot}"):
             await self.trainer.run(load_snapshot, self, snapshot)
         version = self.trainer.versions.publish()
@@ -293,7 +424,9 @@ class FireworksSync:
         async with self.one_look:  # one look at the deployment serves all who wait
             if self.looked_at < asked:
                 began = time.monotonic()
-                if not await asyncio.to_thread(has_weights, self) and await self.trainer.run(load_again, self):
+                if not await asyncio.to_thread(has_weights, self) and await self.trainer.run(
+                    load_again, self
+                ):
                     self.restored_at = time.monotonic()
                 self.looked_at = began
         return self.restored_at < since
@@ -322,14 +455,21 @@ def load_snapshot(sync: FireworksSync, snapshot: str) -> None:
     "Make the deployment serve a snapshot; raises `SyncError`."
     saved = sync.saved[snapshot]
     fits = saved.kind != "delta" or saved.previous == sync.syncer.base_identity
-    trouble = try_snapshot(sync, snapshot, saved.kind) if fits else SyncError("chain broken", snapshot, "a gap")
+    trouble = (
+        try_snapshot(sync, snapshot, saved.kind)
+        if fits
+        else SyncError("chain broken", snapshot, "a gap")
+    )
     if trouble is None:
         return
     sync.syncer.reset_delta_chain()
     unchanged = saved.marker == weights_marker(sync.trainer)
     if trouble.kind in ("timed out", "not ready") or not unchanged:
         raise trouble
-    warnings.warn(f"{trouble} Sending full weights {'instead' if saved.kind == 'delta' else 'again'}.", stacklevel=2)
+    warnings.warn(
+        f"{trouble} Sending full weights {'instead' if saved.kind == 'delta' else 'again'}.",
+        stacklevel=2,
+    )
     whole = snapshot_remotely(sync.trainer, f"{saved.label}-full")
     if (again := try_snapshot(sync, whole, "base")) is not None:
         sync.syncer.reset_delta_chain()
@@ -338,9 +478,12 @@ def load_snapshot(sync: FireworksSync, snapshot: str) -> None:
 
 def try_snapshot(sync: FireworksSync, snapshot: str, kind: str) -> SyncError | None:
     "Load it, or say what went wrong."
-    budget, sync.loading = min(300.0, sync.syncer.hotload_timeout), snapshot
+    budget = min(300.0, sync.syncer.hotload_timeout)
+    sync.loading = snapshot
     try:
-        sync.syncer.wait_for_hotload_ready(timeout_s=budget, poll_interval_s=sync.hotloads.poll_interval_s)
+        sync.syncer.wait_for_hotload_ready(
+            timeout_s=budget, poll_interval_s=sync.hotloads.poll_interval_s
+        )
         if sync.syncer.hotload(snapshot, kind):
             sync.served = snapshot
             return None
@@ -355,7 +498,8 @@ def has_weights(sync: FireworksSync) -> bool:
     "Whether every replica serves the last sync's snapshot; raises `BackendError` where it cannot be asked."
     if sync.served is None:
         return True
-    allowed, where = {sync.served, sync.loading}, (sync.syncer.deployment_id, sync.syncer.base_model)
+    allowed = {sync.served, sync.loading}
+    where = (sync.syncer.deployment_id, sync.syncer.base_model)
 
     def look() -> list[Mapping[str, Any]]:
         with as_backend_errors("deployment"):
@@ -364,20 +508,26 @@ def has_weights(sync: FireworksSync) -> bool:
     patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=sync.hotloads.poll_interval_s)
     replicas = with_retries_blocking(look, patience, lambda error: isinstance(error, BackendError))
     allowed |= {sync.served, sync.loading}  # a sync may have gone on meanwhile
-    return bool(replicas) and all(not allowed.isdisjoint(snapshots_of(replica)) for replica in replicas)
+    return bool(replicas) and all(
+        not allowed.isdisjoint(snapshots_of(replica)) for replica in replicas
+    )
 
 
 def snapshots_of(replica: Mapping[str, Any]) -> set[str]:
     "What a replica says it serves: a snapshot, or adapters."
     adapters = [a for a in replica.get("loaded_adapters") or () if a.get("status") == "loaded"]
-    return {replica.get("current_snapshot_identity") or "", *(str(a.get("identity")) for a in adapters)}
+    return {
+        replica.get("current_snapshot_identity") or "",
+        *(str(a.get("identity")) for a in adapters),
+    }
 
 
 def load_again(sync: FireworksSync) -> bool:
     "Load the snapshot of the last sync into a deployment that lost it; False if it is there. Raises `SyncError`."
     if (lost := sync.served) is None or has_weights(sync):
         return False
-    saved, chain = sync.saved[lost], [lost]
+    saved = sync.saved[lost]
+    chain = [lost]
     again = f"{lost} is loaded again, and what was drawn without it is drawn again"
     warnings.warn(f"the deployment lost its weights, as after a restart: {again}", stacklevel=2)
     sync.syncer.reset_delta_chain()
@@ -410,18 +560,29 @@ class FireworksBackend(Backend):
 def check_plan(cfg: Config, rlor_mgr: Any, attached: bool) -> None:
     "Raises `ConfigError` for what the service's own responses show to be impossible, before anything is asked for."
     shaped = cfg.trainer or TrainerConfig()
-    if resumes_there(cfg) and cfg.resume is not None and not cfg.resume.resume_job_id and not attached:
-        got, fix = f"{cfg.resume.resume_from!r}, a bare name", "Set trainer.job_id, or resume.resume_job_id."
+    if (
+        resumes_there(cfg)
+        and cfg.resume is not None
+        and not cfg.resume.resume_job_id
+        and not attached
+    ):
+        got = f"{cfg.resume.resume_from!r}, a bare name"
+        fix = "Set trainer.job_id, or resume.resume_job_id."
         expected = "a folder, or a job that has saved it: this one is new"
         raise ConfigError("resume.resume_from", got=got, expected=expected, fix=fix)
     if shaped.training_shape_id is None or not was_chosen(cfg, "max_seq_len"):
         return
     with as_backend_errors("training shape"):
-        longest = rlor_mgr.resolve_training_profile(shaped.training_shape_id).max_supported_context_length
+        longest = rlor_mgr.resolve_training_profile(
+            shaped.training_shape_id
+        ).max_supported_context_length
     if longest and cfg.max_seq_len > longest:
-        where, expected = shaped.training_shape_id, f"at most {longest}, the context of the training shape"
+        where = shaped.training_shape_id
+        expected = f"at most {longest}, the context of the training shape"
         fix = f"Set max_seq_len={longest}, or name another shape."
-        raise ConfigError("max_seq_len", where=where, got=cfg.max_seq_len, expected=expected, fix=fix)
+        raise ConfigError(
+            "max_seq_len", where=where, got=cfg.max_seq_len, expected=expected, fix=fix
+        )
 
 
 async def in_thread(work: Callable[[threading.Event], Any]) -> Any:
@@ -439,10 +600,15 @@ async def in_thread(work: Callable[[threading.Event], Any]) -> Any:
         raise
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #6ed80b7d
-def infra_wishes(cfg: Config, found: Mapping[str, Resource]) -> dict[str, Any]:  # role -> what to attach to
+def infra_wishes(
+    cfg: Config, found: Mapping[str, Resource]
+) -> dict[str, Any]:  # role -> what to attach to
     "What a config asks of `setup_infra`."
     deploy = cfg.deployment or DeployConfig()
-    if (serving := found.get("deployment")) is not None and deploy.deployment_id in (None, serving.id):
+    if (serving := found.get("deployment")) is not None and deploy.deployment_id in (
+        None,
+        serving.id,
+    ):
         deploy = replace(deploy, deployment_id=serving.id)
     shaped = cfg.trainer or TrainerConfig()
     return {
@@ -465,13 +631,25 @@ def bundle(
     poll_interval_s: float, **link: Any,
 ) -> FireworksBackend:  # fmt: skip
     "Policy, reference, sampler and sync as a backend, over a `Link` with these `attempts`, `pause_s`, `timeout_s`."
-    classes, run, meter, settings = sdk_classes(), Worker(), Meter(), cfg.weight_sync or WeightSyncConfig()
+    classes = sdk_classes()
+    run = Worker()
+    meter = Meter()
+    settings = cfg.weight_sync or WeightSyncConfig()
     link = {"timeout_s": float(settings.dcp_timeout), "say": say, "secret": secret} | link
     limits = Limits(max_seq_len=infra.max_seq_len)
     drawer, scorer = samplers(infra, deploy_mgr, secret, tokenizer, cfg)
     timeout = cfg.deployment.sample_timeout if cfg.deployment else 600.0
-    asked = ("completion" if cfg.router_replay_completion_only else "all") if cfg.router_replay else "none"
-    share: Any = {"max_seq_len": infra.max_seq_len, "meter": meter, "timeout_s": timeout, "routing": asked}
+    asked = (
+        ("completion" if cfg.router_replay_completion_only else "all")
+        if cfg.router_replay
+        else "none"
+    )
+    share: Any = {
+        "max_seq_len": infra.max_seq_len,
+        "meter": meter,
+        "timeout_s": timeout,
+        "routing": asked,
+    }
     sampler = FireworksSampler(drawer, scorer, run, **share)
     sync = FireworksSync(
         Hotloads(deploy_mgr, poll_interval_s), sampler, deployment_id=infra.deployment_id, base_model=cfg.base_model,
@@ -480,17 +658,29 @@ def bundle(
     )  # fmt: skip
     sampler.is_served = sync.is_served
     ours = f"{CROSS_JOB}{infra.policy_job_id}/"  # how another job names a state of this one
-    load = lambda link, client, path, optimizer: load_into(link, client, path.removeprefix(ours), optimizer)
+
+    def load(link, client, path, optimizer):
+        return load_into(link, client, path.removeprefix(ours), optimizer)
+
     named = partial(foreign_path, job_id=infra.policy_job_id)
     adapter = SdkAdapter(snapshot=partial(save_snapshot, sync), load=load, named=named)
     own = replace(classes, replays=cfg.router_replay)
-    reach = lambda client: {"connect": partial(training_client, client), "client": client.inner, **link}
-    policy = ServiceTrainer(sdk=own, limits=limits, adapter=adapter, run=run, meter=meter, **reach(infra.policy))
-    infra.policy.link, sync.trainer, judge = policy.link, policy, None
+
+    def reach(client):
+        return {"connect": partial(training_client, client), "client": client.inner, **link}
+
+    policy = ServiceTrainer(
+        sdk=own, limits=limits, adapter=adapter, run=run, meter=meter, **reach(infra.policy)
+    )
+    infra.policy.link = policy.link
+    sync.trainer = policy
+    judge = None
     if infra.reference is not None:
         infra.reference.link = Link(sdk=classes, **reach(infra.reference))
         judge = ServiceReference(infra.reference.link, limits, run, meter)
-    can = Capabilities("fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len)
+    can = Capabilities(
+        "fireworks", seed=False, lora_rank=cfg.lora_rank, max_seq_len=infra.max_seq_len
+    )
     can = replace(can, builtin_losses=tuple(BUILTIN_LOSSES["fireworks"]), routing=cfg.router_replay)
     can = replace(can, min_p=False, repetition_penalty=False)
     at = Endpoint(deploy_mgr.inference_url, infra.inference_model or "", secret.reveal())
@@ -505,21 +695,27 @@ async def open_fireworks(
     base_url: str | None = None,  # None = the config's, else as in `open_managers`
     tokenizer: Any = None,  # a tokenizer at hand; None = deployment.tokenizer_model
     leftover: Leftover = "error",  # what to do with resources of an earlier process of this run folder
-    say: Callable[[str], Any] = print_plain,  # gets a line per change of a resource, and per reconnect
+    say: Callable[
+        [str], Any
+    ] = print_plain,  # gets a line per change of a resource, and per reconnect
     on_status: OnStatus | None = None,  # gets the changes as `ResourceState`s instead
     grace_s: float | None = None,  # before trainers are cancelled; None = as in `ResourceCleanup`
     poll_interval_s: float = 5.0,
     attempts: int = 4,  # tries of one call of a trainer
     pause_s: float = 1.0,  # before the second; doubles
     **settings: Any,  # of `Config`
-) -> FireworksBackend:  # policy ServiceTrainer, reference ServiceReference, sampler FireworksSampler
+) -> (
+    FireworksBackend
+):  # policy ServiceTrainer, reference ServiceReference, sampler FireworksSampler
     "Trainers and a deployment at Fireworks as a backend; closing it releases everything."
     cfg = Config(**{"backend": "fireworks", **settings}) if cfg is None else cfg
     check_tokenizer(cfg.deployment)
     rlor_mgr, deploy_mgr = open_managers(key, base_url or cfg.base_url)
     secret = Secret(rlor_mgr.api_key)
     deploy = cfg.deployment or DeployConfig()
-    words = tokenizer or open_tokenizer(deploy.tokenizer_model, cfg.base_model, deploy.tokenizer_revision)
+    words = tokenizer or open_tokenizer(
+        deploy.tokenizer_model, cfg.base_model, deploy.tokenizer_revision
+    )
     fix = "Look at base_url, or FIREWORKS_BASE_URL, and at the network."
     await asyncio.to_thread(check_reachable, rlor_mgr.base_url, fix)
     left = await asyncio.to_thread(settle_leftovers, cfg.log_path, leftover, secret)
@@ -527,17 +723,30 @@ async def open_fireworks(
     attached = "policy" in found or bool(cfg.trainer and cfg.trainer.job_id)
     await asyncio.to_thread(check_plan, cfg, rlor_mgr, attached)
     cleanup = ResourceCleanup(rlor_mgr, deploy_mgr, grace_s, folder=cfg.log_path)
-    loop, tell = asyncio.get_running_loop(), on_status or (lambda state: say(str(state)))
-    later = lambda state: loop.call_soon_threadsafe(tell, state)
+    loop = asyncio.get_running_loop()
+    tell = on_status or (lambda state: say(str(state)))
+
+    def later(state):
+        return loop.call_soon_threadsafe(tell, state)
+
     try:
         for resource in left.values():  # what is gone leaves the list with them
             cleanup.hold(resource)
         cleanup.arm()
-        wishes = infra_wishes(cfg, found) | {"rlor_mgr": rlor_mgr, "deploy_mgr": deploy_mgr, "cleanup": cleanup}
+        wishes = infra_wishes(cfg, found) | {
+            "rlor_mgr": rlor_mgr,
+            "deploy_mgr": deploy_mgr,
+            "cleanup": cleanup,
+        }
         with as_backend_errors("deployment"):  # one that exists may have other weights
             named = wishes["deploy_cfg"].deployment_id
             known = named is not None and await asyncio.to_thread(deploy_mgr.get, named) is not None
-        work = lambda stop: setup_infra(**wishes, on_status=later, poll_interval_s=poll_interval_s, stop=stop)
+
+        def work(stop):
+            return setup_infra(
+                **wishes, on_status=later, poll_interval_s=poll_interval_s, stop=stop
+            )
+
         infra = await in_thread(work)
         more = {"attempts": attempts, "pause_s": pause_s}
         backend = bundle(infra, cfg, deploy_mgr, secret, words, say, poll_interval_s, **more)
@@ -557,15 +766,19 @@ async def begin(backend: FireworksBackend, cfg: Config, known: bool) -> None:
     await policy.open()
     if cfg.router_replay and getattr(policy.link.client, "supports_router_replay", None) is False:
         fix = "Is the model a mixture of experts, and does its training shape replay? Else leave it out."
-        raise ConfigError("router_replay", where="trainer", got="a trainer that chooses its own experts", fix=fix)
-    resume, settings = cfg.resume, cfg.weight_sync or WeightSyncConfig()
+        raise ConfigError(
+            "router_replay", where="trainer", got="a trainer that chooses its own experts", fix=fix
+        )
+    resume = cfg.resume
+    settings = cfg.weight_sync or WeightSyncConfig()
     if resume is not None and resume.resume_from is not None and resumes_there(cfg):
         await policy.load_state(foreign_path(resume.resume_from, resume.resume_job_id or ""))
     if known or resume is not None or settings.weight_sync_before_training:
         version = policy.versions.current
         sync: Any = backend.sync
         await sync(await policy.save_weights_for_sampler("start"))
-        policy.versions.current, policy.versions.upcoming = version, version + 1
+        policy.versions.current = version
+        policy.versions.upcoming = version + 1
         sync.sampler.serve(version)
     seeded = await probe_seed(backend.sampler, toy_tokens(backend.tokenizer), temperature=2.0)
     backend.capabilities = replace(backend.capabilities, seed=bool(seeded.ok))
@@ -584,17 +797,32 @@ async def promote_weights(
     sync: Any = backend.sync
 
     def publish_snapshot() -> str:
-        save = lambda client: client.save_weights_for_sampler_ext("final", checkpoint_type="base").snapshot_name
+        def save(client):
+            return client.save_weights_for_sampler_ext(
+                "final", checkpoint_type="base"
+            ).snapshot_name
+
         snapshot, end = policy.link.call(save), time.monotonic() + appear_s
         sync.newest = snapshot  # a delta would be one against it
         with as_backend_errors(f"promotion of {snapshot}"):
-            mine = lambda row: row.get("promotable") and row["name"].endswith(f"/{snapshot}")
-            while not (rows := [*filter(mine, rlor_mgr.list_checkpoints(backend.infra.policy_job_id))]):
+
+            def mine(row):
+                return row.get("promotable") and row["name"].endswith(f"/{snapshot}")
+
+            while not (
+                rows := [*filter(mine, rlor_mgr.list_checkpoints(backend.infra.policy_job_id))]
+            ):
                 if time.monotonic() > end:
-                    raise BackendError("the final snapshot", got="not listed", expected=f"a row within {appear_s:g} s")
+                    raise BackendError(
+                        "the final snapshot",
+                        got="not listed",
+                        expected=f"a row within {appear_s:g} s",
+                    )
                 time.sleep(poll_interval_s)
             named = {"name": rows[0]["name"], "output_model_id": output_model_id}
-            return rlor_mgr.promote_checkpoint(base_model=backend.infra.policy.base_model, **named)["name"]
+            return rlor_mgr.promote_checkpoint(base_model=backend.infra.policy.base_model, **named)[
+                "name"
+            ]
 
     return await policy.run(publish_snapshot)
 
@@ -621,17 +849,29 @@ async def check_fireworks(
     *,
     training_shape_id: str | None = None,  # None = the service chooses
     lora_rank: int = 0,
-    output_model_id: str | None = None,  # also publish the weights under this id; None = leave promotion out
+    output_model_id: str
+    | None = None,  # also publish the weights under this id; None = leave promotion out
     also: Callable[..., Awaitable[list[Finding]]] | None = None,  # more, of sampler and tokenizer
     say: Callable[[str], Any] = print_plain,  # gets a line per check, and what setting up says
     **options: Any,  # of `open_fireworks`: key, base_url, tokenizer, log_path, grace_s, poll_interval_s
 ) -> Findings:
     "Set up, ask for everything once, release; after something that fails, only the release is still tried."
     rlor_mgr, _ = open_managers(options.get("key"), options.get("base_url"))
-    options |= {"trainer": TrainerConfig(training_shape_id=training_shape_id), "lora_rank": lora_rank, "kl_beta": 0.0}
-    options |= {"deployment": DeployConfig(tokenizer_model=tokenizer_model), "run_name": "check", "say": say}
-    options |= {"max_seq_len": 256, "max_completion_tokens": 64}  # enough for a sentence, and within any shape
-    backend, rows, doing = None, list[Finding](), "set up"
+    options |= {
+        "trainer": TrainerConfig(training_shape_id=training_shape_id),
+        "lora_rank": lora_rank,
+        "kl_beta": 0.0,
+    }
+    options |= {
+        "deployment": DeployConfig(tokenizer_model=tokenizer_model),
+        "run_name": "check",
+        "say": say,
+    }
+    # enough for a sentence, and within any shape
+    options |= {"max_seq_len": 256, "max_completion_tokens": 64}
+    backend = None
+    rows = list[Finding]()
+    doing = "set up"
 
     def note(*found: Finding) -> None:
         rows.extend(found)

@@ -25,11 +25,24 @@ import numpy as np
 import torch
 
 from ..base import GradNormalization, LossFn, Meter
-from ..local.scoring import Versions, check_datums, check_dlogprobs, loss_and_dlogprobs
+from rl_notebook.backends.local.scoring import (
+    Versions,
+    check_datums,
+    check_dlogprobs,
+    loss_and_dlogprobs,
+)
 from ..local.trainer import divisor
 from ..local.worker import Worker
 from .wire import ODD, WaitNotice, one_line
-from ...core.types import AdamParams, BackendError, Datum, Logprobs, LossOutput, needs, RLNotebookError
+from rl_notebook.core.types import (
+    AdamParams,
+    BackendError,
+    Datum,
+    Logprobs,
+    LossOutput,
+    needs,
+    RLNotebookError,
+)
 from ...core.types import without_keys
 from ...core.builtin import UNCOUNTED_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from ...core.losses import LossOptions, make_loss_fn
@@ -49,10 +62,16 @@ class Sdk:
     ModelInput: Any
     TensorData: Any
     AdamParams: Any
-    errors: tuple[type[BaseException], ...]  # what its calls raise, besides ValueError, RuntimeError and time-outs
+    errors: tuple[
+        type[BaseException], ...
+    ]  # what its calls raise, besides ValueError, RuntimeError and time-outs
     version: str = ""  # of the package
-    divides: bool = False  # `optim_step` takes grad_accumulation_normalization; False = divided here
-    replays: bool = False  # send the experts that a datum names; False = the trainer chooses its own
+    divides: bool = (
+        False  # `optim_step` takes grad_accumulation_normalization; False = divided here
+    )
+    replays: bool = (
+        False  # send the experts that a datum names; False = the trainer chooses its own
+    )
 
 # %% ../../../nbs/backends/services/03_link.ipynb #277fee3e
 def fireworks_sdk() -> Any:  # the module `fireworks.training.sdk`
@@ -66,13 +85,19 @@ def sdk_classes() -> Sdk:
     "Its classes, and what its calls raise besides the errors of Python."
     sdk = fireworks_sdk()
     errors = (sdk.APIError, sdk.TrainingError)
-    return Sdk("Fireworks", sdk.Datum, sdk.ModelInput, sdk.TensorData, sdk.AdamParams, errors, divides=True)
+    return Sdk(
+        "Fireworks", sdk.Datum, sdk.ModelInput, sdk.TensorData, sdk.AdamParams, errors, divides=True
+    )
 
 # %% ../../../nbs/backends/services/03_link.ipynb #9d061025
 def bare_datum(sdk: Sdk, datum: Datum) -> Any:
     "The SDK's datum with nothing but tokens: those read, and those scored."
     shape = [len(datum.weights)]
-    inputs = {"target_tokens": sdk.TensorData(data=datum.target_tokens.tolist(), dtype="int64", shape=shape)}
+    inputs = {
+        "target_tokens": sdk.TensorData(
+            data=datum.target_tokens.tolist(), dtype="int64", shape=shape
+        )
+    }
     named = sdk.replays and datum.routing is not None and any(datum.routing)
     experts = {"routing_matrices": list(datum.routing or ())} if named else {}
     read = sdk.ModelInput.from_ints(datum.input_tokens.tolist(), **experts)
@@ -83,7 +108,9 @@ def with_side(sdk: Sdk, datum: Any, side: Mapping[str, np.ndarray]) -> Any:
     "An SDK's datum with further float32 series."
     inputs = dict(datum.loss_fn_inputs)
     for name, series in side.items():
-        inputs[name] = sdk.TensorData(data=[float(x) for x in series], dtype="float32", shape=[len(series)])
+        inputs[name] = sdk.TensorData(
+            data=[float(x) for x in series], dtype="float32", shape=[len(series)]
+        )
     return sdk.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 
@@ -119,7 +146,9 @@ class GradientEncoding:
 ENCODINGS = (
     GradientEncoding("weights"),
     GradientEncoding("advantages", "importance_sampling", by_position=True),
-    GradientEncoding("advantages, averaged", "importance_sampling", by_position=True, by_sequence=True),
+    GradientEncoding(
+        "advantages, averaged", "importance_sampling", by_position=True, by_sequence=True
+    ),
 )
 
 # %% ../../../nbs/backends/services/03_link.ipynb #3481b26e
@@ -142,20 +171,28 @@ def carried(
     return with_side(sdk, sdk_datum(sdk, datum, mask), side)
 
 # %% ../../../nbs/backends/services/03_link.ipynb #3013322c
-def read_logprobs(output: Any, datums: Sequence[Datum], prompt_logprobs: bool = False) -> list[np.ndarray]:
+def read_logprobs(
+    output: Any, datums: Sequence[Datum], prompt_logprobs: bool = False
+) -> list[np.ndarray]:
     "One (N-1,) float64 array per datum from the response of a service; raises `BackendError`."
     records = output.loss_fn_outputs
     if len(records) != len(datums):
-        raise BackendError("the service's response", got=f"{len(records)} outputs", expected=f"{len(datums)}")
+        raise BackendError(
+            "the service's response", got=f"{len(records)} outputs", expected=f"{len(datums)}"
+        )
     series = []
     for d, record in zip(datums, records, strict=True):
         if "logprobs" not in record:
             got = f"{', '.join(sorted(record)) or 'nothing'}"
-            raise BackendError("the service's response", where=d.where, got=got, expected="logprobs")
+            raise BackendError(
+                "the service's response", where=d.where, got=got, expected="logprobs"
+            )
         values = np.asarray(record["logprobs"].data, dtype=np.float64).reshape(-1)
         if len(values) != len(d.weights):
             expected = f"{len(d.weights)}, one per target token"
-            raise BackendError("logprobs of the service", where=d.where, got=len(values), expected=expected)
+            raise BackendError(
+                "logprobs of the service", where=d.where, got=len(values), expected=expected
+            )
         series.append(np.where(d.active | prompt_logprobs, values, np.nan))
     return series
 
@@ -182,7 +219,8 @@ def category_of(error: BaseException) -> str | None:
     return str(getattr(found[0], "value", found[0])).lower() if found else None
 
 # %% ../../../nbs/backends/services/03_link.ipynb #850da93b
-REFUSED = frozenset({400, 401, 402, 403, 405, 413, 422})  # HTTP states that another attempt does not change
+# HTTP states that another attempt does not change
+REFUSED = frozenset({400, 401, 402, 403, 405, 413, 422})
 
 
 def is_lost(error: BaseException) -> bool:
@@ -203,15 +241,22 @@ class Link:
         sdk: Sdk,
         *,
         client: Any = None,  # one that is connected already
-        prepare: Callable[[Any], tuple[Any, str]] | None = None,  # brings a fresh client up to date; says what it did
+        prepare: Callable[[Any], tuple[Any, str]]
+        | None = None,  # brings a fresh client up to date; says what it did
         attempts: int = 4,  # tries of one call, the first included
         pause_s: float = 1.0,  # before the second try; doubles
         timeout_s: float = 1800.0,  # of one request, after which it counts as lost
         say: Callable[[str], Any] | None = None,  # gets a line per reconnect; None = a warning
         secret: Any = None,  # a `Secret` that no message may contain
     ):
-        self.connect, self.sdk, self.prepare, self.say, self.secret = connect, sdk, prepare, say, secret
-        self.retries = Retries(attempts, deadline_s=math.inf, attempt_s=timeout_s, first_wait_s=pause_s)
+        self.connect = connect
+        self.sdk = sdk
+        self.prepare = prepare
+        self.say = say
+        self.secret = secret
+        self.retries = Retries(
+            attempts, deadline_s=math.inf, attempt_s=timeout_s, first_wait_s=pause_s
+        )
         self.rng = np.random.default_rng(self.retries.seed)  # of the jitter
         self.client = client
         self.made = int(client is not None)  # clients so far; the number of the present one
@@ -242,7 +287,9 @@ class Link:
 
     def drop(self, why: str = "", refused: bool = False) -> None:
         "Do not use the present client again: it is lost, or a request that was refused left a gap in its numbers."
-        self.client, self.why, self.refused = None, why, refused
+        self.client = None
+        self.why = why
+        self.refused = refused
 
     def text(self, error: BaseException) -> str:
         "An error as one line, without the key."
@@ -253,7 +300,8 @@ def fresh_client(link: Link) -> Any:
     "The client, made and brought up to date if there is none."
     if link.client is not None:
         return link.client
-    client, done = link.connect(), ""
+    client = link.connect()
+    done = ""
     link.made += 1
     if link.prepare is not None:
         client, done = link.prepare(client)
@@ -263,7 +311,9 @@ def fresh_client(link: Link) -> Any:
         what = "a fresh client" if link.refused else "reconnected"
         line = f"{link.sdk.name}: {what}{f' after {link.why}' if link.why else ''}{f'; {done}' if done else ''}"
         link.say(line) if link.say is not None else warnings.warn(line, stacklevel=2)
-    link.opened, link.why, link.refused = True, "", False
+    link.opened = True
+    link.why = ""
+    link.refused = False
     return client
 
 # %% ../../../nbs/backends/services/03_link.ipynb #3c17559d
@@ -285,11 +335,14 @@ class Tries:
 
     def again(self, error: BaseException) -> bool:
         "Whether a fresh client may do better; raises `BackendError` if the service has refused."
-        link, status = self.link, status_of(error)
+        link = self.link
+        status = status_of(error)
         if isinstance(error, RLNotebookError) or not isinstance(error, link.caught):
             return False
         self.why, self.cause = link.text(error), unleaked(link, error)
-        link.notice.trouble = f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
+        link.notice.trouble = (
+            f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
+        )
         if category_of(error) != "user" and (self.client is None or link.client is self.client):
             link.drop(self.why, refused=not is_lost(error))
         self.seen[status] = self.seen.get(status, 0) + 1
@@ -304,17 +357,21 @@ class Tries:
 
     def over(self, _: BaseException | None = None) -> None:
         "Raises `BackendError`: no attempt is left."
-        link, fix = self.link, "Is the service up? Call again: nothing that was finished is lost."
+        link = self.link
+        fix = "Is the service up? Call again: nothing that was finished is lost."
         got = "a call while the backend was being closed" if link.closing.is_set() else self.why
         expected = f"a response within {link.retries.attempts} attempts"
-        raise BackendError(f"{link.sdk.name} is lost", got=got, expected=expected, fix=fix) from self.cause
+        raise BackendError(
+            f"{link.sdk.name} is lost", got=got, expected=expected, fix=fix
+        ) from self.cause
 
 # %% ../../../nbs/backends/services/03_link.ipynb #970ee931
 def result_of(link: Link, future: Any, timeout_s: float | None = None) -> Any:
     "The result of an SDK's future; raises TimeoutError after this time or the link's, BackendError when it is closed."
     end = time.monotonic() + (link.retries.attempt_s if timeout_s is None else timeout_s)
     while not link.closing.is_set():
-        started, slice_s = time.monotonic(), min(0.5, max(end - time.monotonic(), 0.0))
+        started = time.monotonic()
+        slice_s = min(0.5, max(end - time.monotonic(), 0.0))
         try:
             return future.result(timeout=slice_s)
         except TimeoutError:
@@ -330,9 +387,15 @@ class Pass:
 
     datums: tuple[Datum, ...]
     dlogprobs: tuple[np.ndarray, ...]  # (N-1,) each
-    logprobs: tuple[np.ndarray, ...] | None = None  # (N-1,) each, on which the derivatives were computed
-    sent_on: int | None = None  # number of the client whose service has this gradient already; None = it waits here
-    counted: bool = True  # whether every position of the loss has a derivative there, and is counted
+    logprobs: tuple[np.ndarray, ...] | None = (
+        None  # (N-1,) each, on which the derivatives were computed
+    )
+    sent_on: int | None = (
+        None  # number of the client whose service has this gradient already; None = it waits here
+    )
+    counted: bool = (
+        True  # whether every position of the loss has a derivative there, and is counted
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -359,7 +422,9 @@ class Journal:
     updates: list[Update] = field(default_factory=list)  # since then
 
     def __repr__(self) -> str:
-        return f"Journal(base={self.base!r}, optimizer={self.optimizer}, {len(self.updates)} updates)"
+        return (
+            f"Journal(base={self.base!r}, optimizer={self.optimizer}, {len(self.updates)} updates)"
+        )
 
 # %% ../../../nbs/backends/services/03_link.ipynb #15be72c5
 def measured(response: Any) -> dict[str, float]:
@@ -374,7 +439,10 @@ def forward_gap(output: Any, sent: Pass) -> float | None:  # nats; None = nothin
     if sent.logprobs is None:
         return None
     again = read_logprobs(output, sent.datums)
-    pairs = [(a[d.active], b[d.active]) for a, b, d in zip(again, sent.logprobs, sent.datums, strict=True)]
+    pairs = [
+        (a[d.active], b[d.active])
+        for a, b, d in zip(again, sent.logprobs, sent.datums, strict=True)
+    ]
     return max((float(np.abs(a - b).max(initial=0.0)) for a, b in pairs), default=None)
 
 # %% ../../../nbs/backends/services/03_link.ipynb #83e2a3bb
@@ -382,14 +450,20 @@ def sdk_adam(sdk: Sdk, adam: Any) -> Any:  # `AdamParams`, ours or an SDK's
     "The SDK's Adam parameters; raises `BackendError` for what a service does not know."
     if (on := getattr(adam, "weight_decay_on", "all")) != "all":
         fix = "Leave it out, or train with backend='local'."
-        raise BackendError("weight_decay_on", where="optim_step", got=repr(on), expected="'all'", fix=fix)
+        raise BackendError(
+            "weight_decay_on", where="optim_step", got=repr(on), expected="'all'", fix=fix
+        )
     names = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
     return sdk.AdamParams(**{name: getattr(adam, name) for name in names if hasattr(adam, name)})
 
 # %% ../../../nbs/backends/services/03_link.ipynb #d032a6e4
-def send_update(link: Link, client: Any, update: Update, encoding: GradientEncoding, meter: Meter) -> dict[str, float]:
+def send_update(
+    link: Link, client: Any, update: Update, encoding: GradientEncoding, meter: Meter
+) -> dict[str, float]:
     "Passes and step of one update; returns what the service measured, in our names."
-    sdk, name, (tokens, sequences) = link.sdk, update.normalization, update.counts
+    sdk = link.sdk
+    name = update.normalization
+    (tokens, sequences) = update.counts
     divided_by = 1 if sdk.divides else divisor(name, tokens, sequences)
     passes = [p for p in update.passes if p.sent_on != link.made]
     waiting = []
@@ -400,7 +474,9 @@ def send_update(link: Link, client: Any, update: Update, encoding: GradientEncod
         waiting.append(client.forward_backward(data, encoding.loss_fn))
     extra = {"grad_accumulation_normalization": name} if sdk.divides else {}
     step = client.optim_step(sdk_adam(sdk, update.adam), **extra)
-    gaps = [forward_gap(result_of(link, future), p) for future, p in zip(waiting, passes, strict=True)]
+    gaps = [
+        forward_gap(result_of(link, future), p) for future, p in zip(waiting, passes, strict=True)
+    ]
     metrics = measured(result_of(link, step))
     meter.datums_trained += sequences
     known = [gap for gap in gaps if gap is not None]
@@ -435,12 +511,17 @@ class Limits:
     prompt_logprobs: bool = False  # also score positions of weight 0
 
 # %% ../../../nbs/backends/services/03_link.ipynb #a32489e5
-def score_remotely(link: Link, datums: Sequence[Datum], limits: Limits, meter: Meter) -> list[np.ndarray]:
+def score_remotely(
+    link: Link, datums: Sequence[Datum], limits: Limits, meter: Meter
+) -> list[np.ndarray]:
     "Check, send, count: logprobs of the service, one (N-1,) array per datum."
     check_datums(datums, limits.vocab_size, limits.max_seq_len)
     everywhere = limits.prompt_logprobs
     data = [sdk_datum(link.sdk, d, (d.active | everywhere).astype(float)) for d in datums]
-    scores = lambda client: result_of(link, client.forward(data, "cross_entropy"))
+
+    def scores(client):
+        return result_of(link, client.forward(data, "cross_entropy"))
+
     values = link.call(lambda client: read_logprobs(scores(client), datums, everywhere))
     meter.datums_scored += len(datums)
     return values
@@ -454,7 +535,13 @@ def stamped(values: Sequence[np.ndarray], source: str, version: int, dtype: str)
 class ServiceReference:
     "A frozen scorer on a service."
 
-    def __init__(self, link: Link, limits: Limits = Limits(), run: Worker | None = None, meter: Meter | None = None):
+    def __init__(
+        self,
+        link: Link,
+        limits: Limits = Limits(),
+        run: Worker | None = None,
+        meter: Meter | None = None,
+    ):
         self.link, self.limits, self.meter = link, limits, meter or Meter()
         self.run = run or Worker()
 
@@ -503,8 +590,14 @@ class ServiceTrainer:
         **link: Any,  # `attempts`, `pause_s`, `timeout_s`, `say`, `secret` of the `Link`
     ):
         self.link = Link(connect, sdk, prepare=partial(brought_up, self), **link)
-        self.limits, self.adapter, self.journal_steps = limits, adapter, journal_steps
-        self.versions, self.run, self.meter = versions or Versions(), run or Worker(), meter or Meter()
+        self.limits = limits
+        self.adapter = adapter
+        self.journal_steps = journal_steps
+        self.versions, self.run, self.meter = (
+            versions or Versions(),
+            run or Worker(),
+            meter or Meter(),
+        )
         self.journal, self.pending, self.encoding = Journal(), list[Pass](), ENCODINGS[0]
         self.tag, self.numbers = secrets.token_hex(2), itertools.count(1)
         self.states: dict[str, str] = {}  # label: path of the newest state under it
@@ -521,7 +614,9 @@ class ServiceTrainer:
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Policy logprobs, target coordinates (N-1,), NaN where not scored."
-        return self.of_policy(await self.run(score_remotely, self.link, list(datums), self.limits, self.meter))
+        return self.of_policy(
+            await self.run(score_remotely, self.link, list(datums), self.limits, self.meter)
+        )
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
         "Value, metrics, logprobs and dL/dlogprob; no gradient is accumulated."
@@ -574,28 +669,39 @@ class ServiceTrainer:
 # %% ../../../nbs/backends/services/03_link.ipynb #00bc80a9
 def brought_up(remote: ServiceTrainer, client: Any) -> tuple[Any, str]:
     "A fresh client with the weights and the optimizer of the last finished update; says what was done."
-    journal, link, done = remote.journal, remote.link, []
+    journal = remote.journal
+    link = remote.link
+    done = []
     if journal.base is not None:
         client = remote.adapter.load(link, client, journal.base, journal.optimizer)
         done.append(f"loaded {journal.base}")
     for update in journal.updates:
         send_update(link, client, update, remote.encoding, remote.meter)
     if journal.updates:
-        done.append(f"repeated {len(journal.updates)} update{'s' if len(journal.updates) > 1 else ''}")
+        done.append(
+            f"repeated {len(journal.updates)} update{'s' if len(journal.updates) > 1 else ''}"
+        )
     return client, ", ".join(done)
 
 # %% ../../../nbs/backends/services/03_link.ipynb #378c77bd
-def loss_here(remote: ServiceTrainer, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+def loss_here(
+    remote: ServiceTrainer, datums: list[Datum], loss_fn: LossFn
+) -> tuple[float, dict, list, list]:
     "Loss value, metrics, logprobs and dL/dlogprob per datum, from one forward pass of the service."
     values = score_remotely(remote.link, datums, remote.limits, remote.meter)
     leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
     with torch.enable_grad():
-        loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
+        loss, metrics, dlogprobs = loss_and_dlogprobs(
+            datums, leaves, loss_fn, remote.limits.prompt_logprobs
+        )
     return loss, metrics, values, dlogprobs
 
 # %% ../../../nbs/backends/services/03_link.ipynb #5aae3558
 def keep_pass(
-    remote: ServiceTrainer, datums: list[Datum], dlogprobs: list[np.ndarray], logprobs: list[np.ndarray] | None = None
+    remote: ServiceTrainer,
+    datums: list[Datum],
+    dlogprobs: list[np.ndarray],
+    logprobs: list[np.ndarray] | None = None,
 ) -> None:
     "Check a backward pass and keep it for the step."
     check_datums(datums, remote.limits.vocab_size, remote.limits.max_seq_len)
@@ -606,24 +712,33 @@ def keep_pass(
     remote.pending.append(Pass(tuple(datums), kept, None if logprobs is None else tuple(logprobs)))
 
 
-def loss_and_keep(remote: ServiceTrainer, datums: list[Datum], loss_fn: LossFn) -> tuple[float, dict, list, list]:
+def loss_and_keep(
+    remote: ServiceTrainer, datums: list[Datum], loss_fn: LossFn
+) -> tuple[float, dict, list, list]:
     "`loss_here`, then `keep_pass` of its derivatives."
     result = loss_here(remote, datums, loss_fn)
     keep_pass(remote, datums, result[3], result[2])
     return result
 
 # %% ../../../nbs/backends/services/03_link.ipynb #f0ecb464
-def take_step(remote: ServiceTrainer, adam: AdamParams, normalization: GradNormalization) -> dict[str, float]:
+def take_step(
+    remote: ServiceTrainer, adam: AdamParams, normalization: GradNormalization
+) -> dict[str, float]:
     "One update with what was accumulated, which it uses up; raises `BackendError`."
     update = Update(tuple(remote.pending), adam, normalization)
     check_update(update, remote.link.sdk.divides)
     try:
-        send = lambda client: send_update(remote.link, client, update, remote.encoding, remote.meter)
+
+        def send(client):
+            return send_update(remote.link, client, update, remote.encoding, remote.meter)
+
         metrics = remote.link.call(send)
     except BaseException as error:
         remote.link.drop(remote.link.text(error))
         raise
-    remote.journal.updates.append(replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes)))
+    remote.journal.updates.append(
+        replace(update, passes=tuple(replace(p, sent_on=None) for p in update.passes))
+    )
     remote.pending.clear()
     remote.versions.set_current(remote.versions.current)
     known = (adam.learning_rate, *update.counts)
@@ -632,7 +747,9 @@ def take_step(remote: ServiceTrainer, adam: AdamParams, normalization: GradNorma
             save_remotely(remote, "journal")
         except BackendError as error:  # the journal grows on
             warnings.warn(f"the journal could not be shortened: {error}", stacklevel=2)
-    return metrics | dict(zip(("learning_rate", "num_loss_tokens", "num_sequences"), map(float, known), strict=True))
+    return metrics | dict(
+        zip(("learning_rate", "num_loss_tokens", "num_sequences"), map(float, known), strict=True)
+    )
 
 # %% ../../../nbs/backends/services/03_link.ipynb #71c40278
 def check_update(update: Update, divides: bool) -> None:
@@ -641,8 +758,14 @@ def check_update(update: Update, divides: bool) -> None:
     there = [p for p in update.passes if p.sent_on is not None]
     right = not there or (divides and all(p.counted for p in there))
     if update.normalization != "none" and not right:
-        what, fix = "grad_accumulation_normalization", "Give the loss its denominator: the gradient is on the service."
-        raise BackendError(what, got=f"{update.normalization!r}, which the service cannot do", expected="none", fix=fix)
+        what = "grad_accumulation_normalization"
+        fix = "Give the loss its denominator: the gradient is on the service."
+        raise BackendError(
+            what,
+            got=f"{update.normalization!r}, which the service cannot do",
+            expected="none",
+            fix=fix,
+        )
 
 # %% ../../../nbs/backends/services/03_link.ipynb #79ed7e90
 def save_remotely(remote: ServiceTrainer, name: str) -> str:
@@ -655,7 +778,8 @@ def save_remotely(remote: ServiceTrainer, name: str) -> str:
 
     path = link.call(save)
     remote.journal = Journal(path)
-    replaced, remote.states[label] = remote.states.get(label), path
+    replaced = remote.states.get(label)
+    remote.states[label] = path
     if replaced is not None and remote.adapter.forget is not None:
         remote.adapter.forget(replaced)
     return path
@@ -675,7 +799,9 @@ def discard(remote: ServiceTrainer) -> None:
 # %% ../../../nbs/backends/services/03_link.ipynb #59d78fec
 def load_remotely(remote: ServiceTrainer, path: str, optimizer: bool) -> None:
     "Load a saved state, and count policy versions on from it; if it cannot be loaded, nothing has changed."
-    link, before, versions = remote.link, remote.journal, remote.versions
+    link = remote.link
+    before = remote.journal
+    versions = remote.versions
     remote.journal = Journal(path, optimizer)
 
     def load(client: Any) -> None:
@@ -695,19 +821,27 @@ def load_remotely(remote: ServiceTrainer, path: str, optimizer: bool) -> None:
 # %% ../../../nbs/backends/services/03_link.ipynb #77eacf10
 def snapshot_remotely(remote: ServiceTrainer, name: str) -> str:
     "Save weights for the sampler under a name of their own; returns the path."
-    make = lambda: f"{label_of(name)}-{remote.tag}-{next(remote.numbers)}"
+
+    def make():
+        return f"{label_of(name)}-{remote.tag}-{next(remote.numbers)}"
+
     path = remote.link.call(lambda client: remote.adapter.snapshot(remote.link, client, make()))
     remote.snapshots.append(path)
     return path
 
 # %% ../../../nbs/backends/services/03_link.ipynb #bfa705a9
-def builtin_request(sdk: Sdk, datums: Sequence[Datum], options: LossOptions, denominator: float | None) -> list[Any]:
+def builtin_request(
+    sdk: Sdk, datums: Sequence[Datum], options: LossOptions, denominator: float | None
+) -> list[Any]:
     "The SDK's datums for the service's own loss; raises `LossError` or `AlignmentError`."
     data = []
     for d, series in zip(datums, builtin_inputs(datums, options, denominator), strict=True):
         push = "weights" if "weights" in series else "advantages"
         if options.policy_loss != "dro":  # whose quadratic term would come with it
-            series = {**series, push: np.where(d.active & (series[push] == 0), COUNTED, series[push])}
+            series = {
+                **series,
+                push: np.where(d.active & (series[push] == 0), COUNTED, series[push]),
+            }
         data.append(with_side(sdk, bare_datum(sdk, d), series))
     return data
 
@@ -721,29 +855,41 @@ def loss_there(
         leaves = [torch.tensor(v, dtype=torch.float32, requires_grad=True) for v in values]
         loss_fn = make_loss_fn(datums, options, denominator=denominator)
         with torch.enable_grad():
-            loss, metrics, dlogprobs = loss_and_dlogprobs(datums, leaves, loss_fn, remote.limits.prompt_logprobs)
+            loss, metrics, dlogprobs = loss_and_dlogprobs(
+                datums, leaves, loss_fn, remote.limits.prompt_logprobs
+            )
         check_builtin(datums, options, [x.detach() for x in leaves], theirs, denominator)
     except BaseException as error:
         remote.link.drop(remote.link.text(error))
         raise
     counted = options.policy_loss not in UNCOUNTED_LOSSES
-    remote.pending.append(Pass(tuple(datums), tuple(dlogprobs), tuple(values), remote.link.made, counted))
+    remote.pending.append(
+        Pass(tuple(datums), tuple(dlogprobs), tuple(values), remote.link.made, counted)
+    )
     return loss, metrics, values, dlogprobs
 
 # %% ../../../nbs/backends/services/03_link.ipynb #1924b1b1
 def sent_for_training(
     remote: ServiceTrainer, datums: list[Datum], options: LossOptions, denominator: float | None
-) -> tuple[list[np.ndarray], float]:  # logprobs (N-1,) per datum, and the service's value of the loss
+) -> tuple[
+    list[np.ndarray], float
+]:  # logprobs (N-1,) per datum, and the service's value of the loss
     "One call with the service's own loss."
-    link, limits = remote.link, remote.limits
+    link = remote.link
+    limits = remote.limits
     check_datums(datums, limits.vocab_size, limits.max_seq_len)
     name, config = builtin_loss(options, link.sdk.name.lower())
     data = builtin_request(link.sdk, datums, options, denominator)
-    output = link.call(lambda client: result_of(link, client.forward_backward(data, name, config or None)))
+    output = link.call(
+        lambda client: result_of(link, client.forward_backward(data, name, config or None))
+    )
     metrics = output.metrics or {}
     if "loss:sum" not in metrics:
-        got, fix = f"{', '.join(sorted(metrics)) or 'no metrics'}", "Compute the loss here: loss_path='client'."
-        raise BackendError("the service's value of its loss", got=got, expected="loss:sum, to be checked", fix=fix)
+        got = f"{', '.join(sorted(metrics)) or 'no metrics'}"
+        fix = "Compute the loss here: loss_path='client'."
+        raise BackendError(
+            "the service's value of its loss", got=got, expected="loss:sum, to be checked", fix=fix
+        )
     return read_logprobs(output, datums, limits.prompt_logprobs), float(metrics["loss:sum"])
 
 # %% ../../../nbs/backends/services/03_link.ipynb #7dd4f8d7
@@ -753,7 +899,8 @@ def check_reachable(url: str, fix: str) -> None:
         with httpx.stream("GET", url, timeout=10) as response:  # whose text is not looked at
             if not response.is_redirect:
                 return
-            got = f"a redirect to {response.headers['location'].split('?')[0]}"  # the key would go with it
+            # the key would go with it
+            got = f"a redirect to {response.headers['location'].split('?')[0]}"
     except httpx.HTTPError as error:
         got = type(error).__name__
     raise BackendError("the service", where=url, got=got, expected="a response", fix=fix)
@@ -770,8 +917,11 @@ def open_tokenizer(
     name = tokenizer or base_model
     ours = name in ("tiny", "smollm2")
     if revision is not None and (ours or Path(name).is_dir()):
-        expected, fix = "None: only a name on the hub has revisions", "Leave it out."
-        raise BackendError("the tokenizer's revision", where=name, got=repr(revision), expected=expected, fix=fix)
+        expected = "None: only a name on the hub has revisions"
+        fix = "Leave it out."
+        raise BackendError(
+            "the tokenizer's revision", where=name, got=repr(revision), expected=expected, fix=fix
+        )
     if ours:
         return load_model(name)[1]
     from transformers import AutoTokenizer, GenerationConfig
@@ -782,7 +932,9 @@ def open_tokenizer(
         loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **how)
     except (OSError, ValueError, BackendError) as error:
         fix = "Pass tokenizer=, a tokenizer or the name or folder of one."
-        raise BackendError("tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix) from error
+        raise BackendError(
+            "tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix
+        ) from error
     with suppress(OSError, ValueError):  # which may name further tokens that end a turn
         loaded.generation_config = GenerationConfig.from_pretrained(source, **how)
     return loaded

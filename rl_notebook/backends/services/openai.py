@@ -46,17 +46,28 @@ class VLLMSync:
         sampler: OpenAISampler,  # of the server
         folder: str | Path,  # that this process writes and the server reads
         *,
-        server_folder: str | None = None,  # the same folder as the server sees it; None = the same path
+        server_folder: str
+        | None = None,  # the same folder as the server sees it; None = the same path
         mode: Literal["wait", "keep"] = "wait",  # what happens to completions that are being drawn
         check_tokens: Sequence[int] = (),  # (N,) ids that are scored after every sync
     ):
         if not isinstance(local.policy, LocalTrainer):
             raise BackendError("policy", got=type(local.policy).__name__, expected="a LocalTrainer")
-        self.local, self.policy, self.sampler, self.folder = local, local.policy, sampler, Path(folder).absolute()
-        self.server_folder, self.mode, self.check_tokens = server_folder or str(self.folder), mode, list(check_tokens)
+        self.local, self.policy, self.sampler, self.folder = (
+            local,
+            local.policy,
+            sampler,
+            Path(folder).absolute(),
+        )
+        self.server_folder, self.mode, self.check_tokens = (
+            server_folder or str(self.folder),
+            mode,
+            list(check_tokens),
+        )
         self.tolerance = 1e-3  # largest difference; grows to 4 times what is seen at the start
         self.lora = hasattr(self.policy.state.module, "peft_config")
-        self.served: str | None = None  # folder name of the weights that the server has; None = its own
+        # folder name of the weights that the server has; None = its own
+        self.served: str | None = None
         self.reports: list[SyncReport] = []
         self.expected = np.empty(0)  # the trainer's logprobs of `check_tokens`, at the last sync
         self.seen = np.empty(0)  # the server's
@@ -71,7 +82,9 @@ class VLLMSync:
             try:
                 name = f"weights-{version:05d}"
                 weights = self.policy.state.snapshots[snapshot]
-                await self.policy.run(write_weights, self.policy.state.module, weights, self.folder / name)
+                await self.policy.run(
+                    write_weights, self.policy.state.module, weights, self.folder / name
+                )
                 expected = (await self.local.sampler.logprobs(self.check_tokens)).values
                 await serve(self, name, version, np.asarray(expected))
             except BaseException:
@@ -105,15 +118,20 @@ async def steer(
     try:
         return await wire.ask("POST", path, body, params, limited=False, again=broken)
     except AskAgain as reason:
-        got, expected = reason.reason, "status 200"
-        raise BackendError("weight sync", where=where, got=got, expected=expected, fix=_FOLDER_FIX) from None
+        got = reason.reason
+        expected = "status 200"
+        raise BackendError(
+            "weight sync", where=where, got=got, expected=expected, fix=_FOLDER_FIX
+        ) from None
     except Refused as reason:
         if reason.status != 404:
             raise
         if optional:
             return {}
         fix = "Start vLLM with VLLM_SERVER_DEV_MODE=1; for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True too."
-        raise BackendError("weight sync", where=where, got=f"status 404: {reason.said}", fix=fix) from reason
+        raise BackendError(
+            "weight sync", where=where, got=f"status 404: {reason.said}", fix=fix
+        ) from reason
 
 
 _FOLDER_FIX = "Does the server see the folder under this path? If not, give it as server_folder. vLLM's log says more."
@@ -126,10 +144,14 @@ async def load(sync: VLLMSync, name: str) -> None:
         adapter = {"lora_name": ADAPTER, "lora_path": path, "load_inplace": True}
         await steer(sync, "/v1/load_lora_adapter", adapter)
     else:
-        await steer(sync, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}})
+        await steer(
+            sync, "/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        )
     cleared = await steer(sync, "/reset_prefix_cache", optional=sync.lora)
     if cleared.get("success") is False:
-        raise BackendError("weight sync", got="a prefix cache that was not reset", expected="an empty one")
+        raise BackendError(
+            "weight sync", got="a prefix cache that was not reset", expected="an empty one"
+        )
     await steer(sync, "/update_weight_version", {"new_version": name}, optional=True)
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #87cba7f1
@@ -137,7 +159,8 @@ async def swap(sync: VLLMSync, name: str) -> None:
     "Load a folder between two requests; on failure the one before, so that the server stays alive."
     if sync.mode == "wait":
         await sync.sampler.wire.limit.drained()
-    sync.must_pause, bare = True, False
+    sync.must_pause = True
+    bare = False
     try:
         await steer(sync, "/pause", optional=True, mode=sync.mode)
         try:
@@ -152,7 +175,11 @@ async def swap(sync: VLLMSync, name: str) -> None:
             await steer(sync, "/resume", optional=True)
             raise
         await steer(sync, "/resume", optional=True)
-    except (asyncio.CancelledError, BackendError):  # whatever it has now is looked at before the next request
+    except (
+        asyncio.CancelledError,
+        BackendError,
+    ):
+        # whatever it has now is looked at before the next request
         sync.sampler.wire.lost = True
         raise
     finally:
@@ -165,7 +192,9 @@ async def check_not_paused(wire: Wire, ours: bool) -> None:
         return
     if not ours:
         fix = "The server is paused: POST /resume, once the program that paused it is done."
-        raise BackendError("the server", where=wire.root, got="a paused one", expected="one that draws", fix=fix)
+        raise BackendError(
+            "the server", where=wire.root, got="a paused one", expected="one that draws", fix=fix
+        )
     await wire.ask("POST", "/resume", limited=False)
     end = "as by a process that ended in a weight sync"
     warnings.warn(f"{wire.root} was left paused, {end}: resumed", stacklevel=2)
@@ -179,7 +208,9 @@ async def gap_served(sync: VLLMSync) -> float:
 # %% ../../../nbs/backends/services/02_openai.ipynb #5273f48a
 async def check_served(sync: VLLMSync, version: int, expected: np.ndarray) -> None:
     "Compare server and trainer; raises `BackendError` with the likely cause, by how far the server's logprobs moved."
-    before, old, sync.expected = sync.seen, sync.expected, expected
+    before = sync.seen
+    old = sync.expected
+    sync.expected = expected
     gap = await gap_served(sync)
     policy, sampler = (
         float(np.abs(now - then).max()) if len(then) else math.nan
@@ -189,8 +220,10 @@ async def check_served(sync: VLLMSync, version: int, expected: np.ndarray) -> No
     sync.reports.append(report)
     if report.gap <= report.tolerance:
         return
-    sync.seen, sync.expected = before, old
-    got, wanted = f"logprobs that differ from the trainer's by up to {gap:.3g}", f"{sync.tolerance:.3g}"
+    sync.seen = before
+    sync.expected = old
+    got = f"logprobs that differ from the trainer's by up to {gap:.3g}"
+    wanted = f"{sync.tolerance:.3g}"
     fix = "The server answered well and serves other weights than it was given."
     if report.sampler_moved == 0:
         fix = "The server answered well and still serves the previous weights."
@@ -212,7 +245,8 @@ async def heal(sync: VLLMSync) -> None:
     async with sync.lock:
         if not suspicious(sync):
             return
-        wire, intact = sync.sampler.wire, False
+        wire = sync.sampler.wire
+        intact = False
         if wire.transport is None and not sync.must_pause:
             await check_not_paused(wire, ours=True)
         try:
@@ -221,7 +255,10 @@ async def heal(sync: VLLMSync) -> None:
             if reason.status != 404:
                 raise
         if not intact:
-            warnings.warn(f"{wire.root}: the server lost its weights; {sync.served} is loaded again", stacklevel=2)
+            warnings.warn(
+                f"{wire.root}: the server lost its weights; {sync.served} is loaded again",
+                stacklevel=2,
+            )
             await serve(sync, sync.served or "", sync.sampler.policy_version, sync.expected)
         wire.lost, wire.answered_at = False, time.monotonic()
 
@@ -239,8 +276,14 @@ async def start(sync: VLLMSync) -> None:
         gap = await gap_served(sync)
     if not gap <= _SAME_MODEL:
         fix = "Start the server anew with this model: a folder written by save_pretrained. Has an earlier run moved it?"
-        raise BackendError("the server's model", got=f"logprobs off by {gap:.3g}", expected="this model's", fix=fix)
-    sync.served, sync.tolerance, sync.sampler.wire.ready = name, max(sync.tolerance, 4 * gap), lambda: heal(sync)
+        raise BackendError(
+            "the server's model", got=f"logprobs off by {gap:.3g}", expected="this model's", fix=fix
+        )
+    sync.served, sync.tolerance, sync.sampler.wire.ready = (
+        name,
+        max(sync.tolerance, 4 * gap),
+        lambda: heal(sync),
+    )
 
 
 _SAME_MODEL = 0.25  # nats, largest over the check tokens
@@ -252,7 +295,9 @@ CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 =
 async def refuse_sync(snapshot: str) -> int:
     "A `WeightSync` for servers whose weights stay as they are; raises `BackendError`."
     fix = "Set weight_sync_interval=0, or let vLLM load weights with sync='vllm'."
-    raise BackendError("weight sync", got=repr(snapshot), expected="none: the server's weights stay", fix=fix)
+    raise BackendError(
+        "weight sync", got=repr(snapshot), expected="none: the server's weights stay", fix=fix
+    )
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #906d5eff
 async def open_openai(
@@ -263,10 +308,14 @@ async def open_openai(
     served_model: str,  # name that the server serves it under
     key: Secret | str | None = None,
     sync: Literal["vllm", "none"] = "vllm",  # "none": the server keeps its first weights
-    folder: str | Path | None = None,  # for weights, seen by the server too; None = a temporary one, same machine
+    folder: str
+    | Path
+    | None = None,  # for weights, seen by the server too; None = a temporary one, same machine
     server_folder: str | None = None,  # the same folder as the server sees it
     mode: Literal["wait", "keep"] = "wait",  # what a sync does to completions that are being drawn
-    dialect: str | Dialect | None = None,  # how it is asked: a key of DIALECTS, or your own; None = as it says itself
+    dialect: str
+    | Dialect
+    | None = None,  # how it is asked: a key of DIALECTS, or your own; None = as it says itself
     retries: Retries = Retries(),
     limit: AdaptiveLimit | None = None,
     transport: httpx.AsyncBaseTransport | None = None,  # None = the network
@@ -279,7 +328,11 @@ async def open_openai(
     sampler = OpenAISampler(base_url, served_model, tokenizer, key, meter=local.meter, **options)  # type: ignore[arg-type]
     sampler.vocab_size = local.sampler.engine.causal.vocab_size  # type: ignore[attr-defined]
     sampler.max_seq_len = local.capabilities.max_seq_len
-    own = tempfile.mkdtemp(prefix="rl-notebook-weights-") if sync == "vllm" and folder is None else None
+    own = (
+        tempfile.mkdtemp(prefix="rl-notebook-weights-")
+        if sync == "vllm" and folder is None
+        else None
+    )
 
     async def close() -> None:
         await sampler.close()
@@ -296,20 +349,31 @@ async def open_openai(
         sampler.report = await probe(sampler, words)
         if sync == "vllm":
             where = Path(folder or own or "")
-            sender = VLLMSync(local, sampler, where, server_folder=server_folder, mode=mode, check_tokens=words)
+            sender = VLLMSync(
+                local, sampler, where, server_folder=server_folder, mode=mode, check_tokens=words
+            )
             await start(sender)
     except BaseException:
         await close()
         raise
     can = _capabilities(local.capabilities, sampler)
-    at = Endpoint(sampler.wire.root, served_model, sampler.wire.key.reveal() if sampler.wire.key else "")
-    given: Any = {"sampler": sampler, "sync": sender, "capabilities": can, "close": close, "endpoint": at}
+    at = Endpoint(
+        sampler.wire.root, served_model, sampler.wire.key.reveal() if sampler.wire.key else ""
+    )
+    given: Any = {
+        "sampler": sampler,
+        "sync": sender,
+        "capabilities": can,
+        "close": close,
+        "endpoint": at,
+    }
     return replace(local, score_at=None, **given)
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #1f12e9c9
 async def check_openai(sampler: OpenAISampler) -> list[Findings]:
     "What a server was seen to do, and whether it can be drawn from at all."
-    facts, name = Findings(()), "completions of ids"
+    facts = Findings(())
+    name = "completions of ids"
     try:
         await check_not_paused(sampler.wire, ours=False)
         facts = (await probe(sampler, sampler.tokenizer.encode(CHECK_TEXT))).findings
@@ -323,8 +387,18 @@ async def check_openai(sampler: OpenAISampler) -> list[Findings]:
 def _capabilities(local: Capabilities, sampler: OpenAISampler) -> Capabilities:
     "Those of the local part, as far as the server does not limit them."
     known = sampler.kind in ("processed", "both")
-    lengths = [n for n in (local.max_seq_len, sampler.max_seq_len, sampler.report and sampler.report.max_seq_len) if n]
+    lengths = [
+        n
+        for n in (
+            local.max_seq_len,
+            sampler.max_seq_len,
+            sampler.report and sampler.report.max_seq_len,
+        )
+        if n
+    ]
     sampler.max_seq_len = min(lengths) if lengths else None
     seed = bool(sampler.report and sampler.report.seed)
     cuts: Any = {n: known and n in sampler.dialect.neutral for n in OFF if n != "top_p"}
-    return replace(local, name="openai", top_p=known, **cuts, seed=seed, max_seq_len=sampler.max_seq_len)
+    return replace(
+        local, name="openai", top_p=known, **cuts, seed=seed, max_seq_len=sampler.max_seq_len
+    )

@@ -24,10 +24,28 @@ __all__ = ['ResourceState', 'InfraRequest', 'plan_infra', 'create_trainer_job', 
            'clean_leftovers', 'leftovers']
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #63b7feed
-from .link import Link, fireworks_sdk, fresh_client, load_into, result_of, sdk_adam
+from rl_notebook.backends.services.link import (
+    Link,
+    fireworks_sdk,
+    fresh_client,
+    load_into,
+    result_of,
+    sdk_adam,
+)
 from .link import sdk_classes, sdk_datum
-from .resources import STOPPED, Resource, ResourceCleanup, as_backend_errors, ask
-from .resources import deployment_resource, look, state_of, trainer_resource
+from rl_notebook.backends.services.resources import (
+    STOPPED,
+    Resource,
+    ResourceCleanup,
+    as_backend_errors,
+    ask,
+)
+from rl_notebook.backends.services.resources import (
+    deployment_resource,
+    look,
+    state_of,
+    trainer_resource,
+)
 from .resources import ResourceFile, clean_leftovers, leftovers  # noqa: F401 (handed on)
 from .wire import Secret, one_line
 from ...config.config import DeployConfig, InfraConfig, TrainerConfig, WeightSyncScope
@@ -37,7 +55,8 @@ from ...core.retries import Retries
 from ...core.types import BackendError, ConfigError, Datum, DatumError, LossError
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #53655332
-_all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]  # what the guides import beside the functions
+# what the guides import beside the functions
+_all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]
 _all_ += ["WandBConfig", "WeightSyncConfig", "WeightSyncScope"]
 _all_ += ["ResourceCleanup", "ResourceFile", "clean_leftovers", "leftovers"]
 
@@ -64,14 +83,18 @@ def watch(
     parts: Sequence[TrainerPlan | DeploymentPlan],
     on_status: OnStatus | None = None,  # called on every change
     poll_interval_s: float = 5.0,
-    stop: threading.Event | None = None,  # set by another thread that does not want to wait any longer
+    stop: threading.Event
+    | None = None,  # set by another thread that does not want to wait any longer
     began: float | None = None,  # when setting up began, on the monotonic clock
-) -> tuple[dict[str, Any], dict[str, float]]:  # by role: the results, and the seconds that they took
+) -> tuple[
+    dict[str, Any], dict[str, float]
+]:  # by role: the results, and the seconds that they took
     "Wait until all are ready; the first that fails ends it, with its exception."
     results: dict[str, Any] = {}
     said: dict[str, tuple[str, str]] = {}
     seconds: dict[str, float] = {}
-    stop, began = stop or threading.Event(), began or time.monotonic()
+    stop = stop or threading.Event()
+    began = began or time.monotonic()
 
     def tell(r: Resource, state: str, detail: str) -> None:
         if said.get(r.role) != (state, detail):
@@ -102,7 +125,9 @@ def watch(
 def job_message(job: Mapping[str, Any]) -> str:
     "What the control plane says about a job."
     status = job.get("status")
-    inside = status.get("message") or status.get("detail") if isinstance(status, Mapping) else status
+    inside = (
+        status.get("message") or status.get("detail") if isinstance(status, Mapping) else status
+    )
     return one_line(job.get("statusMessage") or job.get("message") or inside or "")
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #e0fc9d28
@@ -118,7 +143,10 @@ def new_id(text: str) -> str:
 # %% ../../../nbs/backends/services/06_provision.ipynb #07174fb2
 def settings_of(config: Any) -> dict[str, Any]:  # of a config class of the SDK
     "The fields of a dataclass that were set, ids aside: those that differ from their defaults."
-    default = lambda f: f.default if f.default_factory is MISSING else f.default_factory()
+
+    def default(f):
+        return f.default if f.default_factory is MISSING else f.default_factory()
+
     shown = [f for f in fields(config) if f.name not in ("requested_job_id", "deployment_id")]
     return {f.name: getattr(config, f.name) for f in shown if getattr(config, f.name) != default(f)}
 
@@ -139,7 +167,11 @@ class Part:
         raise NotImplementedError
 
     def __repr__(self) -> str:
-        told = ", ".join(f"{n}={v!r}" for n, v in settings_of(self.request).items()) if self.request else ""
+        told = (
+            ", ".join(f"{n}={v!r}" for n, v in settings_of(self.request).items())
+            if self.request
+            else ""
+        )
         return f"{self.resource.role:<11} {self.what:<10} {self.resource.id}\n    {told}".rstrip()
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #d057ab98
@@ -159,7 +191,13 @@ class TrainerPlan(Part):
     @property
     def what(self) -> str:
         "In one word."
-        return "create" if self.request is not None else "resume" if self.state in RESUMABLE else "attach"
+        return (
+            "create"
+            if self.request is not None
+            else "resume"
+            if self.state in RESUMABLE
+            else "attach"
+        )
 
     def start(self, cleanup: ResourceCleanup) -> None:
         "Ask for it, or wake it up; it need not be ready yet."
@@ -170,30 +208,48 @@ class TrainerPlan(Part):
             if self.request is not None:
                 made = self.manager.create(self.request).job_id
                 if made != id:
-                    raise BackendError("trainer job", where=self.resource.role, got=f"the id {made}", expected=id)
+                    raise BackendError(
+                        "trainer job", where=self.resource.role, got=f"the id {made}", expected=id
+                    )
             elif self.state in RESUMABLE:
                 with contextlib.suppress(TimeoutError):  # it was resumed, and is not ready yet
-                    self.manager.resume_and_wait(id, poll_interval_s=0, timeout_s=0, pending_timeout_s=0)
+                    self.manager.resume_and_wait(
+                        id, poll_interval_s=0, timeout_s=0, pending_timeout_s=0
+                    )
 
     def look(self) -> tuple[str, str, Any]:
         "State, detail, endpoint or None; raises `BackendError` when it will never be ready."
-        where, settle_s = str(self.resource), 30.0 if self.state in RESUMABLE else 0.0
+        where = str(self.resource)
+        settle_s = 30.0 if self.state in RESUMABLE else 0.0
         with as_backend_errors(where):
             job = self.manager.get(self.resource.id)
-        state, detail, now = state_of(job), job_message(job), time.monotonic()
+        state = state_of(job)
+        detail = job_message(job)
+        now = time.monotonic()
         if state == "RUNNING":
             with as_backend_errors(where):
                 try:
-                    return state, "", self.manager.wait_for_ready(self.resource.id, poll_interval_s=0, timeout_s=0)
+                    return (
+                        state,
+                        "",
+                        self.manager.wait_for_ready(
+                            self.resource.id, poll_interval_s=0, timeout_s=0
+                        ),
+                    )
                 except TimeoutError:
                     detail = detail or "its address does not respond yet"
         if state != "PENDING" and self.placed is None:
             self.placed = now
-        since, budget = (self.began, PENDING_TIMEOUT_S) if self.placed is None else (self.placed, self.timeout_s)
+        since, budget = (
+            (self.began, PENDING_TIMEOUT_S)
+            if self.placed is None
+            else (self.placed, self.timeout_s)
+        )
         stopped = state in STOPPED and now - self.began >= settle_s
         if stopped or now - since > budget:
             got = state if stopped else f"{state} for {now - since:.0f} s"
-            got, fix = f"{got}: {detail}" if detail else got, f"Look at {self.resource.link} and at the job's log."
+            got = f"{got}: {detail}" if detail else got
+            fix = f"Look at {self.resource.link} and at the job's log."
             raise BackendError("trainer", where=where, got=got, expected="RUNNING", fix=fix)
         return state, detail, None
 
@@ -222,34 +278,46 @@ class DeploymentPlan(Part):
                 self.manager.create_or_get(self.request)
             elif self.replicas is not None:
                 body = dict(zip(("minReplicaCount", "maxReplicaCount"), self.replicas, strict=True))
-                self.manager.update(self.resource.id, body, ["min_replica_count", "max_replica_count"])
+                self.manager.update(
+                    self.resource.id, body, ["min_replica_count", "max_replica_count"]
+                )
 
     def look(self) -> tuple[str, str, Any]:
         "State, detail, DeploymentInfo or None; links it first, and raises `BackendError` after its time."
         wanted = self.request.hot_load_trainer_job if self.existing is not None else None
-        id, where = self.resource.id, str(self.resource)
+        id = self.resource.id
+        where = str(self.resource)
         with as_backend_errors(where):
             found: Any = self.manager.get(id)
             state = getattr(found, "state", "DELETED")
             if state == "READY" and wanted not in (None, found.hot_load_trainer_job):
-                found = self.manager.update(id, {"hotLoadTrainerJob": wanted}, "hot_load_trainer_job")
+                found = self.manager.update(
+                    id, {"hotLoadTrainerJob": wanted}, "hot_load_trainer_job"
+                )
                 state = found.state
         serving = state == "READY" or (state == "CREATING" and serves(self.manager, found))
         if serving and wanted in (None, found.hot_load_trainer_job):
             return "READY", "", replace(found, state="READY")
         if time.monotonic() - self.began > self.timeout_s:
-            got, fix = f"{state} after {self.timeout_s:.0f} s", "Raise deployment_timeout_s, or look at its events."
+            got = f"{state} after {self.timeout_s:.0f} s"
+            fix = "Raise deployment_timeout_s, or look at its events."
             raise BackendError("deployment", where=where, got=got, expected="READY", fix=fix)
         return state, "", None
 
 
 def serves(deploy_mgr: Any, deployment: Any) -> bool:  # of a DeploymentInfo
     "Whether a deployment completes a prompt of two tokens."
-    key, body = Secret(deploy_mgr.api_key), {"model": deployment.inference_model, "prompt": [1, 2], "max_tokens": 1}
+    key = Secret(deploy_mgr.api_key)
+    body = {"model": deployment.inference_model, "prompt": [1, 2], "max_tokens": 1}
     headers = {"Authorization": f"Bearer {key.reveal()}", **(deploy_mgr.additional_headers or {})}
     try:
         url = f"{deploy_mgr.inference_url}/inference/v1/completions"
-        return ask(key, "POST", url, json=body, headers=headers, retries=Retries(attempts=1)).status_code == 200
+        return (
+            ask(
+                key, "POST", url, json=body, headers=headers, retries=Retries(attempts=1)
+            ).status_code
+            == 200
+        )
     except BackendError:
         return False
 
@@ -279,7 +347,8 @@ def trainer_request(
         extra_args=[a for a in args if a != "--forward-only"] or None,
         training_shape_ref=shape,
         forward_only=forward_only or "--forward-only" in args,
-        auto_select_training_shape=shape is None and not (infra.accelerator_type or infra.accelerator_count),
+        auto_select_training_shape=shape is None
+        and not (infra.accelerator_type or infra.accelerator_count),
         managed_by=infra.managed_by,
         requested_job_id=job_id,
         **{name: getattr(infra, name) for name in alike},
@@ -292,11 +361,22 @@ def trainer_request(
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #dbeb0a48
 def deployment_request(
-    deploy: DeployConfig, *, base_model: str, deployment_id: str, shape: str | None, trainer_job: str | None = None
+    deploy: DeployConfig,
+    *,
+    base_model: str,
+    deployment_id: str,
+    shape: str | None,
+    trainer_job: str | None = None,
 ) -> Any:  # DeploymentConfig
     "The SDK's request for a deployment of a shape with its version, which serves a job's weights (PER_TRAINER)."
-    low, high = (0, 1) if deploy.replica_count is None else (deploy.replica_count, deploy.replica_count)
-    machine = {"accelerator_type": deploy.deployment_accelerator_type} if deploy.deployment_accelerator_type else {}
+    low, high = (
+        (0, 1) if deploy.replica_count is None else (deploy.replica_count, deploy.replica_count)
+    )
+    machine = (
+        {"accelerator_type": deploy.deployment_accelerator_type}
+        if deploy.deployment_accelerator_type
+        else {}
+    )
     return fireworks_sdk().DeploymentConfig(
         deployment_id=deployment_id,
         base_model=base_model,
@@ -350,15 +430,28 @@ class InfraPlan:
         "What is asked for, in this order."
         trainers = [t for t in (self.policy, self.reference) if t is not None]
         serving = [self.deployment] if self.deployment is not None else []
-        return [*serving, *trainers] if self.scope is WeightSyncScope.PER_DEPLOYMENT else [*trainers, *serving]
+        return (
+            [*serving, *trainers]
+            if self.scope is WeightSyncScope.PER_DEPLOYMENT
+            else [*trainers, *serving]
+        )
 
     def __repr__(self) -> str:
-        shared = ["note: the reference is the policy's base, in the same trainer"] if self.shared_reference else []
+        shared = (
+            ["note: the reference is the policy's base, in the same trainer"]
+            if self.shared_reference
+            else []
+        )
         return "\n".join([*map(repr, self.parts), *shared])
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #beb0f0f1
 def plan_trainer(
-    rlor_mgr: Any, infra: TrainerConfig, role: str, shape: str | None, job_id: str | None, **request: Any
+    rlor_mgr: Any,
+    infra: TrainerConfig,
+    role: str,
+    shape: str | None,
+    job_id: str | None,
+    **request: Any,
 ) -> TrainerPlan:
     "Decide about one trainer; raises `BackendError` for a job or shape that is not there."
     if job_id is not None:
@@ -367,18 +460,24 @@ def plan_trainer(
             job = rlor_mgr.try_get(job_id)
         if job is None:
             fix = "Leave the job id out to get a new trainer."
-            raise BackendError("trainer job", where=role, got=f"{job_id!r}, which is not there", fix=fix)
+            raise BackendError(
+                "trainer job", where=role, got=f"{job_id!r}, which is not there", fix=fix
+            )
         trains = (job.get("trainingConfig") or {}).get("baseModel")
         if trains not in (None, wanted := request.get("base_model", trains)):
             fix = "Name that model, or leave the job out to get a new trainer."
             raise BackendError("base model", where=str(there), got=trains, expected=wanted, fix=fix)
         state = state_of(job)
-        return TrainerPlan(rlor_mgr, there, None, infra.timeout_s, state=state, owned=state in RESUMABLE)
+        return TrainerPlan(
+            rlor_mgr, there, None, infra.timeout_s, state=state, owned=state in RESUMABLE
+        )
     with as_backend_errors(f"training shape of the {role}"):
         profile = rlor_mgr.resolve_training_profile(shape) if shape else None
     if profile is not None and "/versions/" not in (shape or ""):
         shape = profile.training_shape  # whose newest validated version starts
-    length = request.pop("max_seq_len", None) or getattr(profile, "max_supported_context_length", None)
+    length = request.pop("max_seq_len", None) or getattr(
+        profile, "max_supported_context_length", None
+    )
     fresh = trainer_resource(rlor_mgr, new_id(request.get("display_name") or role), role)
     asked = trainer_request(infra, job_id=fresh.id, shape=shape, max_seq_len=length, **request)
     owned = role != "reference" or infra.cleanup_reference_on_close
@@ -389,13 +488,23 @@ GONE = ("FAILED", "DELETED", "DELETING")  # states of a deployment that cannot b
 
 
 def plan_deployment(
-    deploy_mgr: Any, deploy: DeployConfig, *, base_model: str, shape: str | None = None, trainer_job: str | None = None
+    deploy_mgr: Any,
+    deploy: DeployConfig,
+    *,
+    base_model: str,
+    shape: str | None = None,
+    trainer_job: str | None = None,
 ) -> DeploymentPlan:
     "Decide about the deployment; raises `BackendError` when it cannot be what is wanted."
-    shape, timeout_s = deploy.deployment_shape or shape, deploy.deployment_timeout_s
+    shape = deploy.deployment_shape or shape
+    timeout_s = deploy.deployment_timeout_s
     linked = deploy.hot_load_trainer_job or trainer_job
-    it = deployment_resource(deploy_mgr, deploy.deployment_id or new_id(base_model.rsplit("/", 1)[-1]))
-    request = deployment_request(deploy, base_model=base_model, deployment_id=it.id, shape=shape, trainer_job=linked)
+    it = deployment_resource(
+        deploy_mgr, deploy.deployment_id or new_id(base_model.rsplit("/", 1)[-1])
+    )
+    request = deployment_request(
+        deploy, base_model=base_model, deployment_id=it.id, shape=shape, trainer_job=linked
+    )
     if deploy.deployment_id is None:
         return DeploymentPlan(deploy_mgr, it, request, timeout_s)
     with as_backend_errors(str(it)):
@@ -404,7 +513,9 @@ def plan_deployment(
         if not deploy.create_deployment:
             got = "none" if found is None else f"one that is {found.state}"
             fix = "Set create_deployment=True, or name one that is there."
-            raise BackendError("deployment", where=str(it), got=got, expected="one that is there", fix=fix)
+            raise BackendError(
+                "deployment", where=str(it), got=got, expected="one that is there", fix=fix
+            )
         return DeploymentPlan(deploy_mgr, it, request, timeout_s)
     theirs = found.deployment_shape_version
     if shape and theirs and shape.split("/versions/")[0] != theirs.split("/versions/")[0]:
@@ -429,22 +540,41 @@ def plan_infra(
     if r.needs_inference:
         check_tokenizer(deploy)
     ref_shape = infra.reference_training_shape_id
-    policy_job_id, reference_job_id = r.policy_job_id or infra.job_id, r.reference_job_id or infra.reference_job_id
-    per_deployment = r.needs_inference and deploy.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
+    policy_job_id = r.policy_job_id or infra.job_id
+    reference_job_id = r.reference_job_id or infra.reference_job_id
+    per_deployment = (
+        r.needs_inference and deploy.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
+    )
     if per_deployment and deploy.deployment_id is None:
         deploy = replace(deploy, deployment_id=new_id(r.base_model.rsplit("/", 1)[-1]))
 
-    def trainer(role: str, shape: str | None, job_id: str | None, length: int | None, **more: Any) -> TrainerPlan:
-        common = {"base_model": r.base_model, "learning_rate": r.learning_rate, "lora_rank": r.lora_rank}
+    def trainer(
+        role: str, shape: str | None, job_id: str | None, length: int | None, **more: Any
+    ) -> TrainerPlan:
+        common = {
+            "base_model": r.base_model,
+            "learning_rate": r.learning_rate,
+            "lora_rank": r.lora_rank,
+        }
         named = {"display_name": f"{r.role_prefix}-{role}"[:63], "max_seq_len": length}
         return plan_trainer(r.rlor_mgr, infra, role, shape, job_id, **common, **named, **more)
 
     bucket = deploy.deployment_id if per_deployment else None
-    policy = trainer("policy", infra.training_shape_id, policy_job_id, r.max_seq_len, hot_load_deployment_id=bucket)
+    policy = trainer(
+        "policy",
+        infra.training_shape_id,
+        policy_job_id,
+        r.max_seq_len,
+        hot_load_deployment_id=bucket,
+    )
     longest = getattr(policy.profile, "max_supported_context_length", None)
     separate = r.needs_reference and bool(ref_shape or reference_job_id or r.lora_rank == 0)
     length = r.max_seq_len or (None if ref_shape else longest)
-    judge = trainer("reference", ref_shape, reference_job_id, length, forward_only=True) if separate else None
+    judge = (
+        trainer("reference", ref_shape, reference_job_id, length, forward_only=True)
+        if separate
+        else None
+    )
     serving = plan_deployment(
         r.deploy_mgr, deploy, base_model=r.base_model, shape=getattr(policy.profile, "deployment_shape", None),
         trainer_job=None if per_deployment else policy.resource.name,
@@ -463,7 +593,9 @@ def check_tokenizer(deploy: DeployConfig | None) -> None:
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #fdf0ede1
 @contextlib.contextmanager
-def undone_on_error(rlor_mgr: Any, deploy_mgr: Any, cleanup: ResourceCleanup | None) -> Iterator[ResourceCleanup]:
+def undone_on_error(
+    rlor_mgr: Any, deploy_mgr: Any, cleanup: ResourceCleanup | None
+) -> Iterator[ResourceCleanup]:
     "Releases what was made inside it if it fails, where the caller brought no cleanup."
     if cleanup is not None:
         yield cleanup
@@ -486,10 +618,14 @@ def create_trainer_job(
     **request: Any,  # of `trainer_request`: base_model, lora_rank, max_seq_len, learning_rate, display_name, ...
 ) -> Any:  # TrainerServiceEndpoint
     "Create a trainer, or reuse one, and wait until it is ready; raises `ConfigError` and `BackendError`."
-    forward_only = request.get("forward_only") or "--forward-only" in (request.get("extra_args") or ())
+    forward_only = request.get("forward_only") or "--forward-only" in (
+        request.get("extra_args") or ()
+    )
     role = "reference" if forward_only else "policy"
     shape = getattr(profile, "training_shape", None) or infra.training_shape_id
-    plan = plan_trainer(rlor_mgr, infra, role, shape, job_id, **{"display_name": "trainer", **request})
+    plan = plan_trainer(
+        rlor_mgr, infra, role, shape, job_id, **{"display_name": "trainer", **request}
+    )
     with undone_on_error(rlor_mgr, None, cleanup) as held:
         plan.start(held)
         endpoint = watch([plan], on_status, poll_interval_s)[0][role]
@@ -510,7 +646,9 @@ def setup_deployment(
     "Create or reuse the deployment and wait until it serves; raises `BackendError`."
     if infra is not None and deploy_cfg.deployment_region is None:
         deploy_cfg = replace(deploy_cfg, deployment_region=infra.region)
-    plan = plan_deployment(deploy_mgr, deploy_cfg, base_model=base_model, trainer_job=hot_load_trainer_job)
+    plan = plan_deployment(
+        deploy_mgr, deploy_cfg, base_model=base_model, trainer_job=hot_load_trainer_job
+    )
     with undone_on_error(deploy_mgr, deploy_mgr, cleanup) as held:
         plan.start(held)
         return watch([plan], on_status, poll_interval_s)[0]["deployment"]
@@ -522,31 +660,43 @@ def as_sdk_datum(datum: Any) -> Any:  # ours, the SDK's or Tinker's
     if isinstance(datum, classes.Datum):
         return datum
     if not isinstance(datum, Datum):
-        given, read = datum.loss_fn_inputs, list(datum.model_input.to_ints())
+        given = datum.loss_fn_inputs
+        read = list(datum.model_input.to_ints())
         targets = [int(t) for t in given["target_tokens"].data]
         if read[1:] != targets[:-1]:
-            raise DatumError("target_tokens", got="other tokens", expected="the input's tokens, shifted by one")
+            raise DatumError(
+                "target_tokens", got="other tokens", expected="the input's tokens, shifted by one"
+            )
         weights = given["weights"].data if "weights" in given else np.zeros(len(targets))
         datum = Datum(tokens=np.array([*read, targets[-1]]), weights=np.asarray(weights))
     return sdk_datum(classes, datum, datum.weights)
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #4ee58f3b
-def datum_from_tokens_weights(tokens: Any, weights: Any, max_length: int | None = None) -> Any:  # (N,), (N,) per token
+def datum_from_tokens_weights(
+    tokens: Any, weights: Any, max_length: int | None = None
+) -> Any:  # (N,), (N,) per token
     "The SDK's `Datum` from whole sequences, shifted by one, as a helper of the guides makes it; cut at `max_length`."
     return as_sdk_datum(shifted(tokens, weights, max_length))
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #c286f834
-TRAINING = ("forward_backward", "forward_backward_custom", "optim_step")  # change what only the trainer's memory holds
+# change what only the trainer's memory holds
+TRAINING = ("forward_backward", "forward_backward_custom", "optim_step")
 SCORING = ("forward", "list_checkpoints", "resolve_checkpoint_path")  # all that a frozen model does
 HANG_UP_S = 3.0  # for the SDK to say goodbye
 
 
-def call(client: ReconnectableClient, name: str, *args: Any, timeout: float | None = None, **options: Any) -> Any:
+def call(
+    client: ReconnectableClient, name: str, *args: Any, timeout: float | None = None, **options: Any
+) -> Any:
     "One call of the SDK's client, waited for; raises `BackendError` when the trainer is gone with what it had learned."
     if client.frozen and name not in SCORING:
         fix = "The reference only scores; train the policy."
-        raise BackendError(name, where="reference", got="a call on a frozen model", expected="forward", fix=fix)
-    link, owner = client.link, client.parent or client  # of the connection
+        raise BackendError(
+            name, where="reference", got="a call on a frozen model", expected="forward", fix=fix
+        )
+    # of the connection
+    link = client.link
+    owner = client.parent or client
     if client.service is not owner.service:
         link.drop("the policy's trainer was reached again")
     before = link.client
@@ -585,13 +735,25 @@ class ReconnectableClient:
         parent: ReconnectableClient | None = None,  # of a shared base: whose trainer it is
         poll_interval_s: float = 5.0,  # while waiting for the job
     ):
-        self.rlor_mgr, self.job_id, self.base_model, self.lora_rank = rlor_mgr, job_id, base_model, lora_rank
+        self.rlor_mgr = rlor_mgr
+        self.job_id = job_id
+        self.base_model = base_model
+        self.lora_rank = lora_rank
         self.key = Secret(fw_api_key or api_key or rlor_mgr.api_key)
-        self.endpoint, self.poll_interval_s = endpoint, poll_interval_s
-        self.base_only, self.frozen, self.parent = base_only, frozen or base_only, parent
-        self.unsaved, self.saved_at = 0, None  # training calls since the last state, and that state
+        self.endpoint = endpoint
+        self.poll_interval_s = poll_interval_s
+        self.base_only = base_only
+        self.frozen = frozen or base_only
+        self.parent = parent
+        # training calls since the last state, and that state
+        self.unsaved = 0
+        self.saved_at = None
         self.service = service  # the SDK's FiretitanServiceClient
-        ways: Any = {"prepare": partial(load_saved, self), "timeout_s": default_timeout, "secret": self.key}
+        ways: Any = {
+            "prepare": partial(load_saved, self),
+            "timeout_s": default_timeout,
+            "secret": self.key,
+        }
         self.link = Link(partial(training_client, self), sdk_classes(), **ways)
         fresh_client(self.link)
 
@@ -607,10 +769,17 @@ class ReconnectableClient:
 
     def create_base_reference(self) -> ReconnectableClient:
         "The trainer's frozen base as a reference: with LoRA, no second trainer is needed."
-        more = {"endpoint": self.endpoint, "service": self.service, "base_only": True, "parent": self}
+        more = {
+            "endpoint": self.endpoint,
+            "service": self.service,
+            "base_only": True,
+            "parent": self,
+        }
         key = self.key.reveal()
         timeout_s = self.link.retries.attempt_s
-        return ReconnectableClient(self.rlor_mgr, self.job_id, self.base_model, 0, key, timeout_s, **more)
+        return ReconnectableClient(
+            self.rlor_mgr, self.job_id, self.base_model, 0, key, timeout_s, **more
+        )
 
     def reconnect(self) -> None:
         "Reach the trainer again, resumed if it has stopped; the last state is loaded, if there is one."
@@ -627,18 +796,23 @@ class ReconnectableClient:
 
     def _load(self, name: str, path: str) -> Any:
         result = call(self, name, path)
-        self.unsaved, self.saved_at = 0, path
+        self.unsaved = 0
+        self.saved_at = path
         return result
 
     def forward(self, datums: Sequence[Any], loss_fn: str = "cross_entropy", **options: Any) -> Any:
         "Logprobs of every datum, in `loss_fn_outputs`."
         return call(self, "forward", [as_sdk_datum(d) for d in datums], loss_fn, **options)
 
-    def forward_backward(self, datums: Sequence[Any], loss_fn: str = "cross_entropy", **options: Any) -> Any:
+    def forward_backward(
+        self, datums: Sequence[Any], loss_fn: str = "cross_entropy", **options: Any
+    ) -> Any:
         "One pass with a loss of the service; the gradient is accumulated."
         return call(self, "forward_backward", [as_sdk_datum(d) for d in datums], loss_fn, **options)
 
-    def forward_backward_custom(self, datums: Sequence[Any], loss_fn: Callable, **options: Any) -> Any:
+    def forward_backward_custom(
+        self, datums: Sequence[Any], loss_fn: Callable, **options: Any
+    ) -> Any:
         "One forward, your loss, its gradient accumulated."
         failed: list[Exception] = []
 
@@ -650,10 +824,18 @@ class ReconnectableClient:
                 raise LossError("loss_fn", got=type(error).__name__) from error
 
         with contextlib.suppress(LossError):
-            return call(self, "forward_backward_custom", [as_sdk_datum(d) for d in datums], as_given, **options)
+            return call(
+                self,
+                "forward_backward_custom",
+                [as_sdk_datum(d) for d in datums],
+                as_given,
+                **options,
+            )
         raise failed[0]
 
-    def optim_step(self, adam: Any, grad_accumulation_normalization: Any = None, **options: Any) -> Any:
+    def optim_step(
+        self, adam: Any, grad_accumulation_normalization: Any = None, **options: Any
+    ) -> Any:
         "One update with what is accumulated."
         ours = sdk_adam(sdk_classes(), adam)
         return call(self, "optim_step", ours, grad_accumulation_normalization, **options)
@@ -672,9 +854,13 @@ class ReconnectableClient:
         "Load weights and optimizer of a saved state."
         return self._load("load_state_with_optimizer", path)
 
-    def save_weights_for_sampler_ext(self, name: str, checkpoint_type: str = "base", **options: Any) -> Any:
+    def save_weights_for_sampler_ext(
+        self, name: str, checkpoint_type: str = "base", **options: Any
+    ) -> Any:
         "Save a snapshot that a deployment can load; its `snapshot_name` has a suffix of this session."
-        return call(self, "save_weights_for_sampler_ext", name, checkpoint_type=checkpoint_type, **options)
+        return call(
+            self, "save_weights_for_sampler_ext", name, checkpoint_type=checkpoint_type, **options
+        )
 
     def resolve_checkpoint_path(self, name: str, source_job_id: str | None = None) -> str:
         "A path for `load_state`, also for a state that another job saved."
@@ -691,7 +877,8 @@ class ReconnectableClient:
 # %% ../../../nbs/backends/services/06_provision.ipynb #aac49902
 def training_client(client: ReconnectableClient) -> Any:
     "A new training client of the SDK; raises `BackendError`, also where a new one would hide that training was lost."
-    owner, link = client.parent or client, client.link
+    owner = client.parent or client
+    link = client.link
     lost = link.opened and client.service is owner.service
     if lost and owner.unsaved:
         gone = f"{owner.unsaved} training calls since the last saved state went with the trainer's memory."
@@ -709,14 +896,20 @@ def training_client(client: ReconnectableClient) -> Any:
         client.service = None
     with as_backend_errors(f"trainer {client.job_id}"):
         if client.service is None:
-            reach = client.rlor_mgr.reconnect_and_wait if link.opened else client.rlor_mgr.wait_for_existing
+            reach = (
+                client.rlor_mgr.reconnect_and_wait
+                if link.opened
+                else client.rlor_mgr.wait_for_existing
+            )
             if link.opened or client.endpoint is None:
                 client.endpoint = reach(client.job_id, poll_interval_s=client.poll_interval_s)
             make = fireworks_sdk().FiretitanServiceClient
             client.service = make(base_url=client.endpoint.base_url, api_key=client.key.reveal())
         if client.base_only:
             return client.service.create_base_training_client(client.base_model)
-        return client.service.create_training_client(base_model=client.base_model, lora_rank=client.lora_rank)
+        return client.service.create_training_client(
+            base_model=client.base_model, lora_rank=client.lora_rank
+        )
 
 
 def load_saved(client: ReconnectableClient, inner: Any) -> tuple[Any, str]:
@@ -759,7 +952,8 @@ def setup_infra(
     "Trainers, deployment and their clients; raises `ConfigError` and `BackendError`, and then nothing is left running."
     with as_backend_errors("account"):
         plan = plan_infra(**wishes)
-    r, began = plan.request, time.monotonic()
+    r = plan.request
+    began = time.monotonic()
     with undone_on_error(r.rlor_mgr, r.deploy_mgr, cleanup) as held:
         for part in plan.parts:
             part.start(held)
@@ -769,16 +963,23 @@ def setup_infra(
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #c19cbb40
 def connect(
-    plan: InfraPlan, ready: Mapping[str, Any], api_key: str | None, timeout_s: float, seconds: Mapping[str, float]
+    plan: InfraPlan,
+    ready: Mapping[str, Any],
+    api_key: str | None,
+    timeout_s: float,
+    seconds: Mapping[str, float],
 ) -> Infra:
     "Clients for everything that is ready: endpoints and the deployment by role, with the seconds that each took."
 
     def client(role: str, frozen: bool = False) -> ReconnectableClient:
         known = ready[role].job_id, plan.request.base_model, plan.request.lora_rank
-        return ReconnectableClient(plan.request.rlor_mgr, *known, api_key, timeout_s, ready[role], frozen=frozen)
+        return ReconnectableClient(
+            plan.request.rlor_mgr, *known, api_key, timeout_s, ready[role], frozen=frozen
+        )
 
     policy = client("policy")
-    reference, closeables = policy.create_base_reference() if plan.shared_reference else None, [policy]
+    reference = policy.create_base_reference() if plan.shared_reference else None
+    closeables = [policy]
     if plan.reference is not None:
         reference = client("reference", frozen=True)
         closeables.append(reference)

@@ -21,7 +21,13 @@ from typing import Any, Literal
 import httpx
 
 from .link import fireworks_sdk
-from .wire import ODD, Secret, key_from_env, one_line, read_reply_blocking
+from rl_notebook.backends.services.wire import (
+    ODD,
+    Secret,
+    key_from_env,
+    one_line,
+    read_reply_blocking,
+)
 from ...core.names import lock_file, write_file
 from ...core.retries import RETRIED, AskAgain, Retries, retry_after, with_retries_blocking
 from ...core.types import BackendError, ConfigError, RecordError, RLNotebookError
@@ -35,13 +41,16 @@ DEFAULT_URL = "https://api.fireworks.ai"
 
 def open_managers(key: Secret | str | None = None, base_url: str | None = None) -> tuple[Any, Any]:
     "The SDK's managers; nothing is asked of the service yet."
-    sdk, secret = fireworks_sdk(), key_from_env("FIREWORKS_API_KEY", key=key)
+    sdk = fireworks_sdk()
+    secret = key_from_env("FIREWORKS_API_KEY", key=key)
     url = (base_url or os.environ.get("FIREWORKS_BASE_URL") or DEFAULT_URL).rstrip("/")
     where = {"api_key": secret.reveal(), "base_url": url}
     return sdk.TrainerJobManager(**where), sdk.DeploymentManager(**where)
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #66729cd8
-RELEASE_ACTIONS: dict[str, tuple[str, str, dict[str, int] | None]] = {  # action -> method, suffix of the path, body
+RELEASE_ACTIONS: dict[
+    str, tuple[str, str, dict[str, int] | None]
+] = {  # action -> method, suffix of the path, body
     "cancel": ("POST", ":cancel", None),
     "delete": ("DELETE", "", None),
     "delete_deployment": ("DELETE", "?ignoreChecks=true&hard=true", None),
@@ -59,7 +68,11 @@ class Resource:
     action: str = "cancel"  # how it is released: a key of `RELEASE_ACTIONS`
 
     def __str__(self) -> str:
-        return f"{self.role} {self.id}" if self.role == "deployment" else f"{self.role} trainer {self.id}"
+        return (
+            f"{self.role} {self.id}"
+            if self.role == "deployment"
+            else f"{self.role} trainer {self.id}"
+        )
 
     @property
     def id(self) -> str:
@@ -76,15 +89,23 @@ class Resource:
         "The shell command that releases it."
         method, suffix, body = RELEASE_ACTIONS[self.action]
         data = f" -H 'Content-Type: application/json' -d '{json.dumps(body)}'" if body else ""
-        return f"curl -sS -X {method} -H \"X-Api-Key: $FIREWORKS_API_KEY\"{data} '{self.link}{suffix}'"
+        return (
+            f"curl -sS -X {method} -H \"X-Api-Key: $FIREWORKS_API_KEY\"{data} '{self.link}{suffix}'"
+        )
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #3b6105f2
-def trainer_resource(manager: Any, job_id: str, role: str = "policy", action: str = "cancel") -> Resource:
+def trainer_resource(
+    manager: Any, job_id: str, role: str = "policy", action: str = "cancel"
+) -> Resource:
     "A trainer job of a manager's account."
-    return Resource(f"accounts/{manager.account_id}/rlorTrainerJobs/{job_id}", role, manager.base_url, action)
+    return Resource(
+        f"accounts/{manager.account_id}/rlorTrainerJobs/{job_id}", role, manager.base_url, action
+    )
 
 
-def deployment_resource(manager: Any, deployment_id: str, action: str = "scale_to_zero") -> Resource:
+def deployment_resource(
+    manager: Any, deployment_id: str, action: str = "scale_to_zero"
+) -> Resource:
     "A deployment of a manager's account."
     name = f"accounts/{manager.account_id}/deployments/{deployment_id}"
     return Resource(name, "deployment", manager.base_url, action)
@@ -109,7 +130,9 @@ def ask(
 
     def once() -> httpx.Response:
         try:
-            with httpx.stream(method, url, json=json, headers=sent, timeout=30.0, verify=secure) as stream:
+            with httpx.stream(
+                method, url, json=json, headers=sent, timeout=30.0, verify=secure
+            ) as stream:
                 response = read_reply_blocking(stream, f"{method} {url}")
         except httpx.HTTPError as reason:
             raise AskAgain(type(reason).__name__) from None
@@ -128,13 +151,21 @@ def ask(
 @contextlib.contextmanager
 def as_backend_errors(where: str) -> Iterator[None]:
     "Errors of the SDK become `BackendError`s that say where."
-    sdk_errors = (fireworks_sdk().APIError, RuntimeError, TimeoutError, httpx.HTTPError, httpx.InvalidURL)
+    sdk_errors = (
+        fireworks_sdk().APIError,
+        RuntimeError,
+        TimeoutError,
+        httpx.HTTPError,
+        httpx.InvalidURL,
+    )
     try:
         yield
     except RLNotebookError:
         raise
     except (*ODD, *sdk_errors) as error:
-        raise BackendError("Fireworks", where=where, got=one_line(error) or type(error).__name__) from error
+        raise BackendError(
+            "Fireworks", where=where, got=one_line(error) or type(error).__name__
+        ) from error
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #eec9b858
 def state_of(response: Mapping[str, Any]) -> str:
@@ -142,7 +173,9 @@ def state_of(response: Mapping[str, Any]) -> str:
     return str(response.get("state", "")).removeprefix("JOB_STATE_")
 
 
-def look(resource: Resource, key: Secret, headers: Mapping[str, str] | None = None) -> Mapping[str, Any] | None:
+def look(
+    resource: Resource, key: Secret, headers: Mapping[str, str] | None = None
+) -> Mapping[str, Any] | None:
     "What the control plane says of a resource: None when it is gone, nothing in it when that cannot be read."
     response = ask(key, "GET", resource.link, headers=headers)
     if response.status_code == 404:
@@ -159,7 +192,9 @@ def still_there(resource: Resource, key: Secret) -> bool:
     return said is not None and state_of(said) not in ("DELETING", "DELETED", "ARCHIVED")
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #609d984e
-def release_resource(resource: Resource, key: Secret, headers: Mapping[str, str] | None = None) -> None:
+def release_resource(
+    resource: Resource, key: Secret, headers: Mapping[str, str] | None = None
+) -> None:
     "Cancel, delete or scale to zero; raises `BackendError` unless it is certain."
     method, suffix, body = RELEASE_ACTIONS[resource.action]
     response = ask(key, method, resource.link + suffix, json=body, headers=headers)
@@ -169,7 +204,9 @@ def release_resource(resource: Resource, key: Secret, headers: Mapping[str, str]
     if said is None or state_of(said) in STOPPED:
         return
     got = f"HTTP {response.status_code} {one_line(response.text, key)}"
-    raise BackendError(resource.action, where=resource.name, got=got, expected="a released resource")
+    raise BackendError(
+        resource.action, where=resource.name, got=got, expected="a released resource"
+    )
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #c4d5d1bf
 class ResourceFile:
@@ -182,11 +219,17 @@ class ResourceFile:
     def read(self) -> list[Resource]:
         "What is listed; raises `RecordError`."
         try:
-            listed = json.loads(self.path.read_text(encoding="utf-8"))["resources"] if self.path.exists() else []
+            listed = (
+                json.loads(self.path.read_text(encoding="utf-8"))["resources"]
+                if self.path.exists()
+                else []
+            )
             return [Resource(**entry) for entry in listed]
         except (OSError, ValueError, KeyError, TypeError) as reason:
             fix = "Look into it for trainers that still run, cancel them, then delete the file."
-            raise RecordError("resources.json", where=str(self.path), got=str(reason), fix=fix) from reason
+            raise RecordError(
+                "resources.json", where=str(self.path), got=str(reason), fix=fix
+            ) from reason
 
     def write(self, resources: Sequence[Resource]) -> None:
         "Replace the list at once, so that it is never half written; an empty one is removed."
@@ -194,7 +237,10 @@ class ResourceFile:
             self.path.unlink(missing_ok=True)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(self.path, json.dumps({"format": 1, "resources": [asdict(r) for r in resources]}, indent=1))
+        write_file(
+            self.path,
+            json.dumps({"format": 1, "resources": [asdict(r) for r in resources]}, indent=1),
+        )
 
     def note(self, resource: Resource) -> None:
         "Add one."
@@ -211,8 +257,11 @@ class ResourceFile:
             self.handle = lock_file(self.path.with_suffix(".lock"))
         except BlockingIOError as reason:
             fix = "Close that backend (or its kernel) first, or choose another log_path."
-            where, got = str(self.path.parent), f"a list that a running backend owns ({reason.strerror})"
-            raise BackendError("resources", where=where, got=got, expected="one owner", fix=fix) from reason
+            where = str(self.path.parent)
+            got = f"a list that a running backend owns ({reason.strerror})"
+            raise BackendError(
+                "resources", where=where, got=got, expected="one owner", fix=fix
+            ) from reason
 
     def release(self) -> None:
         "Give the ownership up; the list stays."
@@ -233,9 +282,13 @@ def leftovers(folder: str | os.PathLike[str]) -> list[Resource]:
         file.release()
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #39e94790
-def clean_leftovers(folder: str | os.PathLike[str], *, key: Secret | str | None = None) -> list[Resource]:
+def clean_leftovers(
+    folder: str | os.PathLike[str], *, key: Secret | str | None = None
+) -> list[Resource]:
     "Release what `leftovers` lists; returns what was released, raises `BackendError` for what was not."
-    secret, file, gone = key_from_env("FIREWORKS_API_KEY", key=key), ResourceFile(folder), []
+    secret = key_from_env("FIREWORKS_API_KEY", key=key)
+    file = ResourceFile(folder)
+    gone = []
     for resource in reversed(leftovers(folder)):
         release_resource(resource, secret)
         file.strike(resource)
@@ -246,7 +299,9 @@ def clean_leftovers(folder: str | os.PathLike[str], *, key: Secret | str | None 
 Leftover = Literal["attach", "clean", "error"]
 
 
-def settle_leftovers(folder: str | os.PathLike[str] | None, choice: Leftover, key: Secret) -> dict[str, Resource]:
+def settle_leftovers(
+    folder: str | os.PathLike[str] | None, choice: Leftover, key: Secret
+) -> dict[str, Resource]:
     "What to attach to, by role, of what an earlier process left; raises `BackendError` when nothing was decided."
     if choice not in ("attach", "clean", "error"):
         raise ConfigError("leftover", got=repr(choice), expected="'attach', 'clean' or 'error'")
@@ -258,7 +313,8 @@ def settle_leftovers(folder: str | os.PathLike[str] | None, choice: Leftover, ke
     if choice == "clean":
         clean_leftovers(folder, key=key)
         return {}
-    what, got = "resources of an earlier process", ", ".join(map(str, found))
+    what = "resources of an earlier process"
+    got = ", ".join(map(str, found))
     fix = "Open with leftover='attach' to go on with them, with leftover='clean' to release them, or do it by hand:"
     by_hand = "".join(f"\n  {r.role}: {r.command}" for r in found)
     raise BackendError(what, where=str(folder), got=got, expected="none", fix=fix + by_hand)
@@ -271,12 +327,15 @@ class ResourceCleanup:
         self,
         rlor_mgr: Any,  # the SDK's TrainerJobManager
         deploy_mgr: Any = None,  # the SDK's DeploymentManager
-        trainer_cancel_grace_period_s: float | None = None,  # None = FW_TRAINER_CANCEL_GRACE_PERIOD_S, else 30
-        trainer_delete_grace_period_s: float | None = None,  # the same for trainers that are deleted
+        trainer_cancel_grace_period_s: float
+        | None = None,  # None = FW_TRAINER_CANCEL_GRACE_PERIOD_S, else 30
+        trainer_delete_grace_period_s: float
+        | None = None,  # the same for trainers that are deleted
         *,
         folder: str | os.PathLike[str] | None = None,  # run folder that gets `resources.json`
     ):
-        self.rlor_mgr, self.deploy_mgr = rlor_mgr, deploy_mgr
+        self.rlor_mgr = rlor_mgr
+        self.deploy_mgr = deploy_mgr
         grace_s = trainer_cancel_grace_period_s
         if grace_s is None:
             grace_s = float(os.environ.get("FW_TRAINER_CANCEL_GRACE_PERIOD_S", 30))
@@ -284,7 +343,8 @@ class ResourceCleanup:
         self.held: list[Resource] = []  # in the order of registration
         self.left: list[Resource] = []  # could not be released
         self.file = ResourceFile(folder) if folder is not None else None
-        self.pid, self.lock = os.getpid(), threading.RLock()  # parts may be asked for in several threads
+        # parts may be asked for in several threads
+        self.pid, self.lock = os.getpid(), threading.RLock()
 
     def __enter__(self) -> ResourceCleanup:
         hear_termination()
@@ -312,7 +372,9 @@ class ResourceCleanup:
         "Note a resource, before it is made."
         if resource.action not in RELEASE_ACTIONS:
             known = " or ".join(RELEASE_ACTIONS)
-            raise ConfigError("action", where=resource.name, got=repr(resource.action), expected=known)
+            raise ConfigError(
+                "action", where=resource.name, got=repr(resource.action), expected=known
+            )
         with self.lock:
             self.arm()
             if self.file is not None:
@@ -323,7 +385,8 @@ class ResourceCleanup:
         "Trainers, newest first, then deployments; warns of what could not be released and returns it."
         newest = self.held[::-1]
         order = sorted(newest, key=lambda r: r.role == "deployment")
-        key, headers = Secret(self.rlor_mgr.api_key), self.rlor_mgr.additional_headers
+        key = Secret(self.rlor_mgr.api_key)
+        headers = self.rlor_mgr.additional_headers
         if grace and any(r.role != "deployment" for r in order):
             with contextlib.suppress(KeyboardInterrupt):
                 time.sleep(self.grace_s)

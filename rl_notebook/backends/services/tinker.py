@@ -21,17 +21,53 @@ from typing import Any, Literal
 import numpy as np
 
 from ...core.align import target_from_token
-from ..base import Backend, Capabilities, Meter, Sampler, Scorer, WeightSync, refuse_unknown
+from rl_notebook.backends.base import (
+    Backend,
+    Capabilities,
+    Meter,
+    Sampler,
+    Scorer,
+    WeightSync,
+    refuse_unknown,
+)
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from ...task.chat import turn_ends
 from .completions import nats, request_seed
 from .wire import Secret, key_from_env
-from .link import ENCODINGS, Limits, Link, Sdk, ServiceReference, ServiceTrainer, Tries
-from .link import SdkAdapter, check_reachable, fireworks_sdk, fresh_client, is_lost
-from .link import label_of, load_into, open_tokenizer, read_logprobs, result_of
+from rl_notebook.backends.services.link import (
+    ENCODINGS,
+    Limits,
+    Link,
+    Sdk,
+    ServiceReference,
+    ServiceTrainer,
+    Tries,
+)
+from rl_notebook.backends.services.link import (
+    SdkAdapter,
+    check_reachable,
+    fireworks_sdk,
+    fresh_client,
+    is_lost,
+)
+from rl_notebook.backends.services.link import (
+    label_of,
+    load_into,
+    open_tokenizer,
+    read_logprobs,
+    result_of,
+)
 from .link import sdk_classes, sdk_datum, status_of
-from ...core.types import AdamParams, AlignmentError, BackendError, ConfigError, Completion, Datum, Logprobs
+from rl_notebook.core.types import (
+    AdamParams,
+    AlignmentError,
+    BackendError,
+    ConfigError,
+    Completion,
+    Datum,
+    Logprobs,
+)
 from ...core.types import LossError, SampleParams, needs
 from ...core.builtin import BUILTIN_LOSSES
 from ...core.losses import LossOptions
@@ -75,13 +111,15 @@ def end_session(service: Any, wait_s: float = 10.0) -> None:
     "Finish a session and stop its heartbeat, also where the service no longer responds."
     if service is None:
         return
-    if hasattr(service, "delete_training_session") and wait_s:  # Fireworks: what it has trained goes with it
+    # Fireworks: what it has trained goes with it
+    if hasattr(service, "delete_training_session") and wait_s:
         with contextlib.suppress(Exception):
             service.delete_training_session()
     with contextlib.suppress(Exception):
         if hasattr(service, "close") and wait_s:
             service.close("success").result(timeout=wait_s)
-    for name in ("holder", "_session_holder"):  # as older and newer SDKs call what keeps the heartbeat
+    # as older and newer SDKs call what keeps the heartbeat
+    for name in ("holder", "_session_holder"):
         if (holder := vars(service).get(name)) is not None:
             holder.close()
 
@@ -89,11 +127,15 @@ def end_session(service: Any, wait_s: float = 10.0) -> None:
 class Session:
     "The SDK's service client, replaced when its session is lost."
 
-    def __init__(self, base_url: str | None, key: Secret, sdk: Callable[[], tuple[Any, Sdk]] = tinker_sdk):
+    def __init__(
+        self, base_url: str | None, key: Secret, sdk: Callable[[], tuple[Any, Sdk]] = tinker_sdk
+    ):
         self.package, self.sdk = sdk()
-        self.base_url, self.key = base_url, key
+        self.base_url = base_url
+        self.key = key
         self.sampling = dict[str, Any]()  # keywords of every sampling client
-        self.lock, self.service = threading.Lock(), None
+        self.lock = threading.Lock()
+        self.service = None
         self.rest: Any = None
 
     def fresh(self) -> Any:
@@ -139,21 +181,26 @@ class PooledSession(Session):
     "A session on a trainer that Fireworks shares among its users; snapshots are sampled in it and nowhere else."
 
     def __init__(self, base_url: str, key: Secret, tokenizer: Any):
-        hint = "We don't recommend using the sampling client to compute logprobs"  # the checks compare the two
+        # the checks compare the two
+        hint = "We don't recommend using the sampling client to compute logprobs"
         warnings.filterwarnings("ignore", message=hint, category=UserWarning)
         super().__init__(base_url, key, lambda: (fireworks_sdk(), sdk_classes()))
         self.sampling["tokenizer"] = tokenizer
 
     def fresh(self) -> Any:
         "A service client with a session of its own."
-        return self.package.FiretitanServiceClient(base_url=self.base_url, api_key=self.key.reveal())
+        return self.package.FiretitanServiceClient(
+            base_url=self.base_url, api_key=self.key.reveal()
+        )
 
     def rest_client(self) -> Any:
         "There is no listing and deleting of checkpoints."
         return self.get()
 
 
-def open_sessions(url: str | None, key: Secret | str | None, tokenizer: Any, lora_rank: int, reference: bool) -> Any:
+def open_sessions(
+    url: str | None, key: Secret | str | None, tokenizer: Any, lora_rank: int, reference: bool
+) -> Any:
     "A session for each role; raises `ConfigError` for what serverless training does not have."
     if not (url or "").rstrip("/").endswith(SERVERLESS):
         return [Session(url, key_from_env("TINKER_API_KEY", key=key)) for _ in range(2 + reference)]
@@ -163,7 +210,9 @@ def open_sessions(url: str | None, key: Secret | str | None, tokenizer: Any, lor
         raise ConfigError("reference", where=where, got="one", expected="none", fix=fix)
     if lora_rank < 1:
         raise ConfigError("lora_rank", where=where, got=lora_rank, expected="1 or more")
-    return [PooledSession(str(url).rstrip("/"), key_from_env("FIREWORKS_API_KEY", key=key), tokenizer)] * 2
+    return [
+        PooledSession(str(url).rstrip("/"), key_from_env("FIREWORKS_API_KEY", key=key), tokenizer)
+    ] * 2
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #a53e5d2c
 def training_client(session: Session, base_model: str, rank: int, seed: int) -> Callable[[], Any]:
@@ -186,7 +235,8 @@ def unload(client: Any, wait_s: float = 10.0) -> None:
     import tinker
     from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
-    body, once = {"model_id": client.model_id, "type": "unload_model"}, {"max_retries": 0}
+    body = {"model_id": client.model_id, "type": "unload_model"}
+    once = {"max_retries": 0}
 
     async def ask() -> None:  # no public call of the newest SDKs says it
         with client.holder.aclient(ClientConnectionPoolType.TRAIN) as http:
@@ -211,13 +261,16 @@ class CheckpointCleaner:
     "Deletes states that were replaced, as long as the service lets it."
 
     def __init__(self, session: Session):
-        self.session, self.able = session, True
+        self.session = session
+        self.able = True
 
     def __call__(self, path: str) -> None:
         if not self.able:
             return
         try:
-            as_future(self.session.rest_client().delete_checkpoint_from_tinker_path(path)).result(timeout=10)
+            as_future(self.session.rest_client().delete_checkpoint_from_tinker_path(path)).result(
+                timeout=10
+            )
         except (*self.session.sdk.errors, ValueError, RuntimeError, OSError, TimeoutError):
             self.able = False
 
@@ -226,18 +279,33 @@ class TinkerSampler:
     "Completions and prompt logprobs from the weights of the last sync."
 
     def __init__(
-        self, session: Session, base_model: str, tokenizer: Any, limits: Limits, meter: Meter | None = None, **link: Any
+        self,
+        session: Session,
+        base_model: str,
+        tokenizer: Any,
+        limits: Limits,
+        meter: Meter | None = None,
+        **link: Any,
     ):
-        self.session, self.tokenizer, self.limits, self.meter = session, tokenizer, limits, meter or Meter()
+        self.session, self.tokenizer, self.limits, self.meter = (
+            session,
+            tokenizer,
+            limits,
+            meter or Meter(),
+        )
         self.options, self.lock = link, threading.Lock()
-        self.raw_always: bool | None = None  # whether logprobs ignore the temperature; None = not known
+        # whether logprobs ignore the temperature; None = not known
+        self.raw_always: bool | None = None
         self.policy_version = 0
         self.link = self.link_to(base_model=base_model)
 
     def link_to(self, **weights: str) -> Link:
         "A link to a sampling client for `base_model` or `model_path`."
         asked = {**weights, **self.session.sampling}
-        connect = lambda: self.session.make(lambda service: service.create_sampling_client(**asked))
+
+        def connect():
+            return self.session.make(lambda service: service.create_sampling_client(**asked))
+
         return Link(connect, self.session.sdk, **self.options)
 
     def ready(self, link: Link) -> Any:
@@ -245,22 +313,39 @@ class TinkerSampler:
         with self.lock:
             return fresh_client(link)
 
-    async def sample(self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams) -> list[Completion]:
+    async def sample(
+        self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams
+    ) -> list[Completion]:
         "`params.n` completions of one prompt, from the weights of the last sync."
         longest = self.limits.max_seq_len
-        prompt = check_tokens(prompt_tokens, self.limits.vocab_size, "prompt", longest, new=params.max_tokens)
-        link, version = self.link, self.policy_version
-        seeds = [None] if params.seed is None else [request_seed(params.seed, i) for i in range(params.n)]
+        prompt = check_tokens(
+            prompt_tokens, self.limits.vocab_size, "prompt", longest, new=params.max_tokens
+        )
+        link = self.link
+        version = self.policy_version
+        seeds = (
+            [None]
+            if params.seed is None
+            else [request_seed(params.seed, i) for i in range(params.n)]
+        )
         each = params.n if params.seed is None else 1
-        responses = await asyncio.gather(*(draw(self, link, prompt, params, each, seed) for seed in seeds))
+        responses = await asyncio.gather(
+            *(draw(self, link, prompt, params, each, seed) for seed in seeds)
+        )
         sequences = [s for response in responses for s in response.sequences]
         if len(sequences) != params.n:
             raise BackendError("completions", got=len(sequences), expected=f"{params.n}, as asked")
-        return list(await asyncio.gather(*(completion(self, link, prompt, params, s, version) for s in sequences)))
+        return list(
+            await asyncio.gather(
+                *(completion(self, link, prompt, params, s, version) for s in sequences)
+            )
+        )
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights of the last sync."
-        ids = check_tokens(tokens, self.limits.vocab_size, "tokens", self.limits.max_seq_len, least=2)
+        ids = check_tokens(
+            tokens, self.limits.vocab_size, "tokens", self.limits.max_seq_len, least=2
+        )
         version = self.policy_version
         values = await prefilled(self, self.link, list(ids))
         return Logprobs(values, source="sampler", policy_version=version, dtype=self.limits.dtype)
@@ -272,7 +357,9 @@ async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any])
 
     async def once() -> Any:
         if link.closing.is_set():
-            raise BackendError("the backend", got="a call after it was closed", fix="Open it again.")
+            raise BackendError(
+                "the backend", got="a call after it was closed", fix="Open it again."
+            )
         tries.client = link.client or await asyncio.to_thread(sampler.ready, link)
         future = asyncio.wrap_future(as_future(request(tries.client)))
         response = await asyncio.wait_for(future, link.retries.attempt_s)
@@ -287,16 +374,22 @@ def shifted(values: Any, num_tokens: int) -> np.ndarray:
     "Prompt logprobs of a service as (N-1,) in target coordinates; raises `BackendError` or `AlignmentError`."
     if values is None or len(values) == 0:
         fix = "Score with the policy instead, or open another service."
-        raise BackendError("prompt logprobs", got="none", expected=f"{num_tokens} or {num_tokens - 1}", fix=fix)
+        raise BackendError(
+            "prompt logprobs", got="none", expected=f"{num_tokens} or {num_tokens - 1}", fix=fix
+        )
     series = np.array([np.nan if v is None else v for v in values], dtype=np.float64)
     if len(series) == num_tokens - 1:
         return series
-    return np.array(target_from_token(series, num_tokens=num_tokens, where="prompt logprobs of the service"))
+    return np.array(
+        target_from_token(series, num_tokens=num_tokens, where="prompt logprobs of the service")
+    )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #e456efc7
 async def prefilled(sampler: TinkerSampler, link: Link, tokens: list[int]) -> np.ndarray:
     "Raw logprobs of given tokens, target coordinates (N-1,)."
-    values = await ask(sampler, link, lambda c: c.compute_logprobs(link.sdk.ModelInput.from_ints(tokens)))
+    values = await ask(
+        sampler, link, lambda c: c.compute_logprobs(link.sdk.ModelInput.from_ints(tokens))
+    )
     sampler.meter.datums_scored += 1
     return shifted(values, len(tokens))
 
@@ -312,14 +405,17 @@ def stops(params: SampleParams, tokenizer: Any) -> list[str] | list[int] | None:
     The two do not go together. With strings a service may draw on past the end of text; `ended` cuts that off."""
     if params.stop and params.stop_token_ids:
         fix = "Give one of the two; a token's text will do as a string."
-        raise BackendError("stop", got="strings and token ids", expected="strings or token ids", fix=fix)
+        raise BackendError(
+            "stop", got="strings and token ids", expected="strings or token ids", fix=fix
+        )
     return list(params.stop) or ends(params, tokenizer) or None
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #a3bd2d13
 def ended(sequence: Any, end_ids: Sequence[int]) -> tuple[list[int], np.ndarray, str]:
     "Tokens, logprobs and finish reason of a sampled sequence, up to and with the first id that ends it."
     tokens = [int(t) for t in sequence.tokens]
-    logprobs = np.array(sequence.logprobs or [], dtype=np.float64)  # of no tokens, the SDK says none
+    # of no tokens, the SDK says none
+    logprobs = np.array(sequence.logprobs or [], dtype=np.float64)
     if len(logprobs) != len(tokens):
         got = f"{len(logprobs) or 'none'} for {len(tokens)} tokens"
         raise BackendError("logprobs of sampled tokens", got=got, expected="one per token")
@@ -330,18 +426,38 @@ def ended(sequence: Any, end_ids: Sequence[int]) -> tuple[list[int], np.ndarray,
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #1d5e9512
 async def draw(
-    sampler: TinkerSampler, link: Link, prompt: Sequence[int], params: SampleParams, n: int, seed: int | None
+    sampler: TinkerSampler,
+    link: Link,
+    prompt: Sequence[int],
+    params: SampleParams,
+    n: int,
+    seed: int | None,
 ) -> Any:
     "One sampling request."
-    types, sdk = sampler.session.package.types, link.sdk
+    types = sampler.session.package.types
+    sdk = link.sdk
     refuse_unknown(params, "Tinker")
-    given = {"max_tokens": params.max_tokens, "temperature": params.temperature, "top_p": params.top_p, "seed": seed}
-    asked = types.SamplingParams(**given, top_k=params.top_k or -1, stop=stops(params, sampler.tokenizer))
-    return await ask(sampler, link, lambda c: c.sample(sdk.ModelInput.from_ints(list(prompt)), n, asked))
+    given = {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "seed": seed,
+    }
+    asked = types.SamplingParams(
+        **given, top_k=params.top_k or -1, stop=stops(params, sampler.tokenizer)
+    )
+    return await ask(
+        sampler, link, lambda c: c.sample(sdk.ModelInput.from_ints(list(prompt)), n, asked)
+    )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #581e5561
 async def completion(
-    sampler: TinkerSampler, link: Link, prompt: Sequence[int], params: SampleParams, sequence: Any, version: int
+    sampler: TinkerSampler,
+    link: Link,
+    prompt: Sequence[int],
+    params: SampleParams,
+    sequence: Any,
+    version: int,
 ) -> Completion:
     "A sampled sequence as a `Completion`."
     tokens, drawn, reason = ended(sequence, ends(params, sampler.tokenizer))
@@ -352,21 +468,26 @@ async def completion(
         if not sampler.raw_always:
             raw = (await prefilled(sampler, link, [*prompt, *tokens]))[len(prompt) - 1 :]
     text = sampler.tokenizer.decode(tokens, skip_special_tokens=True)
-    return Completion(np.array(prompt), np.array(tokens), raw, sampling, text, reason, version, params)
+    return Completion(
+        np.array(prompt), np.array(tokens), raw, sampling, text, reason, version, params
+    )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #90c15d03
 class TinkerSync:
     "Makes the sampler serve a snapshot."
 
     def __init__(self, sampler: TinkerSampler, trainer: ServiceTrainer):
-        self.sampler, self.trainer = sampler, trainer
+        self.sampler = sampler
+        self.trainer = trainer
 
     async def __call__(self, snapshot: str) -> int:
         "Serve `snapshot`, a path on the service; returns the new policy version."
         if "/" not in snapshot:
             known = [path.rsplit("/", 1)[-1] for path in self.trainer.snapshots[-3:]] or "none yet"
             fix = "save_weights_for_sampler makes one and returns its path."
-            raise BackendError("snapshot", where="sync", got=repr(snapshot), expected=f"one of {known}", fix=fix)
+            raise BackendError(
+                "snapshot", where="sync", got=repr(snapshot), expected=f"one of {known}", fix=fix
+            )
         sampler = self.sampler
         link = sampler.link_to(model_path=snapshot)
         await asyncio.to_thread(link.call, lambda client: None)
@@ -379,7 +500,10 @@ class TinkerSync:
 # %% ../../../nbs/backends/services/04_tinker.ipynb #a22ba2d0
 def toy_tokens(tokenizer: Any, count: int = 6) -> list[int]:
     "A few ids that the model knows."
-    ids = [int(t) for t in tokenizer.encode("one two three four five six seven", add_special_tokens=False)]
+    ids = [
+        int(t)
+        for t in tokenizer.encode("one two three four five six seven", add_special_tokens=False)
+    ]
     return (ids * count)[:count]
 
 
@@ -401,22 +525,38 @@ def with_meanings(rows: Sequence[Finding]) -> list[Finding]:
     return [replace(f, fix=means[f.name][1]) for f in rows]
 
 
-def about(name: str, ratio: float, expected: float, of: str = "of the step", bound: float = 0.15) -> Finding:
+def about(
+    name: str, ratio: float, expected: float, of: str = "of the step", bound: float = 0.15
+) -> Finding:
     "Whether a change is the share of another that it should be, up to rounding."
-    return Finding(name, bool(abs(ratio - expected) < bound), f"{ratio:.3g} {of}", f"{expected:.3g} ± {bound:g}")
+    return Finding(
+        name,
+        bool(abs(ratio - expected) < bound),
+        f"{ratio:.3g} {of}",
+        f"{expected:.3g} ± {bound:g}",
+    )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #afba6af6
 def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Finding:
     "Whether the policy also scores positions of weight 0."
-    datum, link = toy_datum(tokens, 1), trainer.link
+    datum = toy_datum(tokens, 1)
+    link = trainer.link
 
     def scored(client: Any, weights: np.ndarray) -> np.ndarray:
-        output = result_of(link, client.forward([sdk_datum(link.sdk, datum, weights)], "cross_entropy"))
+        output = result_of(
+            link, client.forward([sdk_datum(link.sdk, datum, weights)], "cross_entropy")
+        )
         return read_logprobs(output, [datum], prompt_logprobs=True)[0]
 
-    asked, masked = (link.call(lambda c, w=w: scored(c, w)) for w in (np.ones(len(tokens) - 1), datum.weights))
+    asked, masked = (
+        link.call(lambda c, w=w: scored(c, w)) for w in (np.ones(len(tokens) - 1), datum.weights)
+    )
     gap = float(np.abs(asked - masked).max())
-    meaning = "prompt_logprobs=True is possible." if gap < 1e-3 else "Only positions of the loss are scored."
+    meaning = (
+        "prompt_logprobs=True is possible."
+        if gap < 1e-3
+        else "Only positions of the loss are scored."
+    )
     return Finding("policy scores weight 0", gap < 1e-3, nats(gap), "the same logprobs", meaning)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #a4c4e060
@@ -426,22 +566,35 @@ async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1
     drawn = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
     same = drawn[0] == drawn[1]
     meaning = "Runs repeat." if same else "Undo and resume draw other tokens than before."
-    return Finding("seed", same, "the same tokens twice" if same else "other tokens", "the same tokens", meaning)
+    return Finding(
+        "seed",
+        same,
+        "the same tokens twice" if same else "other tokens",
+        "the same tokens",
+        meaning,
+    )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #8aeda0b4
 async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Finding:
     "Whether logprobs of tokens drawn at another temperature are raw ones; the sampler remembers it."
-    link, name = sampler.link, "raw logprobs at any temperature"
+    link = sampler.link
+    name = "raw logprobs at any temperature"
     try:
-        sequence = (await draw(sampler, link, tokens, SampleParams(max_tokens=6, temperature=0.5), 1, 5)).sequences[0]
+        sequence = (
+            await draw(sampler, link, tokens, SampleParams(max_tokens=6, temperature=0.5), 1, 5)
+        ).sequences[0]
         drawn = [int(t) for t in sequence.tokens]
         raw = (await prefilled(sampler, link, [*tokens, *drawn]))[len(tokens) - 1 :]
         gap = float(np.abs(np.array(sequence.logprobs, dtype=np.float64) - raw).max())
     except (BackendError, TypeError, ValueError) as error:
         return Finding(name, None, str(error), fix="Sample at temperature 1.")
     sampler.raw_always = gap < 0.02
-    meaning = "" if sampler.raw_always else "Completions at other temperatures are scored once more."
-    return Finding(name, sampler.raw_always, f"{nats(gap)} from the prompt logprobs", "less than 0.02", meaning)
+    meaning = (
+        "" if sampler.raw_always else "Completions at other temperatures are scored once more."
+    )
+    return Finding(
+        name, sampler.raw_always, f"{nats(gap)} from the prompt logprobs", "less than 0.02", meaning
+    )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #bf0d16eb
 def known_length(session: Session, base_model: str) -> int | None:
@@ -456,10 +609,15 @@ def known_length(session: Session, base_model: str) -> int | None:
     return lengths.get(base_model) or (next(iter(lengths.values())) if len(lengths) == 1 else None)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #f22abd01
-async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Session, tokens: list[int]) -> Findings:
+async def probe(
+    trainer: ServiceTrainer, sampler: TinkerSampler, session: Session, tokens: list[int]
+) -> Findings:
     "What a service can do."
     longest = sampler.limits.max_seq_len
-    rows = [await trainer.run(probe_prompt_positions, trainer, tokens), await probe_seed(sampler, tokens)]
+    rows = [
+        await trainer.run(probe_prompt_positions, trainer, tokens),
+        await probe_seed(sampler, tokens),
+    ]
     rows.append(await probe_temperature(sampler, tokens))
     rows.append(Finding("max_seq_len", longest is not None or None, f"{longest or 'not said'}"))
     return Findings(rows, f"what the service can do (tinker {session.sdk.version})")
@@ -468,12 +626,24 @@ async def probe(trainer: ServiceTrainer, sampler: TinkerSampler, session: Sessio
 async def check_scores(trainer: Scorer, tokens: list[int]) -> list[Finding]:
     "What belongs to which token: another last token, tokens that are missing, weights of zero, other sequences."
     other = [*tokens[:-1], next(t for t in tokens if t != tokens[-1])]
-    toys = [toy_datum(tokens), toy_datum(other), toy_datum(tokens[:-2]), toy_datum(tokens, 1), toy_datum(tokens)]
+    toys = [
+        toy_datum(tokens),
+        toy_datum(other),
+        toy_datum(tokens[:-2]),
+        toy_datum(tokens, 1),
+        toy_datum(tokens),
+    ]
     whole, last, shorter, masked, again = (lp.values for lp in await trainer.forward(toys))
     alone = (await trainer.forward(toys[:1]))[0].values
-    changed, last_one = np.flatnonzero(np.abs(whole - last) > 1e-3).tolist(), len(tokens) - 2
+    changed = np.flatnonzero(np.abs(whole - last) > 1e-3).tolist()
+    last_one = len(tokens) - 2
     return [
-        Finding("shift", changed == [last_one], f"positions {changed} changed", f"position {last_one} alone"),
+        Finding(
+            "shift",
+            changed == [last_one],
+            f"positions {changed} changed",
+            f"position {last_one} alone",
+        ),
         within("prefix", float(np.abs(whole[: len(shorter)] - shorter).max()), 0.05),
         within("mask", abs(float(whole[-1] - masked[-1])), 0.05),
         within("alone and in a batch", float(np.abs([whole - alone, again - alone]).max()), 0.05),
@@ -498,18 +668,30 @@ class Toy:
 # %% ../../../nbs/backends/services/04_tinker.ipynb #950eb059
 def plain_descent(h: float) -> AdamParams:
     "Adam whose first step is -h times the gradient."
-    return AdamParams(learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0)
+    return AdamParams(
+        learning_rate=h * EPSILON, beta1=0.9, beta2=0.999, eps=EPSILON, weight_decay=0.0
+    )
 
 
 async def perturb(
-    toy: Toy, dlogprob: float, h: float, trained: int | None = 1, copies: int = 1, calls: int = 1, end: int = 6
+    toy: Toy,
+    dlogprob: float,
+    h: float,
+    trained: int | None = 1,
+    copies: int = 1,
+    calls: int = 1,
+    end: int = 6,
 ) -> tuple[np.ndarray, dict[str, float]]:
     """How far a first step moves each logprob, (N-1,), and the metrics of the step.
 
     The derivative is at the last logprob of tokens[:end], of `copies` in each of the calls."""
-    trainer, datum = toy.trainer, toy_datum(toy.tokens[:end], trained)
+    trainer = toy.trainer
+    datum = toy_datum(toy.tokens[:end], trained)
     await trainer.load_state(toy.start, optimizer=False)
-    along = lambda datums, logprobs: (dlogprob * sum(series[-1] for series in logprobs), {})
+
+    def along(datums, logprobs):
+        return (dlogprob * sum(series[-1] for series in logprobs), {})
+
     for _ in range(calls):
         await trainer.forward_backward_custom([datum] * copies, along)
     metrics = await trainer.optim_step(plain_descent(h))
@@ -518,7 +700,8 @@ async def perturb(
 # %% ../../../nbs/backends/services/04_tinker.ipynb #4e994e31
 async def visible_step(toy: Toy) -> tuple[float, np.ndarray, dict[str, float]]:
     "A step size that moves the last logprob by about `VISIBLE`, and what it did."
-    h, (change, metrics) = 1e-4, await perturb(toy, -1.0, 1e-4)
+    h = 1e-4
+    (change, metrics) = await perturb(toy, -1.0, 1e-4)
     for _ in range(6):
         if VISIBLE / 2 <= abs(change[-1]) <= 2 * VISIBLE:
             break
@@ -527,7 +710,9 @@ async def visible_step(toy: Toy) -> tuple[float, np.ndarray, dict[str, float]]:
     return h, change, metrics
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #9ba100cc
-WAYS: dict[str, tuple[float, float, dict[str, Any]]] = {  # dL/dlogprob, share of the step, options of `perturb`
+WAYS: dict[
+    str, tuple[float, float, dict[str, Any]]
+] = {  # dL/dlogprob, share of the step, options of `perturb`
     "twice the derivative": (-2.0, 0.5, {}),
     "two sequences": (-0.5, 1.0, {"copies": 2}),
     "idle positions": (-1.0, 1.0, {"trained": None}),
@@ -538,19 +723,33 @@ WAYS: dict[str, tuple[float, float, dict[str, Any]]] = {  # dL/dlogprob, share o
 async def check_gradient(toy: Toy) -> list[Finding]:
     "Sign, scale and place of a gradient, and the forward pass inside of a backward pass."
     h, change, metrics = await visible_step(toy)
-    once, back = change[-1], (await perturb(toy, 1.0, h))[0][-1]
-    signed, got = bool(once > VISIBLE / 4 and back < -VISIBLE / 4), f"{once:+.2g} and {back:+.2g} nats"
+    once = change[-1]
+    back = (await perturb(toy, 1.0, h))[0][-1]
+    signed = bool(once > VISIBLE / 4 and back < -VISIBLE / 4)
+    got = f"{once:+.2g} and {back:+.2g} nats"
     rows = [Finding("gradient sign", signed, got, "up for derivative -1, down for derivative +1")]
     for name, (dlogprob, share, more) in WAYS.items():
         moved = (await perturb(toy, dlogprob, h * share, **more))[0]
         rows.append(about(name, moved[-1] / (once or math.nan), 1))
-    there, here = change[-2], (await perturb(toy, -1.0, h, end=-1))[0][-1]
-    far, got = max(abs(there), abs(here), VISIBLE) / 4, f"{there:+.2g} and {here:+.2g} nats"
-    rows.append(Finding("one position moves another", bool(abs(there - here) < far), got, "one number"))
+    there = change[-2]
+    here = (await perturb(toy, -1.0, h, end=-1))[0][-1]
+    far = max(abs(there), abs(here), VISIBLE) / 4
+    got = f"{there:+.2g} and {here:+.2g} nats"
+    rows.append(
+        Finding("one position moves another", bool(abs(there - here) < far), got, "one number")
+    )
     rows.append(within("forward inside backward", metrics.get("forward_gap", 0.0), 0.05))
     if norm := metrics.get("grad_norm"):
-        ratio, bounds = once / (h * norm**2), "0.6 to 1.6"
-        rows.append(Finding("size of a step", bool(0.6 < ratio < 1.6) or None, f"{ratio:.3g} of rate × norm²", bounds))
+        ratio = once / (h * norm**2)
+        bounds = "0.6 to 1.6"
+        rows.append(
+            Finding(
+                "size of a step",
+                bool(0.6 < ratio < 1.6) or None,
+                f"{ratio:.3g} of rate × norm²",
+                bounds,
+            )
+        )
     return rows
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #02a87a60
@@ -576,13 +775,19 @@ async def find_encoding(toy: Toy) -> list[Finding]:
 # %% ../../../nbs/backends/services/04_tinker.ipynb #12c3f032
 async def check_optimizer(toy: Toy, h: float) -> list[Finding]:
     "What is left of a step in the next one, with a gradient of zero; and again, from a state between the two."
-    trainer, datum, seen = toy.trainer, toy_datum(toy.tokens, 1), list[float]()
+    trainer = toy.trainer
+    datum = toy_datum(toy.tokens, 1)
+    seen = list[float]()
     first = (await perturb(toy, -1.0, h))[0][-1]
     between = await trainer.save_state("between")
     for _ in range(2):
-        await trainer.forward_backward_custom([datum], lambda datums, logprobs: (0.0 * logprobs[0][-1], {}))
+        await trainer.forward_backward_custom(
+            [datum], lambda datums, logprobs: (0.0 * logprobs[0][-1], {})
+        )
         await trainer.optim_step(plain_descent(h))
-        seen.append(float((await trainer.forward([datum]))[0].values[-1] - toy.logprobs[-1] - first))
+        seen.append(
+            float((await trainer.forward([datum]))[0].values[-1] - toy.logprobs[-1] - first)
+        )
         await trainer.load_state(between)
     momentum = about("momentum", seen[0] / (first or math.nan), 0.474, "of the step before", 0.1)
     return [momentum, within("optimizer in a state", abs(seen[1] - seen[0]), VISIBLE / 2)]
@@ -593,13 +798,22 @@ async def check_draws(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     asked = SampleParams(n=4, max_tokens=4, seed=3)
     drawn = [c for c in await sampler.sample(tokens[:-2], asked) if len(c.tokens)]
     scored = [(await sampler.logprobs(c.full_tokens)).values[len(tokens) - 3 :] for c in drawn]
-    gap = max([float(np.abs(c.logprobs - s).mean()) for c, s in zip(drawn, scored, strict=True)], default=math.nan)
+    gap = max(
+        [float(np.abs(c.logprobs - s).mean()) for c, s in zip(drawn, scored, strict=True)],
+        default=math.nan,
+    )
     if any(len(c.tokens) > 4 or (len(c.tokens) < 4 and c.finish_reason == "length") for c in drawn):
         gap = math.inf
     stops = tuple({int(c.tokens[0]) for c in drawn})
-    known = {*stops, *turn_ends(getattr(sampler, "tokenizer", None)), *(int(c.tokens[-1]) for c in drawn)}
+    known = {
+        *stops,
+        *turn_ends(getattr(sampler, "tokenizer", None)),
+        *(int(c.tokens[-1]) for c in drawn),
+    }
     ended = await sampler.sample(tokens[:-2], replace(asked, stop_token_ids=stops))
-    kept = sum(c.finish_reason != "stop" or not known.isdisjoint(c.tokens[-1:].tolist()) for c in ended)
+    kept = sum(
+        c.finish_reason != "stop" or not known.isdisjoint(c.tokens[-1:].tolist()) for c in ended
+    )
     whole = Finding("the end is part of it", kept == len(ended), f"{kept} of {len(ended)}", "all")
     spread = np.ptp([(await sampler.logprobs(tokens)).values for _ in range(6)], axis=0).mean()
     same = within("scored again", float(spread), 0.05, " on average")
@@ -609,11 +823,14 @@ async def check_draws(sampler: Sampler, tokens: list[int]) -> list[Finding]:
 LONGEST = 8192  # tokens that are tried; a longer context is not
 
 
-async def check_length(policy: Scorer, sampler: Sampler, tokens: list[int], longest: int) -> Finding:
+async def check_length(
+    policy: Scorer, sampler: Sampler, tokens: list[int], longest: int
+) -> Finding:
     "Whether policy and sampler take a sequence as long as is said, whole, also where a token is drawn behind it."
     whole = (tokens * (longest // len(tokens) + 1))[: min(longest, LONGEST) - 1]
     try:
-        scored, theirs = await policy.forward([toy_datum(whole)]), await sampler.logprobs(whole)
+        scored = await policy.forward([toy_datum(whole)])
+        theirs = await sampler.logprobs(whole)
         (c,) = await sampler.sample(whole[:-1], SampleParams(max_tokens=1, seed=3))
         behind = (await sampler.logprobs(c.full_tokens)).values[len(whole) - 2 :] - c.logprobs
     except (BackendError, AlignmentError) as error:
@@ -624,13 +841,19 @@ async def check_length(policy: Scorer, sampler: Sampler, tokens: list[int], long
 
 async def check_losses(toy: Toy, h: float, names: Sequence[str]) -> Finding:
     "Whether the service's own losses have the value and the step that they have here, one of two sequences clipped."
-    once, off = (await perturb(toy, -1.0, h))[0][-1], list[str]()
+    once = (await perturb(toy, -1.0, h))[0][-1]
+    off = list[str]()
     anchors = [toy.logprobs - np.log(ratio) for ratio in (0.9, 1.35)]
-    datums = [replace(toy_datum(toy.tokens, 1), advantage=1.0, old_logprobs=a, sampler_logprobs=a) for a in anchors]
+    datums = [
+        replace(toy_datum(toy.tokens, 1), advantage=1.0, old_logprobs=a, sampler_logprobs=a)
+        for a in anchors
+    ]
     for name in names:
         await toy.trainer.load_state(toy.start, optimizer=False)
         try:
-            out = await toy.trainer.forward_backward_builtin(datums, LossOptions(name, aggregation="sum"))
+            out = await toy.trainer.forward_backward_builtin(
+                datums, LossOptions(name, aggregation="sum")
+            )
             await toy.trainer.optim_step(plain_descent(h / 2))
             moved = (await toy.trainer.forward(datums[:1]))[0].values[-1] - toy.logprobs[-1]
             expected = -0.5 * once * sum(d[-1] for d in out.dlogprobs)
@@ -643,57 +866,102 @@ async def check_losses(toy: Toy, h: float, names: Sequence[str]) -> Finding:
 # %% ../../../nbs/backends/services/04_tinker.ipynb #b85fb5f5
 async def check_endings(tokenizer: Any, sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether completions, a few long ones and some that are cut, end as they say and have the text of their tokens."
-    asked, odd, other = SampleParams(n=6, max_tokens=32, seed=3), list[str](), list[str]()
-    ends, says = turn_ends(tokenizer), partial(tokenizer.decode, skip_special_tokens=True)
-    for c in [c for most in (32, 4) for c in await sampler.sample(tokens, replace(asked, max_tokens=most))]:
-        ids, most, stopped = c.tokens.tolist(), c.params.max_tokens, c.finish_reason == "stop"
-        right = not {*tokenizer.all_special_ids, *ends}.isdisjoint(ids[-1:]) if stopped else len(ids) == most
+    asked = SampleParams(n=6, max_tokens=32, seed=3)
+    odd = list[str]()
+    other = list[str]()
+    ends = turn_ends(tokenizer)
+    says = partial(tokenizer.decode, skip_special_tokens=True)
+    for c in [
+        c for most in (32, 4) for c in await sampler.sample(tokens, replace(asked, max_tokens=most))
+    ]:
+        ids = c.tokens.tolist()
+        most = c.params.max_tokens
+        stopped = c.finish_reason == "stop"
+        right = (
+            not {*tokenizer.all_special_ids, *ends}.isdisjoint(ids[-1:])
+            if stopped
+            else len(ids) == most
+        )
         if not right or len(ids) > most or not ends.isdisjoint(ids[:-1]):
             odd.append(f"{len(ids)} tokens of {most}, the last {ids[-1:]}, {c.finish_reason!r}")
-        own = [says(ids), says(c.full_tokens).removeprefix(says(c.prompt_tokens))]  # some drop a space in front
+        # some drop a space in front
+        own = [says(ids), says(c.full_tokens).removeprefix(says(c.prompt_tokens))]
         if c.text.rstrip("\ufffd") not in [text.rstrip("\ufffd") for text in own]:
             other.append(f"{c.text!r} for {own[0]!r}")
     said = ["; ".join(bad[:1]) or "as it should be" for bad in (odd, other)]
-    return [Finding("how it ended", not odd, said[0], "as asked"), Finding("text", not other, said[1], "of the ids")]
+    return [
+        Finding("how it ended", not odd, said[0], "as asked"),
+        Finding("text", not other, said[1], "of the ids"),
+    ]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #c2413573
 async def check_temperature(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether the likeliest token is drawn at temperature 0, and at 2 none of the odds of temperature 1."
-    asked = [SampleParams(n=n, max_tokens=1, temperature=t, seed=5) for n, t in ((128, 2.0), (8, 0.0))]
-    hot, cold = [[c for c in await sampler.sample(tokens, params) if len(c.tokens)] for params in asked]
+    asked = [
+        SampleParams(n=n, max_tokens=1, temperature=t, seed=5) for n, t in ((128, 2.0), (8, 0.0))
+    ]
+    hot, cold = [
+        [c for c in await sampler.sample(tokens, params) if len(c.tokens)] for params in asked
+    ]
     told = {int(c.tokens[0]): float(c.logprobs[0]) for c in [*hot, *cold]}
     other = sum(told[int(c.tokens[0])] < max(told.values()) - 0.05 for c in cold)
-    gain = sum(c.logprobs[0] for c in hot) / 2 + len(hot) * np.logaddexp.reduce(np.array([*told.values()]) / 2)
+    gain = sum(c.logprobs[0] for c in hot) / 2 + len(hot) * np.logaddexp.reduce(
+        np.array([*told.values()]) / 2
+    )
     said = f"at 0, {other} of {len(cold)} were not the likeliest; at 2, {gain:+.0f} nats in favour of temperature 1"
-    return [Finding("temperature", bool(not other and gain < 9.2), said, "0, and less than 9.2: 1 in 10,000 by chance")]
+    return [
+        Finding(
+            "temperature",
+            bool(not other and gain < 9.2),
+            said,
+            "0, and less than 9.2: 1 in 10,000 by chance",
+        )
+    ]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #fd51a242
 async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> list[Finding]:
     "Two syncs, of which the second brings something new, and what they change."
-    scored = lambda: toy.trainer.forward([toy_datum(toy.tokens)])
-    rows, changed = list[Finding](), 0.0
+
+    def scored():
+        return toy.trainer.forward([toy_datum(toy.tokens)])
+
+    rows = list[Finding]()
+    changed = 0.0
     for name, share in (("first sync", 0.0), ("second sync", 4.0)):
         await perturb(toy, -1.0, h * share)
-        (before,), early = await scored(), await sampler.logprobs(toy.tokens)
+        (before,) = await scored()
+        early = await sampler.logprobs(toy.tokens)
         await sync(await toy.trainer.save_weights_for_sampler(label_of(name)))
-        (after,), late = await scored(), [(await sampler.logprobs(toy.tokens)).values[-1] for _ in range(4)]
+        (after,) = await scored()
+        late = [(await sampler.logprobs(toy.tokens)).values[-1] for _ in range(4)]
         changed = max(changed, float(np.abs(after.values - before.values).max()))
-        rows.append(within(name, float(np.abs(np.array(late) - after.values[-1]).max()), VISIBLE / 2))
-    rows.append(within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2))
+        rows.append(
+            within(name, float(np.abs(np.array(late) - after.values[-1]).max()), VISIBLE / 2)
+        )
+    rows.append(
+        within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2)
+    )
     drawn = await sampler.sample(toy.tokens[:-2], SampleParams(n=4, max_tokens=4, seed=3))
     told = [(c.logprobs, toy_datum(c.full_tokens, len(c.tokens))) for c in drawn if len(c.tokens)]
     gaps = [abs(s - (await toy.trainer.forward([d]))[0].values[-len(s) :]).mean() for s, d in told]
-    rows.append(within("draws after a sync", float(max(gaps, default=math.nan)), VISIBLE / 2, " on average"))
+    rows.append(
+        within("draws after a sync", float(max(gaps, default=math.nan)), VISIBLE / 2, " on average")
+    )
     return [*rows, within("trainer after a sync", changed, 0.02)]
 
 
 async def check_contract(
-    policy: Any, sampler: Sampler, tokens: list[int], sync: WeightSync | None = None, can: Capabilities | None = None
+    policy: Any,
+    sampler: Sampler,
+    tokens: list[int],
+    sync: WeightSync | None = None,
+    can: Capabilities | None = None,
 ) -> Findings:
     """What a run relies on: scores, gradients, steps, states, draws, syncs. The model is left as it was found.
 
     With `can`, the limit and the losses that it says are tried."""
-    start, datum = await policy.save_state("start"), toy_datum(tokens)
+    start = await policy.save_state("start")
+    datum = toy_datum(tokens)
     toy = Toy(policy, start, tokens, (await policy.forward([datum]))[0].values)
     rows = [*await check_scores(policy, tokens), *await find_encoding(toy)]
     await policy.load_state(start)
@@ -701,15 +969,23 @@ async def check_contract(
     rows.append(within("states", float(np.abs(moved - toy.logprobs).max()), 0.02))
     try:
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
-        rows += [within("policy and sampler", gap, 0.2, " on average"), *await check_draws(sampler, tokens)]
+        rows += [
+            within("policy and sampler", gap, 0.2, " on average"),
+            *await check_draws(sampler, tokens),
+        ]
     except BackendError as error:
         rows.append(Finding("policy and sampler", None, str(error), "a logprob per token"))
     if sync is not None:
         h = (await visible_step(toy))[0]
         if can is not None:
             await policy.load_state(start)
-            rows += [await check_length(policy, sampler, tokens, n) for n in [can.max_seq_len] if n is not None]
-            rows += [await check_losses(toy, h, can.builtin_losses)] if can.builtin_losses else []
+            rows += [
+                await check_length(policy, sampler, tokens, n)
+                for n in [can.max_seq_len]
+                if n is not None
+            ]
+            if can.builtin_losses:
+                rows += [await check_losses(toy, h, can.builtin_losses)]
         rows += [*await check_optimizer(toy, 2 * h), *await check_sync(toy, sampler, sync, h)]
         await policy.load_state(start)
     return Findings(with_meanings(rows), "does the service do what we think?")
@@ -727,13 +1003,16 @@ async def open_tinker(
     *,
     base_model: str,  # as the service names it
     base_url: str | None = None,  # None = TINKER_BASE_URL, or Tinker's own
-    key: Secret | str | None = None,  # None = TINKER_API_KEY, or FIREWORKS_API_KEY for serverless training
+    key: Secret
+    | str
+    | None = None,  # None = TINKER_API_KEY, or FIREWORKS_API_KEY for serverless training
     lora_rank: int = 32,
     tokenizer: Any = None,  # a tokenizer, or its name or folder; None = the base model's
     reference: bool = True,  # keep a frozen reference
     seed: int = 0,  # of the adapter's initial weights
     max_seq_len: int | None = None,  # None = what the service says
-    needed: int | None = None,  # tokens that a sequence may have; more than the service takes is refused
+    needed: int
+    | None = None,  # tokens that a sequence may have; more than the service takes is refused
     prompt_logprobs: bool = False,  # also score positions of weight 0
     dtype: str = "unknown",  # precision of the service's forward pass, if you know it; tolerances follow it
     conformance: Literal["raise", "warn", "off"] = "raise",  # what happens when a check fails
@@ -748,23 +1027,39 @@ async def open_tinker(
     url = base_url or os.environ.get("TINKER_BASE_URL") or None
     words = open_tokenizer(tokenizer, base_model)
     sessions = open_sessions(url, key, words, lora_rank, reference)
-    secret, pooled = sessions[0].key, isinstance(sessions[0], PooledSession)
+    secret = sessions[0].key
+    pooled = isinstance(sessions[0], PooledSession)
     if url is not None and not pooled:
         fix = "Start the service, or set base_url (or TINKER_BASE_URL) to where it is."
         await asyncio.to_thread(check_reachable, f"{url.rstrip('/')}/api/v1/healthz", fix)
     longest = max_seq_len or await asyncio.to_thread(known_length, sessions[0], base_model)
     if longest and (needed or 0) > longest:
-        expected, fix = f"at most {longest}, its context", f"Set max_seq_len={longest}."
+        expected = f"at most {longest}, its context"
+        fix = f"Set max_seq_len={longest}."
         raise ConfigError("max_seq_len", where=base_model, got=needed, expected=expected, fix=fix)
     limits = Limits(len(words), longest, dtype, prompt_logprobs)
-    link = {"attempts": attempts, "pause_s": pause_s, "timeout_s": timeout_s, "say": say, "secret": secret}
-    meter, run, first = Meter(), Worker(), sessions[0]
+    link = {
+        "attempts": attempts,
+        "pause_s": pause_s,
+        "timeout_s": timeout_s,
+        "say": say,
+        "secret": secret,
+    }
+    meter = Meter()
+    run = Worker()
+    first = sessions[0]
     forget = None if pooled else CheckpointCleaner(first)
     adapter = SdkAdapter(load=load_or_remake, forget=forget)
-    policy, judge = (training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1]))
+    policy, judge = (
+        training_client(s, base_model, lora_rank, seed) for s in (sessions[0], sessions[-1])
+    )
     own = {"limits": limits, "run": run, "meter": meter, "journal_steps": journal_steps, **link}
     trainer = ServiceTrainer(policy, sessions[0].sdk, adapter=adapter, **own)
-    frozen = ServiceReference(Link(judge, sessions[0].sdk, **link), limits, run, meter) if reference else None
+    frozen = (
+        ServiceReference(Link(judge, sessions[0].sdk, **link), limits, run, meter)
+        if reference
+        else None
+    )
     sampler = TinkerSampler(sessions[1], base_model, words, limits, meter, **link)
     close = partial(close_tinker, trainer, frozen, sampler, sessions)
     can = Capabilities("tinker", prompt_logprobs=prompt_logprobs, lora_rank=lora_rank)
@@ -780,7 +1075,9 @@ async def open_tinker(
     return backend
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #22d8ebf7
-async def probe_and_verify(backend: TinkerBackend, session: Session, probing: bool, conformance: str) -> None:
+async def probe_and_verify(
+    backend: TinkerBackend, session: Session, probing: bool, conformance: str
+) -> None:
     "Connect, ask, check; raises `BackendError` when a check fails and that was asked for."
     trainer: Any = backend.policy
     sampler: Any = backend.sampler
@@ -790,17 +1087,22 @@ async def probe_and_verify(backend: TinkerBackend, session: Session, probing: bo
         backend.probes = await probe(trainer, sampler, session, tokens)
         backend.capabilities = replace(backend.capabilities, seed=bool(backend.probes["seed"].ok))
         if backend.capabilities.prompt_logprobs and not backend.probes["policy scores weight 0"].ok:
-            raise BackendError("prompt_logprobs=True", got=backend.probes["policy scores weight 0"].sentence)
+            raise BackendError(
+                "prompt_logprobs=True", got=backend.probes["policy scores weight 0"].sentence
+            )
     if conformance == "off":
         await trainer.save_state("start")
         return
     backend.checks = await check_contract(trainer, sampler, tokens)
-    if trainer.encoding is not ENCODINGS[0]:  # the service divides, and would divide the gradients of its own losses
+    # the service divides, and would divide the gradients of its own losses
+    if trainer.encoding is not ENCODINGS[0]:
         backend.capabilities = replace(backend.capabilities, builtin_losses=())
     trouble = " ".join(row.sentence for row in backend.checks.failed)
     if trouble and conformance == "raise":
         what = f"the service does not conform ({len(backend.checks.failed)})"
-        raise BackendError(what, got=trouble.rstrip("."), fix="conformance='warn' opens it all the same.")
+        raise BackendError(
+            what, got=trouble.rstrip("."), fix="conformance='warn' opens it all the same."
+        )
     if trouble:
         warnings.warn(f"the service does not conform: {trouble}", stacklevel=2)
 
@@ -809,7 +1111,10 @@ OWN_LABELS = {"start", "journal"}  # states that only the trainer asked for
 
 
 async def close_tinker(
-    trainer: ServiceTrainer, reference: ServiceReference | None, sampler: TinkerSampler, sessions: Sequence[Session]
+    trainer: ServiceTrainer,
+    reference: ServiceReference | None,
+    sampler: TinkerSampler,
+    sessions: Sequence[Session],
 ) -> None:
     "Refuse further calls, unload the models, end the sessions."
     links = [trainer.link, sampler.link, *([reference.link] if reference else [])]
@@ -818,11 +1123,16 @@ async def close_tinker(
     trainer.run.close(wait=False)
 
     def release() -> None:
-        trained = [link.client for link in links if link is not sampler.link and link.client is not None]
-        with ThreadPoolExecutor() as pool:  # at once: a service that is gone is waited for only once
+        trained = [
+            link.client for link in links if link is not sampler.link and link.client is not None
+        ]
+        # at once: a service that is gone is waited for only once
+        with ThreadPoolExecutor() as pool:
             list(pool.map(unload, trained))
         for label in OWN_LABELS & trainer.states.keys():
-            trainer.adapter.forget(trainer.states[label]) if trainer.adapter.forget is not None else None
+            trainer.adapter.forget(
+                trainer.states[label]
+            ) if trainer.adapter.forget is not None else None
         with ThreadPoolExecutor() as pool:
             list(pool.map(end_session, [session.service for session in dict.fromkeys(sessions)]))
 

@@ -41,7 +41,9 @@ class Secret(SecretStr):
         if (bad := re.search(r"[^!-~]", value)) is not None:
             got = f"{len(value)} characters, number {bad.start() + 1} of which is none"
             fix = "Was it copied with a line break, a space or a letter with an accent?"
-            raise BackendError("a key", got=got, expected="visible ASCII, which a header can carry", fix=fix)
+            raise BackendError(
+                "a key", got=got, expected="visible ASCII, which a header can carry", fix=fix
+            )
         super().__init__(value)
 
     def reveal(self) -> str:
@@ -54,7 +56,11 @@ class Secret(SecretStr):
     __str__ = __repr__
 
     def __reduce__(self) -> Any:
-        raise BackendError("a key", got="an attempt to store it", fix="Read it from the environment where it is used.")
+        raise BackendError(
+            "a key",
+            got="an attempt to store it",
+            fix="Read it from the environment where it is used.",
+        )
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #a1de4ac3
 HEADER_LOGGERS = ("hpack.hpack", "hpack.table")  # their DEBUG lines show headers
@@ -80,13 +86,18 @@ def key_from_env(*names: str, key: Secret | str | None = None) -> Secret:
     for name in names:
         if value := os.environ.get(name, "").strip():
             return Secret(value)
-    fix = "Set it in the shell that starts the notebook; it does not belong into a config or a cell."
-    raise BackendError("key", got=f"no {' and no '.join(names)}", expected="an environment variable", fix=fix)
+    fix = (
+        "Set it in the shell that starts the notebook; it does not belong into a config or a cell."
+    )
+    raise BackendError(
+        "key", got=f"no {' and no '.join(names)}", expected="an environment variable", fix=fix
+    )
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #fabcb7aa
 def one_line(text: Any, key: Secret | str | None = None, longest: int = 600) -> str:
     "What a service or an SDK said, in one line of at most `longest` characters, without the key."
-    line = plain_text(" ".join(str(text).split())).split(" Agent debug: ")[0]  # where to search, as Fireworks' SDK ends
+    # where to search, as Fireworks' SDK ends
+    line = plain_text(" ".join(str(text).split())).split(" Agent debug: ")[0]
     hidden = key.reveal() if isinstance(key, Secret) else key
     line = without_keys(line.replace(hidden, "***") if hidden else line)
     return line if len(line) <= longest else line[:longest] + " ..."
@@ -96,7 +107,9 @@ class WaitNotice:
     "Says every so often that responses are awaited, once for all requests."
 
     def __init__(self, who: str, say: Callable[[str], Any] | None = None, every_s: float = 15.0):
-        self.who, self.say, self.every_s = who, say, every_s
+        self.who = who
+        self.say = say
+        self.every_s = every_s
         self.trouble = ""  # of the last attempt that failed
         self.began: dict[object, tuple[float, str]] = {}  # of those who wait: since when, for what
         self.heard_at, self.watching, self.lock = time.monotonic(), False, threading.Lock()
@@ -117,7 +130,8 @@ class WaitNotice:
 
     def heard(self) -> None:
         "Something came back."
-        self.heard_at, self.trouble = time.monotonic(), ""
+        self.heard_at = time.monotonic()
+        self.trouble = ""
 
     def _watch(self) -> None:
         while self.watching:
@@ -130,7 +144,8 @@ class WaitNotice:
             if seconds >= 0.9 * self.every_s:
                 more = f" ({len(waiting)} requests wait)" if len(waiting) > 1 else ""
                 line = f"{self.who}: waiting for {seconds:.0f} s{more}, {what}"
-                line += f"; {self.trouble}" if self.trouble else ""
+                if self.trouble:
+                    line += f"; {self.trouble}"
                 self.say(line) if self.say is not None else warnings.warn(line, stacklevel=1)
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #cb25f25b
@@ -164,16 +179,23 @@ def server_message(text: str) -> str:
 # %% ../../../nbs/backends/services/00_wire.ipynb #b660acaf
 def judge(response: httpx.Response, text: str, where: str) -> AskAgain:
     "The reason to ask again that a failed response gives; raises `BackendError` when there is none."
-    status, words = response.status_code, server_message(text)
+    status = response.status_code
+    words = server_message(text)
     if status in RETRIED:
         reason = f"status {status}" + (f" ({words})" if words else "")
-        return AskAgain(reason, retry_after(response.headers.get("retry-after"), time.time()), status in _CROWDED)
+        return AskAgain(
+            reason,
+            retry_after(response.headers.get("retry-after"), time.time()),
+            status in _CROWDED,
+        )
     fix = _FIXES.get(status)
     if response.is_redirect:  # not followed: the key would go with it
-        words, fix = f"a redirect to {response.headers['location'].split('?')[0]}", _NOT_SUCH
+        words = f"a redirect to {response.headers['location'].split('?')[0]}"
+        fix = _NOT_SUCH
     got = f"status {status}: {words or 'no words'}"
     error = Refused("refused", where=where, got=got, **({"fix": fix} if fix else {}))
-    error.status, error.said = status, words
+    error.status = status
+    error.said = words
     raise error
 
 
@@ -181,7 +203,8 @@ _NOT_SUCH = "Is base_url the own address of an OpenAI-compatible server?"
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #5a280050
 _DAMAGED = "a damaged response"
-ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)  # raised over a response of another shape
+# raised over a response of another shape
+ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 MAX_REPLY = 2**24  # bytes of a response
@@ -207,14 +230,24 @@ class ReplyParts:
         self.parts.append(part)
         self.read += len(part)
         if self.read > self.limit:
-            got, expected = f"more than {self.limit:,} bytes", "what was asked for"
-            raise Refused("the response", where=self.where, got=got, expected=expected, fix=_NOT_SUCH)
+            got = f"more than {self.limit:,} bytes"
+            expected = "what was asked for"
+            raise Refused(
+                "the response", where=self.where, got=got, expected=expected, fix=_NOT_SUCH
+            )
 
     def response(self, stream: httpx.Response) -> httpx.Response:
         "The response with its content."
         packed = ("content-encoding", "content-length", "transfer-encoding")
-        headers = [(name, value) for name, value in stream.headers.multi_items() if name not in packed]
-        return httpx.Response(stream.status_code, headers=headers, content=b"".join(self.parts), request=stream.request)
+        headers = [
+            (name, value) for name, value in stream.headers.multi_items() if name not in packed
+        ]
+        return httpx.Response(
+            stream.status_code,
+            headers=headers,
+            content=b"".join(self.parts),
+            request=stream.request,
+        )
 
 
 async def read_reply(stream: httpx.Response, limit: int, where: str) -> httpx.Response:
@@ -235,7 +268,8 @@ def read_reply_blocking(stream: httpx.Response, where: str) -> httpx.Response:
 
 def json_of(response: httpx.Response, where: str, key: Secret | None = None) -> dict[str, Any]:
     "The object in a response; raises `AskAgain`, also for damaged text, or `Refused`."
-    kind, text = response.headers.get("content-type", ""), response.content.decode("utf-8-sig", errors="replace")
+    kind = response.headers.get("content-type", "")
+    text = response.content.decode("utf-8-sig", errors="replace")
     text = text.replace(key.reveal(), "***") if key else text
     if response.status_code >= 300:
         raise judge(response, text, where)
@@ -249,9 +283,13 @@ def json_of(response: httpx.Response, where: str, key: Secret | None = None) -> 
     except ValueError:
         raise AskAgain(_DAMAGED) from None
     except RecursionError:
-        raise Refused("the response", where=where, got="JSON that is nested too deeply", expected="an object") from None
+        raise Refused(
+            "the response", where=where, got="JSON that is nested too deeply", expected="an object"
+        ) from None
     if not isinstance(value, dict):
-        raise Refused("the response", where=where, got=quoted(value), expected="a JSON object", fix=_NOT_SUCH)
+        raise Refused(
+            "the response", where=where, got=quoted(value), expected="a JSON object", fix=_NOT_SUCH
+        )
     return value
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #fb2737f2
@@ -262,7 +300,9 @@ def server_root(base_url: str) -> str:
     parts = urlsplit(base_url)
     if parts.username or parts.password:
         fix = "Give the key as `key`, or in the environment."
-        raise BackendError("base_url", got="an address with a password in it", expected="one without", fix=fix)
+        raise BackendError(
+            "base_url", got="an address with a password in it", expected="one without", fix=fix
+        )
     return base_url.rstrip("/").removesuffix("/v1")
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #1563e0a1
@@ -278,14 +318,19 @@ class Wire:
         limit: AdaptiveLimit | None = None,  # None = a fresh one
         transport: httpx.AsyncBaseTransport | None = None,  # None = the network
     ):
-        self.root, self.retries, self.transport = server_root(base_url), retries, transport
+        self.root = server_root(base_url)
+        self.retries = retries
+        self.transport = transport
         self.limit = limit or AdaptiveLimit()
         self.key = key if isinstance(key, Secret) or key is None else Secret(key)
         self.counts: Counter[str] = Counter()  # attempts, and failures by reason
-        self.lost, self.closed = False, False  # whether the connection broke since the last check
+        # whether the connection broke since the last check
+        self.lost = False
+        self.closed = False
         self.answered_at = time.monotonic()  # the last response
         self.notice = WaitNotice(self.root)
-        self.ready: Callable[[], Awaitable[None]] | None = None  # is awaited before a request stands in line
+        # is awaited before a request stands in line
+        self.ready: Callable[[], Awaitable[None]] | None = None
         self._client: httpx.AsyncClient | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rng = np.random.default_rng(retries.seed)
@@ -300,15 +345,21 @@ class Wire:
     def client(self) -> httpx.AsyncClient:
         "The client of the running event loop; raises `BackendError` once the wire is closed."
         if self.closed:
-            raise BackendError("the sampler", got="a call after it was closed", fix="Open the backend again.")
+            raise BackendError(
+                "the sampler", got="a call after it was closed", fix="Open the backend again."
+            )
         if self._client is None or self._loop is not asyncio.get_running_loop():
             self._loop = asyncio.get_running_loop()
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
             wait = httpx.Timeout(None, connect=10.0)
-            self._client = httpx.AsyncClient(auth=self.signed, limits=limits, timeout=wait, transport=self.transport)
+            self._client = httpx.AsyncClient(
+                auth=self.signed, limits=limits, timeout=wait, transport=self.transport
+            )
         return self._client
 
-    async def send(self, method: str, path: str, body: Any = None, params: Any = None) -> dict[str, Any]:
+    async def send(
+        self, method: str, path: str, body: Any = None, params: Any = None
+    ) -> dict[str, Any]:
         "Send once, with `params` in the address; raises `AskAgain`, also for damaged text, or `BackendError`."
         self.counts["attempts"] += 1
         where = f"{method} {self.root}{path}"
@@ -319,7 +370,9 @@ class Wire:
             ):
                 response = await read_reply(stream, reply_limit(body), where)
         except TimeoutError:
-            raise AskAgain(f"no response within {self.retries.attempt_s:g} s", crowded=True) from None
+            raise AskAgain(
+                f"no response within {self.retries.attempt_s:g} s", crowded=True
+            ) from None
         except httpx.DecodingError:
             raise AskAgain(_DAMAGED) from None
         except httpx.TransportError as reason:
@@ -349,7 +402,8 @@ class Wire:
         again: Judge = is_passing,  # whether a failure may pass; one that may not is raised as it is
     ) -> dict[str, Any]:
         "A request until it is answered; each attempt moves the window. Raises `BackendError`."
-        attempts, ready = Attempts(self, f"{method} {self.root}{path}"), self.ready if limited else None
+        attempts = Attempts(self, f"{method} {self.root}{path}")
+        ready = self.ready if limited else None
 
         async def once() -> dict[str, Any]:
             began = time.monotonic()
@@ -377,7 +431,9 @@ class Wire:
 
     async def close(self) -> None:
         "Close the connections."
-        client, self._client, self.closed = self._client, None, True
+        client = self._client
+        self._client = None
+        self.closed = True
         if client is not None and self._loop is asyncio.get_running_loop():
             await client.aclose()
 
@@ -390,14 +446,17 @@ class Attempts:
     "The failed attempts of one request: what they change, and the error when none is left."
 
     def __init__(self, wire: Wire, where: str):
-        self.wire, self.where, self.failures = wire, where, 0
+        self.wire = wire
+        self.where = where
+        self.failures = 0
 
     def __str__(self) -> str:
-        return f"{self.failures} attempt{'s' * (self.failures > 1)}"
+        return f"{self.failures} attempt{('s' if self.failures > 1 else '')}"
 
     def failed(self, reason: AskAgain, generation: int | None) -> None:
         "Count a failure; one for load halves the window of its generation."
-        wire, self.failures = self.wire, self.failures + 1
+        wire = self.wire
+        self.failures = self.failures + 1
         wire.counts[reason.reason] += 1
         wire.notice.trouble = f"{self} failed, the last with {reason.reason}"
         if reason.crowded and generation is not None:
@@ -411,5 +470,8 @@ class Attempts:
     def over(self, reason: AskAgain) -> None:
         "Raises `BackendError`."
         asked = f"; it asks to wait {reason.after_s:g} s" if reason.after_s else ""
-        got, expected = f"{reason.reason}, {self}", f"a response within {self.wire.retries.deadline_s:g} s"
-        raise BackendError(f"no response{asked}", where=self.where, got=got, expected=expected, fix=_DOWN) from reason
+        got = f"{reason.reason}, {self}"
+        expected = f"a response within {self.wire.retries.deadline_s:g} s"
+        raise BackendError(
+            f"no response{asked}", where=self.where, got=got, expected=expected, fix=_DOWN
+        ) from reason

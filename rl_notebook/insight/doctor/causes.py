@@ -13,7 +13,16 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .evidence import CHANCE, FEW, LIKELY, PLAUSIBLE, SURE, Evidence, Cause, Redraw
+from rl_notebook.insight.doctor.evidence import (
+    CHANCE,
+    FEW,
+    LIKELY,
+    PLAUSIBLE,
+    SURE,
+    Evidence,
+    Cause,
+    Redraw,
+)
 from .evidence import beyond, coarsest, differs, excess, explained, floor
 from .evidence import judged, nearest_at, size, tolerance
 from ...core.gaps import Rounding, rounding
@@ -63,35 +72,56 @@ def shift(e: Evidence) -> Iterator[Cause]:
         neighbour = (e.row[source] == e.row) & (e.target[source] == e.target + by)
         left = np.where(begun, np.where(neighbour, e.s[source] - e.p, np.nan), e.gap)
         where = "late" if by > 0 else "early"
-        yield judged(e, "shift", left, f"the sampler's values stand {abs(by)} too {where}; moved back", True, shift=by)
+        yield judged(
+            e,
+            "shift",
+            left,
+            f"the sampler's values stand {abs(by)} too {where}; moved back",
+            True,
+            shift=by,
+        )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #cdbbb769
 def mask_leak(e: Evidence) -> Iterator[Cause]:
     "Weights are 1 where the policy drew nothing: by the samples' masks, or the sampler has no number where rows begin."
-    leaked = sum(int((d.active & (m == 0)).sum()) for d, m in zip(e.datums, e.drawn, strict=True) if m is not None)
+    leaked = sum(
+        int((d.active & (m == 0)).sum())
+        for d, m in zip(e.datums, e.drawn, strict=True)
+        if m is not None
+    )
     if leaked:
         text = f"{leaked} trained positions that the policy did not draw"
         yield Cause("mask leak", 1.0, text, {"positions": leaked})
         return
-    empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(SURE))  # 0 is right for a token that is certain
+    # 0 is right for a token that is certain
+    empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(SURE))
     first = np.diff(e.row, prepend=-1) > 0
-    begins = empty[first].mean() > LIKELY and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - SURE
-    if begins and not any(cause.score >= SURE for cause in shift(e)):  # which leaves the first token empty, too
+    begins = (
+        empty[first].mean() > LIKELY and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - SURE
+    )
+    # which leaves the first token empty, too
+    if begins and not any(cause.score >= SURE for cause in shift(e)):
         text = f"{empty[first].mean():.0%} of the rows begin with tokens that the sampler has no value for"
         shows = {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist())
         for cause, score, why in leaked_or_drawn(e, empty, first):
             yield Cause(cause, score, text + why, *shows)
 
 
-def leaked_or_drawn(e: Evidence, empty: np.ndarray, first: np.ndarray) -> list[tuple[str, float, str]]:
+def leaked_or_drawn(
+    e: Evidence, empty: np.ndarray, first: np.ndarray
+) -> list[tuple[str, float, str]]:
     "Whether rows that begin without a value begin with the prompt: then those of one prompt begin alike."
-    of = [(e.datums[row].group, past) for row, past in zip(e.row[first], e.beginnings(False)[first], strict=True)]
+    of = [
+        (e.datums[row].group, past)
+        for row, past in zip(e.row[first], e.beginnings(False)[first], strict=True)
+    ]
     table: Any = pd.DataFrame({"prompt": of, "token": e.token[first], "p": e.p[first]})
     if np.r_[empty[1:] & ~first[1:], False][first].mean() > LIKELY:  # more than one token each
         return [("mask leak", 1.0, "")]
     if table.groupby("prompt")["token"].nunique().max() > 1:
         return [("filled in", 1.0, ", different ones behind the same prompt: they were drawn")]
-    if np.exp(table["p"][table.duplicated("prompt")].sum()) <= CHANCE:  # so many would not begin alike
+    # so many would not begin alike
+    if np.exp(table["p"][table.duplicated("prompt")].sum()) <= CHANCE:
         return [("mask leak", 1.0, ", the same ones behind the same prompt")]
     return [(cause, PLAUSIBLE, ", drawn or not") for cause in ("mask leak", "filled in")]
 
@@ -114,7 +144,13 @@ def wrong_reference(e: Evidence) -> Iterator[Cause]:
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
     if np.isfinite(off).all() and beyond(off, floor(e)):
         text = f"before any update the reference differs by up to {np.abs(off).max():.2g} nats"
-        yield Cause("wrong reference", 1.0, text, {"kl": float(-off.mean())}, tuple(np.argsort(-np.abs(off))[:3]))
+        yield Cause(
+            "wrong reference",
+            1.0,
+            text,
+            {"kl": float(-off.mean())},
+            tuple(np.argsort(-np.abs(off))[:3]),
+        )
 
 
 def other_tokens(e: Evidence) -> Iterator[Cause]:
@@ -126,21 +162,25 @@ def other_tokens(e: Evidence) -> Iterator[Cause]:
     elif e.foreign:
         text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
         yield Cause("BOS or template", PLAUSIBLE, text, {"datums": len(e.foreign)})
-        yield Cause("wrong group", LIKELY, f"{text}, of another step perhaps", {"datums": len(e.foreign)})
+        yield Cause(
+            "wrong group", LIKELY, f"{text}, of another step perhaps", {"datums": len(e.foreign)}
+        )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #e292d380
 def by_row(e: Evidence, series: np.ndarray, width: int) -> np.ndarray:
     "(R, width) a flat series with one line per datum, cut at `width`, NaN where the datum ends."
     counts = np.bincount(e.row, minlength=len(e.datums))
     column = np.arange(len(e.row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    table, here = np.full((len(counts), width), np.nan), column < width
+    table = np.full((len(counts), width), np.nan)
+    here = column < width
     table[e.row[here], column[here]] = series[here]
     return table
 
 
 def from_place(e: Evidence, row: int, width: int) -> np.ndarray:
     "(R, width) what the sampler says of other rows, at the targets of this one; NaN where it was not asked."
-    targets, table = e.target[e.row == row][:width], np.full((len(e.datums), width), np.nan)
+    targets = e.target[e.row == row][:width]
+    table = np.full((len(e.datums), width), np.nan)
     for other, echo in enumerate(e.controls.get("sampler", ())):
         if echo is not None and other != row and e.stamps.trainer_temperature in (None, 1.0):
             there = targets < len(echo)
@@ -150,19 +190,26 @@ def from_place(e: Evidence, row: int, width: int) -> np.ndarray:
 
 def source_of_row(e: Evidence, row: int, tried: np.ndarray, doubtful: np.ndarray) -> int:
     "Which line of (M, width) gaps fits the doubtful tokens of a row best; of equals its own, or the same sample's."
-    over = np.where(doubtful & np.isfinite(tried), np.maximum(np.abs(tried) - tolerance(e), 0), np.nan)
+    over = np.where(
+        doubtful & np.isfinite(tried), np.maximum(np.abs(tried) - tolerance(e), 0), np.nan
+    )
     count = np.isfinite(over).sum(axis=1)
     enough = count * 2 >= np.maximum(doubtful.sum(axis=1), 2)
     fits = np.where(enough, np.nansum(over, axis=1) / np.maximum(count, 1), np.inf)
     equal = np.flatnonzero(enough & (fits <= fits.min() + 1e-9)).tolist()
-    other = lambda k: e.datums[k % len(e.datums)].sample != e.datums[row].sample
+
+    def other(k):
+        return e.datums[k % len(e.datums)].sample != e.datums[row].sample
+
     return min(equal, key=lambda k: (k != row, other(k)), default=row)
 
 
 def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause]:
     "Rows, or whole groups, have the numbers of others."
-    s, p = by_row(e, e.s, width), by_row(e, e.p, width)
-    left, moved = s - p, dict[int, int]()
+    s = by_row(e, e.s, width)
+    p = by_row(e, e.p, width)
+    left = s - p
+    moved = dict[int, int]()
     off = np.flatnonzero((np.abs(left) > tolerance(e)).any(axis=1))[:limit].tolist()
     for row in off:
         tried = np.concatenate([s[row] - p, from_place(e, row, width) - p[row]])
@@ -170,29 +217,53 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
         best = source_of_row(e, row, tried, doubtful)
         if best != row and explained(left[row], tried[best], tolerance(e)) >= SURE:
             moved[row], left[row] = best % len(p), tried[best]
-    different = lambda rows: len({e.datums[row].tokens.tobytes() for row in rows})
-    fits = np.isin(e.row[np.abs(e.gap) > tolerance(e)], [*moved]).sum() * np.log(tolerance(e))  # by chance, in nats
-    clear = fits + len(moved) * np.log(len(p)) < np.log(CHANCE)  # a coarse precision lets some row fit a token or two
-    if moved and clear and different(moved.values()) > LIKELY * different(moved):  # by chance, some are taken twice
-        place = {row: (e.datums[row].group, e.datums[row].sample) for pair in moved.items() for row in pair}
+
+    def different(rows):
+        return len({e.datums[row].tokens.tobytes() for row in rows})
+
+    # by chance, in nats
+    fits = np.isin(e.row[np.abs(e.gap) > tolerance(e)], [*moved]).sum() * np.log(tolerance(e))
+    # a coarse precision lets some row fit a token or two
+    clear = fits + len(moved) * np.log(len(p)) < np.log(CHANCE)
+    # by chance, some are taken twice
+    if moved and clear and different(moved.values()) > LIKELY * different(moved):
+        place = {
+            row: (e.datums[row].group, e.datums[row].sample)
+            for pair in moved.items()
+            for row in pair
+        }
         groups = {(place[a][0], place[b][0]) for a, b in moved.items()}
-        whole = all(a != b for a, b in groups) and all(place[a][1] == place[b][1] for a, b in moved.items())
+        whole = all(a != b for a, b in groups) and all(
+            place[a][1] == place[b][1] for a, b in moved.items()
+        )
         cause = "wrong group" if whole and len(groups) < len(moved) else "rows permuted"
         pairs = ", ".join(f"{a} from {b}" for a, b in list(moved.items())[:3])
         known = by_row(e, np.arange(len(e.row)), width)
         flat = np.full(len(e.row), np.nan)
         flat[known[np.isfinite(known)].astype(int)] = left[np.isfinite(known)]
         found = judged(e, cause, flat, f"rows paired anew ({pairs})", True, rows=len(moved))
-        least = PLAUSIBLE if len(moved) > LIKELY * len(off) else 0.0  # what is longer than its source was filled up
+        # what is longer than its source was filled up
+        least = PLAUSIBLE if len(moved) > LIKELY * len(off) else 0.0
         yield replace(found, score=max(found.score, least))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5e2b35a8
 def written(e: Evidence) -> Iterator[Cause]:
     "How the sampler's numbers were written down, if that alone is wrong."
     rows = np.split(e.p, np.flatnonzero(np.diff(e.row)) + 1)
-    mean, sums = (np.concatenate(x) for x in ([np.full(len(r), r.mean()) for r in rows], [np.cumsum(r) for r in rows]))
-    tried = {"logarithms to base 2": e.p / np.log(2), "logarithms to base 10": e.p / np.log(10), "negated": -e.p}
-    tried |= {"probabilities": np.exp(np.minimum(e.p, 0)), "averages of a row": mean, "sums from its beginning": sums}
+    mean, sums = (
+        np.concatenate(x)
+        for x in ([np.full(len(r), r.mean()) for r in rows], [np.cumsum(r) for r in rows])
+    )
+    tried = {
+        "logarithms to base 2": e.p / np.log(2),
+        "logarithms to base 10": e.p / np.log(10),
+        "negated": -e.p,
+    }
+    tried |= {
+        "probabilities": np.exp(np.minimum(e.p, 0)),
+        "averages of a row": mean,
+        "sums from its beginning": sums,
+    }
     for name, series in tried.items():
         found = judged(e, NONE, e.s - series, f"the sampler's numbers are {name}")
         if found.score >= SURE:
@@ -206,14 +277,18 @@ def written(e: Evidence) -> Iterator[Cause]:
     for digits in range(5):
         if len(reported) > FEW and np.abs(reported - reported.round(digits)).max() < 1e-9:
             left = np.where(np.abs(e.gap) <= 0.51 * 10.0**-digits, 0, e.gap)
-            yield judged(e, "dtype or batching", left, f"the sampler's values have {digits} decimals")
+            yield judged(
+                e, "dtype or batching", left, f"the sampler's values have {digits} decimals"
+            )
             return
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #f632423d
 def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
     "The logprobs (sampler, trainer at temperature 1) of each place at which rows part, one for each token."
     t = e.stamps.trainer_temperature or 1.0
-    rows: Any = pd.DataFrame({"past": e.beginnings(False), "token": e.token, "s": e.s, "p": t * e.p}).dropna()
+    rows: Any = pd.DataFrame(
+        {"past": e.beginnings(False), "token": e.token, "s": e.s, "p": t * e.p}
+    ).dropna()
     rows = rows.drop_duplicates(["past", "token"])
     parted = rows[rows.duplicated("past", keep=False)].groupby("past")
     return [(own["s"].to_numpy(), own["p"].to_numpy()) for _, own in parted]
@@ -233,7 +308,9 @@ def by_chance(places: Sequence[tuple[np.ndarray, np.ndarray]], draws: int = 1999
     "How often one factor explains as much of the gaps when they are shuffled, with random signs."
     s, p = (np.concatenate([np.diff(x) for x in side]) for side in zip(*places, strict=True))
     random = np.random.default_rng(0)
-    gaps = random.permuted(np.tile(s - p, (draws, 1)), axis=1) * random.choice([-1.0, 1.0], (draws, len(p)))
+    gaps = random.permuted(np.tile(s - p, (draws, 1)), axis=1) * random.choice(
+        [-1.0, 1.0], (draws, len(p))
+    )
     gaps = np.r_[[s - p], gaps]
     left = np.abs(gaps - np.outer(gaps @ p / max(p @ p, 1e-12), p)).sum(axis=1)
     return float((left <= left[0] + 1e-9).mean())
@@ -252,14 +329,23 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
         return
     judges = [(a, places[k::2]) for k in (0, 1) for a in [sharpness_of(places[1 - k :: 2])]]
     left = np.concatenate([s - a * p - (s - a * p).mean() for a, half in judges for s, p in half])
-    before = np.concatenate([s - p / own - (s - p / own).mean() for _, half in judges for s, p in half])
+    before = np.concatenate(
+        [s - p / own - (s - p / own).mean() for _, half in judges for s, p in half]
+    )
     shared = np.array([(s - a * p).mean() for a, half in judges for s, p in half])
-    gone, sharpness = explained(before, left, tolerance(e)), sharpness_of(places)
-    possible = sharpness > 1 / HOTTEST and beyond(shared, floor(e))  # without a shared number it is another logarithm
+    gone = explained(before, left, tolerance(e))
+    sharpness = sharpness_of(places)
+    # without a shared number it is another logarithm
+    possible = sharpness > 1 / HOTTEST and beyond(shared, floor(e))
     if gone >= SURE and possible and by_chance(places) <= CHANCE:
         t = 1 / sharpness
         text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
-        yield Cause("temperature", gone, text, {"temperature": t, "tokens": len(left), "places": len(places)})
+        yield Cause(
+            "temperature",
+            gone,
+            text,
+            {"temperature": t, "tokens": len(left), "places": len(places)},
+        )
 
 
 def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
@@ -267,30 +353,40 @@ def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
     tol = tolerance(e)
     for side, high in (("sampler", level), ("trainer", -level)):
         if (high > -tol).all() and (high > tol).any():
-            below = excess(np.minimum(e.gap if side == "sampler" else -e.gap, 0), tol) / max(excess(e.gap, tol), 1e-12)
+            below = excess(np.minimum(e.gap if side == "sampler" else -e.gap, 0), tol) / max(
+                excess(e.gap, tol), 1e-12
+            )
             most = 1 - float(np.exp(-high.max()))
             text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
-            noise = high.max() <= floor(e).largest and 2.0 ** -(high > tol).sum() > CHANCE  # and not the signs of many
+            # and not the signs of many
+            noise = high.max() <= floor(e).largest and 2.0 ** -(high > tol).sum() > CHANCE
             score = max(0.0, 1 - below) * (PLAUSIBLE if noise else 1)
             yield Cause("top-p or top-k", score, text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
 def other_temperature(e: Evidence) -> Iterator[Cause]:
     "The record says that tokens were sampled at another temperature than the one at which both sides score them."
-    sampled, scored = e.stamps.sampler_temperature, e.stamps.trainer_temperature
+    sampled = e.stamps.sampler_temperature
+    scored = e.stamps.trainer_temperature
     if not differs(e) and sampled and scored and sampled != scored:  # 0 is greedy
         text = f"both sides score at {scored:g} and agree, but the tokens were sampled at {sampled:g}, as recorded"
-        yield Cause("temperature", 1.0, f"{text}: their logprobs are not those that they were sampled with")
+        yield Cause(
+            "temperature", 1.0, f"{text}: their logprobs are not those that they were sampled with"
+        )
 
 
 def from_series(e: Evidence) -> Iterator[Cause]:
     "A temperature, or a cut, from the two series and what is claimed of them."
-    claimed = {x for x in (e.stamps.trainer_temperature, e.stamps.sampler_temperature) if x is not None}
+    claimed = {
+        x for x in (e.stamps.trainer_temperature, e.stamps.sampler_temperature) if x is not None
+    }
     if len(claimed) > 1:
         yield Cause("temperature", PLAUSIBLE, f"drawn and scored at {sorted(claimed)}")
     elif explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= SURE:  # a cut lowers none
         cause = "temperature" if beyond(np.minimum(e.gap, 0), floor(e)) else "top-p or top-k"
-        yield Cause(cause, PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not")
+        yield Cause(
+            cause, PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not"
+        )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
 NO_CHANCE = 1e-4  # probability of what is not put down to chance
@@ -309,20 +405,39 @@ def gains(r: Redraw, half: int, tol: float) -> dict[str, np.ndarray]:
     own, counts, rest = r.claimed[named], r.counts[half][named], int(r.counts[half][~named].sum())
     all_named = np.logaddexp.reduce(own)
     other = max(-float(np.expm1(all_named)), 1e-9)
-    claim = counts @ own + rest * np.log(other + tol)  # what rounding took from the others is theirs
-    of_named = np.array([counts @ (a * own) - counts.sum() * np.logaddexp.reduce(a * own) for a in (1.0, *COLDER)])
-    cut = rest * np.log(CUTS * other) + counts.sum() * (np.log1p(-CUTS * other) - all_named) + counts @ own
-    prior = LOOSE[:, None] * np.r_[np.maximum(np.exp(own), 1e-300), other + tol]  # a claim may be a mark such as -9999
-    seen, total = np.r_[counts, rest], prior.sum(axis=1)
-    loose = log_gamma(total) - log_gamma(total + seen.sum()) + (log_gamma(prior + seen) - log_gamma(prior)).sum(axis=1)
-    return {"temperature": of_named[1:] - of_named[0], "top-p or top-k": cut - claim, NONE: loose - claim}
+    # what rounding took from the others is theirs
+    claim = counts @ own + rest * np.log(other + tol)
+    of_named = np.array(
+        [counts @ (a * own) - counts.sum() * np.logaddexp.reduce(a * own) for a in (1.0, *COLDER)]
+    )
+    cut = (
+        rest * np.log(CUTS * other)
+        + counts.sum() * (np.log1p(-CUTS * other) - all_named)
+        + counts @ own
+    )
+    # a claim may be a mark such as -9999
+    prior = LOOSE[:, None] * np.r_[np.maximum(np.exp(own), 1e-300), other + tol]
+    seen = np.r_[counts, rest]
+    total = prior.sum(axis=1)
+    loose = (
+        log_gamma(total)
+        - log_gamma(total + seen.sum())
+        + (log_gamma(prior + seen) - log_gamma(prior)).sum(axis=1)
+    )
+    return {
+        "temperature": of_named[1:] - of_named[0],
+        "top-p or top-k": cut - claim,
+        NONE: loose - claim,
+    }
 
 
 def draws(e: Evidence) -> dict[str, tuple[float, int]]:
     "For each law the nats by which it is likelier than what is claimed, and the best of its strengths."
     found = dict[str, tuple[float, int]]()
     for cause in ("temperature", "top-p or top-k", NONE) if e.redraws else ():
-        halves = np.array([sum(gains(r, half, tolerance(e))[cause] for r in e.redraws) for half in (0, 1)])
+        halves = np.array(
+            [sum(gains(r, half, tolerance(e))[cause] for r in e.redraws) for half in (0, 1)]
+        )
         mean = np.logaddexp.reduce(halves, axis=None) - np.log(halves.size)
         found[cause] = float(mean), int(halves.sum(axis=0).argmax())
     return found
@@ -339,7 +454,10 @@ def drawn_otherwise(e: Evidence) -> Iterator[Cause]:
         cause = NONE
     n = int(sum(r.counts.sum() for r in e.redraws))
     gain, best = found[cause]
-    named = {"temperature": f"temperature {1 / COLDER[best]:.2f}", NONE: "other odds, of no temperature or cut"}
+    named = {
+        "temperature": f"temperature {1 / COLDER[best]:.2f}",
+        NONE: "other odds, of no temperature or cut",
+    }
     text = f"{n} tokens drawn again fit {named.get(cause, 'a cut')} better than what is claimed, by {gain:.0f} nats"
     yield Cause(cause, 1.0, text, {"draws": n, "nats": gain})
 
@@ -362,16 +480,28 @@ def other_text(e: Evidence) -> Iterator[Cause]:
         wanted = given + np.nan_to_num(e.flat(f"{side}, as it stands") - recorded)
         for start, cause in CONTEXTS.items():
             tried = [name for name in e.controls if name.startswith(f"{side}, {start}")]
-            left, used = np.full(len(given), np.nan), dict[str, None]()
-            for row in sorted({row for name in tried for row, x in enumerate(e.controls[name]) if x is not None}):
+            left = np.full(len(given), np.nan)
+            used = dict[str, None]()
+            for row in sorted(
+                {row for name in tried for row, x in enumerate(e.controls[name]) if x is not None}
+            ):
                 at = e.row == row
-                fresh = {name: x[e.target[at]] for name in tried if (x := e.controls[name][row]) is not None}
+                fresh = {
+                    name: x[e.target[at]]
+                    for name in tried
+                    if (x := e.controls[name][row]) is not None
+                }
                 name = min(fresh, key=lambda x: excess(wanted[at] - fresh[x], tolerance(e)))
                 left[at] = wanted[at] - fresh[name]
                 used[name.partition(", ")[2]] = None
             if used:
                 other = "sampler" if side == "policy" else "trainer"
-                yield judged(e, cause, left, f"{side} reading {' or '.join(list(used)[:3])} says what the {other} said")
+                yield judged(
+                    e,
+                    cause,
+                    left,
+                    f"{side} reading {' or '.join(list(used)[:3])} says what the {other} said",
+                )
 
 
 def vocabulary(e: Evidence) -> Iterator[Cause]:
@@ -386,14 +516,17 @@ def vocabulary(e: Evidence) -> Iterator[Cause]:
         yield Cause("vocabulary", PLAUSIBLE * share, text, {"tokens": len(at)}, tuple(at))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
-NOISE_FACTOR = 4  # a gap may be so many times what two scorings differ by: both are means of a few large values
+# a gap may be so many times what two scorings differ by: both are means of a few large values
+NOISE_FACTOR = 4
 
 
 def twins(e: Evidence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (T,) each
     "The same token behind the same past, in two rows: both compared positions, and whether the rows are as long."
-    begun, length = e.beginnings(True), np.array([len(d.tokens) for d in e.datums])[e.row]
+    begun = e.beginnings(True)
+    length = np.array([len(d.tokens) for d in e.datums])[e.row]
     order = np.lexsort((length, begun))
-    a, b = order[:-1], order[1:]
+    a = order[:-1]
+    b = order[1:]
     a, b = a[begun[a] == begun[b]], b[begun[a] == begun[b]]
     return a, b, length[a] == length[b]
 
@@ -409,13 +542,22 @@ def repeated(e: Evidence) -> Iterator[Cause]:
     "The trainer differs from itself when it scores the same datums again, or alone."
     if "policy again" not in e.controls:
         return
-    twice, alone = e.flat("policy again") - e.flat("policy"), e.flat("policy alone") - e.flat("policy")
+    twice = e.flat("policy again") - e.flat("policy")
+    alone = e.flat("policy alone") - e.flat("policy")
     if beyond(twice, floor(e)):
-        share = min(1.0, NOISE_FACTOR * excess(twice, tolerance(e)) / max(excess(e.gap, tolerance(e)), 1e-12))
+        share = min(
+            1.0,
+            NOISE_FACTOR * excess(twice, tolerance(e)) / max(excess(e.gap, tolerance(e)), 1e-12),
+        )
         text = f"scored twice, the same datums differ by up to {size(twice).largest:.2g} nats"
         yield Cause("dropout", share, text, {"twice": size(twice).largest})
     elif beyond(alone, rounding(e.stamps.trainer_dtype or "float32")):
-        found = judged(e, "padding side", e.s - e.flat("policy alone"), "rows scored alone say what the sampler says")
+        found = judged(
+            e,
+            "padding side",
+            e.s - e.flat("policy alone"),
+            "rows scored alone say what the sampler says",
+        )
         yield found
         if found.score < SURE:
             text = "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
@@ -424,11 +566,20 @@ def repeated(e: Evidence) -> Iterator[Cause]:
 
 def self_contradiction(e: Evidence) -> Iterator[Cause]:
     "The same of a record: between rows that begin alike, or between the pass with gradients and the pass before it."
-    pairs, allowed, off = twins(e), floor(e).largest, e.flat(e.gradients) - e.p
-    if "policy again" not in e.controls and max(torn(pairs, e.s)) <= allowed < max(torn(pairs, e.p)):
+    pairs = twins(e)
+    allowed = floor(e).largest
+    off = e.flat(e.gradients) - e.p
+    if "policy again" not in e.controls and max(torn(pairs, e.s)) <= allowed < max(
+        torn(pairs, e.p)
+    ):
         same, other = torn(pairs, e.p)
         text = f"the same token behind the same past differs by up to {max(same, other):.2g} nats for the trainer"
-        yield Cause("dropout" if same > allowed else "padding side", PLAUSIBLE, text, {"twins": max(same, other)})
+        yield Cause(
+            "dropout" if same > allowed else "padding side",
+            PLAUSIBLE,
+            text,
+            {"twins": max(same, other)},
+        )
     if beyond(off, floor(e)) and not differs(e):
         same, other = torn(pairs, e.flat(e.gradients))
         text = f"with the same weights the pass with gradients differs by up to {size(off).largest:.2g} nats"
@@ -439,29 +590,52 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
     "The sampler drew from older weights than the trainer scored with."
     series = e.controls.get("reference", [d.ref_logprobs for d in e.datums])
     if not e.stamps.untrained and any(x is not None for x in series):
-        yield judged(e, "stale weights", e.s - e.flat(series), "the sampler says what the reference says")
-    t, tol = e.stamps.trainer_temperature or 1.0, tolerance(e)
-    today = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)  # it may have learned since
+        yield judged(
+            e, "stale weights", e.s - e.flat(series), "the sampler says what the reference says"
+        )
+    t = e.stamps.trainer_temperature or 1.0
+    tol = tolerance(e)
+    # it may have learned since
+    today = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)
     if "sampler synced" in e.controls:
-        before, after, raw = e.flat("sampler"), e.flat("sampler synced"), e.flat(e.raw)
-        said = raw - before if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(before, t, e.s)
+        before = e.flat("sampler")
+        after = e.flat("sampler synced")
+        raw = e.flat(e.raw)
+        said = (
+            raw - before if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(before, t, e.s)
+        )
         if excess(after - before, tol) > LIKELY * excess(e.gap, tol):
             text = "the sampler says it until a sync, and after it what the trainer says"
             yield judged(e, "stale weights", said + nearest_at(after, t, today) - today, text)
         if excess(after - before, tol) > (1 - SURE) * excess(e.gap, tol):
             moved = size(after - before).mean
-            text = f"a sync changes what the sampler says, by {moved:.2g} nats a token: it was behind"
+            text = (
+                f"a sync changes what the sampler says, by {moved:.2g} nats a token: it was behind"
+            )
             yield Cause("stale weights", LIKELY, text)
     since = explained(e.gap, nearest_at(e.flat("sampler"), t, today) - today, tol)
-    scored = np.where(np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler"))
-    drawn_now = e.flat("sampler drawing") - scored  # of a token that it draws again; NaN = not known
-    if since >= SURE and any(np.logaddexp.reduce(r.claimed) > coarsest(e).largest for r in e.redraws):
-        yield Cause(NONE, PLAUSIBLE, "what the sampler says of the tokens of one place adds up to more than 1")
+    scored = np.where(
+        np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler")
+    )
+    # of a token that it draws again; NaN = not known
+    drawn_now = e.flat("sampler drawing") - scored
+    if since >= SURE and any(
+        np.logaddexp.reduce(r.claimed) > coarsest(e).largest for r in e.redraws
+    ):
+        yield Cause(
+            NONE,
+            PLAUSIBLE,
+            "what the sampler says of the tokens of one place adds up to more than 1",
+        )
     elif since >= SURE and size(drawn_now).mean > LIKELY * size(e.gap[np.isfinite(drawn_now)]).mean:
         text = "it scores given tokens as the trainer does; drawing, it reads another prompt, or changes the odds"
         yield Cause("BOS or template", LIKELY, text)
         if not e.stamps.untrained:
-            yield Cause("stale weights", GUESS, "drawing, it may read a cache that older weights have filled")
+            yield Cause(
+                "stale weights",
+                GUESS,
+                "drawing, it may read a cache that older weights have filled",
+            )
     elif since >= SURE:
         text = "the sampler says today what the trainer says, and not what it drew with"
         yield Cause("stale weights", LIKELY, text)
@@ -473,20 +647,39 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
 GUESS = 0.3  # nothing speaks against it
 TEMPLATE = 5.0  # nats at a token: a few updates move none so far, another prompt does
 STATISTICAL = 4.0  # standard errors
-HALF, ALIKE = Rounding(0.02, 0.25), 10.0  # what one side in 16 bits makes as a rule, and by how much steps differ
+# what one side in 16 bits makes as a rule, and by how much steps differ
+HALF = Rounding(0.02, 0.25)
+ALIKE = 10.0
 
 
 def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
     "Rounding of one side: small, and without a direction."
     dtypes = sorted({d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d})
     gap = e.gap[np.isfinite(e.gap)]
-    centred = len(gap) > 1 and abs(gap.mean()) < max(STATISTICAL * gap.std() / len(gap) ** 0.5, tolerance(e))
-    again = e.flat("sampler") - e.flat("policy") if e.stamps.trainer_temperature in (None, 1.0) else e.gap
-    stays = not np.isfinite(again).any() or beyond(again, floor(e))  # arithmetic is there whenever it is asked
-    if differs(e) and centred and stays and not e.stamps.agreed and not beyond(gap, rounding("bfloat16")):
+    centred = len(gap) > 1 and abs(gap.mean()) < max(
+        STATISTICAL * gap.std() / len(gap) ** 0.5, tolerance(e)
+    )
+    again = (
+        e.flat("sampler") - e.flat("policy")
+        if e.stamps.trainer_temperature in (None, 1.0)
+        else e.gap
+    )
+    # arithmetic is there whenever it is asked
+    stays = not np.isfinite(again).any() or beyond(again, floor(e))
+    if (
+        differs(e)
+        and centred
+        and stays
+        and not e.stamps.agreed
+        and not beyond(gap, rounding("bfloat16"))
+    ):
         by_step: Any = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
         alike = len(by_step) > 1 and by_step.max() < ALIKE * by_step.min() and not beyond(gap, HALF)
-        how = "in every step, as where one side is in 16 bits" if alike else f"({' and '.join(dtypes)})"
+        how = (
+            "in every step, as where one side is in 16 bits"
+            if alike
+            else f"({' and '.join(dtypes)})"
+        )
         text = f"small, and without a direction: {size(gap).mean:.2g} nats on average {how}"
         known = "policy" in e.controls or len(dtypes) > 1 or alike
         yield Cause("dtype or batching", PLAUSIBLE if known else GUESS, text)
@@ -501,14 +694,21 @@ def scatter(e: Evidence) -> Iterator[Cause]:
     left = ["stale weights", "BOS or template"]
     left = left if size(e.gap).largest <= TEMPLATE else left[::-1]  # the likelier first
     if e.stamps.agreed:  # so it is nothing that is the same in every step
-        left, text = ["stale weights"], f"{text}, and both sides agree in an earlier step"
+        left = ["stale weights"]
+        text = f"{text}, and both sides agree in an earlier step"
     elif e.stamps.untrained:
-        left, text = ["BOS or template"], f"{text}, though the policy is still its reference"
-    if len(a) < FEW or beyond(e.p[a] - e.p[b], floor(e)):  # of the trainer, in rows that begin alike
+        left = ["BOS or template"]
+        text = f"{text}, though the policy is still its reference"
+    # of the trainer, in rows that begin alike
+    if len(a) < FEW or beyond(e.p[a] - e.p[b], floor(e)):
         left.append("dropout")
     for k, cause in enumerate(left):
         score = GUESS / 2 if k else PLAUSIBLE if e.stamps.agreed else GUESS
-        prompt = ", as another prompt makes it: BOS, template or system message" * (left == ["BOS or template"])
+        prompt = (
+            ", as another prompt makes it: BOS, template or system message"
+            if left == ["BOS or template"]
+            else ""
+        )
         yield Cause(cause, score, f"{text}{prompt}; the record alone cannot tell")
 
 
@@ -517,6 +717,9 @@ def all_well(e: Evidence) -> Iterator[Cause]:
     if differs(e) or not np.isfinite(e.gap).all():
         return
     text = f"{(np.abs(e.gap) > tolerance(e)).mean():.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
-    text += "; raw logprobs: how far the settings cut or penalise the draws is not looked at" if e.stamps.raw else ""
+    if e.stamps.raw:
+        text += "; raw logprobs: how far the settings cut or penalise the draws is not looked at"
     n = int(sum(r.counts.sum() for r in e.redraws))
-    yield Cause("all well", 1.0, text + (f"; {n} tokens drawn again look drawn as claimed" if n else ""))
+    yield Cause(
+        "all well", 1.0, text + (f"; {n} tokens drawn again look drawn as claimed" if n else "")
+    )

@@ -15,15 +15,58 @@ from typing import Any
 import numpy as np
 
 from ...backends.base import Backend
-from .causes import CONTEXTS, FIXES, NONE, SETTLES, all_well, drawn_otherwise
-from .causes import dtype_or_batching, from_series, mask_leak, moved_rows, non_finite
-from .causes import other_logits, other_temperature, other_text, other_tokens, repeated
-from .causes import scatter, self_contradiction, shift, stale_weights, vocabulary
+from rl_notebook.insight.doctor.causes import (
+    CONTEXTS,
+    FIXES,
+    NONE,
+    SETTLES,
+    all_well,
+    drawn_otherwise,
+)
+from rl_notebook.insight.doctor.causes import (
+    dtype_or_batching,
+    from_series,
+    mask_leak,
+    moved_rows,
+    non_finite,
+)
+from rl_notebook.insight.doctor.causes import (
+    other_logits,
+    other_temperature,
+    other_text,
+    other_tokens,
+    repeated,
+)
+from rl_notebook.insight.doctor.causes import (
+    scatter,
+    self_contradiction,
+    shift,
+    stale_weights,
+    vocabulary,
+)
 from .causes import written, wrong_reference
 from ...config.aliases import words_for
 from ...task.chat import render
-from ...core.types import BackendError, Completion, ConfigError, DataError, Datum, Logprobs, SampleParams
-from .evidence import LIKELY, PLAUSIBLE, SURE, Evidence, Cause, Redraw, beyond, differs, floor
+from rl_notebook.core.types import (
+    BackendError,
+    Completion,
+    ConfigError,
+    DataError,
+    Datum,
+    Logprobs,
+    SampleParams,
+)
+from rl_notebook.insight.doctor.evidence import (
+    LIKELY,
+    PLAUSIBLE,
+    SURE,
+    Evidence,
+    Cause,
+    Redraw,
+    beyond,
+    differs,
+    floor,
+)
 from .evidence import gather, noise_floor, size, tolerance, where_it_sits
 from ...runs.records import StepRecord, expect, html_table
 from ...core.gaps import ROUNDING, Rounding
@@ -33,7 +76,8 @@ __all__ = ['Hypothesis', 'COUNTED', 'OF_GAP', 'HYPOTHESES', 'Diagnosis', 'diagno
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
 Hypothesis = Callable[[Evidence], Iterable[Cause]]
-COUNTED: tuple[Hypothesis, ...] = (all_well, mask_leak, non_finite, wrong_reference, other_tokens)  # these need no gap
+# these need no gap
+COUNTED: tuple[Hypothesis, ...] = (all_well, mask_leak, non_finite, wrong_reference, other_tokens)
 COUNTED += (other_temperature, drawn_otherwise, repeated, self_contradiction)
 OF_GAP: tuple[Hypothesis, ...] = (shift, moved_rows, written, other_logits, from_series)
 OF_GAP += (stale_weights, other_text, dtype_or_batching, vocabulary, scatter)
@@ -56,9 +100,18 @@ class TokenGap:
 def shown_tokens(e: Evidence, positions: Sequence[int], limit: int = 5) -> tuple[TokenGap, ...]:
     "The tokens at these compared positions, or, without any, those with the largest gaps beyond the tolerance."
     if not len(positions):
-        gap, tol = np.nan_to_num(np.abs(e.gap)), tolerance(e)
+        gap = np.nan_to_num(np.abs(e.gap))
+        tol = tolerance(e)
         positions = [int(k) for k in np.argsort(-gap, kind="stable")[:limit] if gap[k] > tol]
-    place = lambda k: (e.datums[e.row[k]].group, e.datums[e.row[k]].sample, int(e.target[k]), int(e.token[k]))
+
+    def place(k):
+        return (
+            e.datums[e.row[k]].group,
+            e.datums[e.row[k]].sample,
+            int(e.target[k]),
+            int(e.token[k]),
+        )
+
     return tuple(TokenGap(*place(k), float(e.p[k]), float(e.s[k])) for k in list(positions)[:limit])
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #843a14de
@@ -78,8 +131,12 @@ class Diagnosis:
     noise_floor: float | None = None  # nats, as measured; None = it was not
     largest: float = 0.0  # nats, the largest gap
     controls: tuple[str, ...] = ()  # experiments that were made
-    refused: Mapping[str, str] = field(default_factory=dict)  # and those that the backend did not run
-    sits: str = ""  # what the gap follows: depth, turn, a class of tokens; empty where the cause is sure
+    refused: Mapping[str, str] = field(
+        default_factory=dict
+    )  # and those that the backend did not run
+    sits: str = (
+        ""  # what the gap follows: depth, turn, a class of tokens; empty where the cause is sure
+    )
 
     @property
     def ok(self) -> bool:
@@ -102,7 +159,8 @@ class Diagnosis:
         sure = "" if self.certainty == "sure" else f", {self.certainty}"
         other = " or ".join(self.undecided)
         doubt = [f"With what is known it cannot be told from {other}."] if other else []
-        doubt += [f"To settle it: {self.settles}."] if self.settles else []
+        if self.settles:
+            doubt += [f"To settle it: {self.settles}."]
         sits = f"{self.sits[0].upper()}{self.sits[1:]}." if self.sits else ""
         return f"{self.cause}{sure}:", f"{self.text}.", sits, " ".join(doubt), self.fix
 
@@ -112,14 +170,22 @@ class Diagnosis:
         if self.ok or self.certainty == "sure":
             return ""
         if not self.controls:
-            return "diagnose(record, backend=backend), so that both sides score the same tokens again"
+            return (
+                "diagnose(record, backend=backend), so that both sides score the same tokens again"
+            )
         return next((SETTLES[c] for c in (self.cause, *self.undecided) if c in SETTLES), "")
 
     def __repr__(self) -> str:
-        hypotheses = [f"  {score:.2f}  {cause:<25}{text}" for cause, score, text in finding_rows(self)]
+        hypotheses = [
+            f"  {score:.2f}  {cause:<25}{text}" for cause, score, text in finding_rows(self)
+        ]
         hypotheses += [f"  excluded: {', '.join(cause for cause, *_ in finding_rows(self, False))}"]
         place = "  group {}, sample {}, target {} (token {}): {} / {}".format
-        tokens = ["trainer / sampler:", *(place(*row) for row in token_rows(self))] if self.tokens else []
+        tokens = (
+            ["trainer / sampler:", *(place(*row) for row in token_rows(self))]
+            if self.tokens
+            else []
+        )
         return "\n".join([self.sentence, measured_words(self), *hypotheses, *tokens])
 
     def _repr_html_(self) -> str:
@@ -129,20 +195,29 @@ class Diagnosis:
 def measured_words(d: Diagnosis) -> str:
     "What the verdict rests on, in a line."
     floor = "not measured" if d.noise_floor is None else f"{d.noise_floor:.1g}"
-    parts = [f"largest gap {d.largest:.2g} nats, rounding explains {d.tolerance}; noise floor {floor}"]
+    parts = [
+        f"largest gap {d.largest:.2g} nats, rounding explains {d.tolerance}; noise floor {floor}"
+    ]
     parts += [f"controls: {', '.join(d.controls)}" if d.controls else "from the record alone"]
     return "; ".join([*parts, *(f"{name} was refused: {why}" for name, why in d.refused.items())])
 
 
 def finding_rows(d: Diagnosis, seen: bool = True) -> list[list[Any]]:
     "Findings that have something for them, as table rows, or the causes that have nothing."
-    wanted = (f for f in d.findings if (f.score >= _SEEN) == seen and (seen or f.cause not in ("all well", NONE)))
+    wanted = (
+        f
+        for f in d.findings
+        if (f.score >= _SEEN) == seen and (seen or f.cause not in ("all well", NONE))
+    )
     return [[f.cause, round(float(f.score), 2), f.text] for f in wanted]
 
 
 def token_rows(d: Diagnosis) -> list[list[Any]]:
     "Tokens as table rows."
-    return [[t.group, t.sample, t.target, t.token, f"{t.trainer:.4f}", f"{t.sampler:.4f}"] for t in d.tokens]
+    return [
+        [t.group, t.sample, t.target, t.token, f"{t.trainer:.4f}", f"{t.sampler:.4f}"]
+        for t in d.tokens
+    ]
 
 
 TOKEN_COLUMNS = ("group", "sample", "target", "token", "trainer", "sampler")
@@ -163,7 +238,9 @@ def departs(e: Evidence) -> str:
     "Which side does not say again what was recorded of it."
     at_one = e.stamps.trainer_temperature in (None, 1.0)
     again = {"trainer": e.flat("policy") - e.p if "policy" in e.controls else np.zeros(0)}
-    again["sampler"] = e.flat("sampler") - e.s if "sampler" in e.controls and at_one else np.zeros(0)
+    again["sampler"] = (
+        e.flat("sampler") - e.s if "sampler" in e.controls and at_one else np.zeros(0)
+    )
     off = [side for side, gap in again.items() if beyond(gap, floor(e))]
     if not off:
         return "both sides say again what was recorded: two programs, or two models, that compute otherwise"
@@ -177,7 +254,8 @@ def none_of_these(e: Evidence, best: float) -> Iterator[Cause]:
     "What is said when experiments were made, as far as no cause explains the gap."
     if differs(e) and "policy" in e.controls and best < SURE:
         text = f"{size(e.gap).mean:.2g} nats a token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
-        yield Cause(NONE, min(1 - best, PLAUSIBLE), text)  # not all prompts that a server might read were tried
+        # not all prompts that a server might read were tried
+        yield Cause(NONE, min(1 - best, PLAUSIBLE), text)
 
 
 def weigh(e: Evidence) -> Diagnosis:
@@ -187,9 +265,15 @@ def weigh(e: Evidence) -> Diagnosis:
     strongest = dict[str, Cause]()
     for f in sorted(asked, key=lambda f: (f.cause == "all well", -f.score)):
         strongest.setdefault(f.cause, f)
-    excluded = [Cause(cause, 0.0, "nothing speaks for it") for cause in FIXES if cause not in strongest]
+    excluded = [
+        Cause(cause, 0.0, "nothing speaks for it") for cause in FIXES if cause not in strongest
+    ]
     best, *others = findings = (*strongest.values(), *excluded)
-    close = [f.cause for f in others if f.score >= (SURE if best.score >= SURE else best.score / 2) and f.score > 0]
+    close = [
+        f.cause
+        for f in others
+        if f.score >= (SURE if best.score >= SURE else best.score / 2) and f.score > 0
+    ]
     return Diagnosis(
         cause=best.cause,
         score=best.score,
@@ -213,7 +297,9 @@ def worst_rows(e: Evidence, limit: int) -> list[int]:
     return np.argsort(-gap, kind="stable")[:limit].tolist()
 
 
-def placed(e: Evidence, rows: Sequence[int], found: Sequence[Logprobs]) -> tuple[np.ndarray | None, ...]:
+def placed(
+    e: Evidence, rows: Sequence[int], found: Sequence[Logprobs]
+) -> tuple[np.ndarray | None, ...]:
     "One array per datum, None for those that were not scored."
     made = dict(zip(rows, found, strict=True))
     return tuple(made[r].values if r in made else None for r in range(len(e.datums)))
@@ -226,8 +312,10 @@ async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logpr
 
 async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     "The policy twice, and a few rows alone."
-    datums, score = [e.datums[r] for r in rows], backend.policy.forward
-    once, again = await score(datums), await score(datums)
+    datums = [e.datums[r] for r in rows]
+    score = backend.policy.forward
+    once = await score(datums)
+    again = await score(datums)
     longest = max(rows, key=lambda r: len(e.datums[r].tokens))
     few = sorted({longest, *[r for r in worst_rows(e, len(e.datums)) if r in set(rows)][:2]})
     alone = [(await score([e.datums[r]]))[0] for r in few]
@@ -237,7 +325,9 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     return replace(e, controls={**e.controls, **series}, stamps=stamps)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #3be9939c
-async def draw_likely(e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24) -> Evidence:
+async def draw_likely(
+    e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24
+) -> Evidence:
     "What the sampler says of likely tokens when it draws them again: for servers that score no given tokens."
     likely = np.isin(e.row, list(rows)) & (e.s > np.log(0.2))
     order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
@@ -253,7 +343,9 @@ async def draw_likely(e: Evidence, backend: Backend, rows: Sequence[int], name: 
     return replace(e, controls={**e.controls, name: tuple(said)})
 
 
-async def echo(e: Evidence, backend: Backend, rows: Sequence[int], name: str = "sampler") -> Evidence:
+async def echo(
+    e: Evidence, backend: Backend, rows: Sequence[int], name: str = "sampler"
+) -> Evidence:
     "The sampler scores the same tokens, or, if it cannot, draws some of them again."
     try:
         found = await echo_all(backend, [e.datums[r].tokens for r in rows])
@@ -286,19 +378,29 @@ def behind(d: Datum, prompt: Sequence[int]) -> Datum:
     "The same completion behind another prompt."
     rest = len(prompt_of(d))
     weights = np.r_[np.zeros(len(prompt) - 1), d.weights[rest - 1 :]]
-    return Datum(np.r_[np.array(prompt, dtype=np.int64), d.tokens[rest:]], weights, group=d.group, sample=d.sample)
+    return Datum(
+        np.r_[np.array(prompt, dtype=np.int64), d.tokens[rest:]],
+        weights,
+        group=d.group,
+        sample=d.sample,
+    )
 
 
 def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[str, list[int]]]:
     "The prompt as it reads when special tokens were lost, doubled, or put in front, those that it has tried first."
-    added, bos = getattr(tokenizer, "get_added_vocab", dict)(), getattr(tokenizer, "bos_token_id", None)
-    special = dict.fromkeys([*getattr(tokenizer, "all_special_ids", ()), *sorted(added.values())])  # ids of no text
+    added = getattr(tokenizer, "get_added_vocab", dict)()
+    bos = getattr(tokenizer, "bos_token_id", None)
+    # ids of no text
+    special = dict.fromkeys([*getattr(tokenizer, "all_special_ids", ()), *sorted(added.values())])
     bare = [t for t in prompt if t not in special]
     end = max((i + 1 for i, t in enumerate(prompt) if t not in special), default=0)
     yield "without the first token", list(prompt[1:])
     yield "without the last prompt token", list(prompt[:-1])
     yield "without the generation prompt", list(prompt[:end])
-    yield "without special tokens", [t for t in prompt if t not in getattr(tokenizer, "all_special_ids", ())]
+    yield (
+        "without special tokens",
+        [t for t in prompt if t not in getattr(tokenizer, "all_special_ids", ())],
+    )
     yield "without the template", bare
     yield "without the template but its first token", [*prompt[:1], *bare]
     if bos is not None:
@@ -309,15 +411,30 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     if getattr(tokenizer, "chat_template", None):
         said = [{"role": "user", "content": tokenizer.decode(prompt)}]
         with contextlib.suppress(DataError):  # a template may refuse its own marks
-            yield "a second template", tokenizer.encode(render(tokenizer, said), add_special_tokens=False)
+            yield (
+                "a second template",
+                tokenizer.encode(render(tokenizer, said), add_special_tokens=False),
+            )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #c283525a
 def padded_prompts(e: Evidence, tokenizer: Any, row: int) -> Iterator[tuple[str, list[int]]]:
     "The prompt behind pad tokens, up to the longest row or prompt, or to a multiple of a power of two."
-    prompt, own = prompt_of(e.datums[row]), len(e.datums[row].tokens)
-    pad = next((t for name in ("pad_token_id", "eos_token_id") if (t := getattr(tokenizer, name, None)) is not None), 0)
-    longest, most = max(len(d.tokens) for d in e.datums), max(len(prompt_of(d)) for d in e.datums)
-    up_to = lambda length: {-(-length // m) * m for m in (1, 8, 16, 32, 64)}
+    prompt = prompt_of(e.datums[row])
+    own = len(e.datums[row].tokens)
+    pad = next(
+        (
+            t
+            for name in ("pad_token_id", "eos_token_id")
+            if (t := getattr(tokenizer, name, None)) is not None
+        ),
+        0,
+    )
+    longest = max(len(d.tokens) for d in e.datums)
+    most = max(len(prompt_of(d)) for d in e.datums)
+
+    def up_to(length):
+        return {-(-length // m) * m for m in (1, 8, 16, 32, 64)}
+
     wanted = {width - own for length in (own, longest) for width in up_to(length)}
     wanted |= {width - len(prompt) for length in (len(prompt), most) for width in up_to(length)}
     for n in sorted(wanted - {0}):
@@ -334,8 +451,11 @@ def other_prompts(e: Evidence, row: int, limit: int = 8) -> Iterator[tuple[str, 
 
 def cut_prompts(e: Evidence, row: int) -> Iterator[tuple[str, list[int]]]:
     "The end of the prompt: as long as a power of two, or as prompts of rows without a gap, or a little longer."
-    prompt, off = prompt_of(e.datums[row]), {*e.row[np.abs(e.gap) > tolerance(e)].tolist()}
-    agree = (len(prompt_of(d)) for r, d in enumerate(e.datums) if d.num_loss_tokens and r not in off)
+    prompt = prompt_of(e.datums[row])
+    off = {*e.row[np.abs(e.gap) > tolerance(e)].tolist()}
+    agree = (
+        len(prompt_of(d)) for r, d in enumerate(e.datums) if d.num_loss_tokens and r not in off
+    )
     near = range(known, known + 8) if (known := max(agree, default=0)) else ()
     for most in sorted({*near, *(2**k for k in range(3, 20))}):
         if most < len(prompt):
@@ -344,14 +464,23 @@ def cut_prompts(e: Evidence, row: int) -> Iterator[tuple[str, list[int]]]:
 
 def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     "A datum behind every other prompt that fits the model, and with its ids moved."
-    d, tokenizer, own = e.datums[row], backend.tokenizer, prompt_of(e.datums[row])
+    d = e.datums[row]
+    tokenizer = backend.tokenizer
+    own = prompt_of(e.datums[row])
     room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(own))
-    made = [*template_prompts(tokenizer, own), *padded_prompts(e, tokenizer, row), *other_prompts(e, row)]
+    made = [
+        *template_prompts(tokenizer, own),
+        *padded_prompts(e, tokenizer, row),
+        *other_prompts(e, row),
+    ]
     made += cut_prompts(e, row)
-    packed = [[t for d in e.datums[max(0, row - n) : row] for t in d.tokens.tolist()] for n in (1, 2)]
+    packed = [
+        [t for d in e.datums[max(0, row - n) : row] for t in d.tokens.tolist()] for n in (1, 2)
+    ]
     made += [(f"behind row {row - n}", [*before, *own]) for n, before in enumerate(packed, 1)]
     new = dict[tuple[int, ...], str]()
-    for name, p in sorted(made, key=lambda named: named[0].startswith("a foreign")):  # a pad token more is padding
+    # a pad token more is padding
+    for name, p in sorted(made, key=lambda named: named[0].startswith("a foreign")):
         new.setdefault(tuple(p), name)  # the first name of a prompt that several ways come to
     found = {name: behind(d, p) for p, name in new.items() if 0 < len(p) <= room and [*p] != own}
     for by in (1, -1, 2, -2, 3, -3):
@@ -362,13 +491,27 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
 
 async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     "Both sides score the three worst rows behind other prompts."
-    few = [r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens][:3]
-    jobs = [(name, r, d) for r in few for name, d in [("as it stands", e.datums[r]), *contexts(e, backend, r).items()]]
-    before = backend.reference if e.stamps.untrained and beyond(e.flat("policy") - e.p, floor(e)) else None
+    few = [
+        r for r in worst_rows(e, len(e.datums)) if r in set(rows) and e.datums[r].num_loss_tokens
+    ][:3]
+    jobs = [
+        (name, r, d)
+        for r in few
+        for name, d in [("as it stands", e.datums[r]), *contexts(e, backend, r).items()]
+    ]
+    before = (
+        backend.reference
+        if e.stamps.untrained and beyond(e.flat("policy") - e.p, floor(e))
+        else None
+    )
     scored = {"policy": await (before or backend.policy).forward([d for *_, d in jobs])}
     if before:  # both have learned since, and had its weights
         scored["sampler"] = scored["policy"]
-    elif "echo" not in e.refused and e.stamps.trainer_temperature in (None, 1.0):  # an echo is at temperature 1
+    elif "echo" not in e.refused and e.stamps.trainer_temperature in (
+        None,
+        1.0,
+    ):
+        # an echo is at temperature 1
         scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
     series: dict[str, list[np.ndarray | None]] = {}
     for side, found in scored.items():
@@ -388,38 +531,64 @@ def tied(redraws: Sequence[Redraw]) -> bool:
 
 def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
     "Two halves of draws of one token, counted."
-    told, says = lambda c: c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs, dict[int, list[float]]()
+
+    def told(c):
+        return c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs
+
+    says = dict[int, list[float]]()
     for c in (c for half in drawn for c in half):
         says.setdefault(int(c.tokens[0]), []).append(float(told(c)[0]))
-    claimed = {t: float(np.median(x)) for t, x in says.items()}  # a row of the batch may have settings of its own
+    # a row of the batch may have settings of its own
+    claimed = {t: float(np.median(x)) for t, x in says.items()}
     order = sorted(claimed, key=lambda t: -claimed[t])
     counts = np.array([[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in drawn])
     return Redraw(at, np.array(order), np.array([claimed[t] for t in order]), counts)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #56e51ba4
-async def redraw(e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128) -> Evidence:
+async def redraw(
+    e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128
+) -> Evidence:
     "Next tokens at so many places where the sampler was in doubt, each drawn twice so many times."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
-    past = lambda k: e.datums[e.row[k]].tokens[: e.target[k] + 1]
+
+    def past(k):
+        return e.datums[e.row[k]].tokens[: e.target[k] + 1]
+
     once = dict[bytes, int]()
     for k in (int(k) for k in np.argsort(doubt, kind="stable") if np.isfinite(doubt[k])):
         once.setdefault(past(k).tobytes(), k)
     off = [k for k in once.values() if abs(e.gap[k]) > tolerance(e)]
-    order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]  # a fault may spare most places
+    # a fault may spare most places
+    order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]
     heads = [past(k) for k in order]
-    params = SampleParams(n=draws, max_tokens=1)  # a seed of its own for each request: draws must not repeat
-    asked = [backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate([*heads, *heads])]
-    known = lambda drawn: [c for c in drawn if len(c.tokens) and np.isfinite(c.logprobs[0])]
+    # a seed of its own for each request: draws must not repeat
+    params = SampleParams(n=draws, max_tokens=1)
+    asked = [
+        backend.sampler.sample(h, replace(params, seed=seed))
+        for seed, h in enumerate([*heads, *heads])
+    ]
+
+    def known(drawn):
+        return [c for c in drawn if len(c.tokens) and np.isfinite(c.logprobs[0])]
+
     found = [known(drawn) for drawn in await asyncio.gather(*asked)]
-    halves = [(k, pair) for k, *pair in zip(order, found[: len(heads)], found[len(heads) :], strict=True) if all(pair)]
+    halves = [
+        (k, pair)
+        for k, *pair in zip(order, found[: len(heads)], found[len(heads) :], strict=True)
+        if all(pair)
+    ]
     redraws = [counted(k, drawn) for k, drawn in halves]
     if tied(redraws):
         why = "all draws of a request are the same, and not the likeliest: they begin alike, and say nothing"
         return replace(e, refused={**e.refused, "redraw": why})
     again = [np.full(len(d.weights), np.nan) for d in e.datums]
     for r in redraws:
-        again[e.row[r.at]][e.target[r.at]] = next(iter(r.claimed[r.tokens == e.token[r.at]]), np.nan)
-    return replace(e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)})
+        again[e.row[r.at]][e.target[r.at]] = next(
+            iter(r.claimed[r.tokens == e.token[r.at]]), np.nan
+        )
+    return replace(
+        e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)}
+    )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
@@ -430,7 +599,12 @@ SETTLED = 0.95  # a score after which no further control is run
 def chosen_controls(names: Sequence[str]) -> list[str]:
     "Controls in the order in which they run; the later ones need the first two. Raises ConfigError."
     if unknown := [name for name in names if name not in CONTROLS]:
-        raise ConfigError("controls", where="diagnose", got=repr(unknown[0]), expected=f"some of {', '.join(CONTROLS)}")
+        raise ConfigError(
+            "controls",
+            where="diagnose",
+            got=repr(unknown[0]),
+            expected=f"some of {', '.join(CONTROLS)}",
+        )
     needed = ("rescore", "echo") if set(names) - {"redraw"} else ()
     return [c for c in CONTROLS if c in names or c in needed]
 
@@ -452,17 +626,27 @@ def rows_for_controls(e: Evidence, limit: int) -> list[int]:
 def concluded(e: Evidence, tokenizer: Callable[[], Any]) -> Diagnosis:
     "The best explanation and, unless the cause is sure, where the gap sits: only then is the tokenizer asked for."
     found = weigh(e)
-    return found if found.ok or found.certainty == "sure" else replace(found, sits=where_it_sits(e, tokenizer()))
+    return (
+        found
+        if found.ok or found.certainty == "sure"
+        else replace(found, sits=where_it_sits(e, tokenizer()))
+    )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #97c62fc0
 async def diagnose(
     source: StepRecord | Sequence[Datum],  # a step, or datums with sampler logprobs
-    trainer_logprobs: Sequence[Logprobs | np.ndarray] | None = None,  # (N-1,) per datum; None = the record's
-    sampler_logprobs: Sequence[Logprobs | np.ndarray] | None = None,  # (N-1,) per datum; None = the datums'
+    trainer_logprobs: Sequence[Logprobs | np.ndarray]
+    | None = None,  # (N-1,) per datum; None = the record's
+    sampler_logprobs: Sequence[Logprobs | np.ndarray]
+    | None = None,  # (N-1,) per datum; None = the datums'
     *,
-    backend: Backend | None = None,  # for controls; its policy should have the weights of the trainer logprobs
-    controls: Sequence[str] = tuple(CONTROLS),  # "sync" gives the sampler the policy's weights, and nothing undoes it
-    untrained: bool | None = None,  # whether the policy still equals its reference; None = the record is of step 1
+    backend: Backend
+    | None = None,  # for controls; its policy should have the weights of the trainer logprobs
+    controls: Sequence[str] = tuple(
+        CONTROLS
+    ),  # "sync" gives the sampler the policy's weights, and nothing undoes it
+    untrained: bool
+    | None = None,  # whether the policy still equals its reference; None = the record is of step 1
     max_datums: int = 16,  # that controls look at
     tokenizer: Any = None,  # tells digits and white space; None = the backend's
 ) -> Diagnosis:
@@ -474,7 +658,9 @@ async def diagnose(
     chosen = chosen_controls(controls)
     recorded = isinstance(source, StepRecord) and source.loss is not None
     if trainer_logprobs is None and backend is not None and not recorded:
-        trainer_logprobs = await backend.policy.forward(source.datums if isinstance(source, StepRecord) else source)
+        trainer_logprobs = await backend.policy.forward(
+            source.datums if isinstance(source, StepRecord) else source
+        )
     e = gather(source, trainer_logprobs, sampler_logprobs, untrained=untrained)
     rows = rows_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():

@@ -49,14 +49,26 @@ class Evidence:
     datums: tuple[Datum, ...]
     trainer: tuple[np.ndarray, ...]
     sampler: tuple[np.ndarray, ...]
-    raw: tuple[np.ndarray | None, ...] = ()  # the sampler's at temperature 1 over the full vocabulary
-    drawn: tuple[np.ndarray | None, ...] = ()  # 1 where the samples' masks say that the policy drew the token
-    foreign: Mapping[int, int | None] = field(default_factory=dict)  # datums with other tokens than their sample: whose
-    gradients: tuple[np.ndarray | None, ...] = ()  # of the pass with gradients, with the weights of the pass before it
+    raw: tuple[
+        np.ndarray | None, ...
+    ] = ()  # the sampler's at temperature 1 over the full vocabulary
+    drawn: tuple[
+        np.ndarray | None, ...
+    ] = ()  # 1 where the samples' masks say that the policy drew the token
+    foreign: Mapping[int, int | None] = field(
+        default_factory=dict
+    )  # datums with other tokens than their sample: whose
+    gradients: tuple[
+        np.ndarray | None, ...
+    ] = ()  # of the pass with gradients, with the weights of the pass before it
     stamps: Stamps = Stamps()
-    controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)  # series by their maker
+    controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(
+        default_factory=dict
+    )  # series by their maker
     redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
-    refused: Mapping[str, str] = field(default_factory=dict)  # control: why the backend did not run it
+    refused: Mapping[str, str] = field(
+        default_factory=dict
+    )  # control: why the backend did not run it
     steps: tuple[int, ...] = ()  # of each datum, where several steps are one evidence
 
     def __post_init__(self):
@@ -67,7 +79,10 @@ class Evidence:
     @cached_property
     def mask(self) -> list[np.ndarray]:
         "(N-1,) bool per datum: compared positions; all that are trained, where the policy drew none of them."
-        both = [d.active if m is None else d.active & (m > 0) for d, m in zip(self.datums, self.drawn, strict=True)]
+        both = [
+            d.active if m is None else d.active & (m > 0)
+            for d, m in zip(self.datums, self.drawn, strict=True)
+        ]
         return both if any(m.any() for m in both) else [d.active for d in self.datums]
 
     @cached_property
@@ -83,12 +98,21 @@ class Evidence:
     @cached_property
     def token(self) -> np.ndarray:
         "(K,) ids that are scored."
-        return np.concatenate([d.target_tokens[m] for d, m in zip(self.datums, self.mask, strict=True)])
+        return np.concatenate(
+            [d.target_tokens[m] for d, m in zip(self.datums, self.mask, strict=True)]
+        )
 
     def flat(self, series: str | Sequence[np.ndarray | None]) -> np.ndarray:
         "(K,) a series, or that of a control, end to end; NaN where there is no number."
-        series = self.controls.get(series, (None,) * len(self.datums)) if isinstance(series, str) else series
-        missing = lambda m: np.full(int(m.sum()), np.nan)
+        series = (
+            self.controls.get(series, (None,) * len(self.datums))
+            if isinstance(series, str)
+            else series
+        )
+
+        def missing(m):
+            return np.full(int(m.sum()), np.nan)
+
         parts = [missing(m) if x is None else x[m] for x, m in zip(series, self.mask, strict=True)]
         values = np.concatenate(parts)
         return np.where(np.isfinite(values), values, np.nan)
@@ -110,10 +134,14 @@ class Evidence:
 
     def beginnings(self, and_token: bool) -> np.ndarray:
         "(K,) a number for the tokens of the row before each position, or up to it, and for the step: equal = the same."
-        salt = np.random.default_rng(0).integers(1, 2**62, 1 + max(len(d.tokens) for d in self.datums))
+        salt = np.random.default_rng(0).integers(
+            1, 2**62, 1 + max(len(d.tokens) for d in self.datums)
+        )
         rows = [np.r_[step, d.tokens + 1] for step, d in zip(self.steps, self.datums, strict=True)]
         hashed = [np.cumsum(row * salt[: len(row)]) for row in rows]
-        return np.concatenate([h[1 + and_token :][: len(m)][m] for h, m in zip(hashed, self.mask, strict=True)])
+        return np.concatenate(
+            [h[1 + and_token :][: len(m)][m] for h, m in zip(hashed, self.mask, strict=True)]
+        )
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #e8eb71a0
 @dataclass(frozen=True, eq=False)
@@ -193,31 +221,46 @@ class Cause:
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #b2f3d891
 SURE = 0.9  # share of the gap that a prediction must explain to be right
-PLAUSIBLE = 0.6  # what counts a sign that other causes may leave, too, such as the best fit of a curve
+# what counts a sign that other causes may leave, too, such as the best fit of a curve
+PLAUSIBLE = 0.6
 LIKELY = 0.5  # and what is below is a guess
 FEW = 3  # tokens off, at least, that a prediction is judged on
 
 
-def judged(e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float) -> Cause:
+def judged(
+    e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float
+) -> Cause:
     "A prediction that leaves so much of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
     off = np.isfinite(left) & (np.abs(e.gap) > tolerance(e))
     gone = explained(e.gap, left, tolerance(e)) if off.sum() >= FEW else 0.0
-    since, allowed = size(e.flat("policy") - e.p), coarsest(e)  # what the policy has learned since the step
+    # what the policy has learned since the step
+    since = size(e.flat("policy") - e.p)
+    allowed = coarsest(e)
     most = Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
     right = gone >= SURE and (noisy or not beyond(left, most))
-    return Cause(cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers)
+    return Cause(
+        cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers
+    )
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #fb8081f7
 def check_comparable(e: Evidence) -> None:
     "Raise unless there are at least two positions to compare, and a number on either side."
     if not any(d.num_loss_tokens for d in e.datums):
-        got, fix = f"{len(e.datums)} datums, all masked", "Was every completion cut to nothing, or masked as overlong?"
+        got = f"{len(e.datums)} datums, all masked"
+        fix = "Was every completion cut to nothing, or masked as overlong?"
         raise DatumError("tokens to compare", got=got, expected="weights of 1 somewhere", fix=fix)
     if len(e.gap) < 2:
         fix = "One token fits every explanation: diagnose a whole step."
-        raise DatumError("tokens to compare", where=e.datums[0].where, got=len(e.gap), expected="2 or more", fix=fix)
+        raise DatumError(
+            "tokens to compare",
+            where=e.datums[0].where,
+            got=len(e.gap),
+            expected="2 or more",
+            fix=fix,
+        )
     if not np.isfinite(e.s).any():
-        where, got = e.datums[0].where, f"NaN or infinity at all {len(e.s)} positions"
+        where = e.datums[0].where
+        got = f"NaN or infinity at all {len(e.s)} positions"
         fix = "Hand over the logprobs that the tokens were drawn with."
         raise AlignmentError("sampler logprobs", where=where, got=got, expected="numbers", fix=fix)
 
@@ -228,7 +271,8 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
     drawn_at = {s.temperature for s in samples}
     synced = min((s.policy_version for s in samples if s.policy_version is not None), default=None)
-    first = record.step == 1 and not record.origin and not (trainer and trainer.policy_version)  # on a fresh backend
+    # on a fresh backend
+    first = record.step == 1 and not record.origin and not (trainer and trainer.policy_version)
     return Stamps(
         trainer_dtype=trainer.dtype if trainer else None,
         trainer_temperature=trainer.temperature if trainer else None,
@@ -252,32 +296,49 @@ Found = tuple[tuple[np.ndarray | None, ...], tuple[np.ndarray | None, ...], dict
 def from_samples(record: StepRecord) -> Found:
     "Raw logprobs and masks of the samples, one per datum, where known, and whose prompt other tokens begin with."
     samples = sample_of(record.groups)
-    prompts = {group: s.tokens[: int(np.argmax(s.loss_mask > 0))].tolist() for (group, _), s in samples.items()}
+    prompts = {
+        group: s.tokens[: int(np.argmax(s.loss_mask > 0))].tolist()
+        for (group, _), s in samples.items()
+    }
     raw: list[np.ndarray | None] = []
     drawn: list[np.ndarray | None] = []
     foreign: dict[int, int | None] = {}
     for row, d in enumerate(record.datums):
         s = samples.get((d.group, d.sample))
-        if s is not None and (n := min(len(s.tokens), len(d.tokens))) and (s.tokens[:n] != d.tokens[:n]).any():
-            if not np.isin(d.target_tokens[d.active], s.tokens[s.loss_mask > 0]).any():  # it is nobody's completion
+        if (
+            s is not None
+            and (n := min(len(s.tokens), len(d.tokens)))
+            and (s.tokens[:n] != d.tokens[:n]).any()
+        ):
+            # it is nobody's completion
+            if not np.isin(d.target_tokens[d.active], s.tokens[s.loss_mask > 0]).any():
                 raw.append(None)
                 drawn.append(np.zeros(len(d.weights)))
                 continue
-            of = (g for g, p in prompts.items() if p != prompts[d.group] and d.tokens[: len(p)].tolist() == p)
-            foreign[row], s = next(of, None), None
+            of = (
+                g
+                for g, p in prompts.items()
+                if p != prompts[d.group] and d.tokens[: len(p)].tolist() == p
+            )
+            foreign[row] = next(of, None)
+            s = None
         raw.append(None)
         if s is not None and s.raw_logprobs is not None and d.sampler_logprobs is not None:
             own = as_long(d, s.logprobs[1:], np.nan)[d.active]
-            if np.allclose(own, d.sampler_logprobs[d.active], equal_nan=True):  # else the datum has lost its numbers
+            # else the datum has lost its numbers
+            if np.allclose(own, d.sampler_logprobs[d.active], equal_nan=True):
                 raw[-1] = as_long(d, s.raw_logprobs[1:], np.nan)
         drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
     return tuple(raw), tuple(drawn), foreign
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #07a072e4
-def at_temperature(logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float) -> np.ndarray:
+def at_temperature(
+    logprobs: np.ndarray, sharpness: np.ndarray | float, rivals: float
+) -> np.ndarray:
     "Logprobs after the logits are multiplied by `sharpness`, if the rest is shared evenly by `rivals` tokens."
     rest = np.log(np.maximum(-np.expm1(np.minimum(logprobs, -1e-12)), 1e-300))
-    chosen, others = sharpness * logprobs, sharpness * rest + (1 - sharpness) * np.log(rivals)
+    chosen = sharpness * logprobs
+    others = sharpness * rest + (1 - sharpness) * np.log(rivals)
     with np.errstate(invalid="ignore"):  # no number stays none
         return chosen - np.logaddexp(chosen, others)
 
@@ -295,16 +356,21 @@ def raw_instead(
     record: StepRecord, datums: Sequence[Datum], trainer: Sequence[Logprobs | np.ndarray]
 ) -> list[np.ndarray | None]:  # (N-1,) per datum
     "The sampler's logprobs, raw ones where its draws were cut or penalised as told; raises `AlignmentError`."
-    told, samples = list[np.ndarray | None](), sample_of(record.groups)
+    told = list[np.ndarray | None]()
+    samples = sample_of(record.groups)
     for d, scored in zip(datums, trainer, strict=True):
-        s, t = samples.get((d.group, d.sample)), getattr(scored, "temperature", 1.0)
+        s = samples.get((d.group, d.sample))
+        t = getattr(scored, "temperature", 1.0)
         if s is None or not s.processed:
             told.append(d.sampler_logprobs)
             continue
         if s.raw_logprobs is None:
             fix = "Draw a step with nothing cut off or penalised, and diagnose that one."
-            got, expected = "only those of what was left", "raw ones: the settings cut or penalise the draws"
-            raise AlignmentError("sampler logprobs", where=d.where, got=got, expected=expected, fix=fix)
+            got = "only those of what was left"
+            expected = "raw ones: the settings cut or penalise the draws"
+            raise AlignmentError(
+                "sampler logprobs", where=d.where, got=got, expected=expected, fix=fix
+            )
         ours = np.asarray(getattr(scored, "values", scored), dtype=np.float64)
         raw = as_long(d, s.raw_logprobs[1:], np.nan)
         told.append(nearest_at(raw, t, ours) if s.temperature == t else raw)
@@ -329,23 +395,37 @@ def gather(
         trainer = scored_first(record) or None
     if trainer is None:
         fix = "Hand over trainer_logprobs, or a backend that scores the datums."
-        raise AlignmentError("trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix)
+        raise AlignmentError(
+            "trainer logprobs", where=datums[0].where, got="none", expected="one series", fix=fix
+        )
     if record and record.options.get("teacher_coeff"):  # a teacher never was the policy
         datums = tuple(replace(d, ref_logprobs=None) for d in datums)
     ours = tuple(target_series("trainer logprobs", trainer, datums))
     told = [d.sampler_logprobs for d in datums] if sampler is None else sampler
     if record and sampler is None and all(series is None for series in told):
         fix = "TRL has them with use_vllm or a rollout_func; other trainers record them where that is switched on."
-        raise AlignmentError("sampler logprobs", where=f"step {record.step}", got="none in this run", fix=fix)
-    declared = record is not None and sampler is None and any(s.processed for g in record.groups for s in g.samples)
-    if declared and record is not None:  # what the settings say is no fault: the raw ones are compared
+        raise AlignmentError(
+            "sampler logprobs", where=f"step {record.step}", got="none in this run", fix=fix
+        )
+    declared = (
+        record is not None
+        and sampler is None
+        and any(s.processed for g in record.groups for s in g.samples)
+    )
+    # what the settings say is no fault: the raw ones are compared
+    if declared and record is not None:
         told = raw_instead(record, datums, trainer)
     theirs = tuple(target_series("sampler logprobs", told, datums))
     if record:
         stamps = replace(claims(record, untrained), raw=declared)
         e = Evidence(datums, ours, theirs, *from_samples(record), scored_twice(record), stamps)
         moved = e.flat([d.ref_logprobs for d in datums]) - e.p
-        if record.origin and untrained is None and np.isfinite(moved).all() and not beyond(moved, floor(e)):
+        if (
+            record.origin
+            and untrained is None
+            and np.isfinite(moved).all()
+            and not beyond(moved, floor(e))
+        ):
             e = replace(e, stamps=replace(stamps, untrained=True))
     else:
         e = Evidence(datums, ours, theirs, stamps=Stamps(untrained=bool(untrained)))
@@ -363,35 +443,60 @@ def pooled(parts: Sequence[Evidence]) -> Evidence | None:
         return None
     own = [parts[k] for k in differ]
     series = ("datums", "trainer", "sampler", "raw", "drawn", "gradients")
-    joined: dict[str, Any] = {name: tuple(x for e in own for x in getattr(e, name)) for name in series}
-    stamps = replace(own[0].stamps, agreed=differ[0] > 0, untrained=any(e.stamps.untrained for e in own))
-    return Evidence(**joined, stamps=stamps, steps=tuple(k for k, e in enumerate(own) for _ in e.datums))
+    joined: dict[str, Any] = {
+        name: tuple(x for e in own for x in getattr(e, name)) for name in series
+    }
+    stamps = replace(
+        own[0].stamps, agreed=differ[0] > 0, untrained=any(e.stamps.untrained for e in own)
+    )
+    return Evidence(
+        **joined, stamps=stamps, steps=tuple(k for k, e in enumerate(own) for _ in e.datums)
+    )
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #0de635f5
-CHANCE, DRAWS = 0.01, 4999  # of naming a pattern where there is none; draws of signs
+# of naming a pattern where there is none; draws of signs
+CHANCE = 0.01
+DRAWS = 4999
 SITS = {  # what a gap may follow: how that is said, and what to look at
-    "depth": ("grows with depth", "what adds up along a completion: positions, a cache of keys and values"),
+    "depth": (
+        "grows with depth",
+        "what adds up along a completion: positions, a cache of keys and values",
+    ),
     "-depth": ("falls with depth", "how the prompt is read: template, BOS, system message"),
     "turn": ("grows from turn to turn", "earlier turns that are tokenized again"),
-    "unlikely": ("is larger the less likely a token is, wherever it stands", "prompt, weights and temperature"),
-    "first token": ("the first token of a completion", "where prompt and completion meet: generation prompt"),
-    "after tool or user": ("the first token after a tool or user", "what the template puts between two turns"),
+    "unlikely": (
+        "is larger the less likely a token is, wherever it stands",
+        "prompt, weights and temperature",
+    ),
+    "first token": (
+        "the first token of a completion",
+        "where prompt and completion meet: generation prompt",
+    ),
+    "after tool or user": (
+        "the first token after a tool or user",
+        "what the template puts between two turns",
+    ),
     "end of a turn": ("the ends of turns", "the end token: stop words, and who appends it"),
     "digits": ("digits", "how both sides split numbers"),
     "white space": ("white space", "texts that are decoded, stripped and tokenized again"),
 }
 
 
-def patterns(e: Evidence, tokenizer: Any = None) -> dict[str, np.ndarray]:  # (K,) each, bool for a class of tokens
+def patterns(
+    e: Evidence, tokenizer: Any = None
+) -> dict[str, np.ndarray]:  # (K,) each, bool for a class of tokens
     "What a gap may follow. Classes that are told by text need a tokenizer."
     first = (np.diff(e.row, prepend=-1) > 0) | (np.diff(e.target, prepend=-1) != 1)
-    begins, last = np.searchsorted(e.row, e.row), np.append(first[1:], True)
-    depth, turn = np.arange(len(first)) - begins, np.cumsum(first)
+    begins = np.searchsorted(e.row, e.row)
+    last = np.append(first[1:], True)
+    depth = np.arange(len(first)) - begins
+    turn = np.cumsum(first)
     turn -= turn[begins]
     ids, counts = np.unique(e.token[last], return_counts=True)
     found = {"depth": depth, "-depth": -depth, "turn": turn, "unlikely": -np.fmax(e.p, e.s)}
     found |= {"first token": depth == 0, "after tool or user": first & (turn > 0)}
-    found |= {"end of a turn": last & (e.token == ids[counts.argmax()])}  # not where a completion was cut
+    # not where a completion was cut
+    found |= {"end of a turn": last & (e.token == ids[counts.argmax()])}
     if tokenizer is not None:
         texts = {t: token_text(t, tokenizer) for t in {*e.token.tolist()}}
         found |= {"digits": np.array([texts[t].strip().isdecimal() for t in e.token.tolist()])}
@@ -408,12 +513,17 @@ def not_by_chance(scores: pd.DataFrame) -> list[str]:
     "The columns with a larger sum than random signs of the sequences, the rows, give it."
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, len(scores)))
     as_large = 1 + (signs @ scores.to_numpy() >= scores.sum().to_numpy() - 1e-9).sum(axis=0)
-    return [n for n, count in zip(scores, as_large, strict=True) if len(as_large) * count <= CHANCE * (1 + DRAWS)]
+    return [
+        n
+        for n, count in zip(scores, as_large, strict=True)
+        if len(as_large) * count <= CHANCE * (1 + DRAWS)
+    ]
 
 
 def where_it_sits(e: Evidence, tokenizer: Any = None) -> str:
     "What the gap follows, in a sentence without its full stop, unless that may be chance; or why it cannot be told."
-    allowed, followed = rounding(e.stamps.trainer_dtype or ""), patterns(e, tokenizer)
+    allowed = rounding(e.stamps.trainer_dtype or "")
+    followed = patterns(e, tokenizer)
     if allowed.explains(size(e.gap)):
         return f"where the gap sits cannot be told: it may be rounding ({e.stamps.trainer_dtype or 'dtype unknown'})"
     once = np.isfinite(e.gap) & ~pd.Series(e.beginnings(True)).duplicated().to_numpy()
@@ -429,12 +539,16 @@ def where_it_sits(e: Evidence, tokenizer: Any = None) -> str:
         return "the gap follows neither depth nor turn nor a class of tokens by more than chance"
     plain = within_rows(table)
     best = max(sure, key=lambda name: correlation(plain[name].to_numpy(), plain["gap"].to_numpy()))
-    (words, cause), by = SITS[best], followed[best]
+    (words, cause) = SITS[best]
+    by = followed[best]
     there = by if by.dtype == bool else by > np.nanmedian(by)
-    inside, outside = size(e.gap[there]).mean, size(e.gap[~there]).mean
-    sides, alone = ("in one half", "in the other"), by.dtype != bool or outside <= allowed.mean
+    inside = size(e.gap[there]).mean
+    outside = size(e.gap[~there]).mean
+    sides = ("in one half", "in the other")
+    alone = by.dtype != bool or outside <= allowed.mean
     if by.dtype == bool:
-        words, sides = f"{'sits' if alone else 'is largest'} at {words}", ("there", "elsewhere")
+        words = f"{'sits' if alone else 'is largest'} at {words}"
+        sides = ("there", "elsewhere")
     told = f"the gap {words}: {short(inside)} nats a token {sides[0]}, {short(outside)} {sides[1]}"
     return f"{told} (p < {CHANCE:g}, {len(scores)} sequences)" + f". Look at {cause}" * alone
 
@@ -443,16 +557,32 @@ def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[s
     "Where the gap sits in a sentence; its mean by depth, turn and class of token, unless it is within rounding."
     if e is None:
         return {"said": "no sample has logprobs of both trainer and sampler", "bars": []}
-    found, known = patterns(e, tokenizer), np.isfinite(e.gap)
-    depth, turn = found["depth"], found["turn"]
-    cuts = np.append(np.unique(np.quantile(depth, np.linspace(0, 1, 5)[:-1], method="nearest")), depth.max() + 1)
-    parts = [(f"tokens {a + 1} to {b}", "depth", (a <= depth) & (depth < b)) for a, b in pairwise(cuts.tolist())]
-    parts += [(f"turn {k + 1}", "turn", turn == k) for k in range(min(turn.max() + 1, most)) if turn.max()]
+    found = patterns(e, tokenizer)
+    known = np.isfinite(e.gap)
+    depth = found["depth"]
+    turn = found["turn"]
+    cuts = np.append(
+        np.unique(np.quantile(depth, np.linspace(0, 1, 5)[:-1], method="nearest")), depth.max() + 1
+    )
+    parts = [
+        (f"tokens {a + 1} to {b}", "depth", (a <= depth) & (depth < b))
+        for a, b in pairwise(cuts.tolist())
+    ]
+    parts += [
+        (f"turn {k + 1}", "turn", turn == k) for k in range(min(turn.max() + 1, most)) if turn.max()
+    ]
     classes = {name: v for name, v in found.items() if v.dtype == bool}
     rest = ~np.any([*classes.values()], axis=0)
     parts += [(name, "class", v) for name, v in (classes | {"other tokens": rest}).items()]
     rare = found["unlikely"] > np.nanmedian(found["unlikely"])
     parts += [("likelier half", "likelihood", ~rare), ("other half", "likelihood", rare)]
-    of = [(name, kind, np.abs(e.gap[which & known])) for name, kind, which in parts if (which & known).any()]
-    bars = [{"part": name, "kind": kind, "nats": float(v.mean()), "tokens": len(v)} for name, kind, v in of]
+    of = [
+        (name, kind, np.abs(e.gap[which & known]))
+        for name, kind, which in parts
+        if (which & known).any()
+    ]
+    bars = [
+        {"part": name, "kind": kind, "nats": float(v.mean()), "tokens": len(v)}
+        for name, kind, v in of
+    ]
     return {"said": where_it_sits(e, tokenizer), "bars": bars if differs(e) else []}
