@@ -39,7 +39,7 @@ SHAPES = ((8, 8), (64, 16))  # groups, completions
 KINDS = 12  # different records, used in turn
 
 
-class Wire(comm.DummyComm):
+class HttpClient(comm.DummyComm):
     "A comm that packs its messages and throws them away."
 
     packed = 0  # bytes, of all comms together
@@ -53,7 +53,7 @@ class Wire(comm.DummyComm):
         **keys: Any,
     ) -> None:
         text = json.dumps({"data": data, **keys}).encode()
-        Wire.packed += len(text) + sum(memoryview(b).nbytes for b in buffers or ())
+        HttpClient.packed += len(text) + sum(memoryview(b).nbytes for b in buffers or ())
 
 
 def prepared(points: int, records: list[StepRecord], loop: GRPOLoop, more: bool) -> Dashboard:
@@ -79,11 +79,11 @@ def measure(
     sizes = []
     for i in range(repeats):
         record = replace(records[i % KINDS], step=points + 2 + i)
-        before = Wire.packed
+        before = HttpClient.packed
         start = time.perf_counter()
         dashboard.update(record)
         times.append(1000 * (time.perf_counter() - start))
-        sizes.append(Wire.packed - before)
+        sizes.append(HttpClient.packed - before)
     start = time.perf_counter()
     words_html(dashboard.record, dashboard.previous)
     words = 1000 * (time.perf_counter() - start)
@@ -118,7 +118,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 async def main(repeats: int) -> list[dict[str, Any]]:
     "All cases."
-    comm.create_comm = Wire
+    comm.create_comm = HttpClient
     loop = GRPOLoop(open_local(*load_model("tiny")), toy_rows(8), toy_reward, Config())
     cases = [(p, s, more) for more in (False, True) for s in SHAPES for p in POINTS]
     return [measure(p, s, loop, repeats, more) for p, s, more in cases]

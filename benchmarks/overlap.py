@@ -339,7 +339,7 @@ def scheduled(setting: Setting) -> Overlap:
 
 ONE_BATCH = "one batch of places"
 RATIOS = (0.25, 0.5, 1.0, 2.0, 4.0)  # time to sample a batch, in training times
-AHEAD = (0, 1, 2, 4)  # O
+UNIFORMS_AHEAD = (0, 1, 2, 4)  # O
 
 
 MORE = (2, 4)  # R
@@ -348,7 +348,7 @@ MORE = (2, 4)  # R
 def schedules(
     steps: int,
     ratios: Sequence[float] = RATIOS,
-    ahead: Sequence[int] = AHEAD,
+    ahead: Sequence[int] = UNIFORMS_AHEAD,
     places: Sequence[int] = MORE,
 ) -> dict[str, list[Overlap]]:
     "All settings of the first part."

@@ -24,7 +24,7 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.backends.roofline import peak_memory, roofs_of
+from rl_notebook.backends.roofline import peak_memory, peak_rates_of
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
 
@@ -83,7 +83,11 @@ async def measure(setting: Setting) -> dict[str, Any]:
         rounds.append(
             {"round": turn, **times, "phases": {"predicted": said, "measured": took}, **memory}
         )
-    return {"setting": asdict(setting), "roofs": asdict(roofs_of(backend.size)), "rounds": rounds}  # type: ignore[arg-type]
+    return {
+        "setting": asdict(setting),
+        "roofs": asdict(peak_rates_of(backend.size)),
+        "rounds": rounds,
+    }  # type: ignore[arg-type]
 
 
 def table(result: dict[str, Any]) -> str:

@@ -470,7 +470,7 @@ class Floors:
 
 
 def floors_of(setting: Setting, work: Work, size: ModelSize) -> Floors:
-    "Measure the machine at the rows of this setting, for longer than `roofs_of` does, and divide."
+    "Measure the machine at the rows of this setting, for longer than `peak_rates_of` does, and divide."
     how = {"seconds": 0.5, "most": torch.get_num_threads()}
     few, many = (
         gemm_rate(size, rows, **how)

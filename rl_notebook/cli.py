@@ -952,7 +952,7 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
     return json.loads(table.to_json(orient="records") or "[]")
 
 
-def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # data, text
+def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # data, text
     "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200, if not told."
     from rl_notebook.runs.records import StepRecord
     from rl_notebook.runs.run import glance, readable, run_facts
@@ -993,7 +993,7 @@ def told_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  
     )
 
 # %% ../nbs/00_cli.ipynb #78f1060d
-def told_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
+def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     "The x-ray, the doctor's answer and the completions of a step."
     from rl_notebook.insight.doctor.doctor import concluded
     from rl_notebook.insight.doctor.evidence import gather
@@ -1049,7 +1049,7 @@ def texts_of(
     return [token_text(token, tokenizer) for token in sample.tokens.tolist()], ""
 
 # %% ../nbs/00_cli.ipynb #cf21586f
-def told_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str, Any], str]:
+def describe_sample(run: Run, step: int, group: int, sample: int) -> tuple[dict[str, Any], str]:
     "One completion: prompt, text, rewards, and a row per token, with all that its datum holds."
     import pandas as pd
 
@@ -1140,10 +1140,12 @@ def run_show(args: Sequence[str]) -> int:  # exit code
             "one completion", got=got, expected="--step, --group and --sample together", fix=fix
         )
     if given.step is None:
-        data, text = told_run(run, given.last)
+        data, text = describe_run(run, given.last)
     else:
         data, text = (
-            told_step(run, given.step) if None in place else told_sample(run, given.step, *place)
+            describe_step(run, given.step)
+            if None in place
+            else describe_sample(run, given.step, *place)
         )
     print_plain(json.dumps(data, default=str) if given.json else text)
     return 0

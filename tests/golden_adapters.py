@@ -23,7 +23,7 @@ import numpy as np
 import pytest
 import torch
 
-from rl_notebook.core.advantages import STD_TOLERANCE, group_advantages, is_dead
+from rl_notebook.core.advantages import STD_TOLERANCE, group_advantages, has_no_signal
 from rl_notebook.core.align import align_logprobs, require_finite
 from rl_notebook.core.builtin import builtin_inputs, builtin_loss
 from rl_notebook.backends.services.completions import OpenAISampler
@@ -727,7 +727,7 @@ def advantage_difference(rewards: Sequence[Any], eps: float) -> str | None:
         return NOT_FINITE
     if len(r) == 1:
         return ONE_SAMPLE
-    if is_dead(r):
+    if has_no_signal(r):
         return None if len(r) == 0 or (np.ptp(r) == 0 and eps > 0) else DEAD_GROUP
     return SMALL_SPREAD if r.std(ddof=1) < eps else None
 
@@ -1034,8 +1034,8 @@ def dynamic_filter(case: Case) -> Outcome:
     "Which groups are trained on."
     rewards = case.inputs["rewards"]
     accepted = case.expected["should_accept"]
-    assert (not is_dead(rewards, tolerance=np.nextafter(0, 1))) == accepted
-    if is_dead(rewards) == accepted:
+    assert (not has_no_signal(rewards, tolerance=np.nextafter(0, 1))) == accepted
+    if has_no_signal(rewards) == accepted:
         assert np.ptp(floats(rewards)) < STD_TOLERANCE
         return Outcome((TOLERANCE,))
     return AGREED
@@ -1436,7 +1436,7 @@ def sync_windows(case: Case) -> Outcome:
                 rows[first : first + size],
                 c["max_concurrent"],
                 sampled,
-                lambda g: not is_dead(g.rewards),
+                lambda g: not has_no_signal(g.rewards),
             )
             while batch := await window.batch(per_step):
                 live, dropped = [
@@ -1475,7 +1475,7 @@ def greedy_batching(case: Case) -> Outcome:
 
     def keep(g: PromptGroup) -> bool:
         return len(g.samples) > 0 and not (
-            c["filter"] and len(g.samples) > 1 and is_dead(g.rewards)
+            c["filter"] and len(g.samples) > 1 and has_no_signal(g.rewards)
         )
 
     async def loop() -> int:

@@ -18,11 +18,11 @@ from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, u
 from rl_notebook.loop import async_loop
 from rl_notebook.loop import arrivals
 from rl_notebook.loop import rollouts
-from rl_notebook.core.advantages import is_dead
+from rl_notebook.core.advantages import has_no_signal
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RolloutSample
 from rl_notebook.task.data import Row
-from rl_notebook.loop.groups import Finished, Gate, Graded, Producer
+from rl_notebook.loop.groups import Finished, Gate, ScoredGroup, Producer
 from rl_notebook.task.data import Prompt
 
 NO_ROOM = "a row without room for all of it is refused; agrees when it is counted all the same"
@@ -150,7 +150,7 @@ def gate_controller(case: Case) -> Outcome:
                 await asyncio.wait([flight.task])
                 await asyncio.sleep(0)
             states.append(states_of(producer, c["resolved_offset"]))
-        producer.recall()
+        producer.cancel_newer_than()
         await asyncio.sleep(0)
         return states
 
@@ -179,7 +179,7 @@ class Run:
         steps = {"prompt_groups_per_step": gate.groups_per_step, "advantage_scale": "batch"}
         self.cfg = SimpleNamespace(drop_dead=True, teacher_coeff=0.0, **steps)
         clock = asyncio.get_running_loop().time
-        self.producer: Producer[Graded] = Producer(
+        self.producer: Producer[ScoredGroup] = Producer(
             gate, self.take, self.row, self.useful, clock=clock
         )
 
@@ -193,7 +193,7 @@ class Run:
         return SimpleNamespace(number=self.gate.version + 1)
 
     def keep(self, group: Any) -> bool:
-        return not (self.c["filter"] and is_dead(group.rewards))
+        return not (self.c["filter"] and has_no_signal(group.rewards))
 
     # what a producer is made of
     def take(self) -> int | None:
@@ -232,7 +232,7 @@ class Run:
             else RolloutSample([1, 2], [float("nan"), -0.1], [0, 1], reward=reward)
         )
 
-    async def row(self, number: int) -> Graded:
+    async def row(self, number: int) -> ScoredGroup:
         "All draws of a row, those that are lost again."
         prompt = Prompt(Row(str(number), prompt="?"), [1], index=number, number=number)
         k = self.c["completions_per_prompt"]
@@ -240,13 +240,13 @@ class Run:
         fewest = max(self.c["min_group_size"], 2 if self.theirs else 1)
         rounds, inside = (1 + again, 0) if self.theirs else (1, again)
         for _ in range(rounds):
-            drawn = await rollouts.draw_rollouts(self.rollout, prompt, k, group_retries=inside)
+            drawn = await rollouts.sample_rollouts(self.rollout, prompt, k, group_retries=inside)
             group = rollouts.assemble(drawn, drawn.samples, fewest)
             if group.samples:
                 break
-        return Graded(drawn, group)
+        return ScoredGroup(drawn, group)
 
-    def useful(self, answered: Graded) -> bool:
+    def useful(self, answered: ScoredGroup) -> bool:
         "Whether a row is trained on, as a loop decides it."
         found = arrivals.has_signal(self, answered)
         number = answered.group.number
@@ -257,7 +257,7 @@ class Run:
         )
         return found
 
-    async def next_rows(self, count: int, places: int) -> list[Finished[Graded]]:
+    async def next_rows(self, count: int, places: int) -> list[Finished[ScoredGroup]]:
         "Rows to train on, as soon as there are so many."
         p = self.producer
         if not self.theirs:
@@ -284,7 +284,7 @@ class Run:
         }
         return sum(max(0, calls - 1) for calls in most.values())
 
-    def metrics(self, live: Sequence[Finished[Graded]]) -> dict[str, float]:
+    def metrics(self, live: Sequence[Finished[ScoredGroup]]) -> dict[str, float]:
         "Those of a step."
         self.live = live
         found = async_loop.gate_metrics(self)
@@ -296,7 +296,7 @@ class Run:
         return found
 
 
-def rewards_of(rows: Sequence[Finished[Graded]]) -> list[float]:
+def rewards_of(rows: Sequence[Finished[ScoredGroup]]) -> list[float]:
     return [float(r) for row in rows for r in row.value.group.rewards]
 
 
@@ -391,7 +391,7 @@ async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, An
     gate = Gate(n, k, c["max_head_offpolicy_versions"], c["max_concurrent"])
     run = Run(case, theirs, gate)
 
-    async def next_batch() -> list[Finished[Graded]]:
+    async def next_batch() -> list[Finished[ScoredGroup]]:
         run.looking.set()
         try:
             return await run.next_rows(n, n)
@@ -471,12 +471,12 @@ class Coordinated(Run):
 
     waits = False
     settled = 0
-    batch: Sequence[Finished[Graded]] = ()  # rows of the step under way
+    batch: Sequence[Finished[ScoredGroup]] = ()  # rows of the step under way
     unrecorded: Sequence[
-        Finished[Graded]
+        Finished[ScoredGroup]
     ] = ()  # rows that teach nothing, taken and kept for a later step
 
-    def useful(self, answered: Graded) -> bool:
+    def useful(self, answered: ScoredGroup) -> bool:
         found = super().useful(answered)
         if not found and self.theirs:
             self.settle()
@@ -493,7 +493,7 @@ class Coordinated(Run):
             self.events.append(["resolved", self.settled, self.reasons[self.settled]])
             self.settled += 1
 
-    def take_others(self, partial: bool) -> list[Finished[Graded]]:
+    def take_others(self, partial: bool) -> list[Finished[ScoredGroup]]:
         "Rows that teach nothing, and go with the step under way."
         others = [*self.unrecorded, *self.producer.take_rejected()]
         last = float("inf") if partial or not self.theirs else max(row.ended for row in self.batch)

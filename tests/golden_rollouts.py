@@ -27,7 +27,7 @@ from golden_adapters import (
     stats_of,
 )
 
-from rl_notebook.core.advantages import is_dead, with_advantages
+from rl_notebook.core.advantages import has_no_signal, with_advantages
 from rl_notebook.core.align import align_logprobs, align_routing
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.task.chat import sample_from_completion
@@ -50,7 +50,7 @@ from rl_notebook.loop.rollouts import (
     RolloutSetup,
     assemble,
     balanced_chunks,
-    draw_rollouts,
+    sample_rollouts,
     minibatch_slices,
 )
 from rl_notebook.recipes.open import build_deployment_sampler
@@ -67,7 +67,7 @@ def draws(results: Sequence[Any]) -> PromptGroup:
         result = results[rollout_index]
         return result() if callable(result) else result
 
-    drawn = asyncio.run(draw_rollouts(rollout_fn, ROW_PROMPT, len(results)))
+    drawn = asyncio.run(sample_rollouts(rollout_fn, ROW_PROMPT, len(results)))
     return assemble(drawn, drawn.samples)
 
 
@@ -236,7 +236,7 @@ def rollout_example(case: Case) -> Outcome:
                 text=c.text,
             )
 
-        drawn = asyncio.run(draw_rollouts(rollout_fn, ROW_PROMPT, 1))
+        drawn = asyncio.run(sample_rollouts(rollout_fn, ROW_PROMPT, 1))
         if not drawn.samples:
             raise AlignmentError("draw", got=drawn.dropped)
         return drawn.samples[0]
@@ -313,7 +313,7 @@ def prompt_group(case: Case) -> Outcome:
     if len(runs) == 1:
         refused(lambda: with_advantages([ours]), "group size")
         if group is None:
-            assert is_dead(ours.rewards)
+            assert has_no_signal(ours.rewards)
             return AGREED
     # advantages of one's own are put on by hand
     given = len(runs) == 1 or c.get("advantage_fn") == "identity"
@@ -467,7 +467,7 @@ def group_assembler(case: Case) -> Outcome:
 
     async def row(number: int) -> None:
         prompt = replace(ROW_PROMPT, number=number)
-        drawn = await draw_rollouts(rollout_fn, prompt, c["completions_per_prompt"])
+        drawn = await sample_rollouts(rollout_fn, prompt, c["completions_per_prompt"])
         group = assemble(drawn, drawn.samples, c["min_group_size"])
         done[round(asyncio.get_running_loop().time())] = replace(group, advantages=group.rewards)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rl_notebook.core.advantages import is_dead, with_advantages
+from rl_notebook.core.advantages import has_no_signal, with_advantages
 from rl_notebook.core.types import Logprobs, LossOutput, PromptGroup, RolloutSample
 from rl_notebook.core.datums import attach, datums_from_groups
 from rl_notebook.core.metrics import step_metrics
@@ -60,7 +60,7 @@ def synthetic_record(
     rng = np.random.default_rng([seed, step])
     p = 0.25 + 0.7 / (1 + np.exp(-8 * (step / steps - 0.45)))
     drawn = with_advantages([prompt_group(rng, i, p, completions) for i in range(groups)])
-    datums = datums_from_groups([g for g in drawn if not is_dead(g.rewards)])
+    datums = datums_from_groups([g for g in drawn if not has_no_signal(g.rewards)])
     if not datums:
         reason = f"all {groups} groups had equal rewards"
         return StepRecord(

@@ -64,7 +64,7 @@ class Rows(RuleBasedStateMachine):
         self.asking: asyncio.Task[list[Finished[Any]]] | None = None
         self.draining: asyncio.Task[None] | None = None
         self.producer = Producer(
-            self.gate, self.take, self.run, lambda value: value[1], self.give_back, self.clock
+            self.gate, self.take, self.run, lambda value: value[1], self.requeue, self.clock
         )
 
     def teardown(self) -> None:
@@ -107,7 +107,7 @@ class Rows(RuleBasedStateMachine):
 
         return drawn()
 
-    def give_back(self, numbers: Iterable[int]) -> None:
+    def requeue(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             places = (self.under_way, self.ready, self.rejected)
             assert sum(number in place for place in places) == 1, (
@@ -287,7 +287,7 @@ class Rows(RuleBasedStateMachine):
             kept = {n for n, v in self.ready.items() if v <= version} | {
                 n for n, (v, _) in self.under_way.items() if v <= version
             }
-            self.producer.recall(newer_than=version)
+            self.producer.cancel_newer_than(newer_than=version)
             assert {*self.ready, *self.under_way} == kept
             self.gate.publish(version)
             self.trained -= {*self.last}
@@ -302,7 +302,7 @@ class Rows(RuleBasedStateMachine):
     @rule(at_once=st.booleans())
     def everything_is_given_up(self, at_once: bool) -> None:
         def give_up() -> None:
-            self.producer.recall()
+            self.producer.cancel_newer_than()
             assert not [*self.under_way, *self.ready, *self.rejected]
             if at_once:
                 self.producer.fill()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rl_notebook.task.chat import drawn_logprobs, encode_prompt, render
+from rl_notebook.task.chat import completion_logprobs, encode_prompt, render
 from rl_notebook.task.chat import (
     sample_from_completion,
     split_calls,
@@ -194,7 +194,7 @@ def test_logprobs_of_what_was_really_drawn():
     np.testing.assert_array_equal(s.raw_logprobs, [np.nan, -1.0, -2.0])
     assert (s.temperature, s.processed, s.reward, s.info) == (0.5, True, 0.5, {"k": 1})
     raw = Completion([5], [6], [-1.0])
-    assert drawn_logprobs(raw).tolist() == [-1.0]
+    assert completion_logprobs(raw).tolist() == [-1.0]
     hot = Completion([5], [6], [-1.0], params=SampleParams(temperature=2.0))
     text = message(lambda: sample_from_completion(hot), AlignmentError)
     assert "sampling logprobs: got none, at temperature 2.0, top_p 1.0, top_k 0, min_p 0.0" in text

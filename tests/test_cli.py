@@ -29,7 +29,7 @@ from rl_notebook.cli import main, option_values, parse_train
 from rl_notebook.config.config import Config
 from rl_notebook.core.options import leaf_types
 from rl_notebook.runs import run as run_module
-from rl_notebook.core.advantages import is_dead
+from rl_notebook.core.advantages import has_no_signal
 from rl_notebook.runs.run import Run, RunFolder
 
 # --- demo and view --------------------------------------------------------------------------------------------------
@@ -466,7 +466,7 @@ def test_a_run_is_kept_and_learns_by_default(tmp_path, monkeypatch, capsys):
     assert f"rl-notebook view runs/{run.name}" in said
     record = Run.open(run).record(1)
     assert len(record.groups) == 16
-    assert sum(not is_dead(group.rewards) for group in record.groups) >= 8  # those that train
+    assert sum(not has_no_signal(group.rewards) for group in record.groups) >= 8  # those that train
     assert main([*short, "--prompt-groups-per-step", "2", "--num-generations", "4"]) == 0
     (other,) = {*(tmp_path / "runs").iterdir()} - {run}
     assert [len(group.samples) for group in Run.open(other).record(1).groups] == [4, 4]

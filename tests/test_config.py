@@ -515,7 +515,7 @@ def test_the_names_of_losses_are_those_of_the_losses():
     losses = pytest.importorskip("rl_notebook.core.losses")
     from rl_notebook.core.advantages import SCALES
 
-    assert set(m.SURROGATE_KNOBS) == set(losses.POLICY_LOSSES)
+    assert set(m.SURROGATE_PARAMS) == set(losses.POLICY_LOSSES)
     assert set(get_args(KLEstimator)) == set(losses.KL_ESTIMATORS)
     assert set(get_args(AdvantageScale)) == set(SCALES)
 

@@ -35,7 +35,7 @@ def sources() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def site(sources: ModuleType) -> Any:
-    return sources.Site.of(ROOT)
+    return sources.EmulatorState.of(ROOT)
 
 
 @pytest.fixture(scope="module")

@@ -35,7 +35,7 @@ from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose
 from rl_notebook.insight.doctor.evidence import LIKELY, Evidence, Redraw
 from rl_notebook.insight.xray import ROUNDING, check_ratio
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.loop.rollouts import assemble, draw_completions, encode_rows
+from rl_notebook.loop.rollouts import assemble, sample_completions, encode_rows
 from rl_notebook.loop.step import sync_weights
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.task.data import load_rows
@@ -70,7 +70,7 @@ class Bench:
         for prompt in prompts:
             options: dict[str, Any] = {"max_tokens": 16} | params
             settings = SampleParams(n=4, seed=seed, **options)
-            rollouts = await draw_completions(self.backend.sampler, prompt, settings)
+            rollouts = await sample_completions(self.backend.sampler, prompt, settings)
             plain = [replace(s, temperature=1.0, processed=False) for s in rollouts.samples]
             graded = [replace(s, reward=float(rng.integers(2))) for s in plain]
             drawn.append(assemble(rollouts, graded))

@@ -21,7 +21,7 @@ from rl_notebook.core.types import Logprobs, LossOutput, PromptGroup, RolloutSam
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.step import (
     LossReport,
-    Measured,
+    PhaseMetrics,
     list_datums,
     list_groups,
     list_prompts,
@@ -191,7 +191,7 @@ def many(groups: int, completions: int, tokens: int, text: str = "") -> dict[str
         "reference": list_datums(datums, tokenizer, policy),
         "loss": LossReport(replace(output, metrics={}), tuple(datums), tokenizer),
         "backward": LossReport(output, tuple(datums), tokenizer),
-        "optimize": Measured("weights updated", norms),
+        "optimize": PhaseMetrics("weights updated", norms),
         "finish": StepRecord(1, tuple(compared), tuple(datums), output, metrics=norms),
     }
 

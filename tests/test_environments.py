@@ -22,7 +22,7 @@ from rl_notebook.core.types import (
 )
 from rl_notebook.agents.environments import agent_rollouts, tool_rollouts
 from rl_notebook.task.data import make_row
-from rl_notebook.loop.rollouts import RolloutSetup, draw_rollouts
+from rl_notebook.loop.rollouts import RolloutSetup, sample_rollouts
 from rl_notebook.task.data import Prompt
 from rl_notebook.task.toy import build_tokenizer
 
@@ -310,14 +310,14 @@ def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(writt
         scripted, scripted.tokenizer, SampleParams(max_tokens=20), completions_per_prompt=2
     )
     prompt = Prompt(make_row(ROW), [1, 2])
-    rollouts = asyncio.run(draw_rollouts(agent_rollouts(play)(setup), prompt, 2))
+    rollouts = asyncio.run(sample_rollouts(agent_rollouts(play)(setup), prompt, 2))
     assert (rollouts.samples, len(rollouts.dropped)) == ((), 2)
     assert all(
         "cannot go on (unfit_turns: drop)" in r and "no bad words" in r for r in rollouts.dropped
     )
     assert len(scripted.texts) == 6, "a request that was refused is not made again by the client"
     with pytest.raises(AlignmentError, match="no bad words"):
-        asyncio.run(draw_rollouts(agent_rollouts(play)(setup), prompt, 1, unfit="raise"))
+        asyncio.run(sample_rollouts(agent_rollouts(play)(setup), prompt, 1, unfit="raise"))
 
 
 def test_rewards_of_functions_and_of_the_environment_are_added():

@@ -60,7 +60,7 @@ DATUMS = [Datum([72, 105, 33, 10], [0, 1, 1], sample=0), Datum([72, 111, 33], [0
 ADAM = AdamParams(learning_rate=1e-2)
 
 
-class Site:
+class EmulatorState:
     "An emulator and the SDK's managers for it."
 
     numbers = itertools.count(1)
@@ -147,7 +147,7 @@ def running():
 
 @pytest.fixture
 def site(running):
-    return Site(running)
+    return EmulatorState(running)
 
 
 def cleanup_of(site, **options) -> ResourceCleanup:

@@ -17,8 +17,8 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import AlignmentError, BackendError, Completion, RewardError, RolloutRun
 from rl_notebook.core.types import RolloutSample, SampleParams
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.loop.rollouts import Breaker, assemble, draw_completions, draw_rollouts
-from rl_notebook.loop.rollouts import draw_seed, prompt_seed
+from rl_notebook.loop.rollouts import CircuitBreaker, assemble, sample_completions, sample_rollouts
+from rl_notebook.loop.rollouts import sampling_seed, prompt_seed
 from rl_notebook.task.chat import start_conversation
 from rl_notebook.task.data import Prompt, Rollouts, Row, load_rows
 from rl_notebook.task.toy import load_model, toy_rows
@@ -46,7 +46,7 @@ def status(code) -> httpx.HTTPStatusError:
 
 def draw(rollout_fn, n=4, **options) -> Rollouts:
     "All draws of the prompt, on a clock on which waiting takes no time."
-    return simulate(draw_rollouts(rollout_fn, PROMPT, n, **options))
+    return simulate(sample_rollouts(rollout_fn, PROMPT, n, **options))
 
 
 def quiet(coroutine):
@@ -155,7 +155,7 @@ def test_any_other_failure_ends_the_run_and_says_where(error):
             await asyncio.sleep(5)  # tidying up takes a while
             ended.append(rollout_index)
 
-    raised, complaints = quiet(draw_rollouts(fails, PROMPT, 4, retries=3))
+    raised, complaints = quiet(sample_rollouts(fails, PROMPT, 4, retries=3))
     assert isinstance(raised, RewardError)
     assert f"rollout_fn raised {type(error).__name__}" in str(raised)
     assert str(raised).startswith("group 3 (row 'q17', number 41), rollout 2: ")
@@ -174,7 +174,7 @@ def test_a_cancelled_step_cancels_its_draws():
             ended.append(rollout_index)
 
     async def main():
-        task = asyncio.create_task(draw_rollouts(waits, PROMPT, 3, retries=9, group_retries=9))
+        task = asyncio.create_task(sample_rollouts(waits, PROMPT, 3, retries=9, group_retries=9))
         await asyncio.sleep(1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -234,7 +234,7 @@ def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
         "the first round is as it always was"
     )
     assert set(seeds[n:]) <= {
-        draw_seed(5, 41, i, r) for i in range(n) for r in range(1, rounds + 1)
+        sampling_seed(5, 41, i, r) for i in range(n) for r in range(1, rounds + 1)
     }
 
 
@@ -358,7 +358,7 @@ def test_a_promise_that_is_not_kept_is_named():
     st.sampled_from([2, 8, 64]),
 )
 def test_a_breaker_trips_when_it_should_and_not_before(lost, limit, window):
-    breaker = Breaker(limit, window)
+    breaker = CircuitBreaker(limit, window)
     seen = []
     for bad in lost:
         seen = [*seen, bad][-window:]
@@ -396,7 +396,7 @@ class Shaky:
 def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_others():
     sampler = Shaky(ConnectionError("gone"), (0, 3), (1,), (0,))
     params = SampleParams(n=4, seed=5)
-    drawn = simulate(draw_completions(sampler, PROMPT, params, retries=1, group_retries=2))
+    drawn = simulate(sample_completions(sampler, PROMPT, params, retries=1, group_retries=2))
     assert [p.n for p in sampler.asked] == [4, 4, 2, 1]
     assert sampler.asked[0].seed == sampler.asked[1].seed == prompt_seed(5, 41)
     assert len({p.seed for p in sampler.asked}) == 3
@@ -429,24 +429,26 @@ def test_a_sampler_that_returns_no_completions_is_named(returned, said):
     with pytest.raises(
         BackendError, match=rf"group 3 \(row 'q17'\): .*: got {said.removeprefix('got ')}"
     ):
-        simulate(draw_completions(Custom(), PROMPT, SampleParams(n=2)))
+        simulate(sample_completions(Custom(), PROMPT, SampleParams(n=2)))
     with pytest.raises(
         BackendError, match=r"Plain\.sample: got .*; expected something to await\. Write `async def"
     ):
-        simulate(draw_completions(Plain(), PROMPT, SampleParams(n=2)))
+        simulate(sample_completions(Plain(), PROMPT, SampleParams(n=2)))
 
 
 def test_a_lost_request_is_an_error_unless_a_breaker_watches():
     params = SampleParams(n=4)
     with pytest.raises(BackendError, match="down"):
-        simulate(draw_completions(Shaky(BackendError("down")), PROMPT, params))
-    breaker = Breaker(0.5)
-    drawn = simulate(draw_completions(Shaky(BackendError("down")), PROMPT, params, breaker=breaker))
+        simulate(sample_completions(Shaky(BackendError("down")), PROMPT, params))
+    breaker = CircuitBreaker(0.5)
+    drawn = simulate(
+        sample_completions(Shaky(BackendError("down")), PROMPT, params, breaker=breaker)
+    )
     assert drawn.dropped == ("the request raised BackendError: down",) * 4
     assert len(breaker.recent) == 1
     with pytest.raises(KeyError):
         simulate(
-            draw_completions(Shaky(KeyError("bug")), PROMPT, params, retries=3, breaker=breaker)
+            sample_completions(Shaky(KeyError("bug")), PROMPT, params, retries=3, breaker=breaker)
         )
 
 

@@ -19,7 +19,7 @@ from rl_notebook.core.types import Datum, SampleParams
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.runs.run import metrics_row
-from rl_notebook.backends.roofline import Roofs, Work, model_size, work_between, work_metrics
+from rl_notebook.backends.roofline import PeakRates, Work, model_size, work_between, work_metrics
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
 
@@ -127,7 +127,7 @@ assert SIZE is not None
 
 # --- in a step -------------------------------------------------------------------------------------------------------
 
-MACHINE = Roofs(1e11, 1e10)
+MACHINE = PeakRates(1e11, 1e10)
 SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
 RATES = {
     f"perf/{name}_{what}"
@@ -223,4 +223,4 @@ def test_a_phase_that_was_undone_leaves_no_work_behind():
     before = {"training": Work(0.3, 5, 0, 0.3, 0.3)}
     after = {"training": Work(0.1 + 0.2, 5, 0, 0.1 + 0.2, 0.1 + 0.2)}
     assert after["training"] - before["training"] != Work()
-    assert work_metrics(work_between(before, after), Roofs(1.0, 1.0)) == {}
+    assert work_metrics(work_between(before, after), PeakRates(1.0, 1.0)) == {}

@@ -16,7 +16,7 @@ from rl_notebook.experiments.replay import replay
 from rl_notebook.loop.back import save_checkpoint
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.rollouts import RolloutFactory
-from rl_notebook.loop.weights import TURNS
+from rl_notebook.loop.weights import LEASES
 from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.chat import sample_from_completion
@@ -103,7 +103,7 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
             loop.prompts()
         others = await asyncio.gather(first, loop.step(), loop.step())
         assert [r.step for r in others] == [1, 2, 3]
-        assert (loop.weights.shared.holder, loop.weights.shared.turn, TURNS.get()) == (
+        assert (loop.weights.shared.holder, loop.weights.shared.turn, LEASES.get()) == (
             None,
             None,
             (),

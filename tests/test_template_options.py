@@ -14,7 +14,7 @@ from rl_notebook.core.types import Completion, ConfigError, SampleParams
 from rl_notebook.task.data import load_rows
 from rl_notebook.loop.setup import rollout_setup
 from rl_notebook.task.rewards import gsm8k_reward, score
-from rl_notebook.loop.rollouts import draw_completions, encode_rows
+from rl_notebook.loop.rollouts import sample_completions, encode_rows
 from rl_notebook.loop.step import score_group
 
 # as the templates of models that think before they answer have it: told not to, the thought is there, and empty
@@ -129,7 +129,7 @@ def test_no_answer_is_read_in_a_thought_that_the_template_opens_and_the_policy_n
                 return said(tokenizer, tokens, params)
 
         [prompt] = encode_rows(rows, tokenizer)
-        group = await score_group(await draw_completions(Sampler(), prompt, params), "gsm8k")
+        group = await score_group(await sample_completions(Sampler(), prompt, params), "gsm8k")
         begun = start_conversation(tokenizer, row)
         turns = [begun.add_completion(c).to_sample() for c in said(tokenizer, begun.tokens, params)]
         return group.rewards.tolist(), *[
@@ -191,7 +191,7 @@ def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
             ]
 
     [prompt] = encode_rows(load_rows([{"question": "Use <think>. 2+2?", "answer": "4"}]), own)
-    drawn = asyncio.run(draw_completions(Sampler(), prompt, SampleParams(n=3)))
+    drawn = asyncio.run(sample_completions(Sampler(), prompt, SampleParams(n=3)))
     group = asyncio.run(score_group(drawn, ["format", "gsm8k", seen]))
     assert [s.rewards["format"] for s in group.samples] == right
     assert group.samples[0].rewards["gsm8k"] == 1

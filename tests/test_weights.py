@@ -18,7 +18,7 @@ import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
 from rl_notebook.core.types import AdamParams, BackendError, PhaseError
-from rl_notebook.loop.weights import SamplerHas, Weights
+from rl_notebook.loop.weights import SamplerWeights, Weights
 
 
 class Numbers:
@@ -178,7 +178,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
     def can_go_to(self, loop: OneLoop) -> bool:
         "Whether the loop that is loaded may leave."
         return loop is self.loaded or (
-            self.loaded.can_leave and self.loaded.weights.sampler is not SamplerHas.UNSAVED
+            self.loaded.can_leave and self.loaded.weights.sampler is not SamplerWeights.UNSAVED
         )
 
     which = st.integers(0, 2)
@@ -246,13 +246,13 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             (loop.trained, loop.served) = loop.before.pop()
             loop.gradient = 0
             # what it had is nowhere: it has the trainer's
-            if synced_since and entry.sampler is SamplerHas.UNSAVED:
+            if synced_since and entry.sampler is SamplerWeights.UNSAVED:
                 loop.served = loop.trained
 
         self.in_turn(loop, work)
 
     @precondition(
-        lambda self: len(self.all) < 3 and self.loaded.weights.sampler is SamplerHas.CURRENT
+        lambda self: len(self.all) < 3 and self.loaded.weights.sampler is SamplerWeights.CURRENT
     )
     @rule()
     def branch(self) -> None:
@@ -328,8 +328,8 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
         for loop in self.all:
             w = loop.weights
             assert len(w.undoable) == len(loop.before)
-            assert (w.served is not None) == (w.sampler is SamplerHas.SAVED)
-            if w.sampler is SamplerHas.CURRENT:
+            assert (w.served is not None) == (w.sampler is SamplerWeights.SAVED)
+            if w.sampler is SamplerWeights.CURRENT:
                 assert loop.served == loop.trained
             if w.served is not None:
                 assert self.backend.saved[w.served.path] == loop.served

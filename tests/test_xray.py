@@ -29,7 +29,7 @@ from rl_notebook.core.losses import (
     register_loss,
 )
 from rl_notebook.core.metrics import step_metrics
-from rl_notebook.core.options import SURROGATE_KNOBS
+from rl_notebook.core.options import SURROGATE_PARAMS
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.task.toy import toy_reward, toy_rows
@@ -71,7 +71,7 @@ def fresh() -> StepRecord:
 # --- situations and what is said about them -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("loss", SURROGATE_KNOBS)
+@pytest.mark.parametrize("loss", SURROGATE_PARAMS)
 def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(
     loss: str, fresh: StepRecord
 ):

@@ -22,13 +22,19 @@ from tornado.httpserver import HTTPServer
 from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler, stream_request_body
 
-from ..task.chat import Calls, Conversation, UnfitTurn, check_fits, first_difference
+from rl_notebook.task.chat import (
+    Calls,
+    Conversation,
+    TemplateMismatch,
+    check_fits,
+    first_difference,
+)
 from rl_notebook.task.chat import (
     answer_header,
     opened_by,
     split_calls,
     start_conversation,
-    told_to_template,
+    template_fields,
 )
 from rl_notebook.core.types import (
     AlignmentError,
@@ -183,14 +189,14 @@ def go_on(
             apart = apart or other
             continue
         try:
-            talk = turn.talk.add_messages(*told_to_template(tokenizer, new)[0])
+            talk = turn.talk.add_messages(*template_fields(tokenizer, new)[0])
         except AlignmentError as error:  # the template rewrites earlier turns
             apart = str(error)
             continue
         if turn.continued:
             return as_given(talk), f"a second branch from message {same - 1} on"
         return talk, turn
-    messages, options = told_to_template(tokenizer, asked.messages, asked.tools)
+    messages, options = template_fields(tokenizer, asked.messages, asked.tools)
     # of which none is a parameter of ours
     row = Row(key=where, messages=tuple(messages), options=asked.options)
     try:
@@ -198,7 +204,9 @@ def go_on(
     except DataError as error:
         if not (turns and any(m["role"] == "assistant" for m in messages)):
             raise
-        raise UnfitTurn(str(error)) from error  # of what the policy said, there is no conversation
+        raise TemplateMismatch(
+            str(error)
+        ) from error  # of what the policy said, there is no conversation
 
 # %% ../../nbs/agents/01_serve.ipynb #0509161a
 QUIET = 30.0  # seconds without a request after which a rollout says so
@@ -324,7 +332,7 @@ class ServedRollout:
                     "tool_choice", where="the request", got="a call by grammar", expected=expected
                 )
             return setup, asked, *go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
-        except (DataError, ConfigError, UnfitTurn):
+        except (DataError, ConfigError, TemplateMismatch):
             raise
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as reason:
             raise DataError(
@@ -567,7 +575,9 @@ def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 # %% ../../nbs/agents/01_serve.ipynb #9bdd635b
 def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     "Status and body for what went wrong."
-    status = 400 if isinstance(error, DataError | ConfigError | MissingExtra | UnfitTurn) else 500
+    status = (
+        400 if isinstance(error, DataError | ConfigError | MissingExtra | TemplateMismatch) else 500
+    )
     status = 422 if isinstance(error, ReusedKey) else status
     if isinstance(error, BackendError | asyncio.CancelledError):
         status = 503

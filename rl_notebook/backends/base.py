@@ -231,7 +231,7 @@ class Capabilities:
     max_seq_len: int | None = None  # longest prompt plus completion; None = unknown
 
 # %% ../../nbs/backends/02_base.ipynb #a04f19a0
-def refuse_unknown(params: SampleParams, where: str, known: Collection[str] = ()) -> None:
+def check_known(params: SampleParams, where: str, known: Collection[str] = ()) -> None:
     "Raise `BackendError` for a setting that not every sampler knows, and this one does not."
     for name in ("min_p", "repetition_penalty"):
         if (got := getattr(params, name)) != (off := OFF[name]) and name not in known:

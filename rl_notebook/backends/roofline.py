@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 # %% auto #0
-__all__ = ['Roofs', 'roofs_of']
+__all__ = ['PeakRates', 'peak_rates_of']
 
 # %% ../../nbs/backends/00_roofline.ipynb #49c95a22
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Work:
             *(a - b for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
         )
 
-    def floor(self, roofs: Roofs) -> float:
+    def floor(self, roofs: PeakRates) -> float:
         "Seconds that this takes at least."
         return max(self.flops / roofs.flops, self.bytes / roofs.bytes)
 
@@ -137,7 +137,7 @@ def work_together(*parts: AllWork) -> dict[str, Work]:
 
 # %% ../../nbs/backends/00_roofline.ipynb #e9b2b74f
 @dataclass(frozen=True)
-class Roofs:
+class PeakRates:
     "The best rates of a machine at the matrices of one model."
 
     flops: float  # a second, of matrix products
@@ -217,20 +217,20 @@ READ = 2**29
 MANY = 8192
 
 
-_MEASURED: dict[ModelSize, Roofs] = {}  # in this process
+_MEASURED: dict[ModelSize, PeakRates] = {}  # in this process
 
 
-def known_roofs(size: ModelSize | None) -> Roofs | None:
+def known_peak_rates(size: ModelSize | None) -> PeakRates | None:
     "The roofs that were measured before for such a model; None where there are none."
     return _MEASURED.get(size) if size else None
 
 # %% ../../nbs/backends/00_roofline.ipynb #29b72001
-def roofs_of(size: ModelSize) -> Roofs:
+def peak_rates_of(size: ModelSize) -> PeakRates:
     "The roofs of this machine for a model, measured (about a second) where they are not known."
     if size not in _MEASURED:
         rows = ROWS.get(size.device, MANY)
         read = min(size.nbytes, READ)
-        _MEASURED[size] = Roofs(gemm_rate(size, rows), read_rate(read, size.device))
+        _MEASURED[size] = PeakRates(gemm_rate(size, rows), read_rate(read, size.device))
     return _MEASURED[size]
 
 # %% ../../nbs/backends/00_roofline.ipynb #f13d575c
@@ -238,7 +238,7 @@ def roofs_of(size: ModelSize) -> Roofs:
 NAMES = {"sampling": "sampling", "scoring": "ref", "training": "train"}
 
 
-def work_metrics(work: AllWork, roofs: Roofs | None = None) -> dict[str, float]:
+def work_metrics(work: AllWork, roofs: PeakRates | None = None) -> dict[str, float]:
     "Speed of what a local backend computed in a step, against the roofs where they are known."
     out: dict[str, float] = {}
     for kind, name in NAMES.items():
@@ -291,7 +291,7 @@ SYNCED = 20
 KEPT = 20
 
 
-def expected_seconds(measured: Work, planned: Work, roofs: Roofs, usual: float) -> float:
+def expected_seconds(measured: Work, planned: Work, roofs: PeakRates, usual: float) -> float:
     "How long planned work takes, after work of the same kind that was timed."
 
     def plain(w):
@@ -304,7 +304,7 @@ def expected_seconds(measured: Work, planned: Work, roofs: Roofs, usual: float) 
     )
 
 
-def expected_updates(size: ModelSize, roofs: Roofs) -> dict[str, float]:
+def expected_updates(size: ModelSize, roofs: PeakRates) -> dict[str, float]:
     "Seconds of update and sync."
     return {
         "optimize": UPDATED * size.learned / roofs.bytes,

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from ..core.types import ConfigError, check_own, or_off, quoted, without_keys
+from ..core.types import ConfigError, check_own, normalize_off, quoted, without_keys
 from ..core.names import from_file, read_file, trusted_names, write_file
-from ..core.options import SURROGATE_KNOBS, TRL_PRESETS, LossKnobs, leaf_types
+from ..core.options import SURROGATE_PARAMS, TRL_PRESETS, LossParams, leaf_types
 from ..core.options import nearest, option_class, sub_configs, unknown_settings
 from .settings import TaskSettings, LossSettings
 
@@ -544,7 +544,7 @@ _PROMPTS = "Set prompt_groups_per_step, the prompts of a step: it has completion
 ELSEWHERE |= dict.fromkeys(_BATCHES.split(), (_OF_WHAT, _PROMPTS))
 
 
-def refuse_unknown(cls: type, given: Iterable[str]) -> None:
+def check_known(cls: type, given: Iterable[str]) -> None:
     "Raise ConfigError for the names, laid flat, that nothing of a config class is called, in any spelling."
     leaves = leaf_types(cls)
     heads = [*sub_configs(cls), *SPELLED]
@@ -579,14 +579,14 @@ def canonical(
     prefixes = [*sub_configs(cls), *SPELLED]
     laid = flat(given, prefixes)
     context = {**flat(beside or {}, prefixes), **laid}
-    refuse_unknown(cls, laid)
+    check_known(cls, laid)
     settings = {}
     came_from = {}
     notes = []
     for name, value in laid.items():
         ours = our_names(name, value, context)
         for target, v in ours.items():
-            v = or_off(target, v)
+            v = normalize_off(target, v)
             if target in settings and not _agree(settings[target], v):
                 got = f"{came_from[target]}={quoted(settings[target])} and {name}={quoted(v)}"
                 raise ConfigError(
@@ -595,7 +595,7 @@ def canonical(
             settings[target] = v
             came_from.setdefault(target, name)
         # the cookbook's own
-        todays = name == "tis_enabled" or name.partition(".")[0] in ("tis", *SURROGATE_KNOBS)
+        todays = name == "tis_enabled" or name.partition(".")[0] in ("tis", *SURROGATE_PARAMS)
         if not (todays or [*ours] in ([], [name])):
             notes += [f"{name} -> {', '.join(ours)}"]
     stated = canonical(cls, beside)[0] if beside else {}
@@ -636,7 +636,7 @@ def _settle_loss(
         raise ConfigError("tis is given twice", where="Config", got=got, fix="Keep one of them.")
     loss = settings.get("policy_loss", stated.get("policy_loss", getattr(cls, "policy_loss", "")))
     for name in {name.partition(".")[0] for name in laid} & (
-        {*SPELLED} & SURROGATE_KNOBS.keys() - {str(loss)}
+        {*SPELLED} & SURROGATE_PARAMS.keys() - {str(loss)}
     ):
         what = f"{name}: it is read with policy_loss={name!r}, not {loss!r}"
         raise ConfigError(what, where="Config", fix="Leave it out or change the loss.")
@@ -731,7 +731,7 @@ def overlaid(
 ) -> tuple[dict[str, Any], list[str]]:
     "What `canonical` gives for settings with others over them, under any spelling; None takes a sub-config away."
     prefixes = [*sub_configs(cls), *SPELLED]
-    refuse_unknown(cls, {**flat(data, prefixes), **flat(overrides, prefixes)})
+    check_known(cls, {**flat(data, prefixes), **flat(overrides, prefixes)})
     settings, notes = canonical(cls, data)
     if not overrides:
         return settings, notes
@@ -807,7 +807,7 @@ def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
         old["tis"] = {"cap": 2.0, "anchor": "policy"}
     settings, _ = canonical(LossSettings, old)
     rest = {name: value for name, value in data.items() if name not in old}
-    return {f.name: f.default for f in fields(LossKnobs)} | rest | settings
+    return {f.name: f.default for f in fields(LossParams)} | rest | settings
 
 # %% ../../nbs/config/01_aliases.ipynb #180b3841
 OWN_YAML = (

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, WrapValidator
 
-from ..core.types import COLDEST, OFF, quoted
-from ..core.advantages import OF_BATCH, WITHOUT_STD, AdvantageScale
+from ..core.types import MIN_TEMPERATURE, OFF, quoted
+from ..core.advantages import BATCH_SCALES, WITHOUT_STD, AdvantageScale
 from ..core.names import NAMED
 from rl_notebook.core.options import (
     AnyText,
@@ -31,7 +31,7 @@ from rl_notebook.core.options import (
     Positive,
     Share,
 )
-from ..core.options import SURROGATE_KNOBS, LossKnobs, SomeShare, Text, Texts, Whole
+from ..core.options import SURROGATE_PARAMS, LossParams, SomeShare, Text, Texts, Whole
 from ..core.options import loss_faults, option_class, several
 
 # %% auto #0
@@ -128,7 +128,7 @@ class SamplingSettings:
     prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
     max_completion_tokens: Count = 1024  # tokens after which a completion is cut
     max_seq_len: AtPrompts[Count] = 4096  # tokens, prompt and completion together
-    temperature: Annotated[Float, Field(ge=COLDEST)] = 1.0  # divides the logits; above 0
+    temperature: Annotated[Float, Field(ge=MIN_TEMPERATURE)] = 1.0  # divides the logits; above 0
     top_p: SomeShare = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: Whole = 0  # keep the k most likely tokens; 0 = all
     min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest
@@ -179,7 +179,7 @@ GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossSettings(LossKnobs):
+class LossSettings(LossParams):
     "Which loss, with which knobs."
 
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
@@ -398,7 +398,7 @@ class SubConfigs:
 # %% ../../nbs/config/00_settings.ipynb #2a6c8d2d
 def loss_rules(c: Any) -> Iterator[str]:
     "What is wrong with the settings of the loss."
-    known: Mapping[str, Mapping[str, Any]] = SURROGATE_KNOBS
+    known: Mapping[str, Mapping[str, Any]] = SURROGATE_PARAMS
     # imported when it is computed
     if c.policy_loss not in known and not NAMED.fullmatch(c.policy_loss):
         from rl_notebook.core.losses import POLICY_LOSSES
@@ -440,7 +440,7 @@ def loss_options(c: Any) -> dict[str, Any]:  # fields of LossOptions
     "The keyword arguments of `make_loss_fn` that a config stands for; knobs left at None take the loss's default."
     return {
         name: getattr(c, name)
-        for name in (*(f.name for f in fields(LossKnobs)), "max_completion_tokens")
+        for name in (*(f.name for f in fields(LossParams)), "max_completion_tokens")
     }
 
 # %% ../../nbs/config/00_settings.ipynb #7f9bc8d2
@@ -617,7 +617,7 @@ def _async_rules(c: Any) -> Iterator[str]:
     if room is not None and room < c.completions_per_prompt:
         expected = f"at least completions_per_prompt={c.completions_per_prompt}, because a row starts as a whole"
         yield f"max_concurrency_rollout_sample: got {room}; expected {expected}"
-    if c.pipeline_chunks_per_step > 1 and c.advantage_scale in OF_BATCH:
+    if c.pipeline_chunks_per_step > 1 and c.advantage_scale in BATCH_SCALES:
         yield f"pipeline_chunks_per_step: advantage_scale={c.advantage_scale!r} needs the whole batch. Choose one"
     if c.pipeline_chunks_per_step > 1 and c.synchronous_training:
         yield "pipeline_chunks_per_step: synchronous_training waits for the whole batch. Choose one of the two"

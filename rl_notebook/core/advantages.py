@@ -16,14 +16,14 @@ from .types import LossError, PromptGroup, RewardError, RLNotebookError
 from .names import named_function
 
 # %% auto #0
-__all__ = ['STD_TOLERANCE', 'is_dead', 'predicted_dead_fraction', 'group_advantages', 'with_advantages', 'keep_signal',
+__all__ = ['STD_TOLERANCE', 'has_no_signal', 'predicted_dead_fraction', 'group_advantages', 'with_advantages', 'keep_signal',
            'soft_overlong_penalty']
 
 # %% ../../nbs/core/03_advantages.ipynb #4cb25fa0
 STD_TOLERANCE = 1e-6  # rewards closer together than this are equal
 
 
-def is_dead(
+def has_no_signal(
     rewards: Sequence[float] | np.ndarray,  # (K,) of one prompt group
     tolerance: float = STD_TOLERANCE,  # in units of reward
 ) -> bool:
@@ -52,7 +52,7 @@ DIVISORS: dict[
     "loo": lambda r, ddof, eps: 1 - 1 / len(r),
     "maxrl": lambda r, ddof, eps: r.mean(),
 }
-OF_BATCH = ("batch", "whiten", "gdpo")  # they need every group of a step
+BATCH_SCALES = ("batch", "whiten", "gdpo")  # they need every group of a step
 BY_LENGTH = ("opo", "whiten")  # they weigh completions by their tokens
 
 
@@ -86,7 +86,7 @@ def group_advantages(
         raise LossError(
             "advantage scale", got=got, expected="groups, with their parts and lengths", fix=fix
         )
-    if is_dead(r):
+    if has_no_signal(r):
         return np.zeros_like(r)
     if scale == "maxrl" and r.min() < 0:
         raise RewardError(
@@ -109,10 +109,10 @@ def batch_advantages(
         return [group_advantages(r, scale=scale, ddof=ddof, eps=eps) for r in rewards]
     groups = [_checked(r, scale) for r in rewards]
     everything = np.concatenate(groups) if groups else np.zeros(0)
-    if is_dead(everything):
+    if has_no_signal(everything):
         return [np.zeros_like(r) for r in groups]
     std = everything.std(ddof=ddof) + eps
-    return [np.zeros_like(r) if is_dead(r) else (r - r.mean()) / std for r in groups]
+    return [np.zeros_like(r) if has_no_signal(r) else (r - r.mean()) / std for r in groups]
 
 # %% ../../nbs/core/03_advantages.ipynb #54498130
 def parts_advantages(
@@ -185,7 +185,7 @@ def with_advantages(
         made = [parts_advantages(g, weights or {}, ddof, eps) for g in compared]
     elif scale == "opo":
         pairs = zip((_checked(r, scale) for r in rewards), tokens, strict=True)
-        made = [np.zeros_like(r) if is_dead(r) else r - n @ r / n.sum() for r, n in pairs]
+        made = [np.zeros_like(r) if has_no_signal(r) else r - n @ r / n.sum() for r, n in pairs]
     else:
         made = batch_advantages(
             rewards, scale="none" if scale == "whiten" else scale, ddof=ddof, eps=eps
@@ -226,7 +226,7 @@ def keep_signal(
     tolerance: float = STD_TOLERANCE,  # in units of reward
 ) -> tuple[list[PromptGroup], list[PromptGroup]]:  # (live, dead)
     "Split groups into those that can teach something and those that cannot."
-    dead = [is_dead(g.rewards, tolerance) for g in groups]
+    dead = [has_no_signal(g.rewards, tolerance) for g in groups]
     return [g for g, d in zip(groups, dead, strict=True) if not d], [
         g for g, d in zip(groups, dead, strict=True) if d
     ]

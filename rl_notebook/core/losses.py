@@ -23,12 +23,12 @@ from .align import require_finite
 from .types import AlignmentError, Datum, LossError, RLNotebookError
 from .names import NAMED, named_function
 from rl_notebook.core.options import (
-    KNOBS,
+    LOSS_PARAM_NAMES,
     SEQUENCE_RATIO,
-    SURROGATE_KNOBS,
+    SURROGATE_PARAMS,
     TRL_PRESETS,
     Aggregation,
-    LossKnobs,
+    LossParams,
 )
 from .options import loss_faults, nearest, option_class
 
@@ -247,7 +247,7 @@ def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 PolicyLoss = Callable[..., Tensor]  # ours take (t, tis, o); yours ask by name, see `register_loss`
 
 POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
-    name: (function, SURROGATE_KNOBS[name])
+    name: (function, SURROGATE_PARAMS[name])
     for name, function in {
         "grpo": grpo, "ppo": ppo, "importance_sampling": importance_sampling, "reinforce": reinforce, "dapo": ppo,
         "dro": dro, "gspo": gspo, "cispo": cispo, "sapo": sapo, "vespo": vespo, "gmpo": gmpo, "kl_cov": kl_cov,
@@ -257,7 +257,7 @@ POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
 
 # %% ../../nbs/core/05_losses.ipynb #187921f0
 @option_class(finite=False, error=LossError)
-class LossOptions(LossKnobs):
+class LossOptions(LossParams):
     "Which loss: surrogate, KL, correction and aggregation. Knobs left at None take the default of their loss."
 
     max_completion_tokens: int | None = None  # the constant of aggregation "constant"
@@ -305,7 +305,7 @@ class LossOptions(LossKnobs):
 
     def asks_for(self, series: str) -> bool:
         "Whether a loss of your own takes this series and cannot do without; False before it is imported."
-        if self.policy_loss in SURROGATE_KNOBS or self.policy_loss not in POLICY_LOSSES:
+        if self.policy_loss in SURROGATE_PARAMS or self.policy_loss not in POLICY_LOSSES:
             return False
         asked = loss_parameters(POLICY_LOSSES[self.policy_loss][0]).get(series)
         return asked is not None and asked.default is asked.empty
@@ -508,7 +508,13 @@ class SideData:
             )
 
 # %% ../../nbs/core/05_losses.ipynb #839c5b36
-LOSS_PARAMETERS = (*(f.name for f in fields(ActiveTokens)), "tis", "tokens", "options", *KNOBS)
+LOSS_PARAMETERS = (
+    *(f.name for f in fields(ActiveTokens)),
+    "tis",
+    "tokens",
+    "options",
+    *LOSS_PARAM_NAMES,
+)
 _EARLIER_PARAMETERS = ("t", "o")  # tokens, options: as our own losses call them
 _ELSEWHERE = {  # as other trainers call them
     **dict.fromkeys(
@@ -531,7 +537,7 @@ _ELSEWHERE = {  # as other trainers call them
 def loss_parameters(function: PolicyLoss) -> Mapping[str, inspect.Parameter]:
     "What a loss asks for, by name; raises `LossError` for a name that no loss is given."
     what = f"policy_loss {getattr(function, '__name__', type(function).__name__)!r}"
-    series = [name for name in LOSS_PARAMETERS if name not in KNOBS]
+    series = [name for name in LOSS_PARAMETERS if name not in LOSS_PARAM_NAMES]
     expected = f"some of {', '.join(series)}, or a setting of the loss, such as eps_clip"
     try:
         parameters = inspect.signature(function).parameters
@@ -560,7 +566,7 @@ def register_loss(
     | None = None,  # asks by name and returns (T,) terms; None = a decorator with arguments
     *,
     name: str | None = None,  # for `policy_loss`; None = the function's own
-    **knobs: Any,  # settings of KNOBS that it reads by `options`, with defaults; its parameters count by themselves
+    **knobs: Any,  # settings of LOSS_PARAM_NAMES that it reads by `options`, with defaults; its parameters count by themselves
 ) -> Any:  # the function
     """Make a loss of your own one that `policy_loss` can name: in a config, in `loop.loss` and in `what_if`.
 
@@ -578,7 +584,7 @@ def register_loss(
     if function is None:
         return partial(register_loss, name=name, **knobs)
     called = name or getattr(function, "__name__", "")
-    if called in SURROGATE_KNOBS or not called.isidentifier():
+    if called in SURROGATE_PARAMS or not called.isidentifier():
         expected = "a name that is not one of ours"
         fix = "Choose another: register_loss(fn, name='mine')."
         got = (
@@ -587,10 +593,10 @@ def register_loss(
             else "a function without a name, such as a lambda or a partial"
         )
         raise LossError("name of a loss", got=got, expected=expected, fix=fix)
-    if unknown := sorted(set(knobs) - set(KNOBS)):
+    if unknown := sorted(set(knobs) - set(LOSS_PARAM_NAMES)):
         fix = "Bind what is yours alone: register_loss(partial(fn, ...), name='mine')."
         got = ", ".join(unknown)
-        expected = f"some of {', '.join(KNOBS)}"
+        expected = f"some of {', '.join(LOSS_PARAM_NAMES)}"
         raise LossError(f"knob of the loss {called!r}", got=got, expected=expected, fix=fix)
     POLICY_LOSSES[called] = (function, knobs_of(function) | knobs)
     return function
@@ -599,7 +605,11 @@ def register_loss(
 def knobs_of(function: PolicyLoss) -> dict[str, Any]:
     "The settings that a loss names among its parameters, with their defaults."
     asked = loss_parameters(function).values()
-    return {p.name: None if p.default is p.empty else p.default for p in asked if p.name in KNOBS}
+    return {
+        p.name: None if p.default is p.empty else p.default
+        for p in asked
+        if p.name in LOSS_PARAM_NAMES
+    }
 
 # %% ../../nbs/core/05_losses.ipynb #11646941
 def loss_name(function: PolicyLoss) -> str:
@@ -611,7 +621,7 @@ def loss_name(function: PolicyLoss) -> str:
         return registered
     inner = getattr(function, "func", function)  # of a functools.partial
     own = getattr(inner, "__name__", type(function).__name__)
-    if own in SURROGATE_KNOBS:
+    if own in SURROGATE_PARAMS:
         register_loss(function, name=own)  # raises
     names = itertools.chain([own], (f"{own}_{i}" for i in itertools.count(2)))
     name = next(
@@ -640,14 +650,14 @@ def policy_loss_fn(o: LossOptions) -> PolicyLoss:
         POLICY_LOSSES[name] = function, knobs_of(function) if registered is None else registered
         _check_options(o)
     function = POLICY_LOSSES[name][0]
-    return function if name in SURROGATE_KNOBS else partial(_own_terms, name, function)
+    return function if name in SURROGATE_PARAMS else partial(_own_terms, name, function)
 
 
 def _call_by_name(function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Any:
     "What a loss returns for what it asks for."
     values: dict[str, Any] = {f.name: getattr(t, f.name) for f in fields(t)}
     values |= {"tis": tis, "tokens": t, "options": o, "t": t, "o": o} | {
-        knob: o.knob(knob) for knob in KNOBS
+        knob: o.knob(knob) for knob in LOSS_PARAM_NAMES
     }
     parameters = loss_parameters(function)
     asked = {name: values[name] for name, p in parameters.items() if name in values}
@@ -796,7 +806,7 @@ def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
         r = torch.exp(log_ratio(anchored, o.knob("ratio_log_cap")))
     out = {"ratio/mean": r.mean().item(), "ratio/min": r.min().item(), "ratio/max": r.max().item()}
     out["ppo_kl"] = KL_ESTIMATORS["k3"](t.old_logprobs, t.policy_logprobs).mean().item()
-    if o.policy_loss in SURROGATE_KNOBS and o.knob("eps_clip") is not None:
+    if o.policy_loss in SURROGATE_PARAMS and o.knob("eps_clip") is not None:
         low, high = o.clip_range
         is_low = (r < low) & (t.advantages < 0)
         is_high = (r > high) & (t.advantages > 0)
@@ -860,7 +870,7 @@ def _gradient_shares(
     shares = {"positive_share": positive / total if total else 0.0}
     shares["kl_share"] = pull.abs().sum().item() / parts if parts else 0.0
     out = {"grad/abs_sum": total} | {f"grad/{name}": share for name, share in shares.items()}
-    own_clip = o.policy_loss not in SURROGATE_KNOBS and o.knob("eps_clip") is not None
+    own_clip = o.policy_loss not in SURROGATE_PARAMS and o.knob("eps_clip") is not None
     if own_clip or o.knob("dppo_low") is not None:  # what such a loss leaves out has no gradient
         out["clip_ratio/region_mean"] = ((pg == 0) & (t.advantages != 0)).double().mean().item()
     return out

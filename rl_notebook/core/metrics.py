@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .advantages import is_dead
+from .advantages import has_no_signal
 from .types import Datum, LossOutput, PromptGroup, RLNotebookError
 
 # %% auto #0
@@ -47,10 +47,10 @@ def dead_marks(groups: Sequence[PromptGroup]) -> list[str]:
     "For each group `high` or `low` if all its completions earned the same, much or little; `` if it has signal."
     rewards = [known_rewards(g) for g in groups]
     everything = np.concatenate([*rewards, np.zeros(0)])
-    middle = 0.0 if is_dead(everything) else (everything.min() + everything.max()) / 2
+    middle = 0.0 if has_no_signal(everything) else (everything.min() + everything.max()) / 2
 
     def kind(r):
-        return "" if not len(r) or not is_dead(r) else "high" if r[0] > middle else "low"
+        return "" if not len(r) or not has_no_signal(r) else "high" if r[0] > middle else "low"
 
     return [kind(r) for r in rewards]
 
@@ -62,7 +62,7 @@ def reward_metrics(groups: Sequence[PromptGroup]) -> dict[str, float]:
     out = {
         "reward": _mean(np.concatenate([np.zeros(0), *rewards])),
         "reward_std": _mean([r.std(ddof=1) for r in rewards if len(r) > 1]),
-        "frac_reward_zero_std": _mean([is_dead(r) for r in rewards]),
+        "frac_reward_zero_std": _mean([has_no_signal(r) for r in rewards]),
         "frac_dead_high": ends["high"] / max(len(rewards), 1),
         "frac_dead_low": ends["low"] / max(len(rewards), 1),
     }

@@ -338,7 +338,7 @@ Correction = Literal["off", "token", "sequence", "product"]
 
 
 @dataclass(frozen=True)
-class LossKnobs:
+class LossParams:
     "Which loss: surrogate, KL, aggregation and correction. Knobs left at None take the default of their surrogate."
 
     policy_loss: LossName = (
@@ -407,7 +407,7 @@ class LossKnobs:
     clip_cov_high: Float | None = None  # clip_cov: and below that
 
 # %% ../../nbs/core/04_options.ipynb #a8fa8356
-SURROGATE_KNOBS: dict[str, dict[str, Any]] = {
+SURROGATE_PARAMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "ppo": {"eps_clip": 0.2, "eps_clip_high": None, "eps_clip_c": None, "ratio_log_cap": 20.0},
     "importance_sampling": {"ratio_log_cap": 20.0},
@@ -432,7 +432,7 @@ SURROGATE_KNOBS: dict[str, dict[str, Any]] = {
 }
 SEQUENCE_RATIO = ("gspo",)  # surrogates whose ratio is one per sequence
 NO_RATIO = ("grpo", "reinforce")  # and those that have none
-KNOBS = sorted({knob for defaults in SURROGATE_KNOBS.values() for knob in defaults})
+LOSS_PARAM_NAMES = sorted({knob for defaults in SURROGATE_PARAMS.values() for knob in defaults})
 
 # %% ../../nbs/core/04_options.ipynb #ae9afb9c
 TRL_PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -447,7 +447,7 @@ TRL_PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 
 # %% ../../nbs/core/04_options.ipynb #d0484e17
-def _out_of_range(o: LossKnobs, read: Mapping[str, Any]) -> Iterator[LossError]:
+def _out_of_range(o: LossParams, read: Mapping[str, Any]) -> Iterator[LossError]:
     "Numbers that another number bounds."
     low = read.get("eps_clip") if o.eps_clip is None else o.eps_clip
     lowest = -(low or 0.0) if o.policy_loss == "cispo" else 0.0
@@ -457,7 +457,7 @@ def _out_of_range(o: LossKnobs, read: Mapping[str, Any]) -> Iterator[LossError]:
         yield LossError("tis_floor", got=o.tis_floor, expected=f"at most tis_cap={o.tis_cap:g}")
 
 # %% ../../nbs/core/04_options.ipynb #739804b7
-def _without_companion(o: LossKnobs) -> Iterator[LossError]:
+def _without_companion(o: LossParams) -> Iterator[LossError]:
     "Settings that contradict another one, or do nothing without it."
     loss = o.policy_loss
     if o.tis != "off" and loss == "reinforce":
@@ -479,7 +479,7 @@ def _without_companion(o: LossKnobs) -> Iterator[LossError]:
             "icepop_threshold", got=o.icepop_threshold, expected="tis='token' beside it", fix=fix
         )
     for name in ("tis_anchor", "tis_mode"):
-        if o.tis == "off" and getattr(o, name) != getattr(LossKnobs, name):
+        if o.tis == "off" and getattr(o, name) != getattr(LossParams, name):
             yield LossError(
                 name, got=getattr(o, name), expected="a correction beside it: tis='token', say"
             )
@@ -489,7 +489,7 @@ def _without_companion(o: LossKnobs) -> Iterator[LossError]:
 
 # %% ../../nbs/core/04_options.ipynb #ffb354e3
 def loss_faults(
-    o: LossKnobs, known: Mapping[str, Mapping[str, Any]] = SURROGATE_KNOBS
+    o: LossParams, known: Mapping[str, Mapping[str, Any]] = SURROGATE_PARAMS
 ) -> Iterator[LossError]:
     "Everything that is wrong with the settings of a loss; `known` are the surrogates, with defaults of their knobs."
     loss = str(o.policy_loss)
@@ -505,13 +505,13 @@ def loss_faults(
         yield LossError("policy_loss", got=quoted(o.policy_loss), expected=expected, fix=fix)
         return
     read = known.get(loss, {})
-    unread = [k for k in KNOBS if getattr(o, k) is not None and k not in read]
+    unread = [k for k in LOSS_PARAM_NAMES if getattr(o, k) is not None and k not in read]
     if unread and loss in known:
         readers = [name for name, defaults in known.items() if unread[0] in defaults]
         fix = f"Leave it out, or take {', '.join(readers)}."
         if unread[0] == "eps_clip":
             fix += " It is TRL's epsilon, for 'ppo'; the GRPO paper's loss has aggregation='sequence_mean' beside it."
-        if loss not in SURROGATE_KNOBS:
+        if loss not in SURROGATE_PARAMS:
             value = getattr(o, unread[0])
             fix = f"If it does, say so: register_loss(fn, {unread[0]}={value!r}), or a parameter of that name."
         expected = f"only {', '.join(read)}" if read else "no knob"

@@ -283,15 +283,17 @@ def _freeze(obj: Any, **arrays: Any) -> None:
             object.__setattr__(obj, name, frozen_array(value, dtype))
 
 # %% ../../nbs/core/00_types.ipynb #6957cc99
-COLDEST = 1e-4  # the lowest temperature above 0: logits divided by it are finite in every precision
-_TEMPERATURES = f"at least 0; between 0 and {COLDEST:g}, take 0"
+MIN_TEMPERATURE = (
+    1e-4  # the lowest temperature above 0: logits divided by it are finite in every precision
+)
+_TEMPERATURES = f"at least 0; between 0 and {MIN_TEMPERATURE:g}, take 0"
 
 
 # what cuts off and penalises nothing
 OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
-def or_off(name: str, value: Any) -> Any:
+def normalize_off(name: str, value: Any) -> Any:
     "A sampling setting; what other tools say for off, None or vLLM's top_k of -1, as what it is here."
     said = value is None or (
         name == "top_k" and not isinstance(value, bool) and value in (-1, "-1")
@@ -321,7 +323,7 @@ class SampleParams:
 
     def __post_init__(self):
         for name in OFF:
-            object.__setattr__(self, name, or_off(name, getattr(self, name)))
+            object.__setattr__(self, name, normalize_off(name, getattr(self, name)))
 
         def whole(value):
             return isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -337,7 +339,7 @@ class SampleParams:
         for name, ok, expected in (
             ("n", whole(self.n) and 1 <= self.n < 2**31, "1 or more"),
             ("max_tokens", whole(self.max_tokens) and 1 <= self.max_tokens < 2**31, "1 or more"),
-            ("temperature", number(t) and (t == 0 or COLDEST <= t <= 1e6), _TEMPERATURES),
+            ("temperature", number(t) and (t == 0 or MIN_TEMPERATURE <= t <= 1e6), _TEMPERATURES),
             ("top_p", number(self.top_p) and 0 < self.top_p <= 1, "within (0, 1]"),
             ("top_k", whole(self.top_k) and 0 <= self.top_k < 2**31, "0 or more, below 2**31"),
             ("min_p", number(self.min_p) and 0 <= self.min_p <= 1, "within [0, 1]"),

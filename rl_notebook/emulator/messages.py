@@ -175,7 +175,7 @@ def proto_batch(request: Any) -> Batch:  # a ForwardBackwardRequest
 _MASKS = ("mask", "loss_mask")  # positions that a loss is about; by either name
 # what a datum may carry
 LOSS_SERIES = {"target_tokens", "weights", *_MASKS, "logprobs", "advantages"}
-LOSS_KNOBS = {
+LOSS_PARAMS = {
     "ratio_log_cap": "ratio_log_cap",
     "seq_ratio_log_cap": "seq_ratio_log_cap",
     "beta": "dro_beta",
@@ -199,7 +199,9 @@ def loss_options(name: str, config: Mapping[str, Any]) -> LossOptions:
         closed = "What it computes is not published, so it is not served. Take importance_sampling, or ppo."
         fix = closed if name == "stable_reinforce" else None
         raise LossError("loss_fn", got=repr(name), expected=" or ".join(SERVED_LOSSES), fix=fix)
-    knobs: dict[str, Any] = {LOSS_KNOBS[k]: float(v) for k, v in config.items() if k in LOSS_KNOBS}
+    knobs: dict[str, Any] = {
+        LOSS_PARAMS[k]: float(v) for k, v in config.items() if k in LOSS_PARAMS
+    }
     clip = {
         k: float(v) for k, v in config.items() if k in ("clip_low_threshold", "clip_high_threshold")
     }
@@ -207,10 +209,10 @@ def loss_options(name: str, config: Mapping[str, Any]) -> LossOptions:
         knobs["eps_clip"] = 1 - clip["clip_low_threshold"]
     if "clip_high_threshold" in clip:
         knobs["eps_clip_high"] = clip["clip_high_threshold"] - 1
-    unknown = sorted(set(config) - set(LOSS_KNOBS) - set(clip))
+    unknown = sorted(set(config) - set(LOSS_PARAMS) - set(clip))
     if unknown:
         raise LossError(
-            "loss_fn_config", got=unknown, expected=f"some of {sorted([*LOSS_KNOBS, *clip])}"
+            "loss_fn_config", got=unknown, expected=f"some of {sorted([*LOSS_PARAMS, *clip])}"
         )
     return LossOptions(
         policy_loss="grpo" if name == "cross_entropy" else name, aggregation="sum", **knobs

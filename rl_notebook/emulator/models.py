@@ -235,7 +235,7 @@ class SamplerPool:
         return idle[0]
 
 # %% ../../nbs/emulator/01_models.ipynb #5309031c
-async def draw_and_score(
+async def sample_and_score(
     sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]
 ) -> SampleResult:
     "Draw completions of a prompt, and score what was asked for; raises `BackendError`."

@@ -489,7 +489,7 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     waited = time.monotonic() - started
     server.running = server.running + 1
     try:
-        drawn, scores = await while_connected(request, draw_wanted(serving, wanted))
+        drawn, scores = await while_connected(request, sample_requested(serving, wanted))
     finally:
         server.running -= 1
     new = sum(len(c.tokens) for c in drawn if c is not None)
@@ -510,7 +510,7 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     return StreamingResponse(lines, media_type="text/event-stream")
 
 # %% ../../nbs/emulator/03_server.ipynb #b62a0b16
-async def draw_wanted(
+async def sample_requested(
     serving: Serving, wanted: Wanted
 ) -> tuple[list[Completion | None], np.ndarray | None]:
     "The completions, and the (P-1,) scores of the prompt if they are asked for."

@@ -130,7 +130,7 @@ class ResourceStore:
 
 # %% ../../nbs/emulator/05_service.ipynb #f6f5d9df
 @dataclass
-class Site:
+class EmulatorState:
     "What the parts of an emulator share."
 
     folder: Path
@@ -192,7 +192,7 @@ def list_of(request: Request, key: str, rows: Sequence[Mapping[str, Any]]) -> Re
     return JSONResponse({key: list(rows), "nextPageToken": "", "totalSize": len(rows)})
 
 # %% ../../nbs/emulator/05_service.ipynb #31528905
-def find_resource(site: Site, request: Request, collection: str) -> Resource:
+def find_resource(site: EmulatorState, request: Request, collection: str) -> Resource:
     "The resource that a request names; 404 if there is none."
     name = f"accounts/{request.path_params['account']}/{collection}/{request.path_params['id']}"
     resource = site.resources.find(name)
@@ -201,7 +201,7 @@ def find_resource(site: Site, request: Request, collection: str) -> Resource:
     return resource
 
 # %% ../../nbs/emulator/05_service.ipynb #23f3ffe7
-async def list_resources(site: Site, request: Request, collection: str) -> Response:
+async def list_resources(site: EmulatorState, request: Request, collection: str) -> Response:
     "What there is of a collection."
     now = time.time()
     return list_of(request, collection, [r.shown(now) for r in site.resources.all(collection)])
@@ -232,7 +232,7 @@ def shape_version(shape: str, context_length: int, version: str = "v1") -> dict[
     return {"name": f"{shape}/versions/{version}", "latestValidated": True, "snapshot": snapshot}
 
 # %% ../../nbs/emulator/05_service.ipynb #d5ee804b
-async def get_accounts(site: Site, request: Request) -> Response:
+async def get_accounts(site: EmulatorState, request: Request) -> Response:
     "The account of the key."
     return JSONResponse(
         {"accounts": [{"name": f"accounts/{ACCOUNT}", "state": "READY"}], "nextPageToken": ""}
@@ -243,7 +243,7 @@ async def get_accounts(site: Site, request: Request) -> Response:
 _ANY_SHAPE = {"LORA_TRAINER": "emulated-lora", "FORWARD_ONLY": "emulated-forward"}
 
 
-async def get_shape(site: Site, request: Request) -> Response:
+async def get_shape(site: EmulatorState, request: Request) -> Response:
     "A version of a shape, or the list of its versions, which has one; of any shape (`-`), one of the mode asked for."
     ids = request.path_params
     kind = request.path_params["kind"]
@@ -273,7 +273,7 @@ async def get_shape(site: Site, request: Request) -> Response:
     )
 
 # %% ../../nbs/emulator/05_service.ipynb #45e563b8
-async def get_model(site: Site, request: Request) -> Response:
+async def get_model(site: EmulatorState, request: Request) -> Response:
     "A promoted model of the account, or any base model of another one."
     if request.path_params["account"] == ACCOUNT:
         return JSONResponse(find_resource(site, request, "models").shown(time.time()))
@@ -317,7 +317,7 @@ def new_job(
     return Resource(name, body, goal="", created=time.time())
 
 # %% ../../nbs/emulator/05_service.ipynb #efaefdba
-def start_job(site: Site, job: Resource) -> Resource:
+def start_job(site: EmulatorState, job: Resource) -> Resource:
     "The job, on its way from now: to run, or to fail if a fault says so."
     failed = site.faults.inject("job_fails", job.name)
     status = (
@@ -343,7 +343,7 @@ def job_reply(request: Request, job: Resource) -> Response:
     return JSONResponse({**job.shown(now), **route})
 
 
-async def create_job(site: Site, request: Request) -> Response:
+async def create_job(site: EmulatorState, request: Request) -> Response:
     "A new job; 409 if there is one of this id."
     id = request.query_params.get("rlorTrainerJobId") or f"job-{secrets.token_hex(4)}"
     name = resource_name("rlorTrainerJobs", id)
@@ -357,12 +357,12 @@ async def create_job(site: Site, request: Request) -> Response:
     return job_reply(request, start_job(site, job))
 
 # %% ../../nbs/emulator/05_service.ipynb #31c808e0
-async def get_job(site: Site, request: Request) -> Response:
+async def get_job(site: EmulatorState, request: Request) -> Response:
     "A job as it is now."
     return job_reply(request, find_resource(site, request, "rlorTrainerJobs"))
 
 # %% ../../nbs/emulator/05_service.ipynb #08f3c75c
-async def resume_job(site: Site, request: Request) -> Response:
+async def resume_job(site: EmulatorState, request: Request) -> Response:
     "Resume a job that stopped; nothing happens to one that runs."
     job = find_resource(site, request, "rlorTrainerJobs")
     now = time.time()
@@ -371,7 +371,7 @@ async def resume_job(site: Site, request: Request) -> Response:
     return job_reply(request, start_job(site, job) if job.state(now) in _STOPPED else job)
 
 # %% ../../nbs/emulator/05_service.ipynb #f6e4000e
-async def end_job(site: Site, request: Request, goal: str) -> Response:
+async def end_job(site: EmulatorState, request: Request, goal: str) -> Response:
     "Stop a job."
     job = find_resource(site, request, "rlorTrainerJobs")
     now = time.time()
@@ -398,13 +398,13 @@ def job_bucket(job: Resource) -> str:
     return f"deployment-{deployment}" if deployment else f"job-{job.name.rsplit('/', 1)[1]}"
 
 # %% ../../nbs/emulator/05_service.ipynb #aa440010
-def trainer_of(site: Site, job: Resource) -> EmulatedTrainer:
+def trainer_of(site: EmulatorState, job: Resource) -> EmulatedTrainer:
     "The trainer of a job, made when it is first needed."
     own = {"forward_only": bool(job.body.get("forwardOnly")), "name": job.name.rsplit("/", 1)[1]}
     return site.trainer(job.name, job_bucket(job), **own)
 
 # %% ../../nbs/emulator/05_service.ipynb #701209dc
-async def to_trainer(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
+async def to_trainer(site: EmulatorState, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer of the job that its address names, if that runs."
     request = Request(scope)
     job = site.resources.find(resource_name("rlorTrainerJobs", request.path_params["id"]))
@@ -421,7 +421,7 @@ _ASIDE = {"healthz", "telemetry", "session_heartbeat", "retrieve_future"}
 
 
 async def forward_to_trainer(
-    site: Site, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send
+    site: EmulatorState, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send
 ) -> None:
     "Call a trainer, after a restart if a fault says so."
     if site.faults.inject(
@@ -434,7 +434,7 @@ async def forward_to_trainer(
 _CHECKPOINT_TYPES = {"INFERENCE_DELTA": "INFERENCE_ARC_V2", "LORA": "INFERENCE_LORA"}
 
 
-def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
+def checkpoint_rows(site: EmulatorState, job: Resource) -> list[dict[str, Any]]:
     "All that a job saved, oldest first, as the control plane describes it."
     return [
         {
@@ -448,7 +448,7 @@ def checkpoint_rows(site: Site, job: Resource) -> list[dict[str, Any]]:
     ]
 
 # %% ../../nbs/emulator/05_service.ipynb #a65186a9
-async def list_checkpoints(site: Site, request: Request) -> Response:
+async def list_checkpoints(site: EmulatorState, request: Request) -> Response:
     "What a job saved."
     return list_of(
         request,
@@ -457,7 +457,9 @@ async def list_checkpoints(site: Site, request: Request) -> Response:
     )
 
 # %% ../../nbs/emulator/05_service.ipynb #3b61fd06
-def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any]) -> Resource:
+def promoted(
+    site: EmulatorState, job: Resource, checkpoint: str, asked: Mapping[str, Any]
+) -> Resource:
     "The model that a checkpoint became; refused with status 404, 400 or 409."
     name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
     source = f"{job.name}/checkpoints/{checkpoint}"
@@ -487,7 +489,7 @@ def promoted(site: Site, job: Resource, checkpoint: str, asked: Mapping[str, Any
     return site.resources.put(Resource(name, body, "READY", since=now, created=now))
 
 # %% ../../nbs/emulator/05_service.ipynb #28d9c37b
-async def promote(site: Site, request: Request) -> Response:
+async def promote(site: EmulatorState, request: Request) -> Response:
     "Make a model of a checkpoint."
     asked = await json_of(request)
     job = site.resources.find(str(asked.get("trainer_job_id", "")))
@@ -513,13 +515,13 @@ def replicas(deployment: Resource) -> int:
     return min(max(int(body.get("minReplicaCount") or 0), 1), int(body.get("maxReplicaCount", 1)))
 
 # %% ../../nbs/emulator/05_service.ipynb #05c097f9
-def deployment_bucket(site: Site, deployment: Resource) -> str:
+def deployment_bucket(site: EmulatorState, deployment: Resource) -> str:
     "Where a deployment reads weights: with the trainer that it is attached to, or with itself."
     job = site.resources.find(deployment.body.get("hotLoadTrainerJob") or "")
     return job_bucket(job) if job else f"deployment-{deployment.name.rsplit('/', 1)[1]}"
 
 # %% ../../nbs/emulator/05_service.ipynb #c1c815f6
-def deployment_reply(site: Site, deployment: Resource) -> Response:
+def deployment_reply(site: EmulatorState, deployment: Resource) -> Response:
     "A deployment as the control plane describes it."
     more = {"hotLoadBucketUrl": f"emulator://{deployment_bucket(site, deployment)}"}
     return JSONResponse(
@@ -527,14 +529,14 @@ def deployment_reply(site: Site, deployment: Resource) -> Response:
     )
 
 # %% ../../nbs/emulator/05_service.ipynb #fe80c383
-def _check_deployment(site: Site, body: Mapping[str, Any]) -> None:
+def _check_deployment(site: EmulatorState, body: Mapping[str, Any]) -> None:
     "Refuses, with status 400, what cannot be deployed."
     job = body.get("hotLoadTrainerJob")
     if job and not (str(job).split("/")[2:3] == ["rlorTrainerJobs"] and site.resources.find(job)):
         raise HTTPException(400, f"hotLoadTrainerJob: there is no {job!r}")
 
 # %% ../../nbs/emulator/05_service.ipynb #751a9580
-async def create_deployment(site: Site, request: Request) -> Response:
+async def create_deployment(site: EmulatorState, request: Request) -> Response:
     "A new deployment; 409 if there is one of this id."
     name = resource_name(
         "deployments", request.query_params.get("deploymentId") or f"d-{secrets.token_hex(4)}"
@@ -552,12 +554,12 @@ async def create_deployment(site: Site, request: Request) -> Response:
     return deployment_reply(site, site.resources.put(made))
 
 # %% ../../nbs/emulator/05_service.ipynb #49024345
-async def get_deployment(site: Site, request: Request) -> Response:
+async def get_deployment(site: EmulatorState, request: Request) -> Response:
     "A deployment as it is now."
     return deployment_reply(site, find_resource(site, request, "deployments"))
 
 # %% ../../nbs/emulator/05_service.ipynb #c1674350
-async def patch_deployment(site: Site, request: Request) -> Response:
+async def patch_deployment(site: EmulatorState, request: Request) -> Response:
     "Change a deployment; what its machines depend on replaces them."
     old = find_resource(site, request, "deployments")
     changed = await json_of(request)
@@ -577,7 +579,7 @@ async def patch_deployment(site: Site, request: Request) -> Response:
     return deployment_reply(site, site.resources.put(new))
 
 # %% ../../nbs/emulator/05_service.ipynb #f10a8074
-async def delete_deployment(site: Site, request: Request) -> Response:
+async def delete_deployment(site: EmulatorState, request: Request) -> Response:
     "End a deployment; its bucket stays."
     deployment = find_resource(site, request, "deployments")
     await site.end(deployment.name)
@@ -595,7 +597,7 @@ DEPLOYMENTS: Table = [
 ]
 
 # %% ../../nbs/emulator/05_service.ipynb #deb5379b
-def server_of(site: Site, model: str) -> EmulatedServer:
+def server_of(site: EmulatorState, model: str) -> EmulatedServer:
     """The sampler for a model as a client wrote it: a deployment, base#deployment, or any name.
 
     It is made when it is first needed; 404 for a deployment that does not serve."""
@@ -621,14 +623,14 @@ def server_of(site: Site, model: str) -> EmulatedServer:
     return site.servers[name]
 
 # %% ../../nbs/emulator/05_service.ipynb #f4ea6453
-async def complete(site: Site, request: Request) -> Response:
+async def complete(site: EmulatorState, request: Request) -> Response:
     "Completions of the deployment, or of the model, that the request names."
     return await completions(
         server_of(site, str((await json_of(request)).get("model", ""))), request, "fireworks"
     )
 
 # %% ../../nbs/emulator/05_service.ipynb #fdcd2557
-async def load(site: Site, request: Request) -> Response:
+async def load(site: EmulatorState, request: Request) -> Response:
     "Load a snapshot into a deployment, or say which one it serves."
     name = request.headers.get("fireworks-deployment", "")
     deployment = site.resources.find(name)
@@ -694,7 +696,7 @@ class Emulator:
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
         self.folder = Path(self.temporary.name if self.temporary else str(folder))
-        self.site = Site(self.folder, model, self.faults, startup_delay_s)
+        self.site = EmulatorState(self.folder, model, self.faults, startup_delay_s)
         self.site.models.original()  # a wrong name fails before the folder is made
         self._lock = lock_folder(self.folder)
         self.app = FaultMiddleware(application(self), key, self.faults)
@@ -747,7 +749,7 @@ def application(emulator: Emulator) -> Starlette:
     return Starlette(routes=routes, exception_handlers=ON_ERROR, lifespan=lifespan)
 
 # %% ../../nbs/emulator/05_service.ipynb #e959419a
-async def to_root(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
+async def to_root(site: EmulatorState, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer without a job, or to the sampler without a deployment."
     if not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/api/"):
         return await server_of(site, "root").router(scope, receive, send)
@@ -760,7 +762,7 @@ POOLED = re.compile(
 KEPT_POOLED = 4  # samplers
 
 
-async def to_pool(site: Site, scope: Scope, receive: Receive, send: Send) -> None:
+async def to_pool(site: EmulatorState, scope: Scope, receive: Receive, send: Send) -> None:
     "Hand a request to the trainer of the pool, or to the sampler of a session's snapshot."
     pool = site.trainer("pool", "pool", name="pool", pooled=True)
     path = scope["path"].removeprefix(scope.get("root_path", ""))
@@ -773,7 +775,7 @@ async def to_pool(site: Site, scope: Scope, receive: Receive, send: Send) -> Non
     await (await completions(server, request, "fireworks"))(scope, receive, send)
 
 
-async def pooled_server(site: Site, model: str) -> EmulatedServer:
+async def pooled_server(site: EmulatorState, model: str) -> EmulatedServer:
     "The sampler of a session's snapshot, or of its base model; 404 for one that the session did not save."
     found = POOLED.fullmatch(model)
     trainer = site.trainers["pool"]
@@ -798,7 +800,7 @@ async def pooled_server(site: Site, model: str) -> EmulatedServer:
     return server
 
 
-async def delete_session(site: Site, request: Request) -> Response:
+async def delete_session(site: EmulatorState, request: Request) -> Response:
     "DELETE of a training session: its models are released, and its snapshots no longer sampled."
     id = request.path_params["id"]
     pool = site.trainers.get("pool")

@@ -53,7 +53,7 @@ from rl_notebook.emulator.models import (
     check_name,
     close_backend,
 )
-from .models import draw_and_score, policy_of
+from .models import sample_and_score, policy_of
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import Route, Router
@@ -747,7 +747,7 @@ def asample(call: Call) -> Promise:
             call.trainer.models, call.trainer.snapshots, call.memory.samplers[sampler_id]
         )
         try:
-            return await draw_and_score(serving.sampler, prompt, call.body)
+            return await sample_and_score(serving.sampler, prompt, call.body)
         finally:
             serving.users -= 1
 

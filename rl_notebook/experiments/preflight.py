@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.advantages import is_dead, with_advantages
+from ..core.advantages import has_no_signal, with_advantages
 from ..backends.base import Backend, Capabilities, Meter
 from ..task.chat import first_difference
 from ..config.config import Config, completions_at_once
@@ -33,17 +33,17 @@ from rl_notebook.loop.setup import (
     first_cursor,
     rollout_setup,
 )
-from ..loop.state import sign_of_life
+from ..loop.state import progress_line
 from ..core.losses import LossOptions
 from ..task.audit import FORMS, audit_rows
 from ..core.retries import together
 from ..task.rewards import Limits, score, reference_answers
-from ..backends.roofline import KEPT, USUAL, ModelSize, Roofs, Work
+from ..backends.roofline import KEPT, USUAL, ModelSize, PeakRates, Work
 from rl_notebook.backends.roofline import (
     expected_seconds,
     expected_updates,
     peak_memory,
-    roofs_of,
+    peak_rates_of,
     work_between,
 )
 from ..loop.rollouts import bounded, require_some
@@ -153,7 +153,7 @@ def check_rows(rows: Sequence[Row]) -> list[Finding]:
 def check_reward(rewards: np.ndarray) -> Finding:
     "The reward is not the same for all completions."
     values = np.unique(rewards.round(6))
-    if is_dead(rewards):
+    if has_no_signal(rewards):
         fix = "Grade a right and a wrong completion by hand; if that works, the prompts are too hard or too easy."
         return Finding("reward", False, f"every completion earned {rewards[0]:g}", fix=fix)
     higher = f"the higher one for {(rewards.round(6) > values[0]).mean():.0%}"
@@ -172,7 +172,7 @@ def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
     lost = [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
         given = [v for s in samples if (v := s.rewards.get(name)) is not None]
-        if is_dead(given):
+        if has_no_signal(given):
             said = (
                 f"gave {given[0]:g} to every completion"
                 if given
@@ -351,7 +351,7 @@ class Spent:
         "Measure a phase, and say meanwhile that it is in flight."
         before = dict(self.meter.work)
         start = time.perf_counter()
-        with sign_of_life("preflight", phase, self.meter):
+        with progress_line("preflight", phase, self.meter):
             yield
         self.seconds[phase] = time.perf_counter() - start
         self.work[phase] = sum(work_between(before, self.meter.work).values(), Work())
@@ -363,7 +363,7 @@ def step_plan(
     cfg: Config,
     alive: float,
     size: ModelSize,
-    roofs: Roofs,
+    roofs: PeakRates,
 ) -> dict[str, float]:  # seconds by phase
     "What the phases of a step will take, after those of pre-flight; `alive` is the share of groups that is trained."
     B = cfg.prompt_groups_per_step
@@ -523,7 +523,7 @@ async def preflight(
         if value < least:
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
     check_backend(cfg, backend, rows)
-    roofs = roofs_of(backend.size) if backend.size else None
+    roofs = peak_rates_of(backend.size) if backend.size else None
     spent = Spent(backend.meter)
     before = peak_memory()
     rows = as_rows(rows)

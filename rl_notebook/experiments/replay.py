@@ -27,13 +27,13 @@ from rl_notebook.loop.back import (
     rebuild,
     recorded_settings,
     repeat_backward,
-    sync_as_drawn,
+    sync_sampled_version,
     updates_of,
 )
 from rl_notebook.loop.phases import (
     Loop,
     compared,
-    draw_prompt,
+    sample_one_prompt,
     encode,
     grading,
     group_datums,
@@ -43,7 +43,7 @@ from rl_notebook.loop.phases import (
     list_training,
     other_sources,
     record_of,
-    side_by_side,
+    gather_groups,
     sources_of,
     step_options,
 )
@@ -52,7 +52,7 @@ from ..runs.records import StepRecord, html_table
 from ..runs.run import Run, metrics_frame, metrics_row, spans
 from ..task.rewards import as_reward_fns
 from ..task.data import Prompt, Rollouts
-from ..loop.step import Measured, ScoreCache
+from ..loop.step import PhaseMetrics, ScoreCache
 from rl_notebook.loop.step import (
     list_datums,
     list_groups,
@@ -331,7 +331,7 @@ async def stand_before(
     try:
         way = plan_replay(loop, record.step - 1, run)
         gap = await rebuild(loop, way, run)
-        await sync_as_drawn(loop, record)
+        await sync_sampled_version(loop, record)
     except RecordError as error:
         cursor = replace(loop.cursor, consumed=record.consumed)
         loop.set_position(
@@ -353,7 +353,7 @@ async def stand_before(
 UNSCORABLE = re.compile(r"(?:sample|run) (\d+) is unscorable")  # as `assemble` writes it
 
 
-def cannot_draw(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> str:
+def find_sampling_obstacle(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> str:
     "Why the samples of a step cannot be drawn again; empty when they can."
     if loop.cfg.weight_sync_interval != 1:
         return "drawn ahead in a window, together with the prompts of other steps"
@@ -401,9 +401,9 @@ async def replay_sample(
     loop: Loop, record: StepRecord, prompts: Sequence[Prompt], blocked: str
 ) -> tuple[list[Rollouts], PhaseComparison]:  # what was drawn, if it could be
     "Draw the samples of a step again."
-    if reason := blocked or cannot_draw(loop, record, prompts):
+    if reason := blocked or find_sampling_obstacle(loop, record, prompts):
         return [], PhaseComparison("sample", None, note=reason)
-    drawn = await side_by_side(loop, prompts, lambda p: draw_prompt(loop, p))
+    drawn = await gather_groups(loop, prompts, lambda p: sample_one_prompt(loop, p))
     return drawn, compare("sample", sample_pieces(drawn, record.groups))
 
 # %% ../../nbs/experiments/02_replay.ipynb #906be119
@@ -423,7 +423,7 @@ def load_record(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> No
         "score": list_groups(record.groups),
         "advantages": list_groups(record.groups),
         "datums": datums,
-        "reference": scored if record.trained else Measured(f"skipped: {record.reason}", {}),
+        "reference": scored if record.trained else PhaseMetrics(f"skipped: {record.reason}", {}),
     }
 
 
@@ -484,7 +484,7 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
     if blocked:
         return PhaseComparison("backward", None, note=blocked)
     if not record.trained or record.loss is None:
-        loop.state.values["backward"] = Measured(f"backward skipped: {record.reason}", {})
+        loop.state.values["backward"] = PhaseMetrics(f"backward skipped: {record.reason}", {})
         return PhaseComparison("backward", True, note="nothing to train")
     try:
         report = await repeat_backward(loop, record)

@@ -17,8 +17,13 @@ import pandas as pd
 __all__ = ['compare_trainers']
 
 # %% ../../nbs/experiments/01_trainers.ipynb #aaa9dba9
-from ..core.advantages import WITHOUT_STD, is_dead
-from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions, natural_denominator
+from ..core.advantages import WITHOUT_STD, has_no_signal
+from rl_notebook.core.losses import (
+    LOSS_PARAM_NAMES,
+    POLICY_LOSSES,
+    LossOptions,
+    natural_denominator,
+)
 from ..core.options import nearest
 from ..core.types import Datum, LossError, LossOutput, quoted
 from ..runs.records import StepRecord
@@ -97,7 +102,7 @@ def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             expected=", ".join(TRAINERS),
             fix=nearest(name, [*TRAINERS]),
         )
-    known = sorted({k for names in TERMS.values() for k in names} | {*KNOBS})
+    known = sorted({k for names in TERMS.values() for k in names} | {*LOSS_PARAM_NAMES})
     if unknown := sorted(given.keys() - {*known}):
         fix = nearest(unknown[0], known)
         raise LossError(
@@ -105,7 +110,7 @@ def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         )
     s = {**BASE, **TRAINERS[name], **given}
     # raises what is out of range
-    LossOptions(**{f: s[f] for f in asdict(LossOptions()) if f not in KNOBS})
+    LossOptions(**{f: s[f] for f in asdict(LossOptions()) if f not in LOSS_PARAM_NAMES})
     for setting, values in (("counted", [*_COUNTED]), ("kl_to", ["reference", "sampler"])):
         if s[setting] not in values:
             raise LossError(
@@ -116,7 +121,7 @@ def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
 # %% ../../nbs/experiments/01_trainers.ipynb #77ec1219
 def dead_groups(batch: FrozenBatch) -> set[int]:
     "Indices of the groups whose rewards are all the same."
-    return {g.index for g in batch.groups if is_dead(g.rewards)}
+    return {g.index for g in batch.groups if has_no_signal(g.rewards)}
 
 
 def own_settings(batch: FrozenBatch) -> dict[str, Any]:
@@ -127,7 +132,9 @@ def own_settings(batch: FrozenBatch) -> dict[str, Any]:
         zip(TERMS["advantage"], recorded_scale(batch.groups) or (None, 1, 0.0), strict=True)
     )
     counted = "live" if dead and not dead & {d.group for d in batch.datums} else "all"
-    return asdict(o) | {k: o.knob(k) for k in KNOBS} | BESIDE | rule | {"counted": counted}
+    return (
+        asdict(o) | {k: o.knob(k) for k in LOSS_PARAM_NAMES} | BESIDE | rule | {"counted": counted}
+    )
 
 # %% ../../nbs/experiments/01_trainers.ipynb #436dd900
 _DIVISOR = {
@@ -243,7 +250,7 @@ def path(
         words = in_words(term, own)
         if new_words == words or (term == "clip" and other):
             continue
-        new = {k: theirs[k] for k in names if k not in KNOBS or k in reads}
+        new = {k: theirs[k] for k in names if k not in LOSS_PARAM_NAMES or k in reads}
         if term == "advantage" and new["advantage_scale"] in WITHOUT_STD:
             new = {"advantage_scale": new["advantage_scale"]}
         if term == "ratio" and other:

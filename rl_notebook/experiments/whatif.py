@@ -25,7 +25,7 @@ from rl_notebook.core.advantages import (
     WITHOUT_STD,
     AdvantageFn,
     advantages_by,
-    is_dead,
+    has_no_signal,
     with_advantages,
 )
 from ..core.align import require_finite
@@ -34,7 +34,7 @@ from ..core.types import BackendError, DataError, Datum, Logprobs, LossError, Lo
 from ..core.types import PromptGroup, RewardError, RolloutSample, quoted
 from ..task.data import Row, make_row
 from ..show.html import frame_html
-from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions
+from ..core.losses import LOSS_PARAM_NAMES, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
 from ..core.options import NO_RATIO, nearest
 from ..core.retries import together
@@ -177,7 +177,10 @@ _OF_TIS = ("tis_mode", "tis_cap", "tis_floor", "tis_anchor", "icepop_threshold")
 def inherited(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     "Those of a step's own loss options that still mean something after the changes."
     other_loss = changes.get("policy_loss", own.get("policy_loss")) != own.get("policy_loss")
-    left = {*(KNOBS if other_loss else ()), *(_OF_TIS if changes.get("tis") == "off" else ())}
+    left = {
+        *(LOSS_PARAM_NAMES if other_loss else ()),
+        *(_OF_TIS if changes.get("tis") == "off" else ()),
+    }
     if changes.get("policy_loss") in NO_RATIO:
         left |= {"anchor"}
     return {k: v for k, v in own.items() if k not in left}
@@ -686,7 +689,7 @@ def group_row(old: PromptGroup, new: PromptGroup, columns: Mapping[str, Any]) ->
         "row": old.key,
         "mean": float(old.rewards.mean()) if len(old.samples) else float("nan"),
         "new_mean": float(new.rewards.mean()) if len(new.samples) else float("nan"),
-        "signal": _SIGNAL[is_dead(old.rewards), is_dead(new.rewards)],
+        "signal": _SIGNAL[has_no_signal(old.rewards), has_no_signal(new.rewards)],
         "swapped_pairs": swapped_pairs(old.rewards, columns["new_reward"]),
         "sign_flips": sum(change in ("+ → −", "− → +") for change in columns["sign"]),
         "unscorable": len(old.samples) - len(new.samples),

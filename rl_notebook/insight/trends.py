@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 
 from ..config.aliases import words_for
-from ..core.advantages import is_dead
+from ..core.advantages import has_no_signal
 from ..core.types import DataError, PromptGroup
 from .xray import equal_words, failed_words
 from ..runs.records import StepRecord, expect_records
@@ -197,7 +197,7 @@ class Past:
     def middle(self, t: int) -> float:
         "The middle of that range: higher rewards count as solved. 0 where all rewards are the same."
         ends = self.reward_range(t)
-        return 0.0 if is_dead(ends) else sum(ends) / 2
+        return 0.0 if has_no_signal(ends) else sum(ends) / 2
 
 # %% ../../nbs/insight/01_trends.ipynb #2ee99178
 Rule = Callable[[Past, int], Change | None]
@@ -272,13 +272,13 @@ def dead_grew(past: Past, t: int) -> Change | None:
         g
         for i in found[-5:]
         for g in past.records[i].groups
-        if len(g.samples) and is_dead(g.rewards)
+        if len(g.samples) and has_no_signal(g.rewards)
     ]
     solved = float(np.mean([g.rewards[0] > past.middle(t) for g in dead])) if dead else 0.0
     if solved > 0.5:
         return None
     begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(found) - 1)
-    ranking = by_sample(lambda g, i: 1.0 if i == 0 and is_dead(g.rewards) else -math.inf)
+    ranking = by_sample(lambda g, i: 1.0 if i == 0 and has_no_signal(g.rewards) else -math.inf)
     return Change(int(found[begins]), {"before": best, "now": now, "solved": solved}, ranking)
 
 # %% ../../nbs/insight/01_trends.ipynb #c78d5d53
@@ -383,7 +383,7 @@ def ledger(
                 "solved": int((g.rewards > middle).sum()),
             }
             line |= {
-                "dead": float(is_dead(g.rewards)),
+                "dead": float(has_no_signal(g.rewards)),
                 "repeated": len(of) - len({s.text for s in g.samples}),
             }
             known = gradient or not record.datums

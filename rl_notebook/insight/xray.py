@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.advantages import STD_TOLERANCE, is_dead
+from ..core.advantages import STD_TOLERANCE, has_no_signal
 from ..core.align import require_finite
 from ..backends.base import Scorer, SyncReport
 from rl_notebook.core.types import (
@@ -25,7 +25,7 @@ from rl_notebook.core.types import (
     RecordError,
     RolloutSample,
 )
-from ..core.options import NO_RATIO, SURROGATE_KNOBS
+from ..core.options import NO_RATIO, SURROGATE_PARAMS
 from rl_notebook.runs.records import (
     StepRecord,
     begins,
@@ -117,7 +117,7 @@ def solved_groups(record: StepRecord) -> list[PromptGroup]:
     def best(g):
         return known_rewards(g).max(initial=-math.inf) >= top - STD_TOLERANCE
 
-    return [g for g in found if worth and is_dead(g.rewards) and best(g)]
+    return [g for g in found if worth and has_no_signal(g.rewards) and best(g)]
 
 
 def equal_words(groups: Sequence[PromptGroup]) -> str:
@@ -129,7 +129,7 @@ def equal_words(groups: Sequence[PromptGroup]) -> str:
                 earned.setdefault((number, s.tokens.tobytes() or s.text), []).append(s.reward)
     every = [r for rewards in earned.values() for r in rewards]
     equal = [r for r in earned.values() if len(r) > 1]
-    apart = sum(not is_dead(rewards) for rewards in equal)
+    apart = sum(not has_no_signal(rewards) for rewards in equal)
     # a judge gives each completion a reward of its own
     if apart < 2 or 2 * len(set(every)) > len(every):
         return ""
@@ -142,8 +142,8 @@ def signal_words(record: StepRecord) -> str:
     groups = record.groups
     trained = {d.group for d in record.datums}
     solved = solved_groups(record)
-    live = {g.index for g in groups if not is_dead(g.rewards)}
-    flat = [g for g in groups if is_dead(g.rewards)]
+    live = {g.index for g in groups if not has_no_signal(g.rewards)}
+    flat = [g for g in groups if has_no_signal(g.rewards)]
     known = [known_rewards(g) for g in flat]
     earned = Counter(
         f"the same reward {r[0]:g}" if len(r) else "no graded completion" for r in known
@@ -198,7 +198,7 @@ SUMS = {
 def custom_loss(options: Mapping[str, Any]) -> str:
     "The name of a loss that is not one of ours, whose terms may be anything; empty = it is ours."
     named = str(options.get("policy_loss", "grpo"))
-    return str(options.get("make_loss") or ("" if named in SURROGATE_KNOBS else named))
+    return str(options.get("make_loss") or ("" if named in SURROGATE_PARAMS else named))
 
 
 def policy_words(
@@ -502,7 +502,7 @@ def unread_words(record: StepRecord) -> str:
     "A question, where one reward fell on many different completions of groups without signal; else empty."
     texts: dict[float, set[bytes | str]] = {}
     for g in record.groups:
-        if len(g.samples) > 1 and is_dead(g.rewards):
+        if len(g.samples) > 1 and has_no_signal(g.rewards):
             said = {
                 s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text for s in g.samples
             }
@@ -515,7 +515,7 @@ def unread_words(record: StepRecord) -> str:
 
 def check_signal(record: StepRecord) -> Finding:
     "Some group has completions that differ in reward."
-    dead = sum(is_dead(g.rewards) for g in record.groups)
+    dead = sum(has_no_signal(g.rewards) for g in record.groups)
     solved = len(solved_groups(record))
     if not record.groups or all(s.reward is None for g in record.groups for s in g.samples):
         known = "the answers were given" if record.given else "no rewards are recorded"
@@ -576,7 +576,7 @@ def within_groups(
     live = [
         np.asarray(values(g), np.float64)
         for g in groups
-        if g.advantages is not None and not is_dead(g.rewards)
+        if g.advantages is not None and not has_no_signal(g.rewards)
     ]
     return np.concatenate([v - v.mean() for v in live]) if live else np.zeros(0)
 
@@ -635,7 +635,7 @@ def check_advantages(record: StepRecord) -> Finding:
         return check(
             None if own_function else False, text, expected="a positive correlation", notable=True
         )
-    live = [g.index for g in record.groups if g.index in found and not is_dead(g.rewards)]
+    live = [g.index for g in record.groups if g.index in found and not has_no_signal(g.rewards)]
     apart = [i for i in live if abs(found[i].sum()) > 1e-3 * np.abs(found[i]).sum()]
     if own_function and apart:
         where = f"in {len(apart)} of {len(live)} live groups"
@@ -1210,7 +1210,7 @@ def sentence(
     out = [f"✗ {'; '.join(failed)}"] if failed else []
     if record.reason:
         dead = any(g.samples for g in record.groups) and all(
-            is_dead(g.rewards) for g in record.groups
+            has_no_signal(g.rewards) for g in record.groups
         )
         out.append("Nothing was trained" + ("" if dead else f": {record.reason}"))
     out += [f"{c.text[0].upper()}{c.text[1:]}" for c in checks if c.notable and c.ok is not False]

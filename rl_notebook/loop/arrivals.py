@@ -17,11 +17,11 @@ from typing import Any
 __all__ = []
 
 # %% ../../nbs/loop/08_arrivals.ipynb #d4c6486d
-from ..core.advantages import OF_BATCH
+from ..core.advantages import BATCH_SCALES
 from ..core.types import PromptGroup
-from .groups import Finished, Gate, Graded, Producer
+from .groups import Finished, Gate, ScoredGroup, Producer
 from .rollouts import groups_per_pass, require_some
-from .step import NORMALIZATION, Listing, LossReport, step_denominator
+from .step import NORMALIZATION, PhaseResult, LossReport, step_denominator
 from rl_notebook.loop.step import (
     list_groups,
     list_prompts,
@@ -34,7 +34,7 @@ from .state import Loop, enter, timed
 from rl_notebook.loop.phases import (
     advantages_phase,
     compared,
-    draw_prompt,
+    sample_one_prompt,
     encode_numbers,
     gradient_of,
     grading,
@@ -44,21 +44,21 @@ from rl_notebook.loop.phases import (
     have_tokens,
     list_training,
     prompts_phase,
-    room_of,
+    max_in_flight,
     trains_on,
 )
 from .phases import with_reference
 
 # %% ../../nbs/loop/08_arrivals.ipynb #ead7b438
-async def rollout_and_score(loop: Loop, number: int) -> Graded:
+async def rollout_and_score(loop: Loop, number: int) -> ScoredGroup:
     "Draw and grade a row: a prompt of the step, or another one of the run."
     known = [prompt for prompt in loop.state.values.get("prompts", ()) if prompt.number == number]
     [prompt] = known or encode_numbers(loop, [number])
-    rollouts = await draw_prompt(loop, prompt)
-    return Graded(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
+    rollouts = await sample_one_prompt(loop, prompt)
+    return ScoredGroup(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
 
 
-def has_signal(loop: Loop, answered: Graded) -> bool:
+def has_signal(loop: Loop, answered: ScoredGroup) -> bool:
     "Whether a row becomes training sequences; warns where hardly any does."
     useful = trains_on(loop, compared_alone(loop, answered.group))
     loop.counts["barren"] = 0 if useful else loop.counts["barren"] + 1
@@ -74,7 +74,7 @@ def compared_alone(loop: Loop, group: PromptGroup) -> PromptGroup:
     "A group with its advantages, where they do not depend on the batch."
     return (
         compared(loop, [group])[0]
-        if group.samples and loop.cfg.advantage_scale not in OF_BATCH
+        if group.samples and loop.cfg.advantage_scale not in BATCH_SCALES
         else group
     )
 
@@ -85,22 +85,22 @@ NO_SIGNAL_ROWS = 10  # batches' worth of rows without signal, after which there 
 def groups_of(
     loop: Loop,
     take: Callable[[], int | None],  # number of the next row; None = there is none now
-    give_back: Callable[[Iterable[int]], None] = lambda numbers: (
+    requeue: Callable[[Iterable[int]], None] = lambda numbers: (
         None
     ),  # rows that have to be drawn again
-    useful: Callable[[Graded], bool] | None = None,  # None = what becomes training sequences
+    useful: Callable[[ScoredGroup], bool] | None = None,  # None = what becomes training sequences
     **policy: Any,  # fields of `Gate`
-) -> Producer[Graded]:
+) -> Producer[ScoredGroup]:
     "Rows of a loop, drawn and graded beside other work, as far as the policy lets them."
     c = loop.cfg
-    usual = {"groups_per_step": c.prompt_groups_per_step, "max_concurrency": room_of(c)}
+    usual = {"groups_per_step": c.prompt_groups_per_step, "max_concurrency": max_in_flight(c)}
     gate = Gate(completions_per_prompt=c.completions_per_prompt, **usual | policy)
     return Producer(
-        gate, take, partial(rollout_and_score, loop), useful or partial(has_signal, loop), give_back
+        gate, take, partial(rollout_and_score, loop), useful or partial(has_signal, loop), requeue
     )
 
 # %% ../../nbs/loop/08_arrivals.ipynb #ecc0a273
-def add_groups(loop: Loop, answered: Sequence[Graded]) -> Listing[PromptGroup]:
+def add_groups(loop: Loop, answered: Sequence[ScoredGroup]) -> PhaseResult[PromptGroup]:
     "Add graded prompts to the step, and compare all its groups."
     values = loop.state.values
     start = len(values.get("prompts", ()))
@@ -139,17 +139,17 @@ async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
 class Parts:
     "Where the groups of an overlapped step come from, and how many each backward pass takes."
 
-    producer: Producer[Graded]
+    producer: Producer[ScoredGroup]
     sizes: Iterable[tuple[int, int]]  # (at least, at most) groups
     note: Callable[
-        [list[Finished[Graded]]], list[Graded]
+        [list[Finished[ScoredGroup]]], list[ScoredGroup]
     ]  # the rows of the whole step as the step keeps them
     places: Mapping[int, int] = field(
         default_factory=dict
     )  # number of a row: its index in the step, where it is known
-    rows: list[Finished[Graded]] = field(default_factory=list)  # that came so far
+    rows: list[Finished[ScoredGroup]] = field(default_factory=list)  # that came so far
 
-    def place(self, row: Finished[Graded]) -> Finished[Graded]:
+    def place(self, row: Finished[ScoredGroup]) -> Finished[ScoredGroup]:
         "A row at its index in the step."
         return replace(row, value=row.value.at(self.places.get(row.number, len(self.rows))))
 
@@ -181,7 +181,9 @@ async def as_they_arrive(loop: Loop) -> AsyncIterator[Parts]:
         raise
 
 # %% ../../nbs/loop/08_arrivals.ipynb #d822c467
-def settle_passes(loop: Loop, answered: Sequence[Graded], reports: Sequence[LossReport]) -> None:
+def settle_passes(
+    loop: Loop, answered: Sequence[ScoredGroup], reports: Sequence[LossReport]
+) -> None:
     "The phases up to `backward` from passes over parts of the batch, which divided by nothing."
     require_some([a.group for a in answered])
     state = loop.state

@@ -17,15 +17,21 @@ import numpy as np
 from ..core.types import PhaseError, PromptGroup
 from ..task.data import Cursor, Prompt, Rollouts
 from .back import branch_off, undo_step
-from .groups import Finished, Graded, Producer, kept
-from .loop import GRPOLoop, between_turns, rest_of_step, takes_turn
+from .groups import Finished, ScoredGroup, Producer, kept
+from .loop import GRPOLoop, requires_idle, rest_of_step, run_exclusively
 from .state import StepState, enter, timed
 from .phases import encode_numbers, score_phase, sync_phase
 from .arrivals import Parts, groups_of, overlapped_half
 from ..runs.records import StepRecord
 from ..runs.run import TIMERS
 from .rollouts import balanced_chunks, require_some
-from .step import Listing, Measured, list_groups, list_prompts, list_rollouts
+from rl_notebook.loop.step import (
+    PhaseResult,
+    PhaseMetrics,
+    list_groups,
+    list_prompts,
+    list_rollouts,
+)
 
 # %% auto #0
 __all__ = ['AsyncGRPOLoop']
@@ -36,7 +42,7 @@ class Batch:
     "What a step was made of."
 
     samples: Any = None  # the value of `sample` that these rows became
-    rows: Sequence[Finished[Graded]] = ()
+    rows: Sequence[Finished[ScoredGroup]] = ()
     gate: Mapping[str, float] = field(
         default_factory=dict
     )  # its metrics when the batch was complete
@@ -47,7 +53,7 @@ class Batch:
         return sum(row.useful for row in self.rows)
 
 # %% ../../nbs/loop/12_async_loop.ipynb #dea4e9e2
-def note_batch(loop: AsyncGRPOLoop, rows: Sequence[Finished[Graded]]) -> Batch:
+def note_batch(loop: AsyncGRPOLoop, rows: Sequence[Finished[ScoredGroup]]) -> Batch:
     "The rows of a step at their places, counted: what was lost, and how full the pipeline was when they were complete."
     loop.state.batch = Batch(
         None, [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
@@ -61,7 +67,7 @@ def note_batch(loop: AsyncGRPOLoop, rows: Sequence[Finished[Graded]]) -> Batch:
     return loop.state.batch
 
 
-def placed(row: Finished[Graded], index: int) -> Graded:
+def placed(row: Finished[ScoredGroup], index: int) -> ScoredGroup:
     "What came back, at its place in the step, with the version that it was started at."
     answered = row.value.at(index)
     return replace(answered, group=replace(answered.group, submitted=row.version))
@@ -76,7 +82,7 @@ def return_batch(loop: AsyncGRPOLoop) -> None:
         loop.state.values.pop("sample")
 
 
-def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
+def admit_phase(loop: AsyncGRPOLoop) -> PhaseResult[Prompt]:
     "Start the rows that may be started; shows those that are in flight or back."
     enter(loop.state, "prompts")
     return_batch(loop)
@@ -96,7 +102,7 @@ def admit_phase(loop: AsyncGRPOLoop) -> Listing[Prompt]:
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
 
-async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
+async def collect_phase(loop: AsyncGRPOLoop) -> PhaseResult[Rollouts]:
     "Wait for a batch: useful rows in the order of the data, then the others."
     enter(loop.state, "sample")
     return_batch(loop)
@@ -127,7 +133,7 @@ async def collect_phase(loop: AsyncGRPOLoop) -> Listing[Rollouts]:
     return samples
 
 
-def at_work(loop: AsyncGRPOLoop) -> Producer[Graded]:
+def at_work(loop: AsyncGRPOLoop) -> Producer[ScoredGroup]:
     "The producer of a loop that is being stepped; a pause stays a pause."
     loop.producer.held = "" if loop.producer.held == AT_REST else loop.producer.held
     return loop.producer
@@ -135,7 +141,7 @@ def at_work(loop: AsyncGRPOLoop) -> Producer[Graded]:
 # %% ../../nbs/loop/12_async_loop.ipynb #a1dfed4f
 def graded_phase(
     loop: AsyncGRPOLoop, reward_fns: Any = None, *, wait: bool | None = None
-) -> Listing[PromptGroup]:
+) -> PhaseResult[PromptGroup]:
     "The grades that the rollouts got when they came back; `reward_fns` grades the batch again."
     if reward_fns is not None or loop.state.values.get("sample") is not loop.batch.samples:
         return score_phase(loop, reward_fns, wait=wait)
@@ -147,12 +153,12 @@ def graded_phase(
     return loop.state.put("score", list_groups(groups))
 
 # %% ../../nbs/loop/12_async_loop.ipynb #71fcd11c
-async def open_gate(loop: AsyncGRPOLoop) -> Measured:
+async def open_gate(loop: AsyncGRPOLoop) -> PhaseMetrics:
     "Hand the new weights to the sampler where it is due, and open the gate for another batch."
     return await loop.weights.settled(publish(loop))
 
 
-async def publish(loop: AsyncGRPOLoop) -> Measured:
+async def publish(loop: AsyncGRPOLoop) -> PhaseMetrics:
     "A sync that the gate knows of."
     done = await sync_phase(loop)
     loop.producer.gate.publish(loop.state.number)
@@ -228,7 +234,7 @@ async def undo_beside(loop: AsyncGRPOLoop, to: str = "advantages") -> None:
     return await undo_step(loop, "advantages" if to in ("prompts", "sample") else to)
 
 # %% ../../nbs/loop/12_async_loop.ipynb #486049e6
-def refuse_in_flight(loop: AsyncGRPOLoop, what: str) -> None:
+def check_nothing_in_flight(loop: AsyncGRPOLoop, what: str) -> None:
     "Refuse what needs a sampler without rows in flight."
     if count := len(loop.producer.in_flight):
         fix = "Call await loop.pause(drain=True) first."
@@ -237,7 +243,7 @@ def refuse_in_flight(loop: AsyncGRPOLoop, what: str) -> None:
 
 async def branch_beside(loop: AsyncGRPOLoop, **options: Any) -> AsyncGRPOLoop:
     "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be in flight."
-    refuse_in_flight(loop, "branch")
+    check_nothing_in_flight(loop, "branch")
     other = await branch_off(loop, **options)
     (cursor, extra) = loop.resume_state()
     if options.get("at") == "start":
@@ -253,14 +259,14 @@ class AsyncGRPOLoop(GRPOLoop):
 
     recipes = ("async_rl_loop",)
 
-    prompts = between_turns(admit_phase)
-    sample = takes_turn(collect_phase)
-    score = between_turns(graded_phase)
-    sync = takes_turn(open_gate)
+    prompts = requires_idle(admit_phase)
+    sample = run_exclusively(collect_phase)
+    score = requires_idle(graded_phase)
+    sync = run_exclusively(open_gate)
     overlapped_half = partialmethod(overlapped_half, chunked_parts)
-    rest_of_step = takes_turn(rest_of_beside)
-    undo = takes_turn(undo_beside)
-    branch = takes_turn(branch_beside)
+    rest_of_step = run_exclusively(rest_of_beside)
+    undo = run_exclusively(undo_beside)
+    branch = run_exclusively(branch_beside)
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -274,8 +280,8 @@ class AsyncGRPOLoop(GRPOLoop):
         def take():
             return self.intake.take() if self.weights.shared.loaded is self.weights else None
 
-        rows = groups_of(self, take, self.intake.give_back, **bounds)
-        self.producer: Producer[Graded] = rows  # pyright: ignore[reportIncompatibleVariableOverride]
+        rows = groups_of(self, take, self.intake.requeue, **bounds)
+        self.producer: Producer[ScoredGroup] = rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def regraded(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
         "Groups that were graded again, with the versions that their rows were started at."
@@ -325,7 +331,7 @@ class AsyncGRPOLoop(GRPOLoop):
 
     def check_can_leave(self) -> None:
         "Raise PhaseError while rollouts are drawn from this loop's weights."
-        refuse_in_flight(self, "another loop's turn")
+        check_nothing_in_flight(self, "another loop's turn")
 
     def extra_record_fields(self) -> dict[str, Any]:
         "Staleness, waits, and when the rows of the batch were drawn."
@@ -338,10 +344,10 @@ class AsyncGRPOLoop(GRPOLoop):
     def reclaim(self, before: StepState) -> None:
         "Rows that came from weights that are gone are given up; the others stay in flight, or ready."
         if "sample" in before.values and before.number != self.state.number:
-            self.intake.give_back({*before.numbers} - {*self.state.numbers})
+            self.intake.requeue({*before.numbers} - {*self.state.numbers})
         self.intake.cursor = replace(self.intake.cursor, seen=self.state.cursor.seen)
         version = self.state.number - 1
-        self.producer.recall(newer_than=version)
+        self.producer.cancel_newer_than(newer_than=version)
         self.producer.gate.stand(version, self.batch.useful + len(self.producer.ready))
 
     def set_position(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:

@@ -38,9 +38,9 @@ from ..runs.run import Checkpoint, Run, RunFolder, spans
 from .step import LossFactory, LossReport, loss_factory, merge_outputs, scale_output
 from .step import step_denominator
 from ..task.toy import model_source
-from .weights import SamplerHas
+from .weights import SamplerWeights
 from .state import LOOK_ONLY, PHASES, Loop, StepState
-from .change import GRADING, given_for, refuse_opened, score_at
+from .change import GRADING, arguments_for, check_not_opened, score_at
 from .phases import bonus_after
 
 # %% ../../nbs/loop/10_back.ipynb #378b7d5e
@@ -122,7 +122,7 @@ def branch_place(loop: Loop, at: str | None) -> str:
             expected="a step before its update",
             fix=fix,
         )
-    if loop.weights.sampler is not SamplerHas.CURRENT:
+    if loop.weights.sampler is not SamplerWeights.CURRENT:
         expected = f"a sync first (weight_sync_interval={loop.cfg.weight_sync_interval})"
         raise PhaseError(
             "branch", where=where, got="weights that the sampler has not got yet", expected=expected
@@ -153,13 +153,13 @@ async def branch_off(
     cfg = Config.from_dict(loop.cfg.to_dict(), changes)
     rows = loop.cfg.diff(cfg).rows
     functions = {"reward": reward, "make_loss": make_loss}
-    refuse_opened(rows, "branch")
+    check_not_opened(rows, "branch")
     functions = {name: fn for name, fn in functions.items() if fn is not None}
     regrade = "reward" in functions or any(name.partition(".")[0] in GRADING for name, *_ in rows)
     differs = ", ".join([*(f"{name}={value}" for name, _, value in rows), *functions])
     own = {"name": name or differs or "branch", "outputs": outputs, "eval_rows": loop.eval_rows}
     options: dict[str, Any] = (
-        given_for(loop, cfg, functions) | own | {"family": loop.weights.family}
+        arguments_for(loop, cfg, functions) | own | {"family": loop.weights.family}
     )
     other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
     state = reopened(
@@ -315,7 +315,7 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
     return LossReport(output, datums, loop.backend.tokenizer)
 
 
-async def sync_as_drawn(loop: Loop, record: StepRecord) -> None:
+async def sync_sampled_version(loop: Loop, record: StepRecord) -> None:
     "Sync if a recorded step was drawn from newer weights than the sampler serves: a window ended before it."
     if (
         max((s.policy_version or 0 for g in record.groups for s in g.samples), default=0)
@@ -330,7 +330,7 @@ async def repeat_step(
     "Make the update of a recorded step again, and sync where the run did."
     gap = 0.0
     done = 0
-    await sync_as_drawn(loop, record)
+    await sync_sampled_version(loop, record)
     for i in range(len(updates_of(record)) if record.trained else 0):
         report = await repeat_backward(loop, record, i)
         gap = max(gap, logprob_gap(report.output, record.loss, done))

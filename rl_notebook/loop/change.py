@@ -17,7 +17,7 @@ from ..core.advantages import AdvantageFn
 from ..core.options import marked
 from ..core.types import ConfigError, PhaseError
 from ..config.config import Config, LossSettings, UpdateSettings, completions_at_once
-from .rollouts import Breaker, bounded
+from .rollouts import CircuitBreaker, bounded
 from rl_notebook.loop.setup import (
     Task,
     as_task,
@@ -54,7 +54,7 @@ class Changed:
         return "\n".join(lines) or "nothing was changed"
 
 # %% ../../nbs/loop/06_change.ipynb #8b8e94e2
-def refuse_opened(rows: Iterable[tuple[str, Any, Any]], where: str) -> None:
+def check_not_opened(rows: Iterable[tuple[str, Any, Any]], where: str) -> None:
     "Raise ConfigError for a setting, with what it was and what it is to be, that neither change nor branch can take."
     for name, was, asked in rows:
         if name.partition(".")[0] in (*marked(Config, "past", "opened"), "recipe"):
@@ -68,7 +68,7 @@ def refuse_opened(rows: Iterable[tuple[str, Any, Any]], where: str) -> None:
             )
 
 
-def refuse_ahead(loop: Loop, name: str) -> None:
+def check_not_ahead(loop: Loop, name: str) -> None:
     "Raise ConfigError for a setting that rows in flight depend on."
     if loop.draws_ahead and name.partition(".")[0] not in DRAWN_WITHOUT:
         fix = "Stop, and branch with at='start', or open another loop; or let the window end."
@@ -78,7 +78,7 @@ def refuse_ahead(loop: Loop, name: str) -> None:
         )
 
 
-def refuse_settings(loop: Loop, cfg: Config) -> None:
+def check_changeable(loop: Loop, cfg: Config) -> None:
     "Raise ConfigError for settings that the backend would ignore; some can be told to score at another temperature."
     backend, scored = loop.backend, loop.backend.capabilities.policy_temperature
     if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
@@ -94,7 +94,7 @@ def score_at(loop: Loop, temperature: float) -> None:
     "Have the backend score at the temperature at which the loop samples; greedy samples are scored as before."
     backend = loop.backend
     if temperature not in (backend.capabilities.policy_temperature, 0.0):
-        refuse_settings(loop, replace(loop.settings, temperature=temperature))
+        check_changeable(loop, replace(loop.settings, temperature=temperature))
         tell: Any = backend.score_at  # there, or it would have been refused
         tell(temperature)
         backend.capabilities = replace(backend.capabilities, policy_temperature=temperature)
@@ -102,7 +102,7 @@ def score_at(loop: Loop, temperature: float) -> None:
 # %% ../../nbs/loop/06_change.ipynb #94ac8ffe
 def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions: Any) -> Changed:
     "Change settings of the next step: a whole config, or values by dotted name; `functions`: reward, make_loss."
-    loop.weights.refuse_in_turn("change of settings", "Pause it first.")
+    loop.weights.check_not_leased("change of settings", "Pause it first.")
     old = loop.next_settings
     state = loop.state
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
@@ -110,9 +110,9 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
         *old.diff(cfg).rows,
         *((n, called(loop.given[n]), called(given)) for n, given in functions.items()),
     ]
-    refuse_opened(rows, loop.place)
+    check_not_opened(rows, loop.place)
     for name, *_ in rows:
-        refuse_ahead(loop, name)
+        check_not_ahead(loop, name)
     check_loss(cfg, functions.get("make_loss", loop.make_loss))
     if functions and state.updated:
         fix = "Run await loop.step() to finish it first."
@@ -140,7 +140,7 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
     return Changed(tuple((*row, f"from step {first[row[0]]} on") for row in rows))
 
 
-def given_for(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_for(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> dict[str, Any]:
     "What a loop is given with these settings: a reward or a comparison that they name takes the place of its own."
     given = loop.given | dict(functions)
     if cfg.rewards != loop.settings.rewards and "reward" not in functions:
@@ -154,8 +154,8 @@ def what_follows(
     loop: Loop, cfg: Config, functions: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Task, AdvantageFn | None]:
     "What a loop is given, its task and its comparison of rewards with these settings; raises where they are refused."
-    refuse_settings(loop, cfg)
-    given = given_for(loop, cfg, functions)
+    check_changeable(loop, cfg)
+    given = arguments_for(loop, cfg, functions)
     setup = rollout_setup(loop.backend, cfg, given["extras"], loop.sampler)
     task = as_task(given["reward"], cfg, setup)
     return given, task, own_advantages(given["advantage_fn"] or cfg.advantage_fn)
@@ -170,7 +170,7 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
         loop.task, loop.given, loop.make_loss, loop.settings = task, given, given["make_loss"], cfg
         loop.advantage_fn = compare
         loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
-        loop.breaker = Breaker(cfg.max_rollout_failure_rate)
+        loop.breaker = CircuitBreaker(cfg.max_rollout_failure_rate)
         loop.state.cursor = replace(loop.state.cursor, epochs=cfg.epochs)
         loop.intake.cursor = replace(loop.cursor, epochs=cfg.epochs)
 

@@ -129,16 +129,16 @@ class Finished(Generic[T]):
 
 
 @dataclass(frozen=True)
-class Graded:
+class ScoredGroup:
     "What comes back in training: the completions of one prompt, graded."
 
     rollouts: Rollouts
     group: PromptGroup
 
-    def at(self, index: int) -> Graded:
+    def at(self, index: int) -> ScoredGroup:
         "The same at another place in the step."
         prompt = replace(self.rollouts.prompt, index=index)
-        return Graded(replace(self.rollouts, prompt=prompt), replace(self.group, index=index))
+        return ScoredGroup(replace(self.rollouts, prompt=prompt), replace(self.group, index=index))
 
 # %% ../../nbs/loop/00_groups.ipynb #fc0f00f2
 @dataclass(eq=False)
@@ -149,7 +149,7 @@ class Producer(Generic[T]):
     take: Callable[[], int | None]  # number of the next row; None = there is none now
     run: Callable[[int], Awaitable[T]]  # draws and grades a row
     useful: Callable[[T], bool]  # whether it can be trained on
-    give_back: Callable[[Iterable[int]], None] = lambda numbers: (
+    requeue: Callable[[Iterable[int]], None] = lambda numbers: (
         None
     )  # rows that have to be drawn again
     clock: Callable[[], float] = time.perf_counter  # seconds
@@ -230,7 +230,7 @@ class Producer(Generic[T]):
             self.held = "" if self.held == DRAINING else self.held
         raise_failure(self)
 
-    def recall(self, newer_than: int = -1) -> None:
+    def cancel_newer_than(self, newer_than: int = -1) -> None:
         "Give up rows that were started after a version, also those that have come back; they will be drawn again."
         late = [f for f in self.in_flight.values() if f.version > newer_than]
         for flight in late:
@@ -243,12 +243,12 @@ class Producer(Generic[T]):
         self.rejected = [row for row in self.rejected if row.version <= newer_than]
         self.idle_since = self.clock() if late and not self.in_flight else self.idle_since
         self.changed.set()
-        self.give_back(row.number for row in (*late, *back, *gone))
+        self.requeue(row.number for row in (*late, *back, *gone))
 
     async def close(self) -> None:
         "Give up everything that is in no batch, and wait until its tasks have ended."
         tasks = [flight.task for flight in self.in_flight.values()]
-        self.recall()
+        self.cancel_newer_than()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def __aenter__(self) -> Self:
@@ -291,7 +291,7 @@ def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -
         useful = p.useful(value := task.result())
     except BaseException as error:  # raised again where a batch is waited for
         p.gate.give_up(in_flight=1)
-        p.give_back([number])
+        p.requeue([number])
         p.error = p.error or error
     else:
         (p.gate.accept if useful else p.gate.reject)()
@@ -326,7 +326,7 @@ def pick(producer: Producer[T], places: int) -> list[Finished[T]]:
 def raise_failure(producer: Producer[Any]) -> None:
     "Raise what a rollout raised, once."
     if (error := producer.error) is not None:
-        producer.recall()
+        producer.cancel_newer_than()
         producer.error = None
         # it says where
         raise error.with_traceback(None) if isinstance(error, RLNotebookError) else error
@@ -346,7 +346,7 @@ def kept(producer: Producer[T], rows: list[Finished[T]]) -> Iterator[None]:
 
 # %% ../../nbs/loop/00_groups.ipynb #7ea25c11
 @dataclass
-class Intake:
+class RowQueue:
     "Which rows come next: first those that have to be drawn again, then those behind the cursor."
 
     cursor: Cursor  # behind the rows that were taken
@@ -372,7 +372,7 @@ class Intake:
         again = list(self.waiting)[:count]
         return [*again, *self.cursor.positions(count - len(again))]
 
-    def give_back(self, numbers: Iterable[int]) -> None:
+    def requeue(self, numbers: Iterable[int]) -> None:
         "Have rows drawn again; the cursor goes back over those that were taken last."
         self.waiting = deque(sorted({*self.waiting, *numbers}))
         while self.waiting and self.waiting[-1] == self.cursor.consumed - 1:

@@ -25,7 +25,7 @@ __all__ = ['GRPOLoop']
 # %% ../../nbs/loop/11_loop.ipynb #a898a710
 from ..config.config import Config
 from ..core.types import ConfigError, PromptGroup, printable, shown_as
-from .groups import Graded, Producer
+from .groups import ScoredGroup, Producer
 from ..core.names import named_function, on_interrupt
 from ..runs.records import StepRecord
 from ..runs.run import spans
@@ -33,8 +33,8 @@ from ..insight.trends import new_words
 from ..insight.xray import failed_words
 from .rollouts import require_some
 from .setup import as_rows
-from .weights import SamplerHas, join_turn
-from .state import Loop, no_bar, now_running, timed
+from .weights import SamplerWeights, join_turn
+from .state import Loop, without_progress_bar, now_running, timed
 from .change import change, change_settings
 from . import phases
 from .arrivals import add_groups, groups_of, overlapped_half, refill_step
@@ -46,7 +46,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def takes_turn(
+def run_exclusively(
     method: Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]]:
     "The method in a turn of its own, or in the turn that is running."
@@ -63,7 +63,7 @@ def takes_turn(
     return in_turn
 
 
-def between_turns(
+def requires_idle(
     method: Callable[Concatenate[AnyLoop, P], R],
 ) -> Callable[Concatenate[AnyLoop, P], R]:
     "The method; refused in the middle of a turn that another cell, or a dashboard, has begun."
@@ -71,7 +71,7 @@ def between_turns(
     @functools.wraps(method)
     def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
         fix = "Pause the dashboard, or wait until the other cell is done."
-        loop.weights.refuse_in_turn(refused_in_turns.__name__, fix)
+        loop.weights.check_not_leased(refused_in_turns.__name__, fix)
         return method(loop, *args, **kwargs)
 
     return refused_in_turns
@@ -124,10 +124,10 @@ def window_length(loop: Loop, left: float = math.inf) -> int:
     )
 
 
-def window_source(loop: Loop, steps: int) -> Producer[Graded]:
+def window_source(loop: Loop, steps: int) -> Producer[ScoredGroup]:
     "The rows of so many steps: all may be in flight, and each keeps its place to the end of the window."
     return groups_of(
-        loop, loop.intake.take, loop.intake.give_back, steps_per_sync=steps, refills=False
+        loop, loop.intake.take, loop.intake.requeue, steps_per_sync=steps, refills=False
     )
 
 # %% ../../nbs/loop/11_loop.ipynb #43711c17
@@ -137,7 +137,7 @@ async def reach_boundary(loop: Loop) -> None:
         await hook()
 
 
-async def next_rows(loop: Loop, source: Producer[Graded]) -> list[Graded]:
+async def next_rows(loop: Loop, source: Producer[ScoredGroup]) -> list[ScoredGroup]:
     "Wait for the groups of the next step of a window, the live ones first; none at the end."
     with timed(loop, "sample"):
         live = await source.batch(loop.cfg.prompt_groups_per_step)
@@ -174,7 +174,7 @@ async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord,
 
 
 @contextmanager
-def in_flight(loop: Loop, source: Producer[Graded]) -> Iterator[Producer[Graded]]:
+def in_flight(loop: Loop, source: Producer[ScoredGroup]) -> Iterator[Producer[ScoredGroup]]:
     "The rows of a producer are pending rows of the loop."
     loop.producer = source
     try:
@@ -307,7 +307,7 @@ async def run_steps(
         steps if steps is not None or planned is None else max(0, planned - loop.state.number + 1)
     )
     try:
-        with tqdm(total=total, desc="steps", disable=no_bar(progress)) as loop.bar:
+        with tqdm(total=total, desc="steps", disable=without_progress_bar(progress)) as loop.bar:
             async with aclosing(records_from(loop, steps)) as records:
                 async for record in records:
                     done.append(record)
@@ -339,12 +339,12 @@ async def warm_up(loop: GRPOLoop, rows: Any, steps: int = 10) -> RunRecords:
     upcoming = itertools.cycle(answered)
     size = min(loop.cfg.prompt_groups_per_step, len(answered))
     while len(done) < steps and not loop.stop_requested:
-        phases.give_answers(loop, [*itertools.islice(upcoming, size)])
+        phases.set_target_completions(loop, [*itertools.islice(upcoming, size)])
         if (record := await loop.rest_of_step()) is None:
             break
         done.append(record)
         await reach_boundary(loop)
-    if loop.cfg.weight_sync_interval and loop.weights.sampler is not SamplerHas.CURRENT:
+    if loop.cfg.weight_sync_interval and loop.weights.sampler is not SamplerWeights.CURRENT:
         await loop.weights.settled(loop.weights.sync())
     return done
 
@@ -352,29 +352,29 @@ async def warm_up(loop: GRPOLoop, rows: Any, steps: int = 10) -> RunRecords:
 class GRPOLoop(Loop):
     "GRPO, one phase at a time. What uses the backend is done in a turn of its own."
 
-    prompts = between_turns(phases.prompts_phase)
-    sample = takes_turn(phases.sample_phase)
-    score = between_turns(phases.score_phase)
-    advantages = between_turns(phases.advantages_phase)
-    datums = between_turns(phases.datums_phase)
-    reference = takes_turn(phases.reference_phase)
-    loss = between_turns(phases.loss_phase)
-    backward = takes_turn(phases.backward_phase)
-    optimize = takes_turn(phases.optimize_phase)
-    sync = takes_turn(phases.sync_phase)
-    finish = between_turns(phases.finish_phase)
+    prompts = requires_idle(phases.prompts_phase)
+    sample = run_exclusively(phases.sample_phase)
+    score = requires_idle(phases.score_phase)
+    advantages = requires_idle(phases.advantages_phase)
+    datums = requires_idle(phases.datums_phase)
+    reference = run_exclusively(phases.reference_phase)
+    loss = requires_idle(phases.loss_phase)
+    backward = run_exclusively(phases.backward_phase)
+    optimize = run_exclusively(phases.optimize_phase)
+    sync = run_exclusively(phases.sync_phase)
+    finish = requires_idle(phases.finish_phase)
 
-    step = takes_turn(whole_step)
-    rest_of_step = takes_turn(rest_of_step)
+    step = run_exclusively(whole_step)
+    rest_of_step = run_exclusively(rest_of_step)
     overlapped_half = overlapped_half
-    refill = takes_turn(refill_step)
-    evaluate = takes_turn(evaluate_rows)
+    refill = run_exclusively(refill_step)
+    evaluate = run_exclusively(evaluate_rows)
     run = run_steps
-    warm_up = takes_turn(warm_up)
+    warm_up = run_exclusively(warm_up)
 
-    undo = takes_turn(undo_step)
-    branch = takes_turn(branch_off)
-    seek = takes_turn(seek_step)
+    undo = run_exclusively(undo_step)
+    branch = run_exclusively(branch_off)
+    seek = run_exclusively(seek_step)
     change = change
 
     @Loop.cfg.setter
@@ -388,7 +388,7 @@ class GRPOLoop(Loop):
         "Stop after the running phase; `step` and `run` go on from there."
         self.stop_requested = True
 
-    @takes_turn
+    @run_exclusively
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
         """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
 

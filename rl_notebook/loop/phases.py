@@ -22,9 +22,15 @@ __all__ = ['prompts_phase', 'sample_phase', 'score_phase', 'advantages_phase', '
            'backward_phase', 'optimize_phase', 'sync_phase', 'finish_phase']
 
 # %% ../../nbs/loop/07_phases.ipynb #dd8aa3c2
-from ..core.advantages import advantages_by, is_dead, with_advantages
+from ..core.advantages import advantages_by, has_no_signal, with_advantages
 from ..core.datums import attach, datum_from_sample, datums_from_groups
-from ..core.losses import KNOBS, POLICY_LOSSES, LossOptions, PolicyLoss, loss_name
+from rl_notebook.core.losses import (
+    LOSS_PARAM_NAMES,
+    POLICY_LOSSES,
+    LossOptions,
+    PolicyLoss,
+    loss_name,
+)
 from ..core.metrics import merge_metrics, step_metrics
 from ..core.names import interrupts_held, source_hash
 from ..core.retries import together
@@ -38,20 +44,20 @@ from rl_notebook.core.types import (
     RewardError,
 )
 from ..core.types import RolloutSample
-from ..task.chat import encode_answer
+from ..task.chat import encode_target
 from ..config.config import Config
 from ..config.settings import lr_factor, next_bonus
 from ..task.data import Cursor, Prompt, Rollouts, Row, graded_rows
 from ..task.rewards import as_reward_fns, blocking
-from ..backends.roofline import known_roofs, memory_metrics, work_metrics
+from ..backends.roofline import known_peak_rates, memory_metrics, work_metrics
 from ..runs.records import StepRecord
-from .groups import Gate, Intake, Producer
+from .groups import Gate, RowQueue, Producer
 from .rollouts import minibatch_slices, require_some
 from rl_notebook.loop.step import (
-    Listing,
+    PhaseResult,
     LossFactory,
     LossReport,
-    Measured,
+    PhaseMetrics,
     anchored,
     backward,
     backward_builtin,
@@ -87,10 +93,10 @@ def encode_numbers(loop: Loop, numbers: Iterable[int]) -> list[Prompt]:
     return [replace(prompt, index=i) for i, prompt in enumerate(encoded)]
 
 # %% ../../nbs/loop/07_phases.ipynb #d86c85f8
-def prompts_phase(loop: Loop) -> Listing[Prompt]:
+def prompts_phase(loop: Loop) -> PhaseResult[Prompt]:
     "Take the next rows and encode them."
     enter(loop.state, "prompts")
-    before = Intake(loop.state.cursor, deque(loop.state.pending))
+    before = RowQueue(loop.state.cursor, deque(loop.state.pending))
     numbers = before.upcoming(loop.cfg.prompt_groups_per_step)
     if not numbers:
         got = f"all {before.cursor.consumed} prompts done"
@@ -102,21 +108,21 @@ def prompts_phase(loop: Loop) -> Listing[Prompt]:
     return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
 
 # %% ../../nbs/loop/07_phases.ipynb #b009b492
-def room_of(cfg: Config) -> int | None:  # samples
+def max_in_flight(cfg: Config) -> int | None:  # samples
     """What of a loop that takes turns with its sampler may be in flight: `max_concurrent` rows; None = everything.
 
     How many completions are drawn at once is bounded by the sampler itself; this bounds rollouts of the user."""
     return cfg.max_concurrent * cfg.completions_per_prompt or None
 
 
-async def side_by_side(
+async def gather_groups(
     loop: Loop, prompts: Sequence[Prompt], job: Callable[[Prompt], Awaitable[Any]]
 ) -> list[Any]:
     "A job for every prompt, all at once; results in the order of the prompts."
     gate = Gate(
         len(prompts),
         loop.cfg.completions_per_prompt,
-        max_concurrency=room_of(loop.cfg),
+        max_concurrency=max_in_flight(loop.cfg),
         refills=False,
     )
     take = partial(next, iter(range(len(prompts))), None)
@@ -137,7 +143,7 @@ def patience(loop: Loop) -> dict[str, Any]:  # options of `draw`
     return {**how, "unfit": c.unfit_turns}
 
 
-async def draw_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
+async def sample_one_prompt(loop: Loop, prompt: Prompt) -> Rollouts:
     "All completions of one prompt, with the loop's settings."
     params = loop.cfg.sample_params(seed=loop.cfg.seed)
     epoch = prompt.number // len(loop.rows)
@@ -150,18 +156,18 @@ def grading(loop: Loop, **more: Any) -> dict[str, Any]:  # options of `score_gro
     return {"limits": loop.task.limits, "min_group_size": loop.cfg.min_group_size} | more
 
 # %% ../../nbs/loop/07_phases.ipynb #076aefa0
-async def sample_phase(loop: Loop) -> Listing[Rollouts]:
+async def sample_phase(loop: Loop) -> PhaseResult[Rollouts]:
     "Draw all completions of the step."
     prompts = enter(loop.state, "sample")
     with timed(loop, "sample"):
-        drawn = await side_by_side(loop, prompts, lambda p: draw_prompt(loop, p))
+        drawn = await gather_groups(loop, prompts, lambda p: sample_one_prompt(loop, p))
     loop.state.policy_version = loop.policy_version
     return loop.state.put("sample", list_rollouts(drawn, loop.backend.tokenizer))
 
 # %% ../../nbs/loop/07_phases.ipynb #3dd46d17
 def score_phase(
     loop: Loop, reward_fns: Any = None, *, wait: bool | None = None
-) -> Listing[PromptGroup]:
+) -> PhaseResult[PromptGroup]:
     """Grade the samples; `reward_fns` replaces the loop's for this step alone; `loop.change(reward=fn)` keeps it.
 
     Rewards that wait, because they are `async` or have a time limit, are awaited: `await loop.score()`. With
@@ -186,7 +192,7 @@ def score_phase(
             # its cause has the lines of the reward function; those between are of no use
             raise error.with_traceback(None) from error.__cause__
     said = "not graded yet: these rewards have to be awaited. Run await loop.score()."
-    waiting = Listing[PromptGroup]((), said, list_groups(()).table)
+    waiting = PhaseResult[PromptGroup]((), said, list_groups(()).table)
     waiting.work = partial(grade_in_turn, loop, fns)
     loop.state.awaited = (*AWAITED, "score")
     return waiting
@@ -199,13 +205,13 @@ async def grade_groups(loop: Loop, reward_fns: Any, **options: Any) -> list[Prom
     return await together([score_group(r, reward_fns, **how) for r in rollouts])
 
 
-def put_groups(loop: Loop, groups: list[PromptGroup]) -> Listing[PromptGroup]:
+def put_groups(loop: Loop, groups: list[PromptGroup]) -> PhaseResult[PromptGroup]:
     "Graded groups in their place in the step."
     require_some(groups)
     return loop.state.put("score", list_groups(loop.regraded(groups)))
 
 
-async def grade_in_turn(loop: Loop, reward_fns: Any) -> Listing[PromptGroup]:
+async def grade_in_turn(loop: Loop, reward_fns: Any) -> PhaseResult[PromptGroup]:
     "Grade the samples while nothing else takes the backend or the step."
     async with loop.weights.turn():
         with timed(loop, "score"):
@@ -223,7 +229,7 @@ def compared(
     return with_advantages(groups, scale=scale or loop.cfg.advantage_scale, **how)
 
 # %% ../../nbs/loop/07_phases.ipynb #6444b255
-def advantages_phase(loop: Loop, scale: str | None = None) -> Listing[PromptGroup]:
+def advantages_phase(loop: Loop, scale: str | None = None) -> PhaseResult[PromptGroup]:
     "Compare the samples of each group; `scale` replaces what the loop would do for this step."
     groups = enter(loop.state, "advantages")
     with timed(loop, "advantages"):
@@ -240,9 +246,9 @@ def trains_on(loop: Loop, group: PromptGroup) -> bool:
 def nothing_to_learn(groups: Sequence[PromptGroup]) -> str:
     "Why no group of a step is trained on, in words."
     rewards = [g.rewards for g in groups if len(g.samples)]
-    values = sorted({round(float(r[0]), 6) for r in rewards if is_dead(r)})
+    values = sorted({round(float(r[0]), 6) for r in rewards if has_no_signal(r)})
     empty = len(groups) - len(rewards)
-    kept_out = sum(not is_dead(r) for r in rewards)
+    kept_out = sum(not has_no_signal(r) for r in rewards)
     if kept_out:
         return f"none of {len(groups)} groups is trained on: the filter left out {kept_out} whose rewards differ"
     every = (
@@ -263,7 +269,7 @@ def have_tokens(datums: Sequence[Datum]) -> bool:
 
 def list_training(
     datums: Sequence[Datum], groups: Sequence[PromptGroup], tokenizer: Any = None
-) -> Listing[Datum]:
+) -> PhaseResult[Datum]:
     "Training sequences, with a headline that gives the reason if there is nothing to learn."
     listing = list_datums(datums, tokenizer)
     if not have_tokens(datums):
@@ -282,7 +288,7 @@ def group_datums(
     )
 
 # %% ../../nbs/loop/07_phases.ipynb #f62f80b7
-def datums_phase(loop: Loop, overlong: str | None = None) -> Listing[Datum]:
+def datums_phase(loop: Loop, overlong: str | None = None) -> PhaseResult[Datum]:
     "Training sequences of the groups that can teach something."
     groups = enter(loop.state, "datums")
     with timed(loop, "datums"):
@@ -290,12 +296,12 @@ def datums_phase(loop: Loop, overlong: str | None = None) -> Listing[Datum]:
     return loop.state.put("datums", list_training(made, groups, loop.backend.tokenizer))
 
 # %% ../../nbs/loop/07_phases.ipynb #884fc605
-def skipped(loop: Loop, phase: str) -> Measured | None:
+def skipped(loop: Loop, phase: str) -> PhaseMetrics | None:
     "What a phase puts when there is nothing to train on; None when there is."
     datums = loop.state.values["datums"]
     if have_tokens(datums):
         return None
-    return loop.state.put(phase, Measured(f"{phase} skipped: {datums.headline}", {}))
+    return loop.state.put(phase, PhaseMetrics(f"{phase} skipped: {datums.headline}", {}))
 
 # %% ../../nbs/loop/07_phases.ipynb #fe67c45e
 async def with_reference(loop: Loop, datums: Sequence[Datum]) -> list[Datum]:
@@ -310,7 +316,7 @@ async def with_reference(loop: Loop, datums: Sequence[Datum]) -> list[Datum]:
     )
 
 # %% ../../nbs/loop/07_phases.ipynb #b451233d
-async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | Measured:
+async def reference_phase(loop: Loop, policy: bool = True) -> PhaseResult[Datum] | PhaseMetrics:
     "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
     datums = enter(loop.state, "reference")
     if nothing := skipped(loop, "reference"):
@@ -325,7 +331,7 @@ async def reference_phase(loop: Loop, policy: bool = True) -> Listing[Datum] | M
     return loop.state.put("reference", list_datums(attached, loop.backend.tokenizer, scored))
 
 # %% ../../nbs/loop/07_phases.ipynb #5183ae73
-def bonus_now(loop: Loop) -> tuple[float, float] | None:
+def current_entropy_bonus(loop: Loop) -> tuple[float, float] | None:
     "Weight of the entropy bonus in the current step, and what is used of it; None where it is fixed."
     cfg = loop.cfg
     return (
@@ -353,7 +359,7 @@ def step_options(loop: Loop) -> dict[str, Any]:  # fields of LossOptions
     "The loss options that this step begins with: the config's, with an entropy bonus that adapts; or cross-entropy."
     if loop.state.given:
         return asdict(LossOptions())
-    bonus = bonus_now(loop)
+    bonus = current_entropy_bonus(loop)
     return loop.cfg.loss_options() | ({} if bonus is None else {"entropy_coeff": bonus[1]})
 
 
@@ -368,7 +374,7 @@ def changed_options(
     "The options that the step began with, with changes; the knobs of a loss that is changed are not the new one's."
     options = step_options(loop)
     if changes.get("policy_loss", options["policy_loss"]) != options["policy_loss"]:
-        options |= dict.fromkeys(KNOBS)
+        options |= dict.fromkeys(LOSS_PARAM_NAMES)
     return options | dict(changes)
 
 # %% ../../nbs/loop/07_phases.ipynb #fbe26633
@@ -381,7 +387,7 @@ def chosen_loss(loop: Loop, changes: Mapping[str, Any]) -> LossFactory:
 # %% ../../nbs/loop/07_phases.ipynb #1c29cb41
 def loss_phase(
     loop: Loop, policy_loss: PolicyLoss | str | None = None, **changes: Any
-) -> LossReport | Measured:
+) -> LossReport | PhaseMetrics:
     """Look at the loss, and at its derivative with respect to every logprob, without an update.
 
     `policy_loss` is a function, which takes what it needs by name (see `register_loss`), or the name of one; None = as
@@ -442,7 +448,7 @@ async def gradient_pass(loop: Loop, datums: Sequence[Datum]) -> LossReport:
     return LossReport(output, tuple(datums), loop.backend.tokenizer)
 
 # %% ../../nbs/loop/07_phases.ipynb #407d3b79
-async def backward_phase(loop: Loop) -> LossReport | Measured:
+async def backward_phase(loop: Loop) -> LossReport | PhaseMetrics:
     "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
     datums = enter(loop.state, "backward")
     c = loop.cfg
@@ -459,7 +465,7 @@ async def backward_phase(loop: Loop) -> LossReport | Measured:
     return loop.state.put("backward", report)
 
 # %% ../../nbs/loop/07_phases.ipynb #c0791365
-async def optimize_phase(loop: Loop) -> Measured:
+async def optimize_phase(loop: Loop) -> PhaseMetrics:
     """Update the weights with the accumulated gradient; what was before can be restored with `undo`.
 
     Called again after an interrupt, it goes on with the first minibatch that has not had its update."""
@@ -484,7 +490,7 @@ async def optimize_phase(loop: Loop) -> Measured:
     metrics = {name: float(np.mean([m[name] for m in measured])) for name in measured[0]}
     if len(measured) > 1:
         metrics |= {"num_updates": float(len(measured))}
-    return state.put("optimize", Measured(f"weights updated in step {state.number}", metrics))
+    return state.put("optimize", PhaseMetrics(f"weights updated in step {state.number}", metrics))
 
 # %% ../../nbs/loop/07_phases.ipynb #78be89df
 def schedule_now(loop: Loop) -> dict[str, float]:  # nothing for a constant learning rate
@@ -527,7 +533,7 @@ async def no_update(loop: Loop) -> None:
     loop.weights.keep(await loop.weights.remember())
 
 # %% ../../nbs/loop/07_phases.ipynb #4c996a2e
-async def sync_phase(loop: Loop) -> Measured:
+async def sync_phase(loop: Loop) -> PhaseMetrics:
     "Hand the new weights to the sampler, if this step is due for it."
     enter(loop.state, "sync")
     if nothing := skipped(loop, "sync"):
@@ -541,11 +547,13 @@ async def sync_phase(loop: Loop) -> Measured:
     elif loop.state.number % interval:
         when = f"every {interval} steps"
     if when:
-        return loop.state.put("sync", Measured(f"weights stay where they are: synced {when}", {}))
+        return loop.state.put(
+            "sync", PhaseMetrics(f"weights stay where they are: synced {when}", {})
+        )
     return await loop.weights.settled(made_sync(loop))
 
 # %% ../../nbs/loop/07_phases.ipynb #e00c828f
-async def made_sync(loop: Loop) -> Measured:
+async def made_sync(loop: Loop) -> PhaseMetrics:
     "A sync, noted in the step."
     with timed(loop, "sync"):
         version = await loop.weights.sync()
@@ -553,10 +561,10 @@ async def made_sync(loop: Loop) -> Measured:
     said, more = (
         (report.sentence, report.metrics) if report else ("sampler has the new weights", {})
     )
-    return loop.state.put("sync", Measured(said, {"policy_version": version, **more}))
+    return loop.state.put("sync", PhaseMetrics(said, {"policy_version": version, **more}))
 
 # %% ../../nbs/loop/07_phases.ipynb #66989142
-def give_answers(loop: Loop, rows: Sequence[Row]) -> Listing[Datum]:
+def set_target_completions(loop: Loop, rows: Sequence[Row]) -> PhaseResult[Datum]:
     "The phases of a fresh step up to `reference`, on the answers of these rows; raises `DataError` and `PhaseError`."
     if loop.state.values or loop.draws_ahead:
         got = "rows that are drawn ahead" if loop.draws_ahead else "a step that has begun"
@@ -567,7 +575,7 @@ def give_answers(loop: Loop, rows: Sequence[Row]) -> Listing[Datum]:
     told: dict[str, Any] = {"reward": None, "finish_reason": "given", "policy_version": None}
     told |= {"temperature": loop.backend.capabilities.policy_temperature}
     for i, row in enumerate(rows):
-        answer = encode_answer(words, row)
+        answer = encode_target(words, row)
         prompt = replace(encode(loop, [row], i, max_completion_tokens=len(answer))[0], index=i)
         tokens = np.array([*prompt.tokens, *answer])
         text = words.decode(answer, skip_special_tokens=True)
@@ -607,7 +615,7 @@ def sources_of(
     def name(fn):
         return getattr(fn, "__name__", type(fn).__name__)
 
-    # what a RolloutFactory or a TakenRollout holds
+    # what a RolloutFactory or a BoundRollout holds
     given = getattr(given, "make", getattr(given, "fn", given))
     by_rollout = loop.task.rollout_fn is not None
     used: dict[str, Any] = {f"rollout {name(given)}": given} if by_rollout else {}
@@ -662,7 +670,7 @@ def record_of(loop: Loop) -> StepRecord:
         "kl_beta": options["kl_beta"],
         "epoch": loop.cursor.consumed / len(loop.rows),
     } | schedule_now(loop)
-    if not (state.given or (bonus := bonus_now(loop)) is None):
+    if not (state.given or (bonus := current_entropy_bonus(loop)) is None):
         extra |= {"entropy/coeff": bonus[0]}
     if state.given and output:
         extra |= {"warm_up/loss": output.loss}
@@ -672,7 +680,7 @@ def record_of(loop: Loop) -> StepRecord:
     # whether its rows come more or less often from now on
     seen = after.floor is not None and not state.given
     more = loop.extra_record_fields()
-    speed = work_metrics(state.work, known_roofs(loop.backend.size))
+    speed = work_metrics(state.work, known_peak_rates(loop.backend.size))
     if speed:
         speed |= memory_metrics()
     return StepRecord(

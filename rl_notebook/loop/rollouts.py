@@ -20,7 +20,13 @@ import httpx
 import numpy as np
 
 from ..backends.base import Endpoint, Sampler
-from ..task.chat import UnfitTurn, answer_header, encode_prompt, opened_by, opened_info
+from rl_notebook.task.chat import (
+    TemplateMismatch,
+    answer_header,
+    encode_prompt,
+    opened_by,
+    opened_info,
+)
 from ..task.chat import sample_from_completion, sample_from_spans
 from rl_notebook.core.types import (
     AlignmentError,
@@ -36,7 +42,7 @@ from ..task.data import Prompt, Rollouts, Row
 from ..core.retries import AdaptiveLimit, Retries, together, with_retries
 
 # %% auto #0
-__all__ = ['RolloutFn', 'prompt_seed', 'encode_rows', 'draw_completions', 'RolloutSetup', 'RolloutFactory']
+__all__ = ['RolloutFn', 'prompt_seed', 'encode_rows', 'sample_completions', 'RolloutSetup', 'RolloutFactory']
 
 # %% ../../nbs/loop/01_rollouts.ipynb #9ee07c87
 def prompt_seed(seed: int, number: int) -> int:
@@ -44,7 +50,7 @@ def prompt_seed(seed: int, number: int) -> int:
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 # %% ../../nbs/loop/01_rollouts.ipynb #973c72c3
-def draw_seed(seed: int, number: int, index: int, round: int = 0) -> int:
+def sampling_seed(seed: int, number: int, index: int, round: int = 0) -> int:
     "The seed of one draw of a prompt."
     if round == 0:
         return prompt_seed(seed, number) + index
@@ -91,12 +97,12 @@ def is_transient(error: BaseException) -> bool:
 Sleep = Callable[[float], Awaitable[Any]]
 
 
-def is_stumble(error: BaseException) -> bool:
+def is_retryable(error: BaseException) -> bool:
     "Whether a call is worth another try: a transient failure, unless it is a backend's, which has made its own tries."
     return is_transient(error) and not isinstance(error, BackendError)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #2da0baee
-class Breaker:
+class CircuitBreaker:
     "Ends a run that loses more than a share (1 = any) of its last draws; nothing is decided before half a window."
 
     def __init__(self, limit: float, window: int = 64):
@@ -144,7 +150,7 @@ async def in_rounds(
     return found, tuple(redrawn)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #70ea7964
-def gather_draws(
+def gather_completions(
     prompt: Prompt, found: Mapping[int, Segments | Lost], redrawn: Sequence[str] = ()
 ) -> Rollouts:
     "The draws of a prompt, in their order whatever the order of their arrival."
@@ -160,7 +166,7 @@ def gather_draws(
     )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #9c4fb3cd
-def check_drawn(sample: RolloutSample, where: str) -> None:
+def check_sample(sample: RolloutSample, where: str) -> None:
     "Raise for what no sampler can have drawn, and for what no loss can use."
     drawn = sample.loss_mask == 1
     raw = sample.logprobs if sample.raw_logprobs is None else sample.raw_logprobs
@@ -248,27 +254,27 @@ def _from_completion(completion: Completion, i: int, prompt: Prompt) -> Segments
     if not len(completion.tokens):
         return Lost(f"completion {i} is empty")
     sample = sample_from_completion(completion)
-    check_drawn(sample, f"{prompt.where}, completion {i}")
+    check_sample(sample, f"{prompt.where}, completion {i}")
     said = prompt.decode(completion.tokens.tolist())
     info = opened_info(prompt.opened, said, completion.text, completion.params.grammar)
     return (replace(sample, info=info),)
 
 
-async def draw_completions(
+async def sample_completions(
     sampler: Sampler,
     prompt: Prompt,
     params: SampleParams,  # n = completions per prompt; its seed is that of the run
     *,
     retries: int = 0,  # of the request, after a transient failure
     group_retries: int = 0,  # rounds in which empty completions are drawn again
-    breaker: Breaker
+    breaker: CircuitBreaker
     | None = None,  # watches lost requests; without one, a request that stays lost is an error
     sleep: Sleep = asyncio.sleep,
 ) -> Rollouts:
     "All completions of one prompt in one request."
 
     async def request(missing: list[int], round: int) -> Sequence[Segments | Lost]:
-        seed = draw_seed(params.seed or 0, prompt.number, missing[0] if round else 0, round)
+        seed = sampling_seed(params.seed or 0, prompt.number, missing[0] if round else 0, round)
         own = replace(params, n=len(missing), seed=seed)
         try:
             patience = Retries(1 + retries, deadline_s=math.inf, seed=seed)
@@ -276,7 +282,7 @@ async def draw_completions(
             def call():
                 return sampled(sampler, prompt.tokens, own, prompt.where)
 
-            drawn = await with_retries(call, patience, is_stumble, sleep=sleep)
+            drawn = await with_retries(call, patience, is_retryable, sleep=sleep)
         except TRANSIENT as error:
             if breaker is None or not is_transient(error):
                 raise
@@ -304,10 +310,10 @@ async def draw_completions(
             breaker.note()
         return [_from_completion(c, i, prompt) for i, c in zip(missing, drawn, strict=True)]
 
-    return gather_draws(prompt, *await in_rounds(request, params.n, group_retries))
+    return gather_completions(prompt, *await in_rounds(request, params.n, group_retries))
 
 
-def _lost(what: str, error: BaseException, breaker: Breaker | None) -> Lost:
+def _lost(what: str, error: BaseException, breaker: CircuitBreaker | None) -> Lost:
     "A draw that the connection took, counted."
     lost = Lost(f"{what} raised {type(error).__name__}: {error}")
     if breaker is not None:
@@ -316,7 +322,7 @@ def _lost(what: str, error: BaseException, breaker: Breaker | None) -> Lost:
 
 # %% ../../nbs/loop/01_rollouts.ipynb #f75e15eb
 @dataclass(eq=False)
-class DrawNote:
+class RolloutTrace:
     "What is known of the draw in flight."
 
     seed: int  # of the draw
@@ -332,11 +338,11 @@ class DrawNote:
 
 
 # each draw is a task, with a note of its own
-DRAW: ContextVar[DrawNote | None] = ContextVar("draw", default=None)
+DRAW: ContextVar[RolloutTrace | None] = ContextVar("draw", default=None)
 
 
 @dataclass(frozen=True)
-class NotedSampler:
+class RecordingSampler:
     "A sampler that tells the draw in flight what it drew."
 
     sampler: Sampler
@@ -420,8 +426,8 @@ class RolloutSetup:
     max_seq_len: int | None = None  # of a whole conversation; None = no limit
 
     def __post_init__(self):
-        if not isinstance(self.sampler, NotedSampler):
-            object.__setattr__(self, "sampler", NotedSampler(self.sampler))
+        if not isinstance(self.sampler, RecordingSampler):
+            object.__setattr__(self, "sampler", RecordingSampler(self.sampler))
 
     def _answers_at(self, name: str) -> Endpoint:
         if self.endpoint is None:
@@ -475,7 +481,7 @@ def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict
         **{name: value for name, value in named.items() if value is not None},
         "prompt_token_ids": prompt.tokens.tolist(),
         "sample_index": index,
-        "seed": draw_seed(seed, prompt.number, index, round),
+        "seed": sampling_seed(seed, prompt.number, index, round),
     }
 
 # %% ../../nbs/loop/01_rollouts.ipynb #e93b1ee1
@@ -543,7 +549,7 @@ def context_names(fn: RolloutFn) -> tuple[str, ...]:
 
 # %% ../../nbs/loop/01_rollouts.ipynb #8cb5a596
 @dataclass(frozen=True)
-class TakenRollout:
+class BoundRollout:
     "A rollout function that can be called with the whole context."
 
     fn: RolloutFn
@@ -553,16 +559,16 @@ class TakenRollout:
         return self.fn(sample_prompt, **{name: context[name] for name in self.names})
 
 
-def as_rollout_fn(fn: RolloutFn) -> TakenRollout:
+def as_rollout_fn(fn: RolloutFn) -> BoundRollout:
     "A rollout function with its signature read; raises `ConfigError` for what cannot be one."
-    if isinstance(fn, TakenRollout):
+    if isinstance(fn, BoundRollout):
         return fn
     if first_parameter(fn) is None:
         fix = "async def rollout_fn(sample_prompt): ..."
         raise ConfigError(
             "rollout_fn", got=type(fn).__name__, expected="a function of a sample prompt", fix=fix
         )
-    return TakenRollout(fn, context_names(fn))
+    return BoundRollout(fn, context_names(fn))
 
 # %% ../../nbs/loop/01_rollouts.ipynb #ce1f1460
 @dataclass(frozen=True)
@@ -579,7 +585,7 @@ class RolloutFactory:
                 "rollout_fn_factory", got=got, expected="a function setup -> rollout_fn", fix=fix
             )
 
-    def __call__(self, setup: RolloutSetup) -> TakenRollout:
+    def __call__(self, setup: RolloutSetup) -> BoundRollout:
         return as_rollout_fn(self.make(setup))
 
 # %% ../../nbs/loop/01_rollouts.ipynb #0b1abb33
@@ -592,14 +598,16 @@ def segments_of(returned: Any, where: str) -> Segments | None:
         raise RewardError("rollout_fn", where=where, got=type(returned).__name__, expected=expected)
     segments = (returned,) if isinstance(returned, RolloutSample) else returned.segments
     for i, segment in enumerate(segments):
-        check_drawn(segment, f"{where}, segment {i}" if isinstance(returned, RolloutRun) else where)
+        check_sample(
+            segment, f"{where}, segment {i}" if isinstance(returned, RolloutRun) else where
+        )
     return segments
 
 
 def blame(error: BaseException, where: str) -> AlignmentError | RewardError:
     "An error of a rollout function, with its place."
-    if isinstance(error, UnfitTurn):
-        return UnfitTurn(str(error), where=where)
+    if isinstance(error, TemplateMismatch):
+        return TemplateMismatch(str(error), where=where)
     if isinstance(error, AlignmentError):  # a sample that could not be made
         return AlignmentError(str(error), where=where)
     fix = "Call it by hand on this row. To drop a draw, return None."
@@ -609,10 +617,10 @@ def blame(error: BaseException, where: str) -> AlignmentError | RewardError:
 
 # %% ../../nbs/loop/01_rollouts.ipynb #bd518526
 async def _called(
-    fn: TakenRollout, called_with: dict[str, Any], context: Mapping[str, Any], where: str
+    fn: BoundRollout, called_with: dict[str, Any], context: Mapping[str, Any], where: str
 ) -> tuple[Any, list[Completion]]:  # what it returned, what was sampled for it
     "Call a rollout function once; what it raises gets its place, unless the connection is to blame."
-    note = DrawNote(called_with["seed"])
+    note = RolloutTrace(called_with["seed"])
     DRAW.set(note)  # for the task of this draw, which ends with it
     task = asyncio.current_task()
     cancelled = task.cancelling() if task else 0
@@ -641,8 +649,8 @@ async def _called(
         raise blame(error, where) from error
 
 
-async def draw_one(
-    fn: TakenRollout,
+async def run_rollout(
+    fn: BoundRollout,
     prompt: Prompt,
     index: int,
     *,
@@ -651,7 +659,7 @@ async def draw_one(
     context: Mapping[str, Any]
     | None = None,  # `epoch` and `evaluation`, for functions that ask for them
     retries: int = 0,  # after a transient failure
-    breaker: Breaker | None = None,  # ends the run when too many connections are lost
+    breaker: CircuitBreaker | None = None,  # ends the run when too many connections are lost
     unfit: str = "drop",  # a turn that the chat template does not continue: the draw is lost; "raise" = an error
     sleep: Sleep = asyncio.sleep,  # takes seconds
 ) -> Segments | Lost:
@@ -673,9 +681,9 @@ async def draw_one(
             return _called(fn, dict(called_with), given, where)
 
         patience = Retries(1 + retries, deadline_s=math.inf, seed=called_with["seed"])
-        returned, drawn = await with_retries(call, patience, is_stumble, sleep=sleep)
+        returned, drawn = await with_retries(call, patience, is_retryable, sleep=sleep)
     except Exception as error:  # a connection, a turn of the policy, or an error that has its place
-        if isinstance(error, UnfitTurn) and unfit == "drop":
+        if isinstance(error, TemplateMismatch) and unfit == "drop":
             return Lost(f"rollout {index} cannot go on (unfit_turns: drop): {error}")
         if not is_transient(error):
             raise
@@ -687,24 +695,24 @@ async def draw_one(
     return with_origins(segments, drawn)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #1546b50f
-async def draw_rollouts(
+async def sample_rollouts(
     rollout_fn: RolloutFn,
     prompt: Prompt,
     n: int,  # draws
     seed: int = 0,  # of the run
     *,
     group_retries: int = 0,  # rounds in which lost draws are made again
-    **how: Any,  # `context`, `retries`, `breaker`, `unfit` and `sleep` of `draw_one`
+    **how: Any,  # `context`, `retries`, `breaker`, `unfit` and `sleep` of `run_rollout`
 ) -> Rollouts:
     "Call a rollout function n times at once for one prompt; lost draws become reasons, other failures are raised."
     fn = as_rollout_fn(rollout_fn)
 
     async def draw(missing: list[int], round: int) -> Sequence[Segments | Lost]:
         return await together(
-            [draw_one(fn, prompt, i, seed=seed, round=round, **how) for i in missing]
+            [run_rollout(fn, prompt, i, seed=seed, round=round, **how) for i in missing]
         )
 
-    return gather_draws(prompt, *await in_rounds(draw, n, group_retries))
+    return gather_completions(prompt, *await in_rounds(draw, n, group_retries))
 
 # %% ../../nbs/loop/01_rollouts.ipynb #771d9250
 def why_unscorable(sample: RolloutSample) -> str:

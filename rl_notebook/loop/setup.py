@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ['run_tokenizer', 'encode_for', 'rollout_setup']
 
 # %% ../../nbs/loop/04_setup.ipynb #0939aced
-from ..core.advantages import OF_BATCH, AdvantageFn
+from ..core.advantages import BATCH_SCALES, AdvantageFn
 from ..core.losses import LossOptions, policy_loss_fn
 from ..core.names import named_function
 from rl_notebook.core.types import (
@@ -137,8 +137,8 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
             "0 without a reference",
             "Set kl_beta=0, or open a backend that has a reference.",
         )
-    if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in OF_BATCH:
-        expected = f"none of {', '.join(OF_BATCH)} with min_samples_per_fwd_bwd"
+    if cfg.min_samples_per_fwd_bwd is not None and cfg.advantage_scale in BATCH_SCALES:
+        expected = f"none of {', '.join(BATCH_SCALES)} with min_samples_per_fwd_bwd"
         yield "advantage_scale", cfg.advantage_scale, expected, "The batch is not known yet."
     if cfg.refill and cfg.weight_sync_interval != 1:
         yield "refill", True, "False with windows", "Set weight_sync_interval=1."

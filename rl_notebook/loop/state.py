@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 __all__ = ['PHASES', 'StepState', 'LoopState', 'Loop']
 
 # %% ../../nbs/loop/05_state.ipynb #dd8aa3c2
-from ..core.advantages import AdvantageFn, is_dead
+from ..core.advantages import AdvantageFn, has_no_signal
 from ..core.types import PhaseError, PromptGroup, printable, shown_as
 from ..config.config import Config, completions_at_once
 from ..task.data import Cursor
@@ -34,8 +34,8 @@ from ..task.rewards import columns_read
 from ..backends.base import Backend, GradNormalization, Meter, SyncReport
 from ..backends.roofline import Work, work_between, work_together
 from ..runs.records import StepRecord
-from .groups import Graded, Intake, Producer
-from .rollouts import Breaker, bounded
+from .groups import ScoredGroup, RowQueue, Producer
+from .rollouts import CircuitBreaker, bounded
 from .step import LossFactory, LossReport, ScoreCache
 from .weights import Weights
 from rl_notebook.loop.setup import (
@@ -226,12 +226,12 @@ class LoopState:
             as_rows(rows, read),
             as_rows(eval_rows, read) if len(eval_rows) else [],
         )
-        self.keep = dynamic_filter_fn or (lambda group: not is_dead(group.rewards))
+        self.keep = dynamic_filter_fn or (lambda group: not has_no_signal(group.rewards))
         self.make_loss = make_loss
         self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
         self.outputs, self.on_undo = list(outputs), list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
-        self.intake = Intake(self.state.cursor)
+        self.intake = RowQueue(self.state.cursor)
         self.weights = Weights(backend, self, keep_undo, family)
         self.records: deque[StepRecord] = deque(maxlen=100)  # the last ones; a RunFolder keeps all
         self.eval_metrics: dict[str, float] = {}  # for the record of the current step
@@ -239,14 +239,14 @@ class LoopState:
         self.running = ""
         self.stop_requested = False
         # ends the run when connections fail too often
-        self.breaker = Breaker(self.cfg.max_rollout_failure_rate)
+        self.breaker = CircuitBreaker(self.cfg.max_rollout_failure_rate)
         # awaited where a run can be resumed from
         self.at_boundary: list[Callable[[], Awaitable[Any]]] = []
         self.bar: Any = None  # over steps
         self.opened = time.perf_counter()  # where the timelines of its records begin
         self.counts: Counter[str] = Counter()  # of samples and rows, since it was opened
         # of rows that are in flight while the loop does something else
-        self.producer: Producer[Graded] | None = None
+        self.producer: Producer[ScoredGroup] | None = None
 
     @property
     def cursor(self) -> Cursor:
@@ -354,7 +354,7 @@ class Loop(LoopState):
     def rewind_data(self, taken: Iterable[int] = ()) -> None:
         "Let the data stand where they stood before the step, or behind rows of it; what is in flight is given up."
         if self.producer is not None:
-            self.producer.recall()
+            self.producer.cancel_newer_than()
         self.intake.stand(self.state.cursor, self.state.pending, taken)
 
     def reclaim(self, before: StepState) -> None:
@@ -406,7 +406,7 @@ class Loop(LoopState):
         return f"<p><b>{title}</b> {html.escape(self.place)}</p><p>{' '.join(marks)}</p>{last}"
 
 # %% ../../nbs/loop/05_state.ipynb #13f2c9da
-def no_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
+def without_progress_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
     "Bars are drawn in notebooks and terminals, not into files and pipes."
     return (
         (False if IN_NOTEBOOK else None) if wanted and not os.environ.get("TQDM_DISABLE") else True
@@ -423,7 +423,7 @@ SILENT = tqdm_text(disable=True)  # as the bar of a loop that something else sho
 
 
 @contextmanager
-def sign_of_life(
+def progress_line(
     what: str, doing: str, meter: Meter, bar: Any = None
 ) -> Iterator[None]:  # None = a line of its own
     "While inside, a bar says what is done, for how long, and how many tokens were sampled; a line after two seconds."
@@ -436,7 +436,7 @@ def sign_of_life(
         "delay": 2,
         "miniters": 0,
         "file": file,
-        "disable": no_bar(),
+        "disable": without_progress_bar(),
     }
     with nullcontext(bar) if bar is not None else tqdm_text(desc=what, **line) as shown:
 
@@ -468,7 +468,7 @@ def now_running(loop: Loop, phase: str) -> Iterator[None]:
     before = loop.running
     loop.running = phase
     try:
-        with sign_of_life(f"step {loop.state.number}", phase, loop.backend.meter, loop.bar):
+        with progress_line(f"step {loop.state.number}", phase, loop.backend.meter, loop.bar):
             yield
     finally:
         loop.running = before

@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from ..core.advantages import is_dead
+from ..core.advantages import has_no_signal
 from rl_notebook.backends.base import (
     Backend,
     BuiltinTrainer,
@@ -54,8 +54,8 @@ from ..task.rewards import graded, score
 from rl_notebook.loop.rollouts import (
     RolloutFn,
     assemble,
-    draw_completions,
-    draw_rollouts,
+    sample_completions,
+    sample_rollouts,
     require_some,
 )
 from ..task.data import Prompt, Rollouts
@@ -68,13 +68,13 @@ __all__ = ['list_prompts', 'list_rollouts', 'score_group', 'list_groups', 'score
 T = TypeVar("T")
 
 
-class Listing(tuple[T, ...]):
+class PhaseResult(tuple[T, ...]):
     "A tuple that displays as a headline, a drawing and a table."
 
     headline: str
     table: Callable[[], pd.DataFrame]
     drawing: Callable[[], str]
-    work: Callable[[], Coroutine[Any, Any, Listing[T]]] | None = (
+    work: Callable[[], Coroutine[Any, Any, PhaseResult[T]]] | None = (
         None  # to be awaited first; None = it is all here
     )
 
@@ -84,7 +84,7 @@ class Listing(tuple[T, ...]):
         headline: str,
         table: Callable[[], pd.DataFrame],
         drawing: Callable[[], str] = lambda: "",  # safe HTML; "" = the table alone
-    ) -> Listing[T]:
+    ) -> PhaseResult[T]:
         self = super().__new__(cls, items)
         self.headline = headline
         self.table = table
@@ -94,7 +94,7 @@ class Listing(tuple[T, ...]):
     def __repr__(self) -> str:
         return listing_text(self.headline, self.table()) if self else self.headline
 
-    def __await__(self) -> Generator[Any, Any, Listing[T]]:
+    def __await__(self) -> Generator[Any, Any, PhaseResult[T]]:
         return self if self.work is None else (yield from self.work().__await__())
 
     def _repr_html_(self) -> str:
@@ -124,7 +124,7 @@ def listing_html(headline: str, drawing: str = "", table: pd.DataFrame | None = 
 def list_prompts(
     prompts: Sequence[Prompt],
     tokenizer: Any,  # decodes what the model will read
-) -> Listing[Prompt]:
+) -> PhaseResult[Prompt]:
     "Prompts with the text that the model reads, special tokens included."
 
     def table() -> pd.DataFrame:
@@ -137,7 +137,7 @@ def list_prompts(
             {"row": names, "tokens": [len(p.tokens) for p in prompts], "prompt": text}
         )
 
-    return Listing(
+    return PhaseResult(
         prompts, f"{len(prompts)} prompts", table, lambda: prompts_html(prompts, tokenizer)
     )
 
@@ -150,14 +150,14 @@ async def draw(
     *,
     context: Mapping[str, Any]
     | None = None,  # `epoch` and `evaluation`, for rollout functions that ask for them
-    unfit: str = "drop",  # turns of rollout functions, see `rollouts.draw_rollouts`
-    **patience: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.draw_rollouts`
+    unfit: str = "drop",  # turns of rollout functions, see `rollouts.sample_rollouts`
+    **patience: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.sample_rollouts`
 ) -> Rollouts:
     "All completions of one prompt."
     if rollout_fn is None:
-        return await draw_completions(sampler, prompt, params, **patience)
+        return await sample_completions(sampler, prompt, params, **patience)
     how = {"context": context, "unfit": unfit, **patience}
-    return await draw_rollouts(rollout_fn, prompt, params.n, params.seed or 0, **how)
+    return await sample_rollouts(rollout_fn, prompt, params.n, params.seed or 0, **how)
 
 # %% ../../nbs/loop/02_step.ipynb #16386d5a
 def _rollouts_row(r: Rollouts) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _rollouts_row(r: Rollouts) -> dict[str, Any]:
 def list_rollouts(
     rollouts: Sequence[Rollouts],
     tokenizer: Any = None,  # draws the tokens; None = texts only
-) -> Listing[Rollouts]:
+) -> PhaseResult[Rollouts]:
     "Completions per prompt: how many, how long, how many ran out of room, and the first of them."
     samples = [s for r in rollouts for s in r.samples]
     cut = sum(s.truncated for s in samples)
@@ -184,7 +184,7 @@ def list_rollouts(
     def table():
         return pd.DataFrame([_rollouts_row(r) for r in rollouts])
 
-    return Listing(rollouts, headline, table, lambda: completions_html(rollouts, tokenizer))
+    return PhaseResult(rollouts, headline, table, lambda: completions_html(rollouts, tokenizer))
 
 # %% ../../nbs/loop/02_step.ipynb #f1f16241
 async def score_group(
@@ -210,17 +210,17 @@ def _group_row(g: PromptGroup) -> dict[str, Any]:
         "rewards": " ".join(number(float(r), ".3g") for r in g.rewards),
         "mean": float(g.rewards.mean()) if len(g.samples) else float("nan"),
         "dropped": len(g.dropped),
-        "signal": "dead" if is_dead(g.rewards) else "live",
+        "signal": "dead" if has_no_signal(g.rewards) else "live",
     }
     if g.advantages is not None:
         out["advantages"] = " ".join(number(float(a), "+.2f") for a in g.advantages)
     return out
 
 # %% ../../nbs/loop/02_step.ipynb #f29c89da
-def list_groups(groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
+def list_groups(groups: Sequence[PromptGroup]) -> PhaseResult[PromptGroup]:
     "Rewards, and advantages once there are any, group by group."
     rewards = [r for g in groups for r in g.rewards]
-    dead = sum(is_dead(g.rewards) for g in groups)
+    dead = sum(has_no_signal(g.rewards) for g in groups)
     mean = f"mean reward {np.mean(rewards):.3f}" if rewards else "no rewards"
     headline = f"{len(rewards)} graded samples, {mean}, {dead} of {len(groups)} groups dead"
     compared = any(g.advantages is not None for g in groups)
@@ -228,7 +228,9 @@ def list_groups(groups: Sequence[PromptGroup]) -> Listing[PromptGroup]:
     def drawing():
         return advantages_html(groups) if compared else rewards_html(groups)
 
-    return Listing(groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]), drawing)
+    return PhaseResult(
+        groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]), drawing
+    )
 
 # %% ../../nbs/loop/02_step.ipynb #c2ee587f
 ScoreCache = dict[tuple[str, bytes, bytes], Logprobs]
@@ -258,7 +260,7 @@ def list_datums(
     tokenizer: Any = None,  # draws the tokens; None = ids
     policy_logprobs: Sequence[Logprobs]
     | None = None,  # one per datum, to compare with the reference's
-) -> Listing[Datum]:
+) -> PhaseResult[Datum]:
     "Training sequences, one per row, with what they carry; drawn against the reference once it has scored them."
     tokens = sum(d.num_loss_tokens for d in datums)
     cut = sum(d.truncated_tokens > 0 for d in datums)
@@ -267,7 +269,7 @@ def list_datums(
     def drawing():
         return reference_html(datums, policy_logprobs, tokenizer) or datums_html(datums, tokenizer)
 
-    return Listing(datums, headline, lambda: datum_table(datums), drawing)
+    return PhaseResult(datums, headline, lambda: datum_table(datums), drawing)
 
 # %% ../../nbs/loop/02_step.ipynb #ca9bdd9f
 # (datums, denominator) -> loss function
@@ -480,7 +482,7 @@ async def sync_weights(backend: Backend, name: str) -> int:  # the new policy ve
 
 # %% ../../nbs/loop/02_step.ipynb #246136ef
 @dataclass(frozen=True)
-class Measured:
+class PhaseMetrics:
     "A headline and the numbers behind it."
 
     headline: str

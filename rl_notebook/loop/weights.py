@@ -18,7 +18,7 @@ from enum import Enum
 from typing import Any, TypeVar
 
 # %% auto #0
-__all__ = ['SamplerHas', 'SharedBackend', 'Weights']
+__all__ = ['SamplerWeights', 'SharedBackend', 'Weights']
 
 # %% ../../nbs/loop/03_weights.ipynb #2a7894cb
 import numpy as np
@@ -29,7 +29,7 @@ from ..core.names import interrupts_held
 from .step import sync_weights
 
 # %% ../../nbs/loop/03_weights.ipynb #b3bed00b
-class SamplerHas(Enum):
+class SamplerWeights(Enum):
     "Which weights the sampler serves."
 
     CURRENT = "the trainer's weights"
@@ -52,7 +52,7 @@ class Snapshot:
     state: Any  # the step as it stood, of the loop
     saved: Saved  # the trainer's state
     policy_version: int  # that the sampler served
-    sampler: SamplerHas = SamplerHas.CURRENT
+    sampler: SamplerWeights = SamplerWeights.CURRENT
     served: Saved | None = None  # the state that has the sampler's weights, where they are SAVED
     known: tuple[Any, float, float] = (None, math.inf, 0.0)  # probe, floor and noise of the audit
 
@@ -167,7 +167,7 @@ class Audit:
 # %% ../../nbs/loop/03_weights.ipynb #8619e4f0
 R = TypeVar("R")
 # that this task is in
-TURNS: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())
+LEASES: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())
 
 # %% ../../nbs/loop/03_weights.ipynb #12b87a45
 class SharedBackend:
@@ -185,7 +185,7 @@ class SharedBackend:
         "No loop is at work."
         self.holder: Weights | None = None  # of the loop at work
         self.task: asyncio.Task[Any] | None = None  # that its turn began in
-        self.turn: object | None = None  # tasks in it have it in `TURNS`
+        self.turn: object | None = None  # tasks in it have it in `LEASES`
         self.depth = 0  # how many calls of the turn lie inside each other
         # what is begun and will be finished: see `settled`
         self.section: asyncio.Future[Any] | None = None
@@ -206,7 +206,7 @@ class SharedBackend:
             self.lock, self.event_loop = asyncio.Lock(), asyncio.get_running_loop()
             self.released()
         if self.holder not in (None, weights) and (
-            self.task is asyncio.current_task() or self.turn in TURNS.get()
+            self.task is asyncio.current_task() or self.turn in LEASES.get()
         ):
             got = f"a turn of {self.holder.owner.name!r} that waits for this"
             fix = "Let it end first, or put the two loops into tasks of their own."
@@ -218,7 +218,7 @@ class SharedBackend:
             )
         if weights.in_window:
             fix = "Wait for the current step, or press Stop (loop.stop()) to end the window."
-            weights.refuse_in_turn("a window of several steps", fix)
+            weights.check_not_leased("a window of several steps", fix)
         return self.lock
 
 # %% ../../nbs/loop/03_weights.ipynb #47fd419a
@@ -264,13 +264,13 @@ async def _update(
     rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
 ) -> dict[str, float]:
     "One optimizer step: the gradient is used up, and the sampler is behind."
-    await w.audit.before(rows, alike=w.sampler is SamplerHas.CURRENT)
+    await w.audit.before(rows, alike=w.sampler is SamplerWeights.CURRENT)
     measured = await w.backend.policy.optim_step(
         adam, grad_accumulation_normalization=normalization
     )
-    if w.sampler is SamplerHas.CURRENT:
+    if w.sampler is SamplerWeights.CURRENT:
         w.served = before.saved if before else None
-        w.sampler = SamplerHas.SAVED if before else SamplerHas.UNSAVED
+        w.sampler = SamplerWeights.SAVED if before else SamplerWeights.UNSAVED
     w.gradient = False
     w.keep(before)
     return measured
@@ -289,7 +289,7 @@ async def _restore(w: Weights, found: Snapshot, name: str, *, sampler: bool = Tr
     # it had the same; or older weights that are nowhere saved, then it gets these
     if sampler and behind is None:
         w.version = await sync_weights(w.backend, name)
-        w.sampler = SamplerHas.CURRENT
+        w.sampler = SamplerWeights.CURRENT
 
 
 async def _undo(
@@ -324,7 +324,7 @@ async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
 async def _leave(w: Weights) -> None:
     "Save the weights, because another loop needs the backend."
     w.owner.check_can_leave()
-    if w.sampler is SamplerHas.UNSAVED:
+    if w.sampler is SamplerWeights.UNSAVED:
         got = "weights that its sampler has not got"
         fix = "Sync the loop first."
         raise PhaseError(f"{w.owner.name!r} cannot leave the backend", got=got, fix=fix)
@@ -381,7 +381,7 @@ async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `jo
     shared, lock = weights.shared, weights.shared.claim(weights)
     held = inside = False  # an interrupt may come between any two lines
     try:
-        if not weights.has_turn:
+        if not weights.has_lease:
             held = await lock.acquire()
             shared.holder, shared.task, shared.turn = weights, asyncio.current_task(), object()
             join_turn(shared.turn)
@@ -395,15 +395,15 @@ async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `jo
     finally:
         shared.depth -= inside
         if not shared.depth and (held or inside):
-            TURNS.set(tuple(turn for turn in TURNS.get() if turn is not shared.turn))
+            LEASES.set(tuple(turn for turn in LEASES.get() if turn is not shared.turn))
             shared.holder = shared.task = shared.turn = None
             lock.release()
 
 
 def join_turn(turn: object) -> None:
     "Go on with a turn, in whichever task one is now."
-    if turn not in TURNS.get():
-        TURNS.set((*TURNS.get(), turn))
+    if turn not in LEASES.get():
+        LEASES.set((*LEASES.get(), turn))
 
 # %% ../../nbs/loop/03_weights.ipynb #da62fefd
 class Weights:
@@ -425,7 +425,7 @@ class Weights:
         # the loop whose turn took scores and gradient from the current step, until this one is told
         self.lost_to = ""
         self.version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
-        self.sampler = SamplerHas.CURRENT  # which weights it has
+        self.sampler = SamplerWeights.CURRENT  # which weights it has
         # the state in which those are saved, where they are older ones
         self.served: Saved | None = None
         self.gradient = False  # whether the trainer has a gradient that no update has used up
@@ -463,7 +463,7 @@ class Weights:
         self.version = await sync_weights(
             self.backend, f"step-{self.loop_id}-{self.owner.state.number:05d}"
         )
-        self.sampler = SamplerHas.CURRENT
+        self.sampler = SamplerWeights.CURRENT
         self.served = None
         await self.audit.after(self.version)
         return self.version
@@ -471,7 +471,7 @@ class Weights:
     async def load(self, path: str) -> None:
         "Load a state of the trainer that the sampler does not have."
         await self.backend.policy.load_state(path)
-        self.sampler = SamplerHas.UNSAVED
+        self.sampler = SamplerWeights.UNSAVED
         self.served = None
         self.audit.probe = None
 
@@ -505,15 +505,15 @@ class Weights:
             self.in_window = False
 
     @property
-    def has_turn(self) -> bool:
+    def has_lease(self) -> bool:
         "Whether the caller may use the backend now: in a turn of this loop, or between two steps of its window."
         s = self.shared
         between = self.in_window and self.shared.depth == 1 and not self.owner.running
-        return s.holder is self and (s.turn in TURNS.get() or between)
+        return s.holder is self and (s.turn in LEASES.get() or between)
 
-    def refuse_in_turn(self, what: str, fix: str) -> None:
+    def check_not_leased(self, what: str, fix: str) -> None:
         "Raise PhaseError in the middle of a turn of another cell or a dashboard."
-        if self.shared.holder is self and not self.has_turn:
+        if self.shared.holder is self and not self.has_lease:
             got = f"{self.owner.running or 'a step'} is running, begun in another cell or by a dashboard"
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
 

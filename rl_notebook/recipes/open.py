@@ -222,7 +222,7 @@ async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[F
 
 async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether the next token is drawn as often as is said, at the most open places of a few completions."
-    from rl_notebook.insight.doctor.causes import drawn_otherwise
+    from rl_notebook.insight.doctor.causes import sampled_otherwise
     from rl_notebook.insight.doctor.doctor import redraw
     from rl_notebook.insight.doctor.evidence import gather
 
@@ -239,7 +239,7 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
     ]
     told = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in drawn]
     e = await redraw(gather(datums, told, told), bundle, range(len(datums)), places=8, draws=48)
-    found = next(drawn_otherwise(e), None)
+    found = next(sampled_otherwise(e), None)
     n = sum(int(r.counts.sum()) for r in e.redraws)
     said = e.refused.get("redraw") or (found.text if found else f"{n} draws as they should be")
     return [
@@ -317,9 +317,9 @@ class DeploymentCompletion(Completion):
     @property
     def inference_logprobs(self) -> list[float]:
         "(C,) logprobs of the distribution drawn from, one per sampled token."
-        from rl_notebook.task.chat import drawn_logprobs  # only here: it loads transformers
+        from rl_notebook.task.chat import completion_logprobs  # only here: it loads transformers
 
-        return drawn_logprobs(self).tolist()
+        return completion_logprobs(self).tolist()
 
 # %% ../../nbs/recipes/00_open.ipynb #6d702105
 @dataclass(frozen=True)

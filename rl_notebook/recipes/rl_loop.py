@@ -50,7 +50,7 @@ from rl_notebook.loop.setup import (
     own_advantages,
     plain_prompts,
 )
-from ..loop.state import no_bar, write_line
+from ..loop.state import without_progress_bar, write_line
 from ..loop.phases import other_sources, sources_of
 from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
 from ..runs.records import StepRecord, decode, encode
@@ -64,7 +64,7 @@ from rl_notebook.runs.run import (
     write_best,
     flat_settings,
 )
-from ..runs.run import hold_folder, metrics_row, read_checkpoint, refuse_taken
+from ..runs.run import hold_folder, metrics_row, read_checkpoint, check_folder_is_free
 from ..task.rewards import reward_fn, columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn
 from ..loop.step import LossFactory
@@ -198,7 +198,7 @@ def check_functions(cfg: Config, problem: Problem | None = None) -> None:
     own_advantages(cfg.advantage_fn)
 
 
-def refuse_unmeasured(named: str, measured: Sequence[str]) -> None:
+def check_measured(named: str, measured: Sequence[str]) -> None:
     "Raise for a `keep_best` that is none of the metrics of an evaluation."
     if named not in measured:
         expected = f"one of {', '.join(measured)}"
@@ -228,7 +228,7 @@ def plan_run(
     "Read how a run begins; raises if its folder cannot be begun or gone on with, or a function may not be imported."
     if not resume:
         if cfg.log_path is not None:
-            refuse_taken(Path(cfg.log_path), cfg)
+            check_folder_is_free(Path(cfg.log_path), cfg)
         check_functions(cfg, problem)
         return RunPlan(None, named_checkpoint(cfg))
     if cfg.log_path is None:
@@ -421,7 +421,7 @@ async def train(
     check_loss(cfg, problem.make_loss)
     # what one measures, its first call says
     if cfg.keep_best is not None and problem.evaluation_fn is None:
-        refuse_unmeasured(cfg.keep_best, evaluation_names(cfg.eval_samples))
+        check_measured(cfg.keep_best, evaluation_names(cfg.eval_samples))
     if backend is None and cfg.trained_here:
         find_model(cfg.base_model)
     for line in opening:
@@ -527,7 +527,10 @@ async def _train(
     before = await _held_out(loop, run, trackers, saver) if before is None else before
     try:
         with tqdm(
-            total=loop.planned_steps, initial=first - 1, desc="steps", disable=no_bar(progress)
+            total=loop.planned_steps,
+            initial=first - 1,
+            desc="steps",
+            disable=without_progress_bar(progress),
         ) as loop.bar:
             async for record in loop:
                 loop.bar.update()
@@ -588,7 +591,7 @@ class Saver:
         measured = [name for name in metrics if name.startswith("eval/")]
         if self.run is None or named is None or not measured:
             return
-        refuse_unmeasured(named, measured)
+        check_measured(named, measured)
         # before the first step, or where no run can go on
         if not self.loop.state.number - 1 == step > 0:
             return

@@ -25,7 +25,7 @@ from ..core.types import ConfigError, RLNotebookError, check_own, quoted
 from ..task.data import Row
 from ..core.losses import POLICY_LOSSES
 from ..core.names import NAMED, names_in
-from ..core.options import SURROGATE_KNOBS
+from ..core.options import SURROGATE_PARAMS
 from ..loop.state import Loop
 from .rl_loop import load_problem, write_rows
 from ..task.rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
@@ -328,7 +328,7 @@ def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script
 # %% ../../nbs/recipes/04_script.ipynb #6070efa2
 def registered_loss(cfg: Config, sources: Sources) -> None:
     "The source of such a loss, and the call that registers it, unless its decorator does."
-    if cfg.policy_loss in SURROGATE_KNOBS or ":" in cfg.policy_loss:  # it has a name elsewhere
+    if cfg.policy_loss in SURROGATE_PARAMS or ":" in cfg.policy_loss:  # it has a name elsewhere
         return
     function, knobs = POLICY_LOSSES[cfg.policy_loss]
     own = sources.add(function, "policy_loss")
@@ -399,7 +399,7 @@ def loop_config(loop: Loop) -> Config:
     check_opened(loop)
     sources = Sources(Path())
     cfg, parts, own_rows = described(loop, sources)
-    own_loss = bool(sources.texts) and cfg.policy_loss not in SURROGATE_KNOBS
+    own_loss = bool(sources.texts) and cfg.policy_loss not in SURROGATE_PARAMS
     more = [*parts, *["rows"] * own_rows, *[f"policy_loss {cfg.policy_loss!r}"] * own_loss]
     if more:
         got = f"{', '.join(more)} given in code"

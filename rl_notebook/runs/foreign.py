@@ -491,7 +491,7 @@ class Reader:
         return parsing(self.path, f"what {self.origin} writes in step {step}")
 
 # %% ../../nbs/runs/01_foreign.ipynb #055c2f75
-def told_reader(reader: Reader) -> str:
+def describe_reader(reader: Reader) -> str:
     "The trainer, its steps, the series of the last three, what the format does to them, what would bring the others."
     steps = reader.steps
     if not steps:

@@ -28,8 +28,8 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from ..core.advantages import is_dead
-from ..core.options import LossKnobs
+from ..core.advantages import has_no_signal
+from ..core.options import LossParams
 from ..core.datums import sample_of
 from ..core.metrics import reward_names
 from ..backends.base import GradNormalization
@@ -123,7 +123,7 @@ class StepRecord:
                 f"warm-up on {len(self.groups)} answers, {m['warm_up/loss']:.4f} nats a token"
             )
         elif self.groups:
-            live = sum(not is_dead(g.rewards) for g in self.groups)
+            live = sum(not has_no_signal(g.rewards) for g in self.groups)
             parts.append(f"live {live}/{len(self.groups)} groups")
         parts += [f"update {m[name]:.1e}" for name in ("update_norm",) if name in m]
         return " · ".join(parts)
@@ -632,7 +632,7 @@ def misfit(value: Any, hint: Any, place: str) -> str:
 def check_kinds(record: StepRecord) -> None:
     "Raise RecordError for the first value of a record that is not of the kind that its field is annotated with."
     place = misfit(record, StepRecord, "record")
-    for name, hint in _hints(LossKnobs).items():  # of those, a view computes with the numbers
+    for name, hint in _hints(LossParams).items():  # of those, a view computes with the numbers
         if name in record.options and not {*typing.get_args(hint)} - {int, float, type(None)}:
             place = place or misfit(record.options[name], hint | None, f"record.options[{name!r}]")
     if place:

@@ -64,7 +64,7 @@ from rl_notebook.runs.dumps import (
     SlimeRollouts,
 )
 from .dumps import VerlTexts
-from .foreign import Reader, told_reader
+from .foreign import Reader, describe_reader
 from .tables import Trl, VerlBatches
 from .traces import PrimeMonitors, PrimeRollouts, Verifiers
 from rl_notebook.runs.records import (
@@ -480,7 +480,7 @@ class Run:
     @property
     def origin(self) -> str:
         "Which trainer left it, which series it has, and what would bring the others; empty for a run of this package."
-        return told_reader(self.reader) if self.reader else ""
+        return describe_reader(self.reader) if self.reader else ""
 
     def metrics(
         self,
@@ -575,7 +575,7 @@ class RunFolder(Run):
     def create(cls, path: str | os.PathLike[str], config: Config | Mapping[str, Any]) -> Self:
         "Begin a run; raises RecordError when the folder holds one, or cannot be written."
         path = Path(path)
-        refuse_taken(path, config)
+        check_folder_is_free(path, config)
         text = _config_yaml(config)
         with os_errors("cannot write", path):
             (path / "steps").mkdir(parents=True, exist_ok=True)
@@ -761,7 +761,7 @@ def _refuse_ways_out(root: Path) -> None:
         )
 
 # %% ../../nbs/runs/07_run.ipynb #c9bf16b9
-def refuse_taken(path: Path, config: Config | Mapping[str, Any]) -> None:
+def check_folder_is_free(path: Path, config: Config | Mapping[str, Any]) -> None:
     "Raise where a run cannot begin, since the folder holds one, or something of these names."
     taken = [name for name in RUN_FILES if (path / name).exists()]
     if "run.json" in taken:

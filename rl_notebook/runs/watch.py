@@ -34,7 +34,7 @@ from rl_notebook.core.types import (
     PromptGroup,
     RecordError,
 )
-from ..core.types import OFF, RLNotebookError, RolloutSample, or_off
+from ..core.types import OFF, RLNotebookError, RolloutSample, normalize_off
 from .records import StepRecord, encode, read_record, staged_folder, write_record
 from .run import Run, RunFolder
 from .tables import written_text
@@ -154,7 +154,7 @@ class Update:
     def __init__(
         self,
         trainer: Any,
-        passes: Sequence[Mapping[str, Any]],  # see `Taps.lost`
+        passes: Sequence[Mapping[str, Any]],  # see `TrainerHooks.lost`
         update: Mapping[str, float],  # what the optimizer said
         seconds: Mapping[str, float],  # by wrapped method
     ):
@@ -167,7 +167,7 @@ class Update:
         asked = {name: getattr(args, name) for name in ("temperature", *OFF)} | (
             args.generation_kwargs or {}
         )
-        cut = any(or_off(name, asked[name]) != off for name, off in OFF.items())
+        cut = any(normalize_off(name, asked[name]) != off for name, off in OFF.items())
         self.drawn = {"temperature": float(asked["temperature"]), "processed": cut}
         self.scored_at = float(args.temperature)  # generation_kwargs do not reach it
         self.dtype = (
@@ -388,7 +388,7 @@ def moved_by(
 TAPPED = "_generate _generate_and_score_completions _calculate_rewards _get_per_token_logps_and_entropies _compute_loss"
 
 
-class Taps:
+class TrainerHooks:
     "Wraps on the methods of a trainer, which copy what goes through."
 
     def __init__(
@@ -610,7 +610,7 @@ class Watched:
         self._last: StepRecord | None = None
         self._pen = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # a step is written while the next one is drawn
-        taps = Taps(trainer, self._guarded, self._put)
+        taps = TrainerHooks(trainer, self._guarded, self._put)
         watched = self
 
         class StepEnds(TrainerCallback):
@@ -659,7 +659,7 @@ class Watched:
                 "the run folder holds another run", where=str(self.path), got=got, fix=fix
             )
 
-    def _begin(self, taps: Taps, step: int) -> None:
+    def _begin(self, taps: TrainerHooks, step: int) -> None:
         "Continue behind a step; what is recorded of later ones is moved to `discarded`."
         self._refuse_begun(step)
         if self.run is not None and max(self.run.steps, default=0) > step:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from ..core.advantages import is_dead
+from ..core.advantages import has_no_signal
 from ..core.metrics import reward_names
 from rl_notebook.core.types import (
     UNSEEN,
@@ -510,7 +510,7 @@ def _verdict(group: PromptGroup) -> str:
     r = group.rewards
     if not len(r):
         return "no sample was graded"
-    if is_dead(r):
+    if has_no_signal(r):
         return f"dead: all earned {number(float(r[0]))}"
     return (
         f"{number(float(r.mean()), '.2f')} ± {number(float(r.std(ddof=min(1, len(r) - 1))), '.2f')}"
@@ -522,7 +522,7 @@ def _extremes(group: PromptGroup) -> str:
     if not group.samples:
         return "".join(_cell(on_one_line(reason, 60)) for reason in group.dropped[:1])
     order = np.argsort(-np.nan_to_num(group.rewards), kind="stable")
-    ends = order[:1] if is_dead(group.rewards) else order[[0, -1]]
+    ends = order[:1] if has_no_signal(group.rewards) else order[[0, -1]]
     lines = [
         (number(group.samples[i].reward), _cell(on_one_line(group.samples[i].text.strip(), 56)))
         for i in ends

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # %% auto #0
-__all__ = ['encode_prompt', 'encode_answer', 'sample_from_spans', 'sample_from_completion', 'UnfitTurn', 'Conversation',
+__all__ = ['encode_prompt', 'encode_target', 'sample_from_spans', 'sample_from_completion', 'TemplateMismatch', 'Conversation',
            'start_conversation']
 
 # %% ../../nbs/task/02_chat.ipynb #78754eaa
@@ -215,7 +215,7 @@ def _rendered(
     "A conversation with its tools, as text."
     rest = {name: value for name, value in options.items() if name != "tools"}
     if options.get("tools") or any(m.get("tool_calls") for m in messages):
-        messages, own = told_to_template(tokenizer, messages, options.get("tools") or (), where)
+        messages, own = template_fields(tokenizer, messages, options.get("tools") or (), where)
         rest |= own
     return render(tokenizer, messages, where=where, **rest)
 
@@ -301,7 +301,7 @@ def encode_prompt(
     return ids
 
 # %% ../../nbs/task/02_chat.ipynb #ec50712e
-def encode_answer(tokenizer: Any, row: Row) -> list[int]:
+def encode_target(tokenizer: Any, row: Row) -> list[int]:
     "The tokens that a row wants to be said after its prompt; raises `DataError` where it gives no text."
     told: Any = row.data.get("completion", row.data.get("messages"))
     if told is not None and not isinstance(told, str):
@@ -321,7 +321,7 @@ def encode_answer(tokenizer: Any, row: Row) -> list[int]:
     return [*_encode(tokenizer, str(said)), tokenizer.eos_token_id if end is None else end]
 
 # %% ../../nbs/task/02_chat.ipynb #a4303a08
-def drawn_logprobs(completion: Completion, where: str = "completion") -> np.ndarray:  # (C,)
+def completion_logprobs(completion: Completion, where: str = "completion") -> np.ndarray:  # (C,)
     "Logprobs of the distribution that a completion was drawn from; raises `AlignmentError` when they are unknown."
     if completion.sampling_logprobs is not None:
         return completion.sampling_logprobs
@@ -370,7 +370,9 @@ def sample_from_spans(
 
     return RolloutSample(
         tokens=np.concatenate([np.asarray(t, dtype=np.int64) for t, _ in spans]),
-        logprobs=np.concatenate([blank(t) if c is None else drawn_logprobs(c) for t, c in spans]),
+        logprobs=np.concatenate(
+            [blank(t) if c is None else completion_logprobs(c) for t, c in spans]
+        ),
         raw_logprobs=np.concatenate([blank(t) if c is None else c.logprobs for t, c in spans]),
         loss_mask=np.concatenate([np.full(len(t), int(c is not None)) for t, c in spans]),
         reward=reward,
@@ -491,18 +493,20 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], at:
     return ", ".join(parts if at < len(tokens) else [*parts, "[the end]"])
 
 # %% ../../nbs/task/02_chat.ipynb #d275f8b2
-class UnfitTurn(AlignmentError):
+class TemplateMismatch(AlignmentError):
     "What the policy said cannot be continued under its chat template."
 
 
 def _check_prefix(seen: str, rendered: str, where: str) -> None:
-    "Raise `UnfitTurn` unless the rendering begins with what was seen; shows where they part."
+    "Raise `TemplateMismatch` unless the rendering begins with what was seen; shows where they part."
     if not rendered.startswith(seen):
         at = first_difference(seen, rendered)
         got, expected = (repr(text[max(0, at - 20) : at + 40]) for text in (seen, rendered))
         fix = "The template rewrites earlier turns; use one that keeps them, or make each turn a sample of its own."
         what = f"character {at} differs from the chat template's rendering"
-        raise UnfitTurn(what, where=where, got=got, expected=f"{expected}, as rendered", fix=fix)
+        raise TemplateMismatch(
+            what, where=where, got=got, expected=f"{expected}, as rendered", fix=fix
+        )
 
 # %% ../../nbs/task/02_chat.ipynb #12bda177
 @dataclass(frozen=True, eq=False, repr=False)
@@ -579,7 +583,7 @@ class Conversation:
         try:
             rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
         except DataError as error:  # two turns of one role in a row, half a character, ...
-            raise UnfitTurn(str(error)) from error
+            raise TemplateMismatch(str(error)) from error
         spans = _ended_as_rendered(c, rendered)
         shown = "".join(span.rendered or span.text for span in spans)
         _check_prefix(shown, rendered, f"{where}, turn {c.turns}")
@@ -727,7 +731,7 @@ def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 # %% ../../nbs/task/02_chat.ipynb #bb2c88cb
-def told_to_template(
+def template_fields(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],  # content as text
     tools: Sequence[Mapping[str, Any]] = (),  # offered

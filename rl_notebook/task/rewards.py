@@ -850,7 +850,12 @@ def _raised(
 
 # %% ../../nbs/task/01_rewards.ipynb #fb5d1d64
 # in errors
-OF_THREADS = "main thread", "created in a thread", "event loop in thread", "no running event loop"
+THREAD_ERRORS = (
+    "main thread",
+    "created in a thread",
+    "event loop in thread",
+    "no running event loop",
+)
 
 
 def is_ours(function: Any) -> bool:
@@ -945,7 +950,9 @@ class Limits:
             )
             if here is not None and IN_A_LOOP in str(outcome[1]):
                 return await in_thread(call)
-            if here is not None or not any(words in str(outcome[1] or "") for words in OF_THREADS):
+            if here is not None or not any(
+                words in str(outcome[1] or "") for words in THREAD_ERRORS
+            ):
                 return outcome
             self._staying.add(id(function))
         return outcome_of(call)

@@ -731,7 +731,7 @@ def _points(t: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return _floats(thin["x"]), _floats(thin["y"])
 
 
-def _draw_line(
+def _line_trace(
     axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
 ) -> None:
     "A line with its marks, or an area without its outline."
@@ -765,7 +765,7 @@ def _draw_line(
         axes.plot(x, y, label=name, **look)
 
 # %% ../../nbs/views/02_charts.ipynb #bd9dfa3d
-def _draw_bars(
+def _bar_trace(
     axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
 ) -> None:
     "Bars on those of the traces before, or bars that lie in lanes, as one path."
@@ -795,7 +795,7 @@ def _draw_bars(
     axes.autoscale_view()
 
 
-def _draw_map(
+def _map_trace(
     axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
 ) -> None:
     "A map of cells, each with a margin, and its scale on the right."
@@ -831,7 +831,7 @@ def _draw_map(
     scale.outline.set_visible(False)
 
 # %% ../../nbs/views/02_charts.ipynb #ff2d89d7
-DRAWN_BY = {"scatter": _draw_line, "bar": _draw_bars, "heatmap": _draw_map}
+DRAWN_BY = {"scatter": _line_trace, "bar": _bar_trace, "heatmap": _map_trace}
 
 
 def _dress(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:
@@ -864,7 +864,7 @@ def _panels(figure: Figure) -> list[str]:
     return [name for name, axis in axes.items() if "overlaying" not in axis]
 
 
-def _draw_figure(sheet: Sheet, figure: Figure, title: str) -> None:
+def _make_figure(sheet: Sheet, figure: Figure, title: str) -> None:
     "Panels with their traces and notes, and above them title and legend."
     layout = figure["layout"]
     panels = _panels(figure)
@@ -918,7 +918,7 @@ def svg(figure: Figure, title: str = "", width: int = 640, height: int = 260) ->
         rcdefaults()
         rcParams.update(STYLE)
         sheet = Sheet((width / 72, height / 72), 72, layout="constrained")
-        _draw_figure(sheet, figure, html.unescape(title))
+        _make_figure(sheet, figure, html.unescape(title))
         sheet.savefig(
             drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )

@@ -329,7 +329,7 @@ MORE += ("length", "time")
 # of rollouts beside training, after the second of the others
 BESIDE_MAIN = ("timeline", "staleness", "waits")
 WIDE = ("timeline",)  # over the whole width
-OF_A_STEP = ("advantages", "rewards counted")  # the others are over steps
+STEP_CHARTS = ("advantages", "rewards counted")  # the others are over steps
 POINTS = 400  # of a line, in a chart half as wide as the page
 
 
@@ -382,7 +382,7 @@ def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
 
 def named(chart: Chart, phase: str = "") -> Chart:
     "A chart of one step with the step in its title, and the phase where it is the current one."
-    if chart.name not in OF_A_STEP:
+    if chart.name not in STEP_CHARTS:
         return replace(chart, wide=chart.name in WIDE, pixels=220 if chart.name in MAIN else 0)
     what = {"reward": "Rewards by group", "tokens": "Tokens by group"}.get(
         chart.payload.get("what", "")
@@ -477,7 +477,7 @@ class Screen:
         self.opened: tuple[StepRecord, int, int] | None = None
         self.speed.observe(lambda change: call(slow_down, d, change["new"]), "value")
         for control in (self.more, self.rows):
-            control.observe(lambda change: call(draw_charts, d), "value")
+            control.observe(lambda change: call(show_charts, d), "value")
         for widget in (self.pane, self.charts):
             widget.on_msg(lambda _, message, buffers: call(asked, d, message))
         names = {
@@ -589,7 +589,7 @@ def asked(dashboard: Dashboard, message: Mapping[str, Any]) -> None:
             screen.inspect(wanted, tokenizer)
 
 # %% ../../nbs/views/04_dashboard.ipynb #a43fefe0
-def draw_charts(dashboard: Dashboard) -> None:
+def show_charts(dashboard: Dashboard) -> None:
     "Bring the charts up to date; before the first step there are none."
     d = dashboard
     record = dashboard.shown
@@ -685,34 +685,34 @@ def look_at_step(dashboard: Dashboard) -> None:
     d.screen.value.value = value_html(loop, d.after) if d.after else hint
 
 
-def draw_step(dashboard: Dashboard) -> None:
+def show_step(dashboard: Dashboard) -> None:
     "Draw the current step as far as it is, if something is new."
     d = dashboard
     was = dashboard.partial
     if d.values != values_of(d.loop) and not d.closed:
         look_at_step(d)
         if d.partial is not None or was is not None:
-            draw_samples(d)
+            show_samples(d)
         d.stale = True
 
 
-def draw_samples(dashboard: Dashboard) -> None:
+def show_samples(dashboard: Dashboard) -> None:
     "Draw the samples of the step that is shown: table, map, charts."
     shown = dashboard.shown
     screen = dashboard.screen
     screen.pane.table = step_table(shown)
     screen.offer_groups(len(shown.groups) if shown else 0)
-    draw_charts(dashboard)
+    show_charts(dashboard)
 
 # %% ../../nbs/views/04_dashboard.ipynb #cba44018
-def draw_record(dashboard: Dashboard) -> None:
+def show_record(dashboard: Dashboard) -> None:
     "Draw the last record: words, table, charts."
     d = dashboard
     look_at_step(d)
     opened = d.screen.opened
     if opened is not None and (d.shown is None or opened[0].step > d.shown.step):  # it was undone
         d.screen.close_completion()
-    draw_samples(d)
+    show_samples(d)
     if d.home is None or d.record is None:
         d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
     elif d.said is not d.record:
@@ -734,7 +734,7 @@ def tick(dashboard: Dashboard) -> None:
     passing = (d.doing or elsewhere) and not d.delay and time.monotonic() - d.watch.since < PASSING
     try:
         if not passing:  # else what is drawn is the last step, all of it
-            draw_step(d)
+            show_step(d)
     except Exception as e:  # any error of a view: the phase itself is sound
         d.stumble(e)
     refresh_head(d)
@@ -829,7 +829,7 @@ class Dashboard(Player):
         loop.on_undo.append(self.forget)
         for record in loop.records:
             self.add(record)
-        draw_record(self)
+        show_record(self)
         # a script calls `update` itself
         self.following = self.home.create_task(follow(self)) if self.home else None
 
@@ -875,7 +875,7 @@ class Dashboard(Player):
         "Add a finished step and draw it; a step that was there is replaced."
         if record is not self.record:
             self.add(record)
-            draw_record(self)
+            show_record(self)
 
     def take(self, record: StepRecord) -> None:
         "`update` for `loop.outputs`: what goes wrong in drawing is shown, and does not stop the training."
@@ -887,7 +887,7 @@ class Dashboard(Player):
     def forget(self, last: int) -> None:
         "Take back every step after the last one that holds; for `loop.on_undo`."
         self.rewind(last, self.loop.records)
-        draw_record(self)
+        show_record(self)
 
     def refresh(self) -> None:
         "Draw what changes with every phase; the current step where there is time for it."
@@ -895,7 +895,7 @@ class Dashboard(Player):
             return
         refresh_head(self)
         if not self.doing or self.delay:
-            draw_step(self)
+            show_step(self)
         if not self.doing:
             self.refresh_still()
 

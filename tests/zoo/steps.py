@@ -26,7 +26,7 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.core.datums import attach, datums_from_groups
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.loop.rollouts import assemble, draw_completions, encode_rows, minibatch_slices
+from rl_notebook.loop.rollouts import assemble, sample_completions, encode_rows, minibatch_slices
 from rl_notebook.task.data import Prompt, Rollouts
 from rl_notebook.loop.step import evaluate_loss, merge_outputs
 from rl_notebook.task.toy import toy_rows
@@ -114,7 +114,7 @@ class Run:
     ) -> list[Rollouts]:
         "Completions, or conversations of several turns."
         if turns == 1:
-            return [await draw_completions(self.server, p, params) for p in prompts]
+            return [await sample_completions(self.server, p, params) for p in prompts]
         return [
             Rollouts(p, tuple([await self.talk(p, turns, i, params) for i in range(params.n)]))
             for p in prompts

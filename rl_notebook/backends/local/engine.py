@@ -58,7 +58,7 @@ class Uniforms:
 SUMS = {"cuda": torch.float64}  # precision that probabilities are added up in; elsewhere their own
 
 
-def draw_tokens(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+def sample_tokens(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     "(B,) ids by inversion of the cumulative distribution: logprobs (B, V), -inf = cut off; uniforms (B,) in [0, 1)."
     cumulative = logprobs.exp().cumsum(-1, dtype=SUMS.get(logprobs.device.type))
     total = cumulative[:, -1:].contiguous()
@@ -158,7 +158,7 @@ def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tens
     used = raw if hot is logits else hot.log_softmax(-1)
     if plan.top_k is not None or plan.top_p is not None or plan.min_p is not None:
         used = cut_off(used, plan)
-    tokens = draw_tokens(used, uniforms)
+    tokens = sample_tokens(used, uniforms)
     if plan.greedy is not None:
         tokens = torch.where(plan.greedy, scored.argmax(-1), tokens)
     if plan.seen is not None:
@@ -177,7 +177,7 @@ def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tens
 PAST_BYTES = 2**28  # of what is kept for later turns
 
 
-class Pasts:
+class PrefixCaches:
     "What the model kept of sequences that were read, for prompts that go on from them."
 
     def __init__(self):
@@ -353,7 +353,7 @@ class Engine:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
         self.abort()
-        self.pasts = Pasts()
+        self.pasts = PrefixCaches()
         self.prefilled_tokens = 0  # prompt tokens that really went through the model
         self.meter = Meter()  # counts what is drawn
 
@@ -384,7 +384,7 @@ class Engine:
         self.waiting.clear()
         self.rows.clear()
         self.cache = SlotCache()
-        self.course: Course | None = None  # of the rows as they are; None = they have changed
+        self.course: DecodeState | None = None  # of the rows as they are; None = they have changed
         recorded = self.causal.device.type == "cuda" and self.causal.route == "fast"
         self.step = (
             RecordedStep(self.causal, self.cache)
@@ -647,7 +647,7 @@ def forget_cancelled(engine: Engine) -> None:
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #cf40aaaa
 @dataclass(eq=False)
-class Course:
+class DecodeState:
     "How the rows of a batch go on, as long as they are the same ones."
 
     plan: DrawPlan
@@ -657,10 +657,10 @@ class Course:
     uniforms: list[Tensor]  # of the next steps, each (rows,)
 
 
-AHEAD = 16  # steps whose uniform numbers are brought at once
+UNIFORMS_AHEAD = 16  # steps whose uniform numbers are brought at once
 
 
-def course_of(engine: Engine) -> Course:
+def course_of(engine: Engine) -> DecodeState:
     "The course of the rows, with numbers for at least one step."
     rows = engine.rows
     course = engine.course
@@ -669,8 +669,8 @@ def course_of(engine: Engine) -> Course:
         tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(
             0
         )
-        course = Course(plan_of(engine, rows), tokens, at, max(lengths), [])
-    course.uniforms = course.uniforms or numbers_of(rows, AHEAD, engine.causal.device)
+        course = DecodeState(plan_of(engine, rows), tokens, at, max(lengths), [])
+    course.uniforms = course.uniforms or numbers_of(rows, UNIFORMS_AHEAD, engine.causal.device)
     return course
 
 

@@ -266,7 +266,7 @@ COPY_BYTES = 2**30
 _FULL = (torch.float32, torch.float64)  # precisions
 
 
-class MadeOf:
+class DerivedTensor:
     "What is made of weights, made again when one of them has changed; each time where gradients are asked for."
 
     def __init__(self, make: Callable[[], Tensor], weights: Iterable[Tensor]):
@@ -294,7 +294,7 @@ class RmsNorm:
         if weights[0].device.type == "cpu":
             self.make = lambda: make() * dim**0.5
             self.unit = lambda x: x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).hypot(least)
-        self.scale = MadeOf(self.make, weights)
+        self.scale = DerivedTensor(self.make, weights)
 
     @classmethod
     def of(cls, norm: Any) -> RmsNorm | None:
@@ -349,16 +349,16 @@ def mergeable(modules: Sequence[nn.Module]) -> list[Linear]:
     return known if exact and len(kinds) == 1 and len(known) == len(modules) else []
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #1bba4211
-IN_BLOCKS = 2**18  # elements of a matrix that is kept in blocks
+MIN_BLOCKED_ELEMENTS = 2**18  # elements of a matrix that is kept in blocks
 _ONEDNN = torch.ops.mkldnn
 
 
 def takes_blocks(linears: Sequence[Linear]) -> bool:
     "Whether a product with the matrix of these layers is faster in blocks, and can be."
     weights = [w for linear in linears for w in linear.weights]
-    large = sum(w.numel() for w in weights) >= IN_BLOCKS and {w.device.type for w in weights} == {
-        "cpu"
-    }
+    large = sum(w.numel() for w in weights) >= MIN_BLOCKED_ELEMENTS and {
+        w.device.type for w in weights
+    } == {"cpu"}
     known = hasattr(_ONEDNN, "_reorder_linear_weight") and hasattr(_ONEDNN, "_linear_pointwise")
     if not (large and known and torch.backends.mkldnn.is_available()):
         return False
@@ -380,11 +380,11 @@ def linears_fn(
     by_column = bool(known) and all(w.dtype in _FULL and w.device.type == "cpu" for w in weights)
     if not (by_column or takes_blocks(known) or len(weights) > 1):
 
-        def side_by_side(x):
+        def gather_groups(x):
             return torch.cat([m(x) for m in modules], -1) if len(modules) > 1 else modules[0](x)
 
         return lambda x, onto=None: (
-            side_by_side(normed(x)) if onto is None else onto + side_by_side(normed(x))
+            gather_groups(normed(x)) if onto is None else onto + gather_groups(normed(x))
         )
     if by_column and rms is not None:
         scale = rms.make
@@ -395,13 +395,13 @@ def linears_fn(
         whole = whole if scale is None else whole * scale()
         return whole.t().contiguous().t() if by_column else whole
 
-    weight = MadeOf(stacked, [*weights, *(norm.parameters() if norm is not None else ())])
+    weight = DerivedTensor(stacked, [*weights, *(norm.parameters() if norm is not None else ())])
     biases = [
         k.base.weight.new_zeros(len(k.base.weight)) if k.base.bias is None else k.base.bias
         for k in known
     ]
     bias = (
-        MadeOf(lambda: torch.cat(biases), biases)
+        DerivedTensor(lambda: torch.cat(biases), biases)
         if any(k.base.bias is not None for k in known)
         else None
     )
@@ -410,7 +410,7 @@ def linears_fn(
     def in_blocks():
         return _ONEDNN._reorder_linear_weight(stacked().contiguous(), 32)
 
-    blocks = MadeOf(in_blocks, weight.weights) if takes_blocks(known) else None
+    blocks = DerivedTensor(in_blocks, weight.weights) if takes_blocks(known) else None
 
     def multiplied(x: Tensor, onto: Tensor | None = None) -> Tensor:
         added = None if bias is None else bias()
@@ -440,10 +440,10 @@ def head_norm_fn(
             [f(part) for f, part in zip(functions, x.split([*heads], -2), strict=True)], -2
         )
 
-    def side_by_side():
+    def gather_groups():
         return torch.cat([w.expand(n, -1) for w, n in zip(weights, heads, strict=True)])
 
-    return RmsNorm(side_by_side, weights, *eps)
+    return RmsNorm(gather_groups, weights, *eps)
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #067b2694
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

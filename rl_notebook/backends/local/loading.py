@@ -283,7 +283,7 @@ def made_in_half(model: nn.Module) -> dict[str, torch.dtype]:
     return {n: tensor.dtype for n, tensor in (*made.named_parameters(), *made.named_buffers())}
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #c2ea9fee
-def told_unknown(tokenizer: Any, vocab_size: int, mask: bool = True) -> list[int]:
+def find_unknown_tokens(tokenizer: Any, vocab_size: int, mask: bool = True) -> list[int]:
     "Ids to mask, since the tokenizer does not know them, which is said; raises `BackendError` where it knows more."
     size = len(tokenizer) if hasattr(tokenizer, "__len__") else 0
     if size > vocab_size:

@@ -39,7 +39,7 @@ from rl_notebook.backends.local.loading import (
     in_dtype,
     merged_copy,
     needs_whole,
-    told_unknown,
+    find_unknown_tokens,
     with_lora,
     write_weights,
 )
@@ -1078,7 +1078,9 @@ def open_local(
         params = trainable(module)
         routers = find_routers(module, "open_local: router_replay") if router_replay else None
         served = frozen_copy(module, params)
-        unknown = told_unknown(tokenizer, len(served.get_input_embeddings().weight), mask_unknown)
+        unknown = find_unknown_tokens(
+            tokenizer, len(served.get_input_embeddings().weight), mask_unknown
+        )
         engine = Engine(
             mask_ids(open_model(served), unknown),
             tokenizer,

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
-from ..base import Meter, refuse_unknown
+from ..base import Meter, check_known
 from ..local.engine import check_tokens
-from .wire import ODD, Refused, Secret, Wire, one_line
+from .wire import ODD, Refused, Secret, HttpClient, one_line
 from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
 from ...core.retries import Retries, together
@@ -111,7 +111,7 @@ def request_body(
         "max_tokens": params.max_tokens,
     }
     body |= {"temperature": params.temperature, "seed": seed, **dialect.neutral, **dialect.sample}
-    refuse_unknown(params, dialect.path, dialect.neutral)
+    check_known(params, dialect.path, dialect.neutral)
     defaults = SampleParams()
     for name in (*OFF, "stop", "stop_token_ids"):
         value = getattr(params, name)
@@ -292,9 +292,9 @@ class OpenAISampler:
         max_seq_len: int | None = None,  # longest prompt plus completion, if known
         vocab_size: int | None = None,  # tokens that the model knows, if known
         meter: Meter | None = None,  # counts tokens
-        **wire: Any,  # `retries`, `limit` and `transport` of the `Wire`
+        **wire: Any,  # `retries`, `limit` and `transport` of the `HttpClient`
     ):
-        self.wire = Wire(base_url, key, **wire)
+        self.wire = HttpClient(base_url, key, **wire)
         self.model = model
         self.tokenizer = tokenizer
         self.kind: Kind = kind

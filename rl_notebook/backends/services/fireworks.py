@@ -24,7 +24,7 @@ __all__ = ['SyncError', 'open_fireworks', 'promote_weights', 'check_fireworks']
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #522633b8
 from ...core.align import align_routing
-from ..base import Backend, Capabilities, Endpoint, Meter, refuse_unknown
+from ..base import Backend, Capabilities, Endpoint, Meter, check_known
 from ..local.engine import check_tokens
 from ..local.worker import Worker
 from .completions import DIALECTS, FINISH, OpenAISampler
@@ -173,7 +173,7 @@ class FireworksSampler:
         ]
         seeds = [request_seed(params.seed, i) for i in range(params.n)]
         return await self._from_served(
-            lambda: together([draw_from(self, prompt, params, seed) for seed in seeds])
+            lambda: together([sample_from(self, prompt, params, seed) for seed in seeds])
         )
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
@@ -202,13 +202,13 @@ class FireworksSampler:
         self.drawer.close()
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #bc9e46dd
-async def draw_from(
+async def sample_from(
     sampler: FireworksSampler, prompt: list[int], params: SampleParams, seed: int | None
 ) -> Completion:
     "One request for one completion; raises `BackendError`."
     tokenizer = sampler.drawer.tokenizer
     version = sampler.policy_version
-    refuse_unknown(params, "Fireworks")
+    check_known(params, "Fireworks")
     stop = [
         *params.stop,
         *(tokenizer.decode([t], skip_special_tokens=False) for t in params.stop_token_ids),

@@ -24,7 +24,7 @@ from ..base import Backend, Capabilities, Endpoint, SyncReport
 from ..local.loading import write_weights
 from ..local.trainer import LocalTrainer, open_local
 from .completions import Dialect, OpenAISampler, probe
-from .wire import Refused, Secret, Wire
+from .wire import Refused, Secret, HttpClient
 from ...core.findings import Finding, Findings
 from ...core.retries import AdaptiveLimit, AskAgain, Retries
 from ...core.types import OFF, BackendError, RLNotebookError
@@ -186,7 +186,7 @@ async def swap(sync: VLLMSync, name: str) -> None:
         sync.must_pause = bare
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #6f0e0795
-async def check_not_paused(wire: Wire, ours: bool) -> None:
+async def check_not_paused(wire: HttpClient, ours: bool) -> None:
     "Resume a server that was left paused, if it is ours; raises `BackendError` otherwise."
     if (await wire.look("/is_paused"))[1].get("is_paused") is not True:
         return
@@ -292,7 +292,7 @@ _SAME_MODEL = 0.25  # nats, largest over the check tokens
 CHECK_TEXT = "These words are scored after every weight sync: 1 + 2 = 3, 4 + 5 = 9."
 
 
-async def refuse_sync(snapshot: str) -> int:
+async def reject_sync(snapshot: str) -> int:
     "A `WeightSync` for servers whose weights stay as they are; raises `BackendError`."
     fix = "Set weight_sync_interval=0, or let vLLM load weights with sync='vllm'."
     raise BackendError(
@@ -341,7 +341,7 @@ async def open_openai(
         if own is not None:
             shutil.rmtree(own, ignore_errors=True)
 
-    sender: Any = refuse_sync
+    sender: Any = reject_sync
     try:
         if transport is None and dialect in (None, "vllm"):
             await check_not_paused(sampler.wire, ours=sync == "vllm")

@@ -28,7 +28,7 @@ from rl_notebook.backends.base import (
     Sampler,
     Scorer,
     WeightSync,
-    refuse_unknown,
+    check_known,
 )
 from ..local.engine import check_tokens
 from ..local.worker import Worker
@@ -436,7 +436,7 @@ async def draw(
     "One sampling request."
     types = sampler.session.package.types
     sdk = link.sdk
-    refuse_unknown(params, "Tinker")
+    check_known(params, "Tinker")
     given = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,

@@ -306,7 +306,7 @@ def server_root(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1")
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #1563e0a1
-class Wire:
+class HttpClient:
     "Requests to one server, with a key, a limit and retries."
 
     def __init__(
@@ -445,7 +445,7 @@ _DAMAGED_OFTEN = 3  # times in one request, and another attempt will not mend it
 class Attempts:
     "The failed attempts of one request: what they change, and the error when none is left."
 
-    def __init__(self, wire: Wire, where: str):
+    def __init__(self, wire: HttpClient, where: str):
         self.wire = wire
         self.where = where
         self.failures = 0

@@ -294,7 +294,7 @@ def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
     return [(own["s"].to_numpy(), own["p"].to_numpy()) for _, own in parted]
 
 
-HOTTEST = 20.0  # a temperature that somebody draws at
+MAX_TEMPERATURE = 20.0  # a temperature that somebody draws at
 
 
 def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
@@ -336,7 +336,7 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
     gone = explained(before, left, tolerance(e))
     sharpness = sharpness_of(places)
     # without a shared number it is another logarithm
-    possible = sharpness > 1 / HOTTEST and beyond(shared, floor(e))
+    possible = sharpness > 1 / MAX_TEMPERATURE and beyond(shared, floor(e))
     if gone >= SURE and possible and by_chance(places) <= CHANCE:
         t = 1 / sharpness
         text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
@@ -391,9 +391,11 @@ def from_series(e: Evidence) -> Iterator[Cause]:
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
 NO_CHANCE = 1e-4  # probability of what is not put down to chance
 CLEAR = -float(np.log(NO_CHANCE))  # nats
-COLDER = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
+INVERSE_TEMPERATURES = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
 CUTS = np.array([0.5, 0.1, 0.02, 0.001])  # of "something else", so much is still drawn
-LOOSE = np.array([3.0, 10.0, 30.0, 100.0])  # other odds: Dirichlet laws around what is claimed
+DIRICHLET_CONCENTRATIONS = np.array(
+    [3.0, 10.0, 30.0, 100.0]
+)  # other odds: Dirichlet laws around what is claimed
 
 
 log_gamma = np.vectorize(math.lgamma)
@@ -408,7 +410,10 @@ def gains(r: Redraw, half: int, tol: float) -> dict[str, np.ndarray]:
     # what rounding took from the others is theirs
     claim = counts @ own + rest * np.log(other + tol)
     of_named = np.array(
-        [counts @ (a * own) - counts.sum() * np.logaddexp.reduce(a * own) for a in (1.0, *COLDER)]
+        [
+            counts @ (a * own) - counts.sum() * np.logaddexp.reduce(a * own)
+            for a in (1.0, *INVERSE_TEMPERATURES)
+        ]
     )
     cut = (
         rest * np.log(CUTS * other)
@@ -416,7 +421,7 @@ def gains(r: Redraw, half: int, tol: float) -> dict[str, np.ndarray]:
         + counts @ own
     )
     # a claim may be a mark such as -9999
-    prior = LOOSE[:, None] * np.r_[np.maximum(np.exp(own), 1e-300), other + tol]
+    prior = DIRICHLET_CONCENTRATIONS[:, None] * np.r_[np.maximum(np.exp(own), 1e-300), other + tol]
     seen = np.r_[counts, rest]
     total = prior.sum(axis=1)
     loose = (
@@ -443,7 +448,7 @@ def draws(e: Evidence) -> dict[str, tuple[float, int]]:
     return found
 
 
-def drawn_otherwise(e: Evidence) -> Iterator[Cause]:
+def sampled_otherwise(e: Evidence) -> Iterator[Cause]:
     "Tokens that were drawn again have other odds than the sampler claims."
     found = {cause: (gain, best) for cause, (gain, best) in draws(e).items() if gain > CLEAR}
     if differs(e) or not found:  # where the numbers are wrong, they claim nothing
@@ -455,7 +460,7 @@ def drawn_otherwise(e: Evidence) -> Iterator[Cause]:
     n = int(sum(r.counts.sum() for r in e.redraws))
     gain, best = found[cause]
     named = {
-        "temperature": f"temperature {1 / COLDER[best]:.2f}",
+        "temperature": f"temperature {1 / INVERSE_TEMPERATURES[best]:.2f}",
         NONE: "other odds, of no temperature or cut",
     }
     text = f"{n} tokens drawn again fit {named.get(cause, 'a cut')} better than what is claimed, by {gain:.0f} nats"
@@ -712,7 +717,7 @@ def scatter(e: Evidence) -> Iterator[Cause]:
         yield Cause(cause, score, f"{text}{prompt}; the record alone cannot tell")
 
 
-def all_well(e: Evidence) -> Iterator[Cause]:
+def no_mismatch(e: Evidence) -> Iterator[Cause]:
     "Every difference is within the tolerance."
     if differs(e) or not np.isfinite(e.gap).all():
         return

@@ -20,8 +20,8 @@ from rl_notebook.insight.doctor.causes import (
     FIXES,
     NONE,
     SETTLES,
-    all_well,
-    drawn_otherwise,
+    no_mismatch,
+    sampled_otherwise,
 )
 from rl_notebook.insight.doctor.causes import (
     dtype_or_batching,
@@ -67,21 +67,33 @@ from rl_notebook.insight.doctor.evidence import (
     differs,
     floor,
 )
-from .evidence import gather, noise_floor, size, tolerance, where_it_sits
+from rl_notebook.insight.doctor.evidence import (
+    gather,
+    noise_floor,
+    size,
+    tolerance,
+    localize_mismatch,
+)
 from ...runs.records import StepRecord, expect, html_table
 from ...core.gaps import ROUNDING, Rounding
 
 # %% auto #0
-__all__ = ['Hypothesis', 'COUNTED', 'OF_GAP', 'HYPOTHESES', 'Diagnosis', 'diagnose']
+__all__ = ['Hypothesis', 'COUNTED', 'GAP_HYPOTHESES', 'HYPOTHESES', 'Diagnosis', 'diagnose']
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
 Hypothesis = Callable[[Evidence], Iterable[Cause]]
 # these need no gap
-COUNTED: tuple[Hypothesis, ...] = (all_well, mask_leak, non_finite, wrong_reference, other_tokens)
-COUNTED += (other_temperature, drawn_otherwise, repeated, self_contradiction)
-OF_GAP: tuple[Hypothesis, ...] = (shift, moved_rows, written, other_logits, from_series)
-OF_GAP += (stale_weights, other_text, dtype_or_batching, vocabulary, scatter)
-HYPOTHESES = COUNTED + OF_GAP
+COUNTED: tuple[Hypothesis, ...] = (
+    no_mismatch,
+    mask_leak,
+    non_finite,
+    wrong_reference,
+    other_tokens,
+)
+COUNTED += (other_temperature, sampled_otherwise, repeated, self_contradiction)
+GAP_HYPOTHESES: tuple[Hypothesis, ...] = (shift, moved_rows, written, other_logits, from_series)
+GAP_HYPOTHESES += (stale_weights, other_text, dtype_or_batching, vocabulary, scatter)
+HYPOTHESES = COUNTED + GAP_HYPOTHESES
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #630e634c
@@ -325,7 +337,7 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     return replace(e, controls={**e.controls, **series}, stamps=stamps)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #3be9939c
-async def draw_likely(
+async def sample_likely(
     e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24
 ) -> Evidence:
     "What the sampler says of likely tokens when it draws them again: for servers that score no given tokens."
@@ -352,7 +364,7 @@ async def echo(
     except BackendError as refusal:
         e = replace(e, refused={**e.refused, "echo": str(refusal)})
         try:
-            return await draw_likely(e, backend, rows, name)
+            return await sample_likely(e, backend, rows, name)
         except BackendError:
             return e
     stamps = replace(e.stamps, sampler_dtype=found[0].dtype)
@@ -629,7 +641,7 @@ def concluded(e: Evidence, tokenizer: Callable[[], Any]) -> Diagnosis:
     return (
         found
         if found.ok or found.certainty == "sure"
-        else replace(found, sits=where_it_sits(e, tokenizer()))
+        else replace(found, sits=localize_mismatch(e, tokenizer()))
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #97c62fc0

@@ -26,7 +26,7 @@ __all__ = ['Evidence']
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #9cf2306c
 @dataclass(frozen=True)
-class Stamps:
+class SeriesProvenance:
     "What is claimed about the two series; None = nothing is."
 
     trainer_dtype: str | None = None  # of its forward pass
@@ -61,7 +61,7 @@ class Evidence:
     gradients: tuple[
         np.ndarray | None, ...
     ] = ()  # of the pass with gradients, with the weights of the pass before it
-    stamps: Stamps = Stamps()
+    stamps: SeriesProvenance = SeriesProvenance()
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(
         default_factory=dict
     )  # series by their maker
@@ -265,7 +265,7 @@ def check_comparable(e: Evidence) -> None:
         raise AlignmentError("sampler logprobs", where=where, got=got, expected="numbers", fix=fix)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #84e71bea
-def claims(record: StepRecord, untrained: bool | None) -> Stamps:
+def claims(record: StepRecord, untrained: bool | None) -> SeriesProvenance:
     "What a record claims about its series."
     samples = [s for g in record.groups for s in g.samples]
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
@@ -273,7 +273,7 @@ def claims(record: StepRecord, untrained: bool | None) -> Stamps:
     synced = min((s.policy_version for s in samples if s.policy_version is not None), default=None)
     # on a fresh backend
     first = record.step == 1 and not record.origin and not (trainer and trainer.policy_version)
-    return Stamps(
+    return SeriesProvenance(
         trainer_dtype=trainer.dtype if trainer else None,
         trainer_temperature=trainer.temperature if trainer else None,
         sampler_temperature=drawn_at.pop() if len(drawn_at) == 1 else None,
@@ -428,7 +428,7 @@ def gather(
         ):
             e = replace(e, stamps=replace(stamps, untrained=True))
     else:
-        e = Evidence(datums, ours, theirs, stamps=Stamps(untrained=bool(untrained)))
+        e = Evidence(datums, ours, theirs, stamps=SeriesProvenance(untrained=bool(untrained)))
     check_comparable(e)
     return e
 
@@ -520,7 +520,7 @@ def not_by_chance(scores: pd.DataFrame) -> list[str]:
     ]
 
 
-def where_it_sits(e: Evidence, tokenizer: Any = None) -> str:
+def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
     "What the gap follows, in a sentence without its full stop, unless that may be chance; or why it cannot be told."
     allowed = rounding(e.stamps.trainer_dtype or "")
     followed = patterns(e, tokenizer)
@@ -585,4 +585,4 @@ def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[s
         {"part": name, "kind": kind, "nats": float(v.mean()), "tokens": len(v)}
         for name, kind, v in of
     ]
-    return {"said": where_it_sits(e, tokenizer), "bars": bars if differs(e) else []}
+    return {"said": localize_mismatch(e, tokenizer), "bars": bars if differs(e) else []}
