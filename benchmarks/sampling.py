@@ -64,9 +64,8 @@ class Drawn:
     seconds: float
     cpu: float  # processor time of all threads
     lengths: set[int]
-    engine: float = (
-        0.0  # seconds of ours inside the engine: prefill, decode steps, text of what has ended
-    )
+    # seconds of ours inside the engine: prefill, decode steps, text of what has ended
+    engine: float = 0.0
     completions: Sequence[Any] = ()
 
 

@@ -77,9 +77,8 @@ class Setting:
     problems: bool = False  # word problems of about 100 tokens; else sums
     words: int = 0  # prompts of so many made-up words instead
     device: str = "cpu"
-    dtype: str = (
-        "float32"  # of ours; "bfloat16" keeps float32 masters, and TRL's side runs under autocast
-    )
+    # of ours; "bfloat16" keeps float32 masters, and TRL's side runs under autocast
+    dtype: str = "float32"
 
     @property
     def rows(self) -> int:
@@ -180,15 +179,13 @@ class Step:
 
     total: float  # seconds, like the next three
     cpu: float  # of all cores together: on a shared machine steadier than the time that passed
-    sampling: (
-        float  # prompts to tokens to text; with ours, also the copy of the weights to the sampler
-    )
+    # prompts to tokens to text; with ours, also the copy of the weights to the sampler
+    sampling: float
     scoring: float  # rewards, advantages, reference logprobs, batches
     prompts: tuple[tuple[int, ...], ...]  # ids
     lengths: tuple[int, ...]  # tokens of each completion that was trained on
-    passes: (
-        int  # through the policy or the reference over whole sequences, one of them with gradient
-    )
+    # through the policy or the reference over whole sequences, one of them with gradient
+    passes: int
     weights: float  # sum of the absolute values of the weights after the step
 
     @property
@@ -274,9 +271,8 @@ class Stopwatch:
     passes: int = 0
     prompts: tuple = ()
     lengths: tuple = ()
-    started: tuple[float, float] | None = (
-        None  # clock and processor time when the step under way began
-    )
+    # clock and processor time when the step under way began
+    started: tuple[float, float] | None = None
 
     def wrap(
         self, trainer: Any, name: str, note: Callable[[Any], None] = lambda result: None

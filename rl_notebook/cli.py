@@ -120,13 +120,16 @@ def _value(name: str, text: str, is_text: bool, optional: bool) -> Any:
 # %% ../nbs/00_cli.ipynb #c0mment5
 @cache
 def comments_of(cls: type) -> dict[str, str]:  # by field
-    "The comment beside each field of a class and of its bases."
-    sources = [inspect.getsource(base) for base in reversed(cls.__mro__) if is_dataclass(base)]
-    return {
-        name: text
-        for source in sources
-        for name, text in re.findall(r"^    (\w+): .*  # (.*)$", source, re.M)
-    }
+    "The comment above each field of a class and of its bases, or behind it."
+    comments = {}
+    for base in reversed(cls.__mro__):
+        if is_dataclass(base):
+            source = inspect.getsource(base)
+            fields = re.findall(r"^((?:    # .*\n)*)    (\w+): (?:.*?  # (.*)|.*)$", source, re.M)
+            for above, name, behind in fields:
+                lines = [line.strip().removeprefix("# ") for line in above.splitlines()]
+                comments[name] = " ".join([*lines, behind]).strip()
+    return comments
 
 # %% ../nbs/00_cli.ipynb #00efd37a
 def shape_of(hint: Any) -> str:

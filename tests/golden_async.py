@@ -472,9 +472,8 @@ class Coordinated(Run):
     waits = False
     settled = 0
     batch: Sequence[Finished[ScoredGroup]] = ()  # rows of the step under way
-    unrecorded: Sequence[
-        Finished[ScoredGroup]
-    ] = ()  # rows that teach nothing, taken and kept for a later step
+    # rows that teach nothing, taken and kept for a later step
+    unrecorded: Sequence[Finished[ScoredGroup]] = ()
 
     def useful(self, answered: ScoredGroup) -> bool:
         found = super().useful(answered)

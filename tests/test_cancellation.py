@@ -139,9 +139,8 @@ class Course:
     kind: str
     start: str  # state of the trainer
     want: list[np.ndarray] = field(default_factory=list)  # weights after so many steps
-    apart: list[np.ndarray] = field(
-        default_factory=list
-    )  # of a branch after its step, and of its loop after the next
+    # of a branch after its step, and of its loop after the next
+    apart: list[np.ndarray] = field(default_factory=list)
     there: bool = False  # whether the await that was to be struck came up
 
     @classmethod

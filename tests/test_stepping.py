@@ -244,8 +244,8 @@ def test_a_setting_changed_in_a_step_counts_from_the_next_one_on_and_is_in_its_r
         assert (second.metrics["learning_rate"], second.options["kl_beta"]) == (3e-4, 0.05)
         settings = {"learning_rate": 3e-4, "kl_beta": 0.05, "max_completion_tokens": 9}
         assert (first.changed, second.changed) == (
-            {"reward": "<lambda>"},
-            settings | {"reward": "<lambda>"},
+            {"reward": "LENGTH"},
+            settings | {"reward": "LENGTH"},
         )
         assert max(s.completion_len for g in second.groups for s in g.samples) <= 9
         assert "from step 3 on" in repr(loop.change(learning_rate=1e-4))

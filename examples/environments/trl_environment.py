@@ -36,7 +36,7 @@ class Adding:
         return 1 / self.tries if self.right else 0.0
 
 
-# --- the glue: 4 lines. A model that was taught tools needs no `read_calls`.
+# --- the glue: 7 lines. A model that was taught tools needs no `read_calls`.
 rows = [
     {"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]}
     for row in rln.toy_rows(512)

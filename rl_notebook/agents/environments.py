@@ -113,9 +113,8 @@ class ToolGame:
 
     rewards: tuple[RewardFn, ...]
     tools: tuple[Callable[..., Any], ...]
-    factories: Mapping[
-        Any, Callable[[], Any]
-    ]  # by the column `environment`; under None, the only one
+    # by the column `environment`; under None, the only one
+    factories: Mapping[Any, Callable[[], Any]]
     rounds: int | None  # of calls; None = as many as fit
     read_calls: Calls
     spare: dict[Any, list[Any]] = field(default_factory=dict)  # environments that are not in use

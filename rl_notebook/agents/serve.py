@@ -102,9 +102,8 @@ class Asked(ChatRequest):
     "A request for the next turn."
 
     params: SampleParams
-    seen: tuple[
-        Any, ...
-    ]  # what decides whether it goes on with a conversation: tools and options, then each message
+    # what decides whether it goes on with a conversation: tools and options, then each message
+    seen: tuple[Any, ...]
 
 
 def as_said(message: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -703,9 +702,8 @@ class PolicyServer:
     setup: Callable[[], RolloutSetup] = field(repr=False)  # how to draw; asked before each turn
     max_seq_len: int | None = None  # of a whole conversation; None = that of the setup
     read_calls: Calls = field(default=split_calls, repr=False)
-    key: str = field(
-        default_factory=lambda: secrets.token_urlsafe(24), repr=False
-    )  # for `Authorization: Bearer`
+    # for `Authorization: Bearer`
+    key: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
     rollouts: dict[str, ServedRollout] = field(default_factory=dict, repr=False)  # open ones, by id
     closed: bool = False
 

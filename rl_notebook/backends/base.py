@@ -204,30 +204,28 @@ class Capabilities:
 
     name: str  # as `open_backend` knows it
     discard_gradients: bool = True  # accumulated gradients can be dropped
+    # of `optim_step`
     grad_accumulation_normalization: tuple[str, ...] = (
         "none",
         "num_loss_tokens",
         "num_sequences",
-    )  # of `optim_step`
+    )
     prompt_logprobs: bool = False  # the policy also scores positions of weight 0
     top_p: bool = True  # sampler honours it and reports logprobs of the distribution drawn from
     top_k: bool = True  # likewise
     min_p: bool = True  # likewise
     repetition_penalty: bool = True  # likewise
     seed: bool = True  # same seed, same tokens
-    builtin_losses: tuple[
-        str, ...
-    ] = ()  # `policy_loss`es that the service computes (`BuiltinTrainer`)
-    state_snapshots: bool = (
-        True  # `save_state` and `load_state`: without them no undo, branch or seek
-    )
+    # `policy_loss`es that the service computes (`BuiltinTrainer`)
+    builtin_losses: tuple[str, ...] = ()
+    # `save_state` and `load_state`: without them no undo, branch or seek
+    state_snapshots: bool = True
     policy_temperature: float = 1.0  # the policy's logits are divided by it
     lora_rank: int = 0  # 0 = every parameter is trained
     load_in_8bit: bool = False  # the base of the adapter is kept in 8 bits
     entropy: bool = False  # the policy's exact entropy can be part of the loss
-    routing: bool = (
-        False  # completions name the experts that read each token, and the policy takes the same
-    )
+    # completions name the experts that read each token, and the policy takes the same
+    routing: bool = False
     max_seq_len: int | None = None  # longest prompt plus completion; None = unknown
 
 # %% ../../nbs/backends/02_base.ipynb #a04f19a0
@@ -252,9 +250,8 @@ class Meter:
     tokens_sampled: int = 0  # completion tokens drawn
     datums_scored: int = 0  # sequences through a forward pass
     datums_trained: int = 0  # sequences through a backward pass
-    work: dict[str, Work] = field(
-        default_factory=dict
-    )  # of this process: "sampling", "scoring" and "training"
+    # of this process: "sampling", "scoring" and "training"
+    work: dict[str, Work] = field(default_factory=dict)
 
     def note(self, kind: str, work: Work) -> None:
         "Add to one kind of work; only the thread that computes may."
@@ -293,30 +290,22 @@ class Backend:
     capabilities: Capabilities  # what is supported
     close: Callable[[], Awaitable[None]] | None = None  # releases what the backend holds
     meter: Meter = field(default_factory=Meter)  # how much work was done
-    promote: Callable[[str], Awaitable[str]] | None = (
-        None  # publishes the policy under a model id; returns its name
-    )
-    boot_metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # seconds until it was ready: `infra/...`
-    export: Callable[..., Awaitable[None]] | None = (
-        None  # (folder, kind, tokenizer) writes it; None = it cannot
-    )
-    endpoint: Endpoint | None = (
-        None  # of the sampler, for rollouts that make their own requests; None = no HTTP
-    )
-    score_at: Callable[[float], None] | None = (
-        None  # another `policy_temperature`; None = it cannot be changed
-    )
-    size: ModelSize | None = (
-        None  # of the model that is computed here; None = not here, or not known
-    )
-    turns: list[Any] = field(
-        default_factory=list, repr=False
-    )  # who uses it: the `SharedBackend` of its loops
-    opened: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # how, as keywords of what opened it, where that is known
+    # publishes the policy under a model id; returns its name
+    promote: Callable[[str], Awaitable[str]] | None = None
+    # seconds until it was ready: `infra/...`
+    boot_metrics: Mapping[str, float] = field(default_factory=dict)
+    # (folder, kind, tokenizer) writes it; None = it cannot
+    export: Callable[..., Awaitable[None]] | None = None
+    # of the sampler, for rollouts that make their own requests; None = no HTTP
+    endpoint: Endpoint | None = None
+    # another `policy_temperature`; None = it cannot be changed
+    score_at: Callable[[float], None] | None = None
+    # of the model that is computed here; None = not here, or not known
+    size: ModelSize | None = None
+    # who uses it: the `SharedBackend` of its loops
+    turns: list[Any] = field(default_factory=list, repr=False)
+    # how, as keywords of what opened it, where that is known
+    opened: Mapping[str, Any] = field(default_factory=dict)
 
     async def __aenter__(self) -> Self:
         return self

@@ -76,16 +76,13 @@ _all_ = [  # what a config is written with
 class ServiceSettings:
     "Where a service is, and what it calls things."
 
-    base_url: Text | None = (
-        None  # address of the service; None = from the environment (not for "openai")
-    )
+    # address of the service; None = from the environment (not for "openai")
+    base_url: Text | None = None
     served_model: Text | None = None  # openai: the model's name on the server; None = base_model
-    tokenizer_model: Text | None = (
-        None  # tinker: name or folder of the tokenizer; None = the base model's
-    )
-    output_model_id: Opened[Text | None] = (
-        None  # Fireworks: the final weights are promoted to this model id
-    )
+    # tinker: name or folder of the tokenizer; None = the base model's
+    tokenizer_model: Text | None = None
+    # Fireworks: the final weights are promoted to this model id
+    output_model_id: Opened[Text | None] = None
 
 # %% ../../nbs/config/02_config.ipynb #7d4da0f8
 @option_class
@@ -148,9 +145,8 @@ class DeployConfig:
     "The Fireworks deployment that samples."
 
     deployment_id: Text | None = None  # reused if it exists; None = a new one
-    tokenizer_model: Text | None = (
-        None  # hub id of the tokenizer; the service needs it, prompts are encoded here
-    )
+    # hub id of the tokenizer; the service needs it, prompts are encoded here
+    tokenizer_model: Text | None = None
     tokenizer_revision: Text | None = None  # of the tokenizer
     create_deployment: Bool = True  # False = it must exist
     deployment_shape: Text | None = None  # None = from the training shape

@@ -75,49 +75,38 @@ class TaskSettings:
     "Which model learns which task."
 
     base_model: Past[Text] = "tiny"  # name for `load_model`, or an id of the service that trains it
-    dataset: Past[Text] = (
-        "toy"  # built-in task, path, URL, hub name, or "module:function" that returns rows
-    )
+    # built-in task, path, URL, hub name, or "module:function" that returns rows
+    dataset: Past[Text] = "toy"
     dataset_config: Text | None = None  # of a data set on the hub, as "main"
     dataset_split: Text | None = None  # likewise; None = "train"
-    dataset_eval_split: Text | None = (
-        None  # that `eval_rows` are taken from; None = the last rows of `dataset_split`
-    )
+    # that `eval_rows` are taken from; None = the last rows of `dataset_split`
+    dataset_eval_split: Text | None = None
     dataset_streaming: Bool = False  # read its rows as they come, in place of a download of all
     dataset_columns: Plain | None = None  # its columns by our names, as {"question": "problem"}
-    system_prompt: Opened[AnyText | None] = (
-        None  # goes in front of every prompt that is a conversation
-    )
+    # goes in front of every prompt that is a conversation
+    system_prompt: Opened[AnyText | None] = None
     chat_template: Text | None = None  # file with a Jinja template; None = the tokenizer's own
-    chat_template_kwargs: Plain | None = (
-        None  # what the template is told, as {"enable_thinking": False}
-    )
+    # what the template is told, as {"enable_thinking": False}
+    chat_template_kwargs: Plain | None = None
     max_rows: Past[Count | None] = 100  # rows used, from the top; None = all
     epochs: AtPrompts[Count] = 1  # passes over the rows
-    steps: AtPrompts[Count | None] = (
-        None  # optimizer steps that end the run, if the epochs have not; None = no limit
-    )
+    # optimizer steps that end the run, if the epochs have not; None = no limit
+    steps: AtPrompts[Count | None] = None
     shuffle: Past[Bool] = True  # another order in each epoch, decided by `seed`
-    difficulty_sampling: Past[SomeShare | None] = (
-        None  # share of epochs with a row never or always solved; None = all
-    )
+    # share of epochs with a row never or always solved; None = all
+    difficulty_sampling: Past[SomeShare | None] = None
     seed: Past[Seed] = 0  # every draw derives from (seed, number of the row in the run, sample)
     eval_rows: Opened[Whole] = 0  # held-out rows to score; 0 = no evaluation
-    eval_interval: AtFinish[Whole] = (
-        0  # optimizer steps between evaluations; 0 = only before and after
-    )
-    eval_samples: Count = (
-        1  # completions of each held-out row; with several there are avg@k and pass@k
-    )
-    eval_sampling: EvalSampling | None = (
-        None  # settings of its draws that differ, as {"temperature": 0.6}
-    )
-    eval_pass_reward: Float = (
-        1.0  # a completion passes if its reward is at least this; for `difficulty_sampling`, too
-    )
-    keep_best: Text | None = (
-        None  # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
-    )
+    # optimizer steps between evaluations; 0 = only before and after
+    eval_interval: AtFinish[Whole] = 0
+    # completions of each held-out row; with several there are avg@k and pass@k
+    eval_samples: Count = 1
+    # settings of its draws that differ, as {"temperature": 0.6}
+    eval_sampling: EvalSampling | None = None
+    # a completion passes if its reward is at least this; for `difficulty_sampling`, too
+    eval_pass_reward: Float = 1.0
+    # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
+    keep_best: Text | None = None
 
 # %% ../../nbs/config/00_settings.ipynb #7e5bd646
 @dataclass(frozen=True, kw_only=True)
@@ -132,17 +121,14 @@ class SamplingSettings:
     top_p: SomeShare = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: Whole = 0  # keep the k most likely tokens; 0 = all
     min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest
-    repetition_penalty: Positive = (
-        1.0  # divides logits of tokens in the text, multiplies those below 0; 1 = none
-    )
+    # divides logits of tokens in the text, multiplies those below 0; 1 = none
+    repetition_penalty: Positive = 1.0
     stop: AnyTexts = ()  # strings that end a completion, besides the end-of-text token
     max_concurrent: Count = 32  # completions in flight, at most
-    weight_sync_interval: AtSync[Whole] = (
-        1  # optimizer steps between weight syncs; 0 = the first weights are kept
-    )
-    sync_audit: AtSync[Bool] = (
-        True  # after a sync trainer and sampler score one row: did the weights arrive?
-    )
+    # optimizer steps between weight syncs; 0 = the first weights are kept
+    weight_sync_interval: AtSync[Whole] = 1
+    # after a sync trainer and sampler score one row: did the weights arrive?
+    sync_audit: AtSync[Bool] = True
 
 # %% ../../nbs/config/00_settings.ipynb #44477146
 @dataclass(frozen=True, kw_only=True)
@@ -151,28 +137,22 @@ class SignalSettings:
 
     rewards: AtScore[Texts] = ()  # names of reward functions; () = the data set's own
     reward_weights: AtScore[tuple[Float, ...] | None] = None  # one per reward; None = 1 each
-    reward_timeout: AtScore[Positive | None] = (
-        None  # seconds for a call; a later one is unscorable; None = no limit
-    )
-    max_concurrent_rewards: AtScore[Whole] = (
-        32  # calls at once, plain ones in threads; 0 = one by one, in no thread
-    )
+    # seconds for a call; a later one is unscorable; None = no limit
+    reward_timeout: AtScore[Positive | None] = None
+    # calls at once, plain ones in threads; 0 = one by one, in no thread
+    max_concurrent_rewards: AtScore[Whole] = 32
     advantage_scale: AtAdvantages[AdvantageScale] = "std"  # what the centred reward is divided by
     advantage_eps: AtAdvantages[NotNegative] = 1e-8  # added to the standard deviation; TRL has 1e-4
-    advantage_fn: AtAdvantages[Text | None] = (
-        None  # "module:function" in its place; see the advantages notebook
-    )
+    # "module:function" in its place; see the advantages notebook
+    advantage_fn: AtAdvantages[Text | None] = None
     ddof: AtAdvantages[Literal[0, 1]] = 1  # the standard deviation divides by K - ddof
-    drop_dead: AtDatums[Bool] = (
-        True  # leave groups without signal out; False = they count, with the KL term only
-    )
+    # leave groups without signal out; False = they count, with the KL term only
+    drop_dead: AtDatums[Bool] = True
     refill: AtDatums[Bool] = False  # sample another prompt for each group that was left out
-    overlong: AtDatums[Literal["keep", "mask"]] = (
-        "keep"  # completions cut at the limit: train on them, or mask (DAPO)
-    )
-    overlong_buffer: AtScore[Whole] = (
-        0  # last tokens, over which the reward falls by up to 1; 0 = off (DAPO)
-    )
+    # completions cut at the limit: train on them, or mask (DAPO)
+    overlong: AtDatums[Literal["keep", "mask"]] = "keep"
+    # last tokens, over which the reward falls by up to 1; 0 = off (DAPO)
+    overlong_buffer: AtScore[Whole] = 0
 
 # %% ../../nbs/config/00_settings.ipynb #bf9e73ad
 GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
@@ -183,22 +163,17 @@ class LossSettings(LossParams):
     "Which loss, with which knobs."
 
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
-    teacher: Past[Text | None] = (
-        None  # a model that takes the reference's place, for `teacher_coeff`, as base_model
-    )
+    # a model that takes the reference's place, for `teacher_coeff`, as base_model
+    teacher: Past[Text | None] = None
     kl_metric: AtReference[Bool] = False  # measure the KL even when `kl_beta` is 0
-    entropy_target: Float | None = (
-        None  # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
-    )
-    entropy_coeff_step: Float = (
-        0.005  # by which `entropy_coeff`, where it begins, rises or falls after each step
-    )
-    grad_accumulation_normalization: GradNormalization = (
-        "none"  # division left to the trainer; only with "sum"
-    )
-    loss_path: Literal["client", "builtin"] = (
-        "client"  # computed here, or by the service that trains, in one call
-    )
+    # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
+    entropy_target: Float | None = None
+    # by which `entropy_coeff`, where it begins, rises or falls after each step
+    entropy_coeff_step: Float = 0.005
+    # division left to the trainer; only with "sum"
+    grad_accumulation_normalization: GradNormalization = "none"
+    # computed here, or by the service that trains, in one call
+    loss_path: Literal["client", "builtin"] = "client"
 
 # %% ../../nbs/config/00_settings.ipynb #a1ff5a63
 def next_bonus(c: Any, coeff: float, entropy: float) -> tuple[float, float]:
@@ -219,9 +194,8 @@ class UpdateSettings:
     "Optimizer, adapter, batching of the backward passes."
 
     learning_rate: Positive = 1e-5  # AdamW; with a schedule its highest
-    lr_scheduler_type: LRSchedule = (
-        "constant"  # shape over the planned steps, by the name that transformers has for it
-    )
+    # shape over the planned steps, by the name that transformers has for it
+    lr_scheduler_type: LRSchedule = "constant"
     warmup_steps: Whole = 0  # steps in which the learning rate rises from 0
     warmup_ratio: Share = 0.0  # the same as a share of the planned steps
     min_lr_rate: Share = 0.0  # cosine_with_min_lr: where it ends, as a share of `learning_rate`
@@ -233,12 +207,10 @@ class UpdateSettings:
     grad_clip_norm: NotNegative = 1.0  # largest gradient norm; 0 = no clipping
     lora_rank: Past[Whole] = 0  # 0 = all parameters
     lora_alpha: Past[Positive] = 32.0  # the adapter's output is scaled by alpha / rank
-    load_in_8bit: Past[Bool] = (
-        False  # trained here, with an adapter: the base in 8 bits (rl-notebook[quantized])
-    )
-    min_samples_per_fwd_bwd: Count | None = (
-        None  # start a forward/backward call at so many samples; None = the maximum
-    )
+    # trained here, with an adapter: the base in 8 bits (rl-notebook[quantized])
+    load_in_8bit: Past[Bool] = False
+    # start a forward/backward call at so many samples; None = the maximum
+    min_samples_per_fwd_bwd: Count | None = None
     max_samples_per_fwd_bwd: Count = 256  # samples in one forward/backward call at most
 
 # %% ../../nbs/config/00_settings.ipynb #3284defb
@@ -274,24 +246,20 @@ Trackers = Annotated[
 class RunSettings:
     "Where the run computes and what it leaves behind."
 
-    backend: Opened[Text] = (
-        "auto"  # who computes, a name of `open_backend`; "auto" decides by the base model's name
-    )
+    # who computes, a name of `open_backend`; "auto" decides by the base model's name
+    backend: Opened[Text] = "auto"
     device: Opened[Text] = "auto"  # trained here: "cpu", "cuda", or what is there
-    dtype: Opened[Literal["float32", "bfloat16"]] = (
-        "float32"  # trained here: of the weights in the forward pass
-    )
+    # trained here: of the weights in the forward pass
+    dtype: Opened[Literal["float32", "bfloat16"]] = "float32"
     log_path: Opened[Text | None] = None  # run folder; None = records stay in memory
     run_name: Opened[Text | None] = None  # name in the trackers; None = the name of the run folder
     report_to: Opened[Trackers] = ()  # who else gets the metrics of each step
     log_completions: Opened[Whole] = 0  # completions of each step that `report_to` gets as a table
     dcp_save_interval: Opened[Whole] = 0  # optimizer steps between resumable checkpoints; 0 = none
-    router_replay: Opened[Bool] = (
-        False  # mixture of experts: the trainer takes the experts that the sampler chose
-    )
-    router_replay_completion_only: Bool = (
-        True  # for sampled tokens only; False = for the prompt as well
-    )
+    # mixture of experts: the trainer takes the experts that the sampler chose
+    router_replay: Opened[Bool] = False
+    # for sampled tokens only; False = for the prompt as well
+    router_replay_completion_only: Bool = True
 
     @property
     def trained_here(self) -> bool:
@@ -307,45 +275,36 @@ class ScheduleSettings:
     "When rollouts run and when the weights are updated."
 
     recipe: RecipeName = "rl_loop"  # which loop runs it
-    max_head_offpolicy_versions: Whole = (
-        0  # async: syncs between the start of a rollout and its training, at most
-    )
-    max_concurrency_rollout_sample: Int | None = (
-        None  # async: samples in flight; None = all that staleness allows
-    )
+    # async: syncs between the start of a rollout and its training, at most
+    max_head_offpolicy_versions: Whole = 0
+    # async: samples in flight; None = all that staleness allows
+    max_concurrency_rollout_sample: Int | None = None
     synchronous_training: Bool = False  # async: wait for every rollout in flight before each update
-    pipeline_chunks_per_step: Count = (
-        1  # async: backward passes of a step, each made as soon as its groups are there
-    )
+    # async: backward passes of a step, each made as soon as its groups are there
+    pipeline_chunks_per_step: Count = 1
     ppo_n_minibatches: Count = 1  # optimizer steps per batch
     min_group_size: AtScore[Count] = 1  # samples that a group needs to be trained on
-    max_incomplete_group_retries: Whole = (
-        0  # rounds in which samples that were lost are drawn again
-    )
+    # rounds in which samples that were lost are drawn again
+    max_incomplete_group_retries: Whole = 0
     rollout_retries: Whole = 2  # calls of a rollout again, after its connection failed
-    unfit_turns: Literal["drop", "raise"] = (
-        "drop"  # rollouts that the chat template cannot continue: lost, or an error
-    )
-    max_rollout_failure_rate: SomeShare = (
-        0.5  # of rollouts that lose their connection: more end the run; 1 = never
-    )
+    # rollouts that the chat template cannot continue: lost, or an error
+    unfit_turns: Literal["drop", "raise"] = "drop"
+    # of rollouts that lose their connection: more end the run; 1 = never
+    max_rollout_failure_rate: SomeShare = 0.5
 
 # %% ../../nbs/config/00_settings.ipynb #72e8964b
 @option_class
 class IGPOConfig:
     "Knobs of `recipe='igpo_loop'`: information gain per turn (arXiv:2510.14967)."
 
-    ig_weight: NotNegative = (
-        1.0  # of the information gain beside the outcome; 0 = the outcome alone
-    )
+    # of the information gain beside the outcome; 0 = the outcome alone
+    ig_weight: NotNegative = 1.0
     gamma: Share = 0.99  # discount from a turn to the one before it
     scoring_workers: Count = 8  # prefixes scored at the same time
-    skip_ig_last_turn: Bool = (
-        True  # the last turn states the answer, so nothing is gained for it; False = as others
-    )
-    answer_lead: AnyText = (
-        ""  # text between what was said so far and the answer that is scored after it
-    )
+    # the last turn states the answer, so nothing is gained for it; False = as others
+    skip_ig_last_turn: Bool = True
+    # text between what was said so far and the answer that is scored after it
+    answer_lead: AnyText = ""
 
 # %% ../../nbs/config/00_settings.ipynb #416b7a35
 @option_class
@@ -363,25 +322,22 @@ class ResumeConfig:
 
     resume_from: Text | None = None  # checkpoint: a folder (local) or a name (service)
     resume_job_id: Text | None = None  # a service: the trainer job that saved it
-    step_offset: Whole | None = (
-        None  # number of the last finished step; None = what the checkpoint says
-    )
+    # number of the last finished step; None = what the checkpoint says
+    step_offset: Whole | None = None
 
 # %% ../../nbs/config/00_settings.ipynb #286b3b10
 @option_class
 class ConcurrencyConfig:
     "How many completions are in flight, in place of `max_concurrent`."
 
-    mode: Literal["adaptive", "fixed"] = (
-        "adaptive"  # "adaptive": a window that follows what the service can take
-    )
+    # "adaptive": a window that follows what the service can take
+    mode: Literal["adaptive", "fixed"] = "adaptive"
     max_concurrency: Count | None = None  # fixed: so many
     initial_window: Count | None = None  # adaptive: in the beginning; None = 8
     min_window: Count = 1  # adaptive: never fewer
     max_window: Count = 256  # adaptive: never more
-    prefill_queue_target: Float = (
-        0.5  # adaptive, if reported: seconds in the queue from which the window shrinks
-    )
+    # adaptive, if reported: seconds in the queue from which the window shrinks
+    prefill_queue_target: Float = 0.5
 
 # %% ../../nbs/config/00_settings.ipynb #bc5d57da
 @dataclass(frozen=True, kw_only=True)
@@ -391,9 +347,8 @@ class SubConfigs:
     igpo: AtAdvantages[IGPOConfig | None] = None  # with recipe="igpo_loop"
     wandb: Opened[WandBConfig | None] = None  # Weights & Biases
     resume: Opened[ResumeConfig | None] = None  # where to go on from
-    concurrency: ConcurrencyConfig | None = (
-        None  # completions in flight; None = adaptive, at most `max_concurrent`
-    )
+    # completions in flight; None = adaptive, at most `max_concurrent`
+    concurrency: ConcurrencyConfig | None = None
 
 # %% ../../nbs/config/00_settings.ipynb #2a6c8d2d
 def loss_rules(c: Any) -> Iterator[str]:

@@ -43,7 +43,8 @@ class ActiveTokens:
     "All positions that enter a loss, of S samples end to end. Series that were not provided are None."
 
     policy_logprobs: Tensor  # (T,) p, carries the gradient
-    old_logprobs: Tensor  # (T,) o, the anchor of the ratio; equals p without gradient when nothing older is known
+    # (T,) o, the anchor of the ratio; equals p without gradient when nothing older is known
+    old_logprobs: Tensor
     sampler_logprobs: Tensor | None  # (T,) b
     ref_logprobs: Tensor | None  # (T,) f
     advantages: Tensor  # (T,) A

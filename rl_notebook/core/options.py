@@ -341,67 +341,54 @@ Correction = Literal["off", "token", "sequence", "product"]
 class LossParams:
     "Which loss: surrogate, KL, aggregation and correction. Knobs left at None take the default of their surrogate."
 
-    policy_loss: LossName = (
-        "grpo"  # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
-    )
+    # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
+    policy_loss: LossName = "grpo"
     kl_beta: NotNegative = 0.0  # weight of the KL term to the reference; 0 = no reference needed
-    teacher_coeff: NotNegative = (
-        0.0  # weight of teacher less sampler logprob in a token's advantage; 0 = no teacher
-    )
+    # weight of teacher less sampler logprob in a token's advantage; 0 = no teacher
+    teacher_coeff: NotNegative = 0.0
     reward_coeff: NotNegative = 1.0  # weight of what the rewards say in it; 0 = the teacher alone
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
-    kl_bias_correction: Bool = (
-        False  # multiply the KL term by the token ratio, as TRL does by default
-    )
-    entropy_coeff: NotNegative = (
-        0.0  # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
-    )
+    # multiply the KL term by the token ratio, as TRL does by default
+    kl_bias_correction: Bool = False
+    # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
+    entropy_coeff: NotNegative = 0.0
     aggregation: Aggregation = "token_mean"  # what the summed loss is divided by
-    anchor: Literal["old", "rollout"] = (
-        "old"  # ratios are against the policy before this update, or the sampler
-    )
-    tis: Correction = "off"  # correct from sampler to trainer: weights by token, by mean or by sum of a sample's logs
-    tis_mode: Literal["truncate", "mask", "reject"] = (
-        "truncate"  # outside floor and cap: the bound, 0, or 0 and else 1
-    )
+    # ratios are against the policy before this update, or the sampler
+    anchor: Literal["old", "rollout"] = "old"
+    # correct from sampler to trainer: weights by token, by mean or by sum of a sample's logs
+    tis: Correction = "off"
+    # outside floor and cap: the bound, 0, or 0 and else 1
+    tis_mode: Literal["truncate", "mask", "reject"] = "truncate"
     tis_cap: NotNegative = 5.0  # largest correction weight of a token or sequence
     tis_floor: NotNegative = 0.0  # smallest correction weight
-    icepop_threshold: AtLeastOne | None = (
-        None  # h >= 1: tokens whose raw weight is outside [1/h, h] are left out
-    )
-    tis_anchor: Literal["old", "policy"] = (
-        "old"  # correct to the policy before this update, or to the current one
-    )
-    off_policy_mask_threshold: Positive | None = (
-        None  # nats a token: samples of A < 0 beyond it are left out
-    )
+    # h >= 1: tokens whose raw weight is outside [1/h, h] are left out
+    icepop_threshold: AtLeastOne | None = None
+    # correct to the policy before this update, or to the current one
+    tis_anchor: Literal["old", "policy"] = "old"
+    # nats a token: samples of A < 0 beyond it are left out
+    off_policy_mask_threshold: Positive | None = None
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
-    eps_clip: NotNegative | None = (
-        None  # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
-    )
+    # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
+    eps_clip: NotNegative | None = None
     eps_clip_high: Float | None = None  # ratio may rise to 1 + eps_clip_high
     eps_clip_c: AboveOne | None = None  # dual clip, above 1: bounds the loss of negative advantages
     ratio_log_cap: NotNegative | None = None  # token log ratios are cut at plus and minus this
     seq_ratio_log_cap: NotNegative | None = None  # gspo: largest log of the sequence ratio
     dro_beta: NotNegative | None = None  # dro: weight of the quadratic penalty on the log ratio
-    sapo_temperature_pos: Positive | None = (
-        None  # sapo: steepness of the gate where the advantage is positive
-    )
+    # sapo: steepness of the gate where the advantage is positive
+    sapo_temperature_pos: Positive | None = None
     sapo_temperature_neg: Positive | None = None  # sapo: and elsewhere
-    vespo_k_pos: NotNegative | None = (
-        None  # vespo: power of the sequence ratio, where the advantage is not negative
-    )
+    # vespo: power of the sequence ratio, where the advantage is not negative
+    vespo_k_pos: NotNegative | None = None
     vespo_k_neg: NotNegative | None = None  # vespo: and elsewhere
     vespo_lambda_pos: Positive | None = None  # vespo: decay by the sequence ratio, likewise
     vespo_lambda_neg: Positive | None = None  # vespo: and elsewhere
-    dppo_low: NotNegative | None = (
-        None  # dppo: divergence from which bad tokens that fell are left out
-    )
+    # dppo: divergence from which bad tokens that fell are left out
+    dppo_low: NotNegative | None = None
     dppo_high: NotNegative | None = None  # dppo: and good tokens that rose
     dppo_cap: Positive | None = None  # dppo: largest ratio
-    cov_share: SomeShare | None = (
-        None  # kl_cov, clip_cov: share of the tokens that is picked, at least one
-    )
+    # kl_cov, clip_cov: share of the tokens that is picked, at least one
+    cov_share: SomeShare | None = None
     kl_cov_coef: NotNegative | None = None  # kl_cov: weight of their |log ratio|
     clip_cov_low: Float | None = None  # clip_cov: picked among covariances above this
     clip_cov_high: Float | None = None  # clip_cov: and below that

@@ -311,14 +311,12 @@ class SampleParams:
     top_p: float = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: int = 0  # keep the k most likely tokens, 0 = all
     min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
-    repetition_penalty: float = (
-        1.0  # logits of tokens that stand in prompt or completion: divided, below 0 multiplied
-    )
+    # logits of tokens that stand in prompt or completion: divided, below 0 multiplied
+    repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()  # strings that end a completion
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a completion, besides eos
-    grammar: str = (
-        ""  # that a completion has to follow, in llguidance's dialect of Lark; "" = any text
-    )
+    # that a completion has to follow, in llguidance's dialect of Lark; "" = any text
+    grammar: str = ""
     seed: int | None = None  # completion i draws from its own generator (seed, i)
 
     def __post_init__(self):
@@ -388,9 +386,8 @@ class Logprobs:
     temperature: float = 1.0  # logits were divided by it
     processed: bool = False  # after a cut, a penalty or a grammar, see `SampleParams.processed`
     dtype: str = "float32"  # precision of the forward pass
-    entropy: np.ndarray | None = (
-        None  # nats, of the distribution at each place, shaped as `values`; None = not known
-    )
+    # nats, of the distribution at each place, shaped as `values`; None = not known
+    entropy: np.ndarray | None = None
 
     def __post_init__(self):
         _freeze(self, values=np.float64, entropy=np.float64)
@@ -414,16 +411,14 @@ class Completion:
     prompt_tokens: np.ndarray  # (P,) ids
     tokens: np.ndarray  # (C,) sampled ids, a stop token included
     logprobs: np.ndarray  # (C,) raw logprobs: temperature 1, full vocabulary
-    sampling_logprobs: np.ndarray | None = (
-        None  # (C,) of the distribution drawn from; None = unknown
-    )
+    # (C,) of the distribution drawn from; None = unknown
+    sampling_logprobs: np.ndarray | None = None
     text: str = ""  # decoded completion, special tokens left out
     finish_reason: str = "stop"  # "stop", "length" or "abort"
     policy_version: int = 0  # weights that drew it
     params: SampleParams = SampleParams()  # how it was drawn
-    routing: tuple[str, ...] | None = (
-        None  # experts chosen at each position that the model read, see `Datum.routing`
-    )
+    # experts chosen at each position that the model read, see `Datum.routing`
+    routing: tuple[str, ...] | None = None
 
     def __post_init__(self):
         _freeze(
@@ -457,9 +452,8 @@ class RolloutSample:
     "One answered and graded prompt; all per-token series in token coordinates, length N."
 
     tokens: np.ndarray  # (N,) prompt and completion ids; empty where only the text is known
-    logprobs: (
-        np.ndarray
-    )  # (N,) sampler logprobs of the distribution drawn from; NaN outside the mask
+    # (N,) sampler logprobs of the distribution drawn from; NaN outside the mask
+    logprobs: np.ndarray
     loss_mask: np.ndarray  # (N,) 1 where the policy sampled the token
     reward: float | None  # None = unscorable: leaves its group and is counted
     finish_reason: str = "stop"  # "stop", "length" or "abort"
@@ -470,9 +464,8 @@ class RolloutSample:
     temperature: float = 1.0  # of `logprobs`
     processed: bool = False  # whether `logprobs` are those after top-p, top-k, min-p or a penalty
     info: Mapping[str, Any] = field(default_factory=dict)  # anything a rollout wants to keep
-    routing: tuple[str, ...] | None = (
-        None  # (N-1,) experts chosen at each position that the model read; "" = unknown
-    )
+    # (N-1,) experts chosen at each position that the model read; "" = unknown
+    routing: tuple[str, ...] | None = None
 
     def __post_init__(self):
         _freeze(
@@ -576,15 +569,12 @@ class PromptGroup:
     advantages: np.ndarray | None = None  # (len(samples),)
     dropped: tuple[str, ...] = ()  # reasons of rollouts that failed or were unscorable
     number: int = 0  # position of the prompt in the run, which decides its draws
-    runs: tuple[
-        int, ...
-    ] = ()  # the run that each sample is a segment of; () = each sample is a run of its own
-    turn_advantages: tuple[np.ndarray, ...] | None = (
-        None  # per sample one value per turn, where turns are compared
-    )
-    submitted: int | None = (
-        None  # policy version when its rollouts were started; None = that of its samples
-    )
+    # the run that each sample is a segment of; () = each sample is a run of its own
+    runs: tuple[int, ...] = ()
+    # per sample one value per turn, where turns are compared
+    turn_advantages: tuple[np.ndarray, ...] | None = None
+    # policy version when its rollouts were started; None = that of its samples
+    submitted: int | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "samples", tuple(self.samples))
@@ -648,9 +638,8 @@ class Datum:
     sample: int = 0  # index in the group
     key: str = ""  # names the row in messages
     truncated_tokens: int = 0  # tokens cut off to fit `max_length`
-    routing: tuple[str, ...] | None = (
-        None  # (N-1,) experts to replay at each input token; "" = the trainer chooses
-    )
+    # (N-1,) experts to replay at each input token; "" = the trainer chooses
+    routing: tuple[str, ...] | None = None
 
     def __post_init__(self):
         _freeze(

@@ -47,12 +47,10 @@ with needs("emulator", "the emulator"):
 class ServedDatum(Datum):
     "A datum with given targets; every position is scored."
 
-    targets: np.ndarray = field(
-        default_factory=lambda: np.zeros(0)
-    )  # (M,) what each position is scored on
-    series: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # (M,) what the loss reads, by name
+    # (M,) what each position is scored on
+    targets: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    # (M,) what the loss reads, by name
+    series: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def target_tokens(self) -> np.ndarray:

@@ -49,9 +49,8 @@ class Wanted:
     echo: bool = False
     layout: Literal["none", "content", "lists"] = "none"  # of logprobs
     prompt_logprobs: bool = False  # scores of the prompt as vLLM sends them
-    body: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # as it came: which ids and measurements are told
+    # as it came: which ids and measurements are told
+    body: Mapping[str, Any] = field(default_factory=dict)
 
 # %% ../../nbs/emulator/03_server.ipynb #960d4b17
 _KNOWN = """

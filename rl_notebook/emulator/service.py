@@ -137,12 +137,10 @@ class EmulatorState:
     model: Any  # what `Models` takes; serves every base-model name
     faults: Faults
     startup_delay_s: float = 0.0  # from a request to a running trainer or a ready deployment
-    trainers: dict[str, EmulatedTrainer] = field(
-        default_factory=dict
-    )  # those that were asked something, by job
-    servers: dict[str, EmulatedServer] = field(
-        default_factory=dict
-    )  # likewise, by deployment or model
+    # those that were asked something, by job
+    trainers: dict[str, EmulatedTrainer] = field(default_factory=dict)
+    # likewise, by deployment or model
+    servers: dict[str, EmulatedServer] = field(default_factory=dict)
 
     def __post_init__(self):
         self.resources = ResourceStore(self.folder / "control")  # jobs, deployments, models

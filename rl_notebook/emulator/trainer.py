@@ -69,9 +69,8 @@ class Promise:
     request_id: str
     result: Any = None  # a dict, `PassResult` or `SampleResult`
     lost: bool = False  # it will never be filled
-    reply: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # what the first response holds besides the id
+    # what the first response holds besides the id
+    reply: Mapping[str, Any] = field(default_factory=dict)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def fill(self, work: Work) -> None:
@@ -421,9 +420,8 @@ class Call:
     trainer: EmulatedTrainer
     memory: Memory
     body: Mapping[str, Any]
-    read: Callable[[], Batch] | None = (
-        None  # the batch of forward and forward_backward; raises what is wrong with it
-    )
+    # the batch of forward and forward_backward; raises what is wrong with it
+    read: Callable[[], Batch] | None = None
     params: Mapping[str, str] = field(default_factory=dict)  # parts of the path
 
     def learner(self) -> Learner:

@@ -290,16 +290,13 @@ class Cost:
     seconds: Mapping[str, float]  # measured, by phase
     completions: int  # measured
     step_completions: int  # of a step
-    memory: Mapping[
-        str, tuple[float, float]
-    ]  # GB at the peak, and how much of it came during pre-flight
+    # GB at the peak, and how much of it came during pre-flight
+    memory: Mapping[str, tuple[float, float]]
     guessed: str = ""  # a phase that was not measured
-    expected: Mapping[str, float] = field(
-        default_factory=dict
-    )  # seconds of a step by phase, where the roofs tell
-    step_memory: float | None = (
-        None  # GB of the process at the peak of a step, where it is computed here
-    )
+    # seconds of a step by phase, where the roofs tell
+    expected: Mapping[str, float] = field(default_factory=dict)
+    # GB of the process at the peak of a step, where it is computed here
+    step_memory: float | None = None
 
     @property
     def step_seconds(self) -> dict[str, float]:
@@ -342,9 +339,8 @@ class Spent:
 
     meter: Meter  # of the backend
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    work: dict[str, Work] = field(
-        default_factory=dict
-    )  # by phase, where it is computed in this process
+    # by phase, where it is computed in this process
+    work: dict[str, Work] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:

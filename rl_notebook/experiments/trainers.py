@@ -358,12 +358,10 @@ SMALL = 1e-3  # of a gradient: what is below it is not told
 class TrainerComparison(WhatIf):
     "One step under several trainers, with what makes the difference."
 
-    causes: pd.DataFrame = field(
-        default_factory=pd.DataFrame
-    )  # one row per trainer and term, in the order of the path
-    not_compared: Mapping[str, tuple[str, ...]] = field(
-        default_factory=dict
-    )  # by trainer, in words
+    # one row per trainer and term, in the order of the path
+    causes: pd.DataFrame = field(default_factory=pd.DataFrame)
+    # by trainer, in words
+    not_compared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def said(self, name: str) -> list[str]:
         "How a trainer's gradient differs, and why, line by line."

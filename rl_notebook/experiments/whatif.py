@@ -49,18 +49,15 @@ class FrozenBatch:
 
     datums: tuple[Datum, ...]  # each with old_logprobs, the anchor of its ratio
     policy_logprobs: tuple[Logprobs, ...]  # (N-1,) per datum
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # fields of LossOptions: the step's own loss
+    # fields of LossOptions: the step's own loss
+    options: Mapping[str, Any] = field(default_factory=dict)
     groups: tuple[PromptGroup, ...] = ()  # with rewards, for other advantages
-    recorded: LossOutput | None = (
-        None  # what the step itself computed; None once the policy has moved
-    )
+    # what the step itself computed; None once the policy has moved
+    recorded: LossOutput | None = None
     custom: str = ""  # name of the step's loss when it is not one of ours
     step: int = 0  # of the record
-    updates: tuple[
-        int, ...
-    ] = ()  # datums of each optimizer step, in order; () = one with all of them
+    # datums of each optimizer step, in order; () = one with all of them
+    updates: tuple[int, ...] = ()
 
     @property
     def where(self) -> str:
@@ -195,9 +192,8 @@ class Variant:
     advantage_scale: str | None = None  # None = the advantages that the step had
     ddof: int = 1  # of the standard deviation, where there is one
     advantage_eps: float = 1e-8  # added to it
-    advantage_fn: AdvantageFn | str | None = (
-        None  # of your own, or its "module:function", in place of a scale
-    )
+    # of your own, or its "module:function", in place of a scale
+    advantage_fn: AdvantageFn | str | None = None
 
 
 def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> Variant:

@@ -43,12 +43,10 @@ class Trend(Finding):
 
     step: int  # where it began
     seen: int  # the first step whose record was enough to tell
-    numbers: Mapping[
-        str, float
-    ]  # what it rests on; a row's are shares of its samples, entropies nats per token
-    samples: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # completions that show it: (step, group, sample), at most 4
+    # what it rests on; a row's are shares of its samples, entropies nats per token
+    numbers: Mapping[str, float]
+    # completions that show it: (step, group, sample), at most 4
+    samples: tuple[tuple[int, int, int], ...] = ()
 
     @property
     def sentence(self) -> str:

@@ -141,12 +141,10 @@ class Parts:
 
     producer: Producer[ScoredGroup]
     sizes: Iterable[tuple[int, int]]  # (at least, at most) groups
-    note: Callable[
-        [list[Finished[ScoredGroup]]], list[ScoredGroup]
-    ]  # the rows of the whole step as the step keeps them
-    places: Mapping[int, int] = field(
-        default_factory=dict
-    )  # number of a row: its index in the step, where it is known
+    # the rows of the whole step as the step keeps them
+    note: Callable[[list[Finished[ScoredGroup]]], list[ScoredGroup]]
+    # number of a row: its index in the step, where it is known
+    places: Mapping[int, int] = field(default_factory=dict)
     rows: list[Finished[ScoredGroup]] = field(default_factory=list)  # that came so far
 
     def place(self, row: Finished[ScoredGroup]) -> Finished[ScoredGroup]:

@@ -43,9 +43,8 @@ class Batch:
 
     samples: Any = None  # the value of `sample` that these rows became
     rows: Sequence[Finished[ScoredGroup]] = ()
-    gate: Mapping[str, float] = field(
-        default_factory=dict
-    )  # its metrics when the batch was complete
+    # its metrics when the batch was complete
+    gate: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def useful(self) -> int:

@@ -448,7 +448,9 @@ class SeekResult:
 
     step: int  # finished
     base: int  # finished steps where it began: a checkpoint, or the beginning
-    gap: float  # nats: largest difference between policy logprobs on the way and in the records; 0 = the same weights
+    # nats: largest difference between policy logprobs on the way and in the records; 0 = the same
+    # weights
+    gap: float
 
     def __repr__(self) -> str:
         again = f" and {self.step - self.base} steps made again" if self.step > self.base else ""

@@ -149,17 +149,14 @@ class Producer(Generic[T]):
     take: Callable[[], int | None]  # number of the next row; None = there is none now
     run: Callable[[int], Awaitable[T]]  # draws and grades a row
     useful: Callable[[T], bool]  # whether it can be trained on
-    requeue: Callable[[Iterable[int]], None] = lambda numbers: (
-        None
-    )  # rows that have to be drawn again
+    # rows that have to be drawn again
+    requeue: Callable[[Iterable[int]], None] = lambda numbers: None
     clock: Callable[[], float] = time.perf_counter  # seconds
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # by number
-    ready: list[Finished[T]] = field(
-        default_factory=list
-    )  # to be trained on, in the order in which they came
-    rejected: list[Finished[T]] = field(
-        default_factory=list
-    )  # the others, until a step takes them into its record
+    # to be trained on, in the order in which they came
+    ready: list[Finished[T]] = field(default_factory=list)
+    # the others, until a step takes them into its record
+    rejected: list[Finished[T]] = field(default_factory=list)
     held: str = ""  # why no row is started; empty = they are
     error: BaseException | None = None  # of a rollout, until a batch is waited for
     changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -350,9 +347,8 @@ class RowQueue:
     "Which rows come next: first those that have to be drawn again, then those behind the cursor."
 
     cursor: Cursor  # behind the rows that were taken
-    waiting: deque[int] = field(
-        default_factory=deque
-    )  # numbers before it that have to be drawn again, in order
+    # numbers before it that have to be drawn again, in order
+    waiting: deque[int] = field(default_factory=deque)
 
     @property
     def left(self) -> float:

@@ -420,9 +420,8 @@ class RolloutSetup:
     completions_per_prompt: int  # K
     extras: Mapping[str, Any] = field(default_factory=dict)  # anything of your own
     tokenizer_id: str = ""  # hub name or folder of the tokenizer
-    endpoint: Endpoint | None = (
-        None  # for requests of your own; None = the sampler is not reached over HTTP
-    )
+    # for requests of your own; None = the sampler is not reached over HTTP
+    endpoint: Endpoint | None = None
     max_seq_len: int | None = None  # of a whole conversation; None = no limit
 
     def __post_init__(self):

@@ -65,40 +65,32 @@ class StepState:
 
     number: int  # from 1
     cursor: Cursor  # before the step
-    pending: tuple[
-        int, ...
-    ] = ()  # numbers of rows before the cursor that had yet to be trained on, before the step
+    # numbers of rows before the cursor that had yet to be trained on, before the step
+    pending: tuple[int, ...] = ()
     ahead: bool = False  # whether its groups were drawn together with those of the steps before
     values: dict[str, Any] = field(default_factory=dict)  # by phase
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    work: dict[str, Work] = field(
-        default_factory=dict
-    )  # that the backend did while phases were running
-    spans: list[tuple[str, float, float]] = field(
-        default_factory=list
-    )  # (phase, begin, end) on the clock of `time`
+    # that the backend did while phases were running
+    work: dict[str, Work] = field(default_factory=dict)
+    # (phase, begin, end) on the clock of `time`
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
     cache: ScoreCache = field(default_factory=dict)  # logprobs scored in this step
     policy_version: int = 0  # that the sampler served when the step's samples were drawn
-    changes: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # fields of LossOptions that `loss()` was last asked for
+    # fields of LossOptions that `loss()` was last asked for
+    changes: Mapping[str, Any] = field(default_factory=dict)
     normalization: GradNormalization = "none"  # by which the optimizer has to divide the gradient
     passes: tuple[int, ...] = ()  # datums of each backward pass
     updates: tuple[int, ...] = ()  # datums of each optimizer step, where there are several
-    made: tuple[
-        tuple[LossReport, dict[str, float]], ...
-    ] = ()  # updates of this step so far, and their measurements
-    rejected: bool = (
-        False  # whether an update was rejected: settings of the update then count at once
-    )
-    synced: SyncReport | None = (
-        None  # what a sync after this step, or before it, brought; None = it was not looked at
-    )
+    # updates of this step so far, and their measurements
+    made: tuple[tuple[LossReport, dict[str, float]], ...] = ()
+    # whether an update was rejected: settings of the update then count at once
+    rejected: bool = False
+    # what a sync after this step, or before it, brought; None = it was not looked at
+    synced: SyncReport | None = None
     batch: Any = None  # what an asynchronous loop knows of the samples beside their values
     idle: float = 0.0  # seconds without a row in flight, until the step began
-    bonus: tuple[float, float] | None = (
-        None  # where it adapts: `entropy_coeff`, and what is used; None = at the start
-    )
+    # where it adapts: `entropy_coeff`, and what is used; None = at the start
+    bonus: tuple[float, float] | None = None
     awaited: tuple[str, ...] = AWAITED  # phases; `score` too, once it was found to wait
 
     def put(self, phase: str, value: Any) -> Any:

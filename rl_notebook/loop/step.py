@@ -74,9 +74,8 @@ class PhaseResult(tuple[T, ...]):
     headline: str
     table: Callable[[], pd.DataFrame]
     drawing: Callable[[], str]
-    work: Callable[[], Coroutine[Any, Any, PhaseResult[T]]] | None = (
-        None  # to be awaited first; None = it is all here
-    )
+    # to be awaited first; None = it is all here
+    work: Callable[[], Coroutine[Any, Any, PhaseResult[T]]] | None = None
 
     def __new__(
         cls,

@@ -85,15 +85,12 @@ class Problem:
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
     reward: Any  # reward functions, or a rollout function or factory
-    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = (
-        None  # True = train on it; None = live groups
-    )
-    advantage_fn: AdvantageFn | str | None = (
-        None  # or its "module:function"; None = as the config says
-    )
-    evaluation_fn: EvaluationFn | None = (
-        None  # None = the held-out rows, answered and graded as in training
-    )
+    # True = train on it; None = live groups
+    dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None
+    # or its "module:function"; None = as the config says
+    advantage_fn: AdvantageFn | str | None = None
+    # None = the held-out rows, answered and graded as in training
+    evaluation_fn: EvaluationFn | None = None
     extras: Mapping[str, Any] | None = None  # handed to a rollout factory
     make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
 
@@ -213,9 +210,8 @@ class RunPlan:
 
     begun: Run | None = None  # that goes on
     found: Checkpoint | None = None  # to begin from: its last one, or the one that the config names
-    changed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings that were changed by hand up to there
+    # settings that were changed by hand up to there
+    changed: Mapping[str, Any] = field(default_factory=dict)
 
 
 def plan_run(

@@ -114,9 +114,8 @@ class Sources:
 
     folder: Path  # of the script
     imports: dict[str, None] = field(default_factory=dict)
-    paths: dict[str, None] = field(
-        default_factory=dict
-    )  # folders of your own modules, as seen from the script
+    # folders of your own modules, as seen from the script
+    paths: dict[str, None] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)  # by the name that is defined
     origins: dict[str, Any] = field(default_factory=dict)  # by name: what it stands for
 

@@ -393,9 +393,8 @@ class Reader:
     logged: ClassVar[str] = ""  # a file of metrics, lines with `step`
     told: ClassVar[str] = ""  # what the format rounds, leaves out or writes twice
     hook: ClassVar[str] = ""  # what brings the series that are absent
-    scored_at: ClassVar[float | None] = (
-        None  # the temperature at which the trainer scores; None = it depends
-    )
+    # the temperature at which the trainer scores; None = it depends
+    scored_at: ClassVar[float | None] = None
 
     def __init__(self, path: Path, asked: Path | None = None):
         # the run's folder, and the one that was named

@@ -55,9 +55,8 @@ class StepRecord:
 
     step: int  # number of the step, from 1
     groups: tuple[PromptGroup, ...] = ()  # all of them, those without signal too
-    datums: tuple[
-        Datum, ...
-    ] = ()  # those that were trained, with the logprob series that were attached
+    # those that were trained, with the logprob series that were attached
+    datums: tuple[Datum, ...] = ()
     loss: LossOutput | None = None  # None when there was nothing to train
     metrics: Mapping[str, float] = field(default_factory=dict)  # flat, see the metrics notebook
     options: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the loss
@@ -67,27 +66,20 @@ class StepRecord:
     consumed: int = 0  # prompts taken from the data so far, at the end of the step
     passes: tuple[int, ...] = ()  # datums of each backward pass, in order
     divided_by: GradNormalization = "none"  # what the optimizer divided the gradient by
-    updates: tuple[
-        int, ...
-    ] = ()  # datums of each optimizer step, in order; () = one with all of them
-    pending: tuple[
-        int, ...
-    ] = ()  # positions of prompts that were taken and that no step up to this one has had
-    timeline: tuple[
-        tuple[str, float, float], ...
-    ] = ()  # (what, begin, end): seconds since the loop was opened
-    sources: Mapping[str, str] = field(
-        default_factory=dict
-    )  # hash of the source of each function that is not ours
-    speed: Mapping[str, float] = field(
-        default_factory=dict
-    )  # of what was computed in this process, as `perf/...`
-    changed: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # settings that differ from those the loop was opened with
-    visits: tuple[
-        tuple[int, float], ...
-    ] = ()  # difficulty sampling: times that each group's row came, its pass rate
+    # datums of each optimizer step, in order; () = one with all of them
+    updates: tuple[int, ...] = ()
+    # positions of prompts that were taken and that no step up to this one has had
+    pending: tuple[int, ...] = ()
+    # (what, begin, end): seconds since the loop was opened
+    timeline: tuple[tuple[str, float, float], ...] = ()
+    # hash of the source of each function that is not ours
+    sources: Mapping[str, str] = field(default_factory=dict)
+    # of what was computed in this process, as `perf/...`
+    speed: Mapping[str, float] = field(default_factory=dict)
+    # settings that differ from those the loop was opened with
+    changed: Mapping[str, Any] = field(default_factory=dict)
+    # difficulty sampling: times that each group's row came, its pass rate
+    visits: tuple[tuple[int, float], ...] = ()
     origin: str = ""  # the trainer that left it; empty = this package
 
     def __post_init__(self):

@@ -428,9 +428,8 @@ class Run:
     path: Path  # the folder
     config: Mapping[str, Any]  # nested plain values, as recorded
     notes: tuple[str, ...] = ()  # what was found damaged, and left out, when the folder was opened
-    trusted: frozenset[str] | None = (
-        frozenset()
-    )  # names of functions in it that may be imported; None = any
+    # names of functions in it that may be imported; None = any
+    trusted: frozenset[str] | None = frozenset()
     reader: Reader | None = None  # of the files that another trainer left
 
     @classmethod

@@ -101,17 +101,14 @@ class Generation:
     tool_mask: Sequence[Sequence[int]] | None  # 1 where the policy wrote
     texts: Sequence[str]
     sampler: Sequence[Sequence[float | None]] | None
-    rewards: Mapping[str, np.ndarray] = field(
-        default_factory=dict
-    )  # by function, NaN = it returned None
-    total: np.ndarray = field(
-        default_factory=lambda: np.zeros(0)
-    )  # NaN = no function returned anything
+    # by function, NaN = it returned None
+    rewards: Mapping[str, np.ndarray] = field(default_factory=dict)
+    # NaN = no function returned anything
+    total: np.ndarray = field(default_factory=lambda: np.zeros(0))
     advantages: np.ndarray = field(default_factory=lambda: np.zeros(0))
     loss_mask: np.ndarray = field(default_factory=lambda: np.zeros(0))  # (B, C) as the loss has it
-    read: np.ndarray = field(
-        default_factory=lambda: np.zeros(0)
-    )  # (B, C) 0 where the model was not shown the token
+    # (B, C) 0 where the model was not shown the token
+    read: np.ndarray = field(default_factory=lambda: np.zeros(0))
     weights: np.ndarray | None = None  # importance weights, (B, C) or (B, 1)
 
     def whole(self, row: int, values: Any) -> np.ndarray:  # (N,)

@@ -226,7 +226,9 @@ class Outcome:
     kind: str  # "too much", "more" or "too little"
     attack: str
     earns: float  # on average over the rows
-    share: float  # 1 = what a right answer earns, 0 = nothing or a wrong one's loss; NaN where no answer earns more
+    # 1 = what a right answer earns, 0 = nothing or a wrong one's loss; NaN where no answer earns
+    # more
+    share: float
     example: str  # where it earned most
 
 

@@ -457,9 +457,8 @@ class Span:
     tokens: tuple[int, ...]  # ids
     text: str  # what they say, special tokens included
     completion: Completion | None = None  # what sampled them; None = rendered
-    rendered: str = (
-        ""  # what the template writes for them, where that ends with another token; "" = their text
-    )
+    # what the template writes for them, where that ends with another token; "" = their text
+    rendered: str = ""
 
 # %% ../../nbs/task/02_chat.ipynb #3807fc15
 def _text_of(

@@ -93,16 +93,14 @@ class Row:
     "One task of a data set."
 
     key: str  # names the row in messages and records
-    messages: tuple[Mapping[str, Any], ...] | None = (
-        None  # a conversation that ends before the answer
-    )
+    # a conversation that ends before the answer
+    messages: tuple[Mapping[str, Any], ...] | None = None
     prompt: str | None = None  # or plain text
     prompt_tokens: tuple[int, ...] | None = None  # or token ids
     answer: Any = None  # what is right; None = the data set does not say
     data: Mapping[str, Any] = field(default_factory=dict)  # every column of the record
-    options: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of the chat template: `tools`, `chat_template_kwargs`
+    # of the chat template: `tools`, `chat_template_kwargs`
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
         forms = [n for n in ("messages", "prompt", "prompt_tokens") if getattr(self, n) is not None]
@@ -721,15 +719,12 @@ class Cursor:
     epochs: int | None = 1  # None = without end
     shuffle: bool = True  # False = in the order of the data set, every epoch
     consumed: int = 0  # positions gone through so far, over all epochs
-    floor: float | None = (
-        None  # share of the epochs in which a row that is always or never solved comes; None = all
-    )
-    seen: Mapping[int, tuple[int, float]] = field(
-        default_factory=dict, repr=False
-    )  # row: times it came, pass rate
-    _content: list[str] = field(
-        default_factory=list, repr=False, compare=False
-    )  # once it was asked for
+    # share of the epochs in which a row that is always or never solved comes; None = all
+    floor: float | None = None
+    # row: times it came, pass rate
+    seen: Mapping[int, tuple[int, float]] = field(default_factory=dict, repr=False)
+    # once it was asked for
+    _content: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self):
         if not len(self.rows):
@@ -871,9 +866,8 @@ class Prompt:
     index: int = 0  # position in the step
     number: int = 0  # position in the run
     opened: str = ""  # what it opens of the policy's turn, as "<think>"
-    decode: Callable[[list[int]], str] = field(
-        default=lambda tokens: "", repr=False
-    )  # special tokens, too
+    # special tokens, too
+    decode: Callable[[list[int]], str] = field(default=lambda tokens: "", repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "tokens", frozen_array(self.tokens, np.int64))
@@ -891,7 +885,6 @@ class Rollouts:
     prompt: Prompt
     samples: tuple[RolloutSample, ...] = ()  # graded already, if they come from a rollout function
     dropped: tuple[str, ...] = ()  # reasons of draws that came to nothing
-    runs: tuple[
-        int, ...
-    ] = ()  # the draw that each sample is a segment of; () = each sample is a draw of its own
+    # the draw that each sample is a segment of; () = each sample is a draw of its own
+    runs: tuple[int, ...] = ()
     redrawn: tuple[str, ...] = ()  # reasons of draws that were lost and made again

@@ -553,9 +553,8 @@ class _Group:
     index: int | None = None  # of the group in the step
     first: int = 0  # index of the first sample in its group
     step: int | None = None  # of the run
-    opened: Sequence[
-        str
-    ] = ()  # what the prompt opened of each text, as "<think>", where the text leaves it out
+    # what the prompt opened of each text, as "<think>", where the text leaves it out
+    opened: Sequence[str] = ()
     turns: bool = False  # whether a rollout recorded the messages
 
     @property
@@ -899,16 +898,13 @@ class Limits:
 
     most: int = 32  # calls at once; 0 = one by one, in no thread
     timeout: float | None = None  # seconds for one call; one that takes longer is unscorable
-    here: Callable[[Any], None] | None = field(
-        default=None, repr=False
-    )  # takes plain calls, see `blocking`
-    blocked: asyncio.AbstractEventLoop | None = field(
-        default=None, repr=False
-    )  # by a call that waits, see `blocking`
+    # takes plain calls, see `blocking`
+    here: Callable[[Any], None] | None = field(default=None, repr=False)
+    # by a call that waits, see `blocking`
+    blocked: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
     _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
-    _staying: set[int] = field(
-        default_factory=set, repr=False
-    )  # ids of functions that raised an error about threads
+    # ids of functions that raised an error about threads
+    _staying: set[int] = field(default_factory=set, repr=False)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
@@ -1043,9 +1039,8 @@ class Scores:
     values: tuple[np.ndarray, ...]  # per function (n,); NaN = unscorable
     totals: np.ndarray  # (n,) weighted sums; NaN = unscorable
     extra: Mapping[str, list[Any]] = field(default_factory=dict)  # columns from `log_extra`
-    metrics: Mapping[str, float] = field(
-        default_factory=dict
-    )  # means of `log_metric`, scores besides verl's
+    # means of `log_metric`, scores besides verl's
+    metrics: Mapping[str, float] = field(default_factory=dict)
     late: Mapping[int, str] = field(default_factory=dict)  # by sample: which function took too long
 
     def __len__(self) -> int:

@@ -575,9 +575,8 @@ class TokenRow:
 
     tokens: np.ndarray  # (N,) ids
     scored: np.ndarray  # (N-1,) bool: the positions that enter the loss
-    series: Mapping[
-        str, np.ndarray
-    ]  # policy, old, sampler, sampler_raw, ref, dlogprob, entropy, and others by name
+    # policy, old, sampler, sampler_raw, ref, dlogprob, entropy, and others by name
+    series: Mapping[str, np.ndarray]
     prompt_len: int  # tokens before the first sampled one; 0 = not known
     group: int = 0  # index of the prompt group in the step
     sample: int = 0  # index in the group

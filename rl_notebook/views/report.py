@@ -73,17 +73,15 @@ class Material:
     settings: Mapping[str, Any]  # dotted names
     metrics: pd.DataFrame  # one row a step, with the quartiles of some
     samples: tuple[StepRecord, ...] = ()  # first, middle and last
-    tables: Mapping[int, pd.DataFrame] = field(
-        default_factory=dict
-    )  # completions by step, as many steps as fit
+    # completions by step, as many steps as fit
+    tables: Mapping[int, pd.DataFrame] = field(default_factory=dict)
     about: Mapping[str, str] = field(default_factory=dict)  # of `Run.about`
     recent: tuple[tuple[int, str], ...] = ()  # (step, sentence) of the last five
     last: tuple[StepRecord, ...] = ()  # those of the timeline
     notes: tuple[str, ...] = ()  # what was found damaged
     trends: tuple[Trend, ...] = ()  # what changed over the last steps
-    named: Mapping[int, Collection[int]] = field(
-        default_factory=dict
-    )  # groups to show in any case, by step
+    # groups to show in any case, by step
+    named: Mapping[int, Collection[int]] = field(default_factory=dict)
     more: tuple[StepRecord, ...] = ()  # further steps, of which only the named groups are shown
     tokenizer: Any = None  # for the texts of tokens; None = their ids
 

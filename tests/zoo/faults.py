@@ -33,9 +33,8 @@ class Fault:
     "One thing that is wrong, or nothing."
 
     right: tuple[str, ...]  # causes that are right answers
-    make: Callable[
-        [Run], Any
-    ]  # (run) -> arguments of `Run.step`, or nothing, or an awaitable of it
+    # (run) -> arguments of `Run.step`, or nothing, or an awaitable of it
+    make: Callable[[Run], Any]
     world: World = PLAIN
     later: int = 0  # updates, and syncs, between the step and its diagnosis
 

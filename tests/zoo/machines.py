@@ -62,10 +62,11 @@ class Server:
 
     model: Any  # of its own
     tokenizer: Any
-    forced: dict[str, Any] = field(
-        default_factory=dict
-    )  # arguments of `generate`, whatever was asked for
-    reports: str = "both"  # "both", only "raw" or "processed" logprobs, under either name, or those of the "likeliest" token
+    # arguments of `generate`, whatever was asked for
+    forced: dict[str, Any] = field(default_factory=dict)
+    # "both", only "raw" or "processed" logprobs, under either name, or those of the "likeliest"
+    # token
+    reports: str = "both"
     reads: Callable[[list[int]], list[int]] = list  # what it makes of a prompt
     prefix: tuple[int, ...] = ()  # ids that it puts before everything that it reads
     can_echo: bool = True
@@ -169,10 +170,11 @@ class Trainer:
     batch: int = 8  # sequences of one pass
     altered: Alteration | None = None  # of a copy that scores
     pads_left: bool = False
+    # what the model is told of the padding
     tells: tuple[str, ...] = (
         "attention_mask",
         "position_ids",
-    )  # what the model is told of the padding
+    )
     training: bool = False  # whether the model is left in training mode
     version: int = 0
     source: str = "policy"

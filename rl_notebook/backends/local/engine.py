@@ -80,9 +80,8 @@ class DrawPlan:
     min_p: Tensor | None = None  # (B, 1); None = 0 everywhere
     penalty: Tensor | None = None  # (B, 1) of repetition; None = 1 everywhere
     seen: Tensor | None = None  # (B, V) bool: what it falls on; `draw` adds what it drew
-    allowed: Tensor | None = (
-        None  # (B, V) bool: what the rows' grammars let follow; None = every token
-    )
+    # (B, V) bool: what the rows' grammars let follow; None = every token
+    allowed: Tensor | None = None
 
     @classmethod
     def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> DrawPlan:
@@ -216,13 +215,11 @@ class Request:
     prompt: tuple[int, ...]  # (P,) ids
     params: SampleParams
     stop_ids: frozenset[int] = frozenset()  # tokens that end a completion, eos included
-    completions: list[Completion | None] = field(
-        default_factory=list
-    )  # by index; None = not there yet
+    # by index; None = not there yet
+    completions: list[Completion | None] = field(default_factory=list)
     cancelled: bool = False  # its caller has gone
-    on_token: Callable[[list[int]], Any] | None = (
-        None  # gets the tokens of a completion whenever it has one more
-    )
+    # gets the tokens of a completion whenever it has one more
+    on_token: Callable[[list[int]], Any] | None = None
     matcher: Any = None  # follows the grammar of `params`, from its beginning; None = there is none
 
     def __post_init__(self):
@@ -244,9 +241,8 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
     used: list[float] = field(default_factory=list)
-    chosen: list[np.ndarray] = field(
-        default_factory=list
-    )  # experts of the tokens read so far, each (n, L, k)
+    # experts of the tokens read so far, each (n, L, k)
+    chosen: list[np.ndarray] = field(default_factory=list)
     matcher: Any = None  # stands where the tokens have led in the grammar
 
     @property
@@ -325,9 +321,8 @@ class Engine:
     max_batch: int = 256  # rows drawn at once
     max_seq_len: int | None = None  # None = the model's context
     tokens_per_batch: int = 16384  # padded tokens of one prefill or scoring pass
-    eos_token_ids: frozenset[int] | None = (
-        None  # None = those of model, tokenizer and chat template
-    )
+    # None = those of model, tokenizer and chat template
+    eos_token_ids: frozenset[int] | None = None
     policy_version: int = 0  # stamped on what is drawn
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last

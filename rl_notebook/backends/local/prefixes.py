@@ -99,7 +99,8 @@ class PrefixTree:
 
     ids: Tensor  # (1, T)
     positions: Tensor  # (1, T)
-    place: np.ndarray  # (B, S) where each token of each sequence stands in the row, the last one repeated as padding
+    # (B, S) where each token of each sequence stands in the row, the last one repeated as padding
+    place: np.ndarray
     blocks: tuple[Block, ...]
     home: Tensor  # (T,) where each token stands in the outputs of the blocks
 

@@ -101,9 +101,8 @@ class Scoring:
     meter: Meter = field(default_factory=Meter)  # counts what is scored and trained
     source: str = "policy"  # that its logprobs name
     versions: Versions = field(default_factory=Versions)  # likewise
-    routers: Routers | None = (
-        None  # take the experts that `Datum.routing` names; None = the model chooses
-    )
+    # take the experts that `Datum.routing` names; None = the model chooses
+    routers: Routers | None = None
 
     @property
     def no_tree(self) -> str:

@@ -80,9 +80,8 @@ class Graph:
     "A forward pass that is still attached to the weights."
 
     datums: list[Datum]
-    passes: deque[
-        tuple[Batch, Tensor | None, Tensor | None]
-    ]  # (M,) logprobs and entropies; None = not computed yet
+    # (M,) logprobs and entropies; None = not computed yet
+    passes: deque[tuple[Batch, Tensor | None, Tensor | None]]
 
 
 @dataclass(eq=False)
@@ -92,18 +91,16 @@ class PolicyState:
     module: nn.Module  # Hugging Face model or PEFT wrapper
     scoring: Scoring
     params: dict[str, nn.Parameter]  # what is trained
-    masters: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # float32 copies of low-precision parameters
+    # float32 copies of low-precision parameters
+    masters: dict[str, Tensor] = field(default_factory=dict)
     optimizer: torch.optim.AdamW | None = None
     loss_tokens: int = 0  # accumulated since the last update
     sequences: int = 0  # likewise
     steps: int = 0  # updates so far
     load_in_8bit: bool = False  # the base of its adapter is kept in 8 bits
     graph: Graph | None = None  # that a backward pass may still use
-    saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(
-        default_factory=dict
-    )  # states in memory
+    # states in memory
+    saved: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = field(default_factory=dict)
     snapshots: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # weights for the sampler
 
     def __post_init__(self):

@@ -62,16 +62,13 @@ class Sdk:
     ModelInput: Any
     TensorData: Any
     AdamParams: Any
-    errors: tuple[
-        type[BaseException], ...
-    ]  # what its calls raise, besides ValueError, RuntimeError and time-outs
+    # what its calls raise, besides ValueError, RuntimeError and time-outs
+    errors: tuple[type[BaseException], ...]
     version: str = ""  # of the package
-    divides: bool = (
-        False  # `optim_step` takes grad_accumulation_normalization; False = divided here
-    )
-    replays: bool = (
-        False  # send the experts that a datum names; False = the trainer chooses its own
-    )
+    # `optim_step` takes grad_accumulation_normalization; False = divided here
+    divides: bool = False
+    # send the experts that a datum names; False = the trainer chooses its own
+    replays: bool = False
 
 # %% ../../../nbs/backends/services/03_link.ipynb #277fee3e
 def fireworks_sdk() -> Any:  # the module `fireworks.training.sdk`
@@ -387,15 +384,12 @@ class Pass:
 
     datums: tuple[Datum, ...]
     dlogprobs: tuple[np.ndarray, ...]  # (N-1,) each
-    logprobs: tuple[np.ndarray, ...] | None = (
-        None  # (N-1,) each, on which the derivatives were computed
-    )
-    sent_on: int | None = (
-        None  # number of the client whose service has this gradient already; None = it waits here
-    )
-    counted: bool = (
-        True  # whether every position of the loss has a derivative there, and is counted
-    )
+    # (N-1,) each, on which the derivatives were computed
+    logprobs: tuple[np.ndarray, ...] | None = None
+    # number of the client whose service has this gradient already; None = it waits here
+    sent_on: int | None = None
+    # whether every position of the loss has a derivative there, and is counted
+    counted: bool = True
 
 
 @dataclass(frozen=True, eq=False)

@@ -143,12 +143,10 @@ class Diagnosis:
     noise_floor: float | None = None  # nats, as measured; None = it was not
     largest: float = 0.0  # nats, the largest gap
     controls: tuple[str, ...] = ()  # experiments that were made
-    refused: Mapping[str, str] = field(
-        default_factory=dict
-    )  # and those that the backend did not run
-    sits: str = (
-        ""  # what the gap follows: depth, turn, a class of tokens; empty where the cause is sure
-    )
+    # and those that the backend did not run
+    refused: Mapping[str, str] = field(default_factory=dict)
+    # what the gap follows: depth, turn, a class of tokens; empty where the cause is sure
+    sits: str = ""
 
     @property
     def ok(self) -> bool:

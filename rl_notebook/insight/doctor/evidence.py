@@ -37,7 +37,8 @@ class SeriesProvenance:
     sampler_version: int | None = None  # the oldest of the samples
     untrained: bool = False  # the policy was not updated yet, so it must equal its reference
     vocab_size: int | None = None  # of the backend's tokenizer
-    raw: bool = False  # the sampler's are its raw ones: what it drew from was cut or penalised, as it was told
+    # the sampler's are its raw ones: what it drew from was cut or penalised, as it was told
+    raw: bool = False
     agreed: bool = False  # both sides agree in an earlier step of the run
     sources: tuple[str, ...] = ()  # functions that are not ours, such as TRL's
 
@@ -49,26 +50,20 @@ class Evidence:
     datums: tuple[Datum, ...]
     trainer: tuple[np.ndarray, ...]
     sampler: tuple[np.ndarray, ...]
-    raw: tuple[
-        np.ndarray | None, ...
-    ] = ()  # the sampler's at temperature 1 over the full vocabulary
-    drawn: tuple[
-        np.ndarray | None, ...
-    ] = ()  # 1 where the samples' masks say that the policy drew the token
-    foreign: Mapping[int, int | None] = field(
-        default_factory=dict
-    )  # datums with other tokens than their sample: whose
-    gradients: tuple[
-        np.ndarray | None, ...
-    ] = ()  # of the pass with gradients, with the weights of the pass before it
+    # the sampler's at temperature 1 over the full vocabulary
+    raw: tuple[np.ndarray | None, ...] = ()
+    # 1 where the samples' masks say that the policy drew the token
+    drawn: tuple[np.ndarray | None, ...] = ()
+    # datums with other tokens than their sample: whose
+    foreign: Mapping[int, int | None] = field(default_factory=dict)
+    # of the pass with gradients, with the weights of the pass before it
+    gradients: tuple[np.ndarray | None, ...] = ()
     stamps: SeriesProvenance = SeriesProvenance()
-    controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(
-        default_factory=dict
-    )  # series by their maker
+    # series by their maker
+    controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)
     redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
-    refused: Mapping[str, str] = field(
-        default_factory=dict
-    )  # control: why the backend did not run it
+    # control: why the backend did not run it
+    refused: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[int, ...] = ()  # of each datum, where several steps are one evidence
 
     def __post_init__(self):
