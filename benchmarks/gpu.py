@@ -1,15 +1,15 @@
-"""The local backend on one GPU: does it agree with the CPU, and how fast is it beside TRL and beside the machine.
+"""The local backend on one GPU: does it agree with the CPU, and how fast is it beside TRL and next to the machine.
 
     python benchmarks/gpu.py --json FILE                  # a random Qwen3 of 0.6B weights, nothing is downloaded
     python benchmarks/gpu.py --device cpu --json FILE     # tries this script on a tiny shape; its figures mean nothing
 
 What it does (`README.md` has the figures of one H200):
 
-1. Agreement, on a small model: logprobs, gradients, an update and drawn tokens, here and on the CPU; the sampler beside
+1. Agreement, on a small model: logprobs, gradients, an update and sampled tokens, here and on the CPU; the sampler beside
    the trainer; the same step twice from one saved state. It ends with status 1 where float32 is further off than
    `LIMITS`.
 2. Which attention kernel torch takes for each kind of pass.
-3. Drawing: tokens/s for several numbers of rows, beside the floor of reading all weights, and the keys and values, once
+3. Sampling: tokens/s for several numbers of rows, next to the floor of reading all weights, and the keys and values, once
    per decoded position.
 4. Training alone: forward, backward and update over sequences of 1,024 tokens, as model FLOP utilisation: the FLOPs
    that the model needs (no attention, nothing computed twice) a second, over what the vendor names for bfloat16, and
@@ -104,7 +104,7 @@ CHECKED = Shape(4096, 256, 768, 4, 8, 4, 32)  # what is compared with the CPU
 
 
 def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
-    "A tokenizer whose id i is the word w<i>, so that any drawn token is text."
+    "A tokenizer whose id i is the word w<i>, so that any sampled token is text."
     words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, vocab)}
     raw = Tokenizer(models.WordLevel(words, unk_token="w2"))
     raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
@@ -118,16 +118,18 @@ def word_tokenizer(vocab: int) -> PreTrainedTokenizerFast:
 class Backend:
     "The local backend under one event loop."
 
-    def __init__(self, model: Any, vocab: int, device: str, dtype: str = "float32", **how: Any):
-        self.backend = open_local(model, word_tokenizer(vocab), device=device, dtype=dtype, **how)  # type: ignore[arg-type]
+    def __init__(self, model: Any, vocab: int, device: str, dtype: str = "float32", **kwargs: Any):
+        self.backend = open_local(
+            model, word_tokenizer(vocab), device=device, dtype=dtype, **kwargs
+        )  # type: ignore[arg-type]
         self.policy: Any = self.backend.policy
         self.engine: Any = self.backend.sampler.engine  # type: ignore[attr-defined]
         self.engine.eos_token_ids = frozenset()
         self.run = asyncio.Runner().run
 
-    def draw(self, prompts: Sequence[Sequence[int]], **how: Any) -> list[Any]:
-        "Completions of all prompts, drawn together; the n-th prompt has the seed n."
-        asked = [SampleParams(seed=i, **how) for i in range(len(prompts))]
+    def draw(self, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Any]:
+        "Completions of all prompts, sampled together; the n-th prompt has the seed n."
+        asked = [SampleParams(seed=i, **kwargs) for i in range(len(prompts))]
 
         async def all_of_them() -> list[list[Any]]:
             return await asyncio.gather(*map(self.backend.sampler.sample, prompts, asked))
@@ -186,22 +188,22 @@ def relative(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> float:
 
 
 def pass_over(side: Backend, datums: list[Datum]) -> dict[str, Any]:
-    "Logprobs, gradients, weights after an update and draws of one side; ends where it began."
+    "Logprobs, gradients, weights after an update and samples of one side; ends where it began."
     state = side.run(side.policy.save_state("before"))
     output = side.run(side.policy.forward_backward_custom(datums, surrogate))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "logprobs": [lp.values for lp in output.logprobs],
         "gradients": side.gradients(),
     }
     side.run(side.policy.optim_step(ADAM))
-    found["weights"] = side.weights()
+    result["weights"] = side.weights()
     side.run(side.policy.load_state(state))
     prompts = [d.tokens[:16].tolist() for d in datums[::4]]
-    return found | {"drawn": side.draw(prompts, n=4, max_tokens=48)}
+    return result | {"drawn": side.draw(prompts, n=4, max_tokens=48)}
 
 
 def sampler_gap(side: Backend, drawn: Sequence[Any]) -> float:
-    "Largest gap between the logprobs that were reported while drawing and those of the trainer."
+    "Largest gap between the logprobs that were reported while sampling and those of the trainer."
     rows = [(np.asarray(c.full_tokens), c) for c in drawn]
     datums = [
         Datum(ids, (np.arange(1, len(ids)) >= c.prompt_len).astype(float), 1.0) for ids, c in rows
@@ -221,7 +223,7 @@ def same_tokens(a: Sequence[Any], b: Sequence[Any]) -> float:
 
 
 def agreement(device: str, dtype: str) -> dict[str, float]:
-    "This device beside the CPU in float32; in other precisions the gaps are for looking at."
+    "This device next to the CPU in float32; in other precisions the gaps are for looking at."
     datums = made_up(CHECKED.vocab, 8, 24, 40)
     model = CHECKED.model()
     sides = [
@@ -230,7 +232,7 @@ def agreement(device: str, dtype: str) -> dict[str, float]:
     ]
     here, there = (pass_over(side, datums) for side in sides)
     again = pass_over(sides[1], datums)
-    found = {
+    result = {
         "logprobs": farthest(there["logprobs"], here["logprobs"]),
         "gradients": relative(there["gradients"], here["gradients"]),
         "update": relative(there["weights"], here["weights"]),
@@ -243,7 +245,7 @@ def agreement(device: str, dtype: str) -> dict[str, float]:
     }
     for side in sides:
         side.close()
-    return found
+    return result
 
 
 def kernels(device: str, dtype: str) -> dict[str, str]:
@@ -254,8 +256,8 @@ def kernels(device: str, dtype: str) -> dict[str, str]:
     few, many = (torch.zeros(4, h, 256, s.head_dim, **kind) for h in (s.kv_heads, s.heads))
     stacked = torch.zeros(4, s.kv_heads, s.heads // s.kv_heads, s.head_dim, **kind)
 
-    def choice(q, k, mask, **how):
-        return names[torch._fused_sdp_choice(q, k, k, mask, 0.0, **how)]
+    def choice(q, k, mask, **kwargs):
+        return names[torch._fused_sdp_choice(q, k, k, mask, 0.0, **kwargs)]
 
     whole = few if dtype == "bfloat16" or device == "cpu" else many
     return {
@@ -265,7 +267,7 @@ def kernels(device: str, dtype: str) -> dict[str, str]:
     }
 
 
-# --- drawing and training alone ----------------------------------------------------------------------------------
+# --- sampling and training alone ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -302,21 +304,21 @@ TINY = Plan(
 
 def timed(run: Callable[[], Any], plan: Plan) -> float:
     "Median seconds of the rounds after the first, the device's work included."
-    found = []
+    results = []
     for _ in range(plan.rounds + 1):
         settle(plan.device)
         start = time.perf_counter()
         run()
         settle(plan.device)
-        found.append(time.perf_counter() - start)
-    return statistics.median(found[1:])
+        results.append(time.perf_counter() - start)
+    return statistics.median(results[1:])
 
 
 def drawing(side: Backend, plan: Plan, read: float) -> list[dict[str, Any]]:
-    "Tokens a second, beside the floor of reading weights and cache."
+    "Tokens a second, next to the floor of reading weights and cache."
     shape = SHAPES[plan.shape]
     size = side.backend.size
-    found = []
+    results = []
     ids = np.random.default_rng(0).integers(2, shape.vocab, plan.prompt).tolist()
     for rows in plan.rows:
         cache = (
@@ -328,10 +330,10 @@ def drawing(side: Backend, plan: Plan, read: float) -> list[dict[str, Any]]:
         floor = plan.tokens * (size.nbytes + cache) / read
         seconds = timed(lambda r=rows: side.draw([ids], n=r, max_tokens=plan.tokens), plan)
         case = {"rows": rows, "seconds": seconds, "floor_seconds": floor}
-        found.append(
+        results.append(
             case | {"tokens_per_s": rows * plan.tokens / seconds, "times_floor": seconds / floor}
         )
-    return found
+    return results
 
 
 def training(side: Backend, plan: Plan, gemm: float, vendor: float | None) -> dict[str, Any]:
@@ -481,7 +483,7 @@ def agreed(result: dict[str, Any]) -> str:
 
 
 def alone(result: dict[str, Any]) -> str:
-    "Drawing and training."
+    "Sampling and training."
 
     def row(c):
         return f"{c['rows']:>6}{c['tokens_per_s']:>11.0f}{c['times_floor']:>9.1f}"

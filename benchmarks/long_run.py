@@ -7,7 +7,7 @@ keeps it, or takes one that is there. The goals are 5 s and 300 MB for each comm
 
     python benchmarks/long_run.py --train 2000 --json FILE
 
-trains for so many steps instead, and says what a step takes as the run grows: processor seconds, and those of the
+trains for n steps instead, and says what a step takes as the run grows: processor seconds, and those of the
 record among them, bytes on disk, memory and open files of the process.
 """
 
@@ -55,7 +55,7 @@ sys.exit(main())
 
 
 def make_run(folder: Path, steps: int, **settings: Any) -> Run:
-    "A run of so many steps; a few of them were trained."
+    "A run of n steps; a few of them were trained."
     from rl_notebook.recipes.rl_loop import train
 
     cfg = Config(**SIZES | settings, max_seq_len=96, steps=3, max_rows=64, log_path=str(folder))
@@ -144,27 +144,27 @@ def main() -> None:
         "--train", type=int, help="train for so many steps, and see how a step grows"
     )
     parser.add_argument("--json", type=Path, default=None)
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:
-        folder = given.keep or Path(place) / "run"
-        if given.train:
-            rows = growth(folder, given.train)
+        folder = args.keep or Path(place) / "run"
+        if args.train:
+            rows = growth(folder, args.train)
             for row in rows:
                 print("  ".join(f"{name} {value:.4g}" for name, value in row.items()))
-            if given.json:
-                given.json.write_text(json.dumps(rows, indent=1))
+            if args.json:
+                args.json.write_text(json.dumps(rows, indent=1))
             return
         if not (folder / "run.json").exists():
-            make_run(folder, given.steps)
-        rows = [measure(command, folder, given.steps) for command in COMMANDS]
+            make_run(folder, args.steps)
+        rows = [measure(command, folder, args.steps) for command in COMMANDS]
     for row in rows:
         within = row["seconds"] < GOAL["seconds"] and row["MB"] < GOAL["MB"]
         print(
             f"{row['command']:<26} {row['seconds']:6.2f} s {row['MB']:6.0f} MB  {'' if within else 'above the goal'}"
         )
-    if given.json:
-        given.json.write_text(
-            json.dumps({"steps": given.steps, "goal": GOAL, "rows": rows}, indent=1)
+    if args.json:
+        args.json.write_text(
+            json.dumps({"steps": args.steps, "goal": GOAL, "rows": rows}, indent=1)
         )
 
 

@@ -12,7 +12,7 @@ what the allocator keeps back, so the storage of all tensors that are alive is c
     python benchmarks/memory.py --base
 
 SmolLM2-135M under LoRA, its base in full precision and in 8 bits, each in a process of its own: what the process holds
-more after opening than before loading, after drawing, and at the peak of a training pass. It needs the extras smollm2
+more after opening than before loading, after sampling, and at the peak of a training pass. It needs the extras smollm2
 and quantized.
 
     python benchmarks/memory.py --long
@@ -134,9 +134,11 @@ VARIANTS = {"ours": ours, "naive": naive}
 
 def held(what: str) -> float:
     "Megabytes of this process: 'VmRSS' now, or 'VmHWM' at its peak."
-    found = re.search(rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    assert found, f"/proc/self/status has no {what}"
-    return int(found[1]) * 1024 / MB
+    matches = re.search(
+        rf"^{what}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE
+    )
+    assert matches, f"/proc/self/status has no {what}"
+    return int(matches[1]) * 1024 / MB
 
 
 def peak_growth(run: Pass) -> float:
@@ -160,14 +162,14 @@ class Live(TorchDispatchMode):
         self.now -= self.known.pop(place)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for storage in (t.untyped_storage() for t in tree_leaves(found) if isinstance(t, Tensor)):
+        result = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in tree_leaves(result) if isinstance(t, Tensor)):
             if (place := storage.data_ptr()) and place not in self.known:
                 self.known[place] = storage.nbytes()
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
                 weakref.finalize(storage, self.gone, place)
-        return found
+        return result
 
 
 SHARED = Case(8_000, 1024, sequences=32, completions=8)
@@ -212,7 +214,7 @@ def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[s
     before = held("VmRSS")
     backend = open_local(*load_model(model), lora_rank=8, inline=True, device="cpu", **BASES[kind])
     gc.collect()
-    found = {"opened": held("VmRSS") - before}
+    result = {"opened": held("VmRSS") - before}
     rng = np.random.default_rng(0)
     tokens = rng.integers(5, backend.policy.vocab_size, (4, length))
     datums = [
@@ -225,12 +227,12 @@ def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[s
             backend.policy.forward_backward_custom(datums, make_loss_fn(datums, kl_beta=0.0))
         )
 
-    found["training pass"] = found["opened"] + peak_growth(pass_)
+    result["training pass"] = result["opened"] + peak_growth(pass_)
     asyncio.run(
         backend.sampler.sample(tokens[0, :32].tolist(), SampleParams(n=4, max_tokens=4, seed=0))
     )
     gc.collect()
-    return found | {"after drawing": held("VmRSS") - before}
+    return result | {"after drawing": held("VmRSS") - before}
 
 
 def measure(variant: str, case: Case) -> tuple[float, dict[str, Tensor]]:
@@ -310,12 +312,12 @@ def main() -> None:
     if args.base:
         for kind in BASES:
             command = [sys.executable, __file__, "--kind", kind]
-            told = subprocess.run(
+            output = subprocess.run(
                 command, check=True, capture_output=True, text=True
             ).stdout.splitlines()[-1]
             print(
                 f"{kind:<8}"
-                + "".join(f"  {name} {size:.0f} MB" for name, size in json.loads(told).items())
+                + "".join(f"  {name} {size:.0f} MB" for name, size in json.loads(output).items())
             )
         return
     if args.long:
@@ -330,8 +332,8 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for case in (Case(v, n) for v in VOCABULARIES for n in LENGTHS):
-            found = {variant: measure_apart(variant, case, Path(folder)) for variant in VARIANTS}
-            results.append(compare(found, case))
+            result = {variant: measure_apart(variant, case, Path(folder)) for variant in VARIANTS}
+            results.append(compare(result, case))
     shared = measure_shared()
     print(
         table(results),
@@ -341,12 +343,12 @@ def main() -> None:
     )
     print("\n".join(f"{name:<24}{size:>6.0f}" for name, size in shared.items()))
     if args.json:
-        found = {
+        result = {
             "torch": torch.__version__,
             "cases": results,
             "shared": asdict(SHARED) | {"live_mb": shared},
         }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ class Setting:
     spread: float = 0.0  # share by which rollouts are faster or slower, evenly spread
     training: float = 1.0  # seconds of a step of a trainer that only takes its time
     tokens: int = 2  # of a completion that is made up
-    sampled: bool = False  # after the latency, draw from the sampler
+    sampled: bool = False  # after the latency, sample from the sampler
     synchronous: bool = False  # with `rl_loop`
 
     @property
@@ -127,14 +127,16 @@ class Setting:
 
     def config(self) -> Config:
         "For the recipe."
-        own = {"recipe": "rl_loop"} if self.synchronous else {
+        overrides = {"recipe": "rl_loop"} if self.synchronous else {
             "recipe": "async_rl_loop",
             "max_head_offpolicy_versions": self.versions,
             "max_concurrency_rollout_sample": round(self.places * self.samples),
         }  # fmt: skip
         shape = {"prompt_groups_per_step": self.groups, "completions_per_prompt": self.completions}
         short = {"max_completion_tokens": 32, "max_seq_len": 128}
-        return Config(steps=self.steps, kl_beta=0.0, sync_audit=False, **short, **shape, **own)
+        return Config(
+            steps=self.steps, kl_beta=0.0, sync_audit=False, **short, **shape, **overrides
+        )
 
 
 @dataclass
@@ -191,7 +193,7 @@ def paced(backend: Backend, seconds: float, ledger: Ledger) -> Backend:
 
 
 def make_rollouts(setting: Setting, ledger: Ledger) -> Callable[[Any], Any]:
-    "A rollout factory: sleep, then a made-up answer, or one that is really drawn. Every second sample is right."
+    "A rollout factory: sleep, then a made-up answer, or one that is really sampled. Every second sample is right."
 
     def factory(setup: Any) -> Any:
         async def rollout_fn(sample_prompt: dict) -> RolloutSample:
@@ -289,7 +291,7 @@ def measured(
 
 @dataclass(frozen=True)
 class Overlap:
-    "A run beside the two that it is made of."
+    "A run next to the two that it is made of."
 
     setting: Setting
     both: Timing
@@ -379,13 +381,13 @@ def emulator() -> Iterator[tuple[str, Secret]]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
             assert process.stdout is not None
-            told: dict[str, str] = {}
+            settings: dict[str, str] = {}
             for line in process.stdout:
-                told.update(re.findall(r"export (\w+)=(\S+)", line))
+                settings.update(re.findall(r"export (\w+)=(\S+)", line))
                 if "Ctrl-C" in line:
                     break
             try:
-                yield told["TINKER_BASE_URL"], Secret(told["TINKER_API_KEY"])
+                yield settings["TINKER_BASE_URL"], Secret(settings["TINKER_API_KEY"])
             finally:
                 process.terminate()
                 process.communicate()  # what it says at its end
@@ -455,7 +457,7 @@ async def measure_service(
     url: str, key: Secret, setting: Setting, repeats: int, say: Callable[[str], Any] = print
 ) -> list[Real]:
     "Training over HTTP, rollouts made up after their latency; then with a request to the sampler in each."
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "base_model": "tiny",
         "base_url": url,
         "key": key,
@@ -463,14 +465,14 @@ async def measure_service(
         "reference": False,
     }
     async with await open_tinker(
-        **given, tokenizer="tiny", conformance="off", probing=False
+        **settings, tokenizer="tiny", conformance="off", probing=False
     ) as backend:
         made = await in_turns("emulator, made-up answers", setting, backend, repeats, say, True)
-        drawn = replace(setting, sampled=True)
+        sampled = replace(setting, sampled=True)
         return [
             made,
             await in_turns(
-                "emulator, answers drawn after the wait", drawn, backend, repeats, say, True
+                "emulator, answers drawn after the wait", sampled, backend, repeats, say, True
             ),
         ]
 
@@ -486,20 +488,20 @@ async def measure_emulator(
 async def measure_local(
     setting: Setting, repeats: int, say: Callable[[str], Any] = print
 ) -> list[Real]:
-    "Rollouts that wait for something else, that need the thread that trains, and that are drawn beside it."
-    drawn = replace(setting, latency=0.0, sampled=True)
+    "Rollouts that wait for something else, that need the thread that trains, and that are sampled next to it."
+    sampled = replace(setting, latency=0.0, sampled=True)
     async with open_local(*load_model("tiny"), reference=False) as backend:
         waits = await in_turns(
             "local, rollouts wait elsewhere", setting, backend, repeats, say, True
         )
         shared = await in_turns(
-            "local, rollouts need the same thread", drawn, backend, repeats, say, False
+            "local, rollouts need the same thread", sampled, backend, repeats, say, False
         )
     async with open_local(*load_model("tiny"), reference=False, beside=True) as backend:
         return [
             waits,
             shared,
-            await in_turns("local, beside=True", drawn, backend, repeats, say, False),
+            await in_turns("local, beside=True", sampled, backend, repeats, say, False),
         ]
 
 

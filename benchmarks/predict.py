@@ -1,4 +1,4 @@
-"""What pre-flight says of a step's time and memory before the first one, beside what the steps then take.
+"""What pre-flight says of a step's time and memory before the first one, next to what the steps then take.
 
     python benchmarks/predict.py --setting tiny --json FILE
     python benchmarks/predict.py --setting smollm2 --json FILE
@@ -39,7 +39,7 @@ class Setting:
     tokens: int  # of a completion, at most
     prompts: int = 4
     completions: int = 8
-    samples: int = 16  # of each prompt that pre-flight draws
+    samples: int = 16  # of each prompt that pre-flight samples
     steps: int = 6  # in a round
     rounds: int = 4
 

@@ -110,19 +110,19 @@ def measure(setting: Setting, progress: Callable[[str], None] = print) -> dict[s
         for name, why in (("once", ""), ("each", "off"))
     }
     tokens = {}
-    found = {}
+    result = {}
     gaps = []
     for turn in range(setting.rounds + 1):
         for name, side in sides.items():
             side.run("forward", lambda: policy.forward(datums))
             output = side.run("training", lambda: policy.forward_backward_custom(datums, loss_fn))
-            found[name] = (
+            result[name] = (
                 np.concatenate([lp.values[d.active] for lp, d in zip(output.logprobs, datums)]),
                 gradient(policy),
             )
             tokens[name] = sum(b.tokens for b in scoring.batches(datums))
-        (a, ga) = found["once"]
-        (b, gb) = found["each"]
+        (a, ga) = result["once"]
+        (b, gb) = result["each"]
         gaps.append((float(np.abs(a - b).max()), float((ga - gb).norm() / gb.norm())))
         assert gaps[-1][0] < 1e-4, f"logprobs differ by {gaps[-1][0]:.2g} nats"
         assert gaps[-1][1] < 5e-6, f"gradients differ by {gaps[-1][1]:.2g}"

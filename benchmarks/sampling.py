@@ -1,10 +1,10 @@
-"""Completions drawn by our engine, beside transformers' `generate` on the same weights, and the machine at its best.
+"""Completions sampled by our engine, beside transformers' `generate` on the same weights, and the machine at its best.
 
     python benchmarks/sampling.py --model tiny --json FILE
     python benchmarks/sampling.py --model smollm2 --json FILE
     python benchmarks/sampling.py --model smollm2 --vllm /path/to/python    # of an environment with vLLM's CPU build
 
-Both sides begin with conversations and end with texts, and draw in turns in one process: 8 completions of each prompt,
+Both sides begin with conversations and end with texts, and sample in turns in one process: 8 completions of each prompt,
 temperature 1, nothing cut off, all of exactly the same length. Ours also returns the logprob of every token. Figures
 are medians of the rounds after the first.
 """
@@ -43,7 +43,7 @@ THREADS = {"tiny": 1, "smollm2": None}  # of torch, for both sides; None = all
 
 @dataclass(frozen=True)
 class Case:
-    "What both sides are asked to draw."
+    "What both sides are asked to sample."
 
     model: str
     dtype: str
@@ -70,7 +70,7 @@ class Drawn:
 
 
 class Ours:
-    "The local backend, as a step draws from it."
+    "The local backend, as a step samples from it."
 
     def __init__(self, case: Case, model: Any, tokenizer: Any):
         self.case = case
@@ -84,16 +84,16 @@ class Ours:
         "Conversations to completions."
         before = self.engine.meter.work.get("sampling")
         start = now()
-        found = self.runner.run(self._draw(seed))
+        result = self.runner.run(self._draw(seed))
         seconds, cpu = (b - a for a, b in zip(start, now(), strict=True))
         engine = self.engine.meter.work["sampling"].seconds - (before.seconds if before else 0.0)
-        return Drawn(seconds, cpu, {s.completion_len for s in found}, engine, found)
+        return Drawn(seconds, cpu, {s.completion_len for s in result}, engine, result)
 
     async def _draw(self, seed: int) -> list[Any]:
         prompts = encode_rows(self.case.questions, self.tokenizer)
         params = SampleParams(n=COMPLETIONS, max_tokens=self.case.tokens, seed=seed)
-        drawn = await asyncio.gather(*(draw(p, self.backend.sampler, params) for p in prompts))
-        return [s for rollouts in drawn for s in rollouts.samples]
+        sampled = await asyncio.gather(*(draw(p, self.backend.sampler, params) for p in prompts))
+        return [s for rollouts in sampled for s in rollouts.samples]
 
     def close(self) -> None:
         self.runner.run(self.backend.close())
@@ -129,9 +129,9 @@ class Generate:
             "temperature": 1.0,
             "max_new_tokens": self.case.tokens,
         }
-        found = self.model.generate(**ids, **how)[:, ids["input_ids"].shape[1] :]
-        self.tokenizer.batch_decode(found, skip_special_tokens=True)
-        return Drawn(*(b - a for a, b in zip(start, now(), strict=True)), {found.shape[1]})
+        result = self.model.generate(**ids, **how)[:, ids["input_ids"].shape[1] :]
+        self.tokenizer.batch_decode(result, skip_special_tokens=True)
+        return Drawn(*(b - a for a, b in zip(start, now(), strict=True)), {result.shape[1]})
 
 
 def now() -> tuple[float, float]:
@@ -145,11 +145,11 @@ def now() -> tuple[float, float]:
 def mismatch(model: Any, samples: Sequence[Any]) -> dict[str, float]:
     "Mean and largest gap in nats between the sampler and the model's own forward pass, and between that and float32."
     own, exact = (own_logprobs(m, samples) for m in (model, copy_in_float32(model)))
-    drawn = torch.tensor(
+    sampled = torch.tensor(
         [lp for s in samples for lp in s.logprobs[s.prompt_len :]], dtype=torch.float64
     )
-    gaps = {"sampler_to_model": (drawn - own).abs(), "model_to_float32": (own - exact).abs()}
-    gaps["sampler_to_float32"] = (drawn - exact).abs()
+    gaps = {"sampler_to_model": (sampled - own).abs(), "model_to_float32": (own - exact).abs()}
+    gaps["sampler_to_float32"] = (sampled - exact).abs()
     return {
         f"{name}_{how}": float(getattr(gap, how)())
         for name, gap in gaps.items()
@@ -167,7 +167,7 @@ def copy_in_float32(model: Any) -> Any:
 @torch.no_grad()
 def own_logprobs(model: Any, samples: Sequence[Any]) -> torch.Tensor:
     "Logprobs of the completions' tokens, sample after sample, by the model's own forward pass."
-    found = []
+    results = []
     for s in samples:
         ids = torch.tensor(s.tokens)[None]
         logprobs = (
@@ -176,8 +176,8 @@ def own_logprobs(model: Any, samples: Sequence[Any]) -> torch.Tensor:
             .float()
             .log_softmax(-1)
         )
-        found.append(logprobs.gather(-1, ids[0, s.prompt_len :, None])[:, 0].double())
-    return torch.cat(found)
+        results.append(logprobs.gather(-1, ids[0, s.prompt_len :, None])[:, 0].double())
+    return torch.cat(results)
 
 
 # --- vLLM --------------------------------------------------------------------------------------------------------
@@ -234,10 +234,10 @@ def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
 
 def floors(case: Case, size: ModelSize, prompt_tokens: int) -> dict[str, float]:
     "Seconds for reading all weights once per decoded position, and for the matrix products of prompts and completions."
-    drawn = case.rows * case.tokens
+    sampled = case.rows * case.tokens
     most = torch.get_num_threads()
     read = read_rate(size.nbytes, seconds=1.0, most=most)
-    flops = size.flops(prompt_tokens + drawn, drawn) / gemm_rate(
+    flops = size.flops(prompt_tokens + sampled, sampled) / gemm_rate(
         size, case.rows, seconds=0.2, most=most
     )
     return {"weights": case.tokens * size.nbytes / read, "products": flops}
@@ -246,19 +246,19 @@ def floors(case: Case, size: ModelSize, prompt_tokens: int) -> dict[str, float]:
 def measure(
     case: Case, vllm: str | None = None, progress: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    "Draw in turns; raises `AssertionError` where a completion has another length than was asked for."
+    "Sample in turns; raises `AssertionError` where a completion has another length than was asked for."
     model, tokenizer = load_model(case.model, dtype=case.dtype)
     sides = {"ours": Ours(case, model, tokenizer), "generate": Generate(case, model, tokenizer)}
-    found: dict[str, list[Drawn]] = {name: [] for name in sides}
+    outcome: dict[str, list[Drawn]] = {name: [] for name in sides}
     for turn in range(case.rounds + 1):
         for name, side in sides.items():
-            found[name].append(side.draw(turn))
-            assert found[name][-1].lengths == {case.tokens}, (
-                f"{name}: {found[name][-1].lengths} tokens"
+            outcome[name].append(side.draw(turn))
+            assert outcome[name][-1].lengths == {case.tokens}, (
+                f"{name}: {outcome[name][-1].lengths} tokens"
             )
     ours = sides["ours"]
-    kept = {name: rounds[1:] for name, rounds in found.items()}
-    gaps = mismatch(model, found["ours"][-1].completions[:: case.rows // 8])
+    kept = {name: rounds[1:] for name, rounds in outcome.items()}
+    gaps = mismatch(model, outcome["ours"][-1].completions[:: case.rows // 8])
     size = ours.engine.causal.size
     floor = floors(case, size, sum(len(p.tokens) for p in encode_rows(case.questions, tokenizer)))
     medians = {

@@ -1,4 +1,4 @@
-"""One GRPO step of ours beside one of TRL's `GRPOTrainer`, and both beside what the machine could do at best.
+"""One GRPO step of ours next to one of TRL's `GRPOTrainer`, and both next to what the machine could do at best.
 
     python benchmarks/step.py --setting tiny --json FILE
     python benchmarks/step.py --setting smollm2 --json FILE
@@ -7,7 +7,7 @@
     python benchmarks/step.py --setting tiny --profile          # where our time goes
 
 TRL trains; each time it has finished a step, a callback runs one of ours. Both start from the same weights, are given
-the same prompts in the same order, draw the same number of completions of exactly the same length, grade them with the
+the same prompts in the same order, sample the same number of completions of exactly the same length, grade them with the
 same function and update with the same loss and optimizer. Every figure is the median over the steps after the first.
 """
 
@@ -75,7 +75,7 @@ class Setting:
     learning_rate: float = 1e-6
     weight_decay: float = 0.01
     problems: bool = False  # word problems of about 100 tokens; else sums
-    words: int = 0  # prompts of so many made-up words instead
+    words: int = 0  # prompts of n made-up words instead
     device: str = "cpu"
     # of ours; "bfloat16" keeps float32 masters, and TRL's side runs under autocast
     dtype: str = "float32"
@@ -149,13 +149,15 @@ def hybrid() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     }
     model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**sizes, **heads, **linear)).eval()
     with torch.no_grad():
-        model.lm_head.weight.mul_(30)  # sharp, so that a token whose logit is always 0 is not drawn
+        model.lm_head.weight.mul_(
+            30
+        )  # sharp, so that a token whose logit is always 0 is not sampled
         model.lm_head.weight[-1] = 0
     return model, tokenizer
 
 
 def save_endless(name: str, folder: str) -> None:
-    "Save a model that ends a sequence with the token it is least likely to draw: completions run to the limit."
+    "Save a model that ends a sequence with the token it is least likely to sample: completions run to the limit."
     model, tokenizer = hybrid() if name == "hybrid" else load_model(name)
     ids = tokenizer.apply_chat_template(
         conversations(Setting(name))[:4], add_generation_prompt=True, padding=True
@@ -432,7 +434,7 @@ class Work:
     head: int  # weights of the output embedding
     prompt_tokens: int  # of the prompts of a step, each counted once per completion
     completion_tokens: int
-    decode_steps: int  # passes over the weights to draw the completions, all rows together
+    decode_steps: int  # passes over the weights to sample the completions, all rows together
 
     def flops(self) -> dict[str, float]:
         "Multiplications and additions of the matrix products alone: attention and everything elementwise is free."
@@ -563,12 +565,12 @@ def table(result: dict[str, Any]) -> str:
     near = result["ratio_of_neighbours"]
     where = result["machine"]
     made = result["setting"]
-    drawn = made["prompts"] * made["completions"] * made["tokens"]
+    sampled = made["prompts"] * made["completions"] * made["tokens"]
     return "\n".join(
         [
             *lines,
             f"step by step, TRL/ours is {near['min']:.2f} to {near['max']:.2f}, median {near['median']:.2f}",
-            f"{made['model']}: {drawn} tokens drawn and trained on per step, {made['steps']} steps, "
+            f"{made['model']}: {sampled} tokens drawn and trained on per step, {made['steps']} steps, "
             f"KL {made['kl_beta']:g}, {made['dtype']}, {where['threads']} threads, load {where['load']:.1f}, "
             f"{where['peak_memory_gb']:.1f} GB at the peak",
         ]
@@ -619,13 +621,13 @@ def profile(setting: Setting, rows: int = 12) -> str:
     ):
         with profiled(activities=[ProfilerActivity.CPU]) as seen:
             side.runner.run(run_phase(side.loop, phase))
-        found = sorted(seen.key_averages(), key=lambda e: -e.self_cpu_time_total)[:rows]
+        results = sorted(seen.key_averages(), key=lambda e: -e.self_cpu_time_total)[:rows]
         total = sum(e.self_cpu_time_total for e in seen.key_averages()) / 1e3
         if total > 1:
             lines.append(f"{phase}: {total:.0f} ms in operators")
         own = [
             (e.key, e.count, e.self_cpu_time_total / 1e3)
-            for e in found
+            for e in results
             if e.self_cpu_time_total > 10 * total
         ]
         lines += [
@@ -653,14 +655,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of torch; default: its own choice")
     args = parser.parse_args()
     transformers_logging.disable_progress_bar()
-    given = {
+    settings = {
         k: v for k in ("steps", "tokens", "kl_beta", "dtype") if (v := getattr(args, k)) is not None
     }
     with threads(args.threads):
         if args.profile:
-            print(profile(replace(SETTINGS[args.setting], **given)))
+            print(profile(replace(SETTINGS[args.setting], **settings)))
             return
-        result = run(replace(SETTINGS[args.setting], **given))
+        result = run(replace(SETTINGS[args.setting], **settings))
     print(table(result))
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -44,10 +44,10 @@ def batch(
         logprobs = np.where(np.array(mask) == 1, -rng.exponential(0.5, n), np.nan)
         return RolloutSample(rng.integers(0, 1000, n), logprobs, mask, reward=float(rng.random()))
 
-    drawn = [
+    sampled = [
         PromptGroup(tuple(sample() for _ in range(completions)), index=g) for g in range(groups)
     ]
-    datums = datums_from_groups(with_advantages(drawn))
+    datums = datums_from_groups(with_advantages(sampled))
 
     def near(size):
         return [Logprobs(d.sampler_logprobs + rng.normal(0, size, len(d.weights))) for d in datums]
@@ -56,7 +56,7 @@ def batch(
     datums = attach(attach(datums, "old_logprobs", policy), "ref_logprobs", near(0.2))
     loss = LossOutput(0.0, {}, tuple(policy), tuple(np.zeros(len(d.weights)) for d in datums))
     options = {"policy_loss": "grpo", "kl_beta": 0.01, "max_completion_tokens": tokens}
-    return StepRecord(1, with_advantages(drawn), datums, loss, options=options), near(0.1)
+    return StepRecord(1, with_advantages(sampled), datums, loss, options=options), near(0.1)
 
 
 def moves() -> list[tuple[str, Any]]:

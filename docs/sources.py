@@ -164,12 +164,14 @@ def exported(path: Path) -> list[str]:
 
 def public_names(root: Path) -> dict[str, str]:
     "Every public name and the module that exports it, for example `{'Config': 'rl_notebook.config.config'}`."
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for path in sorted((root / "rl_notebook").rglob("*.py")):
         module = ".".join(path.relative_to(root).with_suffix("").parts)
         if not path.name.startswith("_"):
-            found = dict.fromkeys(exported(path), module) | found  # the first home of a name counts
-    return found
+            result = (
+                dict.fromkeys(exported(path), module) | result
+            )  # the first home of a name counts
+    return result
 
 
 def linked(text: str, names: dict[str, str]) -> str:
@@ -201,18 +203,18 @@ def head(module: str, public: bool, url: str) -> str:
 def module_of(nb: NotebookNode) -> str | None:
     "The module that a notebook exports."
     for cell in nb.cells:
-        if found := re.search(r"^#\|\s*default_exp\s+(\S+)", cell.source, re.MULTILINE):
-            return f"rl_notebook.{found[1]}"
+        if matches := re.search(r"^#\|\s*default_exp\s+(\S+)", cell.source, re.MULTILINE):
+            return f"rl_notebook.{matches[1]}"
     return None
 
 
 def only_imports(source: str) -> bool:
     "Whether a cell has nothing but imports, which a page folds."
     try:
-        found = ast.parse(source).body
+        result = ast.parse(source).body
     except SyntaxError:  # an `await`, or a command of IPython
         return False
-    return bool(found) and all(isinstance(node, ast.Import | ast.ImportFrom) for node in found)
+    return bool(result) and all(isinstance(node, ast.Import | ast.ImportFrom) for node in result)
 
 
 def write_notebook(site: EmulatorState, path: Path, target: Path, names: dict[str, str]) -> None:
@@ -314,16 +316,16 @@ def write_hubs(site: EmulatorState, target: Path) -> None:
 def passage(site: EmulatorState, title: str, page: str, begin: str) -> list[NotebookNode]:
     "One picture of the gallery: a text cell of a notebook, and the first drawing below it."
     cells = visible(nbformat.read(site.root / "nbs" / page, as_version=4)).cells
-    found = [i for i, cell in enumerate(cells) if cell.source.startswith(begin)]
-    if len(found) != 1:
-        text = f"{len(found)} text cells begin with {begin!r}; expected one. Adapt GALLERY"
+    results = [i for i, cell in enumerate(cells) if cell.source.startswith(begin)]
+    if len(results) != 1:
+        text = f"{len(results)} text cells begin with {begin!r}; expected one. Adapt GALLERY"
         raise SystemExit(f"docs/sources.py: {page}: {text}")
     drawn = (
         c
-        for c in cells[found[0] :]
+        for c in cells[results[0] :]
         if any("text/html" in o.get("data", {}) for o in c.get("outputs", []))
     )
-    text = re.sub(r"^#+ .*\n+", "", site.relink(cells[found[0]].source, f"nbs/{page}"))
+    text = re.sub(r"^#+ .*\n+", "", site.relink(cells[results[0]].source, f"nbs/{page}"))
     text = text.replace("](#", f"](/{page}#")
     text = f"### {title}\n\n{text}\n\n[The run, and how it was made](/{page})"
     shown = nbformat.from_dict(

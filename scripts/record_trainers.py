@@ -36,16 +36,16 @@ Loss = Callable[[Batch, torch.Tensor], torch.Tensor]  # batch, (ROWS, WIDTH) log
 def taken(path: Path, *names: str, **around: Any) -> SimpleNamespace:
     "Functions and classes of a file, without their decorators and without the rest of it."
     tree = ast.parse(path.read_text())
-    found = [
+    results = [
         n
         for n in ast.walk(tree)
         if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name in names
     ]
-    assert {n.name for n in found} == {*names}, path
-    for n in found:
+    assert {n.name for n in results} == {*names}, path
+    for n in results:
         n.decorator_list = []
     made = {"torch": torch, "np": np, "defaultdict": defaultdict, "Any": Any, **around}
-    code = ast.Module([ast.ImportFrom("__future__", [ast.alias("annotations")], 0), *found], [])
+    code = ast.Module([ast.ImportFrom("__future__", [ast.alias("annotations")], 0), *results], [])
     exec(compile(ast.fix_missing_locations(code), str(path), "exec"), made)
     return SimpleNamespace(**made)
 
@@ -57,14 +57,14 @@ def field_defaults(path: Path, name: str) -> SimpleNamespace:
         for n in ast.walk(ast.parse(path.read_text()))
         if isinstance(n, ast.ClassDef) and n.name == name
     )
-    found = {}
+    result = {}
     for n in tree.body:
         if isinstance(n, ast.AnnAssign) and n.value is not None:
             value = n.value.args[0] if isinstance(n.value, ast.Call) and n.value.args else n.value
             if isinstance(value, ast.Call):
                 continue
-            found[n.target.id] = ast.literal_eval(value)
-    return SimpleNamespace(**found)
+            result[n.target.id] = ast.literal_eval(value)
+    return SimpleNamespace(**result)
 
 
 def make_batch(seed: int) -> Batch:
@@ -375,7 +375,7 @@ def losses(peers: Path) -> Iterator[tuple[str, dict[str, Any], Loss]]:
     yield "verl", gmpo, verl(peers, "geo_mean", clip_ratio_low=0.4, clip_ratio_high=0.4)
     cov = {"policy_loss": "kl_cov", "cov_share": 0.2, "kl_cov_coef": 0.1}
     yield "verl", cov, verl(peers, "kl_cov", {"kl_cov_ratio": 0.2})
-    # all: no draw
+    # all: no random choice
     cov = {"policy_loss": "clip_cov", "cov_share": 1.0, "clip_cov_low": 0.1, "eps_clip_c": None}
     yield "verl", cov, verl(peers, "clip_cov", {"clip_cov_ratio": 1.0, "clip_cov_lb": 0.1})
     yield "prime-rl", {}, prime_rl(peers)
@@ -432,7 +432,7 @@ def advantages(peers: Path, b: Batch) -> dict[str, list[float]]:
     around = taken(verls / "utils/torch_functional.py", *maths)
     m = taken(verls / "trainer/ppo/core_algos.py", *names, verl_F=around, AlgoConfig=int)
     maxrl = taken(skyrls, "compute_maxrl_advantage").compute_maxrl_advantage
-    found = {}
+    result = {}
     for name, function in (
         ("opo", vars(m)[names[0]]),
         ("whiten", vars(m)[names[1]]),
@@ -441,8 +441,8 @@ def advantages(peers: Path, b: Batch) -> dict[str, list[float]]:
         scores = torch.zeros_like(b["mask"])
         scores[:, 0] = b["rewards"]
         a, _ = function(scores, b["mask"], np.repeat(np.arange(GROUPS), K), epsilon=0.0)
-        found[name] = [float(f"{v:.12g}") for v in a[:, 0].tolist()]
-    return found
+        result[name] = [float(f"{v:.12g}") for v in a[:, 0].tolist()]
+    return result
 
 
 def main(peers: Path) -> None:
@@ -471,9 +471,9 @@ def main(peers: Path) -> None:
         }
         for b in batches
     ]
-    found = [advantages(peers, b) for b in batches]
+    results = [advantages(peers, b) for b in batches]
     OUT.write_text(
-        json.dumps({**shape, "batches": stored, "advantages": found, "cases": cases}) + "\n"
+        json.dumps({**shape, "batches": stored, "advantages": results, "cases": cases}) + "\n"
     )
     print(OUT.stat().st_size, "bytes")
 

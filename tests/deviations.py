@@ -97,11 +97,11 @@ def says(named: str, change, learning: bool | None = None) -> Deviation:
     "Passes answer with other logprobs: `change(series, how many sequences there are)`; of those that learn, or all."
 
     def answered(run, learner, batch):
-        found = run(learner, batch)
+        result = run(learner, batch)
         if learning is not None and learning == batch.forward_only:
-            return found
-        series = [change(s, len(found.logprobs)).astype(np.float32) for s in found.logprobs]
-        return replace(found, logprobs=tuple(series))
+            return result
+        series = [change(s, len(result.logprobs)).astype(np.float32) for s in result.logprobs]
+        return replace(result, logprobs=tuple(series))
 
     return Deviation(named, "run_pass", lambda run: lambda *a: answered(run, *a))
 
@@ -115,13 +115,13 @@ def steps(named: str, before=None, after=None, **adam) -> Deviation:
         kept = [None if t.grad is None else t.grad.clone() for t in targets]
         before(learner) if before else None
         scaled = {k: getattr(given, k) * v if k == "learning_rate" else v for k, v in adam.items()}
-        found = run(learner, replace(given, **scaled), kind)
+        result = run(learner, replace(given, **scaled), kind)
         if after:
             for t, grad in zip(targets, kept, strict=True):
                 t.grad = grad
             learner.passes = passes
-            found = run(learner, given, kind) if after == "again" else found
-        return found
+            result = run(learner, given, kind) if after == "again" else result
+        return result
 
     return Deviation(named, "run_step", lambda run: lambda *a: stepped(run, *a))
 
@@ -183,7 +183,7 @@ def live(asample):
 def samples(
     named: str, report=None, echo=None, prompt=None, change=None, both=False, **params
 ) -> Deviation:
-    """Completions are drawn or reported otherwise, or from another prompt; or given tokens are scored otherwise.
+    """Completions are sampled or reported otherwise, or from another prompt; or given tokens are scored otherwise.
 
     With `both`, given tokens are scored in that prompt, too."""
 
@@ -193,8 +193,10 @@ def samples(
                 given = replace(item.params, **params | (change(item.params) if change else {}))
                 ends = item.stop_ids | {*given.stop_token_ids}
                 read = tuple(prompt(item.prompt)) if prompt else item.prompt
-                drawn = await post(sampler, replace(item, prompt=read, params=given, stop_ids=ends))
-                return [report(c) for c in drawn] if report else drawn
+                sampled = await post(
+                    sampler, replace(item, prompt=read, params=given, stop_ids=ends)
+                )
+                return [report(c) for c in sampled] if report else sampled
             if callable(item):
                 return await post(sampler, item)
             scores = await post(sampler, np.array(prompt(item)) if both else item)
@@ -317,7 +319,7 @@ TINKER |= SAMPLERS | {
 
 
 def scaled(change) -> dict[str, Callable]:
-    "All logprobs, of what is drawn and of what is given."
+    "All logprobs, of what is sampled and of what is given."
 
     def report(c):
         return replace(c, logprobs=change(c.logprobs), sampling_logprobs=None)

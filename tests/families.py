@@ -153,7 +153,7 @@ def model_of(config: str, more: dict | None = None) -> Any:
     return model
 
 
-def loop_of(model: Any, lora: int = 0, **how: Any) -> rln.GRPOLoop:
+def loop_of(model: Any, lora: int = 0, **kwargs: Any) -> rln.GRPOLoop:
     "A loop on prompts of unequal length."
     size = {
         "prompt_groups_per_step": 3,
@@ -163,7 +163,7 @@ def loop_of(model: Any, lora: int = 0, **how: Any) -> rln.GRPOLoop:
     }
     cfg = rln.Config(**size, learning_rate=1e-3, kl_beta=0.05, lora_rank=lora)
     rows = [{"prompt": "x" * n + "yz"[n % 2]} for n in (1, 9, 17, 3, 30, 31)]
-    backend = rln.open_local(model, byte_tokenizer(), lora_rank=lora, **how)
+    backend = rln.open_local(model, byte_tokenizer(), lora_rank=lora, **kwargs)
     return rln.GRPOLoop(backend, rows, lambda text: float(len(text) % 5), cfg)
 
 
@@ -171,8 +171,8 @@ def own_logprobs(model: Any, tokens: np.ndarray) -> np.ndarray:
     "What plain transformers say of a sequence alone, without a cache."
     ids = torch.tensor(np.array(tokens)[None])
     with torch.no_grad():
-        found = model(ids).logits[0, :-1].float().log_softmax(-1)
-    return found.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        result = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return result.gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
 async def two_steps(loop: rln.GRPOLoop, plain: Any) -> float:

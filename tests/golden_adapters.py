@@ -1,7 +1,7 @@
 """Recorded calls of other implementations, turned into calls of ours.
 
 An adapter takes one recorded case and checks it with assertions. It returns an `Outcome`: agreed, or the differences
-that were chosen, each in one line; a call that we refuse is one of them. What decides is always the content of a case,
+that were chosen, each in one line; a call that we reject is one of them. What decides is always the content of a case,
 never its name, so that other cases of the same format can be run.
 """
 
@@ -243,7 +243,7 @@ def agree(ran: Ran, b: Batch) -> None:
     all_close(ran.grads, b.grads, "gradient")
 
 
-# -- policy losses: what we refuse ---------------------------------------------------------------------------------
+# -- policy losses: what we reject ---------------------------------------------------------------------------------
 
 
 def misfits(b: Batch, rows: Rows) -> bool:
@@ -274,7 +274,7 @@ def empty_clip_range(b: Batch) -> bool:
     return below("eps_clip_high", low)(b)
 
 
-# (what our error is about, whether we refuse a batch for it)
+# (what our error is about, whether we reject a batch for it)
 RULES: list[tuple[str, Callable[[Batch], bool]]] = [
     ("policy_logprobs", lambda b: len(b.weights) != len(b.tokens)),
     (
@@ -303,7 +303,7 @@ RULES: list[tuple[str, Callable[[Batch], bool]]] = [
 
 
 def refusal(case: Case, b: Batch, attempt: Callable[[Batch], Any] = run) -> Outcome | None:
-    "What comes of a call that we refuse; None: there is something to compare."
+    "What comes of a call that we reject; None: there is something to compare."
     names = [name for name, broken in RULES if broken(b)]
     if not names:
         assert not case.raises, "the other program refuses this, we do not"
@@ -352,8 +352,8 @@ def loss_batch(case: Case, options: dict[str, Any], **fields: Any) -> Batch:
     ]
 
     def rows(name: str) -> Rows:
-        found = [floats(r) if r else None for r in x[name]]
-        return found + [None] * (len(targets) - len(found))
+        results = [floats(r) if r else None for r in x[name]]
+        return results + [None] * (len(targets) - len(results))
 
     return Batch(
         tokens=x["tokens"],
@@ -628,7 +628,7 @@ def trl_batch(case: Case) -> Batch:
         ratio = np.broadcast_to(
             np.array(x["importance_sampling_ratio"], dtype=np.float64), pi.shape
         )
-        # the drawn weights are not 1 at padding, as TRL's are: the first token gets them
+        # the random weights are not 1 at padding, as TRL's are: the first token gets them
         if loss_type == "vespo":
             padding = np.where(active > 0, 1.0, ratio).prod(axis=1, keepdims=True)
             ratio = np.concatenate([ratio[:, :1] * padding, ratio[:, 1:]], axis=1)
@@ -926,7 +926,7 @@ NO_PROMPT = "an empty prompt is refused, the first sampled token would have no l
 def align_reason(
     series: Sequence[Any], prompt_len: int, n: int, echoed: bool
 ) -> tuple[str, str] | None:
-    "(what our error is about, the difference if the other program goes on) for a series that we refuse."
+    "(what our error is about, the difference if the other program continues) for a series that we reject."
     if not 1 <= prompt_len <= n:
         return "prompt_len", NO_PROMPT if prompt_len == 0 else UNCHECKED
     fits = (
@@ -1166,7 +1166,7 @@ def drawn(
     limit: int | None = None,
     room: int = 64,
 ) -> Completion:
-    "The completion in a recorded response, drawn from the model's own distribution or at another temperature."
+    "The completion in a recorded response, sampled from the model's own distribution or at another temperature."
 
     async def call(sampler: OpenAISampler) -> Completion:
         sampler.max_seq_len = limit
@@ -1396,7 +1396,7 @@ def stats_of(live: Sequence[PromptGroup], dropped: Sequence[PromptGroup]) -> dic
 
 
 def unordered_rewards(event: Sequence[Any]) -> list[Any]:
-    "A recorded event; in which order rewards were listed is nobody's promise."
+    "A recorded event; the order of rewards is not guaranteed."
     return [
         {**part, "all_raw_rewards": sorted(part["all_raw_rewards"])}
         if isinstance(part, dict)

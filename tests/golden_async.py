@@ -162,7 +162,7 @@ def gate_controller(case: Case) -> Outcome:
 
 
 class Run:
-    "Rows of a recorded case, drawn by our functions, with a gate, a producer, and what of a loop is asked by them."
+    "Rows of a recorded case, sampled by our functions, with a gate, a producer, and what of a loop is asked by them."
 
     waits = True  # whether the other program lets rows come back only while it waits for them
 
@@ -171,7 +171,7 @@ class Run:
         self.events: list[Any] = []
         # of the rollout function, by row and sample
         self.calls: Counter[tuple[int, int]] = Counter()
-        self.out: Counter[int] = Counter()  # draws that are not done, by row
+        self.out: Counter[int] = Counter()  # samples that are not done, by row
         self.taken = self.lost = 0
         self.reasons: dict[int, str] = {}  # of rows that are back
         self.looking = asyncio.Event()
@@ -197,7 +197,7 @@ class Run:
 
     # what a producer is made of
     def take(self) -> int | None:
-        "The next row, if there is one, and as far as draws are counted, if there is room."
+        "The next row, if there is one, and as far as samples are counted, if there is room."
         k = self.c["completions_per_prompt"]
         most = self.c.get("max_concurrent_rollouts")
         full = self.theirs and most is not None and self.out.total() + k > most
@@ -210,7 +210,7 @@ class Run:
     async def rollout(
         self, sample_prompt: dict, row_index: int, rollout_index: int
     ) -> RolloutSample | None:
-        "One draw, as recorded."
+        "One sample, as recorded."
         at = row_index, rollout_index
         self.out[row_index] += self.calls[at] > 0
         self.calls[at] += 1
@@ -233,29 +233,29 @@ class Run:
         )
 
     async def row(self, number: int) -> ScoredGroup:
-        "All draws of a row, those that are lost again."
+        "All samples of a row, those that are lost again."
         prompt = Prompt(Row(str(number), prompt="?"), [1], index=number, number=number)
         k = self.c["completions_per_prompt"]
         again = self.c.get("max_incomplete_group_retries", 0)
         fewest = max(self.c["min_group_size"], 2 if self.theirs else 1)
         rounds, inside = (1 + again, 0) if self.theirs else (1, again)
         for _ in range(rounds):
-            drawn = await rollouts.sample_rollouts(self.rollout, prompt, k, group_retries=inside)
-            group = rollouts.assemble(drawn, drawn.samples, fewest)
+            sampled = await rollouts.sample_rollouts(self.rollout, prompt, k, group_retries=inside)
+            group = rollouts.assemble(sampled, sampled.samples, fewest)
             if group.samples:
                 break
-        return ScoredGroup(drawn, group)
+        return ScoredGroup(sampled, group)
 
     def useful(self, answered: ScoredGroup) -> bool:
         "Whether a row is trained on, as a loop decides it."
-        found = arrivals.has_signal(self, answered)
+        result = arrivals.has_signal(self, answered)
         number = answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
-        self.counts["filter_drops"] += bool(answered.group.samples) and not found
+        self.counts["filter_drops"] += bool(answered.group.samples) and not result
         self.reasons[number] = (
-            "accepted" if found else "filter" if answered.group.samples else "none"
+            "accepted" if result else "filter" if answered.group.samples else "none"
         )
-        return found
+        return result
 
     async def next_rows(self, count: int, places: int) -> list[Finished[ScoredGroup]]:
         "Rows to train on, as soon as there are so many."
@@ -277,7 +277,7 @@ class Run:
 
     @property
     def retries(self) -> int:
-        "Rounds in which something was drawn again."
+        "Rounds in which something was sampled again."
         most = {
             row: max(self.calls[row, i] for i in range(len(kinds)))
             for row, kinds in enumerate(self.x["kind"])
@@ -322,7 +322,7 @@ def settings(c: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked_settings(case: Case) -> list[str]:
-    "What our config refuses of a call that the other program takes."
+    "What our config rejects of a call that the other program takes."
     c = case.config
     asked = settings(case.config)
     differs = []
@@ -345,7 +345,7 @@ def checked_settings(case: Case) -> list[str]:
 
 
 def config_refuses(asked: dict[str, Any], *names: str) -> None:
-    "Check that our config refuses a call because of a setting."
+    "Check that our config rejects a call because of a setting."
     refused(lambda: Config(**asked), *names)
 
 
@@ -438,7 +438,7 @@ async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, An
 
 @adapter("async_coordinator__HEAD")
 def coordinator(case: Case) -> Outcome:
-    "What is drawn when, which chunks train, when rows are settled, and what the gate says when weights are published."
+    "What is sampled when, which chunks train, when rows are settled, and what the gate says when weights are published."
     c = case.config
     e = case.expected
     if case.raises:
@@ -455,7 +455,7 @@ def coordinator(case: Case) -> Outcome:
 
 
 def unordered_completed(event: Sequence[Any]) -> list[Any]:
-    "A recorded event; in which order rewards were listed is nobody's promise."
+    "A recorded event; the order of rewards is not guaranteed."
 
     def listed(part):
         return isinstance(part, dict) and "completed_rewards" in part
@@ -476,13 +476,13 @@ class Coordinated(Run):
     unrecorded: Sequence[Finished[ScoredGroup]] = ()
 
     def useful(self, answered: ScoredGroup) -> bool:
-        found = super().useful(answered)
-        if not found and self.theirs:
+        result = super().useful(answered)
+        if not result and self.theirs:
             self.settle()
-        return found
+        return result
 
     def settle(self) -> None:
-        "Note the rows that need not be drawn again, as far as all rows before them need not."
+        "Note the rows that need not be sampled again, as far as all rows before them need not."
         p = self.producer
         kept = [*p.ready, *self.batch]
         if not self.theirs:

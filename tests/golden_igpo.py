@@ -86,7 +86,7 @@ def turn_advantages(case: Case) -> Outcome:
 
 
 def masked(num_tokens: int, turns: Sequence[tuple[int, int]]) -> RolloutSample:
-    "A sample in which the policy says these stretches; refused where it says nothing or the first token."
+    "A sample in which the policy says these stretches; rejected where it says nothing or the first token."
     mask = np.zeros(num_tokens, dtype=np.int64)
     for start, end in turns:
         mask[start:end] = 1
@@ -305,8 +305,8 @@ def igpo_loss(case: Case) -> Outcome:
         "kl_estimator": "k1",
     }
     options |= {"tis": "token", "tis_cap": np.inf}
-    given = {"old_logprobs": x["old_logprobs"] or [], "advantages": [0.0] * len(x["tokens"])}
-    b = loss_batch(replace(case, inputs={**x, **given}), options)
+    settings = {"old_logprobs": x["old_logprobs"] or [], "advantages": [0.0] * len(x["tokens"])}
+    b = loss_batch(replace(case, inputs={**x, **settings}), options)
     b = replace(b, advantages=[floats(a) for a in x["per_token_advantages"]])
     if (outcome := refusal(case, b)) is not None:
         return outcome

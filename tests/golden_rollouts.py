@@ -67,8 +67,8 @@ def draws(results: Sequence[Any]) -> PromptGroup:
         result = results[rollout_index]
         return result() if callable(result) else result
 
-    drawn = asyncio.run(sample_rollouts(rollout_fn, ROW_PROMPT, len(results)))
-    return assemble(drawn, drawn.samples)
+    sampled = asyncio.run(sample_rollouts(rollout_fn, ROW_PROMPT, len(results)))
+    return assemble(sampled, sampled.samples)
 
 
 # -- cutting a step ----------------------------------------------------------------------------------------------
@@ -129,10 +129,12 @@ def completed(case: Case, values: Sequence[float | None] | None) -> Completion:
     tokens = x["full_tokens"]
     at = x["prompt_len"]
     raw = x.get("raw_logprobs")
-    drawn = aligned(case, values)
+    sampled = aligned(case, values)
     if raw is not None:
         raw = aligned(case, raw if len(raw) != len(tokens) else [None, *raw[1:]])
-    return Completion(tokens[:at], tokens[at:], drawn if raw is None else raw, drawn, "t", "length")
+    return Completion(
+        tokens[:at], tokens[at:], sampled if raw is None else raw, sampled, "t", "length"
+    )
 
 
 def same_sample(ours: RolloutSample, recorded: Mapping[str, Any]) -> None:
@@ -211,7 +213,7 @@ class Replies:
 
 @adapter("rollout_example__517d206d")
 def rollout_example(case: Case) -> Outcome:
-    "The guides' single-turn rollout, written against our sampler, drawn as the loop draws it."
+    "The guides' single-turn rollout, written against our sampler, sampled as the loop samples it."
 
     def make(values: Sequence[float | None] | None) -> RolloutSample:
         completion = completed(case, values)  # raises here what the sampler would raise
@@ -236,10 +238,10 @@ def rollout_example(case: Case) -> Outcome:
                 text=c.text,
             )
 
-        drawn = asyncio.run(sample_rollouts(rollout_fn, ROW_PROMPT, 1))
-        if not drawn.samples:
-            raise AlignmentError("draw", got=drawn.dropped)
-        return drawn.samples[0]
+        sampled = asyncio.run(sample_rollouts(rollout_fn, ROW_PROMPT, 1))
+        if not sampled.samples:
+            raise AlignmentError("draw", got=sampled.dropped)
+        return sampled.samples[0]
 
     recorded = case.expected["sample"]
     if recorded is not None:
@@ -290,7 +292,7 @@ def result_of(run: Sequence[Mapping[str, Any]]) -> Callable[[], Any]:
 
 @adapter("rollout_to_prompt_group__*")
 def prompt_group(case: Case) -> Outcome:
-    "Results of the draws of one prompt, as a group with advantages and its datums."
+    "Results of the samples of one prompt, as a group with advantages and its datums."
     runs = runs_of(case)
     c = case.config
     if case.raises:
@@ -329,7 +331,7 @@ def numbers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, 
 
 
 def group_refused(case: Case, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Outcome:
-    "What the other program refused, refused here too, or impossible here."
+    "What the other program rejected, rejected here too, or impossible here."
 
     def ours():
         return draws([result_of(run) for run in runs])
@@ -369,7 +371,7 @@ def valid(run: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def message_of(call: Callable[[], Any]) -> str:
-    "What a refused call says."
+    "What a rejected call says."
     try:
         call()
     except RLNotebookError as error:
@@ -467,8 +469,8 @@ def group_assembler(case: Case) -> Outcome:
 
     async def row(number: int) -> None:
         prompt = replace(ROW_PROMPT, number=number)
-        drawn = await sample_rollouts(rollout_fn, prompt, c["completions_per_prompt"])
-        group = assemble(drawn, drawn.samples, c["min_group_size"])
+        sampled = await sample_rollouts(rollout_fn, prompt, c["completions_per_prompt"])
+        group = assemble(sampled, sampled.samples, c["min_group_size"])
         done[round(asyncio.get_running_loop().time())] = replace(group, advantages=group.rewards)
 
     async def everything() -> None:
@@ -506,7 +508,7 @@ LOW_WATER = "a place is the rows taken, of which the unfinished are kept apart; 
 
 @adapter("cursor_dataloader__HEAD")
 def cursor_dataloader(case: Case) -> Outcome:
-    "Rows over several epochs, and where a run goes on."
+    "Rows over several epochs, and where a run continues."
     items = case.inputs["items"]
     c = case.config
     e = case.expected

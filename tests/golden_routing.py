@@ -18,7 +18,7 @@ PASSED_ON = "a record that is too short is refused, not passed on"
 
 
 def misfit(routing: list[str], prompt_len: int, inputs: int) -> tuple[str, str] | None:
-    "(what our error is about, the difference if the other program goes on) for a record that we refuse."
+    "(what our error is about, the difference if the other program continues) for a record that we reject."
     if not 1 <= prompt_len <= inputs + 1:
         return "prompt_len", NO_PROMPT if prompt_len < 1 else LONG_PROMPT
     sampled = inputs + 1 - prompt_len

@@ -184,14 +184,14 @@ class House:
     @cached_property
     def modules(self) -> list[tuple[Place, str, Notebook]]:
         "Place, module and notebook of those that export, lowest first."
-        found = []
+        results = []
         for nb in self.notebooks:
             if nb.numbered:
                 number, module = nb.numbered
                 top = module.split(".")[0]
                 floor = self.folders.index(top) if top in self.folders else len(self.folders)
-                found.append(((floor, nb.folder, number), module, nb))
-        return sorted(found, key=lambda entry: entry[0])
+                results.append(((floor, nb.folder, number), module, nb))
+        return sorted(results, key=lambda entry: entry[0])
 
     @cached_property
     def places(self) -> dict[str, Place]:
@@ -554,8 +554,8 @@ def no_keys(house: House) -> list[str]:
         str(path.relative_to(house.root)): path.read_text(encoding="utf-8")
         for path in house.python_files()
     }
-    found = {name: SECRET.search(text) for name, text in texts.items()}
-    return [f"{name} holds what looks like a key: {m[0][:6]}..." for name, m in found.items() if m]
+    result = {name: SECRET.search(text) for name, text in texts.items()}
+    return [f"{name} holds what looks like a key: {m[0][:6]}..." for name, m in result.items() if m]
 
 
 @rule

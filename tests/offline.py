@@ -9,7 +9,7 @@ HERE = {"localhost", "::1", "::", "0.0.0.0", os.uname().nodename}
 
 
 def _stay_here(event: str, args: tuple) -> None:
-    "Refuses connections to other machines: a test that needs the network fails at the weather's whim."
+    "Rejects connections to other machines: a test that needs the network fails at the weather's whim."
     if event == "socket.connect" and isinstance(args[1], tuple):
         host = str(args[1][0])
     elif event == "socket.getaddrinfo":

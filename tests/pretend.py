@@ -1,7 +1,7 @@
 """A pretend accelerator: torch's `meta` device, which computes shapes only, under a mode that keeps the books.
 
-What a GPU would refuse, or would make the host wait for, shows without one: an operation over tensors of two devices, a
-read, an upload that blocks. A read gives zeros, so that programs go on after it.
+What a GPU would reject, or would make the host wait for, shows without one: an operation over tensors of two devices, a
+read, an upload that blocks. A read gives zeros, so that programs continue after it.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Pretend(TorchDispatchMode):
         return self.reads.total() + self.uploads.total()
 
     def forget(self) -> None:
-        "Begin to count anew."
+        "Begin to count again."
         for counter in (self.reads, self.uploads, self.sent, self.strays):
             counter.clear()
 

@@ -117,7 +117,7 @@ FIXED = ([2, 5, 72, 105, 33, 10, 40], [2, 5, 50, 44, 51, 62, 51], [2, 80, 81, 82
 
 
 def fixed_datums() -> list[Datum]:
-    "Sequences that no run draws."
+    "Sequences that no run samples."
     return [
         Datum(np.array(tokens), np.array([0] + [1] * (len(tokens) - 2)), sample=i)
         for i, tokens in enumerate(FIXED)

@@ -59,12 +59,12 @@ def synthetic_record(
     "A step of a run in which answers get better and longer."
     rng = np.random.default_rng([seed, step])
     p = 0.25 + 0.7 / (1 + np.exp(-8 * (step / steps - 0.45)))
-    drawn = with_advantages([prompt_group(rng, i, p, completions) for i in range(groups)])
-    datums = datums_from_groups([g for g in drawn if not has_no_signal(g.rewards)])
+    sampled = with_advantages([prompt_group(rng, i, p, completions) for i in range(groups)])
+    datums = datums_from_groups([g for g in sampled if not has_no_signal(g.rewards)])
     if not datums:
         reason = f"all {groups} groups had equal rewards"
         return StepRecord(
-            step, drawn, metrics=step_metrics(drawn, []), reason=reason, policy_version=step - 1
+            step, sampled, metrics=step_metrics(sampled, []), reason=reason, policy_version=step - 1
         )
     kl = 0.02 * (step / steps) ** 2
 
@@ -91,10 +91,10 @@ def synthetic_record(
     optim = {"grad_norm": 0.7, "update_norm": 3.1e-4, "learning_rate": 5e-5}
     return StepRecord(
         step=step,
-        groups=drawn,
+        groups=sampled,
         datums=datums,
         loss=loss,
-        metrics=step_metrics(drawn, datums, loss, optim, policy_version=step),
+        metrics=step_metrics(sampled, datums, loss, optim, policy_version=step),
         options={"policy_loss": "grpo", "kl_beta": 0.001},
         policy_version=step,
         seconds={"sample": 0.8, "backward": 0.4},

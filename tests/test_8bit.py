@@ -1,4 +1,4 @@
-"A base in 8 bits under LoRA: the model whose weights are the rounded ones, in less memory, and refused elsewhere."
+"A base in 8 bits under LoRA: the model whose weights are the rounded ones, in less memory, and rejected elsewhere."
 
 import asyncio
 import importlib.util
@@ -168,8 +168,8 @@ def test_a_loop_over_it_steps_undoes_and_has_no_mismatch():
         cfg = Config.from_dict({**SETTINGS, "load_in_8bit": True, "kl_beta": 0.01})
         loop = await stepped(cfg)
         records = [await loop.step() for _ in range(3)]
-        found = await diagnose(records[-1])
-        assert found.ok, found
+        result = await diagnose(records[-1])
+        assert result.ok, result
         after = {n: p.detach().clone() for n, p in loop.backend.policy.state.params.items()}
         await loop.undo()
         again = await loop.step()
@@ -206,7 +206,7 @@ def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
 # What it costs, and what it says ---------------------------------------------------------------------------------
 
 
-# Refused by name -------------------------------------------------------------------------------------------------
+# Rejected by name ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -49,9 +49,9 @@ def test_the_program_runs(
     program = AGENTS.partition("```python\n")[2].partition("```")[0]
     monkeypatch.chdir(tmp_path)
     exec(program, {"__name__": "__main__"})
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert all(
-        part in said for part in ("32 graded samples", "✓ finite: every reward", "all well:")
+        part in output for part in ("32 graded samples", "✓ finite: every reward", "all well:")
     )
 
 
@@ -75,9 +75,9 @@ def test_a_run_is_read(
 ):
     monkeypatch.chdir(demo)
     assert main(shlex.split(command)) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     if "--json" in command:
-        assert ["finite", True] in [[c["name"], c["ok"]] for c in json.loads(said)["checks"]]
+        assert ["finite", True] in [[c["name"], c["ok"]] for c in json.loads(output)["checks"]]
     else:
         assert (
             "loss_mask"
@@ -85,7 +85,7 @@ def test_a_run_is_read(
             else "✓ finite"
             if "--step" in command
             else "3 steps"
-        ) in said
+        ) in output
 
 
 def test_what_is_shown_is_what_was_recorded(demo: Path, capsys: pytest.CaptureFixture[str]):
@@ -101,15 +101,17 @@ def test_what_is_shown_is_what_was_recorded(demo: Path, capsys: pytest.CaptureFi
         )
         == 0
     )
-    told = json.loads(capsys.readouterr().out)
+    fields = json.loads(capsys.readouterr().out)
     sample = next(g for g in record.groups if g.index == d.group).samples[d.sample]
-    assert (told["text"], told["reward"]) == (sample.text, sample.reward)
-    assert [t["token"] for t in told["tokens"]] == sample.tokens.tolist()
-    texts = [t["text"] for t in told["tokens"]]
+    assert (fields["text"], fields["reward"]) == (sample.text, sample.reward)
+    assert [t["token"] for t in fields["tokens"]] == sample.tokens.tolist()
+    texts = [t["text"] for t in fields["tokens"]]
     assert "".join(texts[: sample.prompt_len]).startswith("<|bos|><|user|>")
     assert "".join(texts[sample.prompt_len :]).startswith(sample.text)
     last = record.loss.logprobs[0].values[-1], record.loss.dlogprobs[0][-1], d.ref_logprobs[-1]
-    shown = [told["tokens"][-1][name] for name in ("policy_logprobs", "dlogprobs", "ref_logprobs")]
+    shown = [
+        fields["tokens"][-1][name] for name in ("policy_logprobs", "dlogprobs", "ref_logprobs")
+    ]
     assert shown == pytest.approx(last)
     assert main(["show", str(demo / "runs/demo"), "--step", "9"]) == 2
     assert "rl-notebook show:" in capsys.readouterr().err
@@ -143,6 +145,6 @@ def test_without_the_tokenizer_ids_are_shown_and_why(
     assert main(["show", str(run), *place]) == 0
     assert re.search(why, capsys.readouterr().out)
     assert main(["show", str(run), *place, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert re.search(why, told["note"])
-    assert "text" not in told["tokens"][0]
+    fields = json.loads(capsys.readouterr().out)
+    assert re.search(why, fields["note"])
+    assert "text" not in fields["tokens"][0]

@@ -50,7 +50,7 @@ class Rows(RuleBasedStateMachine):
         self.gate = Gate(per_step, k, bound, self.room)
         # where the rows are
         self.taken = 0
-        self.waiting: deque[int] = deque()  # to be drawn again
+        self.waiting: deque[int] = deque()  # to be sampled again
         self.under_way: dict[int, tuple[int, asyncio.Future[bool]]] = {}  # (version, end) by row
         self.ready: dict[int, int] = {}  # version by row, in the order in which they came
         self.rejected: list[int] = []
@@ -156,7 +156,7 @@ class Rows(RuleBasedStateMachine):
                 self.begin_training(task.result())
 
     def told(self, error: BaseException | None) -> bool:
-        "Whether somebody who waited got an error; then it is the right one, and nothing goes on behind it."
+        "Whether somebody who waited got an error; then it is the right one, and nothing continues behind it."
         if isinstance(error, PhaseError) and not self.broken:
             assert self.held, error
             assert not self.under_way

@@ -107,7 +107,7 @@ def live(record):
 
 
 async def turns(count=20):
-    "Let everything else run so many times."
+    "Let everything else run n times."
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -153,9 +153,9 @@ def check_records(records, rows, bound):
         assert all(0 <= r.step - 1 - g.submitted <= bound for g in live(r))
         done |= {g.number for g in r.groups}
         assert r.pending == tuple(sorted({*range(r.consumed)} - done))
-        drawn = {g.number for g in r.groups}
+        sampled = {g.number for g in r.groups}
         assert {name for name, *_ in r.timeline if name.startswith("row ")} == {
-            f"row {n}" for n in drawn
+            f"row {n}" for n in sampled
         }
     assert records[-1].pending == ()
 
@@ -174,7 +174,7 @@ async def nothing_left():
 def rollouts(reward=SOME, delay=0.01, lost=0.0, before=None, segments=1, alone=False):
     """A factory of rollouts that take a random while, and of which some come to nothing.
 
-    What is drawn together is not the same to the last bit as what is drawn `alone`."""
+    What is sampled together is not the same to the last bit as what is sampled `alone`."""
 
     def make_rollout_fn(setup):
         turn = asyncio.Lock() if alone else contextlib.nullcontext()
@@ -237,7 +237,7 @@ SAME = {
 }
 
 
-# the sampler's, which depend a little on what is drawn at the same time
+# the sampler's, which depend a little on what is sampled at the same time
 DRAWN = ("logprobs", "sampler_logprobs")
 
 
@@ -359,7 +359,7 @@ def test_chunks_give_the_gradient_of_one_pass(aggregation):
         extra = {"aggregation": aggregation, "grad_clip_norm": 0.0, "keep": ALL, "kl_beta": 0.05}
         whole = begin(LENGTH, **extra)
         parts = begin(LENGTH, pipeline_chunks_per_step=3, **extra)
-        found = [gradients_of(loop) for loop in (whole, parts)]
+        results = [gradients_of(loop) for loop in (whole, parts)]
         one = await whole.step()
         several = await parts.step()
         assert numbers([one]) == numbers([several]) == [[0, 1, 2]]
@@ -367,7 +367,7 @@ def test_chunks_give_the_gradient_of_one_pass(aggregation):
         assert several.metrics["num_loss_tokens"] == one.metrics["num_loss_tokens"]
         assert several.metrics["grad_norm"] == pytest.approx(one.metrics["grad_norm"], rel=2e-4)
         assert several.loss.loss == pytest.approx(one.loss.loss, rel=1e-4, abs=1e-6)
-        directions = [torch.cat([g.flatten() for g in grads]) for grads in found]
+        directions = [torch.cat([g.flatten() for g in grads]) for grads in results]
         torch.testing.assert_close(*(d / d.norm() for d in directions), rtol=0, atol=1e-5)
         for loop in (whole, parts):
             await loop.close()
@@ -377,15 +377,15 @@ def test_chunks_give_the_gradient_of_one_pass(aggregation):
 
 def gradients_of(loop):
     "A list that gets the gradients of the first update, as they are before they are divided."
-    found = []
+    results = []
     optim_step = loop.backend.policy.optim_step
 
     async def seen(*args, **kwargs):
-        found.extend(p.grad.detach().clone() for p in loop.backend.policy.state.params.values())
+        results.extend(p.grad.detach().clone() for p in loop.backend.policy.state.params.values())
         return await optim_step(*args, **kwargs)
 
     loop.backend.policy.optim_step = seen
-    return found
+    return results
 
 
 # --- what goes wrong --------------------------------------------------------------------------------------------------
@@ -503,12 +503,12 @@ def test_close_twice_and_go_on():
 
 
 async def recorded(loop, steps):
-    "Records and weights of so many steps."
-    found = []
+    "Records and weights of n steps."
+    results = []
     for _ in range(steps):
         record = await loop.step()
-        found.append((record, weights(loop)))
-    return found
+        results.append((record, weights(loop)))
+    return results
 
 
 @pytest.mark.parametrize(
@@ -600,7 +600,7 @@ def test_a_branch_waits_until_nothing_is_under_way():
 @pytest.mark.parametrize("at", ["start", "batch"])
 @pytest.mark.variant(but="start")
 def test_a_branch_gives_what_it_gives_alone(at):
-    "On-policy, so that what is drawn depends on nothing but the weights."
+    "On-policy, so that what is sampled depends on nothing but the weights."
 
     async def main():
         loop = begin(rows=24)
@@ -629,7 +629,7 @@ def test_a_branch_gives_what_it_gives_alone(at):
 
 
 def same_but_for_company(result):
-    "Whether a replayed step is the same, but for what being drawn together makes of the sampler's logprobs."
+    "Whether a replayed step is the same, but for what being sampled together makes of the sampler's logprobs."
     different = [p for p in result.phases if p.same is False]
     return all((p.phase, p.unit) == ("sample", "nats") and p.difference < 1e-4 for p in different)
 
@@ -782,16 +782,16 @@ def test_a_run_goes_on_from_a_checkpoint_with_rows_that_were_under_way(versions,
         with pytest.raises(PhaseError, match="step 3 half done"):
             await save_checkpoint(loop, folder)
         await loop.close()
-        found = folder.latest_checkpoint()
-        assert found.extra["pending"] == pending
-        plain = begin(rollouts(), kind=GRPOLoop)  # has nothing in flight, and draws them first
-        assert await restore_checkpoint(plain, found) == 2
-        upcoming = [*pending, *range(found.cursor["consumed"], ROWS)]
+        result = folder.latest_checkpoint()
+        assert result.extra["pending"] == pending
+        plain = begin(rollouts(), kind=GRPOLoop)  # has nothing in flight, and samples them first
+        assert await restore_checkpoint(plain, result) == 2
+        upcoming = [*pending, *range(result.cursor["consumed"], ROWS)]
         assert [p.number for p in plain.prompts()] == upcoming[:3]
         assert flat([*first, *await plain.run(progress=False)]) == [*range(ROWS)]
         later = begin(rollouts(), max_head_offpolicy_versions=versions)
-        assert await restore_checkpoint(later, found) == 2
-        assert (later.pending, later.cursor.consumed) == (pending, found.cursor["consumed"])
+        assert await restore_checkpoint(later, result) == 2
+        assert (later.pending, later.cursor.consumed) == (pending, result.cursor["consumed"])
         check_records([*first, *await later.run(progress=False)], ROWS, versions)
 
     run(main())
@@ -818,7 +818,7 @@ def test_a_step_is_replayed_as_far_as_it_can_be(name, how, tmp_path):
         folder = RunFolder.create(tmp_path / "run", loop.cfg)
         loop.outputs.append(folder.add)
         records = await loop.run(progress=False)
-        found = weights(loop)
+        outcome = weights(loop)
         assert any(len(r.groups) > len(live(r)) for r in records)
         for record in records:
             fresh = begin(reward, **REPLAYED[name])
@@ -830,7 +830,7 @@ def test_a_step_is_replayed_as_far_as_it_can_be(name, how, tmp_path):
             together = together and len(record.groups) * loop.cfg.completions_per_prompt <= room
             left = {p.phase: p.note for p in result.phases if p.same is None}
             without = {"reference"} if record.trained and not loop.cfg.kl_beta else set()
-            graded = {"score"} if how == "rollouts" else set()  # while they were drawn
+            graded = {"score"} if how == "rollouts" else set()  # while they were sampled
             assert set(left) == without | (set() if together else {"sample"} | graded), result
             if older:
                 assert left["sample"].startswith("drawn from the weights of version")
@@ -838,7 +838,7 @@ def test_a_step_is_replayed_as_far_as_it_can_be(name, how, tmp_path):
                 assert left["sample"].startswith("drawn in other company")
             await nothing_left()  # a replay starts no row
             if record is records[-1]:
-                assert same(weights(fresh), found)
+                assert same(weights(fresh), outcome)
             await fresh.close()
 
     run(main())

@@ -196,12 +196,12 @@ def body(settings: dict[str, Any], resume: bool, point: Point | None, seen: Any)
         die_at(point, lambda place: setattr(seen, "value", place.encode()))
     drawn = os.open(f"{folder}.drawn", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     extras = {"log": lambda number: os.write(drawn, f"{os.getpid()} {number}\n".encode())}
-    given = {
+    options = {
         "rollout_fn_factory": make_rollout_fn,
         "rows": toy_rows(ROWS, seed=3),
         "rollout_extras": extras,
     }
-    print(main(Config(**settings), resume=resume, say=print, progress=False, **given))
+    print(main(Config(**settings), resume=resume, say=print, progress=False, **options))
 
 
 # --- a run that is killed again and again -----------------------------------------------------------------------------
@@ -226,9 +226,9 @@ def start(settings: dict[str, Any], resume: bool, point: Point | None) -> tuple[
     process = SERVER.Process(target=body, args=(settings, resume, point, seen))
     process.start()
     process.join(300)
-    said = Path(f"{settings['log_path']}.out").read_text()
-    assert process.exitcode is not None, f"the process did not end\n{said}"
-    return process.exitcode, seen.value.decode(), said
+    output = Path(f"{settings['log_path']}.out").read_text()
+    assert process.exitcode is not None, f"the process did not end\n{output}"
+    return process.exitcode, seen.value.decode(), output
 
 
 def draws(folder: Path) -> list[list[int]]:
@@ -249,11 +249,11 @@ def there(folder: Path, kind: str) -> list[int]:
 def kill_and_resume(
     settings: dict[str, Any], upcoming: Iterator[Point], kills: int, label: str
 ) -> list[Killed]:
-    "Begin a run, kill it so many times, and let it end."
+    "Begin a run, kill it n times, and let it end."
     folder = Path(settings["log_path"])
-    found = list[Killed]()
+    results = list[Killed]()
     resume = False
-    while len(found) < kills:
+    while len(results) < kills:
         point = next(upcoming)
         status, phase, said = start(settings, resume, point)
         if status == 0:  # it ended before it came there
@@ -262,7 +262,7 @@ def kill_and_resume(
         resume = (folder / "run.json").exists()
         recorded = there(folder, "steps")
         saved = there(folder, "checkpoints")
-        found.append(Killed(label, str(point), phase, len(recorded), max([0, *saved]), 0))
+        results.append(Killed(label, str(point), phase, len(recorded), max([0, *saved]), 0))
     status, _, said = start(settings, resume, None)
     assert status == 0, said
     per_process = draws(folder)
@@ -272,7 +272,7 @@ def kill_and_resume(
         assert len(rows) == len(set(rows)), "a row was started twice in one process"
         again.append(len(set(rows) & before))
         before |= set(rows)
-    return [replace(k, redrawn=n) for k, n in zip(found, again[1:], strict=False)]
+    return [replace(k, redrawn=n) for k, n in zip(results, again[1:], strict=False)]
 
 
 def check_whole(folder: Path) -> None:

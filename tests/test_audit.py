@@ -24,8 +24,8 @@ VERDICTS = [{"question": f"Is {n} even?", "answer": "yes" if n % 4 else "no"} fo
 
 
 def in_tag(text: str) -> str | None:
-    found = re.search(r"<solution>(.*?)</solution>", text, re.DOTALL)
-    return found and found[1].strip()
+    matches = re.search(r"<solution>(.*?)</solution>", text, re.DOTALL)
+    return matches and matches[1].strip()
 
 
 def numbers(text: str) -> list[str]:
@@ -165,9 +165,9 @@ def test_no_reward_of_ours_fails_its_own_audit(name: str):
 @pytest.mark.parametrize("answer", [None, True, {"target": 8}])
 def test_rows_without_an_answer_are_audited_as_far_as_they_tell(answer):
     rows = [Row(str(n), prompt=f"Say {n}.", answer=answer) for n in range(4)]
-    found = audit_reward(lambda text: float(len(text) > 20), rows).findings
-    assert (found[0].ok, found.failed) == (None, ())
-    assert "the rows have no answers, and" in found[0].text
+    result = audit_reward(lambda text: float(len(text) > 20), rows).findings
+    assert (result[0].ok, result.failed) == (None, ())
+    assert "the rows have no answers, and" in result[0].text
 
 
 def test_a_reward_that_can_grade_nothing_says_why():
@@ -199,9 +199,9 @@ def endless(text: str, answer: str) -> float:
 )
 def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings: dict):
     cfg = rln.Config(max_completion_tokens=8, prompt_groups_per_step=2, **settings)
-    found = asyncio.run(
+    result = asyncio.run(
         rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4)
     )
     assert "none of 34 attacks earns 75% of what a right answer does" in [
-        f.text for f in found.checks
+        f.text for f in result.checks
     ]

@@ -235,9 +235,9 @@ def test_policy_reference_and_sampler_agree_at_the_start_and_are_stamped(opened)
         datums = datums_of(completions)
         policy = await backend.policy.forward(datums)
         reference = await backend.reference.forward(datums)
-        drawn = [c.logprobs for c in completions]
-        assert gap(active(policy, datums), drawn) <= 1e-4
-        assert gap(active(reference, datums), drawn) <= 1e-4
+        samples = [c.logprobs for c in completions]
+        assert gap(active(policy, datums), samples) <= 1e-4
+        assert gap(active(reference, datums), samples) <= 1e-4
         for c, d in zip(completions, datums, strict=True):
             echoed = await backend.sampler.logprobs(c.full_tokens)
             assert echoed.coordinate == "target"
@@ -261,9 +261,9 @@ def test_policy_reference_and_sampler_agree_at_the_start_and_are_stamped(opened)
 def test_the_list_that_is_asked_of_services_holds(opened):
     async def test(backend):
         before = await backend.policy.forward([datum := toy_datum(PROMPT)])
-        found = await check_contract(backend.policy, backend.sampler, PROMPT, backend.sync)
-        assert not found.failed, repr(found)
-        assert found["second sync"].ok
+        result = await check_contract(backend.policy, backend.sampler, PROMPT, backend.sync)
+        assert not result.failed, repr(result)
+        assert result["second sync"].ok
         np.testing.assert_allclose(
             (await backend.policy.forward([datum]))[0].values, before[0].values, atol=1e-6
         )
@@ -312,17 +312,17 @@ def test_a_deviation_of_a_service_is_named(kind, name, emulated, monkeypatch):
     table[name].plant(monkeypatch) if name else None
     cfg = Config.from_dict(asked | {"backend": kind, "base_url": emulated.url})
     whole = asyncio.run(check_backend(cfg, say=lambda line: None))
-    found = whole[-1]
+    result = whole[-1]
     page = check_html(cfg, whole, "rl-notebook check")
     failed = page.partition("<h2>What does not hold</h2>")[2].partition("<h2>")[0]
-    assert re.findall(r"✗ ([\w ]+)", failed) == [f.name for f in found.failed]
+    assert re.findall(r"✗ ([\w ]+)", failed) == [f.name for f in result.failed]
     if name:
         row = next(
             f for findings in reversed(whole) for f in findings if f.name == table[name].named
         )
         assert row.ok is not True or row.text.startswith("advantages"), repr(row)
     else:
-        assert not found.failed
+        assert not result.failed
 
 
 def test_same_seed_same_tokens(opened):

@@ -1,7 +1,7 @@
 """Bad input, met where a user meets it: at `train`, the loop object or the command. Each test shows the message.
 
 Besides the message, each checks that nothing is lost: no folder is begun for a run that cannot begin, what was recorded
-stays, and once the cause is gone the run goes on.
+stays, and once the cause is gone the run continues.
 """
 
 import asyncio
@@ -48,9 +48,9 @@ def toy(reward: Any = uneven) -> Problem:
 
 def run(cfg: Config, **options: Any) -> list[str]:
     "Train quietly; returns what was said."
-    said: list[str] = []
-    said.append(str(main(cfg, say=said.append, progress=False, **options)))
-    return said
+    lines: list[str] = []
+    lines.append(str(main(cfg, say=lines.append, progress=False, **options)))
+    return lines
 
 
 def data_set(tmp_path: Path, *rows: dict[str, Any]) -> str:
@@ -106,9 +106,9 @@ def test_data(case, tmp_path, capsys):
     assert not (tmp_path / "run").exists()  # so the same command works once the data are right
     Config(**settings).to_yaml(tmp_path / "config.yaml")
     assert command(["train", "--config", str(tmp_path / "config.yaml")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("rl-notebook train: ")
-    assert "Traceback" not in said
+    output = capsys.readouterr().err
+    assert output.startswith("rl-notebook train: ")
+    assert "Traceback" not in output
 
 
 # --- rewards --------------------------------------------------------------------------------------------------------
@@ -141,12 +141,12 @@ def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
     reward, parts = REWARDS[case]
     loop = GRPOLoop(backend(), toy().rows, reward, Config(**SMALL))
     failed(loop.step, **parts, kind=RewardError)
-    drawn = loop.state.values["sample"]  # the answers are still there
+    sampled = loop.state.values["sample"]  # the answers are still there
     loop.score(uneven)
     record = asyncio.run(loop.step())
     assert record is not None
     assert [s.text for g in record.groups for s in g.samples] == [
-        s.text for r in drawn for s in r.samples
+        s.text for r in sampled for s in r.samples
     ]
 
 
@@ -162,13 +162,14 @@ def test_a_reward_that_fails_late_costs_no_finished_step(interval, tmp_path):
         calls.append(text)
         return uneven(text) if len(calls) <= 8 * (steps - 1) else float("nan")
 
-    said: list[str] = []
+    lines: list[str] = []
     with pytest.raises(RewardError, match="got nan for completion"):
         main(
-            cfg, problem=toy(reward_fn(fails_late, name="uneven")), say=said.append, progress=False
+            cfg, problem=toy(reward_fn(fails_late, name="uneven")), say=lines.append, progress=False
         )
     assert (
-        "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume" in said[-1]
+        "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume"
+        in lines[-1]
     )
     assert len(RunFolder.open(cfg.log_path)) == 2
     assert "going on after step 2" in run(cfg, problem=toy(), resume=True)[0]
@@ -394,7 +395,7 @@ def test_a_disk_that_fills_up_under_a_run(room, full_after, every, tmp_path):
     whole = Config(**SMALL, log_path=str(tmp_path / "whole"), dcp_save_interval=every)
     run(whole, problem=toy())
     cfg = replace(whole, log_path=str(tmp_path / "run"))
-    said = []
+    lines = []
     records = []
     with contextlib.ExitStack() as disk:
 
@@ -404,8 +405,8 @@ def test_a_disk_that_fills_up_under_a_run(room, full_after, every, tmp_path):
                 disk.enter_context(no_file_above(room))
 
         with pytest.raises(RecordError, match=FULL):
-            main(cfg, problem=toy(), say=said.append, progress=False, on_record=[fill])
-    assert "with: rl-notebook train --resume --log-path" in said[-1]
+            main(cfg, problem=toy(), say=lines.append, progress=False, on_record=[fill])
+    assert "with: rl-notebook train --resume --log-path" in lines[-1]
     assert RunFolder.open(cfg.log_path or "").steps == records
     run(cfg, problem=toy(), resume=True)
     assert numbers(cfg) == numbers(whole)

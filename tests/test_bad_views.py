@@ -245,20 +245,20 @@ def drawn(payloads: Mapping[str, Mapping[str, Any]]) -> str:
         words(page)
     live().draw(*made.values())
     json.dumps(live().figures, allow_nan=False)
-    found = charts(payloads)
+    result = charts(payloads)
     lines = [
         f"{name} | {trace.get('name', '')} {json.dumps(trace.get('z', trace.get('y')))[:400]}"
-        for name, c in found.items()
+        for name, c in result.items()
         for trace in c.figure["data"]
     ]
     lines += [
         c.figure["layout"]["yaxis"]["title"]["text"]
-        for name, c in found.items()
+        for name, c in result.items()
         if name == "advantages"
     ]
     empty = [name for name, picture in pictures.items() if "nothing measured yet" in picture]
     return "\n".join(
-        [f"charts: {', '.join(found) or 'none'}", f"empty: {', '.join(empty)}", *lines]
+        [f"charts: {', '.join(result) or 'none'}", f"empty: {', '.join(empty)}", *lines]
     )
 
 
@@ -343,7 +343,7 @@ HOLE = rf"{re.escape(PLACE)}.*: got (nan|-inf) at target 9 \(token 10\), \d+ suc
 
 @dataclass(frozen=True)
 class Given:
-    "What comes of a record: a text of the checks, who refuses it and why, and texts of others."
+    "What comes of a record: a text of the checks, who rejects it and why, and texts of others."
 
     checks: str
     refused: tuple[str, ...] = ()
@@ -450,7 +450,7 @@ def test_a_kl_that_is_0_but_for_an_infinity_is_not_left_out(bad: float):
 
 
 def test_a_step_that_is_damaged_costs_that_step(tmp_path: Path, capsys: pytest.CaptureFixture):
-    "`view` and `doctor` say so and show the others; what needs the step refuses. Else nothing is left out."
+    "`view` and `doctor` say so and show the others; what needs the step rejects. Else nothing is left out."
     path = tmp_path / "run"
     page = tmp_path / "page.html"
     sizes = {

@@ -115,13 +115,13 @@ def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
         gpu.main(
             ["--device", "cpu", "--no-trl", "--rows", "4", "--tokens", "6", "--json", str(file)]
         )
-    found = json.loads(file.read_text())
-    assert (ended.value.code, found["agreed"], found["step"]) == (0, True, None)
+    result = json.loads(file.read_text())
+    assert (ended.value.code, result["agreed"], result["step"]) == (0, True, None)
     # a CPU agrees with itself, and bfloat16 with nothing
-    assert found["agreement"]["float32"]["logprobs"] == 0
-    assert 1e-4 < found["agreement"]["bfloat16"]["logprobs"] < 0.2
-    assert {case["steps_at_once"] for case in found["drawing"]} == {1, 8}
-    assert found["training"]["mfu"] is None
+    assert result["agreement"]["float32"]["logprobs"] == 0
+    assert 1e-4 < result["agreement"]["bfloat16"]["logprobs"] < 0.2
+    assert {case["steps_at_once"] for case in result["drawing"]} == {1, 8}
+    assert result["training"]["mfu"] is None
     assert "its figures mean nothing" in capsys.readouterr().out
 
 
@@ -129,5 +129,5 @@ def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
 def test_the_gpu_script_and_trl_do_the_same_work():
     pytest.importorskip("trl", reason="TRL is in the extra `bench`")
     gpu = script("gpu")
-    found = gpu.beside_trl(replace(gpu.TINY, tokens=5), lambda line: None)
-    assert min(found["ratio"].values()) > 0
+    result = gpu.beside_trl(replace(gpu.TINY, tokens=5), lambda line: None)
+    assert min(result["ratio"].values()) > 0

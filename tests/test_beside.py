@@ -1,4 +1,4 @@
-"Rollouts beside training in the views: a player that holds, drains and goes on; what is drawn and what is said of it."
+"Rollouts beside training in the views: a player that holds, drains and continues; what is drawn and what is said of it."
 
 import asyncio
 from dataclasses import replace
@@ -142,7 +142,7 @@ def test_a_drain_waits_for_rows_and_a_stop_ends_the_wait():
         await until(lambda: dashboard.at == "drain")
         assert progress_of(loop, dashboard.watch)["phase"] == "drain"
         press(dashboard, "stop")
-        await dashboard.task  # a cell that awaits it goes on, too
+        await dashboard.task  # a cell that awaits it continues, too
         assert not dashboard.doing
         assert rows_in_flight(loop) > 0
         assert loop.producer.held == PAUSED

@@ -83,8 +83,8 @@ def of(module, step: int = 0):
 )
 def test_a_writer_keeps_what_its_trainer_has(module, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
-    found = __import__(module)
-    sys.modules["write"].write_step(tmp_path, 3, module, list(found.samples_of(*of(module))))
+    result = __import__(module)
+    sys.modules["write"].write_step(tmp_path, 3, module, list(result.samples_of(*of(module))))
     record = Run.open(tmp_path).record(3)
     assert (len(record.groups), len(record.datums), record.origin) == (1, 2, module)
     for d, advantage in zip(record.datums, (0.5, -0.5), strict=True):

@@ -1,7 +1,7 @@
 """Cancelled at any await of a step or an undo, a loop and its trainer still agree.
 
 Every await is tried twice: cancelled as soon as it waits, and when what it waits for is done but not yet noted. After
-each, the run goes on and has to come to the weights of a run that was left alone, and so has what `undo` goes back to.
+each, the run continues and has to come to the weights of a run that was left alone, and so has what `undo` goes back to.
 """
 
 import asyncio
@@ -138,7 +138,7 @@ class Course:
     backend: Backend
     kind: str
     start: str  # state of the trainer
-    want: list[np.ndarray] = field(default_factory=list)  # weights after so many steps
+    want: list[np.ndarray] = field(default_factory=list)  # weights after n steps
     # of a branch after its step, and of its loop after the next
     apart: list[np.ndarray] = field(default_factory=list)
     there: bool = False  # whether the await that was to be struck came up
@@ -180,7 +180,7 @@ class Course:
         )
 
     def check(self, loop: GRPOLoop, steps: int) -> None:
-        "Weights, records and the sampler's version after so many steps."
+        "Weights, records and the sampler's version after n steps."
         self.same(self.want[steps], f"after {steps}")
         assert loop.state.number == steps + 1, loop.place
         assert [r.step for r in loop.records] == [*range(1, steps + 1)]

@@ -75,9 +75,9 @@ def test_a_thin_line_keeps_ends_and_extremes(y: list[float | None], limit: int):
     assert thin["x"] == sorted(set(thin["x"]))
     assert all(points[x] == v for x, v in zip(thin["x"], thin["y"], strict=True))
     assert (thin["x"][0], thin["x"][-1]) == (10, 9 + len(y))
-    if found := [v for v in y if v is not None]:
+    if results := [v for v in y if v is not None]:
         kept = [v for v in thin["y"] if v is not None]
-        assert (min(kept), max(kept)) == (min(found), max(found))
+        assert (min(kept), max(kept)) == (min(results), max(results))
     assert (None in thin["y"]) == (None in y)  # a gap stays a gap
 
 
@@ -107,8 +107,8 @@ def test_what_is_only_rounding_is_named_and_not_drawn():
     ]
     payload = kl_payload(History(rounding), {})
     assert [panel["name"] for panel in payload["panels"]] == ["policy to reference"]
-    said = chart("kl", payload).caption
-    assert said.endswith("Equal up to rounding: trainer to sampler.")
+    text = chart("kl", payload).caption
+    assert text.endswith("Equal up to rounding: trainer to sampler.")
     rounding[-1][f"{gap}/max"] = 0.5  # one token that is no rounding
     assert len(kl_payload(History(rounding), {})["panels"]) == 2
     alone = kl_payload(History([{"step": 1, f"{gap}/mean": 1e-7}]), {})
@@ -166,13 +166,13 @@ def elements(picture: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_plotly_takes_every_figure(name: str):
-    found = drawn(beside(synthetic_record(20)))
-    go.Figure(found[name].figure)  # raises for what plotly does not know
-    payload = found[name].payload
+    result = drawn(beside(synthetic_record(20)))
+    go.Figure(result[name].figure)  # raises for what plotly does not know
+    payload = result[name].payload
     assert json.loads(json.dumps(payload, allow_nan=False)) == payload
-    assert json.loads(json.dumps(found[name].figure, allow_nan=False)) == found[name].figure
-    assert "script" not in elements(svg(found[name].figure, name))
-    axes = [axis for key, axis in found[name].figure["layout"].items() if key[1:5] == "axis"]
+    assert json.loads(json.dumps(result[name].figure, allow_nan=False)) == result[name].figure
+    assert "script" not in elements(svg(result[name].figure, name))
+    axes = [axis for key, axis in result[name].figure["layout"].items() if key[1:5] == "axis"]
     # would write a number twice
     rounded = [axis for axis in axes if axis.get("tickformat") in ("d", ".0%")]
     assert all("dtick" in axis or "tickvals" in axis for axis in rounded)
@@ -213,8 +213,8 @@ def test_a_map_has_a_colour_for_each_sign():
     cells = Image.open(
         io.BytesIO(base64.b64decode(re.findall(r"data:image/png;base64,\s*([^\"]+)", picture)[0]))
     )
-    found = sorted({color for n, color in cells.getcolors(1000) if n > 100 and color[3]})
-    assert found == [
+    results = sorted({color for n, color in cells.getcolors(1000) if n > 100 and color[3]})
+    assert results == [
         (40, 103, 178, 140),
         (40, 103, 178, 255),
         (133, 147, 163, 30),
@@ -244,13 +244,13 @@ def test_a_timeline_is_thinned_evenly_and_says_so(
     rows: list[tuple[float, float]], most: int, lanes: int
 ):
     waiting = [(i, begin, begin + length, "ready") for i, (begin, length) in enumerate(rows)]
-    found = timeline_payload([], waiting, rows=most, lanes=lanes)
-    assert len(found["rows"]) == -(-found["total"] // found["every"]) <= most
-    assert all(bar["lane"] < lanes for bar in found["rows"])
-    whole = timeline_payload([], waiting, rows=100, lanes=100)["rows"][:: found["every"]]
-    assert [bar["row"] for bar in found["rows"]] == [bar["row"] for bar in whole]
-    said = timeline_figure(found)["layout"]["yaxis"]["ticktext"][1]
-    assert said == ("rows" if found["every"] == 1 else f"rows, 1 of {found['every']}")
+    result = timeline_payload([], waiting, rows=most, lanes=lanes)
+    assert len(result["rows"]) == -(-result["total"] // result["every"]) <= most
+    assert all(bar["lane"] < lanes for bar in result["rows"])
+    whole = timeline_payload([], waiting, rows=100, lanes=100)["rows"][:: result["every"]]
+    assert [bar["row"] for bar in result["rows"]] == [bar["row"] for bar in whole]
+    said = timeline_figure(result)["layout"]["yaxis"]["ticktext"][1]
+    assert said == ("rows" if result["every"] == 1 else f"rows, 1 of {result['every']}")
 
 
 # --- live -------------------------------------------------------------------------------------------------------------

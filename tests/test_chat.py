@@ -1,4 +1,4 @@
-"Prompts and multi-turn conversations on a real tokenizer built here: what is kept, what is masked, what is refused."
+"Prompts and multi-turn conversations on a real tokenizer built here: what is kept, what is masked, what is rejected."
 
 import importlib.util
 import json
@@ -358,8 +358,8 @@ def test_a_conversation_shows_what_trains_and_escapes_what_it_shows():
 def test_a_template_that_does_not_end_is_interrupted(monkeypatch):
     monkeypatch.setattr("rl_notebook.task.chat.TEMPLATE_SECONDS", 0.2)
     loops = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-    said = message(lambda: encode_prompt(build(loops), ROW))
-    assert "row 'q17': chat template: got not ended after 0.2 seconds for roles user" in said
+    error_text = message(lambda: encode_prompt(build(loops), ROW))
+    assert "row 'q17': chat template: got not ended after 0.2 seconds for roles user" in error_text
     assert encode_prompt(TOKENIZER, ROW), "nothing is left behind"
 
 
@@ -379,7 +379,7 @@ FAMILIES = [
 @pytest.mark.skipif(TRL is None, reason="trl is in the extra `dev`")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
-    "Then, where earlier turns are kept, a conversation goes on behind such a call, with a thought and without one."
+    "Then, where earlier turns are kept, a conversation continues behind such a call, with a thought and without one."
     template = (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
     teller = build(template)
     asked = {"role": "user", "content": "2+2?"}

@@ -55,12 +55,12 @@ def test_the_demo_ends_with_its_result(demo):
         "export",
     ]
     last = last.splitlines()[-1]
-    found = re.fullmatch(r"held-out reward (\d+\.\d\d) -> (\d+\.\d\d) \(2 steps, \d+ s\)", last)
-    assert found, last
+    matches = re.fullmatch(r"held-out reward (\d+\.\d\d) -> (\d+\.\d\d) \(2 steps, \d+ s\)", last)
+    assert matches, last
     rewards = RunFolder.open(folder).metrics()["eval/reward"].dropna()
     assert rewards.index.tolist() == [0, 2]
     # the figures are those that were measured
-    assert [f"{r:.2f}" for r in rewards] == list(found.groups())
+    assert [f"{r:.2f}" for r in rewards] == list(matches.groups())
     assert RunFolder.open(folder).checkpoints == [2]  # the trained policy is kept
     shown = [
         line
@@ -107,10 +107,10 @@ def test_view_follows_a_run_until_it_is_finished(demo, tmp_path, capsys):
     (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": 3}))
     threading.Timer(1.5, add_a_step, [run]).start()
     assert main(["view", str(run), "--every", "0.2", "--out", str(tmp_path / "page.html")]) == 0
-    said = capsys.readouterr().err
-    assert "The page follows the run" in said
-    assert "Ctrl-C ends that" in said
-    assert "No longer followed: Finished after step 3" in said
+    output = capsys.readouterr().err
+    assert "The page follows the run" in output
+    assert "Ctrl-C ends that" in output
+    assert "No longer followed: Finished after step 3" in output
     page = (tmp_path / "page.html").read_text()
     assert "Finished after step 3" in page
     assert (run / "metrics.jsonl").read_text().startswith(whole)
@@ -124,9 +124,9 @@ def test_view_leaves_a_folder_of_a_script_that_says_no_end(demo, tmp_path, capsy
     (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": None, "epochs": 50}))
     os.utime(run / "metrics.jsonl")  # it has just written
     assert main(["view", str(run), "--every", "0.1", "--patience", "1"]) == 0
-    said = capsys.readouterr()
-    page = Path(said.out.strip())
-    assert "was not started here: its page is written outside of it" in said.err
+    output = capsys.readouterr()
+    page = Path(output.out.strip())
+    assert "was not started here: its page is written outside of it" in output.err
     for words in (
         "Open file://",
         "or add --open",
@@ -134,7 +134,7 @@ def test_view_leaves_a_folder_of_a_script_that_says_no_end(demo, tmp_path, capsy
         "Ctrl-C ends that",
         "No longer followed",
     ):
-        assert words in said.err
+        assert words in output.err
     assert "data-refresh" not in page.read_text()
 
 
@@ -188,9 +188,9 @@ def test_the_doctor_names_the_step_and_the_cause(demo, tmp_path, capsys):
     )
     RunFolder.open(run).add(broken)
     assert main(["doctor", str(run)]) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"^step +1  all well", said, flags=re.M)
-    assert re.search(r"^step +2  shift", said, flags=re.M)
+    output = capsys.readouterr().out
+    assert re.search(r"^step +1  all well", output, flags=re.M)
+    assert re.search(r"^step +2  shift", output, flags=re.M)
     assert main(["doctor", str(run), "--step", "1", "--rescore"]) == 0
 
 
@@ -300,19 +300,19 @@ def test_help(capsys):
     assert page.index("--learning-rate FLOAT") > page.index(
         "Optimizer, adapter, batching of the backward passes:"
     )
-    said = re.sub(r"[\s│]+", " ", page)
+    text = re.sub(r"[\s│]+", " ", page)
     missing = [
         name
         for name in leaf_types(Config)
-        if f"--{name.replace('_', '-')} " not in said.replace(",", " ")
+        if f"--{name.replace('_', '-')} " not in text.replace(",", " ")
     ]
     assert (
-        missing == re.findall(r"(--[a-z.-]+) (?:\S+ )?\(default: ", said) == []
+        missing == re.findall(r"(--[a-z.-]+) (?:\S+ )?\(default: ", text) == []
     )  # none is left out, none says nothing
     assert all(
-        name in said for name in ("--config", "--resume", "weight of the KL term to the reference")
+        name in text for name in ("--config", "--resume", "weight of the KL term to the reference")
     )
-    assert "what the centred reward is divided by (default: std)" in said
+    assert "what the centred reward is divided by (default: std)" in text
 
 
 def test_help_and_mistakes_do_not_wait_for_torch():
@@ -396,13 +396,13 @@ def test_an_error_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, m
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     begun = time.perf_counter()
     assert main(args) == 2
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert time.perf_counter() - begun < 10  # the hub is asked once
-    assert said.out == ""
-    assert said.err.startswith(f"rl-notebook {args[0]}: ")
-    assert message in said.err
-    assert "Traceback" not in said.err
-    assert "Retrying" not in said.err
+    assert output.out == ""
+    assert output.err.startswith(f"rl-notebook {args[0]}: ")
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert "Retrying" not in output.err
     assert not list(tmp_path.iterdir())
 
 
@@ -418,8 +418,8 @@ def test_a_run_that_fails_in_its_first_step_leaves_no_folder(tmp_path, monkeypat
         "own_reward:fn",
     ]
     assert main(["train", *short]) == 2
-    said = capsys.readouterr()
-    assert "--resume" not in said.out + said.err
+    output = capsys.readouterr()
+    assert "--resume" not in output.out + output.err
     assert [*(tmp_path / "runs").iterdir()] == []
     assert main(["train", *short, "--log-path", "kept"]) == 2
     assert (tmp_path / "kept" / "run.json").exists()
@@ -450,8 +450,8 @@ def test_help_with_a_word_lists_the_options_that_have_it(words, among, not_among
 
 def test_the_version_names_what_a_report_of_a_bug_needs(capsys):
     assert main(["--version"]) == 0
-    said = capsys.readouterr().out
-    assert re.fullmatch(r"rl-notebook \d\S*, Python 3\S+, torch \S+, transformers \S+\n", said)
+    output = capsys.readouterr().out
+    assert re.fullmatch(r"rl-notebook \d\S*, Python 3\S+, torch \S+, transformers \S+\n", output)
 
 
 def test_a_run_is_kept_and_learns_by_default(tmp_path, monkeypatch, capsys):
@@ -461,9 +461,9 @@ def test_a_run_is_kept_and_learns_by_default(tmp_path, monkeypatch, capsys):
     assert main(short) == 0
     (run,) = (tmp_path / "runs").iterdir()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d-toy", run.name)
-    said = capsys.readouterr().out
-    assert said.index(f"run folder: runs/{run.name}") < said.index("step 1 ·")
-    assert f"rl-notebook view runs/{run.name}" in said
+    output = capsys.readouterr().out
+    assert output.index(f"run folder: runs/{run.name}") < output.index("step 1 ·")
+    assert f"rl-notebook view runs/{run.name}" in output
     record = Run.open(run).record(1)
     assert len(record.groups) == 16
     assert sum(not has_no_signal(group.rewards) for group in record.groups) >= 8  # those that train
@@ -472,9 +472,9 @@ def test_a_run_is_kept_and_learns_by_default(tmp_path, monkeypatch, capsys):
     assert [len(group.samples) for group in Run.open(other).record(1).groups] == [4, 4]
     capsys.readouterr()
     assert main([*short, "--log-path", "None", "--prompt-groups-per-step", "1"]) == 0
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert len([*(tmp_path / "runs").iterdir()]) == 2
-    lines = (said.out + said.err).splitlines()
+    lines = (output.out + output.err).splitlines()
     kept = next(i for i, line in enumerate(lines) if "are not kept. Set log_path=" in line)
     assert kept < next(i for i, line in enumerate(lines) if "step 1 ·" in line)
 
@@ -490,11 +490,11 @@ def test_an_error_of_your_own_file_shows_your_lines_only(setting, tmp_path, monk
         (f"raises_{named}", "JSONDecodeError"),
     ):
         assert main(["train", setting, f"{module}:mine", "--steps", "1", "--log-path", "run"]) == 2
-        said = capsys.readouterr().err
-        assert f"{module}.py" in said.splitlines()[0] + said.splitlines()[1]
-        assert last in said
-        assert "importlib" not in said
-        assert "named_function" not in said
+        output = capsys.readouterr().err
+        assert f"{module}.py" in output.splitlines()[0] + output.splitlines()[1]
+        assert last in output
+        assert "importlib" not in output
+        assert "named_function" not in output
 
 
 def test_a_warning_is_a_line(capsys):
@@ -524,12 +524,12 @@ def test_runs_near_by_are_named(demo, tmp_path, monkeypatch, capsys):
         assert "Runs near by: runs/first." in capsys.readouterr().err.replace("./", ""), path
     for path in ("runs/first/metrics.jsonl", "progress.csv"):
         assert main(["show", path]) == 2
-        said = capsys.readouterr().err
+        output = capsys.readouterr().err
         assert (
             f"got a file ({Path(path).name} is a log of metrics: it has no completions, tokens or logprobs)"
-            in said
+            in output
         )
-        assert "Runs near by: runs/first." in said
+        assert "Runs near by: runs/first." in output
 
 
 def test_a_part_of_a_place_says_which_part_is_missing(demo, capsys):
@@ -538,8 +538,8 @@ def test_a_part_of_a_place_says_which_part_is_missing(demo, capsys):
         (["--step", "1", "--sample", "2"], "--step 1 and --sample 2", "Add --group;"),
     ):
         assert main(["show", str(demo[0]), *options]) == 2
-        said = capsys.readouterr().err
-        assert f"got {got}; expected --step, --group and --sample together. {missing}" in said
+        output = capsys.readouterr().err
+        assert f"got {got}; expected --step, --group and --sample together. {missing}" in output
 
 
 def test_a_second_export_says_what_to_do(demo, tmp_path, capsys):

@@ -37,17 +37,17 @@ from rl_notebook.runs.run import Run, RunFolder, differing
 MODEL = "accounts/fireworks/models/qwen3-8b"
 
 
-def made(**given):
+def made(**kwargs):
     "A Config and the messages that it gave."
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        cfg = Config(**given)
+        cfg = Config(**kwargs)
     return cfg, [str(w.message) for w in caught]
 
 
-def refused(**given) -> str:
+def refused(**kwargs) -> str:
     with pytest.raises(ConfigError) as e:
-        made(**given)
+        made(**kwargs)
     return str(e.value)
 
 
@@ -145,7 +145,7 @@ def test_trl_names(name):
 
 
 def test_log_completions_by_trls_switch():
-    told = {"report_to": "trackio"}
+    settings = {"report_to": "trackio"}
     for given, expected in (
         ({"log_completions": True}, 16),
         ({"log_completions": True, "num_completions_to_print": 4}, 4),
@@ -153,9 +153,9 @@ def test_log_completions_by_trls_switch():
         ({"log_completions": False}, 0),
         ({"log_completions": 5}, 5),
     ):
-        cfg, said = made(**told, **given)
+        cfg, said = made(**settings, **given)
         assert (cfg.log_completions, said) == (expected, [])
-    assert "given twice" in refused(**told, log_completions=5, num_completions_to_print=4)
+    assert "given twice" in refused(**settings, log_completions=5, num_completions_to_print=4)
 
 
 def test_the_message_points_at_the_caller():

@@ -76,11 +76,11 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
         pytest.importorskip("peft", reason="LoRA is in the extra `lora`")
     monkeypatch.setitem(scoring.TREE_GAIN, DEVICE, 1 if tree else 10**9)
     datums = group_datums()
-    found = {}
+    result = {}
 
     async def step(books: Pretend) -> None:
         def note(phase: str) -> None:
-            found[phase] = books.waits
+            result[phase] = books.waits
             assert not books.uploads, (phase, books.uploads)
             books.forget()
 
@@ -112,20 +112,20 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     with Pretend() as books:
         asyncio.run(step(books))
     assert not books.strays
-    assert found["sampling"] <= 9 + 1  # a look at the tokens of each step
+    assert result["sampling"] <= 9 + 1  # a look at the tokens of each step
     batches = 4 if "tokens_per_batch" in settings else 1
     # one read back, and transformers looks once at the positions of a pass
-    assert found["reference"] <= 1 + batches
-    assert found["training"] <= 3 + 2 * batches
-    assert found["update"] <= 5  # whatever the number of tensors and layers
-    assert found["sync"] <= 1
+    assert result["reference"] <= 1 + batches
+    assert result["training"] <= 3 + 2 * batches
+    assert result["update"] <= 5  # whatever the number of tensors and layers
+    assert result["sync"] <= 1
 
 
 def test_rates_of_another_device_come_from_many_calls():
     calls = []
-    found = roofs.rate(lambda: calls.append(1), 3.0, DEVICE, 0.01, None)
+    result = roofs.rate(lambda: calls.append(1), 3.0, DEVICE, 0.01, None)
     assert len(calls) % roofs.CALLS == 0
-    assert found > 0
+    assert result > 0
 
 
 def test_a_device_that_is_not_there_is_rejected_at_once():

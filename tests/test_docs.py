@@ -258,9 +258,9 @@ def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
     assert "\ntest: $(STAMP)" in makefile
     assert "exec make test" in (ROOT / ".ci" / "run").read_text()
     rest = [line for line in commands if line not in setup]
-    said = run_in_bash("\n".join(rest), tmp_path)
-    assert "held-out reward" in said
-    assert "every phase is the same" in said
+    output = run_in_bash("\n".join(rest), tmp_path)
+    assert "held-out reward" in output
+    assert "every phase is the same" in output
     assert (tmp_path / "my_task" / "runs" / "first" / "export" / "config.json").is_file()
 
 
@@ -274,10 +274,10 @@ def test_python_of_the_readme_that_is_no_cell_runs_as_printed(tmp_path: Path):
     }
     blocks = [block for block in printed("README.md", "python") if block.strip() not in known]
     assert len(blocks) == 1
-    said = run_in_bash(
+    output = run_in_bash(
         "python - <<'END'\nimport rl_notebook as rln\n" + "\n".join(blocks) + "\nEND", tmp_path
     )
-    assert "Loss is" in said
+    assert "Loss is" in output
     assert (tmp_path / "runs" / "mine" / "run.json").is_file()
 
 

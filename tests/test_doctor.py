@@ -1,4 +1,4 @@
-"""What the alignment doctor is given, refuses and answers, and that it accuses no honest sampler.
+"""What the alignment doctor is given, rejects and answers, and that it accuses no honest sampler.
 
 Whether it names the right cause of a fault is asked in `zoo/test_zoo.py`, of machines that share no code with it.
 """
@@ -66,15 +66,15 @@ class Bench:
         "Answers without what the sampler could claim about them."
         prompts = encode_rows(load_rows(toy_rows(3, seed=seed)), self.tokenizer)
         rng = np.random.default_rng(seed)
-        drawn = []
+        sampled = []
         for prompt in prompts:
             options: dict[str, Any] = {"max_tokens": 16} | params
             settings = SampleParams(n=4, seed=seed, **options)
             rollouts = await sample_completions(self.backend.sampler, prompt, settings)
             plain = [replace(s, temperature=1.0, processed=False) for s in rollouts.samples]
             graded = [replace(s, reward=float(rng.integers(2))) for s in plain]
-            drawn.append(assemble(rollouts, graded))
-        return with_advantages(drawn)
+            sampled.append(assemble(rollouts, graded))
+        return with_advantages(sampled)
 
     async def record(self, groups: Sequence[PromptGroup]) -> StepRecord:
         "A step as the loop would have recorded it."
@@ -295,7 +295,7 @@ def dtype_of(model: Any) -> str:
 @pytest.mark.parametrize("family", ["tiny", *FLAT])
 @pytest.mark.variant(every=3)
 def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
-    "A tail that did not come up is no cut, and half precision draws otherwise than it scores, honestly."
+    "A tail that did not come up is no cut, and half precision samples otherwise than it scores, honestly."
     for seed in range(10 if SLOW else 1):
         model = flat_model(family, seed).to(getattr(torch, dtype))
         for verdict in asked_after_a_step(model, seed=seed):
@@ -312,14 +312,14 @@ def test_nor_is_one_that_draws_as_it_was_told(settings: dict[str, float]) -> Non
 
 
 class Secret:
-    "A sampler that draws with a setting of its own, and reports the model's own logprobs."
+    "A sampler that samples with a setting of its own, and reports the model's own logprobs."
 
     def __init__(self, inner: Any, **settings: float):
         self.inner, self.settings, self.logprobs = inner, settings, inner.logprobs
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
-        drawn = await self.inner.sample(prompt_tokens, replace(params, **self.settings))
-        return [replace(c, params=params, sampling_logprobs=None) for c in drawn]
+        completions = await self.inner.sample(prompt_tokens, replace(params, **self.settings))
+        return [replace(c, params=params, sampling_logprobs=None) for c in completions]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +346,7 @@ def test_a_secret_cut_or_temperature_is_named_where_the_draws_show_it(
 
 
 def test_chance_has_the_odds_that_are_claimed() -> None:
-    "No draw from the very law that is claimed looks like another temperature or like a cut, whatever the law."
+    "No sample from the very law that is claimed looks like another temperature or like a cut, whatever the law."
     rng = np.random.default_rng(0)
     tail = np.arange(1, 5001) ** -1.0
     laws = [np.exp(rng.normal(0, width, 264)) for width in (0.1, 1, 2, 4)]
@@ -357,6 +357,6 @@ def test_chance_has_the_odds_that_are_claimed() -> None:
             halves = rng.multinomial(128, law, size=(8, 2))
             ids = [np.flatnonzero(h.sum(axis=0)) for h in halves]
             places = zip(ids, halves, strict=True)
-            drawn = [Redraw(0, k, np.log(law[k]), h[:, k]) for k, h in places]
-            e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), redraws=tuple(drawn))
+            sampled = [Redraw(0, k, np.log(law[k]), h[:, k]) for k, h in places]
+            e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), redraws=tuple(sampled))
             assert max(gain for gain, _ in draws(e).values()) < CLEAR

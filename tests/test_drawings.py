@@ -223,8 +223,8 @@ def test_a_tint_leaves_text_legible_on_white_and_on_black():
         return sum(w * linear(c / 255) for w, c in zip((0.2126, 0.7152, 0.0722), rgb, strict=True))
 
     for hue in ("blue", "orange", "violet", "green"):
-        found = tint(hue, 1.0)
-        r, g, b, alpha = (int(found[i : i + 2], 16) for i in (1, 3, 5, 7))
+        result = tint(hue, 1.0)
+        r, g, b, alpha = (int(result[i : i + 2], 16) for i in (1, 3, 5, 7))
         assert alpha == round(255 * STRONGEST)
 
         def over(paper, rgb=(r, g, b)):

@@ -143,11 +143,11 @@ def test_the_shape_is_that_of_vllm(fresh, local):
     assert np.abs(np.array(choice["logprobs"]["token_logprobs"]) - c.logprobs).max() < 1e-5
     scores = asyncio.run(local.sampler.logprobs(PROMPT)).values
     assert choice["prompt_logprobs"][0] is None
-    found = [
+    results = [
         row[str(i)]["logprob"]
         for row, i in zip(choice["prompt_logprobs"][1:], PROMPT[1:], strict=True)
     ]
-    assert np.abs(np.array(found) - scores).max() < 1e-5
+    assert np.abs(np.array(results) - scores).max() < 1e-5
     assert answer["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": len(c.tokens),

@@ -257,7 +257,7 @@ def test_a_model_at_hand_is_served() -> None:
 
 
 def masked(tokens: list[int], prompt: int, *names: str) -> Any:
-    "A datum of a recipe: targets, and by each name which of them the model drew itself."
+    "A datum of a recipe: targets, and by each name which of them the model sampled itself."
     n = len(tokens) - 1
     mask = [float(i >= prompt - 1) for i in range(n)]
     inputs = {name: sdk.TensorData(data=mask, dtype="float32", shape=[n]) for name in names}
@@ -287,8 +287,8 @@ def test_a_step_of_the_managed_kind_with_a_reference_and_its_masks(shared: Runni
             "top_p": 1.0,
             "top_k": 0,
         }
-        drawn = asyncio.run(sampler.sample_with_prompt_tokens([5, 6, 7], **options))
-        sequences = [(c.full_tokens, c.prompt_len) for c in drawn]
+        sampled = asyncio.run(sampler.sample_with_prompt_tokens([5, 6, 7], **options))
+        sequences = [(c.full_tokens, c.prompt_len) for c in sampled]
         scored = {}
         for names in ((), ("loss_mask",), ("mask",), ("weights",), ("weights", "loss_mask")):
             data = [masked(tokens, prompt, *names) for tokens, prompt in sequences]
@@ -351,12 +351,12 @@ def emulate(*args: str, folder: Path) -> subprocess.Popen[str]:
 def printed(process: subprocess.Popen[str]) -> dict[str, str]:
     "The variables that it told its user to set."
     assert process.stdout is not None
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for line in process.stdout:
         if match := re.fullmatch(r"export (\w+)=(\S+)\n", line):
-            found[match[1]] = match[2]
+            result[match[1]] = match[2]
         if "Ctrl-C" in line:
-            return found
+            return result
     raise AssertionError(process.communicate()[1])
 
 

@@ -70,11 +70,11 @@ class Running:
 
     def fetch(self, request_id: str) -> dict:
         "The result of a request, however long it takes."
-        while (found := self.post("retrieve_future", {"request_id": request_id})).get(
+        while (result := self.post("retrieve_future", {"request_id": request_id})).get(
             "type"
         ) == "try_again":
             pass
-        return found
+        return result
 
     def model(self, sdk_version: str = "0.23.0", **lora) -> str:
         session = self.post("create_session", {"sdk_version": sdk_version, "tags": []})[
@@ -197,7 +197,7 @@ def test_a_batch_in_pieces_is_one_batch(tinker_service, tinker):
 # Order, and each once
 
 
-# What is refused
+# What is rejected
 
 
 @pytest.mark.parametrize(

@@ -230,7 +230,7 @@ def test_min_p_and_penalty_are_those_of_transformers(settings_):
             cut += int((law == -torch.inf).sum())
             want.append(float(law[ids[0, i]]))
             raw.append(float(logits[i - 1].log_softmax(-1)[ids[0, i]]))
-        # finite, so no token that is cut off was drawn
+        # finite, so no token that is cut off was sampled
         assert np.abs(c.sampling_logprobs - want).max() < 1e-4
         assert np.abs(c.logprobs - raw).max() < 1e-4
     assert (cut > 0) == (p["min_p"] > 0)
@@ -247,7 +247,7 @@ def test_min_p_and_penalty_are_those_of_transformers(settings_):
 
 
 def test_a_grammar_masks_what_is_drawn_and_no_logprob_of_the_model():
-    "Each token is drawn from the model's distribution over what may come next; other rows change nothing."
+    "Each token is sampled from the model's distribution over what may come next; other rows change nothing."
     llguidance = pytest.importorskip("llguidance")
     shape = {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yz"]}}
     rules = {
@@ -420,7 +420,7 @@ SIZES |= {
     "pad_token_id": 0,
 }
 MIXED = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-WINDOWED = {  # family: settings beside the window, and the route that it takes
+WINDOWED = {  # family: settings next to the window, and the route that it takes
     "Mistral": ({}, "fast"),
     "Qwen2": ({"use_sliding_window": True, "max_window_layers": 2}, "fast"),
     "Gemma2": ({}, "full"),
@@ -566,8 +566,8 @@ def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
     for _ in range(3):
         for prompt, n in (([5, 6, 7], 1), (list(range(9, 30)), 5)):
             for c in drawn(engine, prompt, SampleParams(max_tokens=12, n=n, seed=1)):
-                own = own_logprobs(model, [*prompt, *c.tokens])[len(prompt) - 1 :]
-                np.testing.assert_allclose(c.logprobs, own, atol=atol)
+                expected = own_logprobs(model, [*prompt, *c.tokens])[len(prompt) - 1 :]
+                np.testing.assert_allclose(c.logprobs, expected, atol=atol)
         with torch.no_grad():
             for p in model.parameters():  # written in place, as by a sync
                 p.mul_(1.3)

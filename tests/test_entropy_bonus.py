@@ -1,4 +1,4 @@
-"The entropy bonus: its gradient is that of plain autograd, however it is batched; refused where it cannot be."
+"The entropy bonus: its gradient is that of plain autograd, however it is batched; rejected where it cannot be."
 
 import asyncio
 from dataclasses import replace
@@ -34,16 +34,16 @@ def by_hand(backend, datums, coeff, aggregation):
     "Value and gradient of REINFORCE with a bonus, from the model's own logits, without the package's losses."
     terms = []
     for d, whole in zip(datums, distributions(backend, datums), strict=True):
-        drawn = whole[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())]
+        sampled = whole[torch.arange(len(d.weights)), torch.from_numpy(d.target_tokens.copy())]
         entropy = -(whole.exp() * whole).sum(-1)
-        terms.append((-d.advantage * drawn - coeff * entropy)[torch.from_numpy(d.active.copy())])
+        terms.append((-d.advantage * sampled - coeff * entropy)[torch.from_numpy(d.active.copy())])
     if aggregation == "token_mean":
         loss = torch.cat(terms).mean()
     else:
         loss = sum(t.mean() for t in terms if len(t)) / len(terms)
     params = backend.policy.state.params
-    found = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
-    return loss.item(), {n: g for n, g in zip(params, found, strict=True) if g is not None}
+    result = torch.autograd.grad(loss, list(params.values()), allow_unused=True)
+    return loss.item(), {n: g for n, g in zip(params, result, strict=True) if g is not None}
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_value_and_gradient_are_those_of_autograd(family, tokens, aggregation, o
 
 def test_calls_of_a_step_add_up():
     datums = random_datums(4, 6)
-    found = []
+    results = []
     for parts in ([datums], [datums[:2], datums[2:]]):
         backend = backend_of(dtype="float64", reference=False)
         tokens = float(sum(d.num_loss_tokens for d in datums))
@@ -109,9 +109,9 @@ def test_calls_of_a_step_add_up():
                     part, make_loss_fn(part, entropy_coeff=0.2, denominator=tokens)
                 )
             )
-        found.append(gradients(backend))
-    for name, g in found[0].items():
-        assert torch.allclose(g, found[1][name], rtol=1e-6, atol=1e-12)
+        results.append(gradients(backend))
+    for name, g in results[0].items():
+        assert torch.allclose(g, results[1][name], rtol=1e-6, atol=1e-12)
 
 
 SMALL = {
@@ -212,9 +212,9 @@ def test_a_weight_that_adapts_is_resumed_sought_and_replayed(tmp_path):
     assert weights_of_the_bonus(whole) == weights_of_the_bonus(parts)
     assert whole[-1].metrics["loss"] == parts[-1].metrics["loss"]
 
-    found = run(replay_step(tmp_path / "whole", 4))
-    assert found.first_difference is None, found
-    assert "entropy_coeff" not in repr(found)  # what it adapted to is no other setting
+    result = run(replay_step(tmp_path / "whole", 4))
+    assert result.first_difference is None, result
+    assert "entropy_coeff" not in repr(result)  # what it adapted to is no other setting
 
 
 def test_what_cannot_compute_it_is_refused_by_name():

@@ -1,4 +1,4 @@
-"Evaluation with draws of its own, pass@k and avg@k, and the best checkpoint."
+"Evaluation with samples of its own, pass@k and avg@k, and the best checkpoint."
 
 import asyncio
 import itertools
@@ -38,20 +38,20 @@ def test_held_out_rows_are_drawn_as_the_evaluation_says():
     greedy = rln.GRPOLoop(
         backend, toy_rows(8), toy_reward, Config(**SMALL, **draws), eval_rows=held_out
     )
-    found = asyncio.run(greedy.evaluate())
+    result = asyncio.run(greedy.evaluate())
     # four times the same
-    assert found["eval/pass@1"] == found["eval/pass@4"] == found["eval/avg@4"]
-    assert found["eval/num_samples"] == 24
+    assert result["eval/pass@1"] == result["eval/pass@4"] == result["eval/avg@4"]
+    assert result["eval/num_samples"] == 24
     wider = Config(
         **SMALL, eval_samples=8, eval_sampling={"temperature": 1.0, "max_completion_tokens": 24}
     )
     loop = rln.GRPOLoop(backend, toy_rows(8), toy_reward, wider, eval_rows=held_out)
-    found = asyncio.run(loop.evaluate())
-    curve = [found[f"eval/pass@{k}"] for k in (1, 2, 4, 8)]
+    result = asyncio.run(loop.evaluate())
+    curve = [result[f"eval/pass@{k}"] for k in (1, 2, 4, 8)]
     assert curve == sorted(curve)
     assert curve[0] < curve[-1]
-    assert found["eval/avg@8"] == pytest.approx(curve[0])
-    assert asyncio.run(loop.evaluate()) == found  # the same draws again
+    assert result["eval/avg@8"] == pytest.approx(curve[0])
+    assert asyncio.run(loop.evaluate()) == result  # the same samples again
     alone = rln.GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL), eval_rows=held_out)
     assert not any("@" in name for name in asyncio.run(alone.evaluate()))
 
@@ -115,8 +115,8 @@ def test_the_kept_weights_are_those_that_were_measured(tmp_path):
     weights = []
     for folder in ("run", "short"):
         backend = rln.open_local(*rln.load_model("tiny"), inline=True)
-        found = rln.Run.open(tmp_path / folder).latest_checkpoint(at_most=2)
-        asyncio.run(backend.policy.load_state(found.state, optimizer=False))
+        result = rln.Run.open(tmp_path / folder).latest_checkpoint(at_most=2)
+        asyncio.run(backend.policy.load_state(result.state, optimizer=False))
         logprobs = asyncio.run(backend.policy.forward([Datum([5, 6, 7, 8, 9], [0, 1, 1, 1])]))
         weights.append(logprobs[0].values[1:].tolist())
     assert weights[0] == weights[1]
@@ -124,7 +124,7 @@ def test_the_kept_weights_are_those_that_were_measured(tmp_path):
 
 @pytest.mark.parametrize("samples", [1, 6])
 def test_what_can_be_kept_is_what_is_measured(tmp_path, samples):
-    told = {
+    settings = {
         "eval_samples": samples,
         "eval_rows": 2,
         "eval_interval": 1,
@@ -132,11 +132,11 @@ def test_what_can_be_kept_is_what_is_measured(tmp_path, samples):
         "log_path": str(tmp_path / "run"),
     }
     loop = rln.GRPOLoop(
-        rln.open_local(*rln.load_model("tiny"), inline=True), toy_rows(4), toy_reward, Config(**SMALL | told),
+        rln.open_local(*rln.load_model("tiny"), inline=True), toy_rows(4), toy_reward, Config(**SMALL | settings),
         eval_rows=toy_rows(2, split="heldout"),
     )  # fmt: skip
     assert [*asyncio.run(loop.evaluate())] == evaluation_names(samples)
-    cfg = Config(**SMALL | told, keep_best="eval/rewards")
+    cfg = Config(**SMALL | settings, keep_best="eval/rewards")
     with pytest.raises(ConfigError, match=r"one of eval/reward, .*Did you mean 'eval/reward'"):
         asyncio.run(train(cfg, backend=object()))  # before anything is asked of a backend
     assert not (tmp_path / "run").exists()

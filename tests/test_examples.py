@@ -77,8 +77,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.parametrize("folder", ["single_turn_token_in", "multi_turn_message_in"])
 @pytest.mark.variant(but="multi")
 def test_a_script_trains_here(folder: str, run: Callable[..., str], tmp_path: Path):
-    said = run(folder, "--log-path", str(tmp_path))
-    assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", said)
+    output = run(folder, "--log-path", str(tmp_path))
+    assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", output)
     assert Run.open(tmp_path).steps == [1, 2]
 
 
@@ -100,8 +100,8 @@ def test_the_gsm8k_example_trains_here_and_is_measured(run: Callable[..., str], 
         "--max-seq-len",
         "1024",
     ]
-    said = run("gsm8k", "--dataset", rows, "--log-path", str(folder), *small)
-    assert re.search(r"^done \(2 steps", said, re.MULTILINE)
+    output = run("gsm8k", "--dataset", rows, "--log-path", str(folder), *small)
+    assert re.search(r"^done \(2 steps", output, re.MULTILINE)
     with at_home("gsm8k"):
         importlib.import_module("figures").main(folder)
     lines = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
@@ -151,9 +151,9 @@ def test_the_tool_example_warms_up_and_trains_here(
     example: SimpleNamespace, run: Callable[..., str], monkeypatch
 ):
     monkeypatch.setattr(example.rollout.rln, "gsm8k_reward", odd_is_right)
-    said = run("tool_use", "--warm-start", "3")
+    output = run("tool_use", "--warm-start", "3")
     rows = re.findall(
-        r"^(base model|after warm start|after RL) +reward (\S+) +called (\S+)", said, re.MULTILINE
+        r"^(base model|after warm start|after RL) +reward (\S+) +called (\S+)", output, re.MULTILINE
     )
     assert [name for name, *_ in rows] == ["base model", "after warm start", "after RL"]
     assert float(rows[0][2]) == 0  # the model as it ships never calls
@@ -174,8 +174,8 @@ def test_the_tool_example_trains_on_the_emulator(
         "tiny",
     ]
     cfg = example.train.Config.from_dict(example.train.SETTINGS, option_values([*SMALL, *service]))
-    found = asyncio.run(example.train.run(cfg, warm_steps=2, say=lambda line: None, held_out=4))
-    assert len(found) == 3
+    result = asyncio.run(example.train.run(cfg, warm_steps=2, say=lambda line: None, held_out=4))
+    assert len(result) == 3
     paths = [entry.path for entry in emulator.emulator.log if entry.status == 200]
     # two of the warm start, two of the loop
     assert sum(path.endswith("/optim_step") for path in paths) == 4
@@ -200,14 +200,14 @@ def test_an_agent_of_openais_api_trains_here(
     if agent == "library":
         pytest.importorskip("pydantic_ai", reason="pydantic_ai is not installed")
     train = openai_agent.train
-    said = list[str]()
+    lines = list[str]()
     monkeypatch.setattr(train.rln, "gsm8k_reward", odd_is_right)
     cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL))
-    found = asyncio.run(
-        train.run(cfg, 30, getattr(openai_agent, agent).solve, said.append, held_out=4)
+    result = asyncio.run(
+        train.run(cfg, 30, getattr(openai_agent, agent).solve, lines.append, held_out=4)
     )
-    assert len(found) == 3
-    assert [line[:8].strip() for line in said] == [
+    assert len(result) == 3
+    assert [line[:8].strip() for line in lines] == [
         "base mod",
         "after wa",
         "step   1",
@@ -419,10 +419,10 @@ def environment(script: str) -> Any:
 def test_an_environment_of_another_library_trains_here(script: str):
     with at_home("environments"):
         module = environment(script)
-        said = []
-        rewards = asyncio.run(module.main([*SMALL, "--seed", "1"], said.append))
+        lines = []
+        rewards = asyncio.run(module.main([*SMALL, "--seed", "1"], lines.append))
     assert len(rewards) == 2
-    assert re.match(r"step   1  reward \d\.\d{3}  turns \d\.\d\d", said[-1])
+    assert re.match(r"step   1  reward \d\.\d{3}  turns \d\.\d\d", lines[-1])
 
 
 @pytest.mark.parametrize("script", ENVIRONMENTS)

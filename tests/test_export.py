@@ -122,17 +122,17 @@ def test_a_whole_model_is_what_vllm_loads(name, rank, to, tmp_path):
         run(backend.policy.optim_step(AdamParams(learning_rate=0.001)))
     (trained,) = run(backend.policy.forward([datum]))
     run(backend.export(tmp_path / "out", to))
-    own = {
+    overrides = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONPATH": "",
     }
     command = [VLLM, "-c", PROMPT_LOGPROBS, str(tmp_path / "out"), json.dumps(ids)]
-    told = subprocess.run(
-        command, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True, check=True
+    output = subprocess.run(
+        command, env={**os.environ, **overrides}, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    logprobs = np.array(json.loads(told.strip().splitlines()[-1]))
+    logprobs = np.array(json.loads(output.strip().splitlines()[-1]))
     assert np.abs(trained.values - before.values).max() > 0.1
     assert np.abs(logprobs - trained.values).max() < 1e-3
 
@@ -211,7 +211,7 @@ def test_an_adapter_that_was_trained_before_goes_on_and_leaves_with_all_that_it_
     ).abs().max() <= 1e-4
     run(backend.export(tmp_path / "merged", "merged"))
     assert (logits(loads(tmp_path / "merged")) - want).abs().max() <= 1e-3
-    # and goes on from there
+    # and continues from there
     again = open_local(*load_model(str(tmp_path / "adapter")), inline=True)
     assert (logits(again.policy.state.module) - want).abs().max() <= 1e-4
 
@@ -373,8 +373,8 @@ def test_the_card_says_how_to_load_the_folder_and_that_works(
     assert "# tiny after 1 steps of GRPO" in card
     assert "temperature: 0.7" in card
     assert str(tmp_path) not in card
-    drawn = GenerationConfig.from_pretrained(folder)
-    assert (drawn.do_sample, drawn.temperature, drawn.top_k, drawn.max_new_tokens) == (
+    sampled = GenerationConfig.from_pretrained(folder)
+    assert (sampled.do_sample, sampled.temperature, sampled.top_k, sampled.max_new_tokens) == (
         True,
         0.7,
         5,

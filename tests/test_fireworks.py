@@ -1,4 +1,4 @@
-"Fireworks' own SDK against the emulator: setting up, giving back, learning, drawing, syncing."
+"Fireworks' own SDK against the emulator: setting up, giving back, learning, sampling, syncing."
 
 import asyncio
 import dataclasses
@@ -397,8 +397,8 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
         BackendError, match=r"(?s)leftover='attach'.*leftover='clean'.*curl .*:cancel"
     ):
         resources.settle_leftovers(tmp_path / "kill", "error", Secret(site.key))
-    found = resources.settle_leftovers(tmp_path / "kill", "attach", Secret(site.key))
-    assert found["policy"].id == left[0].id
+    result = resources.settle_leftovers(tmp_path / "kill", "attach", Secret(site.key))
+    assert result["policy"].id == left[0].id
     gone = clean_leftovers(tmp_path / "kill", key=site.key)
     assert [r.role for r in gone] == ["deployment", "policy"]
     assert site.state(left[0].id) == "CANCELLED"
@@ -429,14 +429,14 @@ def settings_of(site, **more):
     trainer = {"training_shape_id": SHAPE, "reference_training_shape_id": f"{SHAPE}-forward"}
     sizes = {"max_seq_len": 256, "max_completion_tokens": 64}
     deployment = {"tokenizer_model": "tiny", "deployment_id": site.serving}
-    given = {
+    settings = {
         "base_model": QWEN,
         "trainer": trainer,
         "deployment": deployment,
         **sizes,
         "kl_beta": 0.0,
     }
-    return given | {"key": site.key, "base_url": site.url} | QUICK | more
+    return settings | {"key": site.key, "base_url": site.url} | QUICK | more
 
 
 def run(site, test, **more):
@@ -693,7 +693,7 @@ def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_
         with pytest.warns(UserWarning, match="lost its weights"):
             await served(backend, datum)
         await learn(backend, datum)
-        assert (await synced(backend, "c"))[1] == 3  # and the chain goes on
+        assert (await synced(backend, "c"))[1] == 3  # and the chain continues
         assert np.abs(await served(backend, datum) - await scores(backend, datum)).max() < 1e-4
 
     lora = (
@@ -786,11 +786,19 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
         )
 
     job, name, want = run(site, first)
-    own = {"trainer": {"job_id": job}, "prompt_groups_per_step": 2, "completions_per_prompt": 2}
+    overrides = {
+        "trainer": {"job_id": job},
+        "prompt_groups_per_step": 2,
+        "completions_per_prompt": 2,
+    }
     sizes = {"max_seq_len": 64, "max_completion_tokens": 4, "steps": 12}
-    given = settings_of(site, **own, **sizes, resume={"resume_from": name, "step_offset": 10})
+    settings = settings_of(
+        site, **overrides, **sizes, resume={"resume_from": name, "step_offset": 10}
+    )
     log_path = str(tmp_path / "run")
-    cfg = Config(**{k: v for k, v in given.items() if k not in ("key", *QUICK)}, log_path=log_path)
+    cfg = Config(
+        **{k: v for k, v in settings.items() if k not in ("key", *QUICK)}, log_path=log_path
+    )
     steps, said = list[int](), list[str]()
 
     async def second(key):

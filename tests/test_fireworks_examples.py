@@ -62,9 +62,9 @@ def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) 
     command = [sys.executable, str(FOLDER / script), *SMALL, "--deployment", deployment, *options]
     env = inherited | quick | emulator.environment()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    said = done.stdout + done.stderr
-    assert emulator.key.reveal() not in said
-    assert done.returncode == 0, said[-3000:]
+    output = done.stdout + done.stderr
+    assert emulator.key.reveal() not in output
+    assert done.returncode == 0, output[-3000:]
 
     jobs = [job for job in site.resources.all("rlorTrainerJobs") if job.name not in before]
     assert [job.goal for job in jobs] == ["JOB_STATE_CANCELLED"] * len(jobs)
@@ -74,7 +74,7 @@ def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) 
     ids = {bool(job.body.get("forwardOnly")): job.name.rsplit("/", 1)[1] for job in jobs}
     assert served.body["hotLoadTrainerJob"].endswith(ids[False])
     paths = [e.path for e in emulator.emulator.log[seen:] if e.status == 200]
-    return Outcome(said, ids[False], ids.get(True), paths, emulator)
+    return Outcome(output, ids[False], ids.get(True), paths, emulator)
 
 
 def check_training(outcome: Outcome, steps: int, syncs: int) -> None:
@@ -143,11 +143,11 @@ def test_off_policy(emulator: RunningEmulator):
     assert [synced == "none" for _, synced in rows] == [True, False, True, False]
     check_synced(outcome, [synced for _, synced in rows if synced != "none"])
     numbers = [[float(n) for n in re.findall(r"\d[\d.e+-]*", more)] for more, _ in rows]
-    # prefill and what was reported with each drawn token
+    # prefill and what was reported with each sampled token
     assert all(gap < 1e-4 for *_, gap in numbers)
     ratios = [mean for mean, *_ in numbers]
-    assert abs(ratios[0] - 1) < 1e-4  # just synced: the policy is what drew
-    assert abs(ratios[1] - 1) > 1e-4  # one update ahead of what drew
+    assert abs(ratios[0] - 1) < 1e-4  # just synced: the policy is what sampled
+    assert abs(ratios[1] - 1) > 1e-4  # one update ahead of what sampled
     assert abs(ratios[2] - 1) < 1e-4
 
 

@@ -1,4 +1,4 @@
-"""Folders that other trainers' own writers made, of sums of digits, beside the truth of what was drawn and trained.
+"""Folders that other trainers' own writers made, of sums of digits, next to the truth of what was sampled and trained.
 
 `tests/foreign/TOOL` has one or two steps of a run; `truth.json` has their rows in completion coordinates.
 """
@@ -117,20 +117,20 @@ def test_a_folder_says_what_its_truth_says(tool):
             if tool in NO_IDS:
                 assert g.advantages[i] == pytest.approx(row["advantage"], abs=limit)
                 continue
-            found = series_of(record, g.index, i, len(row["prompt_ids"]))
+            result = series_of(record, g.index, i, len(row["prompt_ids"]))
             mask = np.array(row.get("mask") or [1] * len(row["completion_ids"]))
-            assert (found["mask"] == mask).all()
+            assert (result["mask"] == mask).all()
             truth = row | {
                 "sampler_logprobs": row.get("sampler_logprobs", row.get("sampler_logprobs_true"))
             }
             for name in PER_TOKEN:
                 if name not in there:
-                    assert found.get(name) is None, name
-                elif name in found and truth.get(name) is not None:
-                    apart = np.abs(np.asarray(found[name]) - numbers(truth[name]))[mask > 0]
+                    assert result.get(name) is None, name
+                elif name in result and truth.get(name) is not None:
+                    apart = np.abs(np.asarray(result[name]) - numbers(truth[name]))[mask > 0]
                     assert apart.max() <= limit, (name, apart)
-            if "advantages" in there and "advantage" in found:
-                assert found["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
+            if "advantages" in there and "advantage" in result:
+                assert result["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
         assert not any(places.values()), "completions that the truth has not"
         assert tool in NO_IDS or all(len(own) == 1 for own in groups.values())
 
@@ -241,9 +241,9 @@ def test_a_sampling_client_of_tinker_that_serves_every_iteration_is_stale(tmp_pa
         connection.execute(
             f"UPDATE wire_rows SET sampling_session_id = 'session:sample:0'{columns}"
         )
-    found = Run.open(run)
-    assert [[s.tokens.tolist() for g in r.groups for s in g.samples] for r in found] == before
-    assert {s.policy_version for r in found for g in r.groups for s in g.samples} == {0}
+    result = Run.open(run)
+    assert [[s.tokens.tolist() for g in r.groups for s in g.samples] for r in result] == before
+    assert {s.policy_version for r in result for g in r.groups for s in g.samples} == {0}
     assert (
         "– versions: steps 0 to 1 were sampled with the same weights, version 0"
         in told_by(run, capsys)[1]
@@ -266,8 +266,8 @@ def test_a_temperature_that_the_trainer_does_not_score_at_is_said(tmp_path, caps
     groups = [
         replace(g, samples=[replace(s, temperature=0.7) for s in g.samples]) for g in record.groups
     ]
-    said = asyncio.run(diagnose(replace(record, groups=groups)))
-    assert (said.cause, "sampled at 0.7, as recorded" in said.text) == ("temperature", True)
+    output = asyncio.run(diagnose(replace(record, groups=groups)))
+    assert (output.cause, "sampled at 0.7, as recorded" in output.text) == ("temperature", True)
 
 
 def test_what_was_found_ends_the_doctors_words(capsys):

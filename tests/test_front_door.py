@@ -59,10 +59,10 @@ def test_only_these_names_are_listed():
 def test_an_unknown_name_is_told_the_nearest(typed, meant):
     with pytest.raises(AttributeError) as caught:
         getattr(rln, typed)
-    said = str(caught.value)
-    assert repr(typed) in said
-    assert "dir(rl_notebook)" in said
-    assert re.findall(r"Did you mean '(\w+)'", said) == ([meant] if meant else [])
+    message = str(caught.value)
+    assert repr(typed) in message
+    assert "dir(rl_notebook)" in message
+    assert re.findall(r"Did you mean '(\w+)'", message) == ([meant] if meant else [])
 
 
 def test_a_star_import_brings_the_front_door():

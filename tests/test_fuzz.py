@@ -43,7 +43,7 @@ def cases(default: int) -> settings:
 
 
 def refused(do: Callable[[], Any]) -> RLNotebookError | None:
-    "What `do` was refused with, or None; anything but an error of ours with its parts comes through."
+    "What `do` was rejected with, or None; anything but an error of ours with its parts comes through."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -1,6 +1,6 @@
 """Every row once, whatever happens to a loop: random walks over each policy by which prompt groups arrive.
 
-A walk runs steps, stops, goes phase by phase, takes steps back, has rollouts fail, is cancelled, and goes on from a
+A walk runs steps, stops, goes phase by phase, takes steps back, has rollouts fail, is cancelled, and continues from a
 checkpoint. After each of these, the numbers in records, in the step under way and pending are those of the rows
 that were taken, each once; and at the end of the data every row has been in one record.
 """
@@ -45,7 +45,7 @@ class Walk:
         self.folder = folder
         self.fails = 0
         self.loop = self.fresh()
-        self.before = []  # records of loops that this one goes on from
+        self.before = []  # records of loops that this one continues from
 
     def fresh(self):
         return begin(self.rollout, rows=ROWS, kind=self.kind, **self.settings)

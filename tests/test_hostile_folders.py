@@ -126,8 +126,8 @@ def bad_footer(file: Path) -> None:
 
 def changed(**arrays: Callable[[dict[str, np.ndarray]], np.ndarray]) -> Callable[[Path], None]:
     def spoil(file: Path) -> None:
-        found = read_arrays(file)
-        np.savez(file, **{**found, **{name: change(found) for name, change in arrays.items()}})
+        result = read_arrays(file)
+        np.savez(file, **{**result, **{name: change(result) for name, change in arrays.items()}})
 
     return spoil
 
@@ -322,7 +322,7 @@ def test_odd_names_and_foreign_bytes_in_a_folder_of_ours(
 
 
 def test_what_becomes_large_by_right_is_read(tmp_path: Path) -> None:
-    "Zeros pack well; only what no step needs is refused."
+    "Zeros pack well; only what no step needs is rejected."
     np.savez_compressed(tmp_path / "a.npz", values=np.zeros(1_000_000))
     assert read_arrays(tmp_path / "a.npz")["values"].shape == (1_000_000,)
 

@@ -100,7 +100,7 @@ def test_cuts_penalties_turns_and_greedy_draws_are_the_models_own(family: str):
 
 
 async def draws(family: str) -> None:
-    "A second turn goes on from what was kept of the first; greedy text is that of `generate`."
+    "A second turn continues from what was kept of the first; greedy text is that of `generate`."
     loop = loop_for(family)
     plain = model_of(f"{family}Config", HYBRID[family])
     sampler = loop.backend.sampler
@@ -119,5 +119,5 @@ async def draws(family: str) -> None:
         [later] = await sampler.sample(
             [*turn.full_tokens, 21, 22], SampleParams(max_tokens=8, seed=2)
         )
-        own = own_logprobs(plain, later.full_tokens)[later.prompt_len - 1 :]
-        assert np.abs(later.logprobs - own).max() < 2e-6
+        expected = own_logprobs(plain, later.full_tokens)[later.prompt_len - 1 :]
+        assert np.abs(later.logprobs - expected).max() < 2e-6

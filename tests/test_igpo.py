@@ -200,12 +200,12 @@ def test_each_prefix_is_asked_once_and_never_more_than_allowed_at_a_time():
     async def main():
         return await asyncio.gather(*(sample_scores(scorer, s, ANSWER) for s in samples * 5))
 
-    found = asyncio.run(main())
+    result = asyncio.run(main())
     distinct = {tuple(s.tokens[:end].tolist()) for s in samples for end in prefix_ends(s)}
     assert len(sampler.asked) == len(distinct) == 7
     assert set(sampler.asked.values()) == {1}
     assert sampler.most == 3
-    assert found[0] == [-1.0 * (end + 2) for end in prefix_ends(samples[0])]
+    assert result[0] == [-1.0 * (end + 2) for end in prefix_ends(samples[0])]
     assert scorer.requests == 7
 
 
@@ -213,8 +213,8 @@ def test_all_scores_of_a_sample_come_from_the_same_weights():
     sampler = Counting(moves_at=3)
     sample = talk((4, 2), (2, 3), (1, 1))
     scorer = AnswerScorer(sampler, workers=1)
-    found = asyncio.run(sample_scores(scorer, sample, ANSWER))
-    assert found == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
+    result = asyncio.run(sample_scores(scorer, sample, ANSWER))
+    assert result == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
     assert sampler.asked.total() == 4 + 2  # the two scores of the older weights are asked for again
 
 
@@ -226,10 +226,10 @@ def test_a_sample_that_does_not_say_which_weights_drew_it_is_scored_by_those_tha
     scorer = AnswerScorer(sampler)
 
     async def main():
-        found = []
+        results = []
         for sampler.version in range(2):
-            found.append(await sample_scores(scorer, by_hand, ANSWER))
-        return found
+            results.append(await sample_scores(scorer, by_hand, ANSWER))
+        return results
 
     older, newer = asyncio.run(main())
     assert by_hand.policy_version == 0
@@ -323,9 +323,9 @@ def test_the_sampler_scores_as_the_trainer_does():
             )
             weights = np.arange(1, len(tokens)) >= len(tokens) - len(answer.tokens)
             datums.append(Datum(tokens=tokens, weights=weights))
-        found = await backend.policy.forward(datums)
+        result = await backend.policy.forward(datums)
         return sample, [
-            lp.values[d.weights == 1].mean() for lp, d in zip(found, datums, strict=True)
+            lp.values[d.weights == 1].mean() for lp, d in zip(result, datums, strict=True)
         ]
 
     sample, by_trainer = asyncio.run(main())
@@ -379,17 +379,17 @@ def test_a_recorded_run_of_the_recipe_can_be_resumed_and_replayed(tmp_path):
         "rows": toy_rows(12, seed=3),
         "eval_rows": toy_rows(3, seed=4),
     }
-    told = task | {"say": lambda line: None, "progress": False}
+    options = task | {"say": lambda line: None, "progress": False}
     settings = SETTINGS | {
         "dcp_save_interval": 1,
         "log_path": str(tmp_path / "run"),
         "kl_beta": 0.0,
     }
     cfg = igpo_loop.Config(**settings, steps=1, igpo=IGPOConfig(skip_ig_last_turn=True))
-    assert igpo_loop.main(cfg, **told).steps == 1
+    assert igpo_loop.main(cfg, **options).steps == 1
     assert Counter(evaluated) == {False: 12, True: 6}
     longer = replace(cfg, steps=3)
-    assert igpo_loop.main(longer, **told, resume=True).steps == 2
+    assert igpo_loop.main(longer, **options, resume=True).steps == 2
     run = Run.open(cfg.log_path)
     assert [r.step for r in run] == [1, 2, 3]
     again = asyncio.run(

@@ -73,7 +73,7 @@ def leaks(folder: Path) -> dict[str, list[str]]:
         part for path in sorted(folder.rglob("*")) if path.is_file() for part in unpacked(path)
     ]
     assert files
-    return {name: found for name, data in files if (found := shown(data))}
+    return {name: result for name, data in files if (result := shown(data))}
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -132,8 +132,8 @@ def test_what_looks_like_a_key_is_not_shown(look: str, capsys: pytest.CaptureFix
     table = SettingsTable(("a", "b"), (("run_name", look, None),))
     shown += [repr(table), table._repr_html_(), html_table(["text"], [(look,)])]
     assert main(["train", "--run-name", look]) == 2
-    said = capsys.readouterr()
-    assert not [text for text in (*shown, said.out, said.err) if secret in text]
+    output = capsys.readouterr()
+    assert not [text for text in (*shown, output.out, output.err) if secret in text]
 
 
 @pytest.mark.parametrize("text", PROSE)

@@ -700,7 +700,7 @@ def test_threads_that_would_be_ignored_are_refused(asked):
     ],
 )
 def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
-    "Never drawn, and the logprobs of sampler, echo, policy and reference are of the law without them."
+    "Never sampled, and the logprobs of sampler, echo, policy and reference are of the law without them."
     tokenizer = byte_tokenizer()
     model = tiny_model(
         "gpt2" if family == "gpt2" else "qwen3", vocab=400, tied=family == "tied", scale=2.0
@@ -713,9 +713,9 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
     ):
         backend = open_local(model, tokenizer, temperature=draws.get("temperature", 1.0), **how)
     params = SampleParams(n=8, max_tokens=20, seed=3, **draws)
-    drawn = asyncio.run(backend.sampler.sample([65, 66, 67], params))
+    completions = asyncio.run(backend.sampler.sample([65, 66, 67], params))
     datums = []
-    for c in drawn:
+    for c in completions:
         assert c.tokens.max() < known
         whole = [65, 66, 67, *c.tokens.tolist()]
         with torch.no_grad():

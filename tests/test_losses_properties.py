@@ -56,8 +56,8 @@ def samples(draw: st.DrawFn, index: int, has_old: bool) -> tuple[Datum, np.ndarr
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     has_old = draw(st.booleans())
-    drawn = [draw(samples(i, has_old)) for i in range(draw(st.integers(1, 4)))]
-    return [d for d, _ in drawn], [p for _, p in drawn]
+    sampled = [draw(samples(i, has_old)) for i in range(draw(st.integers(1, 4)))]
+    return [d for d, _ in sampled], [p for _, p in sampled]
 
 
 @st.composite
@@ -302,7 +302,7 @@ class Scalar:
         was = math.exp(self.old(i, j))
         now = math.exp(self.held[i][j])
         odds = (1 - was + 1e-8) / (1 - now + 1e-8)
-        rest = math.log(odds) if odds > 0 else math.nan  # drawn old logprobs may be above 0
+        rest = math.log(odds) if odds > 0 else math.nan  # random old logprobs may be above 0
         far = abs(now - was) if name == "dppo_tv" else was * math.log(was / now) + (1 - was) * rest
         gone = (a > 0 and now > was and far > knob["dppo_high"]) or (
             a < 0 and now < was and far > knob["dppo_low"]

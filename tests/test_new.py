@@ -1,4 +1,4 @@
-"`rl-notebook new`: a task folder that runs as it stands, as a new user would run it, without a network."
+"`rl-notebook new`: a task folder that runs unchanged, as a new user would run it, without a network."
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_its_test_passes(task):
 
 @pytest.mark.variant
 def test_it_trains(task):
-    said = run(PROGRAM, "train", "--config", "config.yaml", "--steps", "2", cwd=task)
-    assert "held-out reward" in said.splitlines()[-1]
+    output = run(PROGRAM, "train", "--config", "config.yaml", "--steps", "2", cwd=task)
+    assert "held-out reward" in output.splitlines()[-1]
     records = [*Run.open(task / "runs" / "first")]
     assert [record.step for record in records] == [1, 2]
     assert all(record.trained for record in records)

@@ -203,9 +203,9 @@ def test_looking_at_a_folder_that_was_sent_writes_nothing_in_it_and_follows_no_l
     (sent / name).symlink_to(mine)
     there = sorted(sent.rglob("*"))
     assert main(["view", str(sent), "--once"]) == 0
-    said = capsys.readouterr()
-    assert "was not started here: its page is written outside of it" in said.err
-    page = Path(said.out.strip())
+    output = capsys.readouterr()
+    assert "was not started here: its page is written outside of it" in output.err
+    page = Path(output.out.strip())
     assert "step 3" in page.read_text()
     assert not page.is_relative_to(sent)
     assert sorted(sent.rglob("*")) == there
@@ -237,9 +237,9 @@ def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
     resume = ["train", "--resume", "--log-path", str(sent), "--steps", "3"]
     assert main(resume) == 2
     assert "expected files and folders of its own. Nothing was written" in (
-        said := capsys.readouterr().err
+        output := capsys.readouterr().err
     )
-    assert f"{name} -> {outside}" in said
+    assert f"{name} -> {outside}" in output
     with pytest.raises(RecordError, match="Nothing was written"):
         RunFolder.resume(sent, CFG)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()} == before
@@ -297,9 +297,9 @@ HARMS = [(put, name) for name in FILES for put in ("a pipe", "a device")] + [
 def test_what_never_ends_is_named_and_not_waited_for(put, name, sent, capsys):
     harmed(sent / name, put)
     code = main(["view", str(sent), "--once"])
-    said = capsys.readouterr()
-    assert (code == 2 and name.rpartition("/")[2] in said.err) or "step 3 is left out" in Path(
-        said.out.strip()
+    output = capsys.readouterr()
+    assert (code == 2 and name.rpartition("/")[2] in output.err) or "step 3 is left out" in Path(
+        output.out.strip()
     ).read_text()
 
 

@@ -56,7 +56,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def processed_site(tmp_path_factory):
-    "One that reports what it drew from."
+    "One that reports what it sampled from."
     server = emulated(
         model(), byte_tokenizer(), tmp_path_factory.mktemp("p"), logprobs_mode="processed_logprobs"
     )
@@ -85,7 +85,7 @@ def ids(completions):
 
 
 async def drawn_locally(local, params, prompt=PROMPT):
-    "What the server must answer: it draws completion i with the seed of request i."
+    "What the server must answer: it samples completion i with the seed of request i."
     alone = [replace(params, n=1, seed=request_seed(params.seed, i)) for i in range(params.n)]
     return [(await local.sampler.sample(prompt, p))[0] for p in alone]
 
@@ -433,22 +433,22 @@ def reinforce(datums, policy_logprobs):
 
 
 async def step(backend, seed=0, rate=1e-2):
-    "Draw, learn, and name the snapshot."
-    drawn = await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=seed))
-    await backend.policy.forward_backward_custom(datums_of(drawn), reinforce)
+    "Sample, learn, and name the snapshot."
+    completions = await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=seed))
+    await backend.policy.forward_backward_custom(datums_of(completions), reinforce)
     await backend.policy.optim_step(AdamParams(learning_rate=rate))
     return await backend.policy.save_weights_for_sampler(f"step-{seed}")
 
 
 async def gap_to_policy(backend):
-    drawn = await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=9))
-    datums = datums_of(drawn)
+    completions = await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=9))
+    datums = datums_of(completions)
     scored = await backend.policy.forward(datums)
     gaps = [
         np.abs(s.values[d.active] - c.logprobs).max()
-        for s, d, c in zip(scored, datums, drawn, strict=True)
+        for s, d, c in zip(scored, datums, completions, strict=True)
     ]
-    return float(max(gaps)), {c.policy_version for c in drawn}
+    return float(max(gaps)), {c.policy_version for c in completions}
 
 
 @pytest.mark.parametrize("options", [{"lora_rank": 4}, {"mode": "keep"}], ids=str)
@@ -473,13 +473,13 @@ def test_weights_reach_the_server(tmp_path, options):
 
 
 def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
-    "Draws and syncs at the same time: what is stamped 2 was drawn, wholly, by weights 2."
+    "Samples and syncs at the same time: what is stamped 2 was sampled, wholly, by weights 2."
     server = emulated(model(), byte_tokenizer(), tmp_path)
 
     async def test(url):
         async with opened(url, tmp_path, limit=AdaptiveLimit(start=4)) as backend:
             states = {0: await backend.policy.save_state("v0")}
-            drawn = []
+            sampled = []
             over = False
             lesson = datums_of(
                 await backend.sampler.sample(PROMPT, SampleParams(n=4, max_tokens=6, seed=1))
@@ -489,7 +489,7 @@ def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
                 for seed in range(first, 10_000, 6):
                     if over:
                         return
-                    drawn.extend(
+                    sampled.extend(
                         await backend.sampler.sample(
                             PROMPT, SampleParams(n=2, max_tokens=12, seed=seed)
                         )
@@ -497,7 +497,7 @@ def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
 
             async def seen(version):
                 async with asyncio.timeout(60):
-                    while not any(c.policy_version == version for c in drawn):
+                    while not any(c.policy_version == version for c in sampled):
                         await asyncio.sleep(0.002)
 
             tasks = [asyncio.create_task(draw(first)) for first in range(6)]
@@ -510,10 +510,10 @@ def test_every_completion_has_the_logprobs_of_its_version(tmp_path):
             await seen(3)
             over = True
             await asyncio.gather(*tasks)
-            assert {c.policy_version for c in drawn} == {0, 1, 2, 3}
+            assert {c.policy_version for c in sampled} == {0, 1, 2, 3}
             for version, state in states.items():
                 await backend.policy.load_state(state)
-                mine = [c for c in drawn if c.policy_version == version]
+                mine = [c for c in sampled if c.policy_version == version]
                 datums = datums_of(mine)
                 for s, d, c in zip(await backend.policy.forward(datums), datums, mine, strict=True):
                     assert np.abs(s.values[d.active] - c.logprobs).max() < 1e-4
@@ -598,7 +598,7 @@ def test_servers_without_weight_sync(site, tmp_path):
     asyncio.run(test())
 
 
-KIN = {  # owner of its models, where it says its version and what, the field for a length, what it refuses
+KIN = {  # owner of its models, where it says its version and what, the field for a length, what it rejects
     "vLLM 0.8.5": ("vllm", "/version", {"version": "0.8.5"}, {"max_model_len": 96}, {"top_k": 0}),
     "vLLM behind a gateway": ("vllm", None, {}, {"max_model_len": 96}, {}),
     "SGLang 0.5.23": (
@@ -821,16 +821,16 @@ def test_vllm(tmp_path):
             assert backend.sampler.report.server.startswith("vLLM")
             assert backend.capabilities.seed
             for version in (1, 2):
-                drawn = await backend.sampler.sample(
+                completions = await backend.sampler.sample(
                     prompt, SampleParams(n=8, max_tokens=20, seed=version)
                 )
                 again = await backend.sampler.sample(
                     prompt, SampleParams(n=8, max_tokens=20, seed=version)
                 )
-                assert ids(drawn) == ids(again)
-                datums = datums_of(drawn)
+                assert ids(completions) == ids(again)
+                datums = datums_of(completions)
                 for scored, d, c in zip(
-                    await backend.policy.forward(datums), datums, drawn, strict=True
+                    await backend.policy.forward(datums), datums, completions, strict=True
                 ):
                     assert np.abs(scored.values[d.active] - c.logprobs).max() < 1e-3
                     echoed = await backend.sampler.logprobs(c.full_tokens)

@@ -1,4 +1,4 @@
-"""Functions of your own, by name: found, called, recorded and compared; those that a foreign run folder names: refused.
+"""Functions of your own, by name: found, called, recorded and compared; those that a foreign run folder names: rejected.
 
 The second half attacks: a run folder that somebody sent names code in every place that we know of, and every command
 and every entry of the Python interface is tried on it. What it names would leave a file behind; none may.
@@ -130,11 +130,11 @@ def forget(*modules: str) -> None:
             sys.modules.pop(name, None)
 
 
-def grpo_loop(cfg: Config, **given: Any) -> GRPOLoop:
+def grpo_loop(cfg: Config, **kwargs: Any) -> GRPOLoop:
     "A loop over the toy task."
     rows = load_rows(toy_rows(16))
     return GRPOLoop(
-        open_local(*load_model("tiny"), reference=cfg.kl_beta > 0), rows, uneven, cfg, **given
+        open_local(*load_model("tiny"), reference=cfg.kl_beta > 0), rows, uneven, cfg, **kwargs
     )
 
 
@@ -172,15 +172,15 @@ def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
 
     forget("my_functions")
     assert command(["replay", "run", "2"]) == 0
-    said = capsys.readouterr().out
-    assert "every phase is the same, to the last bit" in said
-    assert "not the source" not in said
+    output = capsys.readouterr().out
+    assert "every phase is the same, to the last bit" in output
+    assert "not the source" not in output
     forget("my_functions")
     (desk / "my_functions.py").write_text(MODULE.replace("return 2 *", "return 3 *"))
     assert command(["replay", "run", "1"]) == 1
-    said = capsys.readouterr().out
-    assert "backward is the first phase that is not the same" in said
-    assert "policy_loss my_functions:doubled: not the source of step 1" in said
+    output = capsys.readouterr().out
+    assert "backward is the first phase that is not the same" in output
+    assert "policy_loss my_functions:doubled: not the source of step 1" in output
     assert command(["train", "--resume", "--log-path", "run", "--steps", "3"]) == 0
     assert "policy_loss my_functions:doubled: not the source of step 2" in "".join(
         capsys.readouterr()
@@ -401,11 +401,11 @@ def test_a_mistake_in_a_loss_is_named(name, message, desk, record, capsys):
 
 def test_advantages_by_name_and_as_an_object(desk, record):
     problem = Problem(load_rows(toy_rows(16)), [], uneven, advantage_fn="my_functions:centred")
-    said: list[Any] = []
+    lines: list[Any] = []
     main(
         Config(**SMALL),
         problem=problem,
-        on_record=[said.append],
+        on_record=[lines.append],
         say=lambda line: None,
         progress=False,
     )
@@ -414,7 +414,7 @@ def test_advantages_by_name_and_as_an_object(desk, record):
         return [replace(g, advantages=g.rewards * 0 + 1) for g in groups]
 
     assert all(
-        (g.advantages == g.rewards - np.median(g.rewards)).all() for r in said for g in r.groups
+        (g.advantages == g.rewards - np.median(g.rewards)).all() for r in lines for g in r.groups
     )
     result = what_if(
         record, {"centred": {"advantage_fn": "my_functions:centred"}, "one": {"advantage_fn": own}}
@@ -751,9 +751,9 @@ def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, c
     before = sorted(trap.path.rglob("*"))
     modules = {*sys.modules}
     assert command(["train", *way.format(trap.path).split()]) == 2
-    said = capsys.readouterr().err
-    assert f"config: got {named}, which" in said.replace("'tinker', 'accounts", "'accounts")
-    assert "Nothing was imported, read or sent" in said
+    output = capsys.readouterr().err
+    assert f"config: got {named}, which" in output.replace("'tinker', 'accounts", "'accounts")
+    assert "Nothing was imported, read or sent" in output
     assert not {"wandb", "tinker"} & ({*sys.modules} - modules)
     assert sorted(trap.path.rglob("*")) == before
 
@@ -764,9 +764,9 @@ def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, c
 @pytest.fixture
 def mine(desk: Path) -> Path:
     "A run with functions of one's own."
-    own = {"rewards": ["my_functions:uneven"], "policy_loss": "my_functions:plain"}
+    overrides = {"rewards": ["my_functions:uneven"], "policy_loss": "my_functions:plain"}
     main(
-        Config(**SMALL, **own, log_path="run", dcp_save_interval=1),
+        Config(**SMALL, **overrides, log_path="run", dcp_save_interval=1),
         say=lambda line: None,
         progress=False,
     )
@@ -775,7 +775,7 @@ def mine(desk: Path) -> Path:
 
 
 def refused(path: Path | str) -> bool:
-    "Whether the names of a folder are refused."
+    "Whether the names of a folder are rejected."
     try:
         load_problem(Config.from_dict(Run.open(path).config))
     except RecordError:

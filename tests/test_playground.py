@@ -1,4 +1,4 @@
-"A trained policy is talked to: streamed, stopped, beside its base, in a real terminal."
+"A trained policy is talked to: streamed, stopped, next to its base, in a real terminal."
 
 import asyncio
 import re

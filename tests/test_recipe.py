@@ -147,26 +147,26 @@ def test_main_takes_rows_a_filter_and_an_evaluation_as_in_the_guides(recipe, wit
         return rollout_fn
 
     async def evaluation_fn(step, rollout_fn):
-        found = await rollout_fn(rows[0])
-        assert isinstance(found, RolloutSample)  # a run of one segment is that segment
-        asked.append((step, found.reward))
-        return {"reward": found.reward} if step else None
+        outcome = await rollout_fn(rows[0])
+        assert isinstance(outcome, RolloutSample)  # a run of one segment is that segment
+        asked.append((step, outcome.reward))
+        return {"reward": outcome.reward} if step else None
 
     main = {"rl_loop": rl_loop, "async_rl_loop": async_rl_loop}[recipe].main
-    own = {"rollout_fn_factory": make_rollout_fn} if with_rollouts else {}
+    overrides = {"rollout_fn_factory": make_rollout_fn} if with_rollouts else {}
     rows = toy_rows(8)
     cfg = Config(**SMALL, steps=2, eval_interval=1)
 
     def keep(group):
         return kept.append(group.number) or True
 
-    given = {
+    settings = {
         "dynamic_filter_fn": keep,
         "evaluation_fn": evaluation_fn,
         "on_record": [records.append],
-        **own,
+        **overrides,
     }
-    result = main(cfg, rows=rows, say=lambda line: None, progress=False, **given)
+    result = main(cfg, rows=rows, say=lambda line: None, progress=False, **settings)
     assert (result.steps, kept != []) == (2, True)
     assert [step for step, _ in asked] == [0, 1, 2]
     assert all(reward >= 100 for _, reward in asked) == with_rollouts
@@ -229,11 +229,11 @@ def test_a_backend_that_is_passed_stays_open():
 
 def test_records_go_to_whoever_listens(tmp_path):
     heard: list[StepRecord] = []
-    said: list[str] = []
+    lines: list[str] = []
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
-    result = main(cfg, problem=toy(), on_record=[heard.append], say=said.append, progress=False)
+    result = main(cfg, problem=toy(), on_record=[heard.append], say=lines.append, progress=False)
     assert [record.step for record in heard] == [1, 2, 3, 4]
-    assert all(line.startswith(record.verdict) for line, record in zip(said, heard, strict=False))
+    assert all(line.startswith(record.verdict) for line, record in zip(lines, heard, strict=False))
     assert result.run is not None
     assert [
         record.metrics == there.metrics for record, there in zip(heard, result.run, strict=True)
@@ -259,9 +259,11 @@ def test_held_out_reward_before_after_and_every_so_often(tmp_path):
 
 def options(folder: Any, steps: int, rate: float) -> list[str]:
     "A small run from the command line; `dataset` is its own, so that every group has signal."
-    given = SMALL | {"max_rows": 64, "learning_rate": rate, "steps": steps, "log_path": folder}
+    settings = SMALL | {"max_rows": 64, "learning_rate": rate, "steps": steps, "log_path": folder}
     return [
-        arg for name, value in given.items() for arg in (f"--{name.replace('_', '-')}", str(value))
+        arg
+        for name, value in settings.items()
+        for arg in (f"--{name.replace('_', '-')}", str(value))
     ]
 
 
@@ -270,14 +272,14 @@ def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint
     twin = tmp_path / "twin"
     assert command(["train", *options(folder, 2, 1e-3)]) == 0
     assert command(["train", "--resume", *options(folder, 4, 9e37)]) == 2
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     assert re.search(
         r"step 3: optim_step, update \d: update rejected: got NaN or infinity in model\.\S+",
-        said.err,
+        output.err,
     )
     assert (
         "stopped after step 2; it goes on after step 2 with: rl-notebook train --resume"
-        in said.out + said.err
+        in output.out + output.err
     )
     assert (RunFolder.open(folder).checkpoints, RunFolder.open(folder).steps) == ([2], [1, 2])
     # costs that record, not the run
@@ -292,7 +294,7 @@ def test_a_rate_that_destroys_the_weights_ends_the_run_and_leaves_the_checkpoint
 
 def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
     backend = open_local(*load_model("tiny"))
-    said = []
+    lines = []
 
     def spoil(record: StepRecord) -> None:
         if record.step == 3:
@@ -301,12 +303,12 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
     cfg = Config(**SMALL, log_path=str(tmp_path / "run"), dcp_save_interval=2)
     with pytest.raises(RLNotebookError, match=r"(?i)nan"):
         main(
-            cfg, problem=toy(), backend=backend, on_record=[spoil], say=said.append, progress=False
+            cfg, problem=toy(), backend=backend, on_record=[spoil], say=lines.append, progress=False
         )
     assert RunFolder.open(tmp_path / "run").checkpoints == [2]
     assert any(
         "and no checkpoint could be saved" in line and "not finite: got NaN" in line
-        for line in said
+        for line in lines
     )
 
 
@@ -318,7 +320,7 @@ def test_a_stop_is_said_with_what_is_saved(given, tmp_path, monkeypatch):
     from rl_notebook.loop.loop import GRPOLoop
 
     sample = GRPOLoop.sample
-    said = []
+    lines = []
 
     async def stops(loop: GRPOLoop) -> Any:
         if loop.state.number == 3:
@@ -329,14 +331,14 @@ def test_a_stop_is_said_with_what_is_saved(given, tmp_path, monkeypatch):
     folder = tmp_path / "a run"
     cfg = Config(**SMALL, log_path=str(folder), eval_rows=0 if given else 2)
     parts = {"rows": toy().rows, "reward": toy().reward} if given else {"problem": toy(eval_rows=2)}
-    result = main(cfg, say=said.append, progress=False, **parts)
+    result = main(cfg, say=lines.append, progress=False, **parts)
     assert (result.steps, result.stopped, result.reward_after) == (2, True, None)
     assert str(result).startswith("stopped (2 steps, ")
     command = f"rl-notebook train --resume --log-path '{folder}'"
     script = f"the script that began it, main(..., resume=True), and log_path '{folder}'"
     assert (
         f"stopped after step 2; it goes on after step 2 with: {script if given else command}"
-        in said
+        in lines
     )
     assert RunFolder.open(folder).checkpoints == [2]
 
@@ -392,9 +394,9 @@ def test_a_limit_is_one_of_completions(limit, asks):
     backend = open_local(*load_model("tiny"), reference=False)
     backend.sampler = Counted(backend.sampler)
     factory = {"sampler": make_rollout_fn, "serve": agent_rollouts(play), "loop": None}[asks]
-    own = {"rollout_fn_factory": factory} if factory else {}
+    overrides = {"rollout_fn_factory": factory} if factory else {}
     cfg = Config(**SMALL | {"kl_beta": 0.0, "prompt_groups_per_step": 4}, steps=1, **limit)
-    assert run(cfg, backend=backend, rows=toy_rows(8), **own).steps == 1
+    assert run(cfg, backend=backend, rows=toy_rows(8), **overrides).steps == 1
     assert 0 < backend.sampler.most <= most
 
 
@@ -455,13 +457,13 @@ def test_a_resumed_run_notices_other_rows_and_goes_on_with_the_same_from_elsewhe
 
     def write(folder: Path, records: list[dict[str, str]]) -> Config:
         (folder / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
-        own = {
+        overrides = {
             "dataset": str(folder / "d.jsonl"),
             "log_path": str(folder / "run"),
             "rewards": ["gsm8k"],
         }
         return Config(
-            **{**SMALL, **own, "max_rows": None, "completions_per_prompt": 2, "kl_beta": 0.0}
+            **{**SMALL, **overrides, "max_rows": None, "completions_per_prompt": 2, "kl_beta": 0.0}
         )
 
     first = tmp_path / "first"

@@ -255,7 +255,7 @@ def test_a_metric_may_not_hide_the_step(run: RunFolder):
     assert run.steps == [1, 2, 3]
 
 
-# --- refused, with the reason -------------------------------------------------------------------------------------
+# --- rejected, with the reason ------------------------------------------------------------------------------------
 
 
 def rewrite(path: Path, **changes) -> None:
@@ -345,11 +345,17 @@ def test_what_earlier_versions_sealed_is_read(run: RunFolder):
 
 
 def seen(path: Path) -> tuple:
-    "All that a run folder tells: settings, metrics, records, the state that training goes on from."
+    "All that a run folder tells: settings, metrics, records, the state that training continues from."
     run = RunFolder.open(path)
-    found = run.latest_checkpoint()
-    state = read_folder(Path(found.state)) if found else None
-    return run.config, run.metrics(), [*run], replace(found, path=Path()) if found else None, state
+    result = run.latest_checkpoint()
+    state = read_folder(Path(result.state)) if result else None
+    return (
+        run.config,
+        run.metrics(),
+        [*run],
+        replace(result, path=Path()) if result else None,
+        state,
+    )
 
 
 def alike(a: tuple, b: tuple) -> bool:

@@ -64,7 +64,7 @@ def test_a_run_and_its_records_give_the_same_material(run: RunFolder):
     assert [r.step for r in disk.samples] == [r.step for r in memory.samples] == [1, 4, 7]
     assert [step for step, _ in disk.recent] == [3, 4, 5, 6, 7]
     assert disk.recent == memory.recent
-    held_out = {"reward", "functions"}  # was logged beside the records
+    held_out = {"reward", "functions"}  # was logged next to the records
     drawn = [run_payloads(History(m.metrics), {"kl_beta": 0.001}) for m in (disk, memory)]
     assert drawn[0].keys() == drawn[1].keys()
     for name in drawn[0].keys() - held_out:
@@ -214,10 +214,10 @@ def test_a_page_holds_completions_of_every_step_and_stays_small(tmp_path: Path):
     steps = Page(page).carried("completions")["steps"]
     assert [*steps] == [str(record.step) for record in records]
     for record in records:
-        found = [
+        results = [
             (row["group"], row["sample"], row["text"]) for row in steps[str(record.step)]["rows"]
         ]
-        assert found == [
+        assert results == [
             (g.index, i, s.text) for g in record.groups for i, s in enumerate(g.samples)
         ]
     large = [replace(r, groups=tuple(long_group(g) for g in r.groups)) for r in records]
@@ -268,7 +268,7 @@ def test_writing(run: RunFolder, tmp_path: Path):
     assert odd.carried("completions")["steps"]["1"]["line"].endswith("nothing trained: \\ud800")
 
 
-# --- a run that goes on -----------------------------------------------------------------------------------------------
+# --- a run that continues ---------------------------------------------------------------------------------------------
 
 
 def growing(path: Path, **config: object) -> RunFolder:
@@ -325,7 +325,7 @@ def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
 
 
 def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
-    "A run of three steps of so many rows, each of which earns its share of `add` more."
+    "A run of three steps of n rows, each of which earns its share of `add` more."
     run = RunFolder.create(path, {"learning_rate": add, "seed": 1})
     draw = np.random.default_rng(seed)
     for step in (1, 2, 3):
@@ -360,9 +360,9 @@ def test_runs_side_by_side_differ_by_what_the_rows_say(
         )
         == 0
     )
-    said = capsys.readouterr().err
-    assert "No recorded setting differs between a and c." in said
-    assert "Empty" not in said
+    output = capsys.readouterr().err
+    assert "No recorded setting differs between a and c." in output
+    assert "Empty" not in output
     both = compare(*(tmp_path / name for name in "abc"))
     table = both.table
     assert table["reward"].tolist() == ["b - a", "b - a", "c - a", "c - a"]

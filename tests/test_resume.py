@@ -86,15 +86,15 @@ def run(
     kill: tuple[int, float] | None = None,
     **options: Any,
 ) -> str:
-    "Run to the end, or kill -9 so many seconds after a step is recorded; returns what was said."
+    "Run to the end, or kill -9 n seconds after a step is recorded; returns what was said."
     process = SERVER.Process(target=body, args=(settings, resume), kwargs=options)
     process.start()
     if kill is not None:
         kill_after(process, Path(settings["log_path"]), *kill)
     process.join(120)
-    said = Path(f"{settings['log_path']}.out").read_text()
-    assert process.exitcode == (0 if kill is None else -signal.SIGKILL), said
-    return said
+    output = Path(f"{settings['log_path']}.out").read_text()
+    assert process.exitcode == (0 if kill is None else -signal.SIGKILL), output
+    return output
 
 
 def command(args: list[str], out: Path) -> Any:
@@ -116,7 +116,7 @@ def wait_for(process: Any, there: Callable[[], Any]) -> None:
 def kill_after(
     process: Any, folder: Path, step: int, delay: float, signum: int = signal.SIGKILL
 ) -> None:
-    "Send a signal to a process so many seconds after it has recorded a step."
+    "Send a signal to a process n seconds after it has recorded a step."
     wait_for(process, (folder / "steps" / f"{step:05d}").exists)
     time.sleep(delay)
     os.kill(process.pid, signum)
@@ -190,9 +190,9 @@ def test_kill_9_anywhere_and_resume_gives_the_same_numbers(variant, whole, tmp_p
     rng = np.random.default_rng(list(VARIANTS).index(variant))
     for i, step in enumerate((3, 5)):
         run(settings, resume=i > 0, kill=(step, float(rng.random() * typical)))
-    said = run(settings, resume=True)
-    assert "going on after step" in said
-    assert "were put aside in" in said
+    output = run(settings, resume=True)
+    assert "going on after step" in output
+    assert "were put aside in" in output
     assert_same_run(tmp_path / "run", whole[variant])
 
 
@@ -248,20 +248,20 @@ def test_an_interrupt_stops_after_the_phase_saves_and_says_how_to_go_on(
     variant, phase, saved, whole, tmp_path
 ):
     settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
-    said = run(settings, stop_in=phase)
+    output = run(settings, stop_in=phase)
     stopped_run = RunFolder.open(tmp_path / "run")
     last = stopped_run.checkpoints[-1]
     assert saved in (None, last)
     assert (
         f"it goes on after step {last} with: rl-notebook train --resume --log-path {tmp_path / 'run'}"
-        in said
+        in output
     )
     # no held-out reward after: it would cost time that an interrupted user does not have
-    assert "\nstopped (" in said
+    assert "\nstopped (" in output
     assert len(stopped_run) < STEPS
     assert (tmp_path / "run" / "report.html").exists()
-    said = run(settings, resume=True)
-    assert f"going on after step {last}" in said
+    output = run(settings, resume=True)
+    assert f"going on after step {last}" in output
     assert_same_run(tmp_path / "run", whole[variant])
 
 
@@ -274,10 +274,12 @@ def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
     )
     kill_after(process, folder, 3, 0.0, signal.SIGINT)
     process.join(60)
-    said = out.read_text()
-    assert process.exitcode == 130, said
+    output = out.read_text()
+    assert process.exitcode == 130, output
     [advice] = [
-        line.partition("with: ")[2] for line in said.splitlines() if "it goes on after step" in line
+        line.partition("with: ")[2]
+        for line in output.splitlines()
+        if "it goes on after step" in line
     ]
     name, *args = shlex.split(advice)
     assert name == "rl-notebook"
@@ -318,9 +320,9 @@ def test_what_has_changed_is_said(whole, tmp_path):
         "epochs": 2,
         "steps": 9,
     }
-    said = run(settings, resume=True)
-    assert "settings that differ from those recorded" in said
-    assert "learning_rate  0.001     0.0001" in said
+    output = run(settings, resume=True)
+    assert "settings that differ from those recorded" in output
+    assert "learning_rate  0.001     0.0001" in output
     assert RunFolder.open(tmp_path / "run").steps == list(range(1, 10))
 
 

@@ -215,8 +215,8 @@ def test_trl_sync_async_and_columns():
         await asyncio.sleep(0)
         return np.array([0.5, 0.25])
 
-    drawn = [Completion([5, 6], [8, 2], [-0.1, -0.2], text=t) for t in ("72", "7")]
-    scores = score_blocking(drawn, CHAT, [sync, later], step=7)
+    sampled = [Completion([5, 6], [8, 2], [-0.1, -0.2], text=t) for t in ("72", "7")]
+    scores = score_blocking(sampled, CHAT, [sync, later], step=7)
     assert (seen["prompts"], seen["completions"]) == (["48/2+48?"] * 2, ["72", "7"])
     assert (seen["ids"], seen["level"], seen["solution"]) == (
         [[8, 2]] * 2,
@@ -354,9 +354,9 @@ def test_native_gets_what_it_names():
         lambda text, *, level="none", missing=0.25: missing if level == "easy" else 0
     ) == [0.25, 0.25]
     assert values(lambda text, **everything: len(everything)) == values(lambda text, **kw: len(kw))
-    drawn = Completion([5], [8, 2, 3], [-0.1] * 3, text="72")
-    assert values(make_soft_overlong(4, 2), texts=[drawn]) == [-0.5]
-    assert values(make_length_reward(3, 2), texts=[drawn]) == [1]
+    completions = Completion([5], [8, 2, 3], [-0.1] * 3, text="72")
+    assert values(make_soft_overlong(4, 2), texts=[completions]) == [-0.5]
+    assert values(make_length_reward(3, 2), texts=[completions]) == [1]
     assert values(functools.partial(lambda bonus, text, answer: bonus, 0.5)) == [0.5, 0.5]
     assert values(lambda text: torch.tensor(0.5)) == [0.5, 0.5]
 
@@ -539,7 +539,7 @@ def test_a_client_is_asked_in_one_event_loop_by_all_calls_of_a_notebook():
     )
 
     async def notebook():
-        later = asyncio.ensure_future(asyncio.sleep(0.01, 7))  # of another cell: it goes on
+        later = asyncio.ensure_future(asyncio.sleep(0.01, 7))  # of another cell: it continues
         assert await asyncio.gather(*map(judge, texts)) == [1, 2, 3]
         assert (await score(texts, CHAT, judge)).totals.tolist() == [1, 2, 3]
         assert score_blocking(texts, CHAT, [judge, plain_judge]).totals.tolist() == [1.5, 2.5, 3.5]

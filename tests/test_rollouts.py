@@ -45,7 +45,7 @@ def status(code) -> httpx.HTTPStatusError:
 
 
 def draw(rollout_fn, n=4, **options) -> Rollouts:
-    "All draws of the prompt, on a clock on which waiting takes no time."
+    "All samples of the prompt, on a clock on which waiting takes no time."
     return simulate(sample_rollouts(rollout_fn, PROMPT, n, **options))
 
 
@@ -118,12 +118,12 @@ def test_a_connection_is_tried_again_and_then_the_draw_is_lost(error):
         seeds.add(sample_prompt["seed"])
         raise error
 
-    drawn = draw(fails, retries=3)
+    sampled = draw(fails, retries=3)
     assert calls.count(2) == 4
     assert len(calls) == 7
     assert len(seeds) == 1, "nothing was drawn, so it is the same draw"
-    assert len(drawn.samples) == 3
-    assert drawn.dropped == (f"rollout 2 raised {type(error).__name__}: {error}",)
+    assert len(sampled.samples) == 3
+    assert sampled.dropped == (f"rollout 2 raised {type(error).__name__}: {error}",)
     assert len(draw(fails).dropped) == 1
 
 
@@ -136,9 +136,9 @@ def test_a_refusal_of_a_backend_is_lost_at_once_since_it_made_its_own_tries():
             raise BackendError("busy")
         return sample()
 
-    drawn = draw(fails, retries=3)
-    assert (calls.count(2), len(drawn.samples)) == (1, 3)
-    assert drawn.dropped == ("rollout 2 raised BackendError: busy",)
+    sampled = draw(fails, retries=3)
+    assert (calls.count(2), len(sampled.samples)) == (1, 3)
+    assert sampled.dropped == ("rollout 2 raised BackendError: busy",)
 
 
 @pytest.mark.parametrize("error", FATAL, ids=repr)
@@ -195,7 +195,7 @@ def test_a_rollout_that_cancels_itself_is_not_a_cancelled_step():
         draw(gives_up)
 
 
-# --- what is lost, and drawn again -----------------------------------------------------------------------------------
+# --- what is lost, and sampled again ---------------------------------------------------------------------------------
 
 
 @given(
@@ -220,15 +220,15 @@ def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
         return None if fate == "none" else sample(reward=float(rollout_index))
 
     n = len(plan)
-    drawn = draw(planned, n=n, seed=5, group_retries=rounds)
+    sampled = draw(planned, n=n, seed=5, group_retries=rounds)
     tried = [[*fates, *[fates[-1]] * 9][: rounds + 1] for fates in plan]
     kept = [i for i, fates in enumerate(tried) if "ok" in fates]
-    assert [s.reward for s in drawn.samples] == kept
-    assert len(drawn.samples) + len(drawn.dropped) == n
+    assert [s.reward for s in sampled.samples] == kept
+    assert len(sampled.samples) + len(sampled.dropped) == n
     assert [calls.count(i) for i in range(n)] == [
         f.index("ok") + 1 if "ok" in f else rounds + 1 for f in tried
     ]
-    assert len(drawn.redrawn) == len(calls) - n
+    assert len(sampled.redrawn) == len(calls) - n
     assert len(set(seeds)) == len(seeds)
     assert sorted(seeds[:n]) == [prompt_seed(5, 41) + i for i in range(n)], (
         "the first round is as it always was"
@@ -245,9 +245,9 @@ def test_an_unscorable_sample_is_not_drawn_again():
         calls.append(1)
         return sample(reward=None)
 
-    drawn = draw(unscorable, group_retries=3)
-    assert (len(calls), drawn.redrawn) == (4, ())
-    assert assemble(drawn, drawn.samples).dropped == tuple(
+    sampled = draw(unscorable, group_retries=3)
+    assert (len(calls), sampled.redrawn) == (4, ())
+    assert assemble(sampled, sampled.samples).dropped == tuple(
         f"sample {i} is unscorable" for i in range(4)
     )
 
@@ -266,8 +266,8 @@ def test_samples_and_reasons_add_up_and_runs_stay_whole(drawn_runs, lost, smalle
         segments, reward = drawn_runs[rollout_index]
         return RolloutRun((sample(),) * segments, reward)
 
-    drawn = draw(run, n=len(drawn_runs) + lost)
-    group = assemble(drawn, drawn.samples, smallest)
+    sampled = draw(run, n=len(drawn_runs) + lost)
+    group = assemble(sampled, sampled.samples, smallest)
     scored = [i for i, (_, reward) in enumerate(drawn_runs) if reward is not None]
     expected = scored if len(scored) >= smallest else []
     assert len(group.run_starts) == len(expected)
@@ -277,7 +277,7 @@ def test_samples_and_reasons_add_up_and_runs_stay_whole(drawn_runs, lost, smalle
     elif group.samples:
         assert all(n == 1 for n, _ in drawn_runs)
     if 0 < len(scored) < smallest:
-        each = "run" if drawn.runs else "sample"
+        each = "run" if sampled.runs else "sample"
         few = f"group has {len(scored)} of {len(drawn_runs) + lost} {each}s; min_group_size is {smallest}"
         assert group.dropped.count(few) == len(scored)
 
@@ -396,12 +396,12 @@ class Shaky:
 def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_others():
     sampler = Shaky(ConnectionError("gone"), (0, 3), (1,), (0,))
     params = SampleParams(n=4, seed=5)
-    drawn = simulate(sample_completions(sampler, PROMPT, params, retries=1, group_retries=2))
+    completions = simulate(sample_completions(sampler, PROMPT, params, retries=1, group_retries=2))
     assert [p.n for p in sampler.asked] == [4, 4, 2, 1]
     assert sampler.asked[0].seed == sampler.asked[1].seed == prompt_seed(5, 41)
     assert len({p.seed for p in sampler.asked}) == 3
-    assert (len(drawn.samples), drawn.dropped) == (3, ("completion 3 is empty",))
-    assert drawn.redrawn == (
+    assert (len(completions.samples), completions.dropped) == (3, ("completion 3 is empty",))
+    assert completions.redrawn == (
         "completion 0 is empty",
         "completion 3 is empty",
         "completion 3 is empty",
@@ -441,10 +441,10 @@ def test_a_lost_request_is_an_error_unless_a_breaker_watches():
     with pytest.raises(BackendError, match="down"):
         simulate(sample_completions(Shaky(BackendError("down")), PROMPT, params))
     breaker = CircuitBreaker(0.5)
-    drawn = simulate(
+    completions = simulate(
         sample_completions(Shaky(BackendError("down")), PROMPT, params, breaker=breaker)
     )
-    assert drawn.dropped == ("the request raised BackendError: down",) * 4
+    assert completions.dropped == ("the request raised BackendError: down",) * 4
     assert len(breaker.recent) == 1
     with pytest.raises(KeyError):
         simulate(
@@ -567,8 +567,8 @@ def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_
 
         return rollout_fn
 
-    own = {"chat_template": str(tmp_path / "t.jinja"), "max_seq_len": 160}
-    record = asyncio.run(loop_of(factory, **own).step())
+    overrides = {"chat_template": str(tmp_path / "t.jinja"), "max_seq_len": 160}
+    record = asyncio.run(loop_of(factory, **overrides).step())
     assert record.trained
     assert record.metrics["rollout/num_dropped"] == 2
     for group in record.groups:
@@ -580,4 +580,4 @@ def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_
         AlignmentError,
         match=r"rollout 1.*(no questions|differs from the chat template's rendering)",
     ):
-        asyncio.run(loop_of(factory, **own, unfit_turns="raise").step())
+        asyncio.run(loop_of(factory, **overrides, unfit_turns="raise").step())

@@ -173,9 +173,9 @@ def test_a_step_never_measures_and_says_what_it_knows(loop, recipe, measured: di
     assert not known & AGAINST
     assert not measured
     measured[model_size(load_model("tiny")[0])] = MACHINE
-    found = step_of(loop, recipe)
-    assert {n for n in found if n.startswith("perf/")} >= RATES | AGAINST
-    assert found["perf/mfu"] > 0
+    result = step_of(loop, recipe)
+    assert {n for n in result if n.startswith("perf/")} >= RATES | AGAINST
+    assert result["perf/mfu"] > 0
 
 
 def test_work_is_counted_by_phase_and_not_for_what_runs_between():

@@ -1,6 +1,6 @@
 """Router replay: the trainer takes the experts that the sampler chose, and nothing else of the numbers changes.
 
-The failure that it mends is modelled as it happens: the trainer's routers round their logits to bfloat16, everything
+The failure that it fixes is modelled as it happens: the trainer's routers round their logits to bfloat16, everything
 else is equal. `reference_logprobs` is a mixture of experts written once more, plainly, with the experts as an argument;
 what replay can restore is what it says for the sampler's experts under the trainer's gate weights.
 """
@@ -118,14 +118,16 @@ def perturb(backend: Backend, hook=in_bfloat16) -> None:
 
 
 async def draw(backend: Backend, prompts: int = 4, n: int = 4) -> list[Datum]:
-    drawn = []
+    sampled = []
     for i in range(prompts):
         prompt = list(range(40 + i, 40 + i + PROMPT))
         for c in await backend.sampler.sample(prompt, SampleParams(n=n, max_tokens=NEW, seed=i)):
-            drawn.append(
-                datum_from_sample(sample_from_completion(c, 1.0), advantage=1.0, sample=len(drawn))
+            sampled.append(
+                datum_from_sample(
+                    sample_from_completion(c, 1.0), advantage=1.0, sample=len(sampled)
+                )
             )
-    return drawn
+    return sampled
 
 
 def limited(datums: list[Datum], to: str) -> list[Datum]:
@@ -220,15 +222,15 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
 
 
 def test_notes_name_the_experts_that_read_each_token_whatever_the_batch():
-    "A note is what a plain pass over the whole sequence chooses, for prompts of different lengths drawn together."
+    "A note is what a plain pass over the whole sequence chooses, for prompts of different lengths sampled together."
 
     async def main():
         backend = opened(tiny_mixture(near=1.0))
         prompts = [list(range(40, 40 + n)) for n in (3, 9, 1, 16)]
         params = SampleParams(n=3, max_tokens=10, seed=1)
-        drawn = await asyncio.gather(*(backend.sampler.sample(p, params) for p in prompts))
+        completions = await asyncio.gather(*(backend.sampler.sample(p, params) for p in prompts))
         routers = find_routers(backend.policy.state.module)
-        for c in [c for group in drawn for c in group]:
+        for c in [c for group in completions for c in group]:
             assert len(c.routing) == len(c.prompt_tokens) + len(c.tokens) - 1
             with torch.no_grad(), noting(routers) as notes:
                 backend.policy.state.module(torch.tensor([c.full_tokens[:-1]]))
@@ -240,14 +242,14 @@ def test_notes_name_the_experts_that_read_each_token_whatever_the_batch():
 def test_completion_only_keeps_the_notes_from_the_last_prompt_token_on():
     async def main():
         both = [opened(router_replay_completion_only=only) for only in (False, True)]
-        drawn = [
+        completions = [
             await b.sampler.sample(range(40, 56), SampleParams(max_tokens=NEW, seed=3))
             for b in both
         ]
-        whole, sampled = (c.routing for (c,) in drawn)
+        whole, sampled = (c.routing for (c,) in completions)
         assert whole[PROMPT - 1 :] == sampled
-        assert len(sampled) == len(drawn[1][0].tokens)
-        kept = sample_from_completion(drawn[1][0], 1.0).routing
+        assert len(sampled) == len(completions[1][0].tokens)
+        kept = sample_from_completion(completions[1][0], 1.0).routing
         assert kept == ("",) * (PROMPT - 1) + sampled
 
     asyncio.run(main())
@@ -410,7 +412,7 @@ def test_the_reference_of_an_adapter_keeps_its_own_experts():
 
 
 def test_the_probe_compares_routes_and_not_choices():
-    "With near ties a decode step may choose otherwise than a whole pass; that is no reason to refuse the model."
+    "With near ties a decode step may choose otherwise than a whole pass; that is no reason to reject the model."
     assert open_model(tiny_mixture(near=1e-5)).route == "modules"
     assert open_model(tiny_mixture(near=1e-3).bfloat16()).route == "modules"
 
@@ -473,7 +475,7 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
     from rl_notebook.backends.services.link import bare_datum
 
     asked = []
-    drawn = sampling.SampledCompletion(
+    completions = sampling.SampledCompletion(
         "Hi",
         [5, 6, 7, 8],
         2,
@@ -491,7 +493,7 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
 
         async def sample_with_prompt_tokens(self, prompt, **options):
             asked.append(options)
-            return [drawn]
+            return [completions]
 
     async def main():
         got = {}
@@ -510,11 +512,11 @@ def test_fireworks_is_asked_for_notes_and_gets_them_back_with_the_policys_datums
         assert policy.model_input.to_ints() == reference.model_input.to_ints() == [5, 6, 7]
         assert policy.model_input.routing_matrices == ["b", "c", ""]
         assert reference.model_input.routing_matrices is None
-        drawn.routing_matrices = None
+        completions.routing_matrices = None
         with pytest.raises(BackendError, match="deployment: no expert choices came back"):
             await sampler.sample([5, 6], SampleParams(max_tokens=4))
-        drawn.routing_matrices = ["b", "c", "d", "e"]
+        completions.routing_matrices = ["b", "c", "d", "e"]
         with pytest.raises(AlignmentError, match="deployment: routing: got 4 entries"):
-            completion_of(drawn, [5, 6], SampleParams())
+            completion_of(completions, [5, 6], SampleParams())
 
     asyncio.run(main())

@@ -173,9 +173,11 @@ def test_resumed_and_replayed_it_is_the_same(more, tmp_path, monkeypatch):
     assert [r.metrics["loss"] for r in again] == [r.metrics["loss"] for r in whole]
     assert rates(again) == rates(whole)
     if not more:
-        found = asyncio.run(replay_step(tmp_path / "run", 2))
-        assert found.same is not False, found  # without a KL term there is no reference to compare
-        assert "optimize    the same" in repr(found)
+        result = asyncio.run(replay_step(tmp_path / "run", 2))
+        assert result.same is not False, (
+            result
+        )  # without a KL term there is no reference to compare
+        assert "optimize    the same" in repr(result)
 
 
 def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):

@@ -1,7 +1,7 @@
 """A loop of a notebook as a config and as a script: the same numbers, bit for bit, from a kernel and a process.
 
 Where functions come from decides what becomes of them: a file is imported, a cell is copied, and what only a kernel
-holds is refused in words."""
+holds is rejected in words."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def assert_same(there: Sequence[StepRecord], here: Sequence[StepRecord]) -> None
 
 
 def grpo_loop(
-    reward: Any, *, cfg: dict[str, Any] | None = None, rows: Any = None, **given: Any
+    reward: Any, *, cfg: dict[str, Any] | None = None, rows: Any = None, **kwargs: Any
 ) -> GRPOLoop:
     "A loop as a notebook opens one."
     settings = Config(**SMALL | (cfg or {}))
@@ -99,7 +99,7 @@ def grpo_loop(
         load_rows(toy_rows(8)) if rows is None else load_rows(rows),
         reward,
         settings,
-        **given,
+        **kwargs,
     )
 
 
@@ -309,16 +309,16 @@ def test_what_changed_on_the_way_is_noted(tmp_path):
     loop = grpo_loop(toy_reward)
     asyncio.run(loop.run(1, progress=False))
     loop.change(learning_rate=2e-3)
-    said = repr(loop.to_script(tmp_path / "run.py"))
+    shown_text = repr(loop.to_script(tmp_path / "run.py"))
     assert (
         "note: learning_rate: changed since the loop was opened; the script has the last value from step 1 on"
-        in said
+        in shown_text
     )
     text = (tmp_path / "run.py").read_text()
     assert "main(cfg, **how)" in text  # all of it has a name
     assert (
         "note: the script makes 2 steps (steps=2), this loop has made 1: --steps 1 ends it there"
-        in said
+        in shown_text
     )
 
 
@@ -398,10 +398,10 @@ def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_sa
     while running.poll() is None and not ((log / "run.json").exists() and len(Run.open(log)) >= 2):
         time.sleep(0.05)
     running.send_signal(signal.SIGINT)
-    said = running.communicate(timeout=300)[0].decode()
+    output = running.communicate(timeout=300)[0].decode()
     last = len(Run.open(log))
-    assert (running.returncode, 2 <= last < 60) == (0, True), said
-    assert "the script that began it" in said
+    assert (running.returncode, 2 <= last < 60) == (0, True), output
+    assert "the script that began it" in output
     cfg = replace(Config.from_dict(Run.open(log).config), log_path=str(log))
     with pytest.raises(
         ConfigError, match=r"resume: got a run with rows of its own.*script that began it"

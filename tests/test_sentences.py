@@ -30,30 +30,30 @@ Records = list[StepRecord]
 
 
 def opened(
-    reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **given: Any
+    reward: Any = toy_reward, *, backend: Backend | None = None, rows: Any = None, **kwargs: Any
 ) -> GRPOLoop:
     "A loop on sums; keywords that are not the loop's are settings."
-    own = {name: given.pop(name) for name in ("make_loss", "advantage_fn") if name in given}
+    own = {name: kwargs.pop(name) for name in ("make_loss", "advantage_fn") if name in kwargs}
     size = {
         "prompt_groups_per_step": 4,
         "completions_per_prompt": 6,
         "max_completion_tokens": 24,
         "max_seq_len": 96,
     }
-    cfg = Config(**size | {"learning_rate": 5e-4, "kl_beta": 0.01} | given)
+    cfg = Config(**size | {"learning_rate": 5e-4, "kl_beta": 0.01} | kwargs)
     return GRPOLoop(backend or tiny(), toy_rows(40) if rows is None else rows, reward, cfg, **own)
 
 
-def run(n: int, *args: Any, **given: Any) -> Records:
+def run(n: int, *args: Any, **kwargs: Any) -> Records:
     "Steps of such a loop."
-    return list(asyncio.run(opened(*args, **given).run(n, progress=False)))
+    return list(asyncio.run(opened(*args, **kwargs).run(n, progress=False)))
 
 
-def between(n: int, do: Callable[[GRPOLoop], Any], **given: Any) -> Records:
+def between(n: int, do: Callable[[GRPOLoop], Any], **kwargs: Any) -> Records:
     "Steps of a loop to which something is done after each."
 
     async def steps() -> Records:
-        loop = opened(**given)
+        loop = opened(**kwargs)
         records = []
         for _ in range(n):
             records += [await loop.step()]
@@ -109,8 +109,8 @@ class Careless:
         self.norm = float(np.sum([g.sum() for g in out.dlogprobs]))
         return out
 
-    async def optim_step(self, adam: Any, **how: Any) -> dict[str, float]:
-        return await self.inner.optim_step(adam, **how) | {
+    async def optim_step(self, adam: Any, **kwargs: Any) -> dict[str, float]:
+        return await self.inner.optim_step(adam, **kwargs) | {
             "grad_norm": self.norm,
             "grad_norm_clipped": self.norm,
         }
@@ -122,8 +122,8 @@ class Scheduled(Careless):
     async def forward_backward_custom(self, datums: Any, loss_fn: Any) -> LossOutput:
         return await self.inner.forward_backward_custom(datums, loss_fn)
 
-    async def optim_step(self, adam: Any, **how: Any) -> dict[str, float]:
-        return await self.inner.optim_step(replace(adam, learning_rate=0.0), **how)
+    async def optim_step(self, adam: Any, **kwargs: Any) -> dict[str, float]:
+        return await self.inner.optim_step(replace(adam, learning_rate=0.0), **kwargs)
 
 
 def trained_by(kind: type[Careless]) -> Backend:

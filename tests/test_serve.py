@@ -93,7 +93,7 @@ def caller() -> tuple[Any, Any]:
 
 @dataclass
 class Watched:
-    "A sampler that keeps what it drew, and waits when it is told to."
+    "A sampler that keeps what it sampled, and waits when it is told to."
 
     sampler: Any
     drawn: list[Any] = field(default_factory=list)
@@ -140,7 +140,7 @@ async def ask(client: Any, messages: list[Any], **more: Any) -> Any:
 
 
 async def talk(rollout: Any, turns: int, **more: Any) -> list[Any]:
-    "An agent of so many turns; returns its messages."
+    "An agent of n turns; returns its messages."
     messages: list[Any] = [*ASKED]
     async with client_of(rollout) as client:
         for turn in range(turns):
@@ -150,24 +150,24 @@ async def talk(rollout: Any, turns: int, **more: Any) -> list[Any]:
 
 
 def check_exact(samples: Any, drawn: Any) -> None:
-    "Every drawn token is sampled in exactly one place, with its logprobs, behind the tokens that it was drawn from."
+    "Every sampled token is sampled in exactly one place, with its logprobs, behind the tokens that it was sampled from."
     left = {id(c): c for c in drawn}
     for sample in samples:
         for first, end in sample.turns:
             tokens = sample.tokens.tolist()
-            found = next(
+            result = next(
                 c
                 for c in left.values()
                 if c.prompt_tokens.tolist() == tokens[:first]
                 and c.tokens.tolist() == tokens[first:end]
             )
-            assert np.array_equal(sample.raw_logprobs[first:end], found.logprobs)
-            del left[id(found)]
+            assert np.array_equal(sample.raw_logprobs[first:end], result.logprobs)
+            del left[id(result)]
     assert not left
 
 
 async def check_scores(backend: Any, samples: Any) -> None:
-    "The policy gives the tokens the logprobs that they were drawn with."
+    "The policy gives the tokens the logprobs that they were sampled with."
     for sample in samples:
         datum = datum_from_tokens_weights(sample.tokens, sample.loss_mask)
         [scored] = await backend.policy.forward([datum])
@@ -240,12 +240,12 @@ def test_a_stream_says_the_same_and_is_recorded() -> None:
                     whole = await ask(client, ASKED, seed=3)
                     how = {"stream": True, "stream_options": {"include_usage": True}}
                     events = [event async for event in await ask(client, ASKED, seed=3, **how)]
-                    said = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
-                    assert said == whole.choices[0].message.content
+                    text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
+                    assert text == whole.choices[0].message.content
                     assert [e.usage for e in events if e.usage] == [whole.usage]
                     more = [
                         *ASKED,
-                        {"role": "assistant", "content": said},
+                        {"role": "assistant", "content": text},
                         {"role": "user", "content": "and?"},
                     ]
                     await ask(client, more)
@@ -425,8 +425,8 @@ def test_what_is_not_done_is_refused_by_name() -> None:
                         reply = await client.post(
                             f"{rollout.url}/chat/completions", json=body, headers=headers
                         )
-                        said = reply.json()["error"]["message"]
-                        assert (reply.status_code, named in said) == (400, True), reply.text
+                        message = reply.json()["error"]["message"]
+                        assert (reply.status_code, named in message) == (400, True), reply.text
             assert not watched.drawn
 
     asyncio.run(play())
@@ -451,7 +451,7 @@ def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
                         client.post(address, json=body | {"seed": 7}, headers=asking)
                         for _ in range(2)
                     ]
-                    one, two = await asyncio.gather(*both)  # while the first is being drawn
+                    one, two = await asyncio.gather(*both)  # while the first is being sampled
                     assert one.json() == two.json()
                     other = await client.post(address, json=body | {"seed": 8}, headers=asking)
                     assert (other.status_code, "another body" in other.text) == (422, True)
@@ -501,7 +501,7 @@ class Sum(BaseModel):
 
 
 def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
-    "By the real client, from a model that writes noise. Tokens are trained as they were drawn, and the sample says so."
+    "By the real client, from a model that writes noise. Tokens are trained as they were sampled, and the sample says so."
     pytest.importorskip("llguidance")
     tool = openai.pydantic_function_tool(Sum, name="report")
     named = {"type": "function", "function": {"name": "report"}}
@@ -731,11 +731,11 @@ def test_a_step_on_such_rollouts_is_sound_and_comes_again() -> None:
                 assert record.trained
                 assert not rln.xray(record).failed
                 assert (await rln.diagnose(record)).sentence.startswith("all well")
-            drawn = [s.tokens.tolist() for g in record.groups for s in g.samples]
+            sampled = [s.tokens.tolist() for g in record.groups for s in g.samples]
             assert max(s.info["turns"] for g in record.groups for s in g.samples) == 2
             await loop.undo()
             again = await loop.step()
-            assert [s.tokens.tolist() for g in again.groups for s in g.samples] == drawn
+            assert [s.tokens.tolist() for g in again.groups for s in g.samples] == sampled
 
     asyncio.run(play())
 
@@ -788,9 +788,9 @@ def test_rollouts_beside_training_and_a_branch() -> None:
             await loop.step()
             other = await loop.branch()
             records = [await each.step() for each in (loop, other)]
-            drawn = [
+            sampled = [
                 [s.tokens.tolist() for g in record.groups for s in g.samples] for record in records
             ]
-            assert drawn[0] == drawn[1]
+            assert sampled[0] == sampled[1]
 
     asyncio.run(play())

@@ -87,14 +87,14 @@ def test_a_snapshot_is_sampled_in_its_session_only(running: Any, monkeypatch: py
             asked = {"prompt": [1, 2, 3], "max_tokens": 2}
             headers = {"Authorization": f"Bearer {running.environment()['FIREWORKS_API_KEY']}"}
             url = f"{running.url}/training/v1/serverless/inference/v1/completions"
-            found = {}
+            result = {}
             async with httpx.AsyncClient(headers=headers) as client:
                 for session in (mine, other, "ts-none"):
                     model = f"accounts/local/trainingSessions/{session}/checkpoints/{path}"
-                    found[session] = (
+                    result[session] = (
                         await client.post(url, json=asked | {"model": model})
                     ).status_code
-            assert found == {mine: 200, other: 404, "ts-none": 404}
+            assert result == {mine: 200, other: 404, "ts-none": 404}
 
     asyncio.run(test())
 

@@ -1,4 +1,4 @@
-"A run on a service that drops, refuses, stalls and forgets comes to the same weights as one on a calm service."
+"A run on a service that drops, rejects, stalls and forgets comes to the same weights as one on a calm service."
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def test_nothing_is_lost_or_trained_twice(plan: Plan, calm: Ended, stormy: Ended
 
 
 def answers(outcome: Outcome) -> list[tuple[Any, ...]]:
-    "All that was drawn and graded."
+    "All that was sampled and graded."
     samples = [s for r in outcome.records for g in r.groups for s in g.samples]
     return [(s.tokens.tolist(), s.text, s.reward, s.finish_reason) for s in samples]
 
@@ -281,12 +281,12 @@ def half_a_run(running: RunningEmulator, folder: Path) -> None:
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as client:
         assert client.stdout is not None
-        said = []
+        lines = []
         for line in client.stdout:
-            said.append(line)
+            lines.append(line)
             if line.startswith(f"step {KILLED_AFTER} "):
                 client.send_signal(signal.SIGKILL)
-    assert client.returncode == -signal.SIGKILL, "".join(said)
+    assert client.returncode == -signal.SIGKILL, "".join(lines)
 
 
 def job_states(running: RunningEmulator, folder: Path) -> dict[str, str]:
@@ -358,8 +358,8 @@ def test_a_killed_run_attaches_to_what_it_left_and_goes_on(
     service, uninterrupted, tmp_path: Path
 ) -> None:
     half_a_run(service, folder := tmp_path / "attached")
-    found = leftovers(folder)
-    assert [r.role for r in found] == ["policy", "reference", "deployment"]
+    result = leftovers(folder)
+    assert [r.role for r in result] == ["policy", "reference", "deployment"]
     left = job_states(service, folder)
     assert list(left.values()) == ["RUNNING", "RUNNING"]
     cfg = killed_config(folder, STEPS, EVERY, folder.name)

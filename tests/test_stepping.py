@@ -36,16 +36,16 @@ def test_a_run_prints_each_verdict_once_with_the_checks_that_failed_and_says_why
     async def main():
         loop = make_loop(rows=6, reward=lambda completion_text: 1.0)  # no group teaches anything
         records = await loop.run(50)
-        said = capsys.readouterr().out
-        assert [said.count(r.verdict) for r in records] == [1, 1]
-        assert "✗ signal" not in said  # all earn the most
+        output = capsys.readouterr().out
+        assert [output.count(r.verdict) for r in records] == [1, 1]
+        assert "✗ signal" not in output  # all earn the most
         assert all(
             r.verdict in line and "all 3 groups are dead" in line
-            for r, line in zip(records, said.split("\n"))
+            for r, line in zip(records, output.split("\n"))
         )
         assert (
             "2 steps: all 6 prompts are used up (6 rows, epochs=1); raise epochs, or pass more rows"
-            in said
+            in output
         )
         assert repr(records) == "2 records, steps 1 to 2"
         assert await loop.run(50) == []
@@ -460,7 +460,7 @@ def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
         **SMALL
         | {"log_path": str(tmp_path / "run"), "max_rows": 12, "steps": 3, "learning_rate": 1e-4}
     )
-    said = []
+    lines = []
 
     async def main():
         folder = RunFolder.create(cfg.log_path, cfg)
@@ -476,7 +476,7 @@ def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
             replace(cfg, weight_decay=0.1),
             problem=problem,
             resume=True,
-            say=said.append,
+            say=lines.append,
             progress=False,
         )
 
@@ -484,7 +484,7 @@ def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
     record = Run.open(cfg.log_path).record(3)
     assert (record.metrics["learning_rate"], record.changed) == (3e-4, {"learning_rate": 3e-4})
     assert any(
-        "as it was changed in the run:\nlearning_rate: 0.0001 -> 0.0003" in line for line in said
+        "as it was changed in the run:\nlearning_rate: 0.0001 -> 0.0003" in line for line in lines
     )
 
 

@@ -68,8 +68,8 @@ def test_errors_and_lines_do_not_act_either(capsys: pytest.CaptureFixture[str]) 
     print_plain(error)
     write_line(EVIL)
     assert main(["show", f"/nowhere/{EVIL}".replace("\0", "")]) == 2
-    said = capsys.readouterr()
-    assert (acting(str(error)), acting(said.out), acting(said.err)) == (set(), set(), set())
+    output = capsys.readouterr()
+    assert (acting(str(error)), acting(output.out), acting(output.err)) == (set(), set(), set())
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "gbk"])

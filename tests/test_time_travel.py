@@ -475,64 +475,64 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize(("variant", "every"), KEPT)
 @pytest.mark.variant(but="plain-0")
 def test_seek_comes_to_the_weights_of_the_run_and_goes_on_as_it_did(variant, every, runs):
-    found = runs[variant, every]
+    result = runs[variant, every]
 
     async def main():
-        assert found.folder.checkpoints == ([2, 4] if every else [])
-        loop = found.fresh()
+        assert result.folder.checkpoints == ([2, 4] if every else [])
+        loop = result.fresh()
         for step in (3, 5, 4):
-            arrival = await loop.seek(step, found.folder)
+            arrival = await loop.seek(step, result.folder)
             assert (arrival.step, arrival.gap) == (step, 0.0)
             assert arrival.base == (max(n for n in (0, 2, 4) if n <= step) if every else 0)
-            assert same(weights(loop), found.weights[step])
-            record = found.folder.record(step)
+            assert same(weights(loop), result.weights[step])
+            record = result.folder.record(step)
             assert (loop.state.number, loop.cursor.consumed) == (step + 1, record.consumed)
             assert (loop.policy_version, loop.state.values) == (record.policy_version, {})
         last = await loop.step()
         if variant == "greedy":  # what arrives together is for the clock to say
-            assert texts(last) == texts(found.folder.record(5))
+            assert texts(last) == texts(result.folder.record(5))
         else:
-            assert_same_records([last], [found.folder.record(5)])
-            assert same(weights(loop), found.weights[5])
+            assert_same_records([last], [result.folder.record(5)])
+            assert same(weights(loop), result.weights[5])
 
     run(main())
 
 
 def test_seek_goes_back_in_a_running_loop_and_forward_again(runs):
-    found = runs["plain", 2]
+    result = runs["plain", 2]
 
     async def main():
-        loop = found.loop
-        records = [found.folder.record(n) for n in range(1, STEPS + 1)]
+        loop = result.loop
+        records = [result.folder.record(n) for n in range(1, STEPS + 1)]
         assert [r.step for r in loop.records] == [1, 2, 3, 4, 5]
         outputs = loop.outputs
         loop.outputs = []
-        await loop.seek(3, found.folder)
+        await loop.seek(3, result.folder)
         assert [r.step for r in loop.records] == [1, 2, 3]
         assert_same_records([await loop.step(), await loop.step()], records[3:])
         await up_to(loop, "optimize")
-        await loop.seek(5, found.folder)
-        assert same(weights(loop), found.weights[5])
+        await loop.seek(5, result.folder)
+        assert same(weights(loop), result.weights[5])
         assert [r.step for r in loop.records] == [1, 2, 3, 4, 5]
         with pytest.raises(PhaseError, match="no update to take back"):
             await loop.undo()
         with pytest.raises(
             RecordError, match=r"no way to step 1: got checkpoints after 2, 4, and a loop in step 6"
         ):
-            await loop.seek(1, found.folder)
-        assert found.folder.steps == [1, 2, 3, 4, 5]
+            await loop.seek(1, result.folder)
+        assert result.folder.steps == [1, 2, 3, 4, 5]
         loop.outputs = outputs
 
     run(main())
 
 
 def test_seek_leaves_the_folder_alone_until_it_is_rewound(runs, tmp_path):
-    found = runs["plain", 0]
+    result = runs["plain", 0]
 
     async def main():
-        shutil.copytree(found.folder.path, tmp_path / "copy")
+        shutil.copytree(result.folder.path, tmp_path / "copy")
         folder = RunFolder.open(tmp_path / "copy")
-        loop = found.fresh()
+        loop = result.fresh()
         loop.outputs.append(folder.add)
         await loop.seek(2, folder)
         with pytest.raises(
@@ -541,22 +541,22 @@ def test_seek_leaves_the_folder_alone_until_it_is_rewound(runs, tmp_path):
             await loop.step()
         folder.rewind(2)
         loop.finish()
-        assert_same_records([folder.record(3)], [found.folder.record(3)])
+        assert_same_records([folder.record(3)], [result.folder.record(3)])
 
     run(main())
 
 
 def test_seek_from_another_model_is_noticed(runs):
-    found = runs["plain", 0]
+    result = runs["plain", 0]
 
     async def main():
-        loop = found.fresh()
+        loop = result.fresh()
         with torch.no_grad():
             next(iter(loop.backend.policy.state.params.values())).mul_(1.05)
         with pytest.warns(
             UserWarning, match=r"not the weights of .*: logprobs differ from its records by"
         ):
-            arrival = await loop.seek(2, found.folder)
+            arrival = await loop.seek(2, result.folder)
         assert arrival.gap > 1e-3
 
     run(main())
@@ -589,31 +589,31 @@ def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
 @pytest.mark.parametrize(("variant", "every"), KEPT)
 @pytest.mark.variant(but="plain")
 def test_every_step_is_replayed_to_the_last_bit(variant, every, runs):
-    found = runs[variant, every]
+    outcome = runs[variant, every]
 
     async def main():
-        loop = found.fresh()
+        loop = outcome.fresh()
         for step in (3, 5) if every else (1, 3):
-            result = await replay(found.folder, step, loop)
+            result = await replay(outcome.folder, step, loop)
             assert result.first_difference is None, result
             left = {p.phase: p.note for p in result.phases if p.same is None}
-            refilled = len(found.folder.record(step).groups) > 3
+            refilled = len(outcome.folder.record(step).groups) > 3
             assert left == ({"sample": "drawn in several rounds (refill)"} if refilled else {})
             assert result.same is (None if refilled else True)
-            assert same(weights(loop), found.weights[step])
+            assert same(weights(loop), outcome.weights[step])
             assert (loop.state.number, loop.state.current) == (step, "finish")
-            assert_same_records([loop.finish()], [found.folder.record(step)])
+            assert_same_records([loop.finish()], [outcome.folder.record(step)])
 
     run(main())
 
 
 def test_the_first_phase_that_differs_is_named(runs, tmp_path):
     "A reference logprob that was recorded otherwise; other phases are on the page of replay."
-    found = runs["plain", 2]
+    outcome = runs["plain", 2]
 
     async def main():
-        shutil.copytree(found.folder.path, tmp_path / "tampered")
-        folder, record = RunFolder.open(tmp_path / "tampered"), found.folder.record(3)
+        shutil.copytree(outcome.folder.path, tmp_path / "tampered")
+        folder, record = RunFolder.open(tmp_path / "tampered"), outcome.folder.record(3)
         values = np.array(record.datums[1].ref_logprobs)
         datums = list(record.datums)
         values[-1] += 0.125
@@ -622,7 +622,7 @@ def test_the_first_phase_that_differs_is_named(runs, tmp_path):
         shutil.rmtree(place)
         place.mkdir()
         write_record(replace(record, datums=datums), place)
-        result = await replay(folder, 3, found.fresh())
+        result = await replay(folder, 3, outcome.fresh())
         first = result.first_difference
         assert (first.phase, first.unit) == ("reference", "nats"), result
         assert first.difference == pytest.approx(0.125, rel=1e-6)
@@ -705,10 +705,10 @@ def test_a_loss_that_was_asked_for_by_hand_is_replayed_and_said(tmp_path):
 
 
 def test_replay_works_on_a_backend_without_snapshots_from_the_beginning(runs):
-    found = runs["plain", 0]
+    result = runs["plain", 0]
 
     async def main():
-        assert (await replay(found.folder, 3, bare(found.fresh()))).same
+        assert (await replay(result.folder, 3, bare(result.fresh()))).same
 
     run(main())
 
@@ -717,27 +717,27 @@ def test_replay_works_on_a_backend_without_snapshots_from_the_beginning(runs):
 
 
 def test_a_step_that_is_not_there(runs):
-    found = runs["plain", 0]
+    result = runs["plain", 0]
 
     async def main():
-        loop = found.fresh()
-        for call in (lambda: replay(found.folder, 9, loop), lambda: loop.seek(9, found.folder)):
+        loop = result.fresh()
+        for call in (lambda: replay(result.folder, 9, loop), lambda: loop.seek(9, result.folder)):
             with pytest.raises(RecordError, match=r"no such step: got 9; expected 1 to 5"):
                 await call()
         with pytest.raises(RecordError, match=r"no such step: got -1; expected 1 to 5"):
-            await loop.seek(-1, found.folder)
+            await loop.seek(-1, result.folder)
         assert (loop.state.number, loop.state.values) == (1, {})
-        assert same(weights(loop), found.weights[0])
+        assert same(weights(loop), result.weights[0])
 
     run(main())
 
 
 def test_a_loop_with_another_past_is_refused(runs):
-    found = runs["plain", 0]
+    result = runs["plain", 0]
 
     async def main():
-        loop = found.fresh(seed=9)
-        for call in (lambda: replay(found.folder, 2, loop), lambda: loop.seek(2, found.folder)):
+        loop = result.fresh(seed=9)
+        for call in (lambda: replay(result.folder, 2, loop), lambda: loop.seek(2, result.folder)):
             with pytest.raises(RecordError, match=r"got seed=9; expected seed=0"):
                 await call()
 

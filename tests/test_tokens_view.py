@@ -95,11 +95,11 @@ def test_the_ratio_is_the_one_of_the_loss(
     options: dict, ratio: list[float], clipped: list[float] | None
 ):
     (row,) = token_rows([small_datum()], policy_logprobs=POLICY)
-    found = all_series(replace(row, options=options))
-    assert found["ratio"][2:] == pytest.approx(ratio)
-    assert ("ratio_clipped" in found) == (clipped is not None)
+    result = all_series(replace(row, options=options))
+    assert result["ratio"][2:] == pytest.approx(ratio)
+    assert ("ratio_clipped" in result) == (clipped is not None)
     if clipped is not None:
-        assert found["ratio_clipped"][2:] == pytest.approx(clipped)
+        assert result["ratio_clipped"][2:] == pytest.approx(clipped)
 
 
 def test_a_record_gives_every_sample_trained_or_not():
@@ -189,19 +189,19 @@ def test_a_shift_that_was_made_is_found(shift: int, seed: int, size: int, noise:
 
 def test_the_verdict_is_the_doctors():
     record = synthetic_record(1)
-    found = Diagnosis(
+    result = Diagnosis(
         "dropout", 0.95, "scored twice, it differs", {}, (), "Call eval.", (), controls=("policy",)
     )
-    assert verdict(record, diagnosis=found)["text"] == "Dropout: scored twice, it differs"
-    assert verdict(record, diagnosis=found)["more"].endswith("Call eval.")
-    likely = verdict(record, diagnosis=replace(found, score=0.7, undecided=("padding side",)))
+    assert verdict(record, diagnosis=result)["text"] == "Dropout: scored twice, it differs"
+    assert verdict(record, diagnosis=result)["more"].endswith("Call eval.")
+    likely = verdict(record, diagnosis=replace(result, score=0.7, undecided=("padding side",)))
     assert (likely["state"], likely["text"]) == (
         "likely",
         "Probably dropout: scored twice, it differs; or padding side",
     )
     half = verdict(
         record,
-        diagnosis=replace(found, cause="shift", score=0.7, undecided=("dropout",), controls=()),
+        diagnosis=replace(result, cause="shift", score=0.7, undecided=("dropout",), controls=()),
     )
     assert (half["state"], half["text"].endswith("causes fit: dropout")) == ("open", True)
     assert "diagnose(record, backend=backend)" in half["more"]
@@ -218,17 +218,17 @@ def test_the_overview_counts_all_and_draws_some():
     ]
     policy[3][1500] += 7.0
     rows = token_rows(datums, policy_logprobs=policy)
-    found = overview_payload(datums, rows, policy_logprobs=policy)
+    result = overview_payload(datums, rows, policy_logprobs=policy)
     gap = np.concatenate(
         [(p - d.sampler_logprobs)[d.active] for p, d in zip(policy, datums, strict=True)]
     )
-    assert len(found["points"]["x"]) == 5000 < found["tokens"] == len(gap)
-    assert found["scopes"][0]["quantiles"]["max"] == pytest.approx(7.0, abs=0.1)
-    assert found["scopes"][0]["quantiles"]["p90"] == pytest.approx(np.quantile(np.abs(gap), 0.9))
-    assert [s["name"] for s in found["scopes"]] == ["all 4 samples", "group 0", "group 1"]
-    assert sum(s["tokens"] for s in found["scopes"][1:]) == len(gap)
-    assert (3, 1500) in zip(found["points"]["item"], found["points"]["target"], strict=True)
-    json.dumps(found, allow_nan=False)
+    assert len(result["points"]["x"]) == 5000 < result["tokens"] == len(gap)
+    assert result["scopes"][0]["quantiles"]["max"] == pytest.approx(7.0, abs=0.1)
+    assert result["scopes"][0]["quantiles"]["p90"] == pytest.approx(np.quantile(np.abs(gap), 0.9))
+    assert [s["name"] for s in result["scopes"]] == ["all 4 samples", "group 0", "group 1"]
+    assert sum(s["tokens"] for s in result["scopes"][1:]) == len(gap)
+    assert (3, 1500) in zip(result["points"]["item"], result["points"]["target"], strict=True)
+    json.dumps(result, allow_nan=False)
 
 
 # --- hostile text -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"The task, the tokenizer and the tiny model as they ship, and what `load_model` refuses."
+"The task, the tokenizer and the tiny model as they ship, and what `load_model` rejects."
 
 import importlib.metadata
 import importlib.util

@@ -71,10 +71,10 @@ def wandb_records(folder: Path, patience: float = 30.0):
     "The records of a W&B run file, once its writer, a process of its own, has written the last one."
     deadline = time.monotonic() + patience
     while True:
-        found = list(read_wandb(folder))
-        kinds = [r.WhichOneof("record_type") for r in found]
+        result = list(read_wandb(folder))
+        kinds = [r.WhichOneof("record_type") for r in result]
         if "exit" in kinds:
-            return found
+            return result
         assert time.monotonic() < deadline, kinds
         time.sleep(0.1)
 
@@ -149,7 +149,7 @@ def test_wandb_offline(wandb_offline, monkeypatch):
 
 def wandb_tables(folder: Path):
     "name -> step -> rows of the tables in a W&B run folder."
-    found: dict[str, dict[int, list[dict]]] = {}
+    result: dict[str, dict[int, list[dict]]] = {}
     for record in wandb_records(folder):
         if record.WhichOneof("record_type") != "history":
             continue
@@ -163,8 +163,8 @@ def wandb_tables(folder: Path):
             (file,) = Path(folder).glob(f"wandb/*run-*/files/{path}")
             table = json.loads(file.read_text())
             rows = [dict(zip(table["columns"], values, strict=True)) for values in table["data"]]
-            found.setdefault(name, {})[row["step"]] = rows
-    return found
+            result.setdefault(name, {})[row["step"]] = rows
+    return result
 
 
 def test_wandb_has_completions_as_a_table(wandb_offline, monkeypatch):

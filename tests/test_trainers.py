@@ -72,26 +72,26 @@ def difference(
     name = case["trainer"]
     batch = frozen(number, options, drop)
     whole = frozen(number, options)
-    found = compare_trainers(batch, {name: case["settings"]})
-    if "covariances with groups that were dropped before training" in found.not_compared[name]:
+    result = compare_trainers(batch, {name: case["settings"]})
+    if "covariances with groups that were dropped before training" in result.not_compared[name]:
         return 0.0
-    row = found.table.loc[name]
-    causes = found.causes
+    row = result.table.loc[name]
+    causes = result.causes
     trained = {d.group for d in batch.datums}
     assert np.isclose(causes["turn"].sum(), 1)
     assert np.isclose(
-        causes["length"].prod(), row["dlogprob_norm"] / found.table.loc[RECORDED, "dlogprob_norm"]
+        causes["length"].prod(), row["dlogprob_norm"] / result.table.loc[RECORDED, "dlogprob_norm"]
     )
     kept = np.repeat(
         [d.group in trained for d in whole.datums], [d.num_loss_tokens for d in whole.datums]
     )
     theirs = np.array(case["grad"][number])
     worst = (
-        np.abs(flat(batch.datums, found.dlogprobs[name]) - theirs[kept]).max()
+        np.abs(flat(batch.datums, result.dlogprobs[name]) - theirs[kept]).max()
         / np.abs(theirs).max()
     )
     pulled = theirs[~kept].any()  # the KL of groups that are gone
-    assert pulled == any("dropped" in said for said in found.not_compared[name])
+    assert pulled == any("dropped" in said for said in result.not_compared[name])
     return float(worst if pulled else max(worst, abs(row["loss"] / case["loss"][number] - 1)))
 
 
@@ -164,23 +164,23 @@ def test_the_one_setting_that_differs_is_the_cause(
     same = {"advantage_eps": 1e-8}
     alike = compare_trainers(batch, {"TRL": same})
     assert (len(alike.causes), alike.table.loc["TRL", "note"]) == (0, "the recorded gradient")
-    found = compare_trainers(batch, {"TRL": {**same, **settings}})
-    (row,) = found.causes.to_dict("records")
+    result = compare_trainers(batch, {"TRL": {**same, **settings}})
+    (row,) = result.causes.to_dict("records")
     assert (row["term"], row["theirs"], row["recorded"]) == (term, theirs, recorded)
     bias = {"kl_bias_correction": True} if term == "KL" else {}
     confirmed = what_if(batch, {"x": {**settings, **bias}}).dlogprobs["x"]
     np.testing.assert_allclose(
-        flat(batch.datums, found.dlogprobs["TRL"]), flat(batch.datums, confirmed), atol=1e-12
+        flat(batch.datums, result.dlogprobs["TRL"]), flat(batch.datums, confirmed), atol=1e-12
     )
-    assert f"{term}: {theirs} (recorded: {recorded})" in repr(found)
+    assert f"{term}: {theirs} (recorded: {recorded})" in repr(result)
 
 
 def test_whether_a_step_trained_dead_groups_changes_no_trainer_that_leaves_them_out() -> None:
     for settings in ({}, {"aggregation": "sequence_mean"}, {"aggregation": "sample_mean"}):
-        found = [
+        results = [
             compare_trainers(frozen(0, {}, drop), {"Fireworks": settings}) for drop in (False, True)
         ]
-        assert np.isclose(*(one.table["dlogprob_norm"]["Fireworks"] for one in found), rtol=1e-12)
+        assert np.isclose(*(one.table["dlogprob_norm"]["Fireworks"] for one in results), rtol=1e-12)
 
 
 def test_what_cannot_be_compared_is_named() -> None:
@@ -189,9 +189,9 @@ def test_what_cannot_be_compared_is_named() -> None:
         batch,
         datums=tuple(replace(d, sampler_logprobs=None, ref_logprobs=None) for d in batch.datums),
     )
-    found = compare_trainers(replace(blind, groups=()))
-    said = {name: " ".join(notes) for name, notes in found.not_compared.items()}
-    assert set(found.causes["term"]) == {"denominator", "clip"}
+    result = compare_trainers(replace(blind, groups=()))
+    said = {name: " ".join(notes) for name, notes in result.not_compared.items()}
+    assert set(result.causes["term"]) == {"denominator", "clip"}
     assert "KL, which stays as recorded: the record lacks the reference's logprobs" in said["SkyRL"]
     assert (
         "ratio, which stays as recorded: the record lacks the sampler's logprobs"

@@ -30,12 +30,12 @@ SETTINGS = {
 }
 
 
-def recorded(steps, seed, rows=32, folder=None, **given):
+def recorded(steps, seed, rows=32, folder=None, **kwargs):
     "Records of a real run; what is given as a pair has its second value from step BROKEN on."
     before = {
-        name: value[0] if isinstance(value, tuple) else value for name, value in given.items()
+        name: value[0] if isinstance(value, tuple) else value for name, value in kwargs.items()
     }
-    after = {name: value[1] for name, value in given.items() if isinstance(value, tuple)}
+    after = {name: value[1] for name, value in kwargs.items() if isinstance(value, tuple)}
     reward = before.pop("reward", [toy_reward, toy_format_reward])
 
     async def main():
@@ -112,18 +112,18 @@ def test_what_goes_wrong_is_named_within_ten_steps(name, seed, broken):
     if name == "rows":
         given = given | {"reward": (toy_reward, edited(seed))}
     records = broken[0] if (name, seed) == ("parser", 21) else recorded(began + 10, seed, **given)
-    found = [t for t in watch_run(records) if t.name == what]
-    if not found and (name, seed) in MISSED:
+    results = [t for t in watch_run(records) if t.name == what]
+    if not results and (name, seed) in MISSED:
         pytest.xfail("not found when it was measured; the page says how often")
-    assert found, f"{what}: not among {[t.name for t in watch_run(records)]}"
-    assert abs(found[0].step - began) <= 4
-    assert found[0].seen <= began + 10
-    assert found[0].numbers
-    assert found[0].fix
-    for step, group, sample in found[0].samples:
+    assert results, f"{what}: not among {[t.name for t in watch_run(records)]}"
+    assert abs(results[0].step - began) <= 4
+    assert results[0].seen <= began + 10
+    assert results[0].numbers
+    assert results[0].fix
+    for step, group, sample in results[0].samples:
         record = next(r for r in records if r.step == step)
         assert next(g for g in record.groups if g.index == group).samples[sample].text is not None
-    assert found[0].samples
+    assert results[0].samples
 
 
 def healthy(seed):
@@ -179,13 +179,13 @@ def test_the_verdict_line_says_it_once(broken):
 def test_numbers_that_never_change_are_no_news(reward, steps):
     tokens = np.arange(4)
     series = np.array([np.nan, -1, -1, -1])
-    drawn = [
+    sampled = [
         RolloutSample(tokens, series, np.array([0, 1, 1, 1]), reward, text="a") for _ in range(4)
     ]
     # as sums of the same numbers have
     noise = 1e-16 * np.random.default_rng(0).integers(-3, 4, steps)
     names = ("reward", "kl", "grad_norm", "completions/mean_length", "entropy")
-    groups = (PromptGroup(tuple(drawn), key="row"),)
+    groups = (PromptGroup(tuple(sampled), key="row"),)
     metrics = [
         {name: reward + float(of) for name in names} | {"frac_reward_zero_std": 1.0} for of in noise
     ]
@@ -201,10 +201,12 @@ def test_numbers_that_never_change_are_no_news(reward, steps):
 @pytest.mark.parametrize(("reward", "said"), [(0.3, ["entropy fell"]), (0.95, [])])
 def test_an_entropy_that_creeps_down_is_named_unless_the_task_is_solved(reward, said):
     "By 15 % a step: a line through it falls as fast."
-    drawn = [RolloutSample(np.zeros(0), np.zeros(0), np.zeros(0), r, text="a") for r in (0.0, 1.0)]
+    sampled = [
+        RolloutSample(np.zeros(0), np.zeros(0), np.zeros(0), r, text="a") for r in (0.0, 1.0)
+    ]
     metrics = [{"entropy": 0.8 * 0.85**i, "reward": min(0.1 * i, reward)} for i in range(40)]
     records = [
-        StepRecord(i, (PromptGroup(drawn),), metrics=m, reason="x")
+        StepRecord(i, (PromptGroup(sampled),), metrics=m, reason="x")
         for i, m in enumerate(metrics, 1)
     ]
     assert [t.name for t in watch_run(records)][:1] == said

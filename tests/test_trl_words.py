@@ -1,4 +1,4 @@
-"TRL's words mean what TRL does: each is judged by TRL's own code on random batches, or refused by its name."
+"TRL's words mean what TRL does: each is judged by TRL's own code on random batches, or rejected by its name."
 
 import inspect
 import textwrap
@@ -262,7 +262,7 @@ BASE = {f.name for f in fields(TrainingArguments)}
 
 @pytest.mark.parametrize("name", [f.name for f in fields(GRPOConfig) if f.name not in BASE])
 def test_every_field_of_trl_is_understood_or_refused_by_its_name(name: str) -> None:
-    "TRL's default is accepted, or refused with what to take here; another value is never ignored."
+    "TRL's default is accepted, or rejected with what to take here; another value is never ignored."
     default = next(f.default for f in fields(GRPOConfig) if f.name == name)
     for value in (default, "something else"):
         try:

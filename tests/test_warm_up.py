@@ -80,9 +80,9 @@ def test_its_steps_are_steps_of_the_run(how, tmp_path):
         later = await loop.step()
         run = Run.open(folder.path)
         assert (later.consumed, later.given, run.record(4).given) == (3, False, True)
-        found = xray(run.record(3), run.record(2))
-        assert "cross-entropy of the given answers" in found.sentence
-        assert not found.checks.failed
+        findings = xray(run.record(3), run.record(2))
+        assert "cross-entropy of the given answers" in findings.sentence
+        assert not findings.checks.failed
         if "weight_sync_interval" not in how:
             other = make_loop(**how)
             assert (await other.seek(5, run)).gap == 0.0

@@ -187,7 +187,7 @@ def test_what_is_wrong_fails_a_check(shared: Any, name: str):
 
 
 def test_what_is_right_passes(shared: Any):
-    "The weights moved as far as they did, and the first pass over a generation says what was said when it was drawn."
+    "The weights moved as far as they did, and the first pass over a generation says what was said when it was sampled."
     for name in ("plain", "two iterations", "warm-up"):
         t, (first, second), folder = shared(name)
         assert {c.name for c in rln.xray(first).failed} <= {"completions", "clipping"}, name
@@ -398,7 +398,7 @@ CALLS |= {"transform": {"type": "function", "function": "{content}"}}
 
 
 class CallsTools(GRPOTrainer):
-    "Every other completion begins by calling a tool; what follows its answer is drawn."
+    "Every other completion begins by calling a tool; what follows its answer is sampled."
 
     def _generate_single_turn(self, prompt_ids, *args, **more):
         ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **more)

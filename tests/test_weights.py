@@ -1,6 +1,6 @@
 """The weights of loops that share a backend, in any order of updates, syncs, undo, turns, failures and cancellations.
 
-The model beside it knows numbers only: what each loop's trainer and sampler would hold if the loop were alone.
+The model next to it knows numbers only: what each loop's trainer and sampler would hold if the loop were alone.
 """
 
 from __future__ import annotations
@@ -267,7 +267,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
 
     @rule()
     def stranger(self) -> None:
-        "A loop that was opened apart from the others goes on with the weights of the one that has the backend."
+        "A loop that was opened apart from the others continues with the weights of the one that has the backend."
         last = self.loaded
         other = OneLoop(self.backend, "stranger", last.trained, last.served)
         self.all[self.all.index(last)] = other
@@ -286,7 +286,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
 
     @rule(index=which)
     def turn(self, index: int) -> None:
-        "A turn in which nothing is done; refused where the other loop's sampler has weights that are nowhere saved."
+        "A turn in which nothing is done; rejected where the other loop's sampler has weights that are nowhere saved."
         loop = self.pick(index)
 
         async def work() -> None:

@@ -96,11 +96,11 @@ def test_a_registered_loss_is_not_taken_apart():
     register_loss(lambda t, tis, o: -t.advantages * t.policy_logprobs, name="tilted")
     try:
         record = steps(policy_loss="tilted", kl_beta=0.0)[0]
-        said = " ".join(c.text for c in invariants(record))
+        text = " ".join(c.text for c in invariants(record))
         assert re.search(
             r"from the custom loss tilted, which is not taken apart\.$", xray(record).sentence
         )
-        assert "the loss is a custom one" in said
+        assert "the loss is a custom one" in text
     finally:
         del POLICY_LOSSES["tilted"]
 
@@ -293,12 +293,12 @@ def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batc
 @pytest.mark.variant(every=3)
 def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
     records = steps(2, **settings)
-    found = {
+    result = {
         r.step: failed(r, p, weight_sync_interval=1)
         for r, p in zip(records, [None, *records], strict=False)
     }
     dead_or_narrow = {"signal", "variety"}  # true of some of these steps
-    assert {n for names in found.values() for n in names} <= dead_or_narrow
+    assert {n for names in result.values() for n in names} <= dead_or_narrow
 
 
 def first_target(d: Datum) -> int:

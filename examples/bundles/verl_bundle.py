@@ -43,10 +43,10 @@ def recorded(trainer_class, folder):
 
     class Recorded(trainer_class):
         def _update_actor(self, batch, metrics):
-            found = tq.kv_batch_get(
+            result = tq.kv_batch_get(
                 keys=batch.keys, partition_id=batch.partition_id, select_fields=FIELDS
             )
-            rows = list(samples_of(dict(found.items()), batch.keys, batch.tags))
+            rows = list(samples_of(dict(result.items()), batch.keys, batch.tags))
             write_step(folder, self.global_steps, "verl", rows)
             return super()._update_actor(batch, metrics)
 

@@ -51,8 +51,8 @@ def behavior_logprobs(model: str, tokens: list[int]) -> list[float]:
         timeout=120,
     )
     response.raise_for_status()
-    # One value per token given and per token drawn, None at the first. The trainer's series begins at the second token
-    # too, so [1:] of this is position by position its series; the token drawn on top is left out.
+    # One value per token given and per token sampled, None at the first. The trainer's series begins at the second token
+    # too, so [1:] of this is position by position its series; the token sampled on top is left out.
     return response.json()["choices"][0]["logprobs"]["token_logprobs"][1 : len(tokens)]
 
 
@@ -90,15 +90,15 @@ def train(infra) -> None:
         ref_fwd = reference.forward(datums, "cross_entropy")
         ref_logprobs = [list(x["logprobs"].data) for x in ref_fwd.loss_fn_outputs]
 
-        # The behaviour policy is the one that drew: it is asked before the next sync changes it. At temperature 1 its
-        # prefill should say what was reported with each token when it was drawn.
+        # The behaviour policy is the one that sampled: it is asked before the next sync changes it. At temperature 1 its
+        # prefill should say what was reported with each token when it was sampled.
         behavior = [
             behavior_logprobs(infra.inference_model, list(c.full_tokens)) for c in completions
         ]
-        drawn = [c.sampling_logprobs for c in completions]
+        sampled = [c.sampling_logprobs for c in completions]
         gap = max(
             abs(b - d)
-            for bs, ds in zip(behavior, drawn, strict=True)
+            for bs, ds in zip(behavior, sampled, strict=True)
             for b, d in zip(bs[-len(ds) :], ds)
         )
 

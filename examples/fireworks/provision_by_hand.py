@@ -87,7 +87,7 @@ def build_grpo_datums(completions, max_seq_len=8192):
 
 
 def side_by_side(loss_fns, sizes):
-    "Step 3: one loss of several prompts. Each group is compared with itself only, not with those beside it."
+    "Step 3: one loss of several prompts. Each group is compared with itself only, not with those next to it."
 
     def loss_fn(data, logprobs):
         starts = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -31,7 +31,7 @@ def plain(expression: str) -> str:
 
 def results(text: str) -> list[tuple[float, bool]]:
     "What a calculator has for each calculation of a text, earlier results put right, and whether the text has it, too."
-    found = list[tuple[float, bool]]()
+    outcomes = list[tuple[float, bool]]()
     right = dict[str, str]()
     text = re.sub(r"\s[x×]\s", " * ", text.translate(MINUS))
     for left, said in CALCULATION.findall(text):
@@ -42,8 +42,8 @@ def results(text: str) -> list[tuple[float, bool]]:
         right.pop(said, None)
         if value is not None and not same:
             right[said] = f"({value})"
-        found.append((float("nan") if value is None else round(float(value), 2), same))
-    return found
+        outcomes.append((float("nan") if value is None else round(float(value), 2), same))
+    return outcomes
 
 
 def wanted(answer: str) -> list[float]:

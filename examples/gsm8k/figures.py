@@ -3,7 +3,7 @@
     python examples/gsm8k/figures.py runs/gsm8k        # writes figures.md and curve.svg into the run folder
 
 Held out are the first 100 short rows after those of the run in its data set. Completions of both models go to
-answers.jsonl in the run folder; those that are there are not drawn again.
+answers.jsonl in the run folder; those that are there are not sampled again.
 """
 
 from __future__ import annotations
@@ -39,14 +39,16 @@ DRAWS = 10_000  # of the bootstrap
 async def answers(
     backend: rln.Backend, cfg: rln.Config, rows: Sequence[rln.Row], n: int
 ) -> list[dict[str, Any]]:
-    "Completions of each row, drawn and graded as in training."
+    "Completions of each row, sampled and graded as in training."
 
     async def of(i: int, prompt: Any) -> list[dict[str, Any]]:
-        drawn = await backend.sampler.sample(prompt.tokens.tolist(), cfg.sample_params(n=n, seed=i))
-        scores = await score(drawn, prompt.row, list(cfg.rewards), cfg.reward_weights)
+        sampled = await backend.sampler.sample(
+            prompt.tokens.tolist(), cfg.sample_params(n=n, seed=i)
+        )
+        scores = await score(sampled, prompt.row, list(cfg.rewards), cfg.reward_weights)
         said = [
             {"tokens": len(c.tokens), "cut": c.finish_reason == "length", "text": c.text}
-            for c in drawn
+            for c in sampled
         ]
         graded = [{"reward": scores.reward(j), **scores.rewards(j)} for j in range(n)]
         return [{"row": prompt.row.key, **a, **b} for a, b in zip(graded, said, strict=True)]
@@ -62,23 +64,23 @@ async def answers(
 async def measure(run: rln.Run, out: Path) -> None:
     "Answer held-out rows and rows of our own with the model as it was, and with the newest checkpoint."
     cfg = rln.Config.from_dict(run.config)
-    found = run.latest_checkpoint()
-    assert found is not None, "the run has no checkpoint"
+    result = run.latest_checkpoint()
+    assert result is not None, "the run has no checkpoint"
     assert cfg.max_rows is not None
     rows = rln.load_rows(cfg.dataset, system_prompt=cfg.system_prompt)
     held_out = short(rows[cfg.max_rows :])[:HELD_OUT]
     own = rln.load_rows(HERE / "sample.jsonl", max_rows=SHOWN, system_prompt=cfg.system_prompt)
     there = set(pd.read_json(out, lines=True)["step"]) if out.exists() else set()
     async with await rln.open_backend(cfg, print) as backend:
-        for step in sorted({0, found.step} - there):
+        for step in sorted({0, result.step} - there):
             if step:
-                await backend.policy.load_state(found.state, optimizer=False)
+                await backend.policy.load_state(result.state, optimizer=False)
                 await rln.sync_weights(backend, f"step-{step}")
-            drawn = {"held out": await answers(backend, cfg, held_out, TIMES)}
-            drawn["shown"] = await answers(backend, cfg, own, 1)
+            sampled = {"held out": await answers(backend, cfg, held_out, TIMES)}
+            sampled["shown"] = await answers(backend, cfg, own, 1)
             lines = [
                 {"step": step, "set": name, **line}
-                for name, several in drawn.items()
+                for name, several in sampled.items()
                 for line in several
             ]
             with out.open("a", encoding="utf-8") as file:
@@ -135,10 +137,15 @@ def main(folder: Path) -> None:
     run = rln.Run.open(folder)
     out = folder / "answers.jsonl"
     asyncio.run(measure(run, out))
-    found = pd.read_json(out, lines=True, dtype={"row": str})
-    held = found[found["set"] == "held out"]
-    own = found[found["set"] == "shown"]
-    names = ["reward", *(n for n in found if f"rewards/{n}/mean" in run.metrics()), "cut", "tokens"]
+    result = pd.read_json(out, lines=True, dtype={"row": str})
+    held = result[result["set"] == "held out"]
+    own = result[result["set"] == "shown"]
+    names = [
+        "reward",
+        *(n for n in result if f"rewards/{n}/mean" in run.metrics()),
+        "cut",
+        "tokens",
+    ]
     (folder / "curve.svg").write_text(curve(run.metrics(), held), encoding="utf-8")
     (folder / "figures.md").write_text(
         f"{table(held, names)}\n\n{completions(own)}\n", encoding="utf-8"

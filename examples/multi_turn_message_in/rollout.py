@@ -1,6 +1,6 @@
 """A rollout of several turns: answer, hear that it was wrong, try again, until it is right or the turns are used up.
 
-Rows hold OpenAI-style messages. Only what is appended is encoded; what the policy said stays the tokens that it drew,
+Rows hold OpenAI-style messages. Only what is appended is encoded; what the policy said stays the tokens that it sampled,
 and these alone are trained on. All turns share one reward, so an answer that is right at once beats a lucky third.
 """
 
@@ -21,7 +21,7 @@ FEEDBACK = "Try again."
 def make_rollout_fn(
     setup: rln.RolloutSetup,
 ) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
-    "Called once; `setup` has the sampler, the tokenizer, how to draw, and what `rollout_extras` says."
+    "Called once; `setup` has the sampler, the tokenizer, how to sample, and what `rollout_extras` says."
     max_turns, feedback = (
         setup.extras.get("max_turns", MAX_TURNS),
         setup.extras.get("feedback", FEEDBACK),

@@ -28,7 +28,7 @@ SETTINGS = {
 
 
 def messages(row: dict[str, str]) -> dict[str, Any]:
-    "A question as a conversation that the policy is to go on with."
+    "A question as a conversation that the policy is to continue with."
     asked = [
         {"role": "system", "content": "Answer after ####."},
         {"role": "user", "content": row["question"]},

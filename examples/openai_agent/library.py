@@ -1,5 +1,5 @@
 """The same agent in a library: pip install 'pydantic-ai-slim[openai]'. The library has the loop, and writes the history
-in its own way; the tokens that are trained are those that were drawn all the same.
+in its own way; the tokens that are trained are those that were sampled all the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ async def solve(client: AsyncOpenAI, messages: list[Any]) -> str:
     "What the agent says in the end; nothing, where the library gives up on the model."
     model = OpenAIChatModel("policy", provider=OpenAIProvider(openai_client=client))
     try:
-        found = await Agent(model, tools=[calc]).run(
+        result = await Agent(model, tools=[calc]).run(
             messages[-1]["content"], usage_limits=UsageLimits(request_limit=MAX_TURNS)
         )
     except (UnexpectedModelBehavior, UsageLimitExceeded):
         return ""
-    return found.output
+    return result.output

@@ -47,12 +47,12 @@ CALL = re.compile(r"calc\((.*)\)\s*$")
 
 def calls_in(text: str) -> tuple[str | None, list[dict[str, Any]]]:
     "How this model calls: its text ends in `calc(...)`. Models that write <tool_call>...</tool_call> need no function."
-    found = CALL.search(text)
-    if found is None:
+    result = CALL.search(text)
+    if result is None:
         return text, []
-    function = {"name": "calc", "arguments": json.dumps({"expression": found[1]})}
+    function = {"name": "calc", "arguments": json.dumps({"expression": result[1]})}
     call = {"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function}
-    return text[: found.start()] or None, [call]
+    return text[: result.start()] or None, [call]
 
 
 def with_tools(template: str) -> str:
@@ -88,12 +88,12 @@ async def run(
     ):
         backend.tokenizer.chat_template = with_tools(backend.tokenizer.chat_template)
         setup = rollout_setup(backend, cfg)
-        found = [await measure(setup, test)]
-        say(line("base model", found[-1]))
+        results = [await measure(setup, test)]
+        say(line("base model", results[-1]))
         # as in ../tool_use: it has never seen a call
         await warm_start(backend, shown, warm_steps, cfg.seed)
-        found.append(await measure(setup, test))
-        say(line("after warm start", found[-1]))
+        results.append(await measure(setup, test))
+        say(line("after warm start", results[-1]))
         loop = rln.AsyncGRPOLoop(backend, rows, play, cfg)
         async with loop.serve(read_calls=calls_in) as server:
             async for record in loop:
@@ -102,9 +102,9 @@ async def run(
                 say(
                     f"step {record.step:3}  reward {record.metrics['reward']:.3f}  turns {turns:.2f}"
                 )
-        found.append(await measure(setup, test))
-        say(line("after RL", found[-1]))
-    return found
+        results.append(await measure(setup, test))
+        say(line("after RL", results[-1]))
+    return results
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import rl_notebook as rln
 def make_rollout_fn(
     setup: rln.RolloutSetup,
 ) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
-    "Called once; `setup` has the sampler, the tokenizer and how to draw."
+    "Called once; `setup` has the sampler, the tokenizer and how to sample."
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample; `sample_prompt` has the row's columns and the prompt's tokens."

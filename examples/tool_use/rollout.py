@@ -1,6 +1,6 @@
 """A rollout with a tool: ask, and where the completion ends in `calc(...)`, say what that comes to and ask again.
 
-The conversation is assembled from the tokens that were really drawn. What the calculator says is masked: the policy
+The conversation is assembled from the tokens that were really sampled. What the calculator says is masked: the policy
 learns from its own tokens only. The reward looks at the last turn and at nothing else: a call in itself earns none.
 """
 
@@ -27,8 +27,8 @@ HOW = (
 
 def call_in(text: str) -> str | None:  # None = this is an answer
     "The expression that a message asks the calculator for."
-    found = CALL.search(text)
-    return found[1] if found else None
+    result = CALL.search(text)
+    return result[1] if result else None
 
 
 def begin(setup: rln.RolloutSetup, sample_prompt: dict[str, Any]) -> Conversation:
@@ -40,7 +40,7 @@ def begin(setup: rln.RolloutSetup, sample_prompt: dict[str, Any]) -> Conversatio
 def make_rollout_fn(
     setup: rln.RolloutSetup,
 ) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
-    "Called once; `setup` has the sampler, the tokenizer and how to draw."
+    "Called once; `setup` has the sampler, the tokenizer and how to sample."
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: turns until the policy answers, or has had all that it gets."

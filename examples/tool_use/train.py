@@ -38,7 +38,7 @@ WARM_STEPS = 250  # for the small model, which has never seen a call; others rea
 
 
 def curve(say: Callable[[str], Any], every: int = 10) -> Callable[[rln.StepRecord], None]:
-    "A line for so many steps: means over what was drawn for training."
+    "A line for n steps: means over what was sampled for training."
     seen: list[dict[str, float]] = []
 
     def on_record(record: rln.StepRecord) -> None:
@@ -65,17 +65,17 @@ async def run(
     rows = rows[held_out + DEMONSTRATED :]
     async with await rln.open_backend(cfg, say) as backend:
         setup = rollout_setup(backend, cfg)
-        found = [await measure(setup, test)]
-        say(line("base model", found[-1]))
+        results = [await measure(setup, test)]
+        say(line("base model", results[-1]))
         if warm_steps:
             await warm_start(backend, shown, warm_steps, cfg.seed)
-            found.append(await measure(setup, test))
-            say(line("after warm start", found[-1]))
+            results.append(await measure(setup, test))
+            say(line("after warm start", results[-1]))
         wiring = {"rollout_fn_factory": make_rollout_fn, "rows": rows, "backend": backend}
         await train(cfg, **wiring, on_record=[curve(say)], say=lambda verdict: None)
-        found.append(await measure(setup, test))
-        say(line("after RL", found[-1]))
-    return found
+        results.append(await measure(setup, test))
+        say(line("after RL", results[-1]))
+    return results
 
 
 if __name__ == "__main__":

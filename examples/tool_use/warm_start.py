@@ -1,4 +1,4 @@
-"""Before RL: show the small model what a call looks like. It has never seen one, and RL can only reward what is drawn.
+"""Before RL: show the small model what a call looks like. It has never seen one, and RL can only reward what is sampled.
 
 Half of the traces call the calculator and repeat its result, half blurt out some number, as the model does anyway. So
 it learns the form of both, and that both happen; which of the two pays is left for RL to find out.
@@ -24,7 +24,7 @@ CALLS = 0.5  # share of traces that call
 
 
 def spoken(talk: Conversation, text: str) -> Conversation:
-    "With a turn that was written, not drawn."
+    "With a turn that was written, not sampled."
     tokens = [*talk.tokenizer.encode(text, add_special_tokens=False), talk.tokenizer.eos_token_id]
     return talk.add_completion(
         rln.Completion(talk.tokens, tokens, logprobs=np.zeros(len(tokens)), text=text)

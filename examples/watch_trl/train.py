@@ -1,6 +1,6 @@
 """TRL's own trainer, watched: two lines in the script that anybody has. Run it: python examples/watch_trl/train.py
 
-Then look at what TRL did, here or beside it while it trains:
+Then look at what TRL did, here or next to it while it trains:
 
     rl-notebook view runs/watch_trl
     rl-notebook show runs/watch_trl --step 20

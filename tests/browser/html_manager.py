@@ -45,10 +45,10 @@ def fetched(package: str) -> Path:
     if done.returncode:
         raise OSError(f"npm pack {package} failed: {done.stderr.strip()[-200:]}")
     archive = CACHE / done.stdout.split()[-1]
-    found = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-    if found != PACKAGES[package]:
+    result = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
+    if result != PACKAGES[package]:
         raise AssertionError(
-            f"{package}: the archive has the checksum {found}; expected {PACKAGES[package]}"
+            f"{package}: the archive has the checksum {result}; expected {PACKAGES[package]}"
         )
     with tarfile.open(archive) as tar:
         tar.extractall(CACHE / f"{folder.name}.part", filter="data")

@@ -64,9 +64,9 @@ class Watch:
         "The complaints since the last call."
         for page in context.pages:
             page.evaluate("0")  # what was said until now has arrived once this has
-        found = self.complaints[:]
+        result = self.complaints[:]
         self.complaints[:] = []
-        return found
+        return result
 
     def _console(self, message: ConsoleMessage) -> None:
         if message.type == "error" and not any(re.search(sign, message.text) for sign in HARMLESS):

@@ -21,11 +21,11 @@ def test_in_a_report(open_page: Callable[..., Page], tmp_path: Path, text: str):
     page = open_page(write_report(records, tmp_path / "report.html", title=SHORT))
     page.locator(".js-plotly-plot").first.wait_for()
     assert page.evaluate(HARM) == HARMLESS
-    said = page.locator("td .rltable-block").first.inner_text()
-    assert OPENING in said
-    assert "</script><script>window.pwned = 'script'</script><img src=x" in said
-    assert all(mark in said for mark in ("\\u001b[31mred", "\\u202eright to left"))
-    assert said.rstrip().endswith(CLOSING)
+    shown_text = page.locator("td .rltable-block").first.inner_text()
+    assert OPENING in shown_text
+    assert "</script><script>window.pwned = 'script'</script><img src=x" in shown_text
+    assert all(mark in shown_text for mark in ("\\u001b[31mred", "\\u202eright to left"))
+    assert shown_text.rstrip().endswith(CLOSING)
 
 
 def test_harm_is_seen(
@@ -126,9 +126,9 @@ def test_in_the_inspector(notebook: Notebook):
     inspector = view(notebook, "inspector").locator(".rlt[data-ready]")
     inspector.wait_for()
     inspector.locator(".rlt-strip [data-target]").last.hover()
-    said = inspector.locator(".rlt-strip").inner_text()
-    assert "<script>window.pwned" in said
-    assert "\u202e" not in said
+    text = inspector.locator(".rlt-strip").inner_text()
+    assert "<script>window.pwned" in text
+    assert "\u202e" not in text
     inspector.locator(".rlt-sample").select_option(index=1)
     inspector.locator(".rlt-worst tbody button").first.click()
     assert notebook.page.evaluate(HARM) == HARMLESS

@@ -53,7 +53,7 @@ def test_a_report_fits_its_window_and_completions_are_sorted_searched_and_have_a
     expect(page.get_by_label("step of the completions")).to_have_value("6")
     page.get_by_label("step of the completions").select_option("1")
     expect(first.get_by_role("status")).to_have_text("20 completions, page 1 of 3")
-    expect(first.locator("td[rowspan='5']")).to_have_count(1)  # a prompt beside its completions
+    expect(first.locator("td[rowspan='5']")).to_have_count(1)  # a prompt next to its completions
     first.scroll_into_view_if_needed()
     page.screenshot(path=SHOTS / f"report_table_{scheme}_{width}.png")
     first.get_by_role("button", name="reward").click()

@@ -117,12 +117,12 @@ SERIES = {
 @pytest.fixture
 def inspector(notebook: Notebook) -> Locator:
     "The inspector, at its first sample."
-    found = view(notebook, "inspector").locator(".rlt[data-ready]")
-    found.wait_for()
-    found.locator(".rlt-sample").select_option(index=0)
-    if found.locator(".rlt-fold").get_attribute("aria-expanded") == "true":
-        found.locator(".rlt-fold").click()
-    return found
+    result = view(notebook, "inspector").locator(".rlt[data-ready]")
+    result.wait_for()
+    result.locator(".rlt-sample").select_option(index=0)
+    if result.locator(".rlt-fold").get_attribute("aria-expanded") == "true":
+        result.locator(".rlt-fold").click()
+    return result
 
 
 def shown_sample(inspector: Locator) -> int:
@@ -149,9 +149,9 @@ def agree(inspector: Locator, index: int, target: int) -> None:
 
 
 def test_the_cause_stands_above_and_the_prompt_is_folded(inspector: Locator):
-    said = inspector.locator(".rlt-verdict").inner_text()
+    text = inspector.locator(".rlt-verdict").inner_text()
     for words in (VERDICT["text"], VERDICT["more"], "step 3 · sampler version"):
-        assert words in said
+        assert words in text
     first = inspector.locator(".rlt-strip [data-token='0']")
     expect(first).to_be_hidden()
     inspector.locator(".rlt-fold").click()
@@ -238,7 +238,7 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
 
 
 def shows_targets(table: Locator, targets: Sequence[int]) -> None:
-    "Wait until these are the rows of a table; they are read at once, since a table may be drawn anew in between."
+    "Wait until these are the rows of a table; they are read at once, since a table may be drawn again in between."
     rows, end = table.locator("tbody tr"), time.monotonic() + 30
 
     def read():

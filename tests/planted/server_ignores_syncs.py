@@ -1,4 +1,4 @@
-"Planted bug: the inference server says that it took the new weights, and goes on with the old ones."
+"Planted bug: the inference server says that it took the new weights, and continues with the old ones."
 
 from dataclasses import replace
 

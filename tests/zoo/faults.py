@@ -41,8 +41,8 @@ class Fault:
     async def step(self) -> tuple[Run, StepRecord]:
         "A run, and its step with the fault."
         run = await opened(self.world)
-        found = self.make(run)
-        record = await run.step(**((await found if inspect.isawaitable(found) else found) or {}))
+        result = self.make(run)
+        record = await run.step(**((await result if inspect.isawaitable(result) else result) or {}))
         if self.later:
             await run.update(self.later)
         return run, record
@@ -59,12 +59,12 @@ def put(machine: Any, **fields: Any) -> None:
 
 
 def forced(run: Run, reports: str = "processed", **arguments: Any) -> None:
-    "The server draws so, whatever is asked."
+    "The server samples so, whatever is asked."
     put(run.server, forced=arguments, reports=reports)
 
 
 def raw_at(run: Run, t: float) -> dict[str, Any]:
-    "All agree on a temperature, at which the server draws, and does not report."
+    "All agree on a temperature, at which the server samples, and does not report."
     (
         put(run.trainer, temperature=t),
         put(run.reference, temperature=t),

@@ -58,7 +58,7 @@ def cast(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 @dataclass(eq=False)
 class Server:
-    "Draws with `generate`. What a client does not know of it is a field."
+    "Samples with `generate`. What a client does not know of it is a field."
 
     model: Any  # of its own
     tokenizer: Any
@@ -93,7 +93,7 @@ class Server:
     async def sample(
         self, prompt_tokens: Sequence[int] | np.ndarray, params: SampleParams
     ) -> list[Completion]:
-        "Completions, with raw logprobs and those of the distribution drawn from."
+        "Completions, with raw logprobs and those of the distribution sampled from."
         prompt = [int(t) for t in prompt_tokens]
         if not prompt or params.stop:
             raise BackendError(
@@ -112,19 +112,20 @@ class Server:
             }
         eos = [self.tokenizer.eos_token_id, *params.stop_token_ids]
         asked |= {"eos_token_id": eos, "pad_token_id": self.tokenizer.pad_token_id} | self.forced
-        told = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
+        settings = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
         with torch.no_grad(), seeded(params.seed):
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **told)
-        drawn = out.sequences[:, ids.shape[1] :]
+            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), **asked, **settings)
+        sampled = out.sequences[:, ids.shape[1] :]
         laws = [torch.stack(parts, 1).float() for parts in (out.logits, out.scores)]
         series = [
-            _picked(law, law.argmax(-1) if self.reports == "likeliest" else drawn) for law in laws
+            _picked(law, law.argmax(-1) if self.reports == "likeliest" else sampled) for law in laws
         ]
         ends = [
-            next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row)) for row in drawn
+            next((i for i, t in enumerate(row.tolist(), 1) if t in eos), len(row))
+            for row in sampled
         ]
         return [self._completion(prompt, row[:n], r[:n], p[:n], params, eos)
-                for row, r, p, n in zip(drawn.numpy(), *series, ends, strict=True)]  # fmt: skip
+                for row, r, p, n in zip(sampled.numpy(), *series, ends, strict=True)]  # fmt: skip
 
     def _completion(self, prompt, tokens, raw, processed, params, eos) -> Completion:
         told = {
@@ -257,15 +258,17 @@ class Trainer:
         leaves = [s.detach().clone().requires_grad_() for s in series]
         loss, metrics = loss_fn(datums, leaves)
         loss.backward()
-        found = [torch.zeros_like(p) if p.grad is None else p.grad.nan_to_num(0.0) for p in leaves]
+        results = [
+            torch.zeros_like(p) if p.grad is None else p.grad.nan_to_num(0.0) for p in leaves
+        ]
         whole = [
             (s[a], g[a])
-            for s, g, d in zip(series, found, datums, strict=True)
+            for s, g, d in zip(series, results, datums, strict=True)
             for a in [torch.from_numpy(d.active)]
         ]
         parts = [(s * g).sum() for s, g in whole]
         torch.stack(parts).sum().backward()
-        dlogprobs = tuple(g.double().numpy() for g in found)
+        dlogprobs = tuple(g.double().numpy() for g in results)
         return LossOutput(loss.item(), dict(metrics), tuple(self.stamped(series)), dlogprobs)
 
     async def optim_step(

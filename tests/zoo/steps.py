@@ -145,7 +145,7 @@ class Run:
         minibatches: int = 1,  # updates of the step
         **params: Any,  # of SampleParams
     ) -> StepRecord:
-        "Draw, grade, score; the trainer is left, or put back, where its first logprobs are from."
+        "Sample, grade, score; the trainer is left, or put back, where its first logprobs are from."
         w = self.world
         first = self.updates * self.world.prompts
         seed = 10_000 * w.seed + self.updates
@@ -154,10 +154,10 @@ class Run:
         )
         rows = load_rows(toy_rows(w.prompts, seed=seed))
         prompts = encode_rows(rows, self.tokenizer, first_number=first)
-        drawn = await self.draw(prompts, turns, replace(asked, **params))
+        sampled = await self.draw(prompts, turns, replace(asked, **params))
         graded = [
             assemble(r, [replace(s, reward=float(len(s.text) % 5)) for s in r.samples])
-            for r in drawn
+            for r in sampled
         ]
         groups = with_advantages(graded)
         datums = list(collate(groups))

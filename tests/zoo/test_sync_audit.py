@@ -152,8 +152,8 @@ def test_healthy_runs_raise_no_alarm() -> None:
         options = {"dtype": settings.pop("dtype")} if "dtype" in settings else {}
         loop = loop_on(local(temperature=settings.get("temperature", 1.0), **options), **settings)
         await loop.run(2, progress=False)
-        found = [SyncReport.from_metrics(r.metrics) for r in loop.records]
-        return [report.ok for report in found if report]
+        results = [SyncReport.from_metrics(r.metrics) for r in loop.records]
+        return [report.ok for report in results if report]
 
     assert asyncio.run(run(learning_rate=3e-4)) == [True] * 2
     assert asyncio.run(run(temperature=0.6)) == [True] * 2
@@ -187,7 +187,7 @@ def test_a_step_that_is_undone_is_judged_anew() -> None:
 
 
 def test_it_can_be_left_out_and_leaves_nothing_behind() -> None:
-    "Draws, gradients and weights of a run are the same, bit by bit."
+    "Samples, gradients and weights of a run are the same, bit by bit."
 
     async def run(audit: bool) -> list[dict[str, float]]:
         loop = loop_on(local(temperature=0.9), sync_audit=audit, temperature=0.9)
@@ -281,14 +281,14 @@ def test_a_server_that_is_one_sync_late() -> None:
 
         machines.server.load = late  # type: ignore[method-assign]
         loop = loop_on(machines.backend)
-        said = []
+        lines = []
         for _ in range(3):
             await loop.step()
             assert loop.weights.audit.report is not None
-            said.append(loop.weights.audit.report.sentence)
-        assert "changed nothing" in said[0]
-        assert "is late" in said[1]
-        assert "is late" in said[2]
+            lines.append(loop.weights.audit.report.sentence)
+        assert "changed nothing" in lines[0]
+        assert "is late" in lines[1]
+        assert "is late" in lines[2]
 
     asyncio.run(run())
 
@@ -310,8 +310,8 @@ def test_a_trainer_that_never_says_the_same_twice_and_does_not_learn() -> None:
 
         loop.backend.policy.forward = noisy
         await loop.run(4, progress=False)
-        found = [SyncReport.from_metrics(r.metrics) for r in loop.records]
-        assert [report.ok for report in found if report] == [None, True, True, True]
+        results = [SyncReport.from_metrics(r.metrics) for r in loop.records]
+        assert [report.ok for report in results if report] == [None, True, True, True]
 
     asyncio.run(run())
 
