@@ -303,7 +303,7 @@ def _refuse_trl(name: str, value: Any, given: Mapping[str, Any]) -> None:
 
 # %% ../../nbs/config/01_aliases.ipynb #9a3cc14c
 def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
-    "A word of TRL's loss whose meaning depends on those beside it; None for all the rest."
+    "A setting of TRL's loss whose meaning depends on the others; None for all the rest."
     _refuse_trl(name, value, given)
     kind = given.get("loss_type")
     (low, high, delta) = (_float(given.get(k)) for k in _BOUNDS_OF_TRL)
@@ -643,7 +643,7 @@ def _settle_loss(
 
 # %% ../../nbs/config/01_aliases.ipynb #dd63e411
 class _StrictLoader(yaml.SafeLoader):
-    "YAML that refuses a key given twice."
+    "YAML loader that rejects duplicate keys."
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
         keys = [k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)]

@@ -316,7 +316,7 @@ def _temperature_rules(c: Any) -> Iterator[str]:
 
 
 def resumes_there(c: Any) -> bool:
-    "Whether a run goes on from a state of a trainer job: of `resume_job_id`, or by a bare name of the job itself."
+    "Whether a run resumes from a state of a trainer job: of `resume_job_id`, or by a bare name of the job itself."
     if c.resume is None or c.resume.resume_from is None:
         return False
     name = c.resume.resume_from
@@ -374,7 +374,7 @@ class Config(  # fields are collected from the last base to the first
         return loss_options(self)
 
     def sample_params(self, *, n: int | None = None, seed: int | None = None) -> SampleParams:
-        "How completions of one prompt are drawn; `n` is `completions_per_prompt` unless given."
+        "How completions of one prompt are sampled; `n` is `completions_per_prompt` unless given."
         return SampleParams(
             n=self.completions_per_prompt if n is None else n,
             max_tokens=self.max_completion_tokens,

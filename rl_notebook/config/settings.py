@@ -39,7 +39,7 @@ __all__ = []
 
 # %% ../../nbs/config/00_settings.ipynb #f1f9d6f8
 def _draw_numbers(value: Any) -> Any:
-    "Settings of draws with numbers where they stand in quotes, and whole ones where tokens are counted."
+    "Sampling settings with quoted numbers parsed, and integers where tokens are counted."
     if not isinstance(value, Mapping):
         return value
     read = dict(value)
@@ -111,7 +111,7 @@ class TaskSettings:
 # %% ../../nbs/config/00_settings.ipynb #7e5bd646
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    "How completions are drawn."
+    "How completions are sampled."
 
     completions_per_prompt: Int = 4  # completions per prompt, the K of the group
     prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
@@ -284,7 +284,7 @@ class ScheduleSettings:
     pipeline_chunks_per_step: Count = 1
     ppo_n_minibatches: Count = 1  # optimizer steps per batch
     min_group_size: AtScore[Count] = 1  # samples that a group needs to be trained on
-    # rounds in which samples that were lost are drawn again
+    # rounds in which failed samples are sampled again
     max_incomplete_group_retries: Whole = 0
     rollout_retries: Whole = 2  # calls of a rollout again, after its connection failed
     # rollouts that the chat template cannot continue: lost, or an error
@@ -297,7 +297,7 @@ class ScheduleSettings:
 class IGPOConfig:
     "Knobs of `recipe='igpo_loop'`: information gain per turn (arXiv:2510.14967)."
 
-    # of the information gain beside the outcome; 0 = the outcome alone
+    # of the information gain relative to the outcome; 0 = the outcome alone
     ig_weight: NotNegative = 1.0
     gamma: Share = 0.99  # discount from a turn to the one before it
     scoring_workers: Count = 8  # prefixes scored at the same time
@@ -318,7 +318,7 @@ class WandBConfig:
 # %% ../../nbs/config/00_settings.ipynb #31ff0bbc
 @option_class
 class ResumeConfig:
-    "Where to go on from."
+    "Where to resume from."
 
     resume_from: Text | None = None  # checkpoint: a folder (local) or a name (service)
     resume_job_id: Text | None = None  # a service: the trainer job that saved it
@@ -346,7 +346,7 @@ class SubConfigs:
 
     igpo: AtAdvantages[IGPOConfig | None] = None  # with recipe="igpo_loop"
     wandb: Opened[WandBConfig | None] = None  # Weights & Biases
-    resume: Opened[ResumeConfig | None] = None  # where to go on from
+    resume: Opened[ResumeConfig | None] = None  # where to resume from
     # completions in flight; None = adaptive, at most `max_concurrent`
     concurrency: ConcurrencyConfig | None = None
 
@@ -533,10 +533,10 @@ _ADDRESS = re.compile(
 
 def address_trouble(url: str) -> str | None:
     "What is wrong with the address of a service; None = nothing."
-    found = _ADDRESS.fullmatch(url)
-    if found and found[1] and not 0 < int(found[1]) < 2**16:
+    match = _ADDRESS.fullmatch(url)
+    if match and match[1] and not 0 < int(match[1]) < 2**16:
         return f"{quoted(url)}, with a port above 65535"
-    return None if found else quoted(url)
+    return None if match else quoted(url)
 
 # %% ../../nbs/config/00_settings.ipynb #c5255803
 ASYNC_ONLY = "max_head_offpolicy_versions max_concurrency_rollout_sample synchronous_training pipeline_chunks_per_step"

@@ -37,7 +37,7 @@ def predicted_dead_fraction(
     p: float,  # probability that one completion is right
     completions_per_prompt: int,  # K
 ) -> float:
-    "Expected share of dead groups for a right-or-wrong reward: p^K + (1-p)^K."
+    "Expected share of zero-variance groups for a right-or-wrong reward: p^K + (1-p)^K."
     return p**completions_per_prompt + (1 - p) ** completions_per_prompt
 
 # %% ../../nbs/core/03_advantages.ipynb #4198569c
@@ -57,7 +57,7 @@ BY_LENGTH = ("opo", "whiten")  # they weigh completions by their tokens
 
 
 def _checked(rewards: Sequence[float] | np.ndarray, scale: str) -> np.ndarray:
-    "The rewards of one group as float64, refused where no advantage can be computed."
+    "The rewards of one group as float64; an error where no advantage can be computed."
     if scale not in SCALES:
         raise LossError("advantage scale", got=repr(scale), expected=", ".join(map(repr, SCALES)))
     r = np.asarray(rewards, dtype=np.float64)
@@ -77,7 +77,7 @@ def group_advantages(
     scale: str = "std",  # any of DIVISORS
     ddof: int = 1,  # 1 divides the variance by K-1, 0 by K
     eps: float = 1e-8,  # added to the standard deviation
-) -> np.ndarray:  # (K,) float64; exactly 0 for a dead group
+) -> np.ndarray:  # (K,) float64; exactly 0 for a zero-variance group
     "Group-relative advantages of one prompt."
     r = _checked(rewards, scale)
     if scale not in DIVISORS:
@@ -121,14 +121,14 @@ def parts_advantages(
     "The parts of the reward, each over its standard deviation in the group, as their weighted sum; raises `LossError`."
     runs = [group.samples[i].rewards for i in group.run_starts]
     total = np.zeros(len(runs))
-    found = np.zeros(len(runs))
+    advantages = np.zeros(len(runs))
     for name in dict.fromkeys(name for parts in runs for name in parts):
         part = np.array([parts.get(name, np.nan) for parts in runs], dtype=np.float64)
         known = np.flatnonzero(~np.isnan(part))
         weight = weights.get(name, 1.0)
         total[known] += weight * part[known]
         if len(known) > 1:
-            found[known] += weight * group_advantages(part[known], ddof=ddof, eps=eps)
+            advantages[known] += weight * group_advantages(part[known], ddof=ddof, eps=eps)
     rewards = group.rewards[group.run_starts]
     if not np.allclose(total, rewards, rtol=1e-6, atol=1e-6):
         got = (
@@ -139,7 +139,7 @@ def parts_advantages(
         raise LossError(
             "advantage_scale 'parts'", where=group.where, got=got, expected="the same", fix=fix
         )
-    return found
+    return advantages
 
 # %% ../../nbs/core/03_advantages.ipynb #4f3a12bc
 def whitened(
@@ -251,7 +251,7 @@ AdvantageFn = Callable[[Sequence[PromptGroup]], Sequence[PromptGroup]]
 
 
 def advantages_by(function: AdvantageFn | str, groups: Sequence[PromptGroup]) -> list[PromptGroup]:
-    "The same groups with the advantages of a function of your own; raises `LossError` where one is missing."
+    "The same groups with the advantages of a custom function; raises `LossError` where one is missing."
     call = (
         named_function(function, "advantage_fn", LossError)
         if isinstance(function, str)
@@ -264,16 +264,16 @@ def advantages_by(function: AdvantageFn | str, groups: Sequence[PromptGroup]) ->
     )
     refuse = partial(LossError, f"advantage_fn {name!r}")
     try:
-        found = call(groups)
+        results = call(groups)
     except RLNotebookError:
         raise
     except Exception as e:  # whatever the function does
         got = f"{type(e).__name__}: {e}"
         expected = "groups with advantages"
         raise LossError(f"advantage_fn {name!r} raised", got=got, expected=expected) from e
-    made = list(found) if isinstance(found, Iterable) else None
+    made = list(results) if isinstance(results, Iterable) else None
     if made is None or [getattr(g, "index", None) for g in made] != [g.index for g in groups]:
-        got = type(found).__name__ if made is None else f"{len(made)} values"
+        got = type(results).__name__ if made is None else f"{len(made)} values"
         fix = "Return [replace(g, advantages=...) for g in groups]."
         raise refuse(got=got, expected=f"the {len(groups)} groups in their order", fix=fix)
     for g in made:

@@ -140,7 +140,7 @@ def align_logprobs(
 ) -> np.ndarray:  # (N-1,) in target coordinates, NaN where undefined
     "Bring sampler logprobs of any of the three shapes into target coordinates."
     _check_prompt_len(prompt_len, num_tokens, where)
-    found = detect_coordinate(len(series), prompt_len, num_tokens)
+    coordinate = detect_coordinate(len(series), prompt_len, num_tokens)
     claims = {
         None: {"token", "target", "completion"},
         True: {"token", "target"},
@@ -148,7 +148,7 @@ def align_logprobs(
     }[echoed]
     if prompt_len == 1:
         claims = claims | {"target", "completion"}
-    if found not in claims:
+    if coordinate not in claims:
         sizes = {
             "token": num_tokens,
             "target": num_tokens - 1,
@@ -159,9 +159,9 @@ def align_logprobs(
             f"{sizes[c]} ({c})" for c in ("token", "target", "completion") if c in claims
         )
         raise AlignmentError("sampler logprobs", where=where, got=got, expected=expected)
-    if found == "token":
+    if coordinate == "token":
         return target_from_echo(series, num_tokens, where=where)
-    if found == "completion":
+    if coordinate == "completion":
         return target_from_completion(series, prompt_len, num_tokens, where=where)
     return frozen_array(series, np.float64)
 

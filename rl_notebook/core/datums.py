@@ -51,7 +51,7 @@ def datum_from_tokens_weights(
 
 # %% ../../nbs/core/06_datums.ipynb #1739bd2e
 def _sampler_logprobs(completion: Any, num_tokens: int, where: str) -> np.ndarray | None:
-    "The logprobs a completion was drawn with, target-aligned; None if it does not say."
+    "The logprobs a completion was sampled with, target-aligned; None if it does not say."
     for name in ("sampling_logprobs", "logprobs", "inference_logprobs"):
         series = getattr(completion, name, None)
         if series is not None:

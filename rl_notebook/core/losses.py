@@ -239,9 +239,9 @@ def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
     among = torch.nonzero(
         (cov > o.knob("clip_cov_low")) & (cov < o.knob("clip_cov_high"))
     ).flatten()
-    drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
+    selected = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
     kept = torch.ones_like(r).detach()
-    kept[among[drawn[: max(1, int(len(r) * o.knob("cov_share")))].to(among.device)]] = 0
+    kept[among[selected[: max(1, int(len(r) * o.knob("cov_share")))].to(among.device)]] = 0
     return clipped_surrogate(r, t, o) * kept * tis
 
 # %% ../../nbs/core/05_losses.ipynb #2d4e9651

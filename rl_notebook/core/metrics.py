@@ -144,7 +144,7 @@ def datum_metrics(datums: Sequence[Datum]) -> dict[str, float]:
 
 # %% ../../nbs/core/07_metrics.ipynb #b728528c
 def staleness_metrics(groups: Sequence[PromptGroup], policy_version: int) -> dict[str, float]:
-    "Weight syncs between drawing a sample and training on it; nothing where no version is known."
+    "Weight syncs between generating a sample and training on it; nothing where no version is known."
     versions = [s.policy_version for g in groups for s in g.samples]
     gap = [policy_version - version for version in versions if version is not None]
     if versions and not gap:

@@ -70,10 +70,13 @@ def names_in(value: Any, key: Any = None) -> Iterator[str]:
 def from_file(value: Any, folder: str, trusted: Collection[str] | None, key: Any = None) -> Any:
     "Plain values that a run folder holds, with every name marked that is not among the trusted ones; None trusts all."
     if isinstance(value, Mapping):
-        told = value.get("report_to") or ()
+        trackers = value.get("report_to") or ()
         # it reports, whatever else is said
-        if value.get("wandb") is not None and "wandb" not in told:
-            value = {**value, "report_to": [*([told] if isinstance(told, str) else told), "wandb"]}
+        if value.get("wandb") is not None and "wandb" not in trackers:
+            value = {
+                **value,
+                "report_to": [*([trackers] if isinstance(trackers, str) else trackers), "wandb"],
+            }
         return {k: from_file(v, folder, trusted, k) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(from_file(v, folder, trusted, key) for v in value)
@@ -117,7 +120,7 @@ def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Cal
     with _working_directory_first() if module not in sys.modules else nullcontext("") as here:
         looked = f"Looked in the working directory {here}, then in {', '.join(p for p in sys.path if p and p != here)}."
         try:
-            found = importlib.import_module(module)
+            module_object = importlib.import_module(module)
         except (Exception, SystemExit) as e:  # whatever the module does
             missing = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
             if missing:
@@ -125,18 +128,18 @@ def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Cal
             what = f"{setting} {name!r}: importing {module} raised"
             got = f"{type(e).__name__}: {e}"
             raise error(what, got=got, expected="an importable module:function") from e
-    function = getattr(found, attribute, None)
+    function = getattr(module_object, attribute, None)
     if not callable(function):
-        if hasattr(found, attribute):
+        if hasattr(module_object, attribute):
             refuse = functools.partial(
                 error, setting, got=f"{name!r}, which is of type {type(function).__name__}"
             )
         has = [
             n
-            for n, v in vars(found).items()
-            if inspect.isfunction(v) and v.__module__ == found.__name__
+            for n, v in vars(module_object).items()
+            if inspect.isfunction(v) and v.__module__ == module_object.__name__
         ]
-        where = getattr(found, "__file__", None) or "built in"
+        where = getattr(module_object, "__file__", None) or "built in"
         expected = f"a function of {module} ({where}), which has {', '.join(has) or 'none'}"
         raise refuse(expected=expected)
     source_hash(function)  # as it is now

@@ -177,12 +177,16 @@ def unknown_settings(
     where: str, names: Mapping[str, str], error: type[RLNotebookError] = ConfigError
 ) -> RLNotebookError:
     "The error for unknown settings, each with a question for the nearest known one."
-    said = {name: near or "`rl-notebook train --help` has all." for name, near in names.items()}
-    if len(said) == 1:
+    suggestions = {
+        name: near or "`rl-notebook train --help` has all." for name, near in names.items()
+    }
+    if len(suggestions) == 1:
         return error(
-            f"unknown setting {next(iter(said))!r}", where=where, fix=next(iter(said.values()))
+            f"unknown setting {next(iter(suggestions))!r}",
+            where=where,
+            fix=next(iter(suggestions.values())),
         )
-    lines = "\n- ".join(f"{name!r}. {near}" for name, near in said.items())
+    lines = "\n- ".join(f"{name!r}. {near}" for name, near in suggestions.items())
     return error(f"{len(names)} unknown settings:\n- {lines}", where=where)
 
 
@@ -339,7 +343,7 @@ Correction = Literal["off", "token", "sequence", "product"]
 
 @dataclass(frozen=True)
 class LossParams:
-    "Which loss: surrogate, KL, aggregation and correction. Knobs left at None take the default of their surrogate."
+    "Which loss: surrogate, KL, aggregation and correction. Parameters left at None take the default of their surrogate."
 
     # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
     policy_loss: LossName = "grpo"
@@ -365,7 +369,7 @@ class LossParams:
     icepop_threshold: AtLeastOne | None = None
     # correct to the policy before this update, or to the current one
     tis_anchor: Literal["old", "policy"] = "old"
-    # nats a token: samples of A < 0 beyond it are left out
+    # nats per token: samples of A < 0 beyond it are left out
     off_policy_mask_threshold: Positive | None = None
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
     # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
@@ -478,7 +482,7 @@ def _without_companion(o: LossParams) -> Iterator[LossError]:
 def loss_faults(
     o: LossParams, known: Mapping[str, Mapping[str, Any]] = SURROGATE_PARAMS
 ) -> Iterator[LossError]:
-    "Everything that is wrong with the settings of a loss; `known` are the surrogates, with defaults of their knobs."
+    "Everything that is wrong with the settings of a loss; `known` are the surrogates, with defaults of their parameters."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
         own = "One of your own is passed as a function, registered by register_loss(fn), or named 'module:function'."

@@ -295,19 +295,19 @@ OFF = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 def normalize_off(name: str, value: Any) -> Any:
     "A sampling setting; what other tools say for off, None or vLLM's top_k of -1, as what it is here."
-    said = value is None or (
+    is_default = value is None or (
         name == "top_k" and not isinstance(value, bool) and value in (-1, "-1")
     )
-    return OFF[name] if name in OFF and said else value
+    return OFF[name] if name in OFF and is_default else value
 
 # %% ../../nbs/core/00_types.ipynb #3eb49b66
 @dataclass(frozen=True)
 class SampleParams:
-    "How completions of one prompt are drawn."
+    "How completions of one prompt are sampled."
 
     n: int = 1  # completions of the prompt
     max_tokens: int = 256  # tokens after which a completion is cut (finish_reason "length")
-    temperature: float = 1.0  # 0 draws the most likely token
+    temperature: float = 1.0  # 0 takes the most likely token
     top_p: float = 1.0  # nucleus: smallest set of tokens with this mass
     top_k: int = 0  # keep the k most likely tokens, 0 = all
     min_p: float = 0.0  # leave out tokens less likely than this share of the likeliest
@@ -317,7 +317,7 @@ class SampleParams:
     stop_token_ids: tuple[int, ...] = ()  # tokens that end a completion, besides eos
     # that a completion has to follow, in llguidance's dialect of Lark; "" = any text
     grammar: str = ""
-    seed: int | None = None  # completion i draws from its own generator (seed, i)
+    seed: int | None = None  # completion i uses its own generator (seed, i)
 
     def __post_init__(self):
         for name in OFF:
@@ -366,12 +366,12 @@ class SampleParams:
 
     @property
     def draws_from_raw(self) -> bool:
-        "Whether tokens are drawn from the model's own distribution: temperature 1, nothing cut off, penalised, masked."
+        "Whether tokens are sampled from the model's own distribution: temperature 1, nothing cut off, penalised, masked."
         return self.temperature == 1 and not self.processed
 
     @property
     def processed(self) -> bool:
-        "Whether more than a temperature lies between the model's distribution and the one drawn from."
+        "Whether more than a temperature lies between the model's distribution and the one sampled from."
         return any(getattr(self, name) != off for name, off in OFF.items()) or self.grammar != ""
 
 # %% ../../nbs/core/00_types.ipynb #00c52ce7
@@ -411,12 +411,12 @@ class Completion:
     prompt_tokens: np.ndarray  # (P,) ids
     tokens: np.ndarray  # (C,) sampled ids, a stop token included
     logprobs: np.ndarray  # (C,) raw logprobs: temperature 1, full vocabulary
-    # (C,) of the distribution drawn from; None = unknown
+    # (C,) of the distribution sampled from; None = unknown
     sampling_logprobs: np.ndarray | None = None
     text: str = ""  # decoded completion, special tokens left out
     finish_reason: str = "stop"  # "stop", "length" or "abort"
-    policy_version: int = 0  # weights that drew it
-    params: SampleParams = SampleParams()  # how it was drawn
+    policy_version: int = 0  # weights that sampled it
+    params: SampleParams = SampleParams()  # how it was sampled
     # experts chosen at each position that the model read, see `Datum.routing`
     routing: tuple[str, ...] | None = None
 
@@ -452,7 +452,7 @@ class RolloutSample:
     "One answered and graded prompt; all per-token series in token coordinates, length N."
 
     tokens: np.ndarray  # (N,) prompt and completion ids; empty where only the text is known
-    # (N,) sampler logprobs of the distribution drawn from; NaN outside the mask
+    # (N,) sampler logprobs of the distribution sampled from; NaN outside the mask
     logprobs: np.ndarray
     loss_mask: np.ndarray  # (N,) 1 where the policy sampled the token
     reward: float | None  # None = unscorable: leaves its group and is counted
@@ -460,7 +460,7 @@ class RolloutSample:
     text: str = ""  # what the policy said
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # per reward function
     raw_logprobs: np.ndarray | None = None  # (N,) at temperature 1 over the full vocabulary
-    policy_version: int | None = 0  # weights that drew it; None = not known
+    policy_version: int | None = 0  # weights that sampled it; None = not known
     temperature: float = 1.0  # of `logprobs`
     processed: bool = False  # whether `logprobs` are those after top-p, top-k, min-p or a penalty
     info: Mapping[str, Any] = field(default_factory=dict)  # anything a rollout wants to keep
@@ -568,7 +568,7 @@ class PromptGroup:
     index: int = 0  # position in the step
     advantages: np.ndarray | None = None  # (len(samples),)
     dropped: tuple[str, ...] = ()  # reasons of rollouts that failed or were unscorable
-    number: int = 0  # position of the prompt in the run, which decides its draws
+    number: int = 0  # position of the prompt in the run, which decides its random numbers
     # the run that each sample is a segment of; () = each sample is a run of its own
     runs: tuple[int, ...] = ()
     # per sample one value per turn, where turns are compared

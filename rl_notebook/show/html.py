@@ -185,11 +185,11 @@ def shapes(
     for colour, *place in rects:
         x, y, w, h = (f"{v:.1f}".removesuffix(".0") for v in place)
         paths.setdefault(colour, []).append(f"M{x} {y}h{w}v{h}h-{w}z")
-    drawn = "".join(f'<path fill="{colour}" d="{"".join(d)}"/>' for colour, d in paths.items())
+    paths_html = "".join(f'<path fill="{colour}" d="{"".join(d)}"/>' for colour, d in paths.items())
     if line is not None:
-        drawn += f'<path d="M0 {line:.1f}H{width:.0f}" stroke="#7a8896" opacity=".6"/>'
+        paths_html += f'<path d="M0 {line:.1f}H{width:.0f}" stroke="#7a8896" opacity=".6"/>'
     size = f'width="{width:.0f}" height="{height:.0f}"'
-    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{drawn}</svg>'
+    svg = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{paths_html}</svg>'
     return image(svg, label, f'{size} style="display:block"')
 
 # %% ../../nbs/show/00_html.ipynb #44590e7c
@@ -262,7 +262,7 @@ def within(rows: Iterable[Sequence[str]], budget: int) -> list[Sequence[str]]:
 
 
 def more(count: int, what: str) -> str:
-    "A line that says what is not drawn; empty if everything is."
+    "A line that says what is not shown; empty if everything is."
     return tag("div", f"and {count} more {what}", style=f"{_SMALL};{SOFT}") if count > 0 else ""
 
 
@@ -270,8 +270,8 @@ def fitted(
     head: Sequence[str], rows: Iterable[Sequence[str]], total: int, what: str, budget: int = BUDGET
 ) -> str:
     "A table of the first rows that fit into so many bytes, and how many of the total are not in it."
-    drawn = within(rows, budget)
-    return table(head, drawn) + more(total - len(drawn), what)
+    shown = within(rows, budget)
+    return table(head, shown) + more(total - len(shown), what)
 
 
 def folded(summary: str, inside: str) -> str:
@@ -722,15 +722,15 @@ def reference_html(
     who = "the sampler" if policy_logprobs is None else "the policy"
     legend = f"colour: {who}'s logprob minus the reference's, {swatch('orange')} less, {swatch('blue')} more likely; "
     legend += f"strongest at {number(limit, '.2g')} nats, the largest is {number(farthest, '.2g')}"
-    drawn = tag("div", legend, style=_SMALL) + _by_group(
+    content = tag("div", legend, style=_SMALL) + _by_group(
         datums, ["tokens", "mean, nats"], row, tokenizer
     )
     if farthest >= UNSEEN_GAP or not np.isfinite(every).all():
-        return drawn
+        return content
     agree = f"{who} and the reference agree on all {len(every)} tokens"
     return tag(
         "div", f"{agree}: the largest difference is {number(farthest, '.2g')} nats"
-    ) + folded("Tokens", drawn)
+    ) + folded("Tokens", content)
 
 # %% ../../nbs/show/00_html.ipynb #e1001dcb
 def loss_html(

@@ -322,7 +322,7 @@ def encode_target(tokenizer: Any, row: Row) -> list[int]:
 
 # %% ../../nbs/task/02_chat.ipynb #a4303a08
 def completion_logprobs(completion: Completion, where: str = "completion") -> np.ndarray:  # (C,)
-    "Logprobs of the distribution that a completion was drawn from; raises `AlignmentError` when they are unknown."
+    "Logprobs of the distribution that a completion was sampled from; raises `AlignmentError` when they are unknown."
     if completion.sampling_logprobs is not None:
         return completion.sampling_logprobs
     if completion.params.draws_from_raw:
@@ -401,7 +401,7 @@ def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
 
 
 def answer_header(tokenizer: Any) -> str:
-    "What the chat template writes before any answer of the policy; empty where that cannot be told."
+    "What the chat template writes before any answer of the policy; empty where that cannot be determined."
     asked = [{"role": "user", "content": "question"}]
     answer = {"role": "assistant", "content": "answer"}
     try:
@@ -412,8 +412,8 @@ def answer_header(tokenizer: Any) -> str:
         return ""
     if not (ready.startswith(before) and history.startswith(before)):
         return ""
-    told = history[len(before) :].partition("answer")[0]
-    header = told[: first_difference(told, ready[len(before) :])].partition("<think>")[0]
+    suffix = history[len(before) :].partition("answer")[0]
+    header = suffix[: first_difference(suffix, ready[len(before) :])].partition("<think>")[0]
     return header[: header.rfind("<")] if header.rfind("<") > header.rfind(">") else header
 
 

@@ -859,7 +859,7 @@ def restore_cursor(cursor: Cursor, state: Mapping[str, Any]) -> Cursor:
 # %% ../../nbs/task/00_data.ipynb #c944e495
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    "A row of the data with its prompt as tokens: what completions are drawn for."
+    "A row of the data with its prompt as tokens: what completions are sampled for."
 
     row: Row  # where it came from
     tokens: np.ndarray  # (P,) ids
@@ -884,7 +884,7 @@ class Rollouts:
 
     prompt: Prompt
     samples: tuple[RolloutSample, ...] = ()  # graded already, if they come from a rollout function
-    dropped: tuple[str, ...] = ()  # reasons of draws that came to nothing
+    dropped: tuple[str, ...] = ()  # reasons of samples that failed
     # the draw that each sample is a segment of; () = each sample is a draw of its own
     runs: tuple[int, ...] = ()
-    redrawn: tuple[str, ...] = ()  # reasons of draws that were lost and made again
+    redrawn: tuple[str, ...] = ()  # reasons of samples that failed and were sampled again

@@ -1016,8 +1016,8 @@ async def _values(
             "reward_timeout", got=got, expected="functions that can be called in a thread", fix=fix
         )
     if fn.style == "trl":
-        found = await _call(fn, group, None, offered[0], limits)
-        results = [LATE] * n if found is LATE else _group_values(found, fn, group)
+        result = await _call(fn, group, None, offered[0], limits)
+        results = [LATE] * n if result is LATE else _group_values(result, fn, group)
     else:
         calls = [_call(fn, group, i, arguments, limits) for i, arguments in enumerate(offered)]
         results = [_score_of_dict(r, logs) for r in await together(calls)]
