@@ -91,7 +91,7 @@ def groups_of(
     useful: Callable[[ScoredGroup], bool] | None = None,  # None = what becomes training sequences
     **policy: Any,  # fields of `Gate`
 ) -> Producer[ScoredGroup]:
-    "Rows of a loop, drawn and graded beside other work, as far as the policy lets them."
+    "Rows of a loop, sampled and scored during other work, as far as the policy lets them."
     c = loop.cfg
     usual = {"groups_per_step": c.prompt_groups_per_step, "max_concurrency": max_in_flight(c)}
     gate = Gate(completions_per_prompt=c.completions_per_prompt, **usual | policy)
@@ -154,7 +154,7 @@ class Parts:
 
 @asynccontextmanager
 async def as_they_arrive(loop: Loop) -> AsyncIterator[Parts]:
-    "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step begins anew."
+    "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step starts again."
     c = loop.cfg
     places = {p.number: p.index for p in prompts_phase(loop)}
     limits = groups_per_pass(

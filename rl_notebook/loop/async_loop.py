@@ -167,7 +167,7 @@ async def publish(loop: AsyncGRPOLoop) -> PhaseMetrics:
 # %% ../../nbs/loop/12_async_loop.ipynb #a36b7797
 @asynccontextmanager
 async def chunked_parts(loop: AsyncGRPOLoop) -> AsyncIterator[Parts]:
-    "A batch in parts of about the same size; if its step fails or is cancelled, it begins anew with the same rows."
+    "A batch in parts of about the same size; if its step fails or is cancelled, it starts again with the same rows."
     admit_phase(loop)
     c = loop.cfg
     sizes = [(n, n) for n in balanced_chunks(c.prompt_groups_per_step, c.pipeline_chunks_per_step)]
@@ -229,7 +229,7 @@ async def rest_of_beside(loop: AsyncGRPOLoop) -> StepRecord | None:
 
 # %% ../../nbs/loop/12_async_loop.ipynb #aff2ee52
 async def undo_beside(loop: AsyncGRPOLoop, to: str = "advantages") -> None:
-    "Take back the last update, and go on from `advantages` or later with the batch that it had."
+    "Take back the last update, and continue from `advantages` or later with the batch that it had."
     return await undo_step(loop, "advantages" if to in ("prompts", "sample") else to)
 
 # %% ../../nbs/loop/12_async_loop.ipynb #486049e6
@@ -254,7 +254,7 @@ async def branch_beside(loop: AsyncGRPOLoop, **options: Any) -> AsyncGRPOLoop:
 
 # %% ../../nbs/loop/12_async_loop.ipynb #a975b850
 class AsyncGRPOLoop(GRPOLoop):
-    "GRPO with rollouts beside training, one phase at a time."
+    "GRPO with rollouts during training, one phase at a time."
 
     recipes = ("async_rl_loop",)
 
@@ -364,6 +364,6 @@ class AsyncGRPOLoop(GRPOLoop):
         self.producer.gate.stand(record.step - 1, len({d.group for d in record.datums}))
 
     async def close(self) -> None:
-        "Give up what is in flight, and wait until it has ended; a loop that goes on draws it again."
+        "Give up what is in flight, and wait until it has ended; a loop that continues samples it again."
         self.producer.held = AT_REST
         await self.producer.close()

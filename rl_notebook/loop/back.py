@@ -44,11 +44,11 @@ from .change import GRADING, arguments_for, check_not_opened, score_at
 from .phases import bonus_after
 
 # %% ../../nbs/loop/10_back.ipynb #378b7d5e
-UNDO_TO = PHASES[: PHASES.index("optimize")]  # where `undo` can go on from
+UNDO_TO = PHASES[: PHASES.index("optimize")]  # phases that `undo` can continue from
 
 # %% ../../nbs/loop/10_back.ipynb #a67ce572
 def reopened(state: StepState, to: str) -> StepState:
-    "A state to go on from at a phase, with the values of the phases before it."
+    "A state to continue from at a phase, with the values of the phases before it."
     if to == "prompts" and state.ahead:  # its prompts were taken by a step before
         to = "advantages"
     kept = [p for p in UNDO_TO[: UNDO_TO.index(to)] if p in state.values and p not in LOOK_ONLY]
@@ -75,10 +75,10 @@ def need_snapshots(loop: Loop, what: str) -> None:
 
 # %% ../../nbs/loop/10_back.ipynb #e0449b10
 async def undo_step(loop: Loop, to: str = "prompts") -> None:
-    """Take back the last update; `to` is the phase to go on from, and earlier phases keep their values.
+    """Take back the last update; `to` is the phase to continue from, and earlier phases keep their values.
 
     The prompts of a step that was drawn ahead in a window cannot be taken again, so instead of from `prompts` it
-    goes on from `advantages`, with the groups that it had."""
+    continues from `advantages`, with the groups that it had."""
     return await loop.weights.settled(take_back(loop, to))
 
 # %% ../../nbs/loop/10_back.ipynb #0838e696
@@ -147,7 +147,7 @@ async def branch_off(
     outputs: Sequence[Callable[[StepRecord], Any]] = (),  # its own
     **changes: Any,  # fields of Config
 ) -> AnyLoop:
-    "A loop at the same place with other settings, on the same backend; both can go on, in turn or side by side."
+    "A loop at the same place with other settings, on the same backend; both can continue, in turn or side by side."
     need_snapshots(loop, "branch")
     place = branch_place(loop, at)
     cfg = Config.from_dict(loop.cfg.to_dict(), changes)
@@ -176,7 +176,7 @@ async def save_checkpoint(
     run: RunFolder,
     every: int = 1,  # steps since the last checkpoint that make a new one due
 ) -> int | None:  # the step after which was saved; None if it was not due
-    "Save what is needed to go on from the last finished step; rows that were drawn and not trained on are drawn again."
+    "Save what resuming from the last finished step needs; rows sampled but not trained on are sampled again."
     state, step = loop.state, loop.state.number - 1
     if state.updated:
         raise PhaseError(
@@ -199,7 +199,7 @@ async def restore_checkpoint(
     loop: Loop,  # fresh
     found: Checkpoint,  # of `RunFolder.latest_checkpoint` or `read_checkpoint`
     step: int | None = None,  # number of the last finished step; None = what the checkpoint says
-) -> int:  # the step after which the loop goes on
+) -> int:  # the step after which the loop continues
     "Put a fresh loop where a checkpoint stands."
     last, cursor = found.step if step is None else step, restore_cursor(loop.cursor, found.cursor)
 

@@ -188,7 +188,7 @@ class Producer(Generic[T]):
     async def batch(
         self, count: int, most: int | None = None, places: int | None = None
     ) -> list[Finished[T]]:
-        """Wait for so many useful rows and take them, or what is ready up to `most`; fewer at the end of the data.
+        """Wait for this number of useful rows and take them, or what is ready up to `most`; fewer at the end of the data.
 
         `places` is what the optimizer step has left for rows, `most` where it is not given."""
         most = count if most is None else most

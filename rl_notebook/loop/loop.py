@@ -113,7 +113,7 @@ async def rest_of_step(loop: GRPOLoop) -> StepRecord | None:
 
 # %% ../../nbs/loop/11_loop.ipynb #6ef749e2
 def window_length(loop: Loop, left: float = math.inf) -> int:
-    "Steps of the next window, of which at most so many are left."
+    "Steps of the next window, at most those that are left."
     c = loop.cfg
     per_step = loop.cfg.prompt_groups_per_step
     return int(
@@ -125,14 +125,14 @@ def window_length(loop: Loop, left: float = math.inf) -> int:
 
 
 def window_source(loop: Loop, steps: int) -> Producer[ScoredGroup]:
-    "The rows of so many steps: all may be in flight, and each keeps its place to the end of the window."
+    "The rows of a number of steps: all may be in flight, and each keeps its place to the end of the window."
     return groups_of(
         loop, loop.intake.take, loop.intake.requeue, steps_per_sync=steps, refills=False
     )
 
 # %% ../../nbs/loop/11_loop.ipynb #43711c17
 async def reach_boundary(loop: Loop) -> None:
-    "Call the hooks that save checkpoints: a run can go on from here."
+    "Call the hooks that save checkpoints: a run can be resumed from here."
     for hook in loop.at_boundary:
         await hook()
 
@@ -145,7 +145,7 @@ async def next_rows(loop: Loop, source: Producer[ScoredGroup]) -> list[ScoredGro
 
 
 async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord, None]:
-    "Sample the prompts of so many steps together; train on full batches as they arrive; sync at the end."
+    "Sample the prompts of several steps together; train on full batches as they arrive; sync at the end."
     first = loop.state
     trained = False
     groups = list[PromptGroup]()
@@ -184,7 +184,7 @@ def in_flight(loop: Loop, source: Producer[ScoredGroup]) -> Iterator[Producer[Sc
 
 # %% ../../nbs/loop/11_loop.ipynb #9b3a720c
 async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
-    "The rest of the current step, one step, or one window of at most so many steps."
+    "The rest of the current step, one step, or one window of a limited number of steps."
     if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
         async with (
             loop.weights.turn() as turn,
@@ -229,7 +229,7 @@ def steps_left(loop: Loop, end: int | None) -> float:
 async def records_from(
     loop: GRPOLoop, steps: int | None = None
 ) -> AsyncGenerator[StepRecord, None]:
-    "Records as steps finish: at most so many, until the rows end or a stop is requested."
+    "Records as steps finish: at most the number asked for, until the rows end or a stop is requested."
     loop.stop_requested, end = False, None if steps is None else loop.state.number + steps
     with stop_on_interrupt(loop):
         try:
@@ -242,7 +242,7 @@ async def records_from(
 
 # %% ../../nbs/loop/11_loop.ipynb #f16dba4c
 def why_ended(loop: Loop, steps: int | None, made: int) -> str:
-    "Why a run has made fewer steps than it was asked for, and how to go on; empty when it has made them all."
+    "Why a run has made fewer steps than it was asked for, and how to continue; empty when it has made them all."
     if made == steps or (steps is None and made and not loop.stop_requested):
         return ""
     if loop.stop_requested and not loop.done:
@@ -300,7 +300,7 @@ def verdict_line(records: Iterable[StepRecord], record: StepRecord) -> str:
 async def run_steps(
     loop: GRPOLoop, steps: int | None = None, *, progress: bool = True
 ) -> RunRecords:
-    "Run so many steps (None = to the end) and return their records; shows a bar and a verdict per step."
+    "Run a number of steps (None = to the end) and return their records; shows a bar and a verdict per step."
     done = RunRecords(shown=progress)
     planned = loop.planned_steps
     total = (
@@ -328,7 +328,7 @@ async def run_steps(
 
 # %% ../../nbs/loop/11_loop.ipynb #4cf5f747
 async def warm_up(loop: GRPOLoop, rows: Any, steps: int = 10) -> RunRecords:
-    """Train on given answers: so many steps of cross-entropy, each on the next `prompt_groups_per_step` of the rows.
+    """Train on given answers: steps of cross-entropy, each on the next `prompt_groups_per_step` of the rows.
 
     `rows`: anything that `load_rows` takes, with the answer as `completion`, as the assistant's last message or as
     `answer`. Its tokens and the end of the turn are trained on; a service computes this loss itself if it can. The
@@ -385,7 +385,7 @@ class GRPOLoop(Loop):
         return records_from(self)
 
     def stop(self) -> None:
-        "Stop after the running phase; `step` and `run` go on from there."
+        "Stop after the running phase; `step` and `run` continue from there."
         self.stop_requested = True
 
     @run_exclusively

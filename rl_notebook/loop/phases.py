@@ -468,7 +468,7 @@ async def backward_phase(loop: Loop) -> LossReport | PhaseMetrics:
 async def optimize_phase(loop: Loop) -> PhaseMetrics:
     """Update the weights with the accumulated gradient; what was before can be restored with `undo`.
 
-    Called again after an interrupt, it goes on with the first minibatch that has not had its update."""
+    Called again after an interrupt, it continues with the first minibatch that has not had its update."""
     state = loop.state
     weights = loop.weights
     enter(state, "optimize")

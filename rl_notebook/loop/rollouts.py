@@ -774,12 +774,12 @@ def groups_per_pass(
 
 # %% ../../nbs/loop/01_rollouts.ipynb #f34a1b77
 def balanced_chunks(total: int, chunks: int) -> list[int]:  # groups in each chunk
-    "Cut so many groups into at most so many chunks of nearly the same size, the larger ones first."
+    "Split groups into at most a number of chunks of nearly equal size, the larger ones first."
     size, larger = divmod(total, min(chunks, total))
     return [size + (i < larger) for i in range(min(chunks, total))]
 
 # %% ../../nbs/loop/01_rollouts.ipynb #97535f5a
 def minibatch_slices(count: int, minibatches: int) -> list[slice]:
-    "Cut so many datums into at most so many slices of equal length, the last one of what is left."
+    "Split datums into at most a number of slices of equal length; the last one has the rest."
     size = max(1, -(-count // minibatches))
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]

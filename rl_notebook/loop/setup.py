@@ -272,7 +272,7 @@ def check_recordable(row: Row) -> None:
 
 
 def plain_prompts(rows: Sequence[Row], tokenizer: Any) -> str:
-    "A sentence for prompts of plain text beside a chat template; empty where there are none."
+    "A sentence for prompts of plain text used with a chat template; empty where there are none."
     plain = [row for row in rows if row.prompt is not None]
     if not plain or not tokenizer.chat_template:
         return ""

@@ -87,7 +87,7 @@ class StepState:
     rejected: bool = False
     # what a sync after this step, or before it, brought; None = it was not looked at
     synced: SyncReport | None = None
-    batch: Any = None  # what an asynchronous loop knows of the samples beside their values
+    batch: Any = None  # what an asynchronous loop knows of the samples besides their values
     idle: float = 0.0  # seconds without a row in flight, until the step began
     # where it adapts: `entropy_coeff`, and what is used; None = at the start
     bonus: tuple[float, float] | None = None
@@ -363,8 +363,8 @@ class Loop(LoopState):
         "What this kind of loop adds to the record of a step."
         return {}
 
-    def resume_state(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else going on needs
-        "What of a loop, beside the trainer's state, a checkpoint keeps: the rows that were taken and are in no record."
+    def resume_state(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else resuming needs
+        "What a checkpoint keeps of a loop besides the trainer's state: the rows that were taken and are in no record."
         # not those given back
         step = {number for number in self.state.numbers if number < self.cursor.consumed}
         more = {} if self.state.bonus is None else {"bonus": [*self.state.bonus]}

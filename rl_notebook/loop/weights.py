@@ -305,7 +305,7 @@ async def _undo(
 
 # %% ../../nbs/loop/03_weights.ipynb #5b82dbd8
 async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
-    "Do what changes trainer and loop together to its end; a cancellation goes on after it, a second one at once."
+    "Do what changes trainer and loop together to its end; a cancellation takes effect after it, a second one at once."
     shared = weights.shared
     if shared.section is asyncio.current_task():  # part of a larger piece
         return await work
@@ -343,7 +343,7 @@ async def _fork(weights: Weights, other: Weights) -> None:
 
 
 async def _take_over(w: Weights) -> None:
-    "Go on with the weights that are there; the loop that had them so far is told when it comes back."
+    "Continue with the current weights; the loop that had them gets an error when it comes back."
     if (old := w.shared.loaded) is not None:
         await old.owner.close()
         lost = old.owner.forget_scores()
@@ -497,7 +497,7 @@ class Weights:
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        "While inside, syncs wait, and the turn goes on from step to step."
+        "While inside, syncs wait, and the turn continues from step to step."
         self.in_window = True
         try:
             yield

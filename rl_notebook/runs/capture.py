@@ -56,7 +56,7 @@ def _ask(path: Path, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, 
         try:
             with closing(sqlite3.connect(f"{address}?mode=ro", uri=True)) as connection:
                 return _fetch(connection, query, values, size)
-        except sqlite3.OperationalError:  # where no journal can be made beside it
+        except sqlite3.OperationalError:  # where no journal can be made next to it
             with closing(sqlite3.connect(f"{address}?mode=ro&immutable=1", uri=True)) as connection:
                 return _fetch(connection, query, values, size)
 

@@ -244,7 +244,7 @@ def _of_rank(found: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
 
 # %% ../../nbs/runs/02_dumps.ipynb #568b0fe3
 class Slime(Miles):
-    "`train_data/{rollout}.pt` of slime, format 2, with `rollout_data` beside it."
+    "`train_data/{rollout}.pt` of slime, format 2, with `rollout_data` next to it."
 
     origin = "slime"
     signature = "train_data/*.pt"

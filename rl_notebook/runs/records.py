@@ -912,7 +912,7 @@ def _bundle_arrays(record: StepRecord) -> dict[str, np.ndarray]:
 
 # %% ../../nbs/runs/00_records.ipynb #d9b4191c
 def _bundle_json(record: StepRecord) -> dict[str, Any]:
-    "What a bundle says of a step and of each sample beside its arrays."
+    "What a bundle says of a step and of each sample besides its arrays."
     there = {(d.group, d.sample) for d in record.datums}
     samples = [
         {

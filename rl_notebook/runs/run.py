@@ -384,7 +384,7 @@ LOGS = ("metrics.jsonl", "trainer_state.json", "events.out.tfevents*", "*.wandb"
 
 
 def runs_near(path: Path, most: int = 5) -> list[Path]:
-    "Run folders with steps above and below a path, beside it, and in `runs`, the newest first."
+    "Run folders with steps above and below a path, next to it, and in `runs`, the newest first."
     around = [path, *path.parents[:2], path.parent / "runs", Path("runs")]
     marks = [
         *(folder / "run.json" for folder in path.parents[:2]),
@@ -670,7 +670,7 @@ class RunFolder(Run):
         return path
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        "Add metrics to a step beside its record, such as a held-out reward; step 0 is before training."
+        "Add metrics to a step besides its record, such as a held-out reward; step 0 is before training."
         _append_line(
             self._written_by().path / "metrics.jsonl", _metrics_line({"step": step, **metrics})
         )
@@ -687,10 +687,10 @@ class RunFolder(Run):
         cursor: Mapping[str, Any],  # of `Cursor.state`
         *,
         policy_version: int,  # weight syncs so far
-        extra: Mapping[str, Any] | None = None,  # anything else that going on needs
+        extra: Mapping[str, Any] | None = None,  # anything else that resuming needs
         keep: int = 2,  # older checkpoints are deleted
     ) -> Checkpoint:
-        "Save what is needed to go on from here; older ones go only when the new one is complete."
+        "Save what is needed to resume from here; older ones go only when the new one is complete."
         self._written_by()
         facts = {
             "step": step,
@@ -844,7 +844,7 @@ _CHECKPOINT_FORMAT = "rl_notebook.checkpoint/1"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    "Where a run can go on from."
+    "Where a run can be resumed."
 
     path: Path  # its folder
     step: int  # finished steps
@@ -855,7 +855,7 @@ class Checkpoint:
     config: Mapping[str, Any]  # settings of the run that saved it
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
-        "Raise RecordError unless a run with these settings can go on from here."
+        "Raise RecordError unless a run with these settings can resume from here."
         _refuse_other_past(self.config, config, str(self.path), self)
 
 # %% ../../nbs/runs/07_run.ipynb #1978942d

@@ -152,7 +152,7 @@ _ALLOWED = [
 
 
 class VerlBatches(PtFiles):
-    "`tq_batch.pt` of verl's `skip.rollout_tq`, with the texts of `rollout_data_dir` where they lie beside it."
+    "`tq_batch.pt` of verl's `skip.rollout_tq`, with the texts of `rollout_data_dir` where they lie next to it."
 
     origin = "verl (batches)"
     signature = "GBS*/*/*/tq_batch.pt"

@@ -127,7 +127,7 @@ class WandBTracker:
     def __init__(
         self,
         run: RunIdentity,  # name and id
-        config: Mapping[str, Any],  # plain settings, shown beside the charts
+        config: Mapping[str, Any],  # plain settings, shown next to the charts
         log_path: str
         | os.PathLike[str]
         | None,  # its files go into `log_path/wandb`; None = ./wandb
@@ -167,7 +167,7 @@ class TrackioTracker:
 
     def __init__(
         self,
-        run: RunIdentity,  # name, and whether to go on with the latest run of that name
+        run: RunIdentity,  # name, and whether to continue the latest run of that name
         config: Mapping[str, Any],  # plain settings
         project: str = "rl-notebook",  # groups runs
     ):
@@ -283,7 +283,7 @@ def open_trackers(
 
 # %% ../../nbs/runs/09_trackers.ipynb #c6183028
 def finish_trackers(trackers: Sequence[Tracker]) -> None:
-    "Finish all of them; if one fails the others are finished all the same, and then the error goes on."
+    "Finish all of them; if one fails the others are finished all the same, and then the error is raised."
     with contextlib.ExitStack() as stack:
         for tracker in reversed(trackers):
             stack.callback(tracker.finish)

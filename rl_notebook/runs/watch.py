@@ -549,7 +549,7 @@ class TrainerHooks:
         self.before = {}
 
 # %% ../../nbs/runs/08_watch.ipynb #c1f703cc
-# seconds that the first process waits for the others' parts of a step, beside training
+# seconds that the first process waits for the others' parts of a step, during training
 PATIENCE = 600.0
 
 
@@ -602,7 +602,7 @@ class Watched:
         self.processes = trainer.accelerator.num_processes
         self.run = None if self.rank else open_folder(self.path, trl_settings(trainer))
         self.ended = ""  # why nothing more is recorded; empty = it is
-        # seconds of recording: in training's thread, and beside it
+        # seconds of recording: in training's thread, and outside of it
         self.cost, self.begun = 0.0, time.perf_counter()
         self._last: StepRecord | None = None
         self._pen = ThreadPoolExecutor(1)
@@ -712,7 +712,7 @@ class Watched:
             )
 
     def _end(self) -> None:
-        "Give up the folder; what the others had handed over and nobody joined goes."
+        "Give up the folder; what the others had handed over and was not joined goes."
         if self.run is not None:
             self.run.release()
             for place in self.path.glob("process-*/"):
