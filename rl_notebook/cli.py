@@ -74,7 +74,10 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def option_values(args: Sequence[str]) -> dict[str, Any]:  # by field, dotted for sub-configs
-    "`--name value`, `--name=value`, `--flag` and `--no-flag` as a mapping; several values make a list."
+    """`--name value`, `--name=value`, `--flag` and `--no-flag` as a mapping; several values make a list.
+
+    Raises `ConfigError` for a value without the name of its option before it.
+    """
     found: dict[str, list[str]] = {}
     name = None
     for arg in args:

@@ -78,7 +78,14 @@ def group_advantages(
     ddof: int = 1,  # 1 divides the variance by K-1, 0 by K
     eps: float = 1e-8,  # added to the standard deviation
 ) -> np.ndarray:  # (K,) float64; exactly 0 for a zero-variance group
-    "Group-relative advantages of one prompt."
+    """Group-relative advantages of one prompt.
+
+    Raises `RewardError` for a negative reward under "maxrl", and `LossError` for a scale that needs
+    the samples ("opo", "whiten", parts) and not their rewards alone.
+
+    Sources: GRPO (arXiv:2402.03300), section 4.1.2, for "std"; Dr. GRPO (arXiv:2503.20783) for "none";
+    RLOO (arXiv:2402.14740) for "loo"; MaxRL (arXiv:2602.02710) for "maxrl".
+    """
     r = _checked(rewards, scale)
     if scale not in DIVISORS:
         got = f"{scale!r} for the rewards of one group"
@@ -166,7 +173,10 @@ def with_advantages(
     eps: float = 1e-8,  # added to the standard deviation
     weights: Mapping[str, float] | None = None,  # of the parts of the reward; 1 where there is none
 ) -> list[PromptGroup]:
-    "The same groups with `advantages` filled in; 0 for a sample that lost all its siblings."
+    """The same groups with `advantages` filled in; 0 for a sample that lost all its siblings.
+
+    Raises `RewardError` for a group of one sample under a scale that compares samples.
+    """
     for g in groups:
         if len(g.run_starts) == 1 and not g.dropped:
             fix = "Set completions_per_prompt >= 2."
@@ -237,7 +247,10 @@ def soft_overlong_penalty(
     max_completion_tokens: int,  # L_max
     buffer: int,  # B, the last tokens before L_max, over which the penalty grows
 ) -> float:  # 0 down to -1, to be added to the reward
-    "DAPO's length penalty: free until the buffer begins, -1 at the limit."
+    """DAPO's length penalty: free until the buffer begins, -1 at the limit.
+
+    Raises `RewardError` for a buffer that is not between 1 and `max_completion_tokens` tokens.
+    """
     if not 0 < buffer <= max_completion_tokens:
         raise RewardError(
             "overlong buffer", got=buffer, expected=f"1 to {max_completion_tokens} tokens"

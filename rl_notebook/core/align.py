@@ -107,7 +107,11 @@ def target_from_echo(
     *,
     where: str | None = None,  # place named in an error
 ) -> np.ndarray:  # (N-1,) in target coordinates
-    "The `inference[1:]` rule, checked: N values, of which only the first must be undefined."
+    """The `inference[1:]` rule, checked: N values, of which only the first must be undefined.
+
+    Raises `AlignmentError` if the number of values is not that of the tokens, or the first one is
+    defined.
+    """
     _check_len(series, num_tokens, "echo logprobs", where, "Was echo=True set?")
     values = frozen_array(series, np.float64)
     if not np.isnan(values[0]):
@@ -138,7 +142,10 @@ def align_logprobs(
     | None = None,  # whether the sampler says that it scored the prompt; None = not said
     where: str | None = None,  # place named in an error
 ) -> np.ndarray:  # (N-1,) in target coordinates, NaN where undefined
-    "Bring sampler logprobs of any of the three shapes into target coordinates."
+    """Bring sampler logprobs of any of the three shapes into target coordinates.
+
+    Raises `AlignmentError` if the values fit none of the three shapes.
+    """
     _check_prompt_len(prompt_len, num_tokens, where)
     coordinate = detect_coordinate(len(series), prompt_len, num_tokens)
     claims = {

@@ -35,7 +35,10 @@ def datum_from_tokens_weights(
     max_length: int | None = None,  # keep the first tokens only
     **fields: Any,  # other fields of Datum
 ) -> Datum:
-    "A datum from ids and token-aligned weights, shifted by one."
+    """A datum from ids and token-aligned weights, shifted by one.
+
+    Raises `DatumError` for weights that do not fit the tokens, and for less than two tokens.
+    """
     tokens = np.asarray(tokens)
     weights = np.asarray(weights, dtype=np.float64)
     if len(tokens) != len(weights):
@@ -105,7 +108,11 @@ def datum_from_sample(
     overlong: str = "keep",  # "keep" or "mask"
     **place: Any,  # group, sample, key
 ) -> Datum:
-    "The training sequence of one graded sample, single- or multi-turn."
+    """The training sequence of one graded sample, single- or multi-turn.
+
+    Raises `DatumError` for a sample longer than `max_seq_len` under overlong="error", and for an
+    unknown `overlong`.
+    """
     if overlong not in _OVERLONG:
         raise DatumError("overlong", got=repr(overlong), expected=" or ".join(map(repr, _OVERLONG)))
     weights = sample.loss_mask * (0 if overlong == "mask" and sample.truncated else 1)
@@ -132,7 +139,10 @@ def datums_from_groups(
     max_seq_len: int | None = None,  # keep the first tokens only
     overlong: str = "keep",  # "keep" or "mask"
 ) -> list[Datum]:  # group after group, sample after sample
-    "All training sequences of a step."
+    """All training sequences of a step.
+
+    Raises `DatumError` for a group without advantages.
+    """
     datums = []
     for g in groups:
         if g.advantages is None:

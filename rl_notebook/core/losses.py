@@ -100,12 +100,18 @@ def log_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
 
 # %% ../../nbs/core/05_losses.ipynb #adbcd323
 def grpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-A p T."
+    """-A p T.
+
+    Source: the Fireworks cookbook, whose default it is; REINFORCE with GRPO's advantages.
+    """
     return -t.advantages * t.policy_logprobs * tis
 
 # %% ../../nbs/core/05_losses.ipynb #303e9aa7
 def reinforce(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-exp(p - b) A; the sampler's logprob is its anchor, so no further correction applies."
+    """-exp(p - b) A; the sampler's logprob is its anchor, so no further correction applies.
+
+    Source: the Fireworks cookbook, `reinforce`.
+    """
     assert t.sampler_logprobs is not None
     return (
         -torch.exp(torch.clamp(t.policy_logprobs - t.sampler_logprobs, -20.0, 20.0)) * t.advantages
@@ -113,12 +119,18 @@ def reinforce(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 
 # %% ../../nbs/core/05_losses.ipynb #2cf00f13
 def importance_sampling(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-r A T, without clipping besides the cap of the log ratio."
+    """-r A T, without clipping besides the cap of the log ratio.
+
+    Source: the Fireworks cookbook, `importance_sampling`.
+    """
     return -torch.exp(log_ratio(t, o.knob("ratio_log_cap"))) * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #b280bcc6
 def clipped_surrogate(r: Tensor, t: ActiveTokens, o: LossOptions) -> Tensor:
-    "max(-rA, -clip(r) A), and at most -cA where A < 0 if `eps_clip_c` is set."
+    """max(-rA, -clip(r) A), and at most -cA where A < 0 if `eps_clip_c` is set.
+
+    Sources: PPO (arXiv:1707.06347), eq. 7; dual clip (arXiv:1912.09729).
+    """
     low, high = o.clip_range
     loss = torch.maximum(-r * t.advantages, -torch.clamp(r, low, high) * t.advantages)
     if o.eps_clip_c is not None:
@@ -129,7 +141,10 @@ def clipped_surrogate(r: Tensor, t: ActiveTokens, o: LossOptions) -> Tensor:
 
 # %% ../../nbs/core/05_losses.ipynb #f16314c8
 def ppo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "The clipped surrogate on the token ratio, times T."
+    """The clipped surrogate on the token ratio, times T.
+
+    Sources: PPO (arXiv:1707.06347); DAPO (arXiv:2503.14476) for two bounds.
+    """
     return clipped_surrogate(torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), t, o) * tis
 
 # %% ../../nbs/core/05_losses.ipynb #827d0b55
@@ -141,18 +156,27 @@ def sequence_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
 
 # %% ../../nbs/core/05_losses.ipynb #e4ce08af
 def gspo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "The clipped surrogate on the sequence ratio, times T."
+    """The clipped surrogate on the sequence ratio, times T.
+
+    Source: GSPO (arXiv:2507.18071).
+    """
     return clipped_surrogate(sequence_ratio(t, o.knob("seq_ratio_log_cap")), t, o) * tis
 
 # %% ../../nbs/core/05_losses.ipynb #56d9e3ca
 def cispo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-sg(clip(r)) p A T: clipped tokens keep a gradient."
+    """-sg(clip(r)) p A T: clipped tokens keep a gradient.
+
+    Source: CISPO, in MiniMax-M1 (arXiv:2506.13585).
+    """
     weight = torch.clamp(torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), *o.clip_range).detach()
     return -weight * t.policy_logprobs * t.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #ab25ddee
 def dro(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-(p A T - beta/2 (p - o)^2), the quadratic term only where the advantage is not zero."
+    """-(p A T - beta/2 (p - o)^2), the quadratic term only where the advantage is not zero.
+
+    Source: the Fireworks cookbook, `dro`.
+    """
     pull = o.knob("dro_beta") / 2 * (t.policy_logprobs - t.old_logprobs) ** 2 * (t.advantages != 0)
     return -(t.policy_logprobs * t.advantages * tis - pull)
 
@@ -167,7 +191,10 @@ def sapo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 
 # %% ../../nbs/core/05_losses.ipynb #29a0f672
 def vespo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-sg(phi(w)) A p, where phi(w) = e^lambda w^k e^(-lambda w) and w is the product of a sample's ratios and of T."
+    """-sg(phi(w)) A p, where phi(w) = e^lambda w^k e^(-lambda w) and w is the product of a sample's ratios and of T.
+
+    Source: VESPO (arXiv:2602.10693), as in TRL.
+    """
     moved = torch.clamp(t.policy_logprobs.detach() - t.old_logprobs, -20.0, 20.0)
     corrected = moved + torch.clamp(tis.log(), math.log(1e-8), 20.0)
     log_w = torch.clamp(t.sum_per_sample(corrected), math.log(1e-8), 20.0)[t.sample]
@@ -178,7 +205,10 @@ def vespo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 
 # %% ../../nbs/core/05_losses.ipynb #718557fb
 def gmpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-exp(mean of the clipped log ratio) A T; a log ratio is clipped only where the advantage asks for more of it."
+    """-exp(mean of the clipped log ratio) A T; a log ratio is clipped only where the advantage asks for more of it.
+
+    Source: GMPO (arXiv:2507.20673); `geo_mean` in verl.
+    """
     gap = log_ratio(t, o.knob("ratio_log_cap"))
     sign = torch.sign(t.advantages)
     low, high = o.clip_range
@@ -191,7 +221,10 @@ def gmpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 def dppo(
     gone: Callable[[Tensor, Tensor], Tensor], t: ActiveTokens, tis: Tensor, o: LossOptions
 ) -> Tensor:
-    "-sg(min(r, cap)) A p T, without tokens that the advantage pushes on although they have gone beyond their bound."
+    """-sg(min(r, cap)) A p T, without tokens that the advantage pushes on although they have gone beyond their bound.
+
+    Source: DPPO (arXiv:2602.04879).
+    """
     p = t.policy_logprobs.detach()
     before = t.old_logprobs
     far = gone(p, before)
@@ -220,7 +253,10 @@ def covariance(t: ActiveTokens) -> Tensor:  # (T,)
 
 
 def kl_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-r A T; the tokens of highest covariance pay |p - o| as well."
+    """-r A T; the tokens of highest covariance pay |p - o| as well.
+
+    Source: The Entropy Mechanism (arXiv:2505.22617), as in verl.
+    """
     gap = log_ratio(t, o.knob("ratio_log_cap"))
     top = torch.zeros_like(gap).detach()
     if len(gap):
@@ -231,7 +267,10 @@ def kl_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
 
 
 def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "`ppo` without some tokens of high covariance, which a fixed seed draws."
+    """`ppo` without some tokens of high covariance, which a fixed seed chooses.
+
+    Source: The Entropy Mechanism (arXiv:2505.22617), as in verl.
+    """
     r = torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
     (low, high) = o.clip_range
     clipped = -torch.clamp(r, low, high) * t.advantages > -r * t.advantages

@@ -98,7 +98,10 @@ def pass_at_k(
     c: int,  # of them right
     k: int,  # drawn from them, at most n
 ) -> float:
-    "Probability that one of k completions is right: unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1)."
+    """Probability that one of k completions is right: unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
+
+    Raises `RLNotebookError` unless 0 <= c <= n and 1 <= k <= n.
+    """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise RLNotebookError(
             "pass@k", got=f"n={n}, c={c}, k={k}", expected="0 <= c <= n and 1 <= k <= n"

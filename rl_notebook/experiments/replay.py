@@ -546,7 +546,10 @@ async def replay(
     step: int,  # a recorded step
     loop: GRPOLoop,  # fresh, with rows, rewards and config of the run; left in that step
 ) -> Replay:
-    "Take a recorded step again, and compare every phase with its record."
+    """Take a recorded step again, and compare every phase with its record.
+
+    Raises `RecordError` for a step of supervised completions, which has no sampling to repeat.
+    """
     record = run.record(step)
     run.check(loop.cfg)
     if record.given:

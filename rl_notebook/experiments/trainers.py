@@ -459,7 +459,10 @@ def compare_trainers(
     trainers: Mapping[str, Mapping[str, Any]]
     | None = None,  # name -> settings over its defaults; None = all
 ) -> TrainerComparison:
-    "A recorded step as TRL, verl, prime-rl, SkyRL, tinker-cookbook and the Fireworks cookbook would have computed it."
+    """A recorded step as TRL, verl, prime-rl, SkyRL, tinker-cookbook and the Fireworks cookbook would have computed it.
+
+    Raises `LossError` for a step without rewards, and for an unknown trainer or setting.
+    """
     if isinstance(source, StepRecord) and source.given:
         raise LossError(
             "compare_trainers",

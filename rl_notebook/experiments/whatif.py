@@ -988,7 +988,10 @@ async def true_gradients(
     *,
     tokenizer: Any = None,  # adds the text of each token
 ) -> Attribution:
-    "`attribution` with the true gradient norm of each sample, its cosine with the batch gradient, and its part in it."
+    """`attribution` with the true gradient norm of each sample, its cosine with the batch gradient, and its part in it.
+
+    Raises `LossError` for a step of several updates.
+    """
     a = attribution(source, dlogprobs, tokenizer=tokenizer)
     if a.batch.updates:
         got = f"{len(a.batch.updates)} updates, each from weights of its own"

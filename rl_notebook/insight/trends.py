@@ -365,7 +365,10 @@ def ledger(
     records: Iterable[StepRecord],  # of a run, or one
     k: int | None = None,  # of pass@k; None = the samples of the largest group
 ) -> pd.DataFrame:  # one line a row of the data, most of the gradient first
-    "Visits, samples, what was solved, dead and repeated, and the shares of trained tokens and of the gradient, by row."
+    """Visits, samples, what was solved, dead and repeated, and the shares of trained tokens and of the gradient, by row.
+
+    Raises `DataError` for records without samples.
+    """
     past = Past(records)
     lines = list[dict[str, Any]]()
     middle = past.middle(len(past.records) - 1)

@@ -49,7 +49,10 @@ async def measure_noise_floor(
     scorer: Scorer,  # policy or reference
     datums: Sequence[Datum],  # a handful is enough
 ) -> float:  # nats
-    "Largest absolute difference of logprobs, same weights: all datums in one call, against each in a call of its own."
+    """Largest absolute difference of logprobs, same weights: all datums in one call, against each in a call of its own.
+
+    Raises `DatumError` for datums without a trained position.
+    """
     if not any(d.num_loss_tokens for d in datums):
         got = f"{len(datums)} datums without a target of weight 1" if datums else "no datums"
         raise DatumError("noise floor", got=got, expected="at least one position to score")

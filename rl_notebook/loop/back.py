@@ -176,7 +176,10 @@ async def save_checkpoint(
     run: RunFolder,
     every: int = 1,  # steps since the last checkpoint that make a new one due
 ) -> int | None:  # the step after which was saved; None if it was not due
-    "Save what resuming from the last finished step needs; rows sampled but not trained on are sampled again."
+    """Save what resuming from the last finished step needs; rows sampled but not trained on are sampled again.
+
+    Raises `PhaseError` in the middle of a step.
+    """
     state, step = loop.state, loop.state.number - 1
     if state.updated:
         raise PhaseError(

@@ -184,7 +184,7 @@ def in_flight(loop: Loop, source: Producer[ScoredGroup]) -> Iterator[Producer[Sc
 
 # %% ../../nbs/loop/11_loop.ipynb #9b3a720c
 async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
-    "The rest of the current step, one step, or one window of a limited number of steps."
+    "Run the rest of the current step, one step, or the steps up to the next weight sync."
     if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
         async with (
             loop.weights.turn() as turn,

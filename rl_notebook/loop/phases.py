@@ -94,7 +94,10 @@ def encode_numbers(loop: Loop, numbers: Iterable[int]) -> list[Prompt]:
 
 # %% ../../nbs/loop/07_phases.ipynb #d86c85f8
 def prompts_phase(loop: Loop) -> PhaseResult[Prompt]:
-    "Take the next rows and encode them."
+    """Take the next rows and encode them.
+
+    Raises `PhaseError` when all rows of all epochs are done.
+    """
     enter(loop.state, "prompts")
     before = RowQueue(loop.state.cursor, deque(loop.state.pending))
     numbers = before.upcoming(loop.cfg.prompt_groups_per_step)
@@ -393,7 +396,10 @@ def loss_phase(
     `policy_loss` is a function, which takes what it needs by name (see `register_loss`), or the name of one; None = as
     before. `changes` are options of the loss, such as `aggregation="sequence_mean"`, `kl_beta=0.1`; all are in
     `core.losses.LossOptions`. `backward` reads them too; they stay until the step ends or others come. A KL
-    needs reference logprobs, which `reference` brings where the config has `kl_beta` above 0 or `kl_metric`."""
+    needs reference logprobs, which `reference` brings where the config has `kl_beta` above 0 or `kl_metric`.
+
+    Raises `PhaseError` before the policy logprobs of this step are there.
+    """
     datums = enter(loop.state, "loss")
     if nothing := skipped(loop, "loss"):
         return nothing

@@ -271,7 +271,11 @@ async def sample_completions(
     | None = None,  # watches lost requests; without one, a request that stays lost is an error
     sleep: Sleep = asyncio.sleep,
 ) -> Rollouts:
-    "All completions of one prompt in one request."
+    """All completions of one prompt in one request.
+
+    Raises `BackendError` for another number of completions than `params.n`, and for completions of
+    another prompt.
+    """
 
     async def request(missing: list[int], round: int) -> Sequence[Segments | Lost]:
         seed = sampling_seed(params.seed or 0, prompt.number, missing[0] if round else 0, round)
@@ -774,7 +778,7 @@ def groups_per_pass(
 
 # %% ../../nbs/loop/01_rollouts.ipynb #f34a1b77
 def balanced_chunks(total: int, chunks: int) -> list[int]:  # groups in each chunk
-    "Split groups into at most a number of chunks of nearly equal size, the larger ones first."
+    "Split groups into at most `chunks` chunks of nearly equal size, the larger ones first."
     size, larger = divmod(total, min(chunks, total))
     return [size + (i < larger) for i in range(min(chunks, total))]
 

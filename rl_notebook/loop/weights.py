@@ -305,7 +305,7 @@ async def _undo(
 
 # %% ../../nbs/loop/03_weights.ipynb #5b82dbd8
 async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
-    "Do what changes trainer and loop together to its end; a cancellation takes effect after it, a second one at once."
+    "Finish a change of trainer and loop before a cancellation takes effect; a second cancellation takes effect at once."
     shared = weights.shared
     if shared.section is asyncio.current_task():  # part of a larger piece
         return await work
@@ -343,7 +343,7 @@ async def _fork(weights: Weights, other: Weights) -> None:
 
 
 async def _take_over(w: Weights) -> None:
-    "Continue with the current weights; the loop that had them gets an error when it comes back."
+    "Continue with the current weights; the loop that had them gets an error at its next call."
     if (old := w.shared.loaded) is not None:
         await old.owner.close()
         lost = old.owner.forget_scores()

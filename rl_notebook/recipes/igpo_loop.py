@@ -58,7 +58,10 @@ def igpo_problem(
     rollout_fn: Callable[..., Any] | None = None,  # sample_prompt -> sample, without a factory
     **others: Any,  # of `make_problem`: eval_rows, evaluation_fn, rollout_extras
 ) -> Problem:
-    "Rows, scored rollouts, advantages of turns and their filter."
+    """Rows, scored rollouts, advantages of turns and their filter.
+
+    Raises `ConfigError` without a rollout function, and for another `advantage_scale` than "std".
+    """
     igpo = cfg.igpo or IGPOConfig()
     if rollout_fn_factory is None and rollout_fn is None:
         fix = "Information gain is of turns; a single turn has `rl_loop`."

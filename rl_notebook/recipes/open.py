@@ -126,7 +126,11 @@ async def open_backend(
     say: Callable[[str], Any] = print_plain,  # where the lines about provisioning and reconnects go
     leftover: str = "error",  # fireworks: trainers of a killed process in this run folder: "attach", "clean" or "error"
 ) -> Backend:  # `async with` releases what it holds
-    "The backend that a config names."
+    """The backend that a config names.
+
+    Raises `ConfigError` for an unknown backend, and for a `leftover` that the backend does not
+    support.
+    """
     for name in ("backend", "base_model", "base_url", "teacher"):
         check_trusted(getattr(cfg, name), name)  # a service is sent your key
     if cfg.backend not in OPENERS:

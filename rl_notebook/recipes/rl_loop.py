@@ -104,7 +104,10 @@ def config_rewards(cfg: Config) -> list[Any]:
 def load_problem(
     cfg: Config, grades: bool = True
 ) -> Problem:  # grades: whether the config's rewards do
-    "Rows and rewards that a config names; raises for an unknown function, and for rows without what one reads."
+    """Rows and rewards that a config names; raises for an unknown function, and for rows without what one reads.
+
+    Raises `ConfigError` if `eval_rows` leaves no row to train on.
+    """
     needed = columns_read(list(cfg.rewards) or ["gsm8k"]) if grades else []
     if cfg.dataset == "toy":
         rows = load_rows(toy_rows(cfg.max_rows or 4096, seed=cfg.seed), require=needed)
@@ -408,7 +411,10 @@ async def train(
     make: Callable[..., Problem] = make_problem,  # of the parts
     **parts: Any,  # of `make`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
-    "Run GRPO as a config says."
+    """Run GRPO as a config says.
+
+    Raises `ConfigError` for rows or rewards beside a problem that has them.
+    """
     plan = plan_run(cfg, resume, trust, problem, **parts)  # before anything is set up
     given = [name for name, part in parts.items() if part is not None]
     if problem is not None and given:

@@ -670,7 +670,7 @@ class RunFolder(Run):
         return path
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        "Add metrics to a step besides its record, such as a held-out reward; step 0 is before training."
+        "Add metrics to a step next to its record, such as a held-out reward; step 0 is before training."
         _append_line(
             self._written_by().path / "metrics.jsonl", _metrics_line({"step": step, **metrics})
         )

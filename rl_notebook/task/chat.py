@@ -357,7 +357,10 @@ def sample_from_spans(
     text: str,
     info: Mapping[str, Any],
 ) -> RolloutSample:
-    "Spans of tokens as one sample; NaN logprobs where nothing was sampled."
+    """Spans of tokens as one sample; NaN logprobs where nothing was sampled.
+
+    Raises `AlignmentError` for turns of different temperatures.
+    """
     said = [c for _, c in spans if c is not None]
     temperatures = sorted({c.params.temperature for c in said})
     if len(temperatures) > 1:
@@ -648,7 +651,10 @@ def start_conversation(
     room: int = 1,  # tokens that the first turn may need
     **options: Any,  # of the chat template
 ) -> Conversation:
-    "A conversation that begins with a row's messages; the policy is next."
+    """A conversation that begins with a row's messages; the policy is next.
+
+    Raises `DataError` for a row without messages.
+    """
     if row.messages is None:
         raise DataError(
             "messages", where=row.where, got="none", expected="a conversation, to be continued"

@@ -189,7 +189,10 @@ def make_length_reward(
     target: int,  # tokens that earn 1
     width: int,  # tokens away from the target that earn 0
 ) -> Callable[[str, Sequence[int]], float]:
-    "A reward that falls in a straight line from 1 at `target` tokens to 0 at `target ± width`."
+    """A reward that falls in a straight line from 1 at `target` tokens to 0 at `target ± width`.
+
+    Raises `RewardError` for a width below 1 token.
+    """
     if width < 1:
         raise RewardError(
             "width", where="make_length_reward", got=width, expected="1 or more tokens"
@@ -527,7 +530,10 @@ def reward_fn(
     style: str | None = None,  # None = by its parameters, see `reward_style`
     weight: float | None = None,  # in the sum; None = 1
 ) -> RewardFn:
-    "A reward function of any signature, ready to be scored with."
+    """A reward function of any signature, ready to be scored with.
+
+    Raises `RewardError` for what is neither a function nor the name of one.
+    """
     if isinstance(source, RewardFn):
         given = {"name": name, "style": style, "weight": weight}
         return replace(source, **{k: v for k, v in given.items() if v is not None})

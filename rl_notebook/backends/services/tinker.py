@@ -1023,7 +1023,10 @@ async def open_tinker(
     timeout_s: float = 1800.0,  # of one request
     say: Callable[[str], Any] | None = None,  # gets a line per reconnect; None = a warning
 ) -> TinkerBackend:  # policy ServiceTrainer, reference ServiceReference, sampler TinkerSampler
-    "Policy, reference, sampler and sync on a Tinker-compatible service."
+    """Policy, reference, sampler and sync on a Tinker-compatible service.
+
+    Raises `ConfigError` for a `max_seq_len` that is missing or longer than the model's context.
+    """
     url = base_url or os.environ.get("TINKER_BASE_URL") or None
     words = open_tokenizer(tokenizer, base_model)
     sessions = open_sessions(url, key, words, lora_rank, reference)
