@@ -82,6 +82,17 @@ def _no_client_outlives_its_file() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _no_loss_outlives_its_file() -> Iterator[None]:
+    "A loss that a test passed is registered; tests of other files know those of the package."
+    from rl_notebook.core.losses import POLICY_LOSSES
+
+    before = dict(POLICY_LOSSES)
+    yield
+    POLICY_LOSSES.clear()
+    POLICY_LOSSES.update(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _no_memory_outlives_its_file() -> Iterator[None]:
     "Models are in cycles, and what is freed in many threads is not given back by itself: workers grew to gigabytes."
     yield

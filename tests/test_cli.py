@@ -293,7 +293,7 @@ def test_help(capsys):
     titles = [line for line in page.splitlines() if re.match(r"[A-Z].*:$", line)]
     assert titles[:3] == [
         "Which model learns which task:",
-        "How completions are drawn:",
+        "How completions are sampled:",
         "From rewards to advantages:",
     ]
     assert len(titles) >= 15

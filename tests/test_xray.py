@@ -89,9 +89,6 @@ def test_losses_that_are_no_ratio_times_advantage_have_words_of_their_own(
     assert (len(values) == 2) == (loss in TERM_WORDS and loss not in ("sapo", "clip_cov", "kl_cov"))
 
 
-BUILT_IN = tuple(POLICY_LOSSES)  # before other tests pass losses of their own
-
-
 def test_a_registered_loss_is_not_taken_apart():
     register_loss(lambda t, tis, o: -t.advantages * t.policy_logprobs, name="tilted")
     try:
@@ -247,7 +244,7 @@ def combinations(batch: str = "own") -> list[dict[str, Any]]:
     each = ("grpo", "ppo", "gspo", "sapo")
     corners = ((0.0, "off"), (0.05, "off"), (0.0, "token"), (0.05, "sequence"))
     out = []
-    for loss, how, (kl, tis) in itertools.product(BUILT_IN, AGGREGATIONS, corners):
+    for loss, how, (kl, tis) in itertools.product(POLICY_LOSSES, AGGREGATIONS, corners):
         barred = {"reinforce": ("token", "sequence"), "vespo": ("sequence",)}.get(loss, ())
         if tis in barred or (how not in usual and (loss not in each or batch != "own")):
             continue

@@ -308,7 +308,7 @@ class LossOptions(LossParams):
     def knob(self, name: str) -> Any:
         "The value that the loss will read: what was set, or its default; None if it reads no such knob."
         set_to = getattr(self, name)
-        # none as long as a function that is named is not imported
+        # None until the function that is named is imported
         known = POLICY_LOSSES.get(self.policy_loss)
         return known[1].get(name) if set_to is None and known else set_to
 

@@ -94,7 +94,7 @@ def evaluation_due(loop: Loop) -> bool:
 
 
 async def whole_step(loop: GRPOLoop) -> StepRecord | None:
-    "Run what is left of this step, also after a stop; None if another stop is requested before it is finished."
+    "Clear a request to stop, and run what is left of this step; None if another stop is requested before it is finished."
     loop.stop_requested = False
     return await loop.rest_of_step()
 
@@ -350,7 +350,7 @@ async def warm_up(loop: GRPOLoop, rows: Any, steps: int = 10) -> RunRecords:
 
 # %% ../../nbs/loop/11_loop.ipynb #6b7338b6
 class GRPOLoop(Loop):
-    "GRPO, one phase at a time. What uses the backend is done in a turn of its own."
+    "GRPO, one phase at a time. Methods that use the backend hold its lock while they run."
 
     prompts = requires_idle(phases.prompts_phase)
     sample = run_exclusively(phases.sample_phase)

@@ -558,7 +558,7 @@ def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
 async def redraw(
     e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128
 ) -> Evidence:
-    "Next tokens at so many places where the sampler was in doubt, each drawn twice so many times."
+    "Sample `draws` next tokens, twice, at each of `places` positions where the sampler was in doubt."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
 
     def past(k):
