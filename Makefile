@@ -49,7 +49,7 @@ lab: $(STAMP) ## open JupyterLab on the tutorials
 # --- checking it ------------------------------------------------------------------------------------------------
 
 # Notebooks and tests beside each other: where one waits for a service, another computes. Two notebooks at a time then.
-test: $(STAMP) ## set-up, then all checks: lint, imports, types, notebooks, tests; about twelve minutes on two cores
+test: $(STAMP) ## set-up, then all checks: lint, imports, types, notebooks, tests; about twenty minutes on two cores
 	@$(MAKE) --no-print-directory --jobs 3 AT_ONCE=2 lint imports types notebooks pytest
 
 lint: $(STAMP)
