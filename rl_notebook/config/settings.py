@@ -78,7 +78,7 @@ class TaskSettings:
     # built-in task, path, URL, hub name, or "module:function" that returns rows
     dataset: Past[Text] = "toy"
     dataset_config: Text | None = None  # of a data set on the hub, as "main"
-    dataset_split: Text | None = None  # likewise; None = "train"
+    dataset_split: Text | None = None  # split of a data set on the hub; None = "train"
     # that `eval_rows` are taken from; None = the last rows of `dataset_split`
     dataset_eval_split: Text | None = None
     dataset_streaming: Bool = False  # read its rows as they come, in place of a download of all
@@ -160,7 +160,7 @@ GradNormalization = Literal["none", "num_loss_tokens", "num_sequences"]
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings(LossParams):
-    "Which loss, with which knobs."
+    "Teacher, entropy control, and where the loss is computed."
 
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
     # a model that takes the reference's place, for `teacher_coeff`, as base_model
@@ -286,7 +286,7 @@ class ScheduleSettings:
     min_group_size: AtScore[Count] = 1  # samples that a group needs to be trained on
     # rounds in which failed samples are sampled again
     max_incomplete_group_retries: Whole = 0
-    rollout_retries: Whole = 2  # calls of a rollout again, after its connection failed
+    rollout_retries: Whole = 2  # times that a rollout is called again after its connection failed
     # rollouts that the chat template cannot continue: lost, or an error
     unfit_turns: Literal["drop", "raise"] = "drop"
     # of rollouts that lose their connection: more end the run; 1 = never

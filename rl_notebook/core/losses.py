@@ -23,7 +23,7 @@ from .align import require_finite
 from .types import AlignmentError, Datum, LossError, RLNotebookError
 from .names import NAMED, named_function
 from rl_notebook.core.options import (
-    LOSS_PARAM_NAMES,
+    SURROGATE_PARAM_NAMES,
     SEQUENCE_RATIO,
     SURROGATE_PARAMS,
     TRL_PRESETS,
@@ -553,7 +553,7 @@ LOSS_PARAMETERS = (
     "tis",
     "tokens",
     "options",
-    *LOSS_PARAM_NAMES,
+    *SURROGATE_PARAM_NAMES,
 )
 _EARLIER_PARAMETERS = ("t", "o")  # tokens, options: as our own losses call them
 _ELSEWHERE = {  # as other trainers call them
@@ -577,7 +577,7 @@ _ELSEWHERE = {  # as other trainers call them
 def loss_parameters(function: PolicyLoss) -> Mapping[str, inspect.Parameter]:
     "What a loss asks for, by name; raises `LossError` for a name that no loss is given."
     what = f"policy_loss {getattr(function, '__name__', type(function).__name__)!r}"
-    series = [name for name in LOSS_PARAMETERS if name not in LOSS_PARAM_NAMES]
+    series = [name for name in LOSS_PARAMETERS if name not in SURROGATE_PARAM_NAMES]
     expected = f"some of {', '.join(series)}, or a setting of the loss, such as eps_clip"
     try:
         parameters = inspect.signature(function).parameters
@@ -606,7 +606,7 @@ def register_loss(
     | None = None,  # asks by name and returns (T,) terms; None = a decorator with arguments
     *,
     name: str | None = None,  # for `policy_loss`; None = the function's own
-    **knobs: Any,  # settings of LOSS_PARAM_NAMES that it reads by `options`, with defaults; its parameters count by themselves
+    **knobs: Any,  # settings of SURROGATE_PARAM_NAMES that it reads by `options`, with defaults; its parameters count by themselves
 ) -> Any:  # the function
     """Make a loss of your own one that `policy_loss` can name: in a config, in `loop.loss` and in `what_if`.
 
@@ -633,10 +633,10 @@ def register_loss(
             else "a function without a name, such as a lambda or a partial"
         )
         raise LossError("name of a loss", got=got, expected=expected, fix=fix)
-    if unknown := sorted(set(knobs) - set(LOSS_PARAM_NAMES)):
+    if unknown := sorted(set(knobs) - set(SURROGATE_PARAM_NAMES)):
         fix = "Bind what is yours alone: register_loss(partial(fn, ...), name='mine')."
         got = ", ".join(unknown)
-        expected = f"some of {', '.join(LOSS_PARAM_NAMES)}"
+        expected = f"some of {', '.join(SURROGATE_PARAM_NAMES)}"
         raise LossError(f"knob of the loss {called!r}", got=got, expected=expected, fix=fix)
     POLICY_LOSSES[called] = (function, knobs_of(function) | knobs)
     return function
@@ -648,7 +648,7 @@ def knobs_of(function: PolicyLoss) -> dict[str, Any]:
     return {
         p.name: None if p.default is p.empty else p.default
         for p in asked
-        if p.name in LOSS_PARAM_NAMES
+        if p.name in SURROGATE_PARAM_NAMES
     }
 
 # %% ../../nbs/core/05_losses.ipynb #11646941
@@ -697,7 +697,7 @@ def _call_by_name(function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOpt
     "What a loss returns for what it asks for."
     values: dict[str, Any] = {f.name: getattr(t, f.name) for f in fields(t)}
     values |= {"tis": tis, "tokens": t, "options": o, "t": t, "o": o} | {
-        knob: o.knob(knob) for knob in LOSS_PARAM_NAMES
+        knob: o.knob(knob) for knob in SURROGATE_PARAM_NAMES
     }
     parameters = loss_parameters(function)
     asked = {name: values[name] for name, p in parameters.items() if name in values}

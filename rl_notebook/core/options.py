@@ -348,7 +348,7 @@ class LossParams:
     # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
     policy_loss: LossName = "grpo"
     kl_beta: NotNegative = 0.0  # weight of the KL term to the reference; 0 = no reference needed
-    # weight of teacher less sampler logprob in a token's advantage; 0 = no teacher
+    # weight of (teacher logprob - sampler logprob) in a token's advantage; 0 = no teacher
     teacher_coeff: NotNegative = 0.0
     reward_coeff: NotNegative = 1.0  # weight of what the rewards say in it; 0 = the teacher alone
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
@@ -359,9 +359,11 @@ class LossParams:
     aggregation: Aggregation = "token_mean"  # what the summed loss is divided by
     # ratios are against the policy before this update, or the sampler
     anchor: Literal["old", "rollout"] = "old"
-    # correct from sampler to trainer: weights by token, by mean or by sum of a sample's logs
+    # importance weights between sampler and trainer: one per token, or one per sample from the
+    # mean (sequence) or the sum (product) of its log ratios
     tis: Correction = "off"
-    # outside floor and cap: the bound, 0, or 0 and else 1
+    # a weight outside floor and cap: truncate clips it, mask makes it 0, reject makes it 0 and
+    # every other weight 1
     tis_mode: Literal["truncate", "mask", "reject"] = "truncate"
     tis_cap: NotNegative = 5.0  # largest correction weight of a token or sequence
     tis_floor: NotNegative = 0.0  # smallest correction weight
@@ -372,7 +374,7 @@ class LossParams:
     # nats per token: samples of A < 0 beyond it are left out
     off_policy_mask_threshold: Positive | None = None
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
-    # ratio may fall to 1 - eps_clip; None = the surrogate's default, as below
+    # ratio may fall to 1 - eps_clip; None = the default of the loss: 0.2, for gmpo 0.4
     eps_clip: NotNegative | None = None
     eps_clip_high: Float | None = None  # ratio may rise to 1 + eps_clip_high
     eps_clip_c: AboveOne | None = None  # dual clip, above 1: bounds the loss of negative advantages
@@ -381,12 +383,13 @@ class LossParams:
     dro_beta: NotNegative | None = None  # dro: weight of the quadratic penalty on the log ratio
     # sapo: steepness of the gate where the advantage is positive
     sapo_temperature_pos: Positive | None = None
-    sapo_temperature_neg: Positive | None = None  # sapo: and elsewhere
+    sapo_temperature_neg: Positive | None = None  # sapo: the same for other advantages
     # vespo: power of the sequence ratio, where the advantage is not negative
     vespo_k_pos: NotNegative | None = None
-    vespo_k_neg: NotNegative | None = None  # vespo: and elsewhere
-    vespo_lambda_pos: Positive | None = None  # vespo: decay by the sequence ratio, likewise
-    vespo_lambda_neg: Positive | None = None  # vespo: and elsewhere
+    vespo_k_neg: NotNegative | None = None  # vespo: the same for negative advantages
+    # vespo: decay by the sequence ratio, where the advantage is not negative
+    vespo_lambda_pos: Positive | None = None
+    vespo_lambda_neg: Positive | None = None  # vespo: the same for negative advantages
     # dppo: divergence from which bad tokens that fell are left out
     dppo_low: NotNegative | None = None
     dppo_high: NotNegative | None = None  # dppo: and good tokens that rose
@@ -395,7 +398,7 @@ class LossParams:
     cov_share: SomeShare | None = None
     kl_cov_coef: NotNegative | None = None  # kl_cov: weight of their |log ratio|
     clip_cov_low: Float | None = None  # clip_cov: picked among covariances above this
-    clip_cov_high: Float | None = None  # clip_cov: and below that
+    clip_cov_high: Float | None = None  # clip_cov: picked among covariances below this
 
 # %% ../../nbs/core/04_options.ipynb #a8fa8356
 SURROGATE_PARAMS: dict[str, dict[str, Any]] = {
@@ -423,7 +426,9 @@ SURROGATE_PARAMS: dict[str, dict[str, Any]] = {
 }
 SEQUENCE_RATIO = ("gspo",)  # surrogates whose ratio is one per sequence
 NO_RATIO = ("grpo", "reinforce")  # and those that have none
-LOSS_PARAM_NAMES = sorted({knob for defaults in SURROGATE_PARAMS.values() for knob in defaults})
+SURROGATE_PARAM_NAMES = sorted(
+    {knob for defaults in SURROGATE_PARAMS.values() for knob in defaults}
+)
 
 # %% ../../nbs/core/04_options.ipynb #ae9afb9c
 TRL_PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -496,7 +501,7 @@ def loss_faults(
         yield LossError("policy_loss", got=quoted(o.policy_loss), expected=expected, fix=fix)
         return
     read = known.get(loss, {})
-    unread = [k for k in LOSS_PARAM_NAMES if getattr(o, k) is not None and k not in read]
+    unread = [k for k in SURROGATE_PARAM_NAMES if getattr(o, k) is not None and k not in read]
     if unread and loss in known:
         readers = [name for name, defaults in known.items() if unread[0] in defaults]
         fix = f"Leave it out, or take {', '.join(readers)}."

@@ -19,7 +19,7 @@ __all__ = ['compare_trainers']
 # %% ../../nbs/experiments/01_trainers.ipynb #aaa9dba9
 from ..core.advantages import WITHOUT_STD, has_no_signal
 from rl_notebook.core.losses import (
-    LOSS_PARAM_NAMES,
+    SURROGATE_PARAM_NAMES,
     POLICY_LOSSES,
     LossOptions,
     natural_denominator,
@@ -102,7 +102,7 @@ def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             expected=", ".join(TRAINERS),
             fix=nearest(name, [*TRAINERS]),
         )
-    known = sorted({k for names in TERMS.values() for k in names} | {*LOSS_PARAM_NAMES})
+    known = sorted({k for names in TERMS.values() for k in names} | {*SURROGATE_PARAM_NAMES})
     if unknown := sorted(given.keys() - {*known}):
         fix = nearest(unknown[0], known)
         raise LossError(
@@ -110,7 +110,7 @@ def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         )
     s = {**BASE, **TRAINERS[name], **given}
     # raises what is out of range
-    LossOptions(**{f: s[f] for f in asdict(LossOptions()) if f not in LOSS_PARAM_NAMES})
+    LossOptions(**{f: s[f] for f in asdict(LossOptions()) if f not in SURROGATE_PARAM_NAMES})
     for setting, values in (("counted", [*_COUNTED]), ("kl_to", ["reference", "sampler"])):
         if s[setting] not in values:
             raise LossError(
@@ -133,7 +133,11 @@ def own_settings(batch: FrozenBatch) -> dict[str, Any]:
     )
     counted = "live" if dead and not dead & {d.group for d in batch.datums} else "all"
     return (
-        asdict(o) | {k: o.knob(k) for k in LOSS_PARAM_NAMES} | BESIDE | rule | {"counted": counted}
+        asdict(o)
+        | {k: o.knob(k) for k in SURROGATE_PARAM_NAMES}
+        | BESIDE
+        | rule
+        | {"counted": counted}
     )
 
 # %% ../../nbs/experiments/01_trainers.ipynb #436dd900
@@ -250,7 +254,7 @@ def path(
         words = in_words(term, own)
         if new_words == words or (term == "clip" and other):
             continue
-        new = {k: theirs[k] for k in names if k not in LOSS_PARAM_NAMES or k in reads}
+        new = {k: theirs[k] for k in names if k not in SURROGATE_PARAM_NAMES or k in reads}
         if term == "advantage" and new["advantage_scale"] in WITHOUT_STD:
             new = {"advantage_scale": new["advantage_scale"]}
         if term == "ratio" and other:

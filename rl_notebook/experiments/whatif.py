@@ -34,7 +34,7 @@ from ..core.types import BackendError, DataError, Datum, Logprobs, LossError, Lo
 from ..core.types import PromptGroup, RewardError, RolloutSample, quoted
 from ..task.data import Row, make_row
 from ..show.html import frame_html
-from ..core.losses import LOSS_PARAM_NAMES, POLICY_LOSSES, LossOptions
+from ..core.losses import SURROGATE_PARAM_NAMES, POLICY_LOSSES, LossOptions
 from ..core.names import NAMED, NameFromFile
 from ..core.options import NO_RATIO, nearest
 from ..core.retries import together
@@ -175,7 +175,7 @@ def inherited(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, A
     "Those of a step's own loss options that still mean something after the changes."
     other_loss = changes.get("policy_loss", own.get("policy_loss")) != own.get("policy_loss")
     left = {
-        *(LOSS_PARAM_NAMES if other_loss else ()),
+        *(SURROGATE_PARAM_NAMES if other_loss else ()),
         *(_OF_TIS if changes.get("tis") == "off" else ()),
     }
     if changes.get("policy_loss") in NO_RATIO:

@@ -25,7 +25,7 @@ __all__ = ['prompts_phase', 'sample_phase', 'score_phase', 'advantages_phase', '
 from ..core.advantages import advantages_by, has_no_signal, with_advantages
 from ..core.datums import attach, datum_from_sample, datums_from_groups
 from rl_notebook.core.losses import (
-    LOSS_PARAM_NAMES,
+    SURROGATE_PARAM_NAMES,
     POLICY_LOSSES,
     LossOptions,
     PolicyLoss,
@@ -377,7 +377,7 @@ def changed_options(
     "The options that the step began with, with changes; the knobs of a loss that is changed are not the new one's."
     options = step_options(loop)
     if changes.get("policy_loss", options["policy_loss"]) != options["policy_loss"]:
-        options |= dict.fromkeys(LOSS_PARAM_NAMES)
+        options |= dict.fromkeys(SURROGATE_PARAM_NAMES)
     return options | dict(changes)
 
 # %% ../../nbs/loop/07_phases.ipynb #fbe26633

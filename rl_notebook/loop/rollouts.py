@@ -784,6 +784,6 @@ def balanced_chunks(total: int, chunks: int) -> list[int]:  # groups in each chu
 
 # %% ../../nbs/loop/01_rollouts.ipynb #97535f5a
 def minibatch_slices(count: int, minibatches: int) -> list[slice]:
-    "Split datums into at most a number of slices of equal length; the last one has the rest."
+    "Split datums into at most `minibatches` slices of equal length; the last one has the rest."
     size = max(1, -(-count // minibatches))
     return [slice(at, min(at + size, count)) for at in range(0, count, size)]
