@@ -341,7 +341,10 @@ def alternate(
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
 
-    ours, theirs, watch, side = [], [], Stopwatch(), Ours(setting, folder)
+    ours = []
+    theirs = []
+    watch = Stopwatch()
+    side = Ours(setting, folder)
 
     class TakeTurns(TrainerCallback):
         "Ends TRL's step, runs ours, starts TRL's next one."

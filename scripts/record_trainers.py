@@ -26,7 +26,8 @@ GROUPS = 3
 K = 4
 WIDTH = 6
 BATCHES = 5
-ROWS, OUT = GROUPS * K, Path(__file__).parents[1] / "tests/golden/trainers/cases.json"
+ROWS = GROUPS * K
+OUT = Path(__file__).parents[1] / "tests/golden/trainers/cases.json"
 LIMIT = 64  # max_completion_tokens of what divides by a constant
 
 Batch = dict[str, torch.Tensor]

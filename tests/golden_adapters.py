@@ -736,7 +736,8 @@ def check_advantages(
     rewards: Sequence[Any], eps: float, recorded: np.ndarray, single: np.ndarray
 ) -> str | None:
     "Compare group advantages with the recorded ones in float64 and, if there are, in float32."
-    r, why = floats(rewards), advantage_difference(rewards, eps)
+    r = floats(rewards)
+    why = advantage_difference(rewards, eps)
     if why in (NOT_FINITE, ONE_SAMPLE):
         refused(lambda: group_advantages(r, eps=eps), "rewards of a group")
         return why
@@ -778,7 +779,8 @@ def seed_loss(case: Case) -> Outcome:
     e = case.expected
     names = [n for n in ("weights", "pi_logprobs", "ref_logprobs", "behavior_logprobs") if n in x]
     series = {n: [floats(row) for row in x[n]] for n in names}
-    eps, beta = c.get("eps", 1e-8), c.get("kl_beta", 0.001)
+    eps = c.get("eps", 1e-8)
+    beta = c.get("kl_beta", 0.001)
     recorded = floats(e["advantages"])
     why = check_advantages(x["rewards"], eps, recorded, recorded)
     differs = [why] if why else []
@@ -946,12 +948,10 @@ def align_reason(
 def alignment(case: Case) -> Outcome:
     "What a sampler returned, in target coordinates."
     x = case.inputs
-    series, p, n, echoed = (
-        x["logprobs"],
-        x["prompt_len"],
-        len(x["full_tokens"]),
-        x["logprobs_echoed"],
-    )
+    series = x["logprobs"]
+    p = x["prompt_len"]
+    n = len(x["full_tokens"])
+    echoed = x["logprobs_echoed"]
     if series is None:
         d = Datum(tokens=[1, 2], weights=[1.0])  # nothing to align; what needs the series says so
         if case.raises:
@@ -1011,7 +1011,9 @@ def datum_making(case: Case) -> Outcome:
         for d, recorded, completion in zip(datums, e["datums"], completions, strict=True):
             check_datum(d, recorded, len(completion.full_tokens))
         return AGREED
-    tokens, weights, limit = x["tokens"], floats(x["weights"]), c["max_length"]
+    tokens = x["tokens"]
+    weights = floats(x["weights"])
+    limit = c["max_length"]
     if len(tokens) != len(weights):
         refused(lambda: datum_from_tokens_weights(tokens, weights, limit), "weights")
         return Outcome((WEIGHTS_MISFIT,))
@@ -1256,7 +1258,8 @@ def parsed_completions(case: Case) -> Outcome:
 
 def echoed_completion(case: Case, tokens: Sequence[int]) -> Outcome:
     "A response that repeats the prompt."
-    response, p = case.inputs["response"], len(case.inputs["prompt_ids"])
+    response = case.inputs["response"]
+    p = len(case.inputs["prompt_ids"])
     if case.raises:
         refused(lambda: scored(response, tokens), "echo")
         return AGREED

@@ -62,10 +62,8 @@ def gate_arithmetic(case: Case) -> Outcome:
         x["max_concurrent"],
         version=x["published_version"],
     )
-    gate.accepted, gate.running = (
-        x["accepted_samples_offset"] + x["accepted_samples"],
-        x["reserved_samples"],
-    )
+    gate.accepted = x["accepted_samples_offset"] + x["accepted_samples"]
+    gate.running = x["reserved_samples"]
     recorded = (e["staleness_capacity"], e["concurrency_capacity"], e["admission_capacity"] // k)
     assert gate.staleness_capacity == e["staleness_capacity"]
 
@@ -100,12 +98,10 @@ def states_of(producer: Producer[str], offset: int) -> dict[str, Any]:
 @adapter("async_gate_controller__517d206d")
 def gate_controller(case: Case) -> Outcome:
     "Rows that are started, come back useful or not, and weights that are published, in any order."
-    x, c, ends, differs = (
-        case.inputs,
-        case.config,
-        dict[int, asyncio.Future[str]](),
-        dict[str, None](),
-    )
+    x = case.inputs
+    c = case.config
+    ends = dict[int, asyncio.Future[str]]()
+    differs = dict[str, None]()
     gate = Gate(
         c["prompt_groups_per_step"],
         c["completions_per_prompt"],
@@ -114,7 +110,8 @@ def gate_controller(case: Case) -> Outcome:
     )
 
     async def play() -> list[dict[str, Any]]:
-        wanted, numbers = list[int](), iter(range(len(x["ops"])))
+        wanted = list[int]()
+        numbers = iter(range(len(x["ops"])))
 
         def run(number: int) -> asyncio.Future[str]:
             ends[number] = asyncio.get_running_loop().create_future()
@@ -167,7 +164,10 @@ class Run:
     waits = True  # whether the other program lets rows come back only while it waits for them
 
     def __init__(self, case: Case, theirs: bool, gate: Gate):
-        self.x, self.c, self.theirs, self.gate = case.inputs, case.config, theirs, gate
+        self.x = case.inputs
+        self.c = case.config
+        self.theirs = theirs
+        self.gate = gate
         self.events: list[Any] = []
         # of the rollout function, by row and sample
         self.calls: Counter[tuple[int, int]] = Counter()

@@ -99,10 +99,8 @@ def masked(num_tokens: int, turns: Sequence[tuple[int, int]]) -> RolloutSample:
 def detected_turns(case: Case) -> Outcome:
     "A completion without a gap in its mask is one turn, whatever its text holds."
     x = case.inputs
-    completion, recorded = (
-        (x["prompt_len"], x["total_tokens"]),
-        [tuple(t) for t in case.expected["turns"]],
-    )
+    completion = (x["prompt_len"], x["total_tokens"])
+    recorded = [tuple(t) for t in case.expected["turns"]]
     if completion[0] == completion[1] or completion[0] == 0:
         refused(lambda: masked(completion[1], [completion]), "loss_mask")
         return Outcome((NOTHING_SAID if completion[0] else NO_PROMPT,))
@@ -168,7 +166,8 @@ def score_all(
     sampler: Any, prefixes: Sequence[Sequence[int]], answer: Sequence[int]
 ) -> list[float]:
     "Our scores of an answer after each prefix."
-    scorer, tokens = igpo.AnswerScorer(sampler), igpo.AnswerTokens((), tuple(answer))
+    scorer = igpo.AnswerScorer(sampler)
+    tokens = igpo.AnswerTokens((), tuple(answer))
 
     async def main() -> list[float]:
         scorer.enter(0)
@@ -236,7 +235,9 @@ def score_prefix(case: Case) -> Outcome:
     "The score of an answer after a prefix, by a server."
     x = case.inputs
     e = case.expected
-    prefix, answer, values = x["prefix_tokens"], x["answer_tokens"], logprobs_in(x["response"])
+    prefix = x["prefix_tokens"]
+    answer = x["answer_tokens"]
+    values = logprobs_in(x["response"])
     ids = [*prefix, *answer]
     if "request" in e:  # where one was made
         assert e["request"]["json"]["prompt"] == " ".join(map(str, ids)), "its tokenizer joins ids"

@@ -452,7 +452,9 @@ def group_assembler(case: Case) -> Outcome:
     "Results of several rows, in any order; a row's group is there when its last result is."
     ops = case.inputs["ops"]
     c = case.config
-    plan, versions, differs = defaultdict(list), defaultdict(list), []
+    plan = defaultdict(list)
+    versions = defaultdict(list)
+    differs = []
     for at, op in enumerate(ops):
         if op["op"] == "note_started":
             versions[op["row"]].append(op["submit_version"])

@@ -19,13 +19,12 @@ class Page(HTMLParser):
         super().__init__()
         self.marks = marks or {}
         self.text = ""
-        self.tags, self.attributes, self.links, self.ids = (
-            list[str](),
-            list[str](),
-            list[str](),
-            list[str](),
-        )
-        self.open, self.scripts = list[str](), list[str]()
+        self.tags = list[str]()
+        self.attributes = list[str]()
+        self.links = list[str]()
+        self.ids = list[str]()
+        self.open = list[str]()
+        self.scripts = list[str]()
         self.feed(text)
         self.close()
         assert self.open == [], "everything is closed"

@@ -129,7 +129,9 @@ def test_policy_reference_and_sampler_share_the_base_and_a_sync_carries_the_adap
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_a_saved_state_is_exact_and_belongs_to_its_kind_of_base(where, tmp_path):
     name = "then" if where == "memory" else str(tmp_path / "then")
-    datums, backend, again = random_datums(7, 4), backend_of(), backend_of()
+    datums = random_datums(7, 4)
+    backend = backend_of()
+    again = backend_of()
 
     async def train(one, steps):
         for _ in range(steps):

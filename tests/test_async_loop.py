@@ -682,7 +682,8 @@ def test_several_updates_with_every_loss(kind, loss, tmp_path):
 
 def breaking(loop, what, *fail):
     "Let calls of the trainer fail, by their number."
-    method, calls = getattr(loop.backend.policy, what), Counter()
+    method = getattr(loop.backend.policy, what)
+    calls = Counter()
 
     async def failing(*args, **kwargs):
         calls["all"] += 1

@@ -153,7 +153,8 @@ def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
 @pytest.mark.parametrize("interval", [1, 2])
 @pytest.mark.variant
 def test_a_reward_that_fails_late_costs_no_finished_step(interval, tmp_path):
-    steps, cfg = 3, Config(**SMALL, log_path=str(tmp_path / "run"), weight_sync_interval=interval)
+    steps = 3
+    cfg = Config(**SMALL, log_path=str(tmp_path / "run"), weight_sync_interval=interval)
     whole = replace(cfg, log_path=str(tmp_path / "whole"))
     run(whole, problem=toy())
     calls: list[str] = []
@@ -205,7 +206,9 @@ def test_a_misspelt_model_is_named_before_the_hub_is_asked(monkeypatch):
 
 
 def test_what_is_given_in_another_order_is_said_at_once():
-    backend, rows, cfg = open_local("tiny"), load_rows(toy_rows(6)), Config(**SMALL)
+    backend = open_local("tiny")
+    rows = load_rows(toy_rows(6))
+    cfg = Config(**SMALL)
     order = "They come in this order: backend, rows, reward, cfg"
     for opened in (GRPOLoop, preflight):
         failed(

@@ -301,7 +301,8 @@ class Stepped:
     "What a chart asks of a loop: its records, and its settings."
 
     def __init__(self, *records: StepRecord):
-        self.records, self.cfg = records, Config(kl_beta=0.25)
+        self.records = records
+        self.cfg = Config(kl_beta=0.25)
 
 
 def test_a_chart_that_is_not_there_is_named():

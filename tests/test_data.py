@@ -278,10 +278,11 @@ def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):
     )
     # a reward that reads none needs none
     assert GRPOLoop(backend, rows, lambda text: 1.0).rows == rows
-    trl, other = (
-        (lambda completions, answer, **kw: [None]),
-        load_rows([{"question": "a", "answer": None}]),
-    )
+
+    def trl(completions, answer, **kw):
+        return [None]
+
+    other = load_rows([{"question": "a", "answer": None}])
     assert GRPOLoop(backend, other, trl).rows == other  # of a task that it leaves to another
     failed(
         lambda: GRPOLoop(backend, rows, trl), "no answer", where="row '0'", got="columns question"

@@ -53,7 +53,8 @@ class Bench:
     def __init__(self):
         model, self.tokenizer = load_model("tiny")
         self.backend = open_local(model, self.tokenizer, inline=True)
-        self.moved, self.cache = False, dict[Any, Any]()
+        self.moved = False
+        self.cache = dict[Any, Any]()
 
     async def reset(self) -> None:
         "The weights that the package ships, on both sides."
@@ -315,7 +316,9 @@ class Secret:
     "A sampler that samples with a setting of its own, and reports the model's own logprobs."
 
     def __init__(self, inner: Any, **settings: float):
-        self.inner, self.settings, self.logprobs = inner, settings, inner.logprobs
+        self.inner = inner
+        self.settings = settings
+        self.logprobs = inner.logprobs
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         completions = await self.inner.sample(prompt_tokens, replace(params, **self.settings))

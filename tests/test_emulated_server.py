@@ -226,7 +226,8 @@ def test_a_stream_costs_in_proportion_to_its_tokens() -> None:
             return tokenizer.decode(tokens, **options)
 
     for text in ("2+3=5, 🙂é " * 400, "\ufffd🙂" * 300):
-        tokens, counting = tokenizer.encode(text, add_special_tokens=False), Counting()
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        counting = Counting()
         text = tokenizer.decode(tokens)
         pieces = [piece for *_, piece in in_pieces(tokens, text, counting)]
         assert "".join(pieces) == text

@@ -116,7 +116,8 @@ def test_every_route_gives_the_same(family, route):
 def test_the_cache_goes_by_the_name_that_the_model_has_for_it(name):
     "transformers 5.24 renames it, and drops the older name in 5.40."
     model = tiny_model()
-    own, kind = CausalModel(model).cache_name, type(model.model)
+    own = CausalModel(model).cache_name
+    kind = type(model.model)
 
     def newer(self, *, cache=None, **given):
         return kind.forward(self, **given | ({} if cache is None else {own: cache}))
@@ -527,7 +528,8 @@ def test_models_that_cannot_be_run_are_refused_by_name_and_sent_on(family):
 def test_the_chunked_head_is_the_plain_one(rows, vocab, chunk, temperature, frozen, bias, seed):
     torch.manual_seed(seed)
     head = torch.nn.Linear(6, vocab, bias=bias).double().requires_grad_(not frozen)
-    hidden, targets = torch.randn(rows, 6, dtype=torch.double), torch.randint(vocab, (rows,))
+    hidden = torch.randn(rows, 6, dtype=torch.double)
+    targets = torch.randint(vocab, (rows,))
     dlogprob = torch.randn(rows, dtype=torch.double)
 
     def run(make):

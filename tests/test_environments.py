@@ -33,7 +33,8 @@ class Scripted:
     "A sampler that says what it is told; an exception is raised."
 
     def __init__(self, *texts: Any):
-        self.tokenizer, self.texts = build_tokenizer(), list(texts)
+        self.tokenizer = build_tokenizer()
+        self.texts = list(texts)
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         if isinstance(text := self.texts.pop(0), Exception):

@@ -290,7 +290,10 @@ class Scripted:
     "A sampler that says what it is told, and remembers what it was asked."
 
     def __init__(self, *texts: str):
-        self.tokenizer, self.texts, self.asked, self.seeds = build_tokenizer(), list(texts), [], []
+        self.tokenizer = build_tokenizer()
+        self.texts = list(texts)
+        self.asked = []
+        self.seeds = []
 
     async def sample(self, prompt_tokens, params: SampleParams) -> list[Completion]:
         self.asked.append(list(prompt_tokens))

@@ -66,7 +66,9 @@ class EmulatorState:
     numbers = itertools.count(1)
 
     def __init__(self, running):
-        self.running, self.url, self.key = running, running.url, running.key.reveal()
+        self.running = running
+        self.url = running.url
+        self.key = running.key.reveal()
         self.jobs = TrainerJobManager(api_key=self.key, base_url=self.url)
         self.deployments = DeploymentManager(api_key=self.key, base_url=self.url)
         self.serving = f"serving-{next(self.numbers)}"  # the deployment of this test
@@ -799,7 +801,8 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
     cfg = Config(
         **{k: v for k, v in settings.items() if k not in ("key", *QUICK)}, log_path=log_path
     )
-    steps, said = list[int](), list[str]()
+    steps = list[int]()
+    said = list[str]()
 
     async def second(key):
         async with await open_fireworks(cfg, key=key, **QUICK) as backend:

@@ -222,7 +222,8 @@ def test_a_sample_that_does_not_say_which_weights_drew_it_is_scored_by_those_tha
     class Serving(Counting):
         policy_version = property(lambda self: self.version)
 
-    sampler, by_hand = Serving(), talk((4, 2))
+    sampler = Serving()
+    by_hand = talk((4, 2))
     scorer = AnswerScorer(sampler)
 
     async def main():

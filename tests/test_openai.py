@@ -178,13 +178,11 @@ class Moody:
     "A server that does one thing of a list with each request for completions, and then behaves."
 
     def __init__(self, server, moods):
-        self.inner, self.moods, self.times, self.most, self.now = (
-            app_of(server),
-            list(moods),
-            [],
-            0,
-            0,
-        )
+        self.inner = app_of(server)
+        self.moods = list(moods)
+        self.times = []
+        self.most = 0
+        self.now = 0
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or not scope["path"].endswith("/completions"):

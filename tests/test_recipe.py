@@ -135,7 +135,9 @@ def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
 @pytest.mark.parametrize("recipe", ["rl_loop", "async_rl_loop"])
 @pytest.mark.parametrize("with_rollouts", [True, False])
 def test_main_takes_rows_a_filter_and_an_evaluation_as_in_the_guides(recipe, with_rollouts):
-    asked, kept, records = list[tuple[int, float]](), list[int](), list[StepRecord]()
+    asked = list[tuple[int, float]]()
+    kept = list[int]()
+    records = list[StepRecord]()
 
     def make_rollout_fn(setup):
         async def rollout_fn(sample_prompt, *, evaluation=False):

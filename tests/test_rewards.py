@@ -532,11 +532,9 @@ def make_judge():
 
 @pytest.mark.filterwarnings("ignore:coroutine 'sleep' was never awaited")
 def test_a_client_is_asked_in_one_event_loop_by_all_calls_of_a_notebook():
-    judge, texts, sums = (
-        make_judge(),
-        ["a", "bb", "ccc"],
-        [{"question": f"{n}+1", "answer": str(n + 1)} for n in (2, 3)],
-    )
+    judge = make_judge()
+    texts = ["a", "bb", "ccc"]
+    sums = [{"question": f"{n}+1", "answer": str(n + 1)} for n in (2, 3)]
 
     async def notebook():
         later = asyncio.ensure_future(asyncio.sleep(0.01, 7))  # of another cell: it continues

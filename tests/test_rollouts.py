@@ -109,7 +109,8 @@ FATAL = [
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 def test_a_connection_is_tried_again_and_then_the_draw_is_lost(error):
-    calls, seeds = [], set()
+    calls = []
+    seeds = set()
 
     async def fails(sample_prompt, rollout_index):
         calls.append(rollout_index)

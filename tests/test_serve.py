@@ -744,7 +744,8 @@ def test_a_lost_backend_is_a_lost_draw_and_a_bug_is_an_error() -> None:
     async def play() -> None:
         servers: list[Any] = []
         loop, backend = loop_of(player(servers), max_rollout_failure_rate=1.0)
-        real, calls = backend.sampler.sample, iter(range(10**6))
+        real = backend.sampler.sample
+        calls = iter(range(10**6))
 
         async def sometimes(prompt: Any, params: Any) -> Any:
             if next(calls) == 0:

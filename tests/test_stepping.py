@@ -390,7 +390,9 @@ def test_what_the_backend_or_the_loop_refuses_is_refused_when_it_is_asked_for():
 
 def test_another_limit_of_completions_in_flight_holds_from_the_next_draw_on():
     async def main():
-        loop, in_flight, seen = make_loop(rows=12), 0, list[int]()
+        loop = make_loop(rows=12)
+        in_flight = 0
+        seen = list[int]()
         draw = loop.sampler.sampler.sample
 
         async def counted(prompt, params):

@@ -67,7 +67,8 @@ def test_later_turns_and_rollouts_of_your_own_are_rendered_so(backend, config):
     setup = rollout_setup(backend, config)
     (row,) = load_rows(rln.toy_rows(1))
     talk = start_conversation(setup.tokenizer, row)
-    (own, back) = (setup.tokenizer, backend.tokenizer)
+    own = setup.tokenizer
+    back = backend.tokenizer
     text = own.apply_chat_template(
         [dict(m) for m in row.messages], tokenize=False, add_generation_prompt=True
     )

@@ -83,7 +83,9 @@ def theirs(
         **{**LENGTHS, **words}, use_cpu=True, bf16=False, report_to="none", num_generations=2
     )
     t: Any = GRPOTrainer.__new__(GRPOTrainer)
-    t.args, t.accelerator, t.model = args, Accelerator(), SimpleNamespace(training=True)
+    t.args = args
+    t.accelerator = Accelerator()
+    t.model = SimpleNamespace(training=True)
     same = "loss_type beta importance_sampling_level top_entropy_quantile off_policy_mask_threshold entropy_coef"
     same += (
         " use_adaptive_entropy vllm_importance_sampling_correction vllm_importance_sampling_mode"
@@ -93,16 +95,16 @@ def theirs(
     )
     for name in same.split():
         setattr(t, name, getattr(args, name))
-    t.epsilon_low, t.epsilon_high = (
-        args.epsilon,
-        args.epsilon if args.epsilon_high is None else args.epsilon_high,
-    )
+    t.epsilon_low = args.epsilon
+    t.epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
     t.use_vllm = vllm
     t.aux_loss_enabled = False
     t.current_gradient_accumulation_steps = 1
-    t._entropy_bonus_enabled, t._metrics = args.entropy_coef > 0, {"train": defaultdict(list)}
+    t._entropy_bonus_enabled = args.entropy_coef > 0
+    t._metrics = {"train": defaultdict(list)}
     args.steps_per_generation = 1
-    p, entropy = b["p"].clone().requires_grad_(), b["entropy"].clone().requires_grad_()
+    p = b["p"].clone().requires_grad_()
+    entropy = b["entropy"].clone().requires_grad_()
     t._get_per_token_logps_and_entropies = lambda *a, **k: (p, entropy, None)
     inputs = {"prompt_ids": torch.ones(ROWS, 1), "prompt_mask": torch.ones(ROWS, 1)}
     inputs |= {

@@ -101,7 +101,9 @@ class OneLoop:
     place = "step 1"
 
     def __init__(self, backend: Any, name: str, weights: int, served: int, family: Any = None):
-        self.name, self.state, self.can_leave = name, Step(), True
+        self.name = name
+        self.state = Step()
+        self.can_leave = True
         # the model's
         self.trained = weights
         self.served = served

@@ -518,7 +518,8 @@ def test_norms_and_products_are_those_of_autograd(options):
 @pytest.mark.parametrize("kind", [k for k in KINDS if k != "bfloat16"])
 def test_the_first_order_change_is_the_limit_of_small_steps(kind):
     backend = tiny_backend(dtype="float64", **KINDS[kind])
-    policy, (datums, dlogprobs) = backend.policy, random_datums(3)
+    policy = backend.policy
+    (datums, dlogprobs) = random_datums(3)
 
     async def measure():
         start = await policy.save_state("start")

@@ -34,7 +34,9 @@ class Service:
     "What outlives a client: saved states, a plan of faults, and a count of what was executed."
 
     def __init__(self, faults=()):
-        self.states, self.faults, self.requests = {}, dict(faults), 0
+        self.states = {}
+        self.faults = dict(faults)
+        self.requests = 0
         self.opened = 0
         self.deleted = []
 
@@ -66,7 +68,10 @@ class Client:
     def __init__(self, service):
         self.service = service
         self.table = np.sin(np.arange(VOCAB**2, dtype=float)).reshape(VOCAB, VOCAB)
-        self.m, self.v, self.steps, self.grad = 0.0, 0.0, 0, np.zeros((VOCAB, VOCAB))
+        self.m = 0.0
+        self.v = 0.0
+        self.steps = 0
+        self.grad = np.zeros((VOCAB, VOCAB))
 
     def scores(self, data):
         for d in data:

@@ -22,10 +22,8 @@ def make_rollout_fn(
     setup: rln.RolloutSetup,
 ) -> Callable[[dict[str, Any]], Awaitable[rln.RolloutSample | None]]:
     "Called once; `setup` has the sampler, the tokenizer, how to sample, and what `rollout_extras` says."
-    max_turns, feedback = (
-        setup.extras.get("max_turns", MAX_TURNS),
-        setup.extras.get("feedback", FEEDBACK),
-    )
+    max_turns = setup.extras.get("max_turns", MAX_TURNS)
+    feedback = setup.extras.get("feedback", FEEDBACK)
 
     async def rollout_fn(sample_prompt: dict[str, Any]) -> rln.RolloutSample | None:
         "Called once per sample: a conversation to its end."

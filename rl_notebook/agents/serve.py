@@ -233,9 +233,12 @@ class ServedRollout:
 
     def __init__(self, server: PolicyServer, id: str):
         # url: `base_url` of a client
-        self.id, self.url, self.key = id, f"{server.url}/rollouts/{id}/v1", server.key
+        self.id = id
+        self.url = f"{server.url}/rollouts/{id}/v1"
+        self.key = server.key
         self.turns: list[Turn] = []  # in the order in which they were drawn
-        self._server, self._note = server, DRAW.get()
+        self._server = server
+        self._note = DRAW.get()
         self._drawing: set[asyncio.Task[Any]] = set()
         # hash of the body, by the key of the request
         self._answers: dict[str, tuple[str, asyncio.Task[Any]]] = {}
@@ -613,7 +616,8 @@ class ChatHandler(RequestHandler):
 
     def initialize(self, server: PolicyServer) -> None:
         "Called by tornado for each request."
-        self.server, self.body = server, bytearray()
+        self.server = server
+        self.body = bytearray()
 
     def prepare(self) -> None:
         "Of a request without the key, or for what is not there, nothing is kept."

@@ -289,7 +289,9 @@ class _Handler:
     "What SIGINT does while a block runs: `act`, and if that returns False, what it did before."
 
     def __init__(self, act: Callable[[], bool]):
-        self.act, self.over, self.before = act, False, signal.getsignal(signal.SIGINT)
+        self.act = act
+        self.over = False
+        self.before = signal.getsignal(signal.SIGINT)
 
     def __call__(self, signum: int, frame: Any) -> None:
         if (self.over or not self.act()) and callable(self.before):
@@ -319,7 +321,8 @@ def on_interrupt(act: Callable[[], bool]) -> Iterator[None]:
 def interrupts_held() -> Iterator[list[None]]:  # one None for each that was heard so far
     "While inside, the first interrupt waits until the block is over; the next ones do not."
     # else it is ignored, here as well
-    heard, counts = list[None](), callable(signal.getsignal(signal.SIGINT))
+    heard = list[None]()
+    counts = callable(signal.getsignal(signal.SIGINT))
     try:
         with on_interrupt(lambda: counts and (heard.append(None) or len(heard) == 1)):
             yield heard

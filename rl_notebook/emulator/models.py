@@ -172,7 +172,8 @@ class Serving:
             raise BackendError(
                 "snapshot", where=name, got=got, expected="the served model's weights and lora_rank"
             )
-        self.name, state.snapshots[name] = name, dict(tensors)
+        self.name = name
+        state.snapshots[name] = dict(tensors)
         try:
             return await self.backend.sync(name)
         finally:
@@ -201,7 +202,8 @@ class SamplerPool:
     def __init__(self) -> None:
         self.servings: list[Serving] = []  # the one used last comes last
         # how often a snapshot was written anew
-        self.lock, self.revisions = asyncio.Lock(), dict[str, int]()
+        self.lock = asyncio.Lock()
+        self.revisions = dict[str, int]()
 
     async def take(
         self, models: Models, snapshots: Snapshots, sampling: SamplingSession

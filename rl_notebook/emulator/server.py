@@ -597,7 +597,8 @@ async def run_load(server: EmulatedServer, name: str) -> None:
         load.current = name
         load.stage = "done"
     except RLNotebookError as reason:
-        load.stage, load.message = "error", str(reason)
+        load.stage = "error"
+        load.message = str(reason)
 
 # %% ../../nbs/emulator/03_server.ipynb #3c9ed077
 async def pause(server: EmulatedServer, request: Request) -> Response:

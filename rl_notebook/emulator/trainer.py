@@ -344,11 +344,15 @@ class EmulatedTrainer:
         patience_s: float = 60.0,  # longest wait for a missing seq_id
         pooled: bool = False,  # serverless: snapshots belong to sessions, whose ids begin with `ts-`
     ):
-        self.models, self.snapshots, self.folder = models, snapshots, Path(folder)
+        self.models = models
+        self.snapshots = snapshots
+        self.folder = Path(folder)
         self.forward_only = forward_only
         self.name = name or "trainer"
         self.pooled = pooled
-        self.poll_s, self.patience_s, self.memory = poll_s, patience_s, Memory()
+        self.poll_s = poll_s
+        self.patience_s = patience_s
+        self.memory = Memory()
 
     def states_of(self, owner: str) -> Snapshots:
         "The states of an owner."
@@ -534,10 +538,8 @@ async def add_learner(memory: Memory, learner: Learner) -> None:
 def create_model(call: Call) -> Promise:
     "A new model to train; from a state, as Tinker's newer clients ask for it, its adapter's rank is that of the state."
     call.session()
-    model_id, path = (
-        f"{call.body['session_id']}:train:{call.body['model_seq_id']}",
-        call.body.get("path"),
-    )
+    model_id = f"{call.body['session_id']}:train:{call.body['model_seq_id']}"
+    path = call.body.get("path")
 
     async def work() -> dict[str, Any]:
         start = None if path is None else call.trainer.state_at(path)
@@ -639,7 +641,8 @@ async def save_weights_for_sampler(call: Call, learner: Learner) -> dict[str, An
     await learner.run(
         call.trainer.snapshots.save, stored, tensors, page | {"unnamed": path is None}
     )
-    learner.snapshot, revisions = stored, call.memory.pool.revisions
+    learner.snapshot = stored
+    revisions = call.memory.pool.revisions
     revisions[stored] = revisions.get(stored, 0) + 1
     if path is None:
         return {
@@ -737,7 +740,8 @@ def asample(call: Call) -> Promise:
     if sampler_id not in call.memory.samplers:
         expected = "one of this service since it was started"
         raise Refusal(404, "sampling session", got=repr(sampler_id), expected=expected)
-    pool, number = call.memory.pool, call.body.get("seq_id")
+    pool = call.memory.pool
+    number = call.body.get("seq_id")
 
     async def work() -> SampleResult:
         prompt = json_tokens(call.body["prompt"], "prompt")
@@ -894,7 +898,8 @@ async def respond(
     trainer: EmulatedTrainer, table: Mapping[str, Endpoint], name: str, request: HttpRequest
 ) -> Response:  # the table is read at each call: an endpoint may be replaced while it runs
     "What an endpoint says; raises `Refusal`."
-    trainer.memory.loop, raw = asyncio.get_running_loop(), await read_body(request)
+    trainer.memory.loop = asyncio.get_running_loop()
+    raw = await read_body(request)
     if "application/x-protobuf" in request.headers.get("content-type", ""):
         body, message = read_protobuf(raw)
         read = partial(proto_batch, message)

@@ -365,10 +365,8 @@ def step_plan(
     B = cfg.prompt_groups_per_step
     K = cfg.completions_per_prompt
     drawn = [s for g in groups for s in g.samples]
-    lengths, prompt = (
-        np.array([s.completion_len for s in drawn]),
-        float(np.mean([s.prompt_len for s in drawn])),
-    )
+    lengths = np.array([s.completion_len for s in drawn])
+    prompt = float(np.mean([s.prompt_len for s in drawn]))
 
     # the last is not read
     def tokens(prompts, samples):

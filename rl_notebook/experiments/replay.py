@@ -491,7 +491,8 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
     except RecordError as error:  # a loss that only code can tell
         return PhaseComparison("backward", None, note=str(error))
     loop.state.values["backward"] = report
-    loop.state.normalization, loop.state.passes = record.divided_by, record.passes
+    loop.state.normalization = record.divided_by
+    loop.state.passes = record.passes
     loop.state.updates = record.updates
     config = step_options(loop)
     other = [

@@ -347,7 +347,8 @@ def check_series(batch: FrozenBatch, variant: Variant) -> None:
 # %% ../../nbs/experiments/00_whatif.ipynb #5df6acfe
 def gradient_row(datums: Sequence[Datum], output: LossOutput) -> dict[str, float]:
     "Loss, and size, clipping and shares of its gradient with respect to the logprobs."
-    g, a = flat(datums, output.dlogprobs), advantages_of(datums)
+    g = flat(datums, output.dlogprobs)
+    a = advantages_of(datums)
     total = float(np.abs(g).sum())
 
     def share(chosen):

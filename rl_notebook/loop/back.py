@@ -204,7 +204,8 @@ async def restore_checkpoint(
     step: int | None = None,  # number of the last finished step; None = what the checkpoint says
 ) -> int:  # the step after which the loop continues
     "Put a fresh loop where a checkpoint stands."
-    last, cursor = found.step if step is None else step, restore_cursor(loop.cursor, found.cursor)
+    last = found.step if step is None else step
+    cursor = restore_cursor(loop.cursor, found.cursor)
 
     async def load() -> None:
         await loop.weights.load(found.state)

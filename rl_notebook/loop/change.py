@@ -167,7 +167,10 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
     score_at(loop, cfg.temperature)
     loop.next_settings = cfg
     if functions or loop.settings.diff(cfg):
-        loop.task, loop.given, loop.make_loss, loop.settings = task, given, given["make_loss"], cfg
+        loop.task = task
+        loop.given = given
+        loop.make_loss = given["make_loss"]
+        loop.settings = cfg
         loop.advantage_fn = compare
         loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
         loop.breaker = CircuitBreaker(cfg.max_rollout_failure_rate)

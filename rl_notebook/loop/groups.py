@@ -300,7 +300,9 @@ def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -
 # %% ../../nbs/loop/00_groups.ipynb #8692bb1f
 def pick(producer: Producer[T], places: int) -> list[Finished[T]]:
     "What can be trained now: first come first served, as far as every older row keeps a place before it is too stale."
-    p, gate, taken = producer, producer.gate, list[Finished[T]]()
+    p = producer
+    gate = producer.gate
+    taken = list[Finished[T]]()
     per_step = gate.groups_per_step
     bound = gate.max_head_offpolicy_versions
     versions = [row.version for row in (*p.in_flight.values(), *p.ready)]

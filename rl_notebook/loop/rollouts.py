@@ -297,10 +297,8 @@ async def sample_completions(
             )
         for i, c in enumerate(drawn):
             if not np.array_equal(c.prompt_tokens, prompt.tokens):
-                where, got = (
-                    f"{prompt.where}, completion {i}",
-                    f"{len(c.prompt_tokens)} ids, and not those sent",
-                )
+                where = f"{prompt.where}, completion {i}"
+                got = f"{len(c.prompt_tokens)} ids, and not those sent"
                 fix = "Send token ids instead of text; does the server add a bos token, or cut long prompts?"
                 expected = f"the {len(prompt.tokens)} ids of the prompt"
                 raise BackendError(
@@ -372,11 +370,9 @@ class BoundedSampler:
     "A sampler with so many completions in flight, at most; the first request is served first."
 
     def __init__(self, sampler: Sampler, most: int):
-        self.sampler, self.limit, self.most = (
-            sampler,
-            AdaptiveLimit(math.inf, math.inf, math.inf),
-            most,
-        )
+        self.sampler = sampler
+        self.limit = AdaptiveLimit(math.inf, math.inf, math.inf)
+        self.most = most
         self.at_most(most)
 
     def at_most(self, completions: int) -> None:

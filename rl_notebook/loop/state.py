@@ -214,14 +214,13 @@ class LoopState:
             reward, self.cfg, rollout_setup(backend, self.cfg, extras, self.sampler)
         )
         read = [] if self.task.reward_fns is None else columns_read(self.task.reward_fns)
-        self.rows, self.eval_rows = (
-            as_rows(rows, read),
-            as_rows(eval_rows, read) if len(eval_rows) else [],
-        )
+        self.rows = as_rows(rows, read)
+        self.eval_rows = as_rows(eval_rows, read) if len(eval_rows) else []
         self.keep = dynamic_filter_fn or (lambda group: not has_no_signal(group.rewards))
         self.make_loss = make_loss
         self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
-        self.outputs, self.on_undo = list(outputs), list(on_undo)
+        self.outputs = list(outputs)
+        self.on_undo = list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
         self.intake = RowQueue(self.state.cursor)
         self.weights = Weights(backend, self, keep_undo, family)
@@ -305,7 +304,8 @@ class Loop(LoopState):
         "Methods that are made of functions bear the names that they are called by, for `help` and tracebacks."
         for name, method in vars(cls).items():
             if inspect.isfunction(method) and hasattr(method, "__wrapped__"):
-                method.__name__, method.__qualname__ = name, f"{cls.__name__}.{name}"
+                method.__name__ = name
+                method.__qualname__ = f"{cls.__name__}.{name}"
 
     @property
     def title(self) -> str:

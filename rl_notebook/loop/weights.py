@@ -203,7 +203,8 @@ class SharedBackend:
         torn = self.holder is None and self.lock.locked()
         # the one before has ended, with all in it
         if torn or self.event_loop is not asyncio.get_running_loop():
-            self.lock, self.event_loop = asyncio.Lock(), asyncio.get_running_loop()
+            self.lock = asyncio.Lock()
+            self.event_loop = asyncio.get_running_loop()
             self.released()
         if self.holder not in (None, weights) and (
             self.task is asyncio.current_task() or self.turn in LEASES.get()
@@ -285,7 +286,9 @@ async def _restore(w: Weights, found: Snapshot, name: str, *, sampler: bool = Tr
         await policy.load_state(behind.path)
         w.version = await sync_weights(w.backend, name)
     await policy.load_state(found.saved.path)
-    w.sampler, w.served, w.gradient = found.sampler, found.served, False
+    w.sampler = found.sampler
+    w.served = found.served
+    w.gradient = False
     # it had the same; or older weights that are nowhere saved, then it gets these
     if sampler and behind is None:
         w.version = await sync_weights(w.backend, name)
@@ -353,7 +356,9 @@ async def _take_over(w: Weights) -> None:
         old.forget_undo()
         # names of states that nothing needs any more
         old.loop_id, w.loop_id = w.loop_id, old.loop_id
-        w.version, w.sampler, w.served = old.version, old.sampler, old.served
+        w.version = old.version
+        w.sampler = old.sampler
+        w.served = old.served
     w.shared.loaded = w
 
 
@@ -383,7 +388,9 @@ async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `jo
     try:
         if not weights.has_lease:
             held = await lock.acquire()
-            shared.holder, shared.task, shared.turn = weights, asyncio.current_task(), object()
+            shared.holder = weights
+            shared.task = asyncio.current_task()
+            shared.turn = object()
             join_turn(shared.turn)
         shared.depth = shared.depth + 1
         inside = True

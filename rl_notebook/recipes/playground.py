@@ -169,7 +169,8 @@ class Playground(AbstractAsyncContextManager["Playground"]):
         self.tokenizer = tokenizer
         self.params = params
         self.system = system
-        self.title, self.stack = " beside ".join(samplers), AsyncExitStack()
+        self.title = " beside ".join(samplers)
+        self.stack = AsyncExitStack()
         self.forget()
 
     def forget(self) -> None:

@@ -574,7 +574,9 @@ class Saver:
     "Checkpoints of a run, at the places from which it can go on."
 
     def __init__(self, loop: GRPOLoop, run: RunFolder | None):
-        self.loop, self.run, self.last_boundary = loop, run, loop.state.number - 1
+        self.loop = loop
+        self.run = run
+        self.last_boundary = loop.state.number - 1
         if run is not None and (best := read_best(run.path)) and best["step"] > self.last_boundary:
             (Path(run.path) / BEST).unlink()  # of a step that was put aside
 

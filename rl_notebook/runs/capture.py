@@ -35,7 +35,9 @@ def _fetch(
     connection: sqlite3.Connection, query: str, values: Sequence[Any], packed: int
 ) -> list[tuple[Any, ...]]:
     "The rows of a query, which ends after a time, and raises ValueError where they are larger than they may be."
-    end, rows, size = time.monotonic() + QUERY_LIMIT_S, list[tuple[Any, ...]](), 0
+    end = time.monotonic() + QUERY_LIMIT_S
+    rows = list[tuple[Any, ...]]()
+    size = 0
     connection.set_progress_handler(lambda: time.monotonic() > end, 100_000)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_LINE)
     for row in connection.execute(query, values):
@@ -61,10 +63,8 @@ def _ask(path: Path, query: str, values: Sequence[Any] = ()) -> list[tuple[Any, 
                 return _fetch(connection, query, values, size)
 
 
-_ITERATION, _SESSION = (
-    re.compile(rb'"iteration":\s*(\d+)'),
-    re.compile(rb'"sampling_session_id":\s*"([^"]*)"'),
-)
+_ITERATION = re.compile(rb'"iteration":\s*(\d+)')
+_SESSION = re.compile(rb'"sampling_session_id":\s*"([^"]*)"')
 
 
 def calls_of(path: Path) -> list[tuple[int, str, int | None]]:  # number, session, iteration

@@ -213,7 +213,8 @@ class TensorBoardTracker:
         except OSError as e:
             _no_start("tensorboard", e, "The run folder must be writable.")
         # the last step, and the numbers that were told of it first
-        self.step, self.names = math.inf, set[str]()
+        self.step = math.inf
+        self.names = set[str]()
         # before all that is done again
         self.writer.add_text("config", as_code(without_secrets(config)), -1)
 

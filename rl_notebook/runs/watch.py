@@ -395,7 +395,8 @@ class TrainerHooks:
         self.trainer = trainer
         self.guard = guard
         self.step_ends = step_ends
-        self.rank, self.ranks = trainer.accelerator.process_index, trainer.accelerator.num_processes
+        self.rank = trainer.accelerator.process_index
+        self.ranks = trainer.accelerator.num_processes
         self.generation: Generation | None = None  # the last one
         self.groups = 0  # drawn so far, by all processes
         self.passes: list[dict[str, Any]] = []  # micro-batches of the step so far
@@ -473,22 +474,18 @@ class TrainerHooks:
         g = self.generation
         ids = out["completion_ids"]
         assert g is not None
-        g.rows, g.advantages, g.read = (
-            inputs,
-            _array(out["advantages"]),
-            _array(out["completion_mask"]),
-        )
+        g.rows = inputs
+        g.advantages = _array(out["advantages"])
+        g.read = _array(out["completion_mask"])
         g.loss_mask = g.read * (_array(out["tool_mask"]) if "tool_mask" in out else 1)
         g.weights = _array(out.get("importance_sampling_ratio"))
         out["rln_row"] = torch.arange(len(ids), device=ids.device)
 
     def passed(self, out: Sequence[Any], *_: Any) -> None:
         "The policy's logprobs of a micro-batch, and a hook for the gradient that arrives at them."
-        logprobs, found, scaler = (
-            out[0],
-            self.inside,
-            getattr(self.trainer.accelerator, "scaler", None),
-        )
+        logprobs = out[0]
+        found = self.inside
+        scaler = getattr(self.trainer.accelerator, "scaler", None)
         if not logprobs.requires_grad:  # a pass of the reference, or for the ratio
             return
         found |= {"policy": _array(logprobs), "entropy": _array(out[1])}
@@ -598,12 +595,14 @@ class Watched:
         self.options, unsaid = trl_options(trainer)
         if unsaid:
             self.options = {"make_loss": "TRL's own: " + ", ".join(unsaid)}
-        self.path, self.rank = Path(path), trainer.accelerator.process_index
+        self.path = Path(path)
+        self.rank = trainer.accelerator.process_index
         self.processes = trainer.accelerator.num_processes
         self.run = None if self.rank else open_folder(self.path, trl_settings(trainer))
         self.ended = ""  # why nothing more is recorded; empty = it is
         # seconds of recording: in training's thread, and outside of it
-        self.cost, self.begun = 0.0, time.perf_counter()
+        self.cost = 0.0
+        self.begun = time.perf_counter()
         self._last: StepRecord | None = None
         self._pen = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None  # a step is written while the next one is drawn

@@ -262,10 +262,8 @@ def audit_reward(
     """Break into a reward: attacks that earn nothing by right, and right answers said otherwise.
 
     Raises RewardError for one that cannot grade a text at all, DataError for rows that cannot be read."""
-    fns, given = (
-        as_reward_fns(reward, weights),
-        isinstance(rows, Sequence) and rows and isinstance(rows[0], Row),
-    )
+    fns = as_reward_fns(reward, weights)
+    given = isinstance(rows, Sequence) and rows and isinstance(rows[0], Row)
     read = rows[:MOST] if given else load_rows(rows, max_rows=MOST)
     return blocking(lambda limits: audit_rows(fns, read, limits, right))
 

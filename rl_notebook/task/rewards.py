@@ -1152,7 +1152,9 @@ async def score(
 # %% ../../nbs/task/01_rewards.ipynb #f568cc6b
 def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
     "The result of a job that asks reward functions, for callers that cannot await."
-    calls, began, failed = SimpleQueue[Any](), dict[str, Any](), list[Limits]()
+    calls = SimpleQueue[Any]()
+    began = dict[str, Any]()
+    failed = list[Limits]()
     blocked = asyncio._get_running_loop()
     if not hasattr(blocked, "_run_once"):  # there is none, or one that is not of asyncio
         blocked = None

@@ -102,7 +102,9 @@ class Watch:
     def look(self, loop: Loop, phase: str) -> None:
         "Begin anew when another phase is running than last time."
         if (phase, loop.state.number) != (self.phase, self.step):
-            self.phase, self.step, self.since = phase, loop.state.number, time.monotonic()
+            self.phase = phase
+            self.step = loop.state.number
+            self.since = time.monotonic()
             self.meter = replace(loop.backend.meter)
 
 # %% ../../nbs/views/04_dashboard.ipynb #2dc81f7d
@@ -418,10 +420,8 @@ class SettingsPane:
         )
         # what the loop has; what waits for the next step as it will be
         self.known: dict[str, Any] = {}
-        self.button, self.said = (
-            ipywidgets.Button(description="Change", icon="check"),
-            ipywidgets.HTML(),
-        )
+        self.button = ipywidgets.Button(description="Change", icon="check")
+        self.said = ipywidgets.HTML()
         self.button.on_click(lambda _: change())
         self.shown = ipywidgets.ToggleButton(
             description="Settings", icon="sliders", tooltip="Change them while paused"
@@ -454,7 +454,8 @@ class Screen:
     "The widgets of a dashboard, and the completion that is open on it."
 
     def __init__(self, dashboard: Dashboard, size: int):  # size: rows of a page of the table
-        d, call = dashboard, partial(call_in, dashboard.home)
+        d = dashboard
+        call = partial(call_in, dashboard.home)
         self.buttons = make_buttons(
             lambda action: call(press, d, action), isinstance(d.loop, AsyncGRPOLoop)
         )
@@ -469,7 +470,8 @@ class Screen:
             options=[("all groups", 0)], tooltip="Groups in the map", layout=width
         )
         self.settings = SettingsPane(lambda: call(apply_settings, d))
-        self.pane, self.charts = CompletionsPane(size=size), LiveCharts()
+        self.pane = CompletionsPane(size=size)
+        self.charts = LiveCharts()
         self.head, self.trouble, self.now, self.words = (ipywidgets.HTML() for _ in range(4))
         self.value = ipywidgets.HTML()  # what the last phase has returned
         self.inspector = box_of([], "rld-inspector")
@@ -510,7 +512,8 @@ class Screen:
         if wanted and self.opened is not None:
             record, group, sample = self.opened
             shown = [inspect_tokens(record, tokenizer, group=group, sample=sample)]
-        self.inspector.children, self.pane.inspecting = shown, bool(shown)
+        self.inspector.children = shown
+        self.pane.inspecting = bool(shown)
 
     def close_completion(self) -> None:
         "Put the completion away, and its tokens."
@@ -622,7 +625,8 @@ def refresh_head(dashboard: Dashboard) -> None:
     d.watch.look(loop, phase)
     for action, button in d.screen.buttons.items():
         why = refusal(d, action)
-        button.disabled, button.tooltip = bool(why), why or ACTIONS[action][1]
+        button.disabled = bool(why)
+        button.tooltip = why or ACTIONS[action][1]
     d.screen.settings.look(loop, refusal(d, "change"))
     progress = progress_html(progress_of(loop, d.watch), standing(d)) + ended_html(d)
     if d.undone:
@@ -809,7 +813,9 @@ class Dashboard(Player):
         for unrelated in unrelated_players(loop):
             unrelated.pause()
         super().__init__(loop, self.refresh)
-        self.noise_floor, self.watch, self.history = noise_floor, Watch(), History()
+        self.noise_floor = noise_floor
+        self.watch = Watch()
+        self.history = History()
         self.recent: deque[StepRecord] = deque(maxlen=TIMELINE_STEPS)  # of the timeline
         self.partial: StepRecord | None = None  # the current step, as far as it is
         self.values: tuple[Any, ...] = ()  # of the current step, as they were drawn
@@ -913,7 +919,8 @@ class Dashboard(Player):
         "Draw the still picture again if there is something new on it."
         if self.still is not None and self.stale:
             self.still.update(still_html(self), repr(self))
-            self.stale, self.pictured = False, time.monotonic()
+            self.stale = False
+            self.pictured = time.monotonic()
 
     def close(self) -> None:
         "Release the loop and the screen; a running phase is finished."

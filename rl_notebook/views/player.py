@@ -275,7 +275,8 @@ async def advance(player: Player) -> StepRecord | None:  # the record, when a st
 # %% ../../nbs/views/00_player.ipynb #521d195a
 async def rest(player: Player) -> None:
     "Wait as long as the speed limit says, or until the player is woken."
-    player.at, player.resting = "", asyncio.Event()
+    player.at = ""
+    player.resting = asyncio.Event()
     player.changed()
     if not player.pausing:
         with suppress(TimeoutError):

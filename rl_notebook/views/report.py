@@ -244,7 +244,8 @@ def material(
 # %% ../../nbs/views/07_report.ipynb #77ed8927
 def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int, StepRecord]]:
     "Steps, and records that a page shows, each read once; a damaged one is noted, and its step left out."
-    steps, read = run.steps, dict[int, StepRecord]()
+    steps = run.steps
+    read = dict[int, StepRecord]()
 
     def wanted():
         return {*pick(steps), *steps[-LAST:]}
@@ -723,8 +724,12 @@ async def follow(
     **options: Any,  # further ones of `report_html`
 ) -> Path:
     "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
-    opened, known, seen, failed = Run.open(run), Known(), None, 0
-    alone, ended = threading.Lock(), threading.Event()
+    opened = Run.open(run)
+    known = Known()
+    seen = None
+    failed = 0
+    alone = threading.Lock()
+    ended = threading.Event()
 
     def write(status: Status, refresh: float | None) -> None:
         # a thread goes on when its task is cancelled, and its page must not be the last

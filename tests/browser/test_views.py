@@ -239,7 +239,8 @@ def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook:
 
 def shows_targets(table: Locator, targets: Sequence[int]) -> None:
     "Wait until these are the rows of a table; they are read at once, since a table may be drawn again in between."
-    rows, end = table.locator("tbody tr"), time.monotonic() + 30
+    rows = table.locator("tbody tr")
+    end = time.monotonic() + 30
 
     def read():
         return rows.evaluate_all("rows => rows.map(row => Number(row.dataset.id))")

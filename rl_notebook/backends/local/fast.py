@@ -270,7 +270,10 @@ class DerivedTensor:
     "What is made of weights, made again when one of them has changed; each time where gradients are asked for."
 
     def __init__(self, make: Callable[[], Tensor], weights: Iterable[Tensor]):
-        self.make, self.weights, self.version, self.value = make, tuple(weights), -1, torch.empty(0)
+        self.make = make
+        self.weights = tuple(weights)
+        self.version = -1
+        self.value = torch.empty(0)
 
     def __call__(self) -> Tensor:
         if torch.is_grad_enabled():
@@ -285,10 +288,8 @@ class RmsNorm:
     "RMS norm over the last dimension, as a division and a scale that is made of weights."
 
     def __init__(self, make: Callable[[], Tensor], weights: Sequence[Tensor], eps: float):
-        dim, least = (
-            weights[0].shape[-1],
-            weights[0].new_tensor((weights[0].shape[-1] * eps) ** 0.5),
-        )
+        dim = weights[0].shape[-1]
+        least = weights[0].new_tensor((weights[0].shape[-1] * eps) ** 0.5)
         self.make: Callable[[], Tensor] = make
         self.unit: Callable[[Tensor], Tensor] = lambda x: F.rms_norm(x, (dim,), None, eps)
         if weights[0].device.type == "cpu":
@@ -370,11 +371,9 @@ def linears_fn(
     modules: Sequence[nn.Module], copies: bool, norm: nn.Module | None = None
 ) -> Callable[..., Tensor]:
     "Linear layers over one input (M, D) behind an RMS norm, as one function: outputs side by side, added to `onto`."
-    known, scale, rms = (
-        mergeable(modules) if copies else [],
-        None,
-        None if norm is None else RmsNorm.of(norm),
-    )
+    known = mergeable(modules) if copies else []
+    scale = None
+    rms = None if norm is None else RmsNorm.of(norm)
     normed: Callable[[Tensor], Tensor] = rms or norm or (lambda x: x)
     weights = [w for linear in known for w in linear.weights]
     by_column = bool(known) and all(w.dtype in _FULL and w.device.type == "cpu" for w in weights)
@@ -467,10 +466,8 @@ class RotaryTable:
             size = max(1024, 2 * highest)
             cos, sin = self.module(self.like, torch.arange(size, device=self.like.device)[None])
             half = sin.shape[-1] // 2
-            self.cos, self.sin = (
-                cos[0, :, None],
-                torch.cat((-sin[..., :half], sin[..., half:]), -1)[0, :, None],
-            )
+            self.cos = cos[0, :, None]
+            self.sin = torch.cat((-sin[..., :half], sin[..., half:]), -1)[0, :, None]
         return self.cos[positions], self.sin[positions]
 
 # %% ../../../nbs/backends/local/03_fast.ipynb #64af36a5
@@ -527,16 +524,16 @@ class FastLayer:
         if norms != {"input_layernorm", "post_attention_layernorm"}:
             raise AttributeError(f"not a Llama-shaped layer: {sorted(norms)}")
         qkv = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.head_dim, self.scale, self.act = attention.head_dim, attention.scaling, mlp.act_fn
+        self.head_dim = attention.head_dim
+        self.scale = attention.scaling
+        self.act = mlp.act_fn
         # of queries, of keys
         self.heads = [project.out_features // self.head_dim for project in qkv[:2]]
         self.head_norm = head_norm_fn(
             [getattr(attention, f"{name}_norm", None) for name in "qk"], self.heads
         )
-        self.qkv, self.o = (
-            linears_fn(qkv, copies, layer.input_layernorm),
-            linears_fn([attention.o_proj], copies),
-        )
+        self.qkv = linears_fn(qkv, copies, layer.input_layernorm)
+        self.o = linears_fn([attention.o_proj], copies)
         self.gate_up = linears_fn(
             [mlp.gate_proj, mlp.up_proj], copies, layer.post_attention_layernorm
         )

@@ -206,7 +206,8 @@ def in_8bit(module: nn.Module) -> nn.Module:
         layer.base_layer = Int8Linear(
             base.in_features, base.out_features, base.bias is not None, device="meta"
         )
-        layer.base_layer.weight, layer.base_layer.bias = base.weight, base.bias
+        layer.base_layer.weight = base.weight
+        layer.base_layer.bias = base.bias
     return module
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #a01a189c

@@ -217,7 +217,9 @@ class CausalModel:
         if self.fast is not None and self.head is not None:
             self.drawing_head = linears_fn([self.head], self.fast.copies)
         weight = self.model.get_input_embeddings().weight
-        self.vocab_size, self.device, self.dtype = len(weight), weight.device, weight.dtype
+        self.vocab_size = len(weight)
+        self.device = weight.device
+        self.dtype = weight.dtype
         names = inspect.signature(self.decoder.forward).parameters
         self.cache_name = next((name for name in CACHE_NAMES if name in names), "past_key_values")
         self.keeps_state = keeps_state(self.model)
@@ -288,7 +290,9 @@ class KnownHead:
     "A head whose logits are minus infinity for unknown ids; without one, the features are the logits."
 
     def __init__(self, head: Callable[[Tensor], Tensor] | None, unknown: Tensor):  # (V,) bool
-        self.head, self.unknown, self.out_features = head, unknown, len(unknown)
+        self.head = head
+        self.unknown = unknown
+        self.out_features = len(unknown)
 
     def __call__(self, features: Tensor) -> Tensor:
         logits = features if self.head is None else self.head(features)
@@ -387,11 +391,9 @@ class RecordedStep:
 
     def record(self) -> None:
         "Make a step once, so that all it needs is there, and once for the recording."
-        self.graph, apart, here = (
-            torch.cuda.CUDAGraph(),
-            torch.cuda.Stream(),
-            torch.cuda.current_stream(),
-        )
+        self.graph = torch.cuda.CUDAGraph()
+        apart = torch.cuda.Stream()
+        here = torch.cuda.current_stream()
         apart.wait_stream(here)
         with torch.cuda.stream(apart):
             step_of_all(self.model, self.cache, *self.inputs)

@@ -613,7 +613,9 @@ class LocalTrainer:
     "The policy: scores, accumulates gradients, updates, saves."
 
     def __init__(self, state: PolicyState, run: Worker):
-        self.state, self.run, self.versions = state, run, state.versions
+        self.state = state
+        self.run = run
+        self.versions = state.versions
 
     @property
     def vocab_size(self) -> int:

@@ -306,7 +306,9 @@ class OpenAISampler:
         # name and version, as far as it says
         self.server = _UNKNOWN
         self.as_found = dialect is None
-        self.max_seq_len, self.vocab_size, self.meter = max_seq_len, vocab_size, meter or Meter()
+        self.max_seq_len = max_seq_len
+        self.vocab_size = vocab_size
+        self.meter = meter or Meter()
         self.policy_version = 0  # of the weights that the server has
         self.report: ServerReport | None = None  # what `probe` found
 

@@ -152,7 +152,9 @@ class FireworksSampler:
         self.scorer = scorer
         self.run = run
         self.routing = routing
-        self.max_seq_len, self.meter, self.timeout_s = max_seq_len, meter or Meter(), timeout_s
+        self.max_seq_len = max_seq_len
+        self.meter = meter or Meter()
+        self.timeout_s = timeout_s
         self.policy_version = 0  # of the weights that are served
         # see `FireworksSync.is_served`
         self.is_served: Callable[[float], Awaitable[bool]] | None = None
@@ -338,7 +340,8 @@ class Hotloads:
         **options: Any,
     ) -> bool:
         "Ask for a snapshot, wait until it is served."
-        self.trouble, began = None, time.monotonic()
+        self.trouble = None
+        began = time.monotonic()
         where: Any = (deployment_id, base_model, snapshot_identity)
         patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=self.poll_interval_s)
         broken = httpx.TransportError
@@ -802,7 +805,8 @@ async def promote_weights(
                 "final", checkpoint_type="base"
             ).snapshot_name
 
-        snapshot, end = policy.link.call(save), time.monotonic() + appear_s
+        snapshot = policy.link.call(save)
+        end = time.monotonic() + appear_s
         sync.newest = snapshot  # a delta would be one against it
         with as_backend_errors(f"promotion of {snapshot}"):
 

@@ -326,7 +326,9 @@ class Tries:
     "The attempts of one call: which failures may pass, and what to say when none is left."
 
     def __init__(self, link: Link):
-        self.link, self.seen, self.why = link, dict[int | None, int](), ""
+        self.link = link
+        self.seen = dict[int | None, int]()
+        self.why = ""
         self.client: Any = None  # of the attempt, where several calls share a link
         self.cause: BaseException | None = None
 
@@ -336,7 +338,8 @@ class Tries:
         status = status_of(error)
         if isinstance(error, RLNotebookError) or not isinstance(error, link.caught):
             return False
-        self.why, self.cause = link.text(error), unleaked(link, error)
+        self.why = link.text(error)
+        self.cause = unleaked(link, error)
         link.notice.trouble = (
             f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
         )
@@ -536,7 +539,9 @@ class ServiceReference:
         run: Worker | None = None,
         meter: Meter | None = None,
     ):
-        self.link, self.limits, self.meter = link, limits, meter or Meter()
+        self.link = link
+        self.limits = limits
+        self.meter = meter or Meter()
         self.run = run or Worker()
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
@@ -587,13 +592,14 @@ class ServiceTrainer:
         self.limits = limits
         self.adapter = adapter
         self.journal_steps = journal_steps
-        self.versions, self.run, self.meter = (
-            versions or Versions(),
-            run or Worker(),
-            meter or Meter(),
-        )
-        self.journal, self.pending, self.encoding = Journal(), list[Pass](), ENCODINGS[0]
-        self.tag, self.numbers = secrets.token_hex(2), itertools.count(1)
+        self.versions = versions or Versions()
+        self.run = run or Worker()
+        self.meter = meter or Meter()
+        self.journal = Journal()
+        self.pending = list[Pass]()
+        self.encoding = ENCODINGS[0]
+        self.tag = secrets.token_hex(2)
+        self.numbers = itertools.count(1)
         self.states: dict[str, str] = {}  # label: path of the newest state under it
         self.snapshots: list[str] = []  # made so far, newest last
 
@@ -764,7 +770,8 @@ def check_update(update: Update, divides: bool) -> None:
 # %% ../../../nbs/backends/services/03_link.ipynb #79ed7e90
 def save_remotely(remote: ServiceTrainer, name: str) -> str:
     "Save, let the journal rest on it, delete the state that it replaces."
-    link, label = remote.link, label_of(name)
+    link = remote.link
+    label = label_of(name)
 
     def save(client: Any) -> str:
         there = state_name(label, remote.versions, remote.tag, next(remote.numbers))

@@ -53,17 +53,13 @@ class VLLMSync:
     ):
         if not isinstance(local.policy, LocalTrainer):
             raise BackendError("policy", got=type(local.policy).__name__, expected="a LocalTrainer")
-        self.local, self.policy, self.sampler, self.folder = (
-            local,
-            local.policy,
-            sampler,
-            Path(folder).absolute(),
-        )
-        self.server_folder, self.mode, self.check_tokens = (
-            server_folder or str(self.folder),
-            mode,
-            list(check_tokens),
-        )
+        self.local = local
+        self.policy = local.policy
+        self.sampler = sampler
+        self.folder = Path(folder).absolute()
+        self.server_folder = server_folder or str(self.folder)
+        self.mode = mode
+        self.check_tokens = list(check_tokens)
         self.tolerance = 1e-3  # largest difference; grows to 4 times what is seen at the start
         self.lora = hasattr(self.policy.state.module, "peft_config")
         # folder name of the weights that the server has; None = its own
@@ -260,7 +256,8 @@ async def heal(sync: VLLMSync) -> None:
                 stacklevel=2,
             )
             await serve(sync, sync.served or "", sync.sampler.policy_version, sync.expected)
-        wire.lost, wire.answered_at = False, time.monotonic()
+        wire.lost = False
+        wire.answered_at = time.monotonic()
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #e97c5a65
 async def start(sync: VLLMSync) -> None:

@@ -533,7 +533,8 @@ def plan_infra(
 ) -> InfraPlan:
     "Decide what to set up, without asking for any of it; raises `ConfigError` and `BackendError`."
     r = InfraRequest(**wishes)
-    infra, deploy = r.infra_cfg, r.deploy_cfg or DeployConfig()
+    infra = r.infra_cfg
+    deploy = r.deploy_cfg or DeployConfig()
     if r.needs_inference and r.deploy_mgr is None:
         fix = "needs_inference=True asks for one."
         raise ConfigError("deploy_mgr", got="None", expected="a DeploymentManager", fix=fix)
@@ -843,7 +844,8 @@ class ReconnectableClient:
     def save_state(self, name: str, timeout: float = 2700) -> Any:
         "Save weights and optimizer; the result's `path` is what can be loaded."
         saved = call(self, "save_state", name, timeout=timeout)
-        self.unsaved, self.saved_at = 0, saved.path
+        self.unsaved = 0
+        self.saved_at = saved.path
         return saved
 
     def load_state(self, path: str) -> Any:
@@ -890,7 +892,8 @@ def training_client(client: ReconnectableClient) -> Any:
         if lost:
             owner.link.drop(link.why)
         fresh_client(owner.link)
-        client.service, client.endpoint = owner.service, owner.endpoint
+        client.service = owner.service
+        client.endpoint = owner.endpoint
     elif lost and client.job_id is not None:
         client.close()
         client.service = None

@@ -344,7 +344,8 @@ class ResourceCleanup:
         self.left: list[Resource] = []  # could not be released
         self.file = ResourceFile(folder) if folder is not None else None
         # parts may be asked for in several threads
-        self.pid, self.lock = os.getpid(), threading.RLock()
+        self.pid = os.getpid()
+        self.lock = threading.RLock()
 
     def __enter__(self) -> ResourceCleanup:
         hear_termination()

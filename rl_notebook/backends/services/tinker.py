@@ -217,7 +217,8 @@ def open_sessions(
 # %% ../../../nbs/backends/services/04_tinker.ipynb #a53e5d2c
 def training_client(session: Session, base_model: str, rank: int, seed: int) -> Callable[[], Any]:
     "Makes a LoRA training client, the same one every time; the model of the one before is unloaded first."
-    options, before = {"base_model": base_model, "rank": rank, "seed": seed}, list[Any]()
+    options = {"base_model": base_model, "rank": rank, "seed": seed}
+    before = list[Any]()
 
     def connect() -> Any:
         while before:
@@ -287,13 +288,12 @@ class TinkerSampler:
         meter: Meter | None = None,
         **link: Any,
     ):
-        self.session, self.tokenizer, self.limits, self.meter = (
-            session,
-            tokenizer,
-            limits,
-            meter or Meter(),
-        )
-        self.options, self.lock = link, threading.Lock()
+        self.session = session
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.meter = meter or Meter()
+        self.options = link
+        self.lock = threading.Lock()
         # whether logprobs ignore the temperature; None = not known
         self.raw_always: bool | None = None
         self.policy_version = 0
@@ -494,7 +494,8 @@ class TinkerSync:
         link.reconnects, before = sampler.link.reconnects, sampler.link.client
         if isinstance(sampler.session, PooledSession) and before is not None:
             before.close()  # its requests in flight are still answered
-        sampler.link, sampler.policy_version = link, self.trainer.versions.publish()
+        sampler.link = link
+        sampler.policy_version = self.trainer.versions.publish()
         return sampler.policy_version
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #a22ba2d0

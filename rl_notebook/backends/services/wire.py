@@ -112,7 +112,9 @@ class WaitNotice:
         self.every_s = every_s
         self.trouble = ""  # of the last attempt that failed
         self.began: dict[object, tuple[float, str]] = {}  # of those who wait: since when, for what
-        self.heard_at, self.watching, self.lock = time.monotonic(), False, threading.Lock()
+        self.heard_at = time.monotonic()
+        self.watching = False
+        self.lock = threading.Lock()
 
     @contextmanager
     def awaits(self, what: str) -> Iterator[None]:
@@ -223,7 +225,10 @@ class ReplyParts:
     "The content of a response as it comes in; raises `Refused` for more bytes than were asked for."
 
     def __init__(self, limit: int, where: str):
-        self.limit, self.where, self.read, self.parts = limit, where, 0, list[bytes]()
+        self.limit = limit
+        self.where = where
+        self.read = 0
+        self.parts = list[bytes]()
 
     def add(self, part: bytes) -> None:
         "Keep a part."
