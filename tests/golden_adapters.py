@@ -1460,12 +1460,36 @@ def sync_windows(case: Case) -> Outcome:
     return AGREED
 
 
-@adapter("greedy_batching__e6d8bb36")
+COUNTED_LATER = (
+    "a round of which nothing is trained has its own counts; there they are added to the next step's"
+)
+MIN_ABOVE_MAX = (
+    "a minimum above the maximum is an error; there the minimum starts a pass, which leaves groups over"
+)
+
+
+def counts_moved_to_next_step(
+    stats: dict[str, Any], earlier: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    "The counts of a step with those of the rounds without training before it, as the recorded loop has them."
+    names = ("total_sampled", "filter_drops", "sample_fails")
+    moved = {name: stats[name] + sum(round[name] for round in earlier) for name in names}
+    rewards = [*stats["all_raw_rewards"], *(r for round in earlier for r in round["all_raw_rewards"])]
+    return {**stats, **moved, "all_raw_rewards": sorted(rewards)}
+
+
+@adapter("greedy_batching__e6d8bb36", "greedy_batching_edges__e6d8bb36")
 def greedy_batching(case: Case) -> Outcome:
     "Backward passes inside a step that start as soon as enough groups are there."
     x = case.inputs
     c = case.config
+    if (c["min_samples_per_fwd_bwd"] or 0) > c["max_samples_per_fwd_bwd"]:
+        settings = {name: c[name] for name in ("min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd")}
+        refused(lambda: Config(**settings), "min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd")
+        return Outcome((MIN_ABOVE_MAX,))
     events = []
+    rounds_without_training = []
+    moved = False
     k = c["completions_per_prompt"]
     per_step = c["prompt_groups_per_step"]
     limits = groups_per_pass(k, c["min_samples_per_fwd_bwd"], c["max_samples_per_fwd_bwd"])
@@ -1482,6 +1506,7 @@ def greedy_batching(case: Case) -> Outcome:
         )
 
     async def loop() -> int:
+        nonlocal moved
         step = 0
         for first in range(0, len(x["kind"]), per_step):
             rows = range(first, min(first + per_step, len(x["kind"])))
@@ -1496,18 +1521,21 @@ def greedy_batching(case: Case) -> Outcome:
             dropped = [row.value for row in source.take_rejected()]
             if passes:
                 live = [g for groups in passes for g in groups]
-                stats = {
-                    **stats_of(live, dropped),
-                    "fwd_bwd_group_counts": [len(groups) for groups in passes],
-                }
+                stats = counts_moved_to_next_step(stats_of(live, dropped), rounds_without_training)
+                stats["fwd_bwd_group_counts"] = [len(groups) for groups in passes]
                 events.append(["finish_step", step, [g.index for g in live], len(passes), stats])
                 step += 1
+                moved = moved or bool(rounds_without_training)
+                rounds_without_training.clear()
+            else:
+                rounds_without_training.append(stats_of([], dropped))
         return step
 
     assert simulate(loop()) == case.expected["global_step"]
     assert events == [unordered_rewards(event) for event in case.expected["events"]]
     singles = c["filter"] and k == 1 and any(kind != "fail" for kind in x["kind"])
-    return Outcome((SINGLES_KEPT,)) if singles else AGREED
+    differences = ((SINGLES_KEPT, singles), (COUNTED_LATER, moved))
+    return Outcome(tuple(text for text, differs in differences if differs))
 
 
 # -- adapters that have a file of their own ------------------------------------------------------------------------
