@@ -1460,12 +1460,8 @@ def sync_windows(case: Case) -> Outcome:
     return AGREED
 
 
-COUNTED_LATER = (
-    "a round of which nothing is trained has its own counts; there they are added to the next step's"
-)
-MIN_ABOVE_MAX = (
-    "a minimum above the maximum is an error; there the minimum starts a pass, which leaves groups over"
-)
+COUNTED_LATER = "a round of which nothing is trained has its own counts; there they are added to the next step's"
+MIN_ABOVE_MAX = "a minimum above the maximum is an error; there the minimum starts a pass, which leaves groups over"
 
 
 def counts_moved_to_next_step(
@@ -1474,7 +1470,10 @@ def counts_moved_to_next_step(
     "The counts of a step with those of the rounds without training before it, as the recorded loop has them."
     names = ("total_sampled", "filter_drops", "sample_fails")
     moved = {name: stats[name] + sum(round[name] for round in earlier) for name in names}
-    rewards = [*stats["all_raw_rewards"], *(r for round in earlier for r in round["all_raw_rewards"])]
+    rewards = [
+        *stats["all_raw_rewards"],
+        *(r for round in earlier for r in round["all_raw_rewards"]),
+    ]
     return {**stats, **moved, "all_raw_rewards": sorted(rewards)}
 
 
@@ -1484,7 +1483,9 @@ def greedy_batching(case: Case) -> Outcome:
     x = case.inputs
     c = case.config
     if (c["min_samples_per_fwd_bwd"] or 0) > c["max_samples_per_fwd_bwd"]:
-        settings = {name: c[name] for name in ("min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd")}
+        settings = {
+            name: c[name] for name in ("min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd")
+        }
         refused(lambda: Config(**settings), "min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd")
         return Outcome((MIN_ABOVE_MAX,))
     events = []

@@ -39,6 +39,9 @@ NO_PROMPT = "a sample that begins without a prompt is refused, its first token h
 MISSING_OUTCOMES = "outcomes that are missing are refused, not read as 0"
 TEXT_AGAIN = "the prefix is sent as the ids that it consists of, not decoded and tokenised again"
 INCOMPLETE = "a reply that does not cover the answer is refused, not averaged, and never scored 0"
+NOTHING_TO_SCORE = (
+    "no answer, or an answer of one token without a prefix, is an error; there the score is 0"
+)
 TOO_MANY = "a reply for more tokens than were sent is refused"
 NO_MASK = "turns that overlap, touch or leave the completion are no loss mask"
 ONE_TOKEN = "an answer without a prefix has a token without logprob and is refused"
@@ -197,25 +200,24 @@ def score_datum(case: Case) -> Outcome:
     return AGREED
 
 
-def logprobs_in(response: Mapping[str, Any]) -> np.ndarray:
-    "The values of a recorded reply, in either of the two layouts."
+def prompt_logprobs(response: Mapping[str, Any]) -> list[float | None]:
+    "The values of a recorded reply, in either of the two layouts; none where it has no logprobs."
     (choice,) = response["choices"]
-    rows = choice["logprobs"].get("content")
-    return floats(
-        choice["logprobs"]["token_logprobs"] if rows is None else [row["logprob"] for row in rows]
-    )
+    logprobs = choice.get("logprobs") or {}
+    if "token_logprobs" in logprobs:
+        return logprobs["token_logprobs"]
+    return [row["logprob"] for row in logprobs.get("content") or []]
 
 
 def served(
-    values: np.ndarray, prefix: Sequence[int], answer: Sequence[int]
+    response: Mapping[str, Any], prefix: Sequence[int], answer: Sequence[int]
 ) -> tuple[igpo.Scored, Any]:
-    "What our sampler makes of logprobs that a server replies with, and the prompt that it has sent."
+    "What our sampler makes of a server's reply, and the prompt that it has sent."
     asked = []
-    content = [{"logprob": None if np.isnan(v) else v} for v in values.tolist()]
 
     def reply(request: httpx.Request) -> httpx.Response:
         asked.append(json.loads(request.content)["prompt"])
-        return httpx.Response(200, json={"choices": [{"logprobs": {"content": content}}]})
+        return httpx.Response(200, json=response)
 
     async def main() -> igpo.Scored:
         options = {"dialect": "fireworks", "kind": "both", "transport": httpx.MockTransport(reply)}
@@ -230,26 +232,35 @@ def served(
     return asyncio.run(main()), asked[0]
 
 
-@adapter("igpo_score_prefix_inference__517d206d", "igpo_score_prefix_inference__HEAD")
+def why_rejected(
+    values: Sequence[float | None], prefix: Sequence[int], answer: Sequence[int]
+) -> str | None:
+    "Why a reply that the other program averages is an error here; None where it is not."
+    count = len(prefix) + len(answer)
+    if count < 2 or not answer:
+        return NOTHING_TO_SCORE
+    if len(values) > count + 1:
+        return TOO_MANY
+    if not prefix or len(values) < count or None in values[1:count]:
+        return INCOMPLETE
+    return None
+
+
+@adapter("igpo_score_prefix_inference__*")
 def score_prefix(case: Case) -> Outcome:
     "The score of an answer after a prefix, by a server."
     x = case.inputs
-    e = case.expected
     prefix = x["prefix_tokens"]
     answer = x["answer_tokens"]
-    values = logprobs_in(x["response"])
-    ids = [*prefix, *answer]
-    if "request" in e:  # where one was made
-        assert e["request"]["json"]["prompt"] == " ".join(map(str, ids)), "its tokenizer joins ids"
-    if len(values) > len(ids):
-        refused(lambda: served(values, prefix, answer), "logprobs", "echo")
-        return Outcome((TOO_MANY,))
-    if len(values) < len(ids) or np.isnan(values[-len(answer) :]).any():
-        refused(lambda: served(values, prefix, answer), "logprobs", "echo")
-        return Outcome((INCOMPLETE,))
-    scored, sent = served(values, prefix, answer)
-    assert sent == ids
-    close(scored.score, e["score"], "score")
+    difference = why_rejected(prompt_logprobs(x["response"]), prefix, answer)
+    if case.raises or difference:
+        refused(lambda: served(x["response"], prefix, answer), "logprobs", "echo", "tokens")
+        return AGREED if case.raises else Outcome((difference,))
+    scored, sent = served(x["response"], prefix, answer)
+    assert sent == [*prefix, *answer]
+    text = case.expected["request"]["json"]["prompt"]
+    assert text == " ".join(map(str, sent)), "its tokenizer joins ids"
+    close(scored.score, case.expected["score"], "score")
     return Outcome((TEXT_AGAIN,))
 
 

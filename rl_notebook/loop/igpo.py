@@ -81,6 +81,8 @@ class Scored(NamedTuple):
 
 def mean_of_answer(found: Logprobs, num_tokens: int, answer: AnswerTokens) -> float:
     "Mean logprob of the last tokens of a sequence; raises `AlignmentError` unless all of them are there."
+    if not answer.tokens:
+        raise AlignmentError("tokens of the answer", got="none", expected="at least one")
     values = found.values[-len(answer.tokens) :]
     if len(found) != num_tokens - 1:
         got = f"{len(found)} for {num_tokens} tokens"
