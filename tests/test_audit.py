@@ -195,7 +195,8 @@ def endless(text: str, answer: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("reward", "settings"), [(alarmed, {}), (endless, {"reward_timeout": 0.5})]
+    ("reward", "settings"),
+    [(alarmed, {"max_concurrent_rewards": 0}), (endless, {"reward_timeout": 0.5})],
 )
 def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings: dict):
     cfg = rln.Config(max_completion_tokens=8, prompt_groups_per_step=2, **settings)

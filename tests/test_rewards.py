@@ -5,6 +5,8 @@ import functools
 import os
 import signal
 import sqlite3
+import subprocess
+import sys
 import threading
 import time
 
@@ -484,33 +486,26 @@ def test_calls_wait_together_within_the_limit_and_plain_ones_in_threads():
     assert (most, clear(threads)) == (3, True)
 
 
-def _late(signum, frame):
-    raise TimeoutError
+def alarmed(text):
+    "With a time limit of its own, which only the main thread may set."
+    before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.signal(signal.SIGALRM, before)
+    return 0.25
 
 
-def _within_a_second(text):
-    "As many scorers do it: what goes wrong is a 0."
-    try:
-        before = signal.signal(signal.SIGALRM, _late)
-        signal.alarm(1)
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-        return 1.0
-    except Exception:
-        return 0.0
-
-
-def helped(text):
-    return _within_a_second(text)
-
-
-def test_an_alarm_behind_a_helper_is_no_silent_zero_and_has_no_second_limit():
-    assert asyncio.run(score(["a"] * 3, CHAT, helped)).totals.tolist() == [1.0] * 3
-    assert score_blocking(["a"] * 3, CHAT, helped).totals.tolist() == [1.0] * 3
+def test_a_function_for_the_main_thread_needs_a_setting_and_has_no_second_limit():
+    with pytest.raises(RewardError, match=r"main thread.*max_concurrent_rewards=0"):
+        asyncio.run(score(["a"] * 3, CHAT, alarmed))
+    one_by_one = Limits(most=0)
+    assert (
+        asyncio.run(score(["a"] * 3, CHAT, alarmed, limits=one_by_one)).totals.tolist()
+        == [0.25] * 3
+    )
+    assert score_blocking(["a"] * 3, CHAT, alarmed).totals.tolist() == [0.25] * 3
     with pytest.raises(
-        RewardError, match="reward_timeout: got helped, which runs in the main thread"
+        RewardError, match=r"a limit of 5\.0 s for alarmed, which runs in the thread"
     ):
-        asyncio.run(score(["a"], CHAT, helped, limits=Limits(timeout=5.0)))
+        asyncio.run(score(["a"], CHAT, alarmed, limits=Limits(most=0, timeout=5.0)))
 
 
 def plain_judge(text):
@@ -570,7 +565,7 @@ def test_a_reward_that_asks_for_other_rewards_does_not_wait_for_itself():
     assert graded_.totals.tolist() == [1.0] * asked
 
 
-def test_functions_that_cannot_be_in_a_thread_stay_where_the_loop_is():
+def test_a_blocking_call_calls_plain_functions_in_its_own_thread():
     rows = sqlite3.connect(":memory:")
     threads = []
 
@@ -578,15 +573,37 @@ def test_functions_that_cannot_be_in_a_thread_stay_where_the_loop_is():
         threads.append(threading.current_thread())
         return float(rows.execute("select 0.5").fetchone()[0])
 
-    def alarmed(text):
-        threads.append(threading.current_thread())
-        before = signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.signal(signal.SIGALRM, before)
-        return 0.25
+    assert score_blocking(["a"] * 3, CHAT, looks_up).totals.tolist() == [0.5] * 3
+    assert threads == [threading.main_thread()] * 3
 
-    assert asyncio.run(score(["a"] * 3, CHAT, [looks_up, alarmed])).totals.tolist() == [0.75] * 3
-    # calls of `looks_up` that failed in a thread were made again
-    assert threads.count(threading.main_thread()) == 6
+
+@pytest.mark.parametrize("error", [StopIteration, SystemExit, KeyError])
+def test_what_a_plain_function_raises_in_a_thread_is_named(error):
+    def raises(text):
+        raise error("of mine")
+
+    with pytest.raises(RewardError, match=r"reward function .raises. raised: got .*of mine"):
+        asyncio.run(asyncio.wait_for(score(["a"], CHAT, raises), 60))
+
+
+def test_calls_that_never_end_delay_neither_later_calls_nor_the_end_of_the_process():
+    program = """
+import asyncio, threading
+from rl_notebook.task.data import make_row
+from rl_notebook.task.rewards import Limits, score
+def endless(text):
+    threading.Event().wait() if text == "late" else None
+    return 1.0
+row = make_row({"question": "?"})
+texts = ["late"] * 40 + ["in time"] * 2
+print(asyncio.run(score(texts, row, endless, limits=Limits(timeout=0.2))).late[0])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == (
+        "endless took longer than 0.2 s (reward_timeout); its thread cannot be stopped and runs until the call returns\n"
+    )
 
 
 def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
@@ -605,7 +622,10 @@ def test_a_call_that_is_too_late_makes_its_sample_unscorable_with_the_reason():
     # what "format" said of the first one is half a grade
     assert [scores.reward(i) for i in (0, 1)] == [None, 1.0]
     samples = [RolloutSample([1, 2], [0, -1], [0, 1], None, text=t) for t in texts]
-    assert graded(samples, scores)[0].info["late"] == "slow took longer than 0.5 s (reward_timeout)"
+    assert graded(samples, scores)[0].info["late"] == (
+        "slow took longer than 0.5 s (reward_timeout); "
+        "its thread cannot be stopped and runs until the call returns"
+    )
     watched = [reward_fn(judge, weight=0), "format"]  # one of no weight spoils nothing
     assert asyncio.run(score(texts, CHAT, watched, limits=limits)).totals.tolist() == [0, 0]
     never.set()

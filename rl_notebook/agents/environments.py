@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 from ..task.chat import Calls, split_calls
 from ..core.types import ConfigError, DataError, RolloutRun, RolloutSample
 from ..task.data import Row
-from ..task.rewards import RewardFn, as_reward_fns, in_thread, reward_fn, score
+from ..task.rewards import RewardFn, as_reward_fns, call_in_thread, reward_fn, score
 from ..loop.rollouts import RolloutFactory, RolloutSetup
 from .serve import PolicyServer, ServedRollout, serve
 
@@ -40,9 +40,7 @@ async def played(play: Play, sample_prompt: dict[str, Any], rollout: ServedRollo
     call = getattr(play, "__call__", None)  # noqa: B004
     if inspect.iscoroutinefunction(play) or inspect.iscoroutinefunction(call):
         return await play(sample_prompt, rollout)
-    reward, error = await in_thread(lambda: play(sample_prompt, rollout))
-    if error is not None:
-        raise error
+    reward = await call_in_thread(lambda: play(sample_prompt, rollout))
     return await reward if inspect.isawaitable(reward) else reward
 
 # %% ../../nbs/agents/02_environments.ipynb #0e900875

@@ -139,7 +139,7 @@ class SignalSettings:
     reward_weights: AtScore[tuple[Float, ...] | None] = None  # one per reward; None = 1 each
     # seconds for a call; a later one is unscorable; None = no limit
     reward_timeout: AtScore[Positive | None] = None
-    # calls at once, plain ones in threads; 0 = one by one, in no thread
+    # calls at once, plain ones in threads; 0 = one by one, in the thread of the event loop
     max_concurrent_rewards: AtScore[Whole] = 32
     advantage_scale: AtAdvantages[AdvantageScale] = "std"  # what the centred reward is divided by
     advantage_eps: AtAdvantages[NotNegative] = 1e-8  # added to the standard deviation; TRL has 1e-4

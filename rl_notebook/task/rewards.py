@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextvars
 import functools
 import inspect
@@ -29,8 +30,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from queue import SimpleQueue
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -241,72 +241,54 @@ def countdown_reward(
 
 # %% ../../nbs/task/01_rewards.ipynb #b3de72ce
 T = TypeVar("T")
-Outcome = tuple[Any, BaseException | None]  # what a call returned, what it raised
-# in the error of `asyncio.run` where an event loop runs already
-IN_A_LOOP = "from a running event loop"
 
 
-def outcome_of(call: Callable[[], Any]) -> Outcome:
-    "What a call comes to; what it raises is raised again by the caller."
-    try:
-        return call(), None
-    except BaseException as error:
-        return None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
+async def call_in_thread(call: Callable[[], T]) -> T:
+    "`asyncio.to_thread` with a daemon thread: a call that never ends delays neither other calls nor the end of the process."
+    outcome = concurrent.futures.Future[T]()
+    outcome.set_running_or_notify_cancel()  # a call that has started cannot be cancelled
 
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except StopIteration as error:  # asyncio accepts none
+            outcome.set_exception(RuntimeError(f"StopIteration: {error}"))
+        except BaseException as error:
+            outcome.set_exception(error)
 
-def _new_thread(run: Callable[[], Any]) -> None:
-    threading.Thread(target=contextvars.copy_context().run, args=(run,), daemon=True).start()
-
-
-async def in_thread(
-    call: Callable[[], Any], start: Callable[[Callable[[], bool]], None] = _new_thread
-) -> Outcome:
-    "A call in a thread (`start` is told whether it failed). Once cancelled, not even the process waits for it."
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Outcome] = loop.create_future()
-
-    def run() -> bool:
-        outcome = outcome_of(call)
-        with suppress(RuntimeError):  # the event loop was closed
-            loop.call_soon_threadsafe(done.set_result, outcome)
-        return outcome[1] is not None and IN_A_LOOP not in str(outcome[1])
-
-    start(run)
-    return await asyncio.shield(done)
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(run,), daemon=True).start()
+    return await asyncio.wrap_future(outcome)
 
 # %% ../../nbs/task/01_rewards.ipynb #8fd848a8
-async def outcome_of_awaitable(result: Awaitable[Any]) -> Outcome:
-    "What an awaitable comes to."
-    try:
-        return await result, None
-    except asyncio.CancelledError:
-        raise
-    except BaseException as error:  # sys.exit() would end the event loop
-        return None, error.with_traceback(error.__traceback__ and error.__traceback__.tb_next)
-
-
-async def awaited_in(loop: asyncio.AbstractEventLoop, result: Awaitable[Any]) -> Outcome:
-    "What an awaitable comes to in an event loop; cancelled with this call."
-    made = outcome_of_awaitable(result)
-    if loop is asyncio.get_running_loop():
-        return await made
-    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(made, loop))
-
-
 @functools.cache
 def shared_loop(
-    process: int,
-) -> asyncio.AbstractEventLoop:  # process: a fork has no threads, and needs another one
-    "The event loop of `async` functions that are called where none runs."
+    process_id: int,
+) -> asyncio.AbstractEventLoop:  # a fork has no threads, and needs another one
+    "The event loop of `async` functions that were first called where no event loop ran."
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async rewards", daemon=True).start()
     return loop
 
 
+async def await_in_shared_loop(awaitable: Awaitable[T]) -> T:
+    "The result of an awaitable in the shared event loop; cancelled with this call."
+
+    async def without_exit() -> T:
+        try:
+            return await awaitable
+        except SystemExit as error:  # would end the event loop
+            raise RuntimeError(f"SystemExit: {error}") from error
+
+    future = asyncio.run_coroutine_threadsafe(without_exit(), shared_loop(os.getpid()))
+    return await asyncio.wrap_future(future)
+
+
 def run_until(loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> None:
-    "Let an event loop go on from within one of its own calls. Whatever makes it ready has to wake the loop."
-    queue, task = loop._ready, asyncio.current_task(loop)  # type: ignore[attr-defined]
-    least = len(queue)  # calls that the round which is interrupted counts on
+    "Let a running event loop continue from within one of its own calls."
+    queue = loop._ready  # type: ignore[attr-defined]
+    least = len(queue)  # calls that the interrupted round counts on
+    task = asyncio.current_task(loop)
     if task is not None:
         asyncio.tasks._leave_task(loop, task)
     try:
@@ -421,12 +403,8 @@ class MathVerify:
                 parse_figure(given) is not None or not _OPERATION.search(given) or given in unsure
             )
             call = functools.partial(self.compare, is_figure=is_figure, seconds=seconds)
-            verdict, error = await in_thread(
-                lambda: call(*(f"\\boxed{{{t}}}" for t in (given, *unsure)))
-            )
-            if error is not None:
-                raise error
-            verdicts.add(verdict)
+            boxed = [f"\\boxed{{{t}}}" for t in (given, *unsure)]
+            verdicts.add(await call_in_thread(functools.partial(call, *boxed)))
         return None if verdicts <= {None} else float(True in verdicts)
 
 
@@ -841,6 +819,8 @@ def _raised(
     "What to say when a reward function raises; `of_text`: whether one of TRL got texts."
     got = f"{type(error).__name__}: {plain_text(error)} for completion {text[:80]!r}"
     fix = "The traceback above says where; a reward that cannot judge returns None."
+    if "thread" in got:
+        fix += " Plain functions run in threads; with max_concurrent_rewards=0 in that of the event loop."
     if of_text is not None:
         form = (
             "texts, as the prompt is a text"
@@ -854,119 +834,84 @@ def _raised(
     )
 
 # %% ../../nbs/task/01_rewards.ipynb #fb5d1d64
-# in errors
-THREAD_ERRORS = (
-    "main thread",
-    "created in a thread",
-    "event loop in thread",
-    "no running event loop",
-)
-
-
 def is_ours(function: Any) -> bool:
     "Whether a function is one of this package, which end within a second and need no thread."
-    return _home(innermost(function)) == "rl_notebook"
-
-
-@functools.lru_cache(maxsize=256)
-def uses_alarms(function: Any) -> bool:
-    "Whether a function, or one of its author's that it calls, uses what works in the main thread alone."
-    waiting = [function]
-    for one in waiting:  # and those that are added meanwhile
-        code = getattr(one, "__code__", None)
-        known = getattr(one, "__globals__", {})
-        parts = [] if code is None else [code, *filter(inspect.iscode, code.co_consts)]
-        names = {name for part in parts for name in part.co_names}
-        scopes = [
-            known,
-            *(vars(known[name]) for name in names if inspect.ismodule(known.get(name))),
-        ]
-        used = [scope[name] for scope in scopes for name in names if name in scope]
-        if {"signal", "math_verify"} & {*names, *map(_home, used)}:
-            return True
-        own = [f for f in used if inspect.isfunction(f) and f not in waiting]
-        waiting += [
-            f for f in own if _home(f) == _home(one) or "lib/python" not in f.__code__.co_filename
-        ]
-    return False
-
-
-def _home(value: Any) -> str:
-    "The package that a value comes from."
-    return str(getattr(value, "__module__", None) or getattr(value, "__name__", "")).partition(".")[
-        0
-    ]
+    return str(getattr(innermost(function), "__module__", "")).startswith("rl_notebook.")
 
 
 @dataclass(eq=False)
 class Limits:
     "How reward functions are called: how many at once, for how long, and in which thread."
 
-    most: int = 32  # calls at once; 0 = one by one, in no thread
+    most: int = 32  # calls at once; 0 = plain functions one by one, in the thread of the event loop
     timeout: float | None = None  # seconds for one call; one that takes longer is unscorable
-    # takes plain calls, see `blocking`
-    here: Callable[[Any], None] | None = field(default=None, repr=False)
-    # by a call that waits, see `blocking`
-    blocked: asyncio.AbstractEventLoop | None = field(default=None, repr=False)
+    # the caller waits: plain functions are called in its thread
+    blocking: bool = field(default=False, repr=False)
+    # the event loop ends with the call: async functions need one that stays
+    own_loop: bool = field(default=False, repr=False)
     _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
-    # ids of functions that raised an error about threads
-    _staying: set[int] = field(default_factory=set, repr=False)
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
         "Room for one call."
-        if _HELD.get():  # a reward that asks for others has its room already
+        if _HAS_ROOM.get():  # a reward that asks for others
             yield
             return
-        _HELD.set(True)  # in the task of this call
-        if self._room[0] is not (loop := asyncio.get_running_loop()):
+        _HAS_ROOM.set(True)  # in the task of this call
+        loop = asyncio.get_running_loop()
+        if self._room[0] is not loop:
             self._room = loop, asyncio.Semaphore(self.most or 1)
         async with self._room[1]:
             yield
 
-    def stays(self, function: Callable[..., Any]) -> bool:
-        "Whether a function is called in the thread of the event loop."
-        inner = innermost(function)
-        if inspect.iscoroutinefunction(inner) or is_ours(function) or not self.most:
-            return True
-        return self.here is None and (id(function) in self._staying or uses_alarms(inner))
-
-    async def outcome(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
-        "What a call comes to, made in the thread and awaited in the event loop where it belongs."
-        result, error = await self._called(function, call)
-        if not isinstance(result, Awaitable):
-            return result, error
-        if self.here is not None and self.blocked is None:
-            _SHARING.add(innermost(function))
-        loop = self.blocked or asyncio.get_running_loop()
-        return await awaited_in(
-            shared_loop(os.getpid()) if innermost(function) in _SHARING else loop, result
-        )
-
-    async def _called(self, function: Callable[..., Any], call: Callable[[], Any]) -> Outcome:
-        "What a function returns or raises."
-        if not self.stays(function):
-            here = self.here
-            outcome = await in_thread(
-                call, _new_thread if here is None else lambda run: here((self, run))
-            )
-            if here is not None and IN_A_LOOP in str(outcome[1]):
-                return await in_thread(call)
-            if here is not None or not any(
-                words in str(outcome[1] or "") for words in THREAD_ERRORS
-            ):
-                return outcome
-            self._staying.add(id(function))
-        return outcome_of(call)
+    def in_thread(self, fn: RewardFn) -> bool:
+        "Whether a function is called in a thread."
+        return not (self.blocking or not self.most or fn.is_async or is_ours(fn.function))
 
 
 LIMITS = Limits()
-# room for a call
-_HELD: contextvars.ContextVar[bool] = contextvars.ContextVar("_HELD", default=False)
-_SHARING: set[Any] = set()  # `async` functions that were called in `shared_loop`, and stay there
+# whether the call that asks for a reward is that of a reward, which has room already
+_HAS_ROOM: contextvars.ContextVar[bool] = contextvars.ContextVar("_HAS_ROOM", default=False)
+# `async` functions that were called while a script waited, and stay in the shared event loop
+_IN_SHARED_LOOP: set[Any] = set()
 LATE = object()  # in place of a reward that did not come in time
 
 # %% ../../nbs/task/01_rewards.ipynb #1b2c786b
+def call_outside_loop(call: Callable[[], T]) -> T:
+    "Call a plain function as if no event loop ran in this thread, so that it may run one."
+    loop = asyncio._get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        return call()
+    finally:
+        asyncio._set_running_loop(loop)
+
+
+async def _result(fn: RewardFn, call: Callable[[], Any], limits: Limits) -> Any:
+    "What a function returns, called and awaited where it belongs."
+    if limits.in_thread(fn):
+        result = await call_in_thread(call)
+    elif fn.is_async or is_ours(fn.function):
+        result = call()
+    else:
+        result = call_outside_loop(call)
+    if not isinstance(result, Awaitable):
+        return result
+    function = innermost(fn.function)
+    if limits.own_loop:
+        _IN_SHARED_LOOP.add(function)
+    return await (await_in_shared_loop(result) if function in _IN_SHARED_LOOP else result)
+
+
+def _traceback_of(error: BaseException, function: Any) -> TracebackType | None:
+    "The lines of a function in the traceback of an error, without those that call it."
+    code = getattr(innermost(function), "__code__", None)
+    lines = error.__traceback__
+    while lines is not None and lines.tb_frame.f_code is not code:
+        lines = lines.tb_next
+    return lines
+
+
 async def _call(
     fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits
 ) -> Any:
@@ -975,21 +920,17 @@ async def _call(
     read = group.opened[i or 0] + text if is_ours(fn.function) else text
     first = [read] if fn.style == "native" else []
     limits_itself = isinstance(fn.function, MathVerify)  # its time begins once its process is free
-    arguments = {**arguments, "reward_timeout": limits.timeout} if limits_itself else arguments
+    if limits_itself:
+        arguments = {**arguments, "reward_timeout": limits.timeout}
     call = functools.partial(fn.function, *first, **_bind(fn, arguments, group.where(i)))
     async with limits.place():
         # from when there is room
         clock = asyncio.timeout(None if limits_itself else limits.timeout)
         try:
             async with clock:
-                result, error = await limits.outcome(fn.function, call)
-                if error is not None:
-                    raise error
-                return (
-                    LATE
-                    if asyncio.get_running_loop().time() > (clock.when() or math.inf)
-                    else result
-                )
+                result = await _result(fn, call, limits)
+                is_late = asyncio.get_running_loop().time() > (clock.when() or math.inf)
+                return LATE if is_late else result
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # whatever a user's function raises, sys.exit() too
@@ -998,29 +939,32 @@ async def _call(
             task = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # it is this coroutine that is cancelled
-            theirs = e.__traceback__ and e.__traceback__.tb_next  # without the line that calls it
+            lines = _traceback_of(e, fn.function)
             of_text = group.question is not None if fn.style == "trl" else None
             raise _raised(fn, group.where(i), text, e, of_text) from (
-                e.with_traceback(theirs) if theirs else e
+                e if lines is None else e.with_traceback(lines)
             )
 
 # %% ../../nbs/task/01_rewards.ipynb #55cfe6fd
+def _check_timeout(fn: RewardFn, limits: Limits) -> None:
+    "Raise `RewardError` for a time limit over a plain function that runs in the thread of the event loop."
+    if limits.timeout is None or limits.in_thread(fn) or fn.is_async or is_ours(fn.function):
+        return
+    raise RewardError(
+        "reward_timeout",
+        got=f"a limit of {limits.timeout} s for {fn.name}, which runs in the thread of the event loop",
+        expected="a function that runs in a thread of its own, or an async one",
+        fix="Set max_concurrent_rewards to 1 or more, or leave reward_timeout out.",
+    )
+
+
 async def _values(
     fn: RewardFn, group: _Group, logs: _Logs, limits: Limits
 ) -> np.ndarray:  # (n,), NaN = unscorable
     "The rewards of one function for one group."
+    _check_timeout(fn, limits)
     offered = _arguments(fn, group, logs)
     n = len(group.texts)
-    if (
-        limits.timeout is not None
-        and limits.stays(fn.function)
-        and not (fn.is_async or is_ours(fn.function))
-    ):
-        got = f"{fn.name}, which runs in the main thread"
-        fix = "Leave it out, or let that function limit itself."
-        raise RewardError(
-            "reward_timeout", got=got, expected="functions that can be called in a thread", fix=fix
-        )
     if fn.style == "trl":
         result = await _call(fn, group, None, offered[0], limits)
         results = [LATE] * n if result is LATE else _group_values(result, fn, group)
@@ -1028,8 +972,10 @@ async def _values(
         calls = [_call(fn, group, i, arguments, limits) for i, arguments in enumerate(offered)]
         results = [_score_of_dict(r, logs) for r in await together(calls)]
     if fn.weight:
-        late = f"{fn.name} took longer than {limits.timeout} s (reward_timeout)"
-        logs.late.update({i: late for i, r in enumerate(results) if r is LATE})
+        reason = f"{fn.name} took longer than {limits.timeout} s (reward_timeout)"
+        if limits.in_thread(fn):
+            reason += "; its thread cannot be stopped and runs until the call returns"
+        logs.late.update({i: reason for i, r in enumerate(results) if r is LATE})
     checked = [
         _number(None if r is LATE else r, fn, group.where(i), group.texts[i])
         for i, r in enumerate(results)
@@ -1150,47 +1096,39 @@ async def score(
     return Scores(fns, values, frozen_array(totals, np.float64), logs.extra, metrics, logs.late)
 
 # %% ../../nbs/task/01_rewards.ipynb #f568cc6b
-def blocking(job: Callable[[Limits], Coroutine[Any, Any, T]]) -> T:
+Job = Callable[["Limits"], Coroutine[Any, Any, T]]
+
+
+def blocking(job: Job[T]) -> T:
     "The result of a job that asks reward functions, for callers that cannot await."
-    calls = SimpleQueue[Any]()
-    began = dict[str, Any]()
-    failed = list[Limits]()
-    blocked = asyncio._get_running_loop()
-    if not hasattr(blocked, "_run_once"):  # there is none, or one that is not of asyncio
-        blocked = None
+    running = asyncio._get_running_loop()
+    if running is not None and hasattr(running, "_run_once"):  # an event loop of asyncio
+        return _wait_within(running, job)
+    return call_outside_loop(lambda: _wait_alone(job))
 
-    def put(item: Any) -> None:
-        calls.put(item)
-        if blocked is not None:
-            blocked.call_soon_threadsafe(int)  # wakes it
 
-    def next_call() -> Any:
-        if blocked is not None:
-            run_until(blocked, lambda: not calls.empty())
-        return calls.get()
-
-    async def noted() -> T:
-        began.update(loop=asyncio.get_running_loop(), task=asyncio.current_task())
-        return await job(Limits(here=put, blocked=blocked))
-
-    def run() -> T:
-        with asyncio.Runner() as runner:
-            return runner.run(noted())
-
-    _new_thread(lambda: put(outcome_of(run)))
+def _wait_within(loop: asyncio.AbstractEventLoop, job: Job[T]) -> T:
+    "The result of a job in the event loop that runs already."
+    task = loop.create_task(job(Limits(blocking=True)))
     try:
-        while callable((found := next_call())[1]):
-            # after a failure nothing is called under the same limits
-            if found[0] not in failed and found[1]():
-                failed.append(found[0])
-    except KeyboardInterrupt:
-        if began:
-            began["loop"].call_soon_threadsafe(began["task"].cancel)
+        run_until(loop, task.done)
+    finally:
+        task.cancel()
+    return task.result()
+
+
+def _wait_alone(job: Job[T]) -> T:
+    "The result of a job in an event loop of its own."
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(job(Limits(blocking=True, own_loop=True)))
+    try:
+        return loop.run_until_complete(task)
+    except BaseException:
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
         raise
-    result, error = found
-    if error is not None:
-        raise error
-    return result
+    finally:
+        loop.close()
 
 # %% ../../nbs/task/01_rewards.ipynb #06b697fa
 def score_blocking(
