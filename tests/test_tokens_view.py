@@ -10,6 +10,7 @@ from importlib import resources
 import comm
 import ipywidgets
 import numpy as np
+import plotly.graph_objects as go
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -31,7 +32,12 @@ from rl_notebook.show.html import shown_text, token_text
 from rl_notebook.views import tokens as views
 from rl_notebook.views.charts import module
 from rl_notebook.views.payloads import all_series, token_payload, token_rows
-from rl_notebook.views.tokens import inspect_tokens, overview_payload, WithFallback
+from rl_notebook.views.tokens import (
+    WithFallback,
+    inspect_tokens,
+    inspector_figures,
+    overview_payload,
+)
 from rl_notebook.views.whatif import WhatIfPanel
 
 NAN = float("nan")
@@ -210,7 +216,7 @@ def test_the_verdict_is_the_doctors():
 # --- scales and the overview ------------------------------------------------------------------------------------------
 
 
-def test_the_overview_counts_all_and_draws_some():
+def test_the_overview_counts_all_and_shows_some():
     datums = [long_datum(4001, seed=i, group=i // 2, sample=i % 2) for i in range(4)]
     policy = [
         d.sampler_logprobs + np.random.default_rng(i).normal(0, 0.01, 4000)
@@ -228,7 +234,15 @@ def test_the_overview_counts_all_and_draws_some():
     assert [s["name"] for s in result["scopes"]] == ["all 4 samples", "group 0", "group 1"]
     assert sum(s["tokens"] for s in result["scopes"][1:]) == len(gap)
     assert (3, 1500) in zip(result["points"]["item"], result["points"]["target"], strict=True)
-    json.dumps(result, allow_nan=False)
+    figures = inspector_figures(result)
+    for name in ("scatter", "gap"):
+        dots = figures[name]["data"][0]
+        assert len(dots["x"]) == len(dots["y"]) == 5000
+        assert [3, 1500] in [list(about[:2]) for about in dots["customdata"]]
+        go.Figure(figures[name])  # raises for what plotly does not know
+    assert figures.keys() == {"along", "scatter", "gap"}
+    assert inspector_figures(None).keys() == {"along"}
+    json.dumps([result, figures], allow_nan=False)
 
 
 # --- hostile text -----------------------------------------------------------------------------------------------------
@@ -328,8 +342,9 @@ def asset(name: str) -> str:
 def test_the_module_asks_for_nothing_and_writes_no_markup():
     code = module("tokens.js")
     assert not re.search(
-        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|import\s*\(|srcdoc",
-        code,
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|fetch\(|srcdoc", code
     )
+    # of a blob of the trait that holds plotly's script
+    assert {*re.findall(r"import\s*\(.*?\)", code)} == {"import(url)"}
     assert not re.findall(r"https?://[^\"']+", code + asset("tokens.css"))
     assert "url(" not in asset("tokens.css")

@@ -1,188 +1,120 @@
-// The chosen series along the targets of a sample: drag or turn the wheel to zoom, click to select.
+// The chosen series along the targets of a sample: drag to zoom in, double click to see all, click to select.
+import { fit, react } from "./chart.js";
 import { make } from "./elements.js";
-import { path, plane, sized, surface } from "./plot.js";
-import { ROLES, clamp, colour, form, height, known, runs, ticks, tint } from "./scale.js";
+import { ROLES, colour, form, height, known, runs, tint } from "./scale.js";
 
-const PAD = { left: 58, right: 12, top: 10, bottom: 36 };
-const DECADES = [-10, -1, -0.1, 0, 0.1, 1, 10];
+const HEIGHT = 178;
+const DECADES = [-100, -10, -1, -0.1, 0, 0.1, 1, 10, 100]; // marks of an axis in decades
+const ALARM = "#b5179e";
+
+// A bar per target, from the middle of the scale; its text is the value.
+function bars(s, roles, palette) {
+  const middle = height(s, s.center);
+  const shade = (v, t) => colour(palette, tint(s, v)[0], roles[t + 1] === "s" ? 0.9 : 0.35);
+  return {
+    type: "bar",
+    x: s.values.map((_, t) => t),
+    y: s.values.map((v) => (known(v) ? height(s, v) - middle : null)),
+    base: middle,
+    customdata: s.values.map((v) => form(v)),
+    marker: { color: s.values.map(shade) },
+    hovertemplate: "target %{x}: %{customdata}<extra></extra>",
+  };
+}
+
+// Values that should be numbers and are none.
+function crosses(s) {
+  const y = s.bad.map(() => height(s, s.center));
+  const marker = { symbol: "x", size: 8, color: ALARM };
+  return { type: "scatter", mode: "markers", x: s.bad, y, marker, hovertemplate: "target %{x}: not a number<extra></extra>" };
+}
+
+// The axis of a difference counts decades, and shows a nat up and down at least.
+function axis(s) {
+  if (s.kind !== "difference") return {};
+  const heights = s.values.filter(known).map((v) => height(s, v));
+  const low = heights.reduce((a, b) => Math.min(a, b), height(s, -1));
+  const high = heights.reduce((a, b) => Math.max(a, b), height(s, 1));
+  return { range: [1.1 * low, 1.1 * high], tickvals: DECADES.map((v) => height(s, v)), ticktext: DECADES.map(String) };
+}
+
+const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, y1: y, line });
+
+// Prompt and masked tokens, the noise floor, the clip of the loss, and the selected target.
+function marks({ payload, series: s, selected, palette }) {
+  const ink = (alpha) => colour(palette, "ink", alpha);
+  const found = [];
+  runs(payload.roles, (role, start, end) => {
+    if (role === "s") return;
+    const label = { text: ROLES[role], textposition: "top left", font: { size: 10, color: ink(0.6) } };
+    const area = { x0: start - 1.5, x1: end - 1.5, yref: "paper", y0: 0, y1: 1 };
+    found.push({ type: "rect", layer: "below", fillcolor: ink(0.08), line: { width: 0 }, label, ...area });
+  });
+  if (s.kind === "difference") {
+    const area = { xref: "paper", x0: 0, x1: 1, y0: height(s, -s.floor), y1: height(s, s.floor) };
+    found.push({ type: "rect", layer: "below", fillcolor: ink(0.15), line: { width: 0 }, ...area });
+  }
+  const clip = s.kind === "ratio" ? (payload.clip ?? []) : [];
+  for (const v of clip) found.push(level(v, { color: ink(0.6), width: 1, dash: "dash" }));
+  if (selected !== null) {
+    const line = { color: ink(1), width: 1.5 };
+    found.push({ type: "line", x0: selected, x1: selected, yref: "paper", y0: 0, y1: 1, line });
+  }
+  return found;
+}
 
 export function along(state, stops) {
-  let view = [0, 1]; // targets from, to (exclusive)
-  let drag = null;
-  const hue = (name, alpha) => colour(state.palette, name, alpha);
-  const spread = (width) => (width - PAD.left - PAD.right) / (view[1] - view[0]);
-  const xOf = (t, width) => PAD.left + (t + 0.5 - view[0]) * spread(width);
-  const at = (x, width) => clamp(Math.floor(view[0] + (x - PAD.left) / spread(width)), 0, state.targets - 1);
-
-  // Lowest and highest value in view, with the middle of the scale and a little air; of a difference always a nat and more.
-  const reach = (s) => {
-    const decades = s.kind === "difference";
-    const seen = s.values.slice(Math.max(0, Math.floor(view[0])), Math.ceil(view[1])).filter(known);
-    let low = Math.min(decades ? -1 : s.center, ...seen);
-    let high = Math.max(decades ? 1 : s.center, ...seen);
-    if (low === high) [low, high] = [low - (s.kind === "kl" ? 0 : s.limit), high + (s.kind === "logprob" ? 0 : s.limit)];
-    [low, high] = [height(s, low), height(s, high)];
-    const air = 0.06 * (high - low);
-    const middle = height(s, s.center);
-    return [low < middle ? low - air : low, high > middle ? high + air : high];
-  };
-
-  const regions = (g, [left, top, right, under], width) =>
-    runs(state.payload.roles, (role, start, end) => {
-      const from = Math.max(left, xOf(start - 1.5, width));
-      const to = Math.min(right, xOf(end - 1.5, width));
-      if (role === "s" || to <= from) return;
-      g.fillStyle = hue("ink", 0.08);
-      g.fillRect(from, top, to - from, under - top);
-      g.fillStyle = hue("ink", 0.6);
-      if (to - from > g.measureText(ROLES[role]).width + 8) g.fillText(ROLES[role], from + 4, top + 11);
-    });
-
-  // One stem a token where there is room, else the lowest and highest of each column of pixels.
-  const stems = (g, s, width, Y) => {
-    const step = spread(width);
-    const zero = Y(s.center);
-    const [first, last] = [Math.max(0, Math.floor(view[0])), Math.min(Math.ceil(view[1]), state.targets)];
-    const stem = (t, x, wide) => {
-      g.fillStyle = hue(tint(s, s.values[t])[0], state.payload.roles[t + 1] === "s" ? 0.9 : 0.35);
-      g.fillRect(x, Math.min(Y(s.values[t]), zero), wide, Math.max(1, Math.abs(Y(s.values[t]) - zero)));
-    };
-    if (step >= 1.5) {
-      const wide = s.kind === "class" ? step : clamp(step * 0.5, 1, 6);
-      for (let t = first; t < last; t++) if (known(s.values[t])) stem(t, xOf(t, width) - wide / 2, wide);
-      g.fillStyle = "#b5179e";
-      for (const t of s.bad) if (t >= first && t < last) g.fillText("×", xOf(t, width) - 3, zero - 4);
-      return;
-    }
-    for (let x = PAD.left; x < width - PAD.right; x++) {
-      const [from, to] = [x, x + 1].map((edge) => view[0] + (edge - PAD.left) / step);
-      let [low, high] = [null, null];
-      for (let t = Math.max(first, Math.floor(from)); t < Math.min(last, Math.ceil(to)); t++) {
-        if (!known(s.values[t])) continue;
-        if (low === null || s.values[t] < s.values[low]) low = t;
-        if (high === null || s.values[t] > s.values[high]) high = t;
-      }
-      if (low !== null) for (const t of new Set([low, high])) stem(t, x, 1);
-    }
-  };
-
-  // Everything but the markers, drawn once and copied under them while the pointer moves.
-  const still = document.createElement("canvas");
-  let stale = true;
-  const drawStill = (width, tall, ratio) => {
-    const s = state.series;
-    const g = sized(still, width, tall, ratio);
-    const [low, high] = reach(s);
-    const box = [PAD.left, PAD.top, width - PAD.right, tall - PAD.bottom];
-    const within = (v) => height(s, v) >= low && height(s, v) <= high;
-    const marks = s.kind === "difference" ? DECADES.filter(within) : ticks(low, high, 4);
-    const text = (v) => form(Math.abs(v) < (high - low) * 1e-9 ? 0 : v);
-    const whole = ticks(view[0], view[1] - 1, Math.max(2, width / 110)).filter(Number.isInteger);
-    const across = { low: view[0] - 0.5, high: view[1] - 0.5, marks: whole, text: String, name: "target" };
-    regions(g, box, width);
-    const [, Y] = plane(g, box, across, { low, high, marks, text, at: (v) => height(s, v), name: "" }, state.palette);
-    if (s.kind === "difference") {
-      g.fillStyle = hue("ink", 0.15);
-      g.fillRect(box[0], Y(s.floor), box[2] - box[0], Math.max(1, Y(-s.floor) - Y(s.floor)));
-    }
-    stems(g, s, width, Y);
-    const clip = s.kind === "ratio" ? (state.payload.clip ?? []) : [];
-    for (const v of clip.filter(within)) path(g, box, [[box[0], Y(v)], [box[2], Y(v)]], hue("ink", 0.6), 1, [4, 3]);
-    stale = false;
-  };
-
-  const draw = (g, width, tall, ratio) => {
-    if (!state.series || !state.targets) return;
-    if (stale || still.width !== Math.round(width * ratio)) drawStill(width, tall, ratio);
-    g.drawImage(still, 0, 0, width, tall);
-    for (const [t, strength] of [[state.selected, 1], [state.hovered, 0.53]]) {
-      if (t === null || t < view[0] - 1 || t >= view[1]) continue;
-      const x = xOf(t, width);
-      g.fillStyle = hue("ink", strength);
-      g.fillRect(x - 0.5, PAD.top, 1, tall - PAD.top - PAD.bottom);
-      g.fillText("▾", x - 4, PAD.top);
-    }
-    if (drag?.moved) {
-      g.fillStyle = hue("blue", 0.18);
-      g.fillRect(Math.min(drag.from, drag.to), PAD.top, Math.abs(drag.to - drag.from), tall - PAD.top - PAD.bottom);
-    }
-  };
-
-  const { canvas, ask, stop } = surface("rlt-chart", 178, "the chosen series by target position", draw);
-  stops.push(stop);
-  canvas.tabIndex = 0;
-  canvas.title = "drag to zoom in; wheel to zoom once clicked; double click to see all";
-  const redraw = () => {
-    stale = true;
-    ask();
-  };
-  const look = (from, to) => {
-    const size = clamp(to - from, Math.min(2, state.targets), Math.max(1, state.targets));
-    const start = clamp(from, 0, state.targets - size);
-    view = [start, start + size];
-    [canvas.dataset.from, canvas.dataset.to] = view.map((t) => String(Math.round(t)));
-    redraw();
-  };
-  const place = (e) => clamp(e.clientX - canvas.getBoundingClientRect().left, PAD.left, canvas.clientWidth - PAD.right);
-  canvas.addEventListener("pointermove", (e) => {
-    if (!state.targets) return;
-    if (drag) {
-      drag.to = place(e);
-      drag.moved = drag.moved || Math.abs(drag.to - drag.from) > 5;
-      ask();
-    }
-    state.hover(at(place(e), canvas.clientWidth), "chart");
-  });
-  canvas.addEventListener("pointerleave", () => state.hover(null, "chart"));
-  canvas.addEventListener("pointerdown", (e) => {
-    drag = { from: place(e), to: place(e), moved: false };
-    canvas.setPointerCapture(e.pointerId);
-    canvas.focus({ preventScroll: true });
-  });
-  canvas.addEventListener("pointerup", () => {
-    const { from, to, moved } = drag ?? {};
-    drag = null;
-    if (!state.targets || from === undefined) return;
-    const ends = [from, to].sort((a, b) => a - b).map((x) => at(x, canvas.clientWidth));
-    if (moved) look(ends[0], ends[1] + 1);
-    else state.select(ends[0]);
-  });
-  canvas.addEventListener("dblclick", () => look(0, state.targets));
-  const zoom = (e) => {
-    if (document.activeElement !== canvas && !e.ctrlKey) return; // else the page scrolls
-    e.preventDefault();
-    const size = view[1] - view[0];
-    const by = ((e.deltaX || e.deltaY) / canvas.clientWidth) * size;
-    if (e.shiftKey || Math.abs(e.deltaX) > Math.abs(e.deltaY)) return look(view[0] + by, view[1] + by);
-    const share = (place(e) - PAD.left) / (canvas.clientWidth - PAD.left - PAD.right);
-    const to = clamp(size * 1.002 ** e.deltaY, 8, state.targets);
-    const start = view[0] + share * (size - to);
-    look(start, start + to);
-  };
-  canvas.addEventListener("wheel", zoom, { passive: false });
-  canvas.addEventListener("keydown", (e) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[e.key];
-    if (e.key === "Escape") look(0, state.targets);
-    if (step === undefined || !state.targets) return;
-    e.preventDefault();
-    state.select(clamp((state.selected ?? -1) + step, 0, state.targets - 1));
-  });
-  // Where the selected token is out of view the view follows it.
-  const follow = () => {
-    const t = state.selected;
-    const half = (view[1] - view[0]) / 2;
-    if (t !== null && (t < view[0] || t >= view[1])) look(t - half, t + half);
-    ask();
-  };
-  const home = () => look(state.folded ? clamp(state.payload.prompt - 1, 0, state.targets) : 0, state.targets);
   const figure = make("figure", "rlt-along");
   const caption = make("figcaption");
-  figure.append(caption, canvas);
-  const name = () => (caption.textContent = state.series ? `${state.series.label} by target (target i scores token i + 1)` : "");
-  state.on(home, "payload", "fold");
-  state.on(name, "payload", "series");
-  state.on(redraw, "series", "theme");
-  state.on(ask, "hover");
+  const plot = make("div", "rlt-chart");
+  plot.style.height = `${HEIGHT}px`;
+  plot.setAttribute("role", "img");
+  plot.setAttribute("aria-label", "the chosen series by target");
+  plot.title = "drag to zoom in; double click to see all; click to select";
+  figure.append(caption, plot);
+  let range = [0, 1]; // targets in view
+
+  const listen = () => {
+    plot.on("plotly_hover", ({ points: [point] }) => state.hover(point.x, "chart"));
+    plot.on("plotly_unhover", () => state.hover(null, "chart"));
+    plot.on("plotly_click", ({ points: [point] }) => state.select(point.x));
+    plot.on("plotly_relayout", () => (range = [...plot._fullLayout.xaxis.range]));
+  };
+  const draw = () => {
+    const { payload, series, targets, palette } = state;
+    caption.textContent = series ? `${series.label} by target (target i scores token i + 1)` : "";
+    plot.hidden = !series || !targets;
+    if (!state.Plotly || plot.hidden) return;
+    const { layout } = state.model.get("figures").along;
+    const axes = { xaxis: { ...layout.xaxis, range }, yaxis: { ...layout.yaxis, ...axis(series) } };
+    const data = [bars(series, payload.roles, palette), crosses(series)];
+    const isNew = !plot.data;
+    react(state.Plotly, plot, { data, layout: { ...layout, ...axes, shapes: marks(state) } }, HEIGHT);
+    if (isNew) listen();
+  };
+  const showAll = () => {
+    range = [(state.folded ? state.payload.prompt - 1 : 0) - 0.5, state.targets - 0.5];
+    draw();
+  };
+  // A token that is selected out of view is brought to the middle of it.
+  const follow = () => {
+    const { selected, Plotly } = state;
+    const half = (range[1] - range[0]) / 2;
+    const isOut = selected !== null && (selected < range[0] || selected > range[1]);
+    if (isOut) range = [selected - half, selected + half];
+    if (plot.data) Plotly.relayout(plot, { shapes: marks(state), "xaxis.range": range });
+  };
+  const showCursor = () => {
+    if (!plot.data || state.from === "chart") return;
+    const isShown = state.hovered !== null && known(state.series.values[state.hovered]);
+    if (isShown) state.Plotly.Fx.hover(plot, { xval: state.hovered }, "xy", true);
+    else state.Plotly.Fx.unhover(plot);
+  };
+  state.on(showAll, "payload", "fold");
+  state.on(draw, "series", "theme", "plotly");
   state.on(follow, "target");
+  state.on(showCursor, "hover");
+  state.on(() => state.Plotly && fit(state.Plotly, plot), "size");
+  stops.push(() => state.Plotly?.purge(plot));
   return figure;
 }

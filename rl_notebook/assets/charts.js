@@ -1,37 +1,7 @@
-// Charts in a grid. The kernel sends whole figures; plotly keeps what the reader did to a chart, such as zooming in.
+// Charts in a grid. The kernel sends whole figures.
 
+import { fit, library, react, rest } from "./chart.js";
 import { followSteps } from "./cursor.js";
-
-const CONFIG = { displaylogo: false, displayModeBar: false };
-const rest = (ms) => new Promise((done) => setTimeout(done, ms));
-
-// plotly's script comes as data, and is read once a page, whichever of its widgets is drawn first.
-function library(script) {
-  const read = (globalThis.rlNotebookPlotly ??= new Map()); // script -> promise of what it defines
-  if (!read.has(script)) read.set(script, evaluated(script));
-  return read.get(script);
-}
-
-// A module that defines a function is read quickly; calling it is what takes long.
-async function evaluated(script) {
-  const parts = ["export default () => {\n", script, "\nreturn globalThis.Plotly;\n};\n"];
-  const url = URL.createObjectURL(new Blob(parts, { type: "text/javascript" }));
-  const { default: evaluate } = await import(url);
-  URL.revokeObjectURL(url);
-  await calm();
-  return evaluate();
-}
-
-// Widgets that are made at the same time are given up if they are not ready within two seconds. So the page's only thread
-// is taken up when it has had nothing to do for a moment, or when a reader has waited long enough.
-async function calm() {
-  const end = performance.now() + 3000;
-  for (let rests = 0; rests < 3 && performance.now() < end; ) {
-    const start = performance.now();
-    await rest(50);
-    rests = performance.now() - start < 100 ? rests + 1 : 0;
-  }
-}
 
 function makeCard(about) {
   const card = document.createElement("section");
@@ -54,7 +24,8 @@ async function render({ model, el, signal }) {
   board.append(grid);
   el.append(board);
   const cards = new Map();
-  const observer = new ResizeObserver(() => fit());
+  const fitAll = () => cards.forEach(({ plot }) => fit(Plotly, plot));
+  const observer = new ResizeObserver(fitAll);
   const Plotly = await library(model.get("script"));
   if (signal?.aborted) return;
 
@@ -81,21 +52,14 @@ async function render({ model, el, signal }) {
       await rest(0); // for what else the page has to do
       const plot = place(about);
       plot.style.height = `${about.height}px`;
-      const fresh = !plot.data;
-      const layout = { ...structuredClone(figure.layout), height: about.height, autosize: true };
-      await Plotly.react(plot, structuredClone(figure.data), layout, CONFIG);
-      if (fresh) {
+      const isNew = !plot.data;
+      await react(Plotly, plot, figure, about.height);
+      if (isNew) {
         followSteps(Plotly, plot);
         plot.on("plotly_click", ({ points: [p] }) => model.send({ clicked: about.name, x: Number(p.x), y: Number(p.y) }));
       }
     }
-    fit();
-  }
-  function fit() {
-    for (const { plot } of cards.values()) {
-      const wrong = plot.data && plot.clientWidth > 0 && Math.abs(plot.clientWidth - plot._fullLayout.width) > 1;
-      if (wrong) Plotly.Plots.resize(plot);
-    }
+    fitAll();
   }
   // One drawing at a time; what comes meanwhile is drawn afterwards, and only the last of it. Drawing takes up the page's
   // only thread, so between two drawings there is as long a rest as the last one took: for what has come, and for clicks.

@@ -34,15 +34,6 @@ export function tint(series, v) {
 export const colour = (hues, name, alpha) => `rgba(${hues[name].join(",")},${alpha.toFixed(3)})`;
 export const paint = (hues, [name, strength], most = STRONGEST) => (strength ? colour(hues, name, most * strength) : "");
 
-export function ticks(low, high, count) {
-  const raw = (high - low) / count;
-  const power = 10 ** Math.floor(Math.log10(raw));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= 0.75 * raw) ?? raw;
-  const out = [];
-  for (let k = Math.ceil(low / step); k * step <= high + step * 1e-9; k++) out.push(k * step);
-  return out;
-}
-
 export const ROLES = { p: "prompt", m: "masked", s: "scored" };
 
 // Calls `draw(role, start, end)` for each run of tokens of one role.

@@ -1,5 +1,6 @@
-// The token inspector. Text of a model enters the page through textContent only. No network, no dependencies.
+// The token inspector. Text of a model enters the page through textContent only. No network; plotly draws its charts.
 import { along } from "./along.js";
+import { library } from "./chart.js";
 import { coordinates } from "./coordinates.js";
 import { fill, labelled, make, word } from "./elements.js";
 import { overview } from "./overview.js";
@@ -16,6 +17,7 @@ function makeState(model) {
     hovered: null,
     frame: 0,
     palette: palette(false),
+    Plotly: null, // once it is read
     get targets() {
       return Math.max(0, (this.payload.tokens ?? []).length - 1);
     },
@@ -186,7 +188,7 @@ function worst(state) {
 
 let count = 0;
 
-function render({ model, el }) {
+function render({ model, el, signal }) {
   const state = makeState(model);
   const stops = [];
   const root = make("div", "rlt");
@@ -233,6 +235,11 @@ function render({ model, el }) {
   theme();
   state.tell("items", "payload", "overview");
   root.dataset.ready = "true";
+  library(model.get("script")).then((Plotly) => {
+    if (signal?.aborted) return;
+    state.Plotly = Plotly;
+    state.tell("plotly");
+  });
 
   return () => {
     for (const [name, run] of events) model.off(name, run);

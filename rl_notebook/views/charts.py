@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
 
 # %% auto #0
-__all__ = ['Chart', 'chart', 'charts']
+__all__ = ['line_trace', 'band_trace', 'Chart', 'chart', 'charts']
 
 # %% ../../nbs/views/02_charts.ipynb #85989238
 COLORS = {
@@ -69,22 +69,22 @@ def tint(color: str, share: float) -> str:
     return f"rgba({r},{g},{b},{share})"
 
 # %% ../../nbs/views/02_charts.ipynb #6892bbf9
-_AXIS = {
+AXIS = {
     "gridcolor": GRID,
     "zerolinecolor": GRID,
     "linecolor": GRID,
     "ticks": "",
     "automargin": True,
 }
-_X = {**_AXIS, "title": {"text": "step"}, "tickformat": ",", "showgrid": False, "zeroline": False}
+_X = {**AXIS, "title": {"text": "step"}, "tickformat": ",", "showgrid": False, "zeroline": False}
 _X |= {"unifiedhovertitle": {"text": "step %{x}"}}  # of the cursor
 _LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "font": {"size": 10}}
 
 
-def _y(title: str, **options: Any) -> dict[str, Any]:
+def y_axis(title: str, **options: Any) -> dict[str, Any]:
     "A vertical axis."
     return {
-        **_AXIS,
+        **AXIS,
         "title": {"text": title},
         "rangemode": "tozero",
         "exponentformat": "e",
@@ -119,7 +119,7 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
         "legend": _LEGEND,
         "uirevision": "keep",
         "xaxis": _X | _step_ticks(data),
-        "yaxis": _y(y) | ({} if drawn else {"showticklabels": False}),
+        "yaxis": y_axis(y) | ({} if drawn else {"showticklabels": False}),
         "annotations": [] if drawn else [note],
     }
     # the nearest step, however far
@@ -147,7 +147,7 @@ def _alone(y: np.ndarray) -> np.ndarray:
     return np.flatnonzero(known[1:-1] & ~known[:-2] & ~known[2:])
 
 
-def _line(
+def line_trace(
     s: Mapping[str, list], name: str, color: str, width: float = 2, **options: Any
 ) -> dict[str, Any]:
     "A series as a line with gaps, with marks when it is short, and where a point has no neighbour to draw a line to."
@@ -164,7 +164,7 @@ def _line(
     return {"x": s["x"], "y": s["y"], "name": label(name)} | style | options
 
 
-def _band(
+def band_trace(
     low: Mapping[str, list], high: Mapping[str, list], name: str, fill: str
 ) -> list[dict[str, Any]]:
     "The area between two series: a polygon for each stretch without a gap."
@@ -205,12 +205,14 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
     best reward. Where it closes, the completions of a prompt are equally good."""
     inside = payload["inside"]
     groups = payload["groups"]
-    data = _band(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
+    data = band_trace(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
     if groups["q25"]["x"]:
         thin: dict[str, Any] = {"mode": "lines", "legendgroup": "quartiles"}
-        data.append(_line(groups["q75"], "quartiles of group means", "grey", 1, **thin))
-        data.append(_line(groups["q25"], "lower quartile", "grey", 1, **thin, showlegend=False))
-    data.append(_line(payload["reward"], "mean", "blue"))
+        data.append(line_trace(groups["q75"], "quartiles of group means", "grey", 1, **thin))
+        data.append(
+            line_trace(groups["q25"], "lower quartile", "grey", 1, **thin, showlegend=False)
+        )
+    data.append(line_trace(payload["reward"], "mean", "blue"))
     if payload["held_out"]["x"]:
         marker = {
             "symbol": "diamond",
@@ -218,7 +220,9 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
             "color": COLORS["orange"],
             "line": {"color": "white", "width": 1},
         }
-        data.append(_line(payload["held_out"], "held out", "orange", mode="markers", marker=marker))
+        data.append(
+            line_trace(payload["held_out"], "held out", "orange", mode="markers", marker=marker)
+        )
     return figure_of(data, "reward")
 
 
@@ -226,7 +230,7 @@ def functions_figure(payload: Mapping[str, Any]) -> Figure:
     "Each reward function on its own, before weights."
     colors = ["blue", "orange", "green", "violet", "grey"]
     lines = [
-        _line(s, name, colors[i % len(colors)])
+        line_trace(s, name, colors[i % len(colors)])
         for i, (name, s) in enumerate(payload["functions"].items())
     ]
     return figure_of(lines, "mean reward")
@@ -259,7 +263,9 @@ def _noise(panel: Mapping[str, Any]) -> list[dict[str, Any]]:
         return []
     ends = [min(s["x"][0] for s in series), max(s["x"][-1] for s in series)]
     high = min(panel["floor"], 3 * top)
-    return _band({"x": ends, "y": [0.0, 0.0]}, {"x": ends, "y": [high, high]}, "noise floor", GRID)
+    return band_trace(
+        {"x": ends, "y": [0.0, 0.0]}, {"x": ends, "y": [high, high]}, "noise floor", GRID
+    )
 
 
 def _panel(
@@ -273,11 +279,11 @@ def _panel(
     for k, s in panel["lines"].items():
         name = str(_PANEL_NAME.get(k, k))
         color = _PANEL_COLOR.get(k, "blue")
-        data.append(_line(s, name, color, **on, showlegend=named))
+        data.append(line_trace(s, name, color, **on, showlegend=named))
     x = {"title": {"text": "step" if i + 2 >= count or count == 3 else ""}}
     axes = {
         f"xaxis{n}": _X | _step_ticks(data) | x,
-        f"yaxis{n}": _y("", nticks=5 if count < 3 else 4),
+        f"yaxis{n}": y_axis("", nticks=5 if count < 3 else 4),
     }
     text = label(_panel_title(panel, beta), 90)
     text = text.replace(" · ", "<br>").replace(", ", "<br>") if count == 3 else text  # narrow ones
@@ -325,11 +331,11 @@ def length_figure(payload: Mapping[str, Any]) -> Figure:
     }
     right |= {"tickvals": [0, 0.5, 1], "tickformat": "~%", "title": {"text": "cut"}}
     data = [
-        _line(payload["mean"], "mean", "blue"),
-        _line(payload["max"], "longest", "grey", 1),
-        _line(payload["clipped"], "cut", "orange", yaxis="y2", hovertemplate="%{y:.1%}"),
+        line_trace(payload["mean"], "mean", "blue"),
+        line_trace(payload["max"], "longest", "grey", 1),
+        line_trace(payload["clipped"], "cut", "orange", yaxis="y2", hovertemplate="%{y:.1%}"),
     ]
-    return figure_of(data, "tokens", yaxis2={**_AXIS, **right})
+    return figure_of(data, "tokens", yaxis2={**AXIS, **right})
 
 
 _STACKED: dict[str, Any] = {"barmode": "stack", "legend": _LEGEND | {"traceorder": "normal"}}
@@ -349,7 +355,9 @@ def _shares(
         }
         for key, (name, color) in about.items()
     ]
-    return figure_of(bars, y, yaxis=_y(y, range=[0, 1.02], tickformat="~%"), **_STACKED, bargap=0)
+    return figure_of(
+        bars, y, yaxis=y_axis(y, range=[0, 1.02], tickformat="~%"), **_STACKED, bargap=0
+    )
 
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
@@ -360,9 +368,9 @@ def dead_figure(payload: Mapping[str, Any]) -> Figure:
 # %% ../../nbs/views/02_charts.ipynb #b174912f
 def advantage_spread_figure(payload: Mapping[str, Any]) -> Figure:
     "Ends, middle half and median. An end that runs away is one sample that outweighs the others."
-    data = _band(payload["min"], payload["max"], "smallest to largest", tint("violet", 0.12))
-    data += _band(payload["q25"], payload["q75"], "middle half", tint("violet", 0.3))
-    return figure_of([*data, _line(payload["median"], "median", "violet")], "advantage")
+    data = band_trace(payload["min"], payload["max"], "smallest to largest", tint("violet", 0.12))
+    data += band_trace(payload["q25"], payload["q75"], "middle half", tint("violet", 0.3))
+    return figure_of([*data, line_trace(payload["median"], "median", "violet")], "advantage")
 
 
 def token_share_figure(payload: Mapping[str, Any]) -> Figure:
@@ -391,7 +399,7 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
         for k, name in kinds.items()
     ]
     x = {
-        **_AXIS,
+        **AXIS,
         "title": {"text": f"reward, step {payload['step']}"},
         "showgrid": False,
         "zeroline": False,
@@ -458,12 +466,12 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
         }
 
     x = {
-        **_AXIS,
+        **AXIS,
         **dense(len(values[0]) if values else 1),
         "title": {"text": f"completion, step {payload['step']}"},
     }
     y = {
-        **_AXIS,
+        **AXIS,
         **dense(len(values)),
         "autorange": "reversed",
         "title": {"text": f"group {part}".strip()},
@@ -485,27 +493,31 @@ def staleness_figure(payload: Mapping[str, Any]) -> Figure:
     "Versions of the weights between the start of a group's rollouts and the update that it goes into."
     mean = payload["mean"]
     bound = payload["bound"]
-    data = _band(payload["min"], payload["max"], "smallest to largest", tint("blue", 0.2))
-    data.append(_line(mean, "mean", "blue"))
+    data = band_trace(payload["min"], payload["max"], "smallest to largest", tint("blue", 0.2))
+    data.append(line_trace(mean, "mean", "blue"))
     if bound is not None and mean["x"]:
         dotted = {"mode": "lines", "line": {"color": COLORS["orange"], "width": 1.5, "dash": "dot"}}
         data.append(
-            _line(
+            line_trace(
                 {"x": [mean["x"][0], mean["x"][-1]], "y": [bound] * 2}, "bound", "orange", **dotted
             )
         )
     highest = max([bound or 0, *(v for v in payload["max"]["y"] if v is not None)])
     whole = {"tickformat": "d", "dtick": max(1, math.ceil(highest / 5))}
-    return figure_of(data, "versions", yaxis=_y("versions", range=[0, 1.1 * highest or 1], **whole))
+    return figure_of(
+        data, "versions", yaxis=y_axis("versions", range=[0, 1.1 * highest or 1], **whole)
+    )
 
 # %% ../../nbs/views/02_charts.ipynb #e1319354
 def waits_figure(payload: Mapping[str, Any]) -> Figure:
     "A trainer that waits wants faster sampling or a larger bound; an idle sampler was paused, or is at it."
     who = {"trainer": ("trainer waits", "orange"), "sampler": ("sampler idle", "blue")}
     percent: dict[str, Any] = {"hovertemplate": "%{y:.0%}"}
-    data = [_line(payload[key], name, color, **percent) for key, (name, color) in who.items()]
+    data = [line_trace(payload[key], name, color, **percent) for key, (name, color) in who.items()]
     return figure_of(
-        data, "share of the time", yaxis=_y("share of the time", range=[0, 1.02], tickformat="~%")
+        data,
+        "share of the time",
+        yaxis=y_axis("share of the time", range=[0, 1.02], tickformat="~%"),
     )
 
 # %% ../../nbs/views/02_charts.ipynb #4801b950
@@ -660,8 +672,8 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
         "tickvals": [-0.7 - high / 2, (count - 1) / 2][: 1 + (count > 0)],
         "ticktext": ["trainer", f"rows{some}"],
     }
-    y = {**_y("", **lanes, range=[bottom, top], showgrid=False), "zeroline": False}
-    x = {**_AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end]}
+    y = {**y_axis("", **lanes, range=[bottom, top], showgrid=False), "zeroline": False}
+    x = {**AXIS, "title": {"text": "seconds since the loop was opened"}, "range": [start, end]}
     x |= {"showgrid": False, "zeroline": False}
     legend = _LEGEND | {"y": 1.09, "traceorder": "normal"}
     look = {"barmode": "overlay", "hovermode": "closest", "legend": legend}
@@ -681,8 +693,8 @@ def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
     ]
     kinds = {kind: (f"by {kind}", COLORS[color]) for kind, color in colors.items()}
     lanes = {"tickvals": [*range(len(bars))], "ticktext": [bar["part"] for bar in bars]}
-    y = _y("", **lanes, range=[len(bars) - 0.5, -0.5], showgrid=False)
-    axes = {"xaxis": {**_AXIS, "title": {"text": "nats a token"}}, "yaxis": y}
+    y = y_axis("", **lanes, range=[len(bars) - 0.5, -0.5], showgrid=False)
+    axes = {"xaxis": {**AXIS, "title": {"text": "nats a token"}}, "yaxis": y}
     return figure_of(_by_kind(bars, kinds, start=0.0, width=0.8), "", hovermode="closest", **axes)
 
 # %% ../../nbs/views/02_charts.ipynb #9b4a8a67
@@ -731,7 +743,7 @@ def _points(t: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return _floats(thin["x"]), _floats(thin["y"])
 
 
-def _line_trace(
+def plot_line(
     axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
 ) -> None:
     "A line with its marks, or an area without its outline."
@@ -765,7 +777,7 @@ def _line_trace(
         axes.plot(x, y, label=name, **look)
 
 # %% ../../nbs/views/02_charts.ipynb #bd9dfa3d
-def _bar_trace(
+def plot_bars(
     axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
 ) -> None:
     "Bars on those of the traces before, or bars that lie in lanes, as one path."
@@ -795,7 +807,7 @@ def _bar_trace(
     axes.autoscale_view()
 
 
-def _map_trace(
+def plot_map(
     axes: Axes, t: Mapping[str, Any], before: Sequence[Mapping[str, Any]], name: str
 ) -> None:
     "A map of cells, each with a margin, and its scale on the right."
@@ -831,7 +843,7 @@ def _map_trace(
     scale.outline.set_visible(False)
 
 # %% ../../nbs/views/02_charts.ipynb #ff2d89d7
-DRAWN_BY = {"scatter": _line_trace, "bar": _bar_trace, "heatmap": _map_trace}
+DRAWN_BY = {"scatter": plot_line, "bar": plot_bars, "heatmap": plot_map}
 
 
 def _dress(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:

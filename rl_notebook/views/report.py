@@ -36,8 +36,8 @@ from rl_notebook.views.charts import (
     LOOKS,
     Chart,
     Figure,
-    _band,
-    _line,
+    band_trace,
+    line_trace,
     asset,
     charts,
     figure_of,
@@ -786,8 +786,10 @@ def lines_figure(payload: Mapping[str, Any]) -> Figure:
     for i, (name, drawn) in enumerate(payload["lines"].items()):
         color = PALETTE[(i + payload.get("first", 0)) % len(PALETTE)]
         if "low" in drawn:
-            data += _band(drawn["low"], drawn["high"], f"{label(name)}, 95 %", tint(color, 0.15))
-        data.append(_line(drawn["mean"], name, color))
+            data += band_trace(
+                drawn["low"], drawn["high"], f"{label(name)}, 95 %", tint(color, 0.15)
+            )
+        data.append(line_trace(drawn["mean"], name, color))
     return figure_of(data, payload["y"])
 
 # %% ../../nbs/views/07_report.ipynb #ad08c39a

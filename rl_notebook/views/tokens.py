@@ -24,7 +24,19 @@ from ..insight.doctor.evidence import Evidence, tolerance
 from ..core.gaps import ROUNDING
 from ..show.html import HUES, SOFT, folded, number, table, tag, tint, token_strip
 from ..runs.records import StepRecord, version_at_start
-from .charts import COLORS, INK, Figure, asset, figure_of, module, picture_html
+from rl_notebook.views.charts import (
+    AXIS,
+    COLORS,
+    INK,
+    Figure,
+    asset,
+    figure_of,
+    line_trace,
+    module,
+    picture_html,
+    plotly_script,
+    y_axis,
+)
 from rl_notebook.views.payloads import (
     NOISE,
     TokenRow,
@@ -37,7 +49,7 @@ from rl_notebook.views.payloads import (
 from .payloads import trainer_of
 
 # %% auto #0
-__all__ = ['TokenInspector', 'inspect_tokens']
+__all__ = ['SMALLEST_GAP', 'LARGEST_GAP', 'GAP_TICKS', 'gap_figure', 'inspector_figures', 'TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/views/03_tokens.ipynb #f5a82cad
 _STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"
@@ -245,6 +257,8 @@ def _points(e: Evidence, rows: Sequence[TokenRow], limit: int) -> dict[str, list
     finite = np.flatnonzero(np.isfinite(e.gap))
     k = finite[keep_extremes(np.abs(e.gap[finite]), limit)]
     places = {"item": item[k], "target": e.target[k], "at": _place(e)[k]}
+    places["group"] = np.array([d.group for d in e.datums])[e.row][k]
+    places["sample"] = np.array([d.sample for d in e.datums])[e.row][k]
     return {"x": plain(e.s[k]), "y": plain(e.p[k])} | {
         name: v.tolist() for name, v in places.items()
     }
@@ -368,7 +382,7 @@ def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any]) -> str:
 
 # %% ../../nbs/views/03_tokens.ipynb #608dba58
 EDGES = {"well": "green", "found": "orange", "likely": "orange", "open": "violet"}  # of a verdict
-DOTS = 200  # of a still picture
+STILL_DOTS = 200  # of a still picture
 
 
 def verdict_html(overview: Mapping[str, Any]) -> str:
@@ -380,26 +394,122 @@ def verdict_html(overview: Mapping[str, Any]) -> str:
     return tag("div", *(tag("div", line) for line in lines if line), style=edge)
 
 # %% ../../nbs/views/03_tokens.ipynb #e917571c
-def scatter_figure(overview: Mapping[str, Any]) -> Figure:
-    "Trainer against sampler, and the identity line."
-    x = np.array(overview["points"]["x"])
-    y = np.array(overview["points"]["y"])
-    kept = keep_extremes(np.abs(y - x), DOTS)
-    low = 1.05 * min([-0.1, *x, *y])
+def _dots(points: Mapping[str, list], x: list, y: list) -> dict[str, Any]:
+    "A dot per token, that says which one it is; the inspector selects those of one sample."
+    about = ("item", "target", "group", "sample", "y", "x")
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "x": x,
+        "y": y,
+        "customdata": list(zip(*(points[name] for name in about), strict=True)),
+        "hovertemplate": "group %{customdata[2]}, sample %{customdata[3]}, target %{customdata[1]}: "
+        "trainer %{customdata[4]:.4g}, sampler %{customdata[5]:.4g}<extra></extra>",
+        "showlegend": False,
+        "line": {"width": 1, "color": COLORS["blue"]},
+        "marker": {"color": COLORS["blue"], "size": 5},
+        "selected": {"marker": {"color": COLORS["violet"], "opacity": 1, "size": 6}},
+        "unselected": {"marker": {"opacity": 0.4}},
+    }
 
-    def axis(who):
-        return {"title": {"text": f"{who} logprob"}, "range": [low, 0]}
 
-    base = {"type": "scatter", "mode": "lines", "showlegend": False, "marker": {"size": 4}}
-    dots = {"x": x[kept].tolist(), "y": y[kept].tolist(), "mode": "markers"}
-    data = [base | {"x": [low, 0.0], "y": [low, 0.0], "line": {"color": INK, "width": 1}}]
-    data.append(base | dots | {"line": {"color": COLORS["blue"], "width": 1}})
-    return figure_of(data, "", xaxis=axis("sampler"), yaxis=axis("trainer"))
+def scatter_figure(points: Mapping[str, list]) -> Figure:
+    "Trainer against sampler, and the identity line; `points` are those of `overview_payload`."
+    low = 1.05 * min([-0.1, *points["x"], *points["y"]])
+
+    def axis(who: str) -> dict[str, Any]:
+        return {**AXIS, "title": {"text": f"{who} logprob"}, "range": [low, -low / 40]}
+
+    identity = {
+        "type": "scatter",
+        "mode": "lines",
+        "x": [low, 0.0],
+        "y": [low, 0.0],
+        "line": {"color": INK, "width": 1},
+        "hoverinfo": "skip",
+        "showlegend": False,
+    }
+    data = [_dots(points, points["x"], points["y"]), identity]
+    axes = {"xaxis": axis("sampler"), "yaxis": axis("trainer")}
+    return figure_of(data, "", hovermode="closest", **axes)
+
+# %% ../../nbs/views/03_tokens.ipynb #9c44e1d7
+SMALLEST_GAP = 1e-8  # nats; the axis of the gap begins there, with the tokens that are equal
+LARGEST_GAP = 20.0  # nats that the axis shows in any case
+GAP_TICKS = {1e-8: "0", 1e-6: "1e-6", 1e-4: "1e-4", 0.01: "0.01", 1.0: "1", 100.0: "100"}
+
+
+def _limit(name: str, nats: float, dash: str) -> dict[str, Any]:
+    "A horizontal line with its name."
+    text = {
+        "text": f"{name}: up to {nats:.2g}",
+        "textposition": "end",
+        "font": {"size": 10, "color": INK},
+    }
+    line = {"color": INK, "width": 1, "dash": dash}
+    return {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": nats,
+        "y1": nats,
+        "line": line,
+        "label": text,
+    }
+
+
+def gap_figure(overview: Mapping[str, Any]) -> Figure:
+    "|trainer − sampler| by place in the completion, in decades; at the bottom the tokens that are equal."
+    points = overview["points"]
+    gap = np.abs(np.subtract(points["y"], points["x"])).clip(SMALLEST_GAP)
+    means = np.array(overview["places"]["y"]).clip(SMALLEST_GAP)
+    mean = line_trace(
+        {"x": overview["places"]["x"], "y": means.tolist()}, "mean", "orange", mode="lines"
+    )
+    largest = max(LARGEST_GAP, 2 * gap.max(initial=0.0))
+    limits = [_limit("rounding", overview["floor"], "solid")]
+    if overview["half"] > overview["floor"]:
+        limits.append(_limit("rounding of bfloat16", overview["half"], "dot"))
+    y = {"type": "log", "range": [math.log10(SMALLEST_GAP) - 0.3, math.log10(largest)]}
+    y |= {"tickvals": [*GAP_TICKS], "ticktext": [*GAP_TICKS.values()]}
+    x = {
+        **AXIS,
+        "title": {"text": "token of the completion"},
+        "tickformat": "d",
+        "showgrid": False,
+        "zeroline": False,
+    }
+    data = [_dots(points, points["at"], gap.tolist()), mean]
+    axes = {"xaxis": x, "yaxis": y_axis("nats", **y)}
+    return figure_of(data, "", hovermode="closest", shapes=limits, **axes)
+
+
+def inspector_figures(overview: Mapping[str, Any] | None) -> dict[str, Figure]:
+    "The charts of the inspector. `along` is only the look of one: its numbers are those of the sample that is shown."
+    x = {
+        **AXIS,
+        "title": {"text": "target"},
+        "tickformat": "d",
+        "showgrid": False,
+        "zeroline": False,
+    }
+    y = y_axis("", fixedrange=True)
+    look = {"hovermode": "x", "showlegend": False, "annotations": [], "xaxis": x, "yaxis": y}
+    figures = {"along": figure_of([], "", bargap=0.4, hoverdistance=-1, **look)}
+    if overview:
+        figures["scatter"] = scatter_figure(overview["points"])
+        figures["gap"] = gap_figure(overview)
+    return figures
 
 # %% ../../nbs/views/03_tokens.ipynb #426c7b33
 def summary_html(overview: Mapping[str, Any]) -> str:
     "All samples: the verdict, trainer against sampler, and how large the differences are."
-    drawn = picture_html(scatter_figure(overview), "Trainer against sampler", 360, 300)
+    points = overview["points"]
+    gap = np.abs(np.subtract(points["y"], points["x"]))
+    kept = keep_extremes(gap, STILL_DOTS)
+    thinned = {name: np.array(values)[kept].tolist() for name, values in points.items()}
+    drawn = picture_html(scatter_figure(thinned), "Trainer against sampler", 360, 300)
     scope = overview["scopes"][0]
     quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
     far = f"|trainer − sampler| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}."
@@ -478,6 +588,8 @@ class TokenInspector(anywidget.AnyWidget):
     items = traitlets.List().tag(sync=True)  # of `menu_payload`
     payload = traitlets.Dict().tag(sync=True)  # of `token_payload`, or a message
     overview = traitlets.Dict(allow_none=True).tag(sync=True)  # of `overview_payload`
+    figures = traitlets.Dict().tag(sync=True)  # of `inspector_figures`
+    script = traitlets.Unicode().tag(sync=True)  # plotly's
     item = traitlets.Int(0).tag(sync=True)  # which sample is shown
     target = traitlets.Int(-1).tag(sync=True)  # the selected target, -1 = none
     series = traitlets.Unicode("").tag(
@@ -501,8 +613,16 @@ class TokenInspector(anywidget.AnyWidget):
         self.floor: float = overview["floor"] if overview else NOISE
         item = overview["item"] if overview else 0
         payload = self._payload(item)
-        made = {"items": menu_payload(self.rows), "overview": overview, "payload": payload}
-        super().__init__(**made, item=item, series=series, target=first_target(payload, series))
+        super().__init__(
+            items=menu_payload(self.rows),
+            overview=overview,
+            figures=inspector_figures(overview),
+            script=plotly_script(),
+            payload=payload,
+            item=item,
+            series=series,
+            target=first_target(payload, series),
+        )
         deliver_to_main(self)
 
     def _payload(self, item: int) -> dict[str, Any]:

@@ -190,7 +190,7 @@ def test_hovering_shows_the_numbers_of_the_record(inspector: Locator):
 
 def test_strip_and_chart_point_at_the_same_token(inspector: Locator):
     index = shown_sample(inspector)
-    chart = inspector.locator("canvas.rlt-chart")
+    chart = inspector.locator(".rlt-chart")
     chart.scroll_into_view_if_needed()
     box = chart.bounding_box()
     seen = set()
@@ -203,23 +203,27 @@ def test_strip_and_chart_point_at_the_same_token(inspector: Locator):
     assert max(seen) == len(RECORD.datums[index].weights) - 1
 
 
+# where a point of a chart is on the page
+PLACE = """(plot, k) => {
+    const { xaxis, yaxis } = plot._fullLayout;
+    const { left, top } = plot.getBoundingClientRect();
+    const { x, y } = plot.data[0];
+    return [left + xaxis._offset + xaxis.d2p(x[k]), top + yaxis._offset + yaxis.d2p(y[k])];
+}"""
+
+
 def test_a_point_of_the_scatter_leads_to_its_token(inspector: Locator, notebook: Notebook):
-    scatter = inspector.locator("canvas.rlt-scatter")
-    tip = inspector.locator(".rlt-tip")
+    scatter = inspector.locator(".rlt-scatter")
     scatter.scroll_into_view_if_needed()
-    box = scatter.bounding_box()
-    side = min(box["width"] - 62, box["height"] - 46)
-    found = None
-    for step in range(1, 200):  # along the identity line, where points are
-        notebook.page.mouse.move(
-            box["x"] + 52 + side * step / 200, box["y"] + 10 + side * (1 - step / 200)
-        )
-        found = re.match(
-            r"group (\d+), sample (\d+), target (\d+): (\S+) against (\S+)\.", tip.inner_text()
-        )
-        if found:
-            break
-    assert found, "no point under the identity line"
+    scatter.locator(".nsewdrag").wait_for()
+    x, y = scatter.evaluate(PLACE, 40)
+    notebook.page.mouse.move(x, y)
+    label = scatter.locator(".hovertext")
+    label.wait_for()
+    found = re.match(
+        r"group (\d+), sample (\d+), target (\d+): trainer (\S+), sampler (\S+)$",
+        label.text_content().replace("−", "-"),
+    )
     group, sample, target = map(int, found.groups()[:3])
     notebook.page.mouse.down()
     notebook.page.mouse.up()
@@ -282,7 +286,7 @@ def test_the_inspector_is_used_by_keyboard(inspector: Locator, notebook: Noteboo
     for _ in range(12):
         keyboard.press("Tab")
         reached.add(notebook.page.evaluate("() => document.activeElement.className.split(' ')[0]"))
-    assert {"rlt-series", "rlt-strip", "rlt-chart"} <= reached
+    assert {"rlt-series", "rlt-strip"} <= reached
     inspector.locator(".rlt-strip").focus()
     keyboard.press("End")
     last = len(RECORD.datums[index].weights) - 1
