@@ -824,3 +824,18 @@ def test_what_other_tools_write_for_off_is_off(said, tmp_path):
         assert cfg == Config()
     assert Config(eval_sampling=told).eval_params() == Config().eval_params()
     assert SampleParams(**told) == SampleParams()
+
+
+def test_a_config_file_that_cannot_be_used_is_named_with_all_that_is_wrong(tmp_path: Path):
+    path = tmp_path / "config.yaml"
+    path.write_text("kl_beta: -3\nmax_completion_tokens: 0\n")
+    with pytest.raises(ConfigError) as caught:
+        Config.from_yaml(path, {"temperature": -1})
+    message = str(caught.value)
+    assert message.startswith(f"{path} with temperature: ")
+    assert all(name in message for name in ("kl_beta", "max_completion_tokens", "temperature"))
+    with pytest.raises(ConfigError, match=r"Did you mean '.*config.yaml'\?"):
+        Config.from_yaml(tmp_path / "confg.yaml")
+    path.write_text("kl_beta: [1\nfoo")
+    with pytest.raises(ConfigError, match="line 2: expected ',' or ']'"):
+        Config.from_yaml(path)

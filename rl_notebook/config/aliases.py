@@ -5,6 +5,7 @@
 # %% ../../nbs/config/01_aliases.ipynb #140bc837
 from __future__ import annotations
 
+import difflib
 import functools
 import html
 import itertools
@@ -212,7 +213,9 @@ OTHER_WORDS: dict[
 _SO_HERE: dict[
     str, dict[str, Any]
 ] = {  # what is so here: names of others, with the only value that is accepted
-    "each sample is trained on once": {"num_iterations": 1},
+    "each sample is trained on once. ppo_n_minibatches splits the samples of a step into several updates": {
+        "num_iterations": 1
+    },
     "a step is prompt_groups_per_step x completions_per_prompt samples": {
         "gradient_accumulation_steps": 1
     },
@@ -674,6 +677,9 @@ def yaml_value(text: str) -> Any:
     try:
         value = yaml.load(text, Loader=_StrictLoader)
         too_many = [*itertools.islice(_all_values(value), 100_000, 100_001)]
+    except yaml.MarkedYAMLError as e:
+        place = f"line {e.problem_mark.line + 1}: " if e.problem_mark else ""
+        raise ValueError(f"{place}{e.problem}") from e
     except yaml.YAMLError as e:
         raise ValueError(" ".join(str(e).split())) from e
     except RecursionError:
@@ -692,11 +698,25 @@ def yaml_value(text: str) -> Any:
     return value
 
 # %% ../../nbs/config/01_aliases.ipynb #fc34cca7
+def _suggest_yaml_file(path: Path) -> str:
+    "The YAML file of the same folder that is meant, or what makes one."
+    here = sorted(p.name for p in path.parent.glob("*.y*ml"))
+    if close := difflib.get_close_matches(path.name, here, n=1):
+        return f"Did you mean {quoted(str(path.parent / close[0]), 300)}?"
+    if here:
+        return f"That folder has {', '.join(here[:5])}."
+    return "Config().to_yaml(path) writes one with all settings."
+
+
 def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     "The mapping in a YAML file; raises ConfigError naming file and line."
     where = quoted(str(path), 300)[1:-1]
     try:
         data = yaml_value(read_file(Path(path)).decode())
+    except FileNotFoundError as e:
+        raise ConfigError(
+            "config file", where=where, got="no such file", fix=_suggest_yaml_file(Path(path))
+        ) from e
     except OSError as e:
         raise ConfigError(
             "config file", where=where, got=e.strerror, expected="a readable YAML file"
@@ -880,9 +900,10 @@ class Stored:
             return cls.from_dict(data, overrides)
         except ConfigError as error:
             line = None if overrides else _line_of(read_file(Path(path)).decode(), error.what)
-            if line is None:
-                raise
-            raise ConfigError(str(error), where=f"{path}, line {line}") from None
+            where = f"{path}, line {line}" if line else f"{path}"
+            if overrides:
+                where += f" with {', '.join(overrides)}"
+            raise ConfigError(str(error), where=where) from None
 
     def to_yaml(self, path: str | os.PathLike[str] | None = None) -> str:
         "All settings as YAML text, written to `path` if one is given; a file that something else wrote is left alone."
