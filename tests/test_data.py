@@ -1,7 +1,6 @@
 "Rows from every source, the download cache, the cursor, and the sample that ships."
 
 import ast
-import gzip
 import json
 import threading
 import tracemalloc
@@ -221,13 +220,12 @@ KINDS = {  # name: what is in it
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_files_of_every_kind_keep_their_values(tmp_path, monkeypatch, name, packed):
+def test_files_of_every_kind_keep_their_values(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data").mkdir()
-    path = f"data/{name}" + ".gz" * packed  # a relative path of two parts is no name on the hub
-    Path(path).write_bytes(gzip.compress(KINDS[name]) if packed else KINDS[name])
+    path = f"data/{name}"  # a relative path of two parts is no name on the hub
+    Path(path).write_bytes(KINDS[name])
     rows = load_rows(path, require_answer=True)
     text = name.endswith("csv")
     assert [(r.messages[0]["content"], r.answer) for r in rows] == [
@@ -236,6 +234,23 @@ def test_files_of_every_kind_keep_their_values(tmp_path, monkeypatch, name, pack
     ]
     assert [r.data["n"] for r in rows] == (["", "3"] if text else [None, 3])
     assert load_problem(Config(dataset=path)).rows == rows
+
+
+BROKEN = {  # name: what is in it, where, got
+    "d.csv": (b'question,answer\na,1\nb,"2', "d.csv", "Error after d.csv, line 2: unexpected end"),
+    "many.csv": (b"question,answer\na,1,2\n", "many.csv, line 2", "{'question': 'a'"),
+    "d.json": (b'[{"question": "a"}', "d.json", "JSONDecodeError after the beginning: Expecting"),
+    "d.pq": (b"question", "d.pq", "ArrowInvalid after the beginning"),
+    "d.jsonl": (b'{"question": "a"}\n{', "d.jsonl, line 2", "b'{'"),
+    "d.jsonl.gz": (b"\x1f\x8b", "d.jsonl.gz", ".gz"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_file_that_is_broken_is_named_with_its_place(tmp_path, name):
+    content, where, got = BROKEN[name]
+    (tmp_path / name).write_bytes(content)
+    failed(lambda: load_rows(tmp_path / name), where=where, got=got)
 
 
 def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import csv
-import gzip
 import hashlib
 import io
 import json
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import count, islice
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -410,46 +409,61 @@ def _json_lines(file: IO[bytes], name: str) -> _Records:
             yield where, value
 
 # %% ../../nbs/task/00_data.ipynb #8d23b112
-def _file_records(file: IO[bytes], name: str) -> Iterator[tuple[str, Any]]:
-    "Records of a file, each with its place; its name says what kind it is."
-    kind = Path(name.removesuffix(".gz")).suffix
-    head = file.read(2)
+def _csv_records(file: IO[bytes], name: str) -> _Records:
+    "Rows of a CSV file, each with its place; every cell is text."
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    table = csv.DictReader(text, strict=True)
+    for record in table:
+        yield f"{name}, line {table.line_num}", record
+
+
+def _parquet_records(file: IO[bytes], name: str) -> _Records:
+    "Rows of a parquet file, each with its place."
+    import pyarrow.parquet  # slow to import, and only this function needs it
+
     number = 0
-    file.seek(0)
-    file = cast(IO[bytes], gzip.open(file)) if head == b"\x1f\x8b" else file  # noqa: SIM115
+    for batch in pyarrow.parquet.ParquetFile(file).iter_batches():
+        for record in batch.to_pylist():
+            yield f"{name}, record {number}", record
+            number += 1
 
-    def place(number):
-        return f"{name}, record {number}"
 
+def _json_records(file: IO[bytes], name: str) -> _Records:
+    "The values of a JSON array, or JSON Lines in a file that is named .json, each with its place."
+    text = file.read().decode("utf-8-sig")
+    if text.lstrip().startswith("["):
+        yield from ((f"{name}, record {i}", record) for i, record in enumerate(json.loads(text)))
+    else:
+        yield from _json_lines(io.BytesIO(text.encode()), name)
+
+
+# by the end of a file's name; all others are JSON Lines
+_READERS = {
+    ".csv": _csv_records,
+    ".json": _json_records,
+    ".parquet": _parquet_records,
+    ".pq": _parquet_records,
+}
+
+
+def _file_records(file: IO[bytes], name: str) -> _Records:
+    "Records of a file, each with its place; raises `DataError` for what is no such file."
+    kind = Path(name).suffix
+    if kind in (".gz", ".zip", ".zst", ".bz2", ".xz"):
+        fix = "Unpack it, or read it with pandas or datasets and pass the table."
+        raise DataError(
+            "packed file", where=name, got=kind, expected="JSON, CSV or parquet", fix=fix
+        )
+    place = "the beginning"
     try:
-        starts = file.read(99).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-        file.seek(0)
-        if kind in (".parquet", ".pq"):
-            import pyarrow.parquet  # slow to import, and only this function needs it
-
-            batches = pyarrow.parquet.ParquetFile(file).iter_batches()
-            records: Iterable[Any] = (record for batch in batches for record in batch.to_pylist())
-        elif kind == ".csv":
-            records = lines = csv.DictReader(
-                io.TextIOWrapper(file, "utf-8-sig", newline=""), strict=True
-            )
-
-            def place(number):
-                return f"{name}, line {lines.reader.line_num}"
-        elif kind == ".json" and starts == b"[":
-            records = json.loads(file.read().decode("utf-8-sig"))
-        else:
-            yield from _json_lines(file, name)
-            return
-        for number, record in enumerate(records):
-            yield place(number), record
+        for place, record in _READERS.get(kind, _json_lines)(file, name):
+            yield place, record
     except DataError:
         raise
     except Exception as e:  # whatever a parser says of what is no such file
-        got = f"{type(e).__name__}: {plain_text(e)[:200]}"
-        raise DataError(
-            "unreadable file", where=place(number), got=got, expected=f"a {kind or '.jsonl'} file"
-        ) from e
+        got = f"{type(e).__name__} after {place}: {plain_text(e)[:200]}"
+        expected = f"a {kind or '.jsonl'} file"
+        raise DataError("unreadable file", where=name, got=got, expected=expected) from e
 
 # %% ../../nbs/task/00_data.ipynb #121ac6e7
 def _shown_url(url: str) -> str:
