@@ -51,7 +51,6 @@ def test_the_demo_ends_with_its_result(demo):
         "view",
         "show",
         "doctor",
-        "chat",
         "export",
     ]
     last = last.splitlines()[-1]
