@@ -770,12 +770,6 @@ def emulate_parser() -> CommandParser:
     parser.add_argument(
         "--startup-delay", type=float, default=0.0, help="seconds until a trainer runs"
     )
-    parser.add_argument(
-        "--faults",
-        default="",
-        help="what goes wrong, such as drop_after:0.02,restart_trainer:at=40",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="where it goes wrong")
     return parser
 
 

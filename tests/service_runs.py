@@ -145,7 +145,8 @@ async def measured(cfg: Config, backend: Any, running: RunningEmulator, **option
 
 def policy_trainer(running: RunningEmulator, backend: Any) -> Any:
     "The emulated trainer of a policy."
-    job = getattr(backend.policy, "job_id", "")
+    infra = getattr(backend, "infra", None)
+    job = infra.policy_job_id if infra else ""
     return running.emulator.site.trainers[
         f"accounts/local/rlorTrainerJobs/{job}" if job else "root"
     ]

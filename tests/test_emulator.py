@@ -1,4 +1,4 @@
-"The emulator: control plane and faults, asked by hand, by the real Fireworks SDK, and as a process."
+"The emulator: control plane and dropped connections, asked by hand, by the real Fireworks SDK, and as a process."
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from injected_faults import Fault, FaultyEmulator
 
-from rl_notebook.emulator.faults import KEY_VARIABLE
+from rl_notebook.emulator.access import KEY_VARIABLE
 from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.emulator.testing import emulator, emulator_fixture  # noqa: F401  (the fixture)
 from rl_notebook.cli import main
@@ -216,19 +217,19 @@ def test_a_restart_finds_jobs_deployments_and_checkpoints(tmp_path: Path) -> Non
         managers.close()
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- lost connections -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_dropped_connection_is_closed_and_not_an_error() -> None:
     for kind, made in (("drop_before", 404), ("drop_after", 200)):
         with (
-            start_emulator(faults=f"{kind}:1:times=1:path={JOBS}") as running,
+            FaultyEmulator([Fault(kind, times=1, path=JOBS)]) as running,
             by_hand(running) as client,
         ):
             with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
                 client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED)
             assert client.get(f"{JOBS}/policy").status_code == made
-            assert list(running.emulator.faults.log) == [(kind, f"POST {JOBS}")]
+            assert running.faults.log == [(kind, f"POST {JOBS}")]
             assert running.emulator.log[0].status is None
 
 
@@ -361,7 +362,7 @@ def printed(process: subprocess.Popen[str]) -> dict[str, str]:
 
 
 def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
-    process = emulate("--faults", "429:at=3", "--startup-delay", "0.1", folder=tmp_path)
+    process = emulate("--startup-delay", "0.1", folder=tmp_path)
     try:
         told = printed(process)
         names = ("FIREWORKS", "TINKER", "OPENAI")
@@ -372,7 +373,6 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             assert client.get("/v1/accounts").json()["accounts"][0]["name"] == "accounts/local"
             job = client.post(f"{JOBS}?rlorTrainerJobId=policy", json=WANTED).json()
             assert job["state"] in ("JOB_STATE_PENDING", "JOB_STATE_CREATING")
-            assert client.get(f"{JOBS}/policy").status_code == 429
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=120)
         assert (process.returncode, err) == (0, "")
@@ -386,7 +386,7 @@ def test_the_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("args", [["--faults", "nonsense:1"], ["--model", "no-such-model"]])
+@pytest.mark.parametrize("args", [["--startup-delay", "-1"], ["--model", "no-such-model"]])
 def test_the_command_refuses_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str]
 ) -> None:

@@ -22,10 +22,11 @@ pytest.importorskip("fireworks.training.sdk")
 pytest.importorskip("starlette")
 
 from fireworks.training.sdk import DeploymentManager, DeploymentSampler, TrainerJobManager
+from injected_faults import Fault, FaultyEmulator
 
 from rl_notebook.backends.services import fireworks as fw
 from rl_notebook.backends.services import resources
-from rl_notebook.emulator.service import parse_faults, start_emulator, trainer_of
+from rl_notebook.emulator.service import trainer_of
 from rl_notebook.backends.services.fireworks import open_fireworks
 from rl_notebook.backends.services.wire import Secret
 from rl_notebook.backends.services.provision import (
@@ -128,22 +129,21 @@ class EmulatorState:
         return setup_infra(cleanup=cleanup, **given)
 
     @contextmanager
-    def such_that(self, faults: str = "", startup_delay_s: float = 0.0):
+    def such_that(self, *faults: Fault, startup_delay_s: float = 0.0):
         "Something goes wrong, or takes long, for a while."
-        emulator = self.running.emulator
-        emulator.faults.faults = parse_faults(faults)
-        emulator.site.startup_delay_s = startup_delay_s
-        emulator.faults.__init__(emulator.faults.faults)
+        site = self.running.emulator.site
+        self.running.faults.reset(faults)
+        site.startup_delay_s = startup_delay_s
         try:
             yield
         finally:
-            emulator.faults.faults = ()
-            emulator.site.startup_delay_s = 0.0
+            self.running.faults.reset(())
+            site.startup_delay_s = 0.0
 
 
 @pytest.fixture(scope="module")
 def running():
-    with start_emulator() as emulator:
+    with FaultyEmulator() as emulator:
         yield emulator
 
 
@@ -575,10 +575,10 @@ def test_failures_of_a_sync_are_told_apart(site):
     async def test(backend):
         datum = toy(backend)
 
-        async def failing(kind, faults=""):
+        async def failing(kind, *faults):
             await learn(backend, datum)
             with (
-                site.such_that(faults),
+                site.such_that(*faults),
                 pytest.raises(fw.SyncError, match=f"weight sync {kind}") as caught,
             ):
                 await synced(backend, kind.replace(" ", "-"))
@@ -587,10 +587,10 @@ def test_failures_of_a_sync_are_told_apart(site):
             assert backend.policy.versions.current == 0
 
         with pytest.warns(UserWarning, match="Sending full weights again"):
-            await failing("failed", "hotload_error:times=2")
+            await failing("failed", Fault("hotload_error", times=2))
         assert backend.sync.syncer.hotload_timeout == 60
         backend.sync.syncer.hotload_timeout = 1  # only where it is to run out
-        await failing("timed out", "hotload_stalls:s=30")
+        await failing("timed out", Fault("hotload_stalls", seconds=30))
         site.deployments.scale_to_zero(site.serving)
         await failing("not ready")
         backend.sync.syncer.hotload_timeout = 60
@@ -620,7 +620,7 @@ def test_a_refused_delta_is_followed_by_full_weights_if_they_are_still_there(sit
         await synced(backend, "a")
         await learn(backend, datum)
         with (
-            site.such_that("hotload_error:times=1"),
+            site.such_that(Fault("hotload_error", times=1)),
             pytest.warns(UserWarning, match="Sending full weights instead"),
         ):
             assert await synced(backend, "b") == ("delta", 2)
@@ -840,7 +840,7 @@ def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
         asyncio.run(given_up())
     assert site.states() == ["CANCELLED"]
     with (
-        site.such_that(startup_delay_s=0.1, faults="job_fails"),
+        site.such_that(Fault("job_fails"), startup_delay_s=0.1),
         pytest.raises(BackendError, match="got FAILED"),
     ):
         asyncio.run(open_fireworks(**settings_of(site)))
@@ -921,7 +921,7 @@ def test_the_key_is_shown_nowhere(site, caplog, capsys, tmp_path):
                 backend.cleanup,
             )
         ]
-        with site.such_that("hotload_error"), pytest.raises(BackendError) as failed:
+        with site.such_that(Fault("hotload_error")), pytest.raises(BackendError) as failed:
             await synced(backend, "a")
         return [*shown, *traceback.format_exception(failed.value)]
 

@@ -22,9 +22,10 @@ pytest.importorskip("fireworks.training.sdk")
 pytest.importorskip("tinker")
 pytest.importorskip("starlette")
 
+from injected_faults import KINDS, Fault, FaultyEmulator
 from service_runs import COMPLETIONS, GROUPS, Outcome, config, killed_config, measured, open_service
 
-from rl_notebook.emulator.service import FAULTS, RunningEmulator, start_emulator
+from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.backends.services.provision import leftovers
 from rl_notebook.core.types import BackendError
 from rl_notebook.runs.run import Run
@@ -37,32 +38,32 @@ pytestmark = [
 # Each strikes at a place that a seed decides. Where a path is named, the place lies among the requests that hurt most
 # there: an update that was executed and not answered, a gradient that went with a restart between pass and step.
 EVERYWHERE = (
-    "drop_before:0.01:times=3",
-    "drop_after:0.01:times=3",
-    "429:0.01:times=3:retry_after=0.2",
-    "503:0.01:times=2",
-    "slow:0.03:s=0.1",
+    Fault("drop_before", 0.01, times=3),
+    Fault("drop_after", 0.01, times=3),
+    Fault("429", 0.01, times=3, retry_after=0.2),
+    Fault("503", 0.01, times=2),
+    Fault("slow", 0.03, seconds=0.1),
 )
 TRAINING = (
-    "drop_after:0.1:times=1:path=/optim_step",
-    "drop_after:0.1:times=1:path=/forward_backward",
-    "drop_before:0.1:times=1:path=/optim_step",
-    "503:0.1:times=1:path=/forward",
-    "restart_trainer:chance=0.1:times=1:path=/optim_step",
+    Fault("drop_after", 0.1, times=1, path="/optim_step"),
+    Fault("drop_after", 0.1, times=1, path="/forward_backward"),
+    Fault("drop_before", 0.1, times=1, path="/optim_step"),
+    Fault("503", 0.1, times=1, path="/forward"),
+    Fault("restart_trainer", 0.1, times=1, path="/optim_step"),
 )
 DEPLOYING = (
-    "job_fails:at=1",
-    "truncate_sse:0.03:times=2",
-    "drop_after:0.03:times=1:path=/completions",
-    "hotload_stalls:chance=0.1:times=1:s=1",
-    "hotload_error:chance=0.1:times=1",
-    "drop_before:0.1:times=1:path=hot_load",
-    "restart_trainer:chance=0.05:times=1:path=reference",
-    "restart_trainer:chance=0.1:times=1:path=/save_weights_for_sampler",
+    Fault("job_fails", at=1),
+    Fault("truncate_sse", 0.03, times=2),
+    Fault("drop_after", 0.03, times=1, path="/completions"),
+    Fault("hotload_stalls", 0.1, times=1, seconds=1),
+    Fault("hotload_error", 0.1, times=1),
+    Fault("drop_before", 0.1, times=1, path="hot_load"),
+    Fault("restart_trainer", 0.05, times=1, path="reference"),
+    Fault("restart_trainer", 0.1, times=1, path="/save_weights_for_sampler"),
 )
 SAMPLING = (
-    "drop_after:0.03:times=1:path=/asample",
-    "restart_trainer:chance=0.02:times=1:path=/asample",
+    Fault("drop_after", 0.03, times=1, path="/asample"),
+    Fault("restart_trainer", 0.02, times=1, path="/asample"),
 )
 
 
@@ -72,7 +73,7 @@ class Plan:
 
     backend: str
     steps: int
-    faults: str
+    faults: tuple[Fault, ...]
     kinds: frozenset[str]  # that have to happen
 
     def __str__(self) -> str:
@@ -80,10 +81,10 @@ class Plan:
 
 
 PLANS = (
-    Plan("fireworks", 30, ",".join((*EVERYWHERE, *TRAINING, *DEPLOYING)), frozenset(FAULTS)),
+    Plan("fireworks", 30, (*EVERYWHERE, *TRAINING, *DEPLOYING), frozenset(KINDS)),
     Plan(
-        "tinker", 12, ",".join((*EVERYWHERE, *TRAINING, *SAMPLING)),
-        frozenset(FAULTS) - {"truncate_sse", "job_fails", "hotload_stalls", "hotload_error"},
+        "tinker", 12, (*EVERYWHERE, *TRAINING, *SAMPLING),
+        frozenset(KINDS) - {"truncate_sse", "job_fails", "hotload_stalls", "hotload_error"},
     ),
 )[0 if os.environ.get("SLOW") == "1" else 1 :]  # fmt: skip
 
@@ -108,7 +109,7 @@ async def open_in_the_end(running: RunningEmulator, cfg: Any, refused: list[str]
         return await open_service(running, cfg)
 
 
-def go(plan: Plan, faults: str, seed: int = 0) -> Ended:
+def go(plan: Plan, faults: tuple[Fault, ...], seed: int = 0) -> Ended:
     "One run, on an emulator of its own."
 
     async def inside(running: RunningEmulator) -> Outcome:
@@ -118,7 +119,7 @@ def go(plan: Plan, faults: str, seed: int = 0) -> Ended:
 
     refused: list[str] = []
     began = time.monotonic()
-    with start_emulator(faults=faults, seed=seed) as running:
+    with FaultyEmulator(faults, seed) as running:
         outcome = asyncio.run(inside(running))
         emulator = running.emulator
         jobs = [job.state(time.time()) for job in emulator.site.resources.all("rlorTrainerJobs")]
@@ -126,8 +127,8 @@ def go(plan: Plan, faults: str, seed: int = 0) -> Ended:
     return Ended(
         outcome,
         refused,
-        emulator.faults.counts,
-        list(emulator.faults.log),
+        running.faults.counts,
+        running.faults.log,
         time.monotonic() - began,
     )
 
@@ -137,7 +138,7 @@ def runs(say: Callable[[str], None]) -> dict[str, tuple[Ended, Ended]]:
     "Backend -> the run without faults, and with all of them. One backend waits while the other computes."
 
     def both(plan: Plan) -> tuple[Ended, Ended]:
-        return go(plan, ""), go(plan, plan.faults, seed=SEED)
+        return go(plan, ()), go(plan, plan.faults, seed=SEED)
 
     with ThreadPoolExecutor(len(PLANS)) as pool:
         ended = dict(zip(map(str, PLANS), pool.map(both, PLANS), strict=True))

@@ -400,8 +400,6 @@ class EmulatedServer:
         self.name = name
         self.lora_rank = lora_rank
         self.processed = logprobs_mode == "processed_logprobs"
-        self.hotload_delay_s = 0.0  # how long a load takes
-        self.hotload_error = False  # the next load fails
         self.load = HotLoad()
         self.dead = ""  # why the engine no longer responds
         self.bare = False  # a reload failed and left no weights
@@ -578,14 +576,8 @@ async def hot_load(server: EmulatedServer, request: Request) -> Response:
 async def run_load(server: EmulatedServer, name: str) -> None:
     "Download, load, done; or error."
     load = server.load
-    failing = server.hotload_error
-    server.hotload_error = False
     try:
-        await asyncio.sleep(server.hotload_delay_s / 2)
         load.stage = "loading"
-        await asyncio.sleep(server.hotload_delay_s / 2)
-        if failing:
-            raise Refusal(500, "an injected fault")
         tensors, meta = await asyncio.to_thread(server.snapshots.load, name)
         async with server._lock:
             # that takes another sampler

@@ -22,16 +22,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any
 
-from .faults import FAULTS, KEY_VARIABLE  # noqa: F401 (handed on)
-from rl_notebook.emulator.faults import (
-    Exchange,
-    Fault,
-    FaultMiddleware,
-    Faults,
-    bare_key,
-    emulator_key,
-    parse_faults,
-)
+from .access import AccessMiddleware, Exchange, bare_key, emulator_key
 from .messages import ON_ERROR, Table, json_of, routes_of
 from .models import Models, Snapshots
 from .server import EmulatedServer, completions, hot_load, run_load
@@ -135,7 +126,6 @@ class EmulatorState:
 
     folder: Path
     model: Any  # what `Models` takes; serves every base-model name
-    faults: Faults
     startup_delay_s: float = 0.0  # from a request to a running trainer or a ready deployment
     # those that were asked something, by job
     trainers: dict[str, EmulatedTrainer] = field(default_factory=dict)
@@ -316,21 +306,17 @@ def new_job(
 
 # %% ../../nbs/emulator/05_service.ipynb #efaefdba
 def start_job(site: EmulatorState, job: Resource) -> Resource:
-    "The job, on its way from now: to run, or to fail if a fault says so."
-    failed = site.faults.inject("job_fails", job.name)
-    status = (
-        {"code": "INTERNAL", "message": "the trainer did not start (fault job_fails)"}
-        if failed
-        else {}
+    "The job as it starts now: pending, then creating, then running."
+    return site.resources.put(
+        replace(
+            job,
+            body={**job.body, "status": {}},
+            goal="JOB_STATE_RUNNING",
+            meanwhile=("JOB_STATE_PENDING", "JOB_STATE_CREATING"),
+            delay_s=site.startup_delay_s,
+            since=time.time(),
+        )
     )
-    goal = "JOB_STATE_FAILED" if failed else "JOB_STATE_RUNNING"
-    way = ("JOB_STATE_PENDING", "JOB_STATE_CREATING")
-    now = time.time()
-    delay = site.startup_delay_s
-    job = replace(
-        job, body={**job.body, "status": status}, goal=goal, meanwhile=way, delay_s=delay, since=now
-    )
-    return site.resources.put(job)
 
 # %% ../../nbs/emulator/05_service.ipynb #700a8877
 def job_reply(request: Request, job: Resource) -> Response:
@@ -411,22 +397,7 @@ async def to_trainer(site: EmulatorState, scope: Scope, receive: Receive, send: 
         raise HTTPException(404, f"no trainer runs here; the job is {state}")
     if state != "JOB_STATE_RUNNING":
         raise HTTPException(503, f"the trainer is not ready; the job is {state}")
-    await forward_to_trainer(site, trainer_of(site, job), scope, receive, send)
-
-# %% ../../nbs/emulator/05_service.ipynb #a03eba2b
-# how many there are is up to the clock
-_ASIDE = {"healthz", "telemetry", "session_heartbeat", "retrieve_future"}
-
-
-async def forward_to_trainer(
-    site: EmulatorState, trainer: EmulatedTrainer, scope: Scope, receive: Receive, send: Send
-) -> None:
-    "Call a trainer, after a restart if a fault says so."
-    if site.faults.inject(
-        "restart_trainer", scope["path"], aside=scope["path"].rsplit("/", 1)[1] in _ASIDE
-    ):
-        trainer.lose_memory()
-    await trainer.router(scope, receive, send)
+    await trainer_of(site, job).router(scope, receive, send)
 
 # %% ../../nbs/emulator/05_service.ipynb #6b5e2119
 _CHECKPOINT_TYPES = {"INFERENCE_DELTA": "INFERENCE_ARC_V2", "LORA": "INFERENCE_LORA"}
@@ -639,11 +610,8 @@ async def load(site: EmulatorState, request: Request) -> Response:
     )
     if request.method == "GET":
         return await hot_load(server, request)
-    stalls = site.faults.inject("hotload_stalls", name)
-    server.hotload_delay_s = stalls.s if stalls else 0.0
-    server.hotload_error = bool(site.faults.inject("hotload_error", name))
     reply = await hot_load(server, request)
-    if server.load.task is not None and not stalls:
+    if server.load.task is not None:
         await asyncio.wait({server.load.task}, timeout=2.0)
     return reply
 
@@ -680,8 +648,6 @@ class Emulator:
         | None = None,  # jobs, deployments, weights; None = one that goes with the emulator
         key: Secret | str | None = None,  # None = from RL_NOTEBOOK_EMULATOR_KEY, else a fresh one
         startup_delay_s: float = 0.0,  # until a trainer runs, until a deployment is ready
-        faults: str | Sequence[Fault] = "",  # what goes wrong, see `parse_faults`
-        seed: int = 0,  # decides where
     ):
         if not 0 <= startup_delay_s <= 86_400:
             raise ConfigError(
@@ -690,14 +656,13 @@ class Emulator:
                 got=startup_delay_s,
                 expected="0 to 86400 seconds",
             )
-        self.faults = Faults(parse_faults(faults) if isinstance(faults, str) else faults, seed)
         key = emulator_key(key)
         self.temporary = tempfile.TemporaryDirectory(prefix="emulator-") if folder is None else None
         self.folder = Path(self.temporary.name if self.temporary else str(folder))
-        self.site = EmulatorState(self.folder, model, self.faults, startup_delay_s)
+        self.site = EmulatorState(self.folder, model, startup_delay_s)
         self.site.models.original()  # a wrong name fails before the folder is made
         self._lock = lock_folder(self.folder)
-        self.app = FaultMiddleware(application(self), key, self.faults)
+        self.app = AccessMiddleware(application(self), key)
 
     @property
     def key(self) -> Secret:
@@ -751,7 +716,7 @@ async def to_root(site: EmulatorState, scope: Scope, receive: Receive, send: Sen
     "Hand a request to the trainer without a job, or to the sampler without a deployment."
     if not scope["path"].removeprefix(scope.get("root_path", "")).startswith("/api/"):
         return await server_of(site, "root").router(scope, receive, send)
-    await forward_to_trainer(site, site.trainer("root", "root", name="root"), scope, receive, send)
+    await site.trainer("root", "root", name="root").router(scope, receive, send)
 
 # %% ../../nbs/emulator/05_service.ipynb #9e745333
 POOLED = re.compile(
@@ -765,7 +730,7 @@ async def to_pool(site: EmulatorState, scope: Scope, receive: Receive, send: Sen
     pool = site.trainer("pool", "pool", name="pool", pooled=True)
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path.startswith("/api/"):
-        return await forward_to_trainer(site, pool, scope, receive, send)
+        return await pool.router(scope, receive, send)
     if path != "/inference/v1/completions":
         raise HTTPException(404, f"there is no {path} in serverless training")
     request = Request(scope, receive)
@@ -812,11 +777,9 @@ async def delete_session(site: EmulatorState, request: Request) -> Response:
 
 # %% ../../nbs/emulator/05_service.ipynb #0f3cc028
 async def status(emulator: Emulator, request: Request) -> Response:
-    "What happened so far: faults by kind, requests by address."
-    asked = Counter(f"{e.method} {e.path} {e.status}" for e in emulator.log)
-    faults = dict(emulator.faults.counts)
-    model = emulator.site.models.name
-    return JSONResponse({"model": model, "faults": faults, "requests": dict(asked)})
+    "What happened so far: requests by address."
+    requests = Counter(f"{e.method} {e.path} {e.status}" for e in emulator.log)
+    return JSONResponse({"model": emulator.site.models.name, "requests": dict(requests)})
 
 # %% ../../nbs/emulator/05_service.ipynb #918a4a2a
 def _free_socket(port: int) -> socket.socket:
@@ -846,7 +809,6 @@ class RunningEmulator:
             access_log=False, proxy_headers=False, server_header=False, timeout_graceful_shutdown=2,
         )  # fmt: skip
         self._server = uvicorn.Server(config)
-        emulator.app.hang_up = self._hang_up
         self._ended = threading.Event()
         threading.Thread(target=self._run, name="emulator", daemon=True).start()
         while not self._server.started:
@@ -858,11 +820,6 @@ class RunningEmulator:
             self._server.run([self._socket])
         finally:
             self._ended.set()
-
-    def _hang_up(self, client: Any) -> None:
-        for connection in list(self._server.server_state.connections):
-            if getattr(connection, "client", None) == client and connection.transport is not None:
-                connection.transport.close()
 
     @property
     def key(self) -> Secret:
@@ -905,7 +862,7 @@ def start_emulator(
     model: str | tuple[Any, Any] = "tiny",
     *,
     port: int = 0,  # 0 = a free one
-    **settings: Any,  # of `Emulator`: folder, key, startup_delay_s, faults, seed
+    **settings: Any,  # of `Emulator`: folder, key, startup_delay_s
 ) -> RunningEmulator:
     "Start an emulator in a thread of this process."
     return RunningEmulator(Emulator(model, **settings), port)
