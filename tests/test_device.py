@@ -105,7 +105,6 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
         note("sync")
         await backend.policy.load_state(state)
         await backend.policy.sample_gradients(datums, [d.active.astype(float) for d in datums])
-        await backend.policy.linear_change(datums, state)
         assert not books.strays
         await backend.close()
 

@@ -17,7 +17,7 @@ import pandas as pd
 
 # %% auto #0
 __all__ = ['CAPTION', 'MAX_ROWS', 'FrozenBatch', 'WhatIf', 'what_if', 'RewardLab', 'reward_lab', 'Attribution', 'attribution',
-           'true_gradients', 'predicted_change']
+           'true_gradients']
 
 # %% ../../nbs/experiments/00_whatif.ipynb #e0631220
 from rl_notebook.core.advantages import (
@@ -933,7 +933,7 @@ def attribution(
 # %% ../../nbs/experiments/00_whatif.ipynb #43f40d6e
 @runtime_checkable
 class GradientTrainer(Protocol):
-    "A trainer that can be asked what a gradient does to its weights."
+    "A trainer that gives the gradient of each sample over its weights."
 
     async def sample_gradients(
         self, datums: Sequence[Datum], dlogprobs: Sequence[np.ndarray], before: str | None = None
@@ -941,21 +941,14 @@ class GradientTrainer(Protocol):
         "Logprobs; (S,) norm of each gradient; (S,) its product with the gradient of all."
         ...
 
-    async def linear_change(
-        self, datums: Sequence[Datum], before: str
-    ) -> tuple[list[Logprobs], list[Logprobs], list[np.ndarray]]:
-        "Logprobs then and now, and the first-order change between them."
-        ...
-
 
 def check_trainer(trainer: Any) -> GradientTrainer:
     "The trainer, if it can answer; raises `BackendError`."
     if not isinstance(trainer, GradientTrainer):
         fix = "Open the step's model on the local backend and pass its policy."
-        expected = "sample_gradients and linear_change"
-        raise BackendError(
-            "gradients of the weights", got=type(trainer).__name__, expected=expected, fix=fix
-        )
+        got = type(trainer).__name__
+        expected = "a trainer with sample_gradients"
+        raise BackendError("gradients of the weights", got=got, expected=expected, fix=fix)
     return trainer
 
 # %% ../../nbs/experiments/00_whatif.ipynb #1c863f27
@@ -1016,82 +1009,3 @@ async def true_gradients(
     summed: Any = samples.groupby("group", sort=False)["contribution"]
     groups = a.by_group.assign(contribution=np.asarray(summed.sum(), dtype=np.float64))
     return replace(a, by_sample=samples, by_group=groups)
-
-# %% ../../nbs/experiments/00_whatif.ipynb #ca0c6de7
-@dataclass(frozen=True, eq=False, repr=False)
-class LogprobChange:
-    "What an update did to the logprobs that it was made from."
-
-    tokens: pd.DataFrame  # one row per token in the loss: before, after, realised, predicted
-    by_sample: pd.DataFrame  # sums over the tokens of each sample
-    summary: Mapping[str, float]  # sizes, correlation, and which way samples moved
-    where: str = "step"  # which step
-
-    @property
-    def headline(self) -> str:
-        "Size of the change, quality of the prediction, and whether the step got its way."
-        s = self.summary
-        moved = (
-            f"{self.where}: {len(self.tokens)} logprobs moved by {s['rms_change']:.3g} nats (rms)"
-        )
-        guess = (
-            f"first order misses {s['rms_error']:.3g} of it (correlation {s['correlation']:.4f})"
-        )
-        up = f"{s['better_up']:.0f} of {s['better']:.0f} completions with positive advantage became more likely"
-        return f"{moved}; {guess}; {up}, {s['worse_down']:.0f} of {s['worse']:.0f} with negative less likely"
-
-    def __repr__(self) -> str:
-        return f"{self.headline}\n{self.by_sample.to_string(index=False, float_format='%.4g', max_rows=16)}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.headline)}</p>{frame_html(self.by_sample, 16)}"
-
-# %% ../../nbs/experiments/00_whatif.ipynb #f9464133
-def change_summary(tokens: pd.DataFrame, by_sample: pd.DataFrame) -> dict[str, float]:
-    "How large the change was, how well predicted, and how many completions went where their advantage wanted them."
-    realised = column(tokens, "realised")
-    predicted = column(tokens, "predicted")
-    advantage = column(by_sample, "advantage")
-    moved = column(by_sample, "realised")
-
-    def rms(x):
-        return float(np.sqrt(np.mean(x**2)))
-
-    varies = min(np.ptp(realised), np.ptp(predicted)) > 0
-    return {
-        "rms_change": rms(realised),
-        "rms_error": rms(realised - predicted),
-        "correlation": float(np.corrcoef(realised, predicted)[0, 1]) if varies else float("nan"),
-        "better": float((advantage > 0).sum()),
-        "better_up": float((moved[advantage > 0] > 0).sum()),
-        "worse": float((advantage < 0).sum()),
-        "worse_down": float((moved[advantage < 0] < 0).sum()),
-    }
-
-# %% ../../nbs/experiments/00_whatif.ipynb #44fef9c3
-async def predicted_change(
-    trainer: Any,  # a GradientTrainer, after the update
-    source: StepRecord | FrozenBatch,
-    before: str,  # the state before the update
-    *,
-    tokenizer: Any = None,  # adds the text of each token
-) -> LogprobChange:
-    "The change of every logprob of a step since a saved state, predicted to first order and realised."
-    batch = FrozenBatch.of(source)
-    then, now, change = await check_trainer(trainer).linear_change(batch.datums, before)
-    check_place(batch, then)
-    none = [np.zeros(len(d.weights)) for d in batch.datums]
-    places = token_table(batch.datums, then, none, tokenizer).drop(
-        columns=["dlogprob", "mass", "share"]
-    )
-    ends = flat(batch.datums, [lp.values for lp in now])
-    realised = ends - column(places, "logprob")
-    tokens = places.rename(columns={"logprob": "before"})
-    tokens = tokens.assign(after=ends, realised=realised, predicted=flat(batch.datums, change))
-    summed: Any = tokens.assign(tokens=1).groupby(
-        ["datum", "group", "sample"], sort=False, as_index=False
-    )
-    samples: pd.DataFrame = summed[["tokens", "realised", "predicted"]].sum()
-    at = np.asarray(samples["datum"], dtype=int)
-    samples.insert(3, "advantage", [float(np.mean(batch.datums[i].advantage)) for i in at])
-    return LogprobChange(tokens, samples, change_summary(tokens, samples), batch.where)

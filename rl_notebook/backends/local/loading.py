@@ -139,10 +139,6 @@ class _Int8Product(torch.autograd.Function):
     def backward(ctx, *grads):
         return grads[0] @ ctx.unpack(), None
 
-    @staticmethod
-    def jvp(ctx, *tangents):  # as `linear_change` asks for it
-        return F.linear(tangents[0], ctx.unpack())
-
 
 class Int8Linear(nn.Linear):
     "A frozen linear layer whose matrix is a torchao tensor of 8 bits."

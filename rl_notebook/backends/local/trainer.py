@@ -22,8 +22,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import get_total_norm
 
 from ..base import Backend, Capabilities, GradNormalization, LossFn
@@ -668,12 +666,6 @@ class LocalTrainer:
         "Logprobs, the norm of each datum's gradient, and its product with that of all; leaves no trace."
         return await self.run(sample_gradients, self.state, list(datums), list(dlogprobs), before)
 
-    async def linear_change(
-        self, datums: Sequence[Datum], before: str
-    ) -> tuple[list[Logprobs], list[Logprobs], list[np.ndarray]]:
-        "Logprobs at a saved state, those of now, and the change from one to the other to first order."
-        return await self.run(linear_change, self.state, list(datums), before)
-
 
 def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> LossOutput:
     "Loss, then the backward pass of its derivatives, with norms of the gradient by layer."
@@ -748,70 +740,6 @@ def sample_gradients(
             own = [t.grad for t in state.targets]
             norms[i], products[i] = inner(own, own) ** 0.5, inner(own, whole)
     return logprobs, norms, products
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #6eaac993
-class _Called(nn.Module):
-    "A function of a module, as a module, so that `functional_call` can lend it weights that carry a direction."
-
-    def __init__(self, module: nn.Module, fn: Callable[[], Any]):
-        super().__init__()
-        self.module = module
-        self.fn = fn
-
-    def forward(self) -> Any:
-        return self.fn()
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #2d2e81ee
-@contextmanager
-def one_by_one(model: Any) -> Iterator[None]:
-    "Experts that are computed singly for as long as this lasts; a dense model is left as it is."
-    grouped = getattr(model.config, "_experts_implementation", None) == "grouped_mm"
-    try:
-        if grouped:
-            model.set_experts_implementation("eager")
-        yield
-    finally:
-        if grouped:
-            model.set_experts_implementation("grouped_mm")
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #15efecd4
-def directional(
-    state: PolicyState,
-    datums: Sequence[Datum],
-    weights: Mapping[str, Tensor],
-    direction: Mapping[str, Tensor],
-) -> list[np.ndarray]:
-    "(N-1,) derivatives of every logprob at a point in a direction of the weights, NaN where not scored."
-    scoring = state.scoring
-    scoring.check(datums)
-    batches = scoring.batches(datums)
-    flats = []
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), one_by_one(scoring.causal.model):
-        for b in batches:
-            call = _Called(state.module, lambda b=b: scoring.forward(b)[0])
-            with forward_ad.dual_level():
-                pairs = {
-                    f"module.{n}": forward_ad.make_dual(w, direction[n]) for n, w in weights.items()
-                }
-                flat, tangent = forward_ad.unpack_dual(torch.func.functional_call(call, pairs, ()))
-                flats.append(torch.zeros_like(flat) if tangent is None else tangent)
-    return [array(series) for series in per_datum(scoring, datums, batches, flats)]
-
-# %% ../../../nbs/backends/local/08_trainer.ipynb #f3a9051b
-def linear_change(
-    state: PolicyState, datums: Sequence[Datum], before: str
-) -> tuple[
-    list[Logprobs], list[Logprobs], list[np.ndarray]
-]:  # (N-1,) per datum: then, now, first-order change
-    "Logprobs at a saved state and now, and the derivative at the saved state in the direction of the change."
-    then = saved_weights(state, before)
-    moved = {
-        name: (p.detach().double() - then[name].double()).to(p.dtype)
-        for name, p in state.params.items()
-    }
-    with swapped_weights(state, then):
-        was = score(state.scoring, datums)
-    return was, score(state.scoring, datums), directional(state, datums, then, moved)
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #d2618769
 @dataclass(eq=False)
