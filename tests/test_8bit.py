@@ -5,10 +5,12 @@ import importlib.util
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from test_local_backend import ADAM, gradients, mixing_loss, naive_gradients, random_datums, run
 from tiny_models import byte_tokenizer, one_thread, tiny_model
+from transformers import AutoModelForCausalLM
 
 from rl_notebook.backends.local.loading import unpacked
 from rl_notebook.backends.local.trainer import open_local
@@ -184,6 +186,28 @@ def test_a_loop_over_it_steps_undoes_and_has_no_mismatch():
         await loop.backend.close()
 
     asyncio.run(test())
+
+
+@needs_torchao
+def test_a_merged_export_is_the_model_that_was_trained(tmp_path):
+    async def test():
+        loop = await stepped(Config.from_dict({**SETTINGS, "load_in_8bit": True}))
+        await loop.step()
+        tokens = np.arange(20, 32)
+        trained = await loop.backend.sampler.logprobs(tokens)
+        await loop.export(tmp_path / "adapter", "adapter")
+        await loop.export(tmp_path / "merged", "merged")
+        await loop.backend.close()
+        return tokens, trained.values
+
+    tokens, trained = asyncio.run(test())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    ids = torch.as_tensor(tokens)[None]
+    with torch.no_grad():
+        logprobs = torch.log_softmax(merged(ids).logits[0].float(), -1)
+    scored = logprobs[:-1].gather(1, ids[0, 1:, None])[:, 0]
+    np.testing.assert_allclose(scored, trained, atol=1e-4)
+    assert "rounded to 8 bits" in (tmp_path / "adapter" / "README.md").read_text()
 
 
 def test_a_run_recorded_without_the_setting_goes_on(tmp_path):

@@ -169,9 +169,14 @@ def model_card(
         "tags": ["grpo", "rl-notebook", *(["lora"] if adapter else [])],
     }
     table = figures_table(metrics, step) or "No figure was recorded up to this step."
-    told = [f"This folder holds {_KINDS[kind]}."]
+    notes = [f"This folder holds {_KINDS[kind]}."]
+    if adapter and cfg.load_in_8bit:
+        notes += [
+            "It was trained on the base rounded to 8 bits: on the base in full precision the logprobs differ "
+            "a little. `rl-notebook export RUN --to merged` writes the model exactly as it was trained."
+        ]
     if cfg.stop:
-        told += [
+        notes += [
             f"The run ended a completion at {', '.join(map(repr, cfg.stop))}: pass these, too."
         ]
     settings = {k: v for k, v, _ in cfg.effective().rows if k.partition(".")[0] not in MACHINE}
@@ -193,7 +198,7 @@ def model_card(
         f"---\n{yaml.safe_dump(head, sort_keys=False)}---",
         f"# {name} after {step} steps of GRPO",
     ]
-    parts += [f"`{name}`, trained by reinforcement learning {trained}.", "\n".join(told)]
+    parts += [f"`{name}`, trained by reinforcement learning {trained}.", "\n".join(notes)]
     parts += ["## What the run measured", table, "## Loading it"]
     parts += [f"```python\n{loading_code(kind, cfg, chats, name)}\n```", drawn]
     if not adapter:
