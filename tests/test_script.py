@@ -131,15 +131,11 @@ print(repr(loop.to_script("made/run.py")))
 
 
 CELLS = [
-    "%matplotlib inline\nimport os.path\nimport re\nfrom dataclasses import dataclass, replace\nimport numpy as np",
+    "%matplotlib inline\nimport os.path\nimport re\nfrom dataclasses import replace\nimport numpy as np",
     'NUMBER = re.compile(r"-?\\d+")\nUNITS = {"far": 0.25, "near": 1.0}',
     """
-@dataclass(frozen=True)
-class Grade:
-    "A class of a cell."
-    near: bool
-    def points(self) -> float:
-        return UNITS["near" if self.near else "far"]
+def points(near: bool) -> float:
+    return UNITS["near" if near else "far"]
 
 
 def last(text):
@@ -148,11 +144,11 @@ def last(text):
 """,
     """
 def graded(text: str, answer: str, tolerance: int = len(UNITS) + 3) -> float:
-    said = last(text)
-    name = os.path.join("a", "b")
-    return 0.0 if said is None else Grade(abs(said - int(answer)) <= tolerance).points() + len(text) / 100
+    number = last(text)
+    folder = os.path.join("a", "b")
+    return 0.0 if number is None else points(abs(number - int(answer)) <= tolerance) + len(text) / 100
 """,
-    'shape = lambda text: float("#" in text)\nkeep = lambda group: group.rewards.std() > 0.001',
+    'def shape(text):\n    return float("#" in text)\ndef keep(group):\n    return group.rewards.std() > 0.001',
     """
 @rln.register_loss(name="mine", eps_clip=0.2)
 def ratio(t, tis, o):
@@ -176,20 +172,21 @@ loop = rln.GRPOLoop(backend, rows, reward, cfg, dynamic_filter_fn=keep, advantag
 REFUSED = {
     "a closure": (
         "def make(k):\n    return lambda text: k * len(text)\nfn = make(2.0)",
-        "closure over k",
+        "a closure over k",
     ),
     "nested": (
         "def make():\n    def inner(text):\n        return 1.0\n    return inner\nfn = make()",
-        "without a definition",
+        "a function inside make",
     ),
-    "in a call": (
-        "fn = max([lambda text: 1.0], key=id)",
-        "without a definition of its own at the top level of a cell",
-    ),
-    "no source": ("exec('def fn(text): return 1.0')", "without a definition"),
+    "a lambda": ("fn = lambda text: 1.0", "a lambda"),
+    "no source": ("exec('def fn(text): return 1.0')", "a function without source"),
     "a partial": (
-        "import functools\nfn = functools.partial(lambda text, k: k, k=2)",
-        "partial object",
+        "import functools\ndef scale(text, k):\n    return k\nfn = functools.partial(scale, k=2)",
+        "an object of type partial",
+    ),
+    "a class": (
+        "class Grade:\n    pass\ndef fn(text):\n    return float(Grade() is None)",
+        "function 'Grade': reward: got a class of a cell",
     ),
     "kernel state": (
         "model = rln.load_model('tiny')[0]\ndef fn(text):\n    return float(model.training)",
@@ -236,7 +233,7 @@ def test_functions_of_cells_come_with_their_source(kernel):
     said = printed[len(CELLS) + 2]
     first = said.splitlines()[0]
     assert first.startswith("run.py, run.yaml, run.rows.jsonl: with the source of ")
-    assert {"Grade", "last", "graded", "shape", "keep", "ratio", "by_rank"} <= set(
+    assert {"points", "last", "graded", "shape", "keep", "ratio", "by_rank"} <= set(
         first.split("of ")[-1].split(", ")
     )
     assert "note" not in said
@@ -253,7 +250,12 @@ def test_what_only_the_kernel_knows_is_refused_in_words(kernel):
         assert expected in words, f"{name}: {words}"
         assert all(
             part in words
-            for part in ("reward", "function '", "expected a function in a file", "Write")
+            for part in (
+                "reward",
+                "function '",
+                "expected a function that a cell defines",
+                "%%writefile",
+            )
         ) or ("Make it inside" in words or "Return it" in words), words
     assert not (folder / "refused").exists()
 
@@ -315,7 +317,7 @@ def test_what_changed_on_the_way_is_noted(tmp_path):
         in shown_text
     )
     text = (tmp_path / "run.py").read_text()
-    assert "main(cfg, **how)" in text  # all of it has a name
+    assert "main(cfg, **options)" in text  # all of it has a name
     assert (
         "note: the script makes 2 steps (steps=2), this loop has made 1: --steps 1 ends it there"
         in shown_text

@@ -6,17 +6,17 @@
 from __future__ import annotations
 
 import ast
-import dis
 import inspect
-import linecache
 import os
 import re
+import symtable
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from .open import local_options
@@ -38,61 +38,45 @@ from ..task.toy import model_source
 __all__ = []
 
 # %% ../../nbs/recipes/04_script.ipynb #a02a842d
-def importable(value: Any) -> str:
-    "`module:name` of what a module of ours, of a library or of a file of yours holds under its own name; else ''."
+def import_path(value: Any) -> str:
+    "`module:name` of what a module holds under its own name; '' for all else."
     module = getattr(value, "__module__", None) or ""
-    name = getattr(value, "__name__", "")
-    if (
-        module in ("", "__main__")
-        or not str(name).isidentifier()
-        or not hasattr(value, "__qualname__")
-    ):
+    name = str(getattr(value, "__name__", ""))
+    if module in ("", "__main__") or not name.isidentifier() or not hasattr(value, "__qualname__"):
         return ""
-    return f"{module}:{name}" if getattr(sys.modules.get(module), name, None) is value else ""
+    in_module = getattr(sys.modules.get(module), name, None)
+    return f"{module}:{name}" if in_module is value else ""
 
 # %% ../../nbs/recipes/04_script.ipynb #86804313
-def statement_of(value: Any) -> tuple[str, str]:  # its name there, its text
-    "The top-level statement of a cell that made a function or a class; raises ValueError where there is none."
-    inner = inspect.unwrap(value) if callable(value) else value
-    if held := getattr(inner, "__closure__", None) and inner.__code__.co_freevars:
-        raise ValueError(f"closure over {', '.join(held)}, which only the kernel knows")
-    # a class is found by its methods
-    parts = vars(inner).values() if inspect.isclass(inner) else [inner]
-    codes = [part.__code__ for part in parts if hasattr(part, "__code__")]
-    # not a function of elsewhere that it holds
-    own = f"{inner.__qualname__}." if inspect.isclass(inner) else ""
-    for code in [
-        code
-        for code in codes
-        if "<locals>" not in code.co_qualname and code.co_qualname.startswith(own)
-    ]:
-        lines = linecache.getlines(code.co_filename)
-        for node in ast.parse("".join(lines)).body:
-            first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-            name = getattr(node, "name", "")
-            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-                name = ast.unparse(node.targets[0])
-            if name.isidentifier() and first <= code.co_firstlineno <= (node.end_lineno or 0):
-                return name, "".join(lines[first - 1 : node.end_lineno]).rstrip()
-    raise ValueError(
-        f"{type(value).__name__} object without a definition of its own at the top level of a cell"
-    )
+def cell_source(function: Any) -> str:
+    "The source of a function that a cell defines; raises ValueError for one that cannot be copied."
+    function = inspect.unwrap(function)
+    if inspect.isclass(function):
+        raise ValueError("a class of a cell")
+    if not inspect.isfunction(function):
+        raise ValueError(f"an object of type {type(function).__name__}")
+    if function.__closure__:
+        names = ", ".join(function.__code__.co_freevars)
+        raise ValueError(f"a closure over {names}")
+    if function.__name__ == "<lambda>":
+        raise ValueError("a lambda")
+    if "<locals>" in function.__qualname__:
+        outer = function.__qualname__.partition(".<locals>")[0]
+        raise ValueError(f"a function inside {outer}")
+    try:
+        return textwrap.dedent(inspect.getsource(function)).rstrip()
+    except OSError:
+        raise ValueError("a function without source") from None
 
 # %% ../../nbs/recipes/04_script.ipynb #17839aa4
-def outer_names(source: str) -> tuple[set[str], set[str]]:  # read, assigned
-    "The global names that a statement reads, and those that a function in it assigns."
-    codes = [compile(source, "cell", "exec", dont_inherit=True)]
-    for code in codes:
-        codes += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-    reads = set[str]()
-    writes = set[str]()
-    for code in codes:
-        done = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-        kept = {name for how, name in done if how == "STORE_NAME"} | {"__name__", "__annotations__"}
-        reads |= {
-            n for how, n in done if how == "LOAD_GLOBAL" or (how == "LOAD_NAME" and n not in kept)
-        }
-        writes |= {name for how, name in done if how == "STORE_GLOBAL"}
+def global_names(source: str) -> tuple[set[str], set[str]]:  # read, assigned
+    "The global names that a source reads, and those that a function in it assigns."
+    tables = [symtable.symtable(source, "cell", "exec")]
+    for table in tables:
+        tables += table.get_children()
+    symbols = [symbol for table in tables for symbol in table.get_symbols()]
+    reads = {s.get_name() for s in symbols if s.is_global() and s.is_referenced()}
+    writes = {s.get_name() for s in symbols if s.is_declared_global() and s.is_assigned()}
     return reads, writes
 
 # %% ../../nbs/recipes/04_script.ipynb #cfb67ec9
@@ -105,7 +89,8 @@ def literal(value: Any) -> str:
     return ""
 
 # %% ../../nbs/recipes/04_script.ipynb #1a4175cb
-PLAIN = "a function in a file, or at the top level of a cell, that uses imports, plain values and others like it"
+PLAIN = "a function that a cell defines with def, and that uses imports, plain values and others like it"
+TO_A_FILE = "Write it into a file (%%writefile my_functions.py) and import it from there."
 
 
 @dataclass
@@ -114,301 +99,343 @@ class Sources:
 
     folder: Path  # of the script
     imports: dict[str, None] = field(default_factory=dict)
-    # folders of your own modules, as seen from the script
-    paths: dict[str, None] = field(default_factory=dict)
+    paths: dict[str, None] = field(default_factory=dict)  # of user modules, relative to the folder
     texts: dict[str, str] = field(default_factory=dict)  # by the name that is defined
-    origins: dict[str, Any] = field(default_factory=dict)  # by name: what it stands for
+    values: dict[str, Any] = field(default_factory=dict)  # by name: what it stands for
 
     def add(self, value: Any, role: str, name: str = "") -> str:  # the name in the script
-        "A function or class; raises ConfigError, naming its role in the loop, for one that cannot be written down."
-        if found := importable(value):
-            return self.add_import(found, name or found.partition(":")[2], value, role)
+        "A function; raises ConfigError, naming its role in the loop, for one that cannot be written down."
+        path = import_path(value)
+        if path:
+            return self.add_import(path, name or path.partition(":")[2], value, role)
         try:
-            own, text = statement_of(value)
-        except (ValueError, SyntaxError) as error:
+            source = cell_source(value)
+        except ValueError as error:
             where = f"function {name or getattr(value, '__name__', type(value).__name__)!r}"
-            fix = "Write it into a file beside the notebook and import it."
-            raise ConfigError(role, where=where, got=str(error), expected=PLAIN, fix=fix) from None
-        if self.takes(own, value, role):
-            self.add_source(own, text, value, role)
-        if name and name != own and self.takes(name, value, role):
-            self.texts[name] = f"{name} = {own}"
-        return name or own
-
-    def takes(self, name: str, value: Any, role: str) -> bool:
-        "Whether a name is new; raises ConfigError where it stands for something else already."
-        known = self.origins.setdefault(name, self)
-        if known is self:
-            self.origins[name] = value
-        elif known is not value and known != value:
-            fix = "Give one of the two another name."
             raise ConfigError(
-                role, where=f"name {name!r}", got="two things of this name", expected="one", fix=fix
-            )
-        return known is self
+                role, where=where, got=str(error), expected=PLAIN, fix=TO_A_FILE
+            ) from None
+        function_name = inspect.unwrap(value).__name__
+        if self.claim_name(function_name, value, role):
+            self.add_source(function_name, source, value, role)
+        if name and name != function_name and self.claim_name(name, value, role):
+            self.texts[name] = f"{name} = {function_name}"
+        return name or function_name
 
-    def add_import(self, found: str, name: str, value: Any, role: str) -> str:
-        "Import `module:own` under a name."
-        module, _, own = found.partition(":")
-        if module != "builtins" and self.takes(name, value, role):
-            self.imports[f"from {module} import {own}" + (f" as {name}" if name != own else "")] = (
-                None
+    def claim_name(self, name: str, value: Any, role: str) -> bool:
+        "Whether a name is new; raises ConfigError where it stands for something else already."
+        if name not in self.values:
+            self.values[name] = value
+            return True
+        if self.values[name] is not value and self.values[name] != value:
+            raise ConfigError(
+                role,
+                where=f"name {name!r}",
+                got="two things of this name",
+                expected="one",
+                fix="Give one of the two another name.",
             )
-            self.note_path(module)
+        return False
+
+    def add_import(self, path: str, name: str, value: Any, role: str) -> str:
+        "Import `module:function` under a name."
+        module, _, function_name = path.partition(":")
+        if module != "builtins" and self.claim_name(name, value, role):
+            renamed = "" if name == function_name else f" as {name}"
+            self.imports[f"from {module} import {function_name}{renamed}"] = None
+            self.add_path(module)
         return name
 
-    def note_path(self, module: str) -> None:
-        "Where a module of your own is, if it is neither installed nor beside the script."
-        root = module.partition(".")[0]
-        file = Path(getattr(sys.modules.get(root), "__file__", None) or sys.prefix).resolve()
-        home = file.parents[file.stem == "__init__"]
+    def add_path(self, module: str) -> None:
+        "The folder of a user module that is neither installed nor next to the script."
+        package = module.partition(".")[0]
+        file = Path(getattr(sys.modules.get(package), "__file__", None) or sys.prefix).resolve()
+        folder = file.parent.parent if file.stem == "__init__" else file.parent
         installed = any(
-            file.is_relative_to(Path(p).resolve()) for p in (sys.prefix, sys.base_prefix)
+            file.is_relative_to(Path(prefix).resolve()) for prefix in (sys.prefix, sys.base_prefix)
         )
-        if root != "rl_notebook" and not installed and home != self.folder.resolve():
-            self.paths[os.path.relpath(home, self.folder.resolve())] = None
+        if package != "rl_notebook" and not installed and folder != self.folder.resolve():
+            self.paths[os.path.relpath(folder, self.folder.resolve())] = None
 
-    def add_source(self, name: str, text: str, value: Any, role: str) -> None:
-        "A statement of a cell, after all that it reads."
-        (reads, writes) = outer_names(text)
+    def add_source(self, name: str, source: str, function: Any, role: str) -> None:
+        "A function of a cell, after everything that it reads."
+        reads, writes = global_names(source)
         where = f"function {name!r}"
         if writes:
-            got = f"{', '.join(sorted(writes))}, which it assigns"
-            fix = "Return it, or keep it in an object of a file."
-            raise ConfigError(role, where=where, got=got, expected=PLAIN, fix=fix)
-        inner = inspect.unwrap(value)
-        known = getattr(inner, "__globals__", None) or vars(sys.modules[inner.__module__])
-        for read in sorted(reads & known.keys()):
-            if known[read] is not value:
-                self.add_value(read, known[read], role, where)
-            if isinstance(module := known[read], ModuleType):  # a.b, where `import a` would not do
-                inside = [full for full in sys.modules if full.startswith(f"{module.__name__}.")]
-                used = [
-                    full
-                    for full in inside
-                    if f"{read}{full.removeprefix(module.__name__)}." in text
-                ]
-                self.imports |= {f"import {full}": None for full in used}
-        self.texts[name] = text
+            raise ConfigError(
+                role,
+                where=where,
+                got=f"{', '.join(sorted(writes))}, which it assigns",
+                expected=PLAIN,
+                fix="Return it, or keep it in an object of a file.",
+            )
+        namespace = inspect.unwrap(function).__globals__
+        for read in sorted(reads & namespace.keys()):
+            value = namespace[read]
+            if value is not function:
+                self.add_value(read, value, role, where)
+            if isinstance(value, ModuleType):
+                self.add_submodules(read, value, source)
+        self.texts[name] = source
+
+    def add_submodules(self, name: str, module: ModuleType, source: str) -> None:
+        "Import a.b where a source uses `a.b.c`, since `import a` may not do so."
+        for path in list(sys.modules):
+            is_inside = path.startswith(f"{module.__name__}.")
+            if is_inside and f"{name}{path.removeprefix(module.__name__)}." in source:
+                self.imports[f"import {path}"] = None
 
     def add_value(self, name: str, value: Any, role: str, where: str) -> None:
-        "What a name stands for that a statement reads."
+        "The value of a name that a function reads."
         if isinstance(value, ModuleType):
-            self.imports[
-                "import " + value.__name__ + (f" as {name}" if value.__name__ != name else "")
-            ] = None
-            self.note_path(value.__name__)
-        elif importable(value) or inspect.isroutine(value) or inspect.isclass(value):
+            renamed = "" if name == value.__name__ else f" as {name}"
+            self.imports[f"import {value.__name__}{renamed}"] = None
+            self.add_path(value.__name__)
+            return
+        if import_path(value) or inspect.isroutine(value) or inspect.isclass(value):
             self.add(value, role, name)
-        elif not (text := literal(value)):
-            got = f"{name}, {type(value).__name__} of the kernel"
-            fix = "Make it inside the function, or in a file."
-            raise ConfigError(role, where=where, got=got, expected=PLAIN, fix=fix)
-        elif self.takes(name, value, role):
+            return
+        text = literal(value)
+        if not text:
+            raise ConfigError(
+                role,
+                where=where,
+                got=f"{name}, {type(value).__name__} of the kernel",
+                expected=PLAIN,
+                fix="Make it inside the function, or in a file.",
+            )
+        if self.claim_name(name, value, role):
             self.texts[name] = f"{name} = {text}"
             if isinstance(value, re.Pattern):
-                self.imports |= {"import re": None}
+                self.imports["import re"] = None
 
 # %% ../../nbs/recipes/04_script.ipynb #c5f5fa61
 def reward_name(fn: RewardFn) -> str:
     "What `Config.rewards` calls a reward function; '' where it cannot."
-    for name in (*REWARDS, importable(fn.function)):
-        ours = REWARDS.get(name)
-        mine = name and (ours is None or fn.function is ours or type(fn.function) is ours)
-        if mine and reward_fn(name, weight=fn.weight) == fn:
+    for name in (*REWARDS, import_path(fn.function)):
+        built_in = REWARDS.get(name)
+        is_it = built_in is None or fn.function is built_in or type(fn.function) is built_in
+        if name and is_it and reward_fn(name, weight=fn.weight) == fn:
             return name
     return ""
 
 
 def reward_text(fn: RewardFn, sources: Sources) -> str:
     "A reward function as an element of `reward=[...]`."
-    if name := reward_name(replace(fn, weight=1.0)):
-        own = reward_fn(name)
+    name = reward_name(replace(fn, weight=1.0))
+    if name:
+        plain = reward_fn(name)
         text = repr(name)
     else:
-        own = reward_fn(fn.function)
+        plain = reward_fn(fn.function)
         text = sources.add(fn.function, "reward")
-    differs = [n for n in ("name", "style", "weight") if getattr(own, n) != getattr(fn, n)]
-    if not differs:
+    options = [
+        f"{option}={getattr(fn, option)!r}"
+        for option in ("name", "style", "weight")
+        if getattr(fn, option) != getattr(plain, option)
+    ]
+    if not options:
         return text
     sources.add_import("rl_notebook.task.rewards:reward_fn", "reward_fn", reward_fn, "reward")
-    return f"reward_fn({', '.join([text, *(f'{n}={getattr(fn, n)!r}' for n in differs)])})"
+    return f"reward_fn({', '.join([text, *options])})"
 
 # %% ../../nbs/recipes/04_script.ipynb #299d7c3c
-def given_rewards(loop: Loop) -> list[RewardFn]:
-    "The reward functions of a loop with the weights that count; none where rollouts grade themselves."
+def reward_functions(loop: Loop) -> list[RewardFn]:
+    "The reward functions of a loop with the weights that count; none where rollouts are scored by their function."
     if loop.task.rollout_fn is not None:
         return []
-    fns = as_reward_fns(loop.given["reward"])
+    fns = list(as_reward_fns(loop.given["reward"]))
     weights = loop.cfg.reward_weights
-    return [
-        replace(fn, weight=w)
-        for fn, w in zip(fns, weights or [fn.weight for fn in fns], strict=True)
-    ]
+    if not weights:
+        return fns
+    return [replace(fn, weight=weight) for fn, weight in zip(fns, weights, strict=True)]
 
 
-def named_rewards(cfg: Config, fns: Sequence[RewardFn]) -> Config | None:
+def config_with_rewards(cfg: Config, fns: Sequence[RewardFn]) -> Config | None:
     "A config that names these reward functions; None where it cannot."
     unset = replace(cfg, rewards=(), reward_weights=None)
-    if cfg.dataset == "toy" and [*as_reward_fns(load_problem(unset).reward)] == [*fns]:
+    if cfg.dataset == "toy" and list(as_reward_fns(load_problem(unset).reward)) == list(fns):
         return unset
     names = [reward_name(fn) for fn in fns]
+    if not all(names):
+        return None
     weights = None if all(fn.weight == 1 for fn in fns) else tuple(fn.weight for fn in fns)
-    return replace(cfg, rewards=tuple(names), reward_weights=weights) if all(names) else None
+    return replace(cfg, rewards=tuple(names), reward_weights=weights)
 
 
-def named_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Config | None:
+def config_with_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Config | None:
     "A config that names these rows, of the built-in task or of a file; None where it cannot."
     readable = NAMED.fullmatch(cfg.dataset) or Path(cfg.dataset).is_file() or on_hub(cfg.dataset)
     if cfg.dataset != "toy" and not readable:
         return None
-    for fitting in (cfg, replace(cfg, max_rows=len(rows), eval_rows=len(eval_rows))):
+    for candidate in (cfg, replace(cfg, max_rows=len(rows), eval_rows=len(eval_rows))):
         try:
-            named = load_problem(replace(fitting, rewards=(), reward_weights=None), grades=False)
+            problem = load_problem(
+                replace(candidate, rewards=(), reward_weights=None), grades=False
+            )
         except RLNotebookError:  # fewer rows than it would name
             continue
-        if ([*named.rows], [*named.eval_rows]) == ([*rows], [*eval_rows]):
-            return fitting
+        if list(problem.rows) == list(rows) and list(problem.eval_rows) == list(eval_rows):
+            return candidate
     return None
 
 # %% ../../nbs/recipes/04_script.ipynb #f52d79b5
-def check_opened(loop: Loop) -> list[str]:  # what is not the same in the script, in words
+def check_opened(loop: Loop) -> list[str]:  # differences of the script, as sentences
     "Raise ConfigError where the config would open another backend than the loop has."
     from rl_notebook.backends.local.trainer import open_local
 
     cfg = loop.cfg
     backend = loop.backend
+    opened = backend.opened
     where = f"loop {loop.name!r}"
     if backend.capabilities.name != cfg.backend:
-        fix = f"Open the loop with backend={backend.capabilities.name!r} in its config."
         raise ConfigError(
-            "backend", where=where, got=cfg.backend, expected=backend.capabilities.name, fix=fix
+            "backend",
+            where=where,
+            got=cfg.backend,
+            expected=backend.capabilities.name,
+            fix=f"Open the loop with backend={backend.capabilities.name!r} in its config.",
         )
-    if not backend.opened:
+    if not opened:
         return [
-            f"the backend is opened as the config says (backend={cfg.backend!r}), whatever else it was given here"
+            f"the script opens the backend as the config says (backend={cfg.backend!r}), without other arguments that it got here"
         ]
     loaded = getattr(backend.tokenizer, "name_or_path", "")
-    named = model_source(cfg.base_model)
-    if loaded != named:
-        expected = f"the model that is loaded ({quoted(loaded)})"
-        fix = "Set base_model to the name or folder of it."
-        raise ConfigError("base_model", where=where, got=cfg.base_model, expected=expected, fix=fix)
-    says = {**local_options(cfg), "load_in_8bit": cfg.load_in_8bit}
-    for name in ("dtype", "load_in_8bit", *(("lora_alpha", "seed") if cfg.lora_rank else ())):
-        if backend.opened[name] != says[name]:
-            got = f"{says[name]!r} in the config"
-            fix = f"Set {name}={backend.opened[name]!r} there."
+    if loaded != model_source(cfg.base_model):
+        raise ConfigError(
+            "base_model",
+            where=where,
+            got=cfg.base_model,
+            expected=f"the model that is loaded ({quoted(loaded)})",
+            fix="Set base_model to the name or folder of it.",
+        )
+    configured = {**local_options(cfg), "load_in_8bit": cfg.load_in_8bit}
+    of_adapter = ("lora_alpha", "seed") if cfg.lora_rank else ()
+    for name in ("dtype", "load_in_8bit", *of_adapter):
+        if opened[name] != configured[name]:
             raise ConfigError(
-                name, where=where, got=got, expected=f"{backend.opened[name]!r}, as opened", fix=fix
+                name,
+                where=where,
+                got=f"{configured[name]!r} in the config",
+                expected=f"{opened[name]!r}, as opened",
+                fix=f"Set {name}={opened[name]!r} there.",
             )
-    usual = {
-        name: option.default for name, option in inspect.signature(open_local).parameters.items()
-    }
-    others = [
-        n
-        for n, v in backend.opened.items()
-        if n not in (*says, "reference", "inline") and v != usual.get(n)
-    ]
-    told = [
-        f"open_local({n}={backend.opened[n]!r}) has no setting: the last digits may differ"
-        for n in others
-    ]
+    notes = list[str]()
+    for name, parameter in inspect.signature(open_local).parameters.items():
+        has_setting = name in (*configured, "reference", "inline")
+        if name in opened and not has_setting and opened[name] != parameter.default:
+            notes.append(
+                f"open_local({name}={opened[name]!r}) has no setting: the last digits may differ"
+            )
     state: Any = getattr(backend.policy, "state", None)
-    begun = (
-        loop.state.number == 1 and not loop.state.updated and state is not None and state.steps > 0
-    )
-    if loop.name != "main" or begun:
-        told.append(
+    at_start = loop.state.number == 1 and not loop.state.updated
+    trained_before = at_start and state is not None and state.steps > 0
+    if loop.name != "main" or trained_before:
+        notes.append(
             "the loop began with weights that had been trained; the script begins with the base model"
         )
-    return told
+    return notes
 
 # %% ../../nbs/recipes/04_script.ipynb #6070efa2
-def registered_loss(cfg: Config, sources: Sources) -> None:
+def add_registered_loss(cfg: Config, sources: Sources) -> None:
     "The source of such a loss, and the call that registers it, unless its decorator does."
-    if cfg.policy_loss in SURROGATE_PARAMS or ":" in cfg.policy_loss:  # it has a name elsewhere
+    if cfg.policy_loss in SURROGATE_PARAMS or ":" in cfg.policy_loss:  # built in or imported
         return
-    function, knobs = POLICY_LOSSES[cfg.policy_loss]
-    own = sources.add(function, "policy_loss")
-    if "register_loss" not in sources.texts.get(own, "").partition("def ")[0]:
+    function, defaults = POLICY_LOSSES[cfg.policy_loss]
+    name = sources.add(function, "policy_loss")
+    decorators = sources.texts.get(name, "").partition("def ")[0]
+    if "register_loss" not in decorators:
         sources.imports["from rl_notebook.core.losses import register_loss"] = None
-        more = "".join(f", {name}={value!r}" for name, value in knobs.items())
-        sources.texts["the call"] = f"register_loss({own}, name={cfg.policy_loss!r}{more})"
+        keywords = "".join(f", {keyword}={value!r}" for keyword, value in defaults.items())
+        sources.texts["the call"] = f"register_loss({name}, name={cfg.policy_loss!r}{keywords})"
 
 # %% ../../nbs/recipes/04_script.ipynb #cc8b7725
-def settled(loop: Loop, cfg: Config | None = None) -> Config:
-    "Settings (None = a loop's, with those that wait for its current step to end), with a length that its model takes."
-    cfg = cfg or loop.next_settings
+def fit_length(loop: Loop, cfg: Config) -> Config:
+    "Settings with a length that the model of a loop takes."
     longest = loop.backend.capabilities.max_seq_len
-    return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest or cfg.max_seq_len))
+    if longest is None:
+        return cfg
+    return replace(cfg, max_seq_len=min(cfg.max_seq_len, longest))
 
 
-def described(
+@dataclass(frozen=True)
+class LoopParts:
+    "A config and keywords of `main` that make the steps of a loop."
+
+    cfg: Config
+    keywords: dict[str, str]  # as Python text
+    needs_rows: bool  # whether the rows need a file
+
+
+def loop_parts(
     loop: Loop,
     sources: Sources,
     rows_file: str = "rows.jsonl",  # what the config calls rows that need a file
-) -> tuple[Config, dict[str, str], bool]:
-    "(config, keywords of `main` as text, whether the rows need a file) that make the steps of a loop."
-    cfg = settled(loop)
-    given = loop.given
-    parts = dict[str, str]()
-    named_data = named_rows(cfg, loop.rows, loop.eval_rows)
-    cfg = named_data or replace(cfg, dataset=rows_file, eval_rows=0)
-    if fns := given_rewards(loop):
-        named = named_rewards(cfg, fns)
-        if not named:
-            parts |= {"reward": f"[{', '.join(reward_text(fn, sources) for fn in fns)}]"}
-        cfg = named or replace(cfg, rewards=(), reward_weights=None)
-    else:
-        reward = given["reward"]
-        cfg = replace(cfg, rewards=(), reward_weights=None)
-        made = isinstance(reward, RolloutFactory) or first_parameter(reward) == "setup"
-        role = "rollout_fn_factory" if made else "rollout_fn"
-        parts[role] = sources.add(getattr(reward, "make", getattr(reward, "fn", reward)), role)
-    if callable(own := given["advantage_fn"]):
-        name = importable(own)
-        usual = (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps) == (
-            "std",
-            1,
-            1e-8,
-        ) and cfg.recipe != "igpo_loop"
-        cfg = replace(cfg, advantage_fn=name if name and usual else None)
-        if not cfg.advantage_fn:
-            parts |= {"advantage_fn": sources.add(own, "advantage_fn")}
-    elif own is not None:
-        cfg = replace(cfg, advantage_fn=own)
+) -> LoopParts:
+    "What a script needs to make the steps of a loop; its functions are added to `sources`."
+    arguments = loop.given
+    keywords = dict[str, str]()
+    cfg = fit_length(loop, loop.next_settings)
+    with_rows = config_with_rows(cfg, loop.rows, loop.eval_rows)
+    cfg = with_rows or replace(cfg, dataset=rows_file, eval_rows=0)
+    fns = reward_functions(loop)
+    with_rewards = config_with_rewards(cfg, fns) if fns else None
+    cfg = with_rewards or replace(cfg, rewards=(), reward_weights=None)
+    if not fns:
+        reward = arguments["reward"]
+        is_factory = isinstance(reward, RolloutFactory) or first_parameter(reward) == "setup"
+        role = "rollout_fn_factory" if is_factory else "rollout_fn"
+        function = getattr(reward, "make", getattr(reward, "fn", reward))
+        keywords[role] = sources.add(function, role)
+    elif with_rewards is None:
+        keywords["reward"] = f"[{', '.join(reward_text(fn, sources) for fn in fns)}]"
+    advantage_fn = arguments["advantage_fn"]
+    if callable(advantage_fn):
+        path = import_path(advantage_fn)
+        scaling = (cfg.advantage_scale, cfg.ddof, cfg.advantage_eps)
+        by_name = path and scaling == ("std", 1, 1e-8) and cfg.recipe != "igpo_loop"
+        cfg = replace(cfg, advantage_fn=path if by_name else None)
+        if not by_name:
+            keywords["advantage_fn"] = sources.add(advantage_fn, "advantage_fn")
+    elif advantage_fn is not None:
+        cfg = replace(cfg, advantage_fn=advantage_fn)
     for role in ("dynamic_filter_fn", "make_loss", "evaluation_fn"):
-        if given[role] is not None:
-            parts |= {role: sources.add(given[role], role)}
-    if given["extras"]:
-        if not (text := literal(dict(given["extras"]))):
-            got = ", ".join(given["extras"])
-            fix = "Make them inside the rollout factory."
+        if arguments[role] is not None:
+            keywords[role] = sources.add(arguments[role], role)
+    extras = arguments["extras"]
+    if extras:
+        text = literal(dict(extras))
+        if not text:
             raise ConfigError(
-                "extras", where=f"loop {loop.name!r}", got=got, expected="plain values", fix=fix
+                "extras",
+                where=f"loop {loop.name!r}",
+                got=", ".join(extras),
+                expected="plain values",
+                fix="Make them inside the rollout factory.",
             )
-        parts["rollout_extras"] = text
-    registered_loss(cfg, sources)
-    return cfg, parts, named_data is None
+        keywords["rollout_extras"] = text
+    add_registered_loss(cfg, sources)
+    return LoopParts(cfg, keywords, needs_rows=with_rows is None)
 
 # %% ../../nbs/recipes/04_script.ipynb #7d2fe24c
 def loop_config(loop: Loop) -> Config:
     "See `GRPOLoop.to_config`."
     check_opened(loop)
     sources = Sources(Path())
-    cfg, parts, own_rows = described(loop, sources)
-    own_loss = bool(sources.texts) and cfg.policy_loss not in SURROGATE_PARAMS
-    more = [*parts, *["rows"] * own_rows, *[f"policy_loss {cfg.policy_loss!r}"] * own_loss]
-    if more:
-        got = f"{', '.join(more)} given in code"
-        fix = "Name functions of a file module:function, and a file of rows; or call loop.to_script('run.py')."
+    parts = loop_parts(loop, sources)
+    cfg = parts.cfg
+    in_code = [*parts.keywords]
+    if parts.needs_rows:
+        in_code.append("rows")
+    if sources.texts and cfg.policy_loss not in SURROGATE_PARAMS:
+        in_code.append(f"policy_loss {cfg.policy_loss!r}")
+    if in_code:
         raise ConfigError(
             "to_config",
             where=f"loop {loop.name!r}",
-            got=got,
+            got=f"{', '.join(in_code)} given in code",
             expected="what a config can name",
-            fix=fix,
+            fix="Name functions of a file module:function, and a file of rows; or call loop.to_script('run.py').",
         )
     return cfg
 
@@ -424,41 +451,39 @@ Settings are those of {name}.yaml. Any of them may follow as an option; --help l
 MAIN = """
 
 if __name__ == "__main__":
-    cfg, how = parse_train(["--config", str(HERE / "{name}.yaml"), *sys.argv[1:]])
-    result = main({parts})
+    cfg, options = parse_train(["--config", str(HERE / "{name}.yaml"), *sys.argv[1:]])
+    result = main({arguments})
     print(result)
 """
 
 
-def script_text(name: str, parts: Mapping[str, str], sources: Sources) -> str:
+def script_text(name: str, keywords: Mapping[str, str], sources: Sources) -> str:
     "The Python file."
-    used = "main, read_rows" if "rows" in parts else "main"
-    always = ["import sys", "from pathlib import Path"]
-    ours = [
+    standard = ["import sys", "from pathlib import Path"]
+    read_rows = ", read_rows" if "rows" in keywords else ""
+    recipe = [
         "from rl_notebook.cli import parse_train",
-        f"from rl_notebook.recipes.rl_loop import {used}",
+        f"from rl_notebook.recipes.rl_loop import main{read_rows}",
     ]
-    own = sorted({*sources.imports, *ours} - {*always}, key=lambda line: (line in ours, line))
-    paths = [f"sys.path.append(str(HERE / {path!r}))" for path in sources.paths]
+    imports = {*sources.imports} - {*standard, *recipe}
     lines = [
         "from __future__ import annotations",
         "",
-        *always,
+        *standard,
         "",
         "HERE = Path(__file__).parent",
-        *paths,
+        *(f"sys.path.append(str(HERE / {path!r}))" for path in sources.paths),
         "",
-        *own,
+        *sorted(imports),
+        *recipe,
     ]
     for text in sources.texts.values():
         lines += ["", "", text] if "\n" in text else ["", text]
-    keywords = ["cfg", *(f"{keyword}={text}" for keyword, text in parts.items()), "**how"]
-    given = (
-        "".join(f"\n        {text}," for text in keywords) + "\n    "
-        if parts
-        else ", ".join(keywords)
-    )
-    return "\n".join([HEAD.format(name=name), *lines, MAIN.format(name=name, parts=given)])
+    arguments = ["cfg", *(f"{keyword}={text}" for keyword, text in keywords.items()), "**options"]
+    call = ", ".join(arguments)
+    if keywords:
+        call = "".join(f"\n        {argument}," for argument in arguments) + "\n    "
+    return "\n".join([HEAD.format(name=name), *lines, MAIN.format(name=name, arguments=call)])
 
 # %% ../../nbs/recipes/04_script.ipynb #fc17c2ef
 @dataclass(frozen=True)
@@ -467,22 +492,35 @@ class Script:
 
     path: Path  # the Python file
     files: tuple[Path, ...]  # all of them
-    keywords: tuple[str, ...]  # of `main`, beside the config
+    keywords: tuple[str, ...]  # of `main`, next to the config
     definitions: tuple[str, ...]  # of cells, with their source
-    notes: tuple[str, ...] = ()  # what is not the same, in words
+    notes: tuple[str, ...] = ()  # differences from the loop, as sentences
 
     def __repr__(self) -> str:
-        own = (
-            f"with the source of {', '.join(self.definitions)}"
-            if self.definitions
-            else "no source of a cell"
+        content = "no source of a cell"
+        if self.definitions:
+            content = f"with the source of {', '.join(self.definitions)}"
+        files = ", ".join(file.name for file in self.files)
+        return "\n".join([f"{files}: {content}", *(f"note: {note}" for note in self.notes)])
+
+
+def steps_notes(loop: Loop, cfg: Config) -> list[str]:
+    "That settings changed, or that the script makes more steps than the loop has made."
+    notes = list[str]()
+    changes = fit_length(loop, loop.began_with).diff(fit_length(loop, loop.next_settings))
+    if changes:
+        names = ", ".join(name for name, *_ in changes.rows)
+        notes.append(
+            f"{names}: changed since the loop was opened; the script has the last value from step 1 on"
         )
-        return "\n".join(
-            [
-                f"{', '.join(f.name for f in self.files)}: {own}",
-                *(f"note: {note}" for note in self.notes),
-            ]
+    planned = loop.planned_steps
+    done = loop.state.number - 1
+    if planned is not None and 0 < done < planned:
+        reason = "all its rows" if cfg.steps is None else f"steps={cfg.steps}"
+        notes.append(
+            f"the script makes {planned} steps ({reason}), this loop has made {done}: --steps {done} ends it there"
         )
+    return notes
 
 
 def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
@@ -492,43 +530,33 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
         raise ConfigError("to_script", got=quoted(str(path)), expected="a name such as run.py")
     notes = check_opened(loop)
     sources = Sources(path.parent)
-    if changed := settled(loop, loop.began_with).diff(settled(loop)):
-        names = ", ".join(name for name, *_ in changed.rows)
-        notes.append(
-            f"{names}: changed since the loop was opened; the script has the last value from step 1 on"
-        )
-    cfg, parts, own_rows = described(loop, sources, path.with_suffix(".rows.jsonl").name)
-    steps = loop.planned_steps
-    done = loop.state.number - 1
-    if steps is not None and 0 < done < steps:
-        reason = "all its rows" if cfg.steps is None else f"steps={cfg.steps}"
-        ends = f"--steps {done} ends it there"
-        notes.append(
-            f"the script makes {steps} steps ({reason}), this loop has made {done}: {ends}"
-        )
-    for name in filter(NAMED.fullmatch, names_in(cfg.to_dict())):
-        sources.note_path(name.partition(":")[0])
-    files = [path, path.with_suffix(".yaml")]
-    marks = [HEAD.splitlines()[0], OWN_YAML]
-    given = {"rows": loop.rows, "eval_rows": loop.eval_rows} if own_rows else {}
-    rows = {
-        path.with_suffix(f".{name}.jsonl"): (name, each) for name, each in given.items() if each
-    }
-    for file, mark in zip(
-        [*files, *rows], [*marks, *['{"format": 1, "own": '] * len(rows)], strict=True
-    ):
-        check_own(file, mark, "to_script")
+    parts = loop_parts(loop, sources, path.with_suffix(".rows.jsonl").name)
+    keywords = dict(parts.keywords)
+    notes += steps_notes(loop, parts.cfg)
+    for name in names_in(parts.cfg.to_dict()):
+        if NAMED.fullmatch(name):
+            sources.add_path(name.partition(":")[0])
+    yaml_file = path.with_suffix(".yaml")
+    row_files = dict[Path, Sequence[Row]]()
+    if parts.needs_rows:
+        for name, rows in (("rows", loop.rows), ("eval_rows", loop.eval_rows)):
+            if rows:
+                file = path.with_suffix(f".{name}.jsonl")
+                row_files[file] = rows
+                keywords[name] = f"read_rows(HERE / {file.name!r})[0]"
+    check_own(path, HEAD.splitlines()[0], "to_script")
+    check_own(yaml_file, OWN_YAML, "to_script")
+    for file in row_files:
+        check_own(file, '{"format": 1, "own": ', "to_script")
     path.parent.mkdir(parents=True, exist_ok=True)
-    for file, (name, each) in rows.items():
-        write_rows(file, each)
-        parts[name] = f"read_rows(HERE / {file.name!r})[0]"
-    files += rows
-    cfg.to_yaml(files[1])
-    path.write_text(script_text(path.stem, parts, sources), encoding="utf-8")
+    for file, rows in row_files.items():
+        write_rows(file, rows)
+    parts.cfg.to_yaml(yaml_file)
+    path.write_text(script_text(path.stem, keywords, sources), encoding="utf-8")
     return Script(
         path,
-        tuple(files),
-        tuple(parts),
-        tuple(n for n in sources.texts if n.isidentifier()),
-        tuple(notes),
+        files=(path, yaml_file, *row_files),
+        keywords=tuple(keywords),
+        definitions=tuple(name for name in sources.texts if name.isidentifier()),
+        notes=tuple(notes),
     )
