@@ -16,11 +16,12 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import traceback
 import typing
 import warnings
 import webbrowser
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from datetime import date
 from difflib import get_close_matches
@@ -779,10 +780,7 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
     from rl_notebook.emulator.service import start_emulator
 
     running = start_emulator(startup_delay_s=given.pop("startup_delay"), **given)
-    before = signal.getsignal(signal.SIGTERM)
     with contextlib.suppress(KeyboardInterrupt):
-        # told to end, it ends as after Ctrl-C
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"emulator: {running.url}  (model {given['model']}, folder {given['folder']})\n")
         for name, value in running.environment().items():
             print(f"export {name}={shlex.quote(value)}")
@@ -791,7 +789,6 @@ def run_emulate(args: Sequence[str]) -> int:  # exit code
     if not running.stop(within_s=4.0):
         print("emulator: stopped; what it was computing is given up", flush=True)
         os._exit(0)  # its threads would compute on; files are written whole or not at all
-    signal.signal(signal.SIGTERM, before)
     print("emulator: stopped")
     return 0
 
@@ -1119,6 +1116,26 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
+@contextlib.contextmanager
+def _sigterm_as_interrupt() -> Iterator[list[int]]:  # the signals that came
+    "Let SIGTERM, which schedulers send, end a command as Ctrl-C does: with its run folder and report."
+    received: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        received.append(number)
+        handler = signal.getsignal(signal.SIGINT)  # asyncio's own while it runs
+        (handler if callable(handler) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield received  # only the main thread can have handlers
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def main(argv: Sequence[str] | None = None) -> int:  # exit code
     "The rl-notebook command; prints all that it has to say, or as much as is read (`| head` reads the first lines)."
     format_before = warnings.formatwarning
@@ -1127,7 +1144,9 @@ def main(argv: Sequence[str] | None = None) -> int:  # exit code
     _open_streams()
     try:
         try:
-            return _run(list(sys.argv[1:] if argv is None else argv))
+            with _sigterm_as_interrupt() as signals:
+                code = _run(list(sys.argv[1:] if argv is None else argv))
+            return 128 + signals[0] if code == 130 and signals else code
         finally:
             sys.stdout.flush()
     except BrokenPipeError:

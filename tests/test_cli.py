@@ -560,3 +560,16 @@ def test_a_reader_that_has_read_enough_ends_it_quietly() -> None:
     assert ended.stderr == ""
     # argparse says nothing of a pipe that is closed
     assert ended.returncode in (0, 128 + signal.SIGPIPE)
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(monkeypatch):
+    def command(args):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            return 130
+
+    monkeypatch.setattr(cli, "_run", command)
+    before = signal.getsignal(signal.SIGTERM)
+    assert cli.main([]) == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
