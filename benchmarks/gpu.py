@@ -43,6 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import step as steps
 import torch
+from roofline import gemm_rate, read_rate
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.attention import SDPBackend
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -50,7 +51,7 @@ from transformers.utils import logging as transformers_logging
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.core.types import AdamParams, Datum, SampleParams
-from rl_notebook.backends.roofline import gemm_rate, peak_memory, read_rate, settle
+from rl_notebook.backends.work import peak_memory, synchronize
 
 # model FLOP utilisation, published, of another trainer: full fine-tune of a 0.6B model on one H100
 ANCHOR = 0.111
@@ -306,10 +307,10 @@ def timed(run: Callable[[], Any], plan: Plan) -> float:
     "Median seconds of the rounds after the first, the device's work included."
     results = []
     for _ in range(plan.rounds + 1):
-        settle(plan.device)
+        synchronize(plan.device)
         start = time.perf_counter()
         run()
-        settle(plan.device)
+        synchronize(plan.device)
         results.append(time.perf_counter() - start)
     return statistics.median(results[1:])
 

@@ -1,4 +1,4 @@
-"""What pre-flight says of a step's time and memory before the first one, next to what the steps then take.
+"""What pre-flight says of a step's time (without update and sync) and memory before the first one, next to what the steps then take.
 
     python benchmarks/predict.py --setting tiny --json FILE
     python benchmarks/predict.py --setting smollm2 --json FILE
@@ -24,11 +24,11 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.backends.roofline import peak_memory, peak_rates_of
+from rl_notebook.backends.work import peak_memory
 from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
 
-PHASES = ("sample", "reference", "backward", "optimize", "sync")
+PHASES = ("sample", "reference", "backward")  # that pre-flight runs
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,15 @@ async def measure(setting: Setting) -> dict[str, Any]:
         assert flight.cost is not None
         records = [await loop.step() for _ in range(setting.steps)]
         took = {p: statistics.mean(r.seconds.get(p, 0.0) for r in records if r) for p in PHASES}
-        total = statistics.median(sum(r.seconds.values()) for r in records if r)
+        total = statistics.median(sum(r.seconds.get(p, 0.0) for p in PHASES) for r in records if r)
         said = {p: flight.cost.step_seconds.get(p, 0.0) for p in PHASES}
         memory = {"predicted_gb": flight.cost.step_memory, "measured_gb": peak_memory()["process"]}
-        times = {"predicted": sum(flight.cost.step_seconds.values()), "measured": total}
+        times = {"predicted": sum(said.values()), "measured": total}
         rounds.append(
             {"round": turn, **times, "phases": {"predicted": said, "measured": took}, **memory}
         )
     return {
         "setting": asdict(setting),
-        "roofs": asdict(peak_rates_of(backend.size)),
         "rounds": rounds,
     }  # type: ignore[arg-type]
 

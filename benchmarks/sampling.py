@@ -27,11 +27,12 @@ from typing import Any
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
 import torch
+from roofline import gemm_rate, read_rate, threads
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.core.types import SampleParams
 from rl_notebook.task.data import Row, load_rows
-from rl_notebook.backends.roofline import ModelSize, gemm_rate, read_rate, threads
+from rl_notebook.backends.work import ModelSize
 from rl_notebook.loop.rollouts import encode_rows
 from rl_notebook.loop.step import draw
 from rl_notebook.task.toy import load_model, toy_rows
@@ -236,9 +237,9 @@ def floors(case: Case, size: ModelSize, prompt_tokens: int) -> dict[str, float]:
     "Seconds for reading all weights once per decoded position, and for the matrix products of prompts and completions."
     sampled = case.rows * case.tokens
     most = torch.get_num_threads()
-    read = read_rate(size.nbytes, seconds=1.0, most=most)
+    read = read_rate(size.nbytes, seconds=1.0, max_threads=most)
     flops = size.flops(prompt_tokens + sampled, sampled) / gemm_rate(
-        size, case.rows, seconds=0.2, most=most
+        size, case.rows, seconds=0.2, max_threads=most
     )
     return {"weights": case.tokens * size.nbytes / read, "products": flops}
 

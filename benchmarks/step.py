@@ -41,6 +41,7 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
 )
+from roofline import gemm_rate, read_rate, threads
 from transformers.utils import logging as transformers_logging
 
 from rl_notebook.backends.local.trainer import open_local
@@ -48,14 +49,7 @@ from rl_notebook.config.config import Config
 from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.backends.roofline import (
-    ModelSize,
-    gemm_rate,
-    model_size,
-    peak_memory,
-    read_rate,
-    threads,
-)
+from rl_notebook.backends.work import ModelSize, model_size, peak_memory
 from rl_notebook.task.toy import load_model, toy_rows
 
 PARTS = ("sampling", "scoring", "training", "total")
@@ -471,13 +465,13 @@ class Floors:
 
 
 def floors_of(setting: Setting, work: Work, size: ModelSize) -> Floors:
-    "Measure the machine at the rows of this setting, for longer than `peak_rates_of` does, and divide."
-    how = {"seconds": 0.5, "most": torch.get_num_threads()}
+    "Measure the machine at the rows of this setting, and divide."
+    most = torch.get_num_threads()
     few, many = (
-        gemm_rate(size, rows, **how)
+        gemm_rate(size, rows, seconds=0.5, max_threads=most)
         for rows in (setting.rows, work.prompt_tokens + work.completion_tokens)
     )
-    read = read_rate(size.nbytes, seconds=2.0, most=torch.get_num_threads())
+    read = read_rate(size.nbytes, seconds=2.0, max_threads=most)
     flops = work.flops() if setting.kl_beta else work.flops() | {"scoring": 0.0}
     rate = {"sampling": max(few, many), "scoring": many, "training": many}
     rates = {

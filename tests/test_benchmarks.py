@@ -8,12 +8,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from pretend import DEVICE
 from tiny_models import one_thread
 
 __all__ = ["one_thread"]
 
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+sys.path.insert(0, str(FOLDER))  # as when a script runs: they share roofline.py
 
 
 def script(name: str) -> ModuleType:
@@ -131,3 +133,15 @@ def test_the_gpu_script_and_trl_do_the_same_work():
     gpu = script("gpu")
     result = gpu.beside_trl(replace(gpu.TINY, tokens=5), lambda line: None)
     assert min(result["ratio"].values()) > 0
+
+
+# --- roofline.py --------------------------------------------------------------------------------------------------
+
+roofline = script("roofline")
+
+
+def test_rates_of_another_device_come_from_many_calls():
+    calls = []
+    result = roofline.best_rate(lambda: calls.append(1), 3.0, DEVICE, 0.01, None)
+    assert len(calls) % roofline.CALLS == 0
+    assert result > 0

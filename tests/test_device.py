@@ -8,7 +8,6 @@ import torch
 from pretend import DEVICE, Pretend
 from tiny_models import byte_tokenizer, one_thread, tiny_model
 
-from rl_notebook.backends import roofline as roofs
 from rl_notebook.backends.local import scoring
 from rl_notebook.backends.local.engine import Engine
 from rl_notebook.backends.local.model import open_model
@@ -118,13 +117,6 @@ def test_a_step_of_the_backend_stays_on_its_device(settings, tree, monkeypatch):
     assert result["training"] <= 3 + 2 * batches
     assert result["update"] <= 5  # whatever the number of tensors and layers
     assert result["sync"] <= 1
-
-
-def test_rates_of_another_device_come_from_many_calls():
-    calls = []
-    result = roofs.rate(lambda: calls.append(1), 3.0, DEVICE, 0.01, None)
-    assert len(calls) % roofs.CALLS == 0
-    assert result > 0
 
 
 def test_a_device_that_is_not_there_is_rejected_at_once():

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from rl_notebook.core.losses import LossOptions
-    from rl_notebook.backends.roofline import ModelSize, Work
+    from rl_notebook.backends.work import ModelSize, Work
 
 # %% auto #0
 __all__ = ['LossFn', 'Sampler', 'Scorer', 'Trainer', 'BuiltinTrainer', 'WeightSync', 'SyncReport', 'Capabilities', 'Backend',
@@ -260,7 +260,7 @@ class Meter:
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
         "The seconds of a block are seconds of this kind of work."
-        from rl_notebook.backends.roofline import Work
+        from rl_notebook.backends.work import Work
 
         start = perf_counter()
         try:

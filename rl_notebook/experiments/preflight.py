@@ -38,14 +38,7 @@ from ..core.losses import LossOptions
 from ..task.audit import FORMS, audit_rows
 from ..core.retries import together
 from ..task.rewards import Limits, score, reference_answers
-from ..backends.roofline import KEPT, USUAL, ModelSize, PeakRates, Work
-from rl_notebook.backends.roofline import (
-    expected_seconds,
-    expected_updates,
-    peak_memory,
-    peak_rates_of,
-    work_between,
-)
+from ..backends.work import peak_memory
 from ..loop.rollouts import bounded, require_some
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
@@ -293,19 +286,16 @@ class Cost:
     # GB at the peak, and how much of it came during pre-flight
     memory: Mapping[str, tuple[float, float]]
     guessed: str = ""  # a phase that was not measured
-    # seconds of a step by phase, where the roofs tell
-    expected: Mapping[str, float] = field(default_factory=dict)
     # GB of the process at the peak of a step, where it is computed here
     step_memory: float | None = None
 
     @property
     def step_seconds(self) -> dict[str, float]:
         "Estimated seconds of a step by phase."
-        scaled = {
+        return {
             phase: s * self.step_completions / max(self.completions, 1)
             for phase, s in self.seconds.items()
         }
-        return scaled | {**self.expected}
 
     def __repr__(self) -> str:
         step = self.step_seconds
@@ -314,8 +304,8 @@ class Cost:
             f"{phase} {s:.2g} s{' (a guess)' if phase == self.guessed else ''}"
             for phase, s in step.items()
         ]
-        what = "a step" if "optimize" in step else "a step, before update and sync"
-        text = f"about {sum(step.values()):.2g} s {what}: {', '.join(each)}"
+        total = sum(step.values())
+        text = f"about {total:.2g} s a step, before update and sync: {', '.join(each)}"
         peaks = [
             f"{k} {peak:.2g} GB at its peak, {new:.2g} of it new"
             for k, (peak, new) in self.memory.items()
@@ -327,63 +317,24 @@ class Cost:
         return text + ("; ".join(peaks) or "not known here") + more
 
 # %% ../../nbs/experiments/03_preflight.ipynb #ab446ff3
-def expected_longest(lengths: np.ndarray, size: int) -> float:
-    "The longest of `size` completions, on average, of (n,) lengths that were drawn."
-    below = (np.arange(len(lengths) + 1) / len(lengths)) ** size
-    return float(np.sort(lengths) @ np.diff(below))
-
-
 @dataclass
 class Spent:
     "What the phases of pre-flight took."
 
     meter: Meter  # of the backend
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
-    # by phase, where it is computed in this process
-    work: dict[str, Work] = field(default_factory=dict)
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
         "Measure a phase, and say meanwhile that it is in flight."
-        before = dict(self.meter.work)
         start = time.perf_counter()
         with progress_line("preflight", phase, self.meter):
             yield
         self.seconds[phase] = time.perf_counter() - start
-        self.work[phase] = sum(work_between(before, self.meter.work).values(), Work())
 
-# %% ../../nbs/experiments/03_preflight.ipynb #1c9f98bb
-def step_plan(
-    spent: Spent,
-    groups: Sequence[PromptGroup],
-    cfg: Config,
-    alive: float,
-    size: ModelSize,
-    roofs: PeakRates,
-) -> dict[str, float]:  # seconds by phase
-    "What the phases of a step will take, after those of pre-flight; `alive` is the share of groups that is trained."
-    B = cfg.prompt_groups_per_step
-    K = cfg.completions_per_prompt
-    drawn = [s for g in groups for s in g.samples]
-    lengths = np.array([s.completion_len for s in drawn])
-    prompt = float(np.mean([s.prompt_len for s in drawn]))
 
-    # the last is not read
-    def tokens(prompts, samples):
-        return prompts * prompt + samples * (float(lengths.mean()) - 1)
-
-    more = tokens(B, B * K) / tokens(len(groups), len(drawn))
-    at_once = min(completions_at_once(cfg) or B * K, B * K)
-    passes = {"sample": math.ceil(B * K / at_once) * expected_longest(lengths, at_once)}
-    found = {phase: s * B * K / len(drawn) for phase, s in spent.seconds.items()}
-    for phase, w in spent.work.items():
-        if w.flops and phase in USUAL:
-            grown = more if phase == "sample" else more * alive
-            often = passes.get(phase, max(1.0, grown * w.bytes / size.nbytes))
-            beside = max(spent.seconds[phase] - w.seconds, 0.0) * B * K / len(drawn)
-            planned = Work(flops=w.flops * grown, bytes=size.nbytes * often)
-            found[phase] = beside + expected_seconds(w, planned, roofs, USUAL[phase])
-    return found
+# bytes that a step keeps for each trained weight: the moments of Adam and three snapshots
+STEP_BYTES = 20
 
 # %% ../../nbs/experiments/03_preflight.ipynb #45262234
 @dataclass(frozen=True, eq=False, repr=False)
@@ -517,7 +468,6 @@ async def preflight(
         if value < least:
             raise ConfigError(name, where="preflight", got=value, expected=f"{least} or more")
     check_backend(cfg, backend, rows)
-    roofs = peak_rates_of(backend.size) if backend.size else None
     spent = Spent(backend.meter)
     before = peak_memory()
     rows = as_rows(rows)
@@ -529,7 +479,6 @@ async def preflight(
         policy = await backend.policy.forward(datums)
     await rehearse(backend, datums, cfg, spent)
     del spent.seconds["policy"]  # a step scores the policy in its backward pass
-    spent.work.pop("policy", None)
     floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
     allowed = rounding_of(policy)
     apart = check_temperature("sampler", groups, datums, policy)
@@ -558,17 +507,9 @@ async def preflight(
     memory = {name: (peak, peak - before.get(name, peak)) for name, peak in peak_memory().items()}
     guessed = "" if can.discard_gradients else "backward"
     cost = Cost(spent.seconds, sum(len(g.samples) for g in live), step, memory, guessed)
-    if roofs is not None and backend.size is not None:
-        share = (dead[cfg.completions_per_prompt] or 0.0) if cfg.drop_dead else 0.0
-        expected = step_plan(spent, live, cfg, 1 - share, backend.size, roofs) | expected_updates(
-            backend.size, roofs
-        )
-        at_peak = (
-            memory["process"][0] + KEPT * backend.size.learned / 1e9
-            if "process" in memory
-            else None
-        )
-        cost = replace(cost, expected=expected, step_memory=at_peak)
+    if backend.size is not None and "process" in memory:
+        kept = STEP_BYTES * backend.size.learned / 1e9
+        cost = replace(cost, step_memory=memory["process"][0] + kept)
     rendered = backend.tokenizer.decode(asked[0].tokens.tolist(), skip_special_tokens=False)
     return Preflight(
         rendered,

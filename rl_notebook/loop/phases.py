@@ -49,7 +49,7 @@ from ..config.config import Config
 from ..config.settings import lr_factor, next_bonus
 from ..task.data import Cursor, Prompt, Rollouts, Row, graded_rows
 from ..task.rewards import as_reward_fns, blocking
-from ..backends.roofline import known_peak_rates, memory_metrics, work_metrics
+from ..backends.work import memory_metrics, work_metrics
 from ..runs.records import StepRecord
 from .groups import Gate, RowQueue, Producer
 from .rollouts import minibatch_slices, require_some
@@ -686,7 +686,7 @@ def record_of(loop: Loop) -> StepRecord:
     # whether its rows come more or less often from now on
     seen = after.floor is not None and not state.given
     more = loop.extra_record_fields()
-    speed = work_metrics(state.work, known_peak_rates(loop.backend.size))
+    speed = work_metrics(state.work)
     if speed:
         speed |= memory_metrics()
     return StepRecord(

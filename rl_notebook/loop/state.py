@@ -32,7 +32,7 @@ from ..config.config import Config, completions_at_once
 from ..task.data import Cursor
 from ..task.rewards import columns_read
 from ..backends.base import Backend, GradNormalization, Meter, SyncReport
-from ..backends.roofline import Work, work_between, work_together
+from ..backends.work import Work, work_between, work_together
 from ..runs.records import StepRecord
 from .groups import ScoredGroup, RowQueue, Producer
 from .rollouts import CircuitBreaker, bounded

@@ -22,7 +22,7 @@ from .model import CausalModel, RecordedStep, decode_step, padded, prefill
 from .prefixes import sent
 from .routing import Routers, noting, write_notes
 from ...task.chat import turn_ends
-from ..roofline import pass_work
+from ..work import pass_work
 from rl_notebook.core.types import (
     BackendError,
     Completion,

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from .fast import NOTHING, FastDecoder, Past, SlotCache, linears_fn
 from .prefixes import prefix_tree, reading, sent
 from .routing import find_routers, noting, replaying
-from ..roofline import model_size
+from ..work import model_size
 from ...core.types import BackendError, ConfigError, is_out_of_memory
 
 # %% auto #0

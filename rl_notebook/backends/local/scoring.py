@@ -20,7 +20,7 @@ from .engine import check_tokens, plan_batches
 from .model import CausalModel, head_entropy, padded
 from .prefixes import PrefixTree, plan_trees, prefix_tree, reading, sent
 from .routing import Routers, read_notes, replaying
-from ..roofline import Work, pass_work, settle
+from ..work import Work, pass_work, synchronize
 from ...core.types import BackendError, Datum, Logprobs, LossError
 
 # %% auto #0
@@ -252,7 +252,7 @@ def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> l
     note_pass(scoring, "scoring", batches)
     with torch.no_grad(), scoring.meter.timed("scoring"):
         found = [scoring.forward(batch, entropy) for batch in batches]
-        settle(scoring.causal.device)
+        synchronize(scoring.causal.device)
     each = zip(*found, strict=True) if entropy else [[logprobs for logprobs, _ in found]]
     return scoring.stamped(*[per_datum(scoring, datums, batches, [*flats]) for flats in each])
 

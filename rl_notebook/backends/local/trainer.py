@@ -54,7 +54,7 @@ from rl_notebook.backends.local.scoring import (
 )
 from .scoring import note_pass, per_datum, score
 from .worker import Worker, worker_threads
-from ..roofline import settle
+from ..work import synchronize
 from ...core.losses import reads_entropy
 from ...core.names import new_folder
 from rl_notebook.core.types import (
@@ -133,7 +133,7 @@ class PolicyState:
         note_pass(scoring, "training", batches)
         with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
             found = [scoring.forward(batch, True, graded) for batch in batches]
-            settle(scoring.causal.device)
+            synchronize(scoring.causal.device)
         logprobs, entropies = (
             per_datum(scoring, datums, batches, flats) for flats in zip(*found, strict=True)
         )
@@ -196,7 +196,7 @@ class PolicyState:
                             p.grad.float() if master.grad is None else master.grad.add_(p.grad)
                         )
                         p.grad = None
-            settle(scoring.causal.device)
+            synchronize(scoring.causal.device)
         self.loss_tokens += sum(d.num_loss_tokens for d in datums)
         self.sequences += len(datums)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ...core.types import BackendError, ConfigError, naming_memory
-from ..roofline import ModelSize
+from ..work import ModelSize
 
 # %% auto #0
 __all__ = []

@@ -10,7 +10,6 @@ from test_router_replay import tiny_mixture
 from tiny_models import byte_tokenizer, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from rl_notebook.backends import roofline as roofs
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.backends.base import Backend, Meter
 from rl_notebook.backends.local.trainer import open_local
@@ -19,16 +18,9 @@ from rl_notebook.core.types import Datum, SampleParams
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.runs.run import metrics_row
-from rl_notebook.backends.roofline import PeakRates, Work, model_size, work_between, work_metrics
+from rl_notebook.backends.work import Work, model_size, work_between, work_metrics
 from rl_notebook.task.toy import load_model, toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
-
-
-@pytest.fixture(autouse=True)
-def measured(monkeypatch: pytest.MonkeyPatch) -> dict:
-    "What was measured in this test."
-    monkeypatch.setattr(roofs, "_MEASURED", {})
-    return roofs._MEASURED
 
 
 def products(counter: FlopCounterMode) -> int:
@@ -127,7 +119,6 @@ assert SIZE is not None
 
 # --- in a step -------------------------------------------------------------------------------------------------------
 
-MACHINE = PeakRates(1e11, 1e10)
 SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
 RATES = {
     f"perf/{name}_{what}"
@@ -135,12 +126,6 @@ RATES = {
     for what in ("tokens", "flops_per_s")
 }
 RATES |= {"perf/sampling_bytes_per_s", "perf/padding_ratio", "perf/peak_memory_gb"}
-AGAINST = {
-    "perf/mfu",
-    "perf/sampling_floor_ratio",
-    "perf/roof_flops_per_s",
-    "perf/roof_bytes_per_s",
-}
 
 
 def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
@@ -167,15 +152,10 @@ def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("loop", "recipe"), [(GRPOLoop, "rl_loop"), (AsyncGRPOLoop, "async_rl_loop")]
 )
-def test_a_step_never_measures_and_says_what_it_knows(loop, recipe, measured: dict):
-    known = {name for name in step_of(loop, recipe) if name.startswith("perf/")}
-    assert known >= RATES
-    assert not known & AGAINST
-    assert not measured
-    measured[model_size(load_model("tiny")[0])] = MACHINE
-    result = step_of(loop, recipe)
-    assert {n for n in result if n.startswith("perf/")} >= RATES | AGAINST
-    assert result["perf/mfu"] > 0
+def test_a_step_reports_what_it_computed(loop, recipe):
+    metrics = step_of(loop, recipe)
+    assert metrics.keys() >= RATES
+    assert not [name for name in metrics if "roof" in name]
 
 
 def test_work_is_counted_by_phase_and_not_for_what_runs_between():
@@ -184,7 +164,7 @@ def test_work_is_counted_by_phase_and_not_for_what_runs_between():
     before = dict(meter.work)
     meter.note("sampling", Work(0.5, 5, 1))
     meter.note("training", trained := Work(tokens=3, flops=2.0))
-    assert roofs.work_between(before, meter.work) == {
+    assert work_between(before, meter.work) == {
         "sampling": Work(0.5, 5, 1),
         "training": trained,
     }
@@ -204,17 +184,10 @@ def test_preflight_foretells_all_phases_and_memory():
             ).cost, backend.size
 
     cost, size = asyncio.run(look())
-    assert set(cost.step_seconds) == {
-        "sample",
-        "score",
-        "reference",
-        "backward",
-        "optimize",
-        "sync",
-    }
+    assert set(cost.step_seconds) == {"sample", "score", "reference", "backward"}
     assert all(s > 0 for s in cost.step_seconds.values())
     assert cost.step_memory == pytest.approx(cost.memory["process"][0] + 20 * size.learned / 1e9)
-    assert "before update and sync" not in repr(cost)
+    assert "a step, before update and sync" in repr(cost)
     assert f"about {cost.step_memory:.2g} GB in a step" in repr(cost)
 
 
@@ -223,4 +196,4 @@ def test_a_phase_that_was_undone_leaves_no_work_behind():
     before = {"training": Work(0.3, 5, 0, 0.3, 0.3)}
     after = {"training": Work(0.1 + 0.2, 5, 0, 0.1 + 0.2, 0.1 + 0.2)}
     assert after["training"] - before["training"] != Work()
-    assert work_metrics(work_between(before, after), PeakRates(1.0, 1.0)) == {}
+    assert work_metrics(work_between(before, after)) == {}
