@@ -17,7 +17,7 @@ unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: 
 CODE := $(wildcard setup.py nbs tests docs benchmarks examples scripts)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup chromium demo lab test lint imports types notebooks pytest bench prep outputs readme docs clean
+.PHONY: help setup chromium demo lab test lint imports types notebooks pytest bench prep check outputs readme docs clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -100,6 +100,9 @@ prep: $(STAMP) ## before a commit: lint and format, clean, export, README
 	$(BIN)/nbdev_clean
 	$(BIN)/nbdev_export
 	$(BIN)/python tests/pages.py readme
+
+check: $(STAMP) ## after `make prep`: lint, types, page and tests of one notebook (NB=nbs/task/00_data.ipynb)
+	$(BIN)/python tests/check.py $(NB)
 
 outputs: $(STAMP) ## run notebooks in place and store their outputs (NB="nbs/task/00_data.ipynb ..." for some)
 	$(BIN)/jupyter nbconvert --log-level=WARN --to notebook --execute --inplace \
