@@ -200,7 +200,7 @@ def test_unknown_names_are_said_all_at_once(tmp_path):
     with pytest.raises(ConfigError) as caught:
         Config.from_yaml(tmp_path / "c.yaml", {"kl_betta": 0.1, "zzzz": 1, "xxxx": 2})
     head, *lines = str(caught.value).splitlines()
-    assert head == "Config: 6 unknown settings:"
+    assert head.endswith("c.yaml with kl_betta, zzzz, xxxx: Config: 6 unknown settings:")
     assert [lines[i].split("'")[3] for i in (0, 1, 3)] == ["learning_rate", "gamma", "kl_beta"]
     assert ["train --help` has all." in line for line in lines] == [
         False,
@@ -228,6 +228,24 @@ def test_names_of_the_field_are_taken_with_a_note():
     ours |= {"max_completion_tokens": 64, "max_seq_len": 512}
     with pytest.warns(UserWarning, match="lr -> learning_rate"):
         assert Config(**theirs) == Config(**ours)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("clip_ratio", "eps_clip"),
+        ("kl_coef", "kl_beta"),
+        ("kl_loss_coef", "kl_beta"),
+        ("n_samples_per_prompt", "completions_per_prompt"),
+        ("max_response_length", "max_completion_tokens"),
+        ("total_epochs", "epochs"),
+        ("total_training_steps", "steps"),
+        ("clip_grad", "grad_clip_norm"),
+    ],
+)
+def test_a_name_of_verl_leads_to_ours(theirs, ours):
+    with pytest.raises(ConfigError, match=f"unknown setting {theirs!r}. Did you mean {ours!r}\\?"):
+        Config(**{theirs: 1})
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,11 @@ _MEANT = {  # setting: what it is called elsewhere
     "aggregation": "loss_agg_mode loss_reduction reduction",
     "tis": "importance_sampling_correction vllm_importance_sampling_correction",
     "tis_cap": "importance_sampling_cap vllm_importance_sampling_cap",
+    "completions_per_prompt": "n_samples_per_prompt",
+    "max_completion_tokens": "max_response_length",
+    "epochs": "total_epochs",
+    "steps": "total_training_steps",
+    "grad_clip_norm": "clip_grad",
 }
 MEANT = {theirs: ours for ours, names in _MEANT.items() for theirs in names.split()}
 
