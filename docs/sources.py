@@ -84,14 +84,14 @@ GALLERY: dict[str, list[tuple[str, str, str]]] = {
 
 
 @dataclass(frozen=True)
-class EmulatorState:
+class Checkout:
     "A checkout, and the place of each of its pages on the site."
 
     root: Path
     url: str  # of files that are no page, up to and with the slash before their path
 
     @classmethod
-    def of(cls, root: Path) -> EmulatorState:
+    def of(cls, root: Path) -> Checkout:
         "The site of a checkout."
         config = configparser.ConfigParser(delimiters=["="])
         config.read(root / "settings.ini", encoding="utf-8")
@@ -217,7 +217,7 @@ def only_imports(source: str) -> bool:
     return bool(result) and all(isinstance(node, ast.Import | ast.ImportFrom) for node in result)
 
 
-def write_notebook(site: EmulatorState, path: Path, target: Path, names: dict[str, str]) -> None:
+def write_notebook(site: Checkout, path: Path, target: Path, names: dict[str, str]) -> None:
     "One notebook as a page."
     raw = nbformat.read(path, as_version=4)
     name = path.relative_to(site.root).as_posix()
@@ -246,7 +246,7 @@ def toctree(caption: str, pages: list[str]) -> str:
     return "\n".join(["```{toctree}", *lines, "```"])
 
 
-def contents(site: EmulatorState) -> str:
+def contents(site: Checkout) -> str:
     "The sidebar: the start page, the pages of the section Start, and a page for each other section."
     start = ["start.md", *site.sidebar()[0][1], "gallery.ipynb"]
     return "\n\n".join(
@@ -254,7 +254,7 @@ def contents(site: EmulatorState) -> str:
     )
 
 
-def promise_of(site: EmulatorState, page: str) -> str:
+def promise_of(site: Checkout, page: str) -> str:
     "The one-line promise of a notebook, or the first paragraph of another page."
     path = site.root / "nbs" / page
     if path.suffix == ".ipynb":
@@ -264,12 +264,12 @@ def promise_of(site: EmulatorState, page: str) -> str:
     return " ".join(next(part for part in parts if not part.startswith(("#", "!", "<!--"))).split())
 
 
-def listed(site: EmulatorState, pages: dict[str, str]) -> list[str]:  # titles by page
+def listed(site: Checkout, pages: dict[str, str]) -> list[str]:  # titles by page
     "Pages as a list of links, each with its promise."
     return [f"- [{title}](/{page}): {promise_of(site, page)}" for page, title in pages.items()]
 
 
-def write_hubs(site: EmulatorState, target: Path) -> None:
+def write_hubs(site: Checkout, target: Path) -> None:
     "The start page, and a page for every other section of the sidebar."
     cells = [
         cell.source for cell in nbformat.read(site.root / "nbs" / "index.ipynb", as_version=4).cells
@@ -313,7 +313,7 @@ def write_hubs(site: EmulatorState, target: Path) -> None:
             (target / page).write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def passage(site: EmulatorState, title: str, page: str, begin: str) -> list[NotebookNode]:
+def passage(site: Checkout, title: str, page: str, begin: str) -> list[NotebookNode]:
     "One picture of the gallery: a text cell of a notebook, and the first drawing below it."
     cells = visible(nbformat.read(site.root / "nbs" / page, as_version=4)).cells
     results = [i for i, cell in enumerate(cells) if cell.source.startswith(begin)]
@@ -334,7 +334,7 @@ def passage(site: EmulatorState, title: str, page: str, begin: str) -> list[Note
     return [nbformat.v4.new_markdown_cell(text), shown]
 
 
-def write_gallery(site: EmulatorState, target: Path) -> None:
+def write_gallery(site: Checkout, target: Path) -> None:
     "The gallery: steps that explain themselves, and what each fault looks like."
     promise = "Pictures of real runs: steps that x-ray explains, and six faults between trainer and sampler."
     cells = [nbformat.v4.new_markdown_cell(f"# Gallery\n\n> {promise}")]
@@ -345,7 +345,7 @@ def write_gallery(site: EmulatorState, target: Path) -> None:
     nbformat.write(nb, target / "gallery.ipynb")
 
 
-def write_api(site: EmulatorState, target: Path, names: dict[str, str]) -> None:
+def write_api(site: Checkout, target: Path, names: dict[str, str]) -> None:
     "One page per module with its public names, and a list of those pages."
     modules: dict[str, str] = {}  # module -> promise of its notebook
     for path in site.notebooks():
@@ -432,7 +432,7 @@ def write_settings(target: Path) -> None:
 def write_site(root: Path, target: Path) -> None:
     "Everything that Sphinx reads. What was in `target` goes."
     shutil.rmtree(target, ignore_errors=True)
-    site = EmulatorState.of(root)
+    site = Checkout.of(root)
     names = public_names(root)
     for path in site.notebooks():
         write_notebook(site, path, target, names)

@@ -35,7 +35,7 @@ def sources() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def site(sources: ModuleType) -> Any:
-    return sources.EmulatorState.of(ROOT)
+    return sources.Checkout.of(ROOT)
 
 
 @pytest.fixture(scope="module")
@@ -248,11 +248,7 @@ def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
     "In order, from an empty folder. What `pip` and `make` install is there already; the demonstration is in test_cli."
     commands = [line for block in printed("README.md", "sh") for line in block.splitlines()]
     setup = [line for line in commands if line.startswith(("pip ", "make "))]
-    assert [line.split()[1] for line in setup if line.startswith("make ")] == [
-        "demo",
-        "test",
-        "lab",
-    ]
+    assert [line.split()[1] for line in setup if line.startswith("make ")] == ["demo", "test"]
     makefile = (ROOT / "Makefile").read_text()
     assert re.search(r"^demo: \$\(STAMP\).*\n\t\$\(BIN\)/rl-notebook demo$", makefile, re.MULTILINE)
     assert "\ntest: $(STAMP)" in makefile
