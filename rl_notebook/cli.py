@@ -530,7 +530,7 @@ async def diagnose_run(
     Diagnosis | None, bool
 ]:  # None = trainer and sampler cannot be compared; and whether it asks for a fix
     "Diagnose the steps of a run: a line each, whether weights arrive, and one in full, or those that differ together."
-    from rl_notebook.insight.doctor.doctor import concluded, weigh
+    from rl_notebook.insight.doctor.doctor import diagnose_evidence, rank_causes
     from rl_notebook.insight.doctor.evidence import POOLED, gather, pooled
     from rl_notebook.insight.sync import sync_truth
     from rl_notebook.runs.run import Run, readable
@@ -551,7 +551,7 @@ async def diagnose_run(
                     raise
                 missing = error  # not trained, or not yet, or one series alone
                 continue
-            found[record.step] = e, weigh(e)
+            found[record.step] = e, rank_causes(e)
     agree = bool(found) and all(said.ok for _, said in found.values())
     words = _words_of_others(run, seen, agree) if of_others else []
     asks = any(not line.startswith(("– versions", "– temperature")) for line in words)
@@ -575,7 +575,7 @@ async def diagnose_run(
         e = pooled([found[n][0] for n in found]) or e
         several = differ[:POOLED]
         name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
-    shown = concluded(e, run.tokenizer)
+    shown = diagnose_evidence(e, run.tokenizer)
     if rescore:
         from rl_notebook.recipes.rl_loop import diagnose_step
 
@@ -896,7 +896,7 @@ def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str
 # %% ../nbs/00_cli.ipynb #78f1060d
 def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     "The x-ray, the doctor's answer and the completions of a step."
-    from rl_notebook.insight.doctor.doctor import concluded
+    from rl_notebook.insight.doctor.doctor import diagnose_evidence
     from rl_notebook.insight.doctor.evidence import gather
     from rl_notebook.insight.xray import xray
 
@@ -907,7 +907,7 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
     unseen = ""
     try:
         if record.loss is not None or record.origin:
-            found = concluded(gather(record), run.tokenizer)
+            found = diagnose_evidence(gather(record), run.tokenizer)
     except (AlignmentError, DatumError) as missing:
         unseen = f"doctor: {_not_compared(run, missing)}" if run.reader else f"doctor: {missing}"
     checks = [

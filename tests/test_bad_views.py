@@ -361,8 +361,8 @@ def bad(name: str, value: str, *refused: str, because: str = HOLE, **others: str
 
 
 GIVEN = {
-    "8 groups": Given("✓ on-policy: ratio 1", others={"doctor": "all well", "sentence": "All 8 groups carry signal"}),
-    "1 group": Given("✓ signal: 1 of 1 groups carries signal", others={"doctor": "No mismatch found"}),
+    "8 groups": Given("✓ on-policy: ratio 1", others={"doctor": "no mismatch", "sentence": "All 8 groups carry signal"}),
+    "1 group": Given("✓ signal: 1 of 1 groups carries signal", others={"doctor": "Nothing to fix"}),
     "512 groups": Given(
         "they sum to 0 in each of 512 groups",
         others={"step charts": "group 0-63 of 512", "report": "the first 112 of 501 prompts with signal"},
@@ -473,7 +473,7 @@ def test_a_step_that_is_damaged_costs_that_step(tmp_path: Path, capsys: pytest.C
     assert "Step 1" in (whole := viewed())
     assert "Finished after step 2." in whole
     assert command(["doctor", str(path)]) == 0
-    assert "step    2  all well" in capsys.readouterr().out
+    assert "step    2  no mismatch" in capsys.readouterr().out
     assert "logprobs within 0 nats" in asyncio.run(sought())
 
     tokens = path / "steps/00002/tokens.parquet"

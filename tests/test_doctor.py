@@ -30,9 +30,9 @@ from rl_notebook.core.types import (
     PromptGroup,
     SampleParams,
 )
-from rl_notebook.insight.doctor.causes import CLEAR, draws
+from rl_notebook.insight.doctor.causes import MIN_GAIN, resample_gains
 from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose
-from rl_notebook.insight.doctor.evidence import LIKELY, Evidence, Redraw
+from rl_notebook.insight.doctor.evidence import LIKELY, Evidence, Resample
 from rl_notebook.insight.xray import ROUNDING, check_ratio
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.rollouts import assemble, sample_completions, encode_rows
@@ -228,7 +228,7 @@ def test_a_refused_control_is_named(bench: Bench) -> None:
     quiet = asyncio.run(stale_weights(bench, 1))
     asyncio.run(bench.reset())
     verdict = ask(quiet, backend=replace(bench.backend, sampler=Deaf()))  # type: ignore[arg-type]
-    assert verdict.refused.keys() == {"redraw", "echo"}
+    assert verdict.failed.keys() == {"resample", "echo"}
     assert "a server without echo" in repr(verdict)
 
 
@@ -360,6 +360,6 @@ def test_chance_has_the_odds_that_are_claimed() -> None:
             halves = rng.multinomial(128, law, size=(8, 2))
             ids = [np.flatnonzero(h.sum(axis=0)) for h in halves]
             places = zip(ids, halves, strict=True)
-            sampled = [Redraw(0, k, np.log(law[k]), h[:, k]) for k, h in places]
-            e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), redraws=tuple(sampled))
-            assert max(gain for gain, _ in draws(e).values()) < CLEAR
+            sampled = [Resample(0, k, np.log(law[k]), h[:, k]) for k, h in places]
+            e = Evidence((datum,), (np.zeros(2),), (np.zeros(2),), resamples=tuple(sampled))
+            assert max(gain for gain, _ in resample_gains(e).values()) < MIN_GAIN

@@ -730,7 +730,7 @@ def test_a_step_on_such_rollouts_is_sound_and_comes_again() -> None:
                 record = await loop.step()
                 assert record.trained
                 assert not rln.xray(record).failed
-                assert (await rln.diagnose(record)).sentence.startswith("all well")
+                assert (await rln.diagnose(record)).sentence.startswith("no mismatch")
             sampled = [s.tokens.tolist() for g in record.groups for s in g.samples]
             assert max(s.info["turns"] for g in record.groups for s in g.samples) == 2
             await loop.undo()
@@ -779,7 +779,7 @@ def test_rollouts_beside_training_and_a_branch() -> None:
             for record in await loop.run(2, progress=False):
                 check = {s.info["rollout"] for g in record.groups for s in g.samples}
                 assert len(check) == sum(len(g.samples) for g in record.groups)
-                assert (await rln.diagnose(record)).sentence.startswith("all well")
+                assert (await rln.diagnose(record)).sentence.startswith("no mismatch")
             assert server.rollouts  # rows of later steps are in flight
         assert not server.rollouts
         assert not loop.producer.in_flight

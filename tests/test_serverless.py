@@ -70,7 +70,7 @@ def test_a_run_trains_in_one_session_and_leaves_none(running: Any, monkeypatch: 
             )
             records = [await loop.step() for _ in range(2)]
             for record in records:
-                assert "No mismatch found" in (await rln.diagnose(record)).sentence
+                assert "Nothing to fix" in (await rln.diagnose(record)).sentence
             versions = [s.policy_version for r in records for g in r.groups for s in g.samples]
             assert sorted(set(versions)) == [0, 1]
         assert not pool(running).sessions

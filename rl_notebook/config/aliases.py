@@ -154,7 +154,7 @@ _IN_TRL = {RENAMED[theirs]: theirs for theirs in _OF_TRL} | {
     "tis='token' or anchor='rollout'": "vllm_importance_sampling_correction=True",
     ", prompts of another difficulty, or refill=True": " or prompts of another difficulty",
     "Call model.eval() before scoring, and set every dropout rate to 0": "disable_dropout=True, also in the adapter",
-    "Set weights to 1 only where the policy drew the token": "Return an env_mask from rollout_func, 0 where it did not",
+    "Set weights to 1 only where the policy sampled the token": "Return an env_mask from rollout_func, 0 where it did not",
     "rl_notebook.core.align converts, and checks lengths": "see what rollout_func returns as logprobs",
     "advantage_scale='std'": "scale_rewards='group'",
     "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)": "See what computes them",

@@ -227,7 +227,7 @@ async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[F
 async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether the next token is drawn as often as is said, at the most open places of a few completions."
     from rl_notebook.insight.doctor.causes import sampled_otherwise
-    from rl_notebook.insight.doctor.doctor import redraw
+    from rl_notebook.insight.doctor.doctor import resample
     from rl_notebook.insight.doctor.evidence import gather
 
     async def sample(
@@ -242,14 +242,14 @@ async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Findin
         for c in drawn
     ]
     told = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in drawn]
-    e = await redraw(gather(datums, told, told), bundle, range(len(datums)), places=8, draws=48)
+    e = await resample(gather(datums, told, told), bundle, range(len(datums)), places=8, samples=48)
     found = next(sampled_otherwise(e), None)
-    n = sum(int(r.counts.sum()) for r in e.redraws)
-    said = e.refused.get("redraw") or (found.text if found else f"{n} draws as they should be")
+    n = sum(int(r.counts.sum()) for r in e.resamples)
+    said = e.failed.get("resample") or (found.text if found else f"{n} draws as they should be")
     return [
         Finding(
             "drawn as often as said",
-            not found and not e.refused,
+            not found and not e.failed,
             said,
             "no law that is much likelier",
         )

@@ -19,7 +19,7 @@ import traitlets
 from IPython.display import HTML, display, update_display
 
 from ..core.types import Datum, DatumError
-from ..insight.doctor.doctor import SETTLED, Diagnosis, weigh
+from ..insight.doctor.doctor import CONCLUSIVE_SCORE, Diagnosis, rank_causes
 from ..insight.doctor.evidence import Evidence, tolerance
 from ..core.gaps import ROUNDING
 from ..show.html import HUES, SOFT, folded, number, table, tag, tint, token_strip
@@ -137,7 +137,7 @@ def _cause_words(d: Diagnosis, syncs: str) -> tuple[str, str]:  # (state, words)
     "The doctor's finding, as far as it is one; `well`, `found`, `likely` or `open`."
     if d.ok:
         return "well", ""
-    if d.certainty == "sure" and (d.cause not in MOVED or d.score >= SETTLED):
+    if d.certainty == "sure" and (d.cause not in MOVED or d.score >= CONCLUSIVE_SCORE):
         return "found", f"{d.cause}: {d.text}"
     if d.certainty == "likely" and d.cause not in MOVED:
         return "likely", f"probably {d.cause}: {d.text}" + (
@@ -192,8 +192,8 @@ def sides_payload(source: StepRecord | Sequence[Datum], e: Evidence) -> list[str
     if not isinstance(source, StepRecord):
         return []
     versions = {
-        "sampler version": e.stamps.sampler_version,
-        "trainer version": e.stamps.trainer_version,
+        "sampler version": e.provenance.sampler_version,
+        "trainer version": e.provenance.trainer_version,
     }
     out = [f"step {source.step}", *(f"{name} {v}" for name, v in versions.items() if v is not None)]
     return [*out, *filter(None, [syncs_words(source)])] if source.step > 1 else out
@@ -290,7 +290,7 @@ def overview_payload(
         for n, g, of in parts
     ]
     points = _points(e, rows, limit)
-    verdict = verdict_payload(e, diagnosis or weigh(e), syncs_words(source))
+    verdict = verdict_payload(e, diagnosis or rank_causes(e), syncs_words(source))
     far = np.abs(np.subtract(points["y"], points["x"]))
     return {
         "verdict": verdict,

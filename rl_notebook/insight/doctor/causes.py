@@ -14,37 +14,38 @@ import numpy as np
 import pandas as pd
 
 from rl_notebook.insight.doctor.evidence import (
-    CHANCE,
-    FEW,
+    MAX_CHANCE,
+    MIN_TOKENS_OFF,
     LIKELY,
     PLAUSIBLE,
     SURE,
     Evidence,
     Cause,
-    Redraw,
+    Resample,
 )
 from .evidence import beyond, coarsest, differs, excess, explained, floor
-from .evidence import judged, nearest_at, size, tolerance
+from .evidence import score_prediction, nearest_at, size, tolerance
 from ...core.gaps import Rounding, rounding
 
 # %% auto #0
 __all__ = []
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #d4ead6bc
+NO_MISMATCH = "no mismatch"
 NONE = "none of the known causes"
 FIXES: dict[str, str] = {
-    "all well": "No mismatch found.",
+    NO_MISMATCH: "Nothing to fix.",
     NONE: "Compare the two programs layer by layer on one of the tokens below: kernels, quantisation, positions, "
     "norms, and what the sampler does to the logits.",
     "shift": "Target i is token i + 1, on both sides: rl_notebook.core.align converts, and checks lengths.",
     "temperature": "Divide the logits by the sampling temperature on both sides, or on neither.",
-    "top-p or top-k": "Compare raw logprobs with raw ones, or draw with top_p=1 and top_k=0.",
+    "top-p or top-k": "Compare raw logprobs with raw ones, or sample with top_p=1 and top_k=0.",
     "stale weights": "Sync the sampler after every update; if it lags on purpose, tis='token' or anchor='rollout'.",
     "rows permuted": "Keep the logprobs of a row inside its datum instead of pairing rows by order of arrival.",
     "wrong group": "Key prompts and logprobs by group and sample instead of by position.",
     "BOS or template": "Hand over token ids, with no BOS, template or system message added: render the prompt once.",
     "padding side": "Pad on the right, or pass the attention mask and the positions that left padding needs.",
-    "mask leak": "Set weights to 1 only where the policy drew the token.",
+    "mask leak": "Set weights to 1 only where the policy sampled the token.",
     "dropout": "Call model.eval() before scoring, and set every dropout rate to 0.",
     "dtype or batching": "Score in the sampler's precision or in float32; what is left is noise of the arithmetic.",
     "wrong reference": "Make the reference a frozen copy of the policy as it is before its first update.",
@@ -52,10 +53,10 @@ FIXES: dict[str, str] = {
     "filled in": "Keep what the sampler reported of each token, its first one too; what is missing is no 0.",
     "non-finite": "Look for weights that diverged, or for a series that was never filled.",
 }
-SETTLES = {
+NEXT_EXPERIMENTS = {
     "dtype or batching": "load both sides in float32 and diagnose again: rounding goes, anything else stays",
-    "stale weights": "sync, draw a step anew, and diagnose that one",
-    "top-p or top-k": "draw a step at top_p 1 and top_k 0, and diagnose that one",
+    "stale weights": "sync, sample a new step, and diagnose that one",
+    "top-p or top-k": "sample a step at top_p 1 and top_k 0, and diagnose that one",
     "BOS or template": "compare the token ids that the sampler read with those that were sent",
     NONE: "score two tokens with both programs, then three, until they differ",
 }
@@ -72,7 +73,7 @@ def shift(e: Evidence) -> Iterator[Cause]:
         neighbour = (e.row[source] == e.row) & (e.target[source] == e.target + by)
         left = np.where(begun, np.where(neighbour, e.s[source] - e.p, np.nan), e.gap)
         where = "late" if by > 0 else "early"
-        yield judged(
+        yield score_prediction(
             e,
             "shift",
             left,
@@ -83,14 +84,14 @@ def shift(e: Evidence) -> Iterator[Cause]:
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #cdbbb769
 def mask_leak(e: Evidence) -> Iterator[Cause]:
-    "Weights are 1 where the policy drew nothing: by the samples' masks, or the sampler has no number where rows begin."
+    "Weights are 1 where the policy sampled nothing: by the samples' masks, or the sampler has no number where rows begin."
     leaked = sum(
         int((d.active & (m == 0)).sum())
-        for d, m in zip(e.datums, e.drawn, strict=True)
+        for d, m in zip(e.datums, e.sampled_masks, strict=True)
         if m is not None
     )
     if leaked:
-        text = f"{leaked} trained positions that the policy did not draw"
+        text = f"{leaked} trained positions that the policy did not sample"
         yield Cause("mask leak", 1.0, text, {"positions": leaked})
         return
     # 0 is right for a token that is certain
@@ -103,27 +104,27 @@ def mask_leak(e: Evidence) -> Iterator[Cause]:
     if begins and not any(cause.score >= SURE for cause in shift(e)):
         text = f"{empty[first].mean():.0%} of the rows begin with tokens that the sampler has no value for"
         shows = {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist())
-        for cause, score, why in leaked_or_drawn(e, empty, first):
+        for cause, score, why in leaked_or_sampled(e, empty, first):
             yield Cause(cause, score, text + why, *shows)
 
 
-def leaked_or_drawn(
+def leaked_or_sampled(
     e: Evidence, empty: np.ndarray, first: np.ndarray
 ) -> list[tuple[str, float, str]]:
     "Whether rows that begin without a value begin with the prompt: then those of one prompt begin alike."
     of = [
         (e.datums[row].group, past)
-        for row, past in zip(e.row[first], e.beginnings(False)[first], strict=True)
+        for row, past in zip(e.row[first], e.prefix_hashes(False)[first], strict=True)
     ]
     table: Any = pd.DataFrame({"prompt": of, "token": e.token[first], "p": e.p[first]})
     if np.r_[empty[1:] & ~first[1:], False][first].mean() > LIKELY:  # more than one token each
         return [("mask leak", 1.0, "")]
     if table.groupby("prompt")["token"].nunique().max() > 1:
-        return [("filled in", 1.0, ", different ones behind the same prompt: they were drawn")]
-    # so many would not begin alike
-    if np.exp(table["p"][table.duplicated("prompt")].sum()) <= CHANCE:
+        return [("filled in", 1.0, ", different ones behind the same prompt: they were sampled")]
+    # the policy would not sample the same first token this often
+    if np.exp(table["p"][table.duplicated("prompt")].sum()) <= MAX_CHANCE:
         return [("mask leak", 1.0, ", the same ones behind the same prompt")]
-    return [(cause, PLAUSIBLE, ", drawn or not") for cause in ("mask leak", "filled in")]
+    return [(cause, PLAUSIBLE, ", sampled or not") for cause in ("mask leak", "filled in")]
 
 
 def non_finite(e: Evidence) -> Iterator[Cause]:
@@ -139,7 +140,7 @@ def non_finite(e: Evidence) -> Iterator[Cause]:
 
 def wrong_reference(e: Evidence) -> Iterator[Cause]:
     "Before the first update policy and reference must be the same."
-    if not e.stamps.untrained or differs(e) or any(d.ref_logprobs is None for d in e.datums):
+    if not e.provenance.untrained or differs(e) or any(d.ref_logprobs is None for d in e.datums):
         return
     off = e.flat([d.ref_logprobs for d in e.datums]) - e.p
     if np.isfinite(off).all() and beyond(off, floor(e)):
@@ -182,7 +183,7 @@ def from_place(e: Evidence, row: int, width: int) -> np.ndarray:
     targets = e.target[e.row == row][:width]
     table = np.full((len(e.datums), width), np.nan)
     for other, echo in enumerate(e.controls.get("sampler", ())):
-        if echo is not None and other != row and e.stamps.trainer_temperature in (None, 1.0):
+        if echo is not None and other != row and e.provenance.trainer_temperature in (None, 1.0):
             there = targets < len(echo)
             table[other, np.flatnonzero(there)] = echo[targets[there]]
     return table
@@ -224,7 +225,7 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
     # by chance, in nats
     fits = np.isin(e.row[np.abs(e.gap) > tolerance(e)], [*moved]).sum() * np.log(tolerance(e))
     # a coarse precision lets some row fit a token or two
-    clear = fits + len(moved) * np.log(len(p)) < np.log(CHANCE)
+    clear = fits + len(moved) * np.log(len(p)) < np.log(MAX_CHANCE)
     # by chance, some are taken twice
     if moved and clear and different(moved.values()) > LIKELY * different(moved):
         place = {
@@ -241,16 +242,18 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
         known = by_row(e, np.arange(len(e.row)), width)
         flat = np.full(len(e.row), np.nan)
         flat[known[np.isfinite(known)].astype(int)] = left[np.isfinite(known)]
-        found = judged(e, cause, flat, f"rows paired anew ({pairs})", True, rows=len(moved))
+        result = score_prediction(
+            e, cause, flat, f"rows paired differently ({pairs})", True, rows=len(moved)
+        )
         # what is longer than its source was filled up
         least = PLAUSIBLE if len(moved) > LIKELY * len(off) else 0.0
-        yield replace(found, score=max(found.score, least))
+        yield replace(result, score=max(result.score, least))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5e2b35a8
-def written(e: Evidence) -> Iterator[Cause]:
+def wrong_number_format(e: Evidence) -> Iterator[Cause]:
     "How the sampler's numbers were written down, if that alone is wrong."
     rows = np.split(e.p, np.flatnonzero(np.diff(e.row)) + 1)
-    mean, sums = (
+    averages, sums = (
         np.concatenate(x)
         for x in ([np.full(len(r), r.mean()) for r in rows], [np.cumsum(r) for r in rows])
     )
@@ -261,23 +264,30 @@ def written(e: Evidence) -> Iterator[Cause]:
     }
     tried |= {
         "probabilities": np.exp(np.minimum(e.p, 0)),
-        "averages of a row": mean,
+        "averages of a row": averages,
         "sums from its beginning": sums,
     }
     for name, series in tried.items():
-        found = judged(e, NONE, e.s - series, f"the sampler's numbers are {name}")
-        if found.score >= SURE:
-            yield found
+        result = score_prediction(e, NONE, e.s - series, f"the sampler's numbers are {name}")
+        if result.score >= SURE:
+            yield result
     off = np.abs(e.gap) > tolerance(e)
-    if FEW <= off.sum() < len(off) and np.ptp(e.s[off]) < 1e-7 and np.ptp(e.p[off]) > tolerance(e):
+    if (
+        MIN_TOKENS_OFF <= off.sum() < len(off)
+        and np.ptp(e.s[off]) < 1e-7
+        and np.ptp(e.p[off]) > tolerance(e)
+    ):
         value = float(e.s[off][0])
         text = f"all that is off says {value:.4g}: a number that was filled in, or a limit"
         yield Cause("filled in" if value == 0 else NONE, 1.0 if value < 0 else PLAUSIBLE, text)
     reported = e.s[np.isfinite(e.s) & (e.s != 0)]
     for digits in range(5):
-        if len(reported) > FEW and np.abs(reported - reported.round(digits)).max() < 1e-9:
+        if (
+            len(reported) > MIN_TOKENS_OFF
+            and np.abs(reported - reported.round(digits)).max() < 1e-9
+        ):
             left = np.where(np.abs(e.gap) <= 0.51 * 10.0**-digits, 0, e.gap)
-            yield judged(
+            yield score_prediction(
                 e, "dtype or batching", left, f"the sampler's values have {digits} decimals"
             )
             return
@@ -285,31 +295,31 @@ def written(e: Evidence) -> Iterator[Cause]:
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #f632423d
 def both_scored(e: Evidence) -> list[tuple[np.ndarray, np.ndarray]]:
     "The logprobs (sampler, trainer at temperature 1) of each place at which rows part, one for each token."
-    t = e.stamps.trainer_temperature or 1.0
+    t = e.provenance.trainer_temperature or 1.0
     rows: Any = pd.DataFrame(
-        {"past": e.beginnings(False), "token": e.token, "s": e.s, "p": t * e.p}
+        {"past": e.prefix_hashes(False), "token": e.token, "s": e.s, "p": t * e.p}
     ).dropna()
     rows = rows.drop_duplicates(["past", "token"])
     parted = rows[rows.duplicated("past", keep=False)].groupby("past")
-    return [(own["s"].to_numpy(), own["p"].to_numpy()) for _, own in parted]
+    return [(place["s"].to_numpy(), place["p"].to_numpy()) for _, place in parted]
 
 
-MAX_TEMPERATURE = 20.0  # a temperature that somebody draws at
+MAX_TEMPERATURE = 20.0  # the highest temperature at which a sampler is plausibly used
 
 
 def sharpness_of(places: Sequence[tuple[np.ndarray, np.ndarray]]) -> float:
     "The factor between the differences of the sampler's logprobs and those of the trainer's."
-    apart = [(s - s.mean(), p - p.mean()) for s, p in places]
-    s, p = (np.concatenate(x) for x in zip(*apart, strict=True))
+    centred = [(s - s.mean(), p - p.mean()) for s, p in places]
+    s, p = (np.concatenate(x) for x in zip(*centred, strict=True))
     return float(s @ p / max(p @ p, 1e-12))
 
 
-def by_chance(places: Sequence[tuple[np.ndarray, np.ndarray]], draws: int = 1999) -> float:
+def by_chance(places: Sequence[tuple[np.ndarray, np.ndarray]], trials: int = 1999) -> float:
     "How often one factor explains as much of the gaps when they are shuffled, with random signs."
     s, p = (np.concatenate([np.diff(x) for x in side]) for side in zip(*places, strict=True))
     random = np.random.default_rng(0)
-    gaps = random.permuted(np.tile(s - p, (draws, 1)), axis=1) * random.choice(
-        [-1.0, 1.0], (draws, len(p))
+    gaps = random.permuted(np.tile(s - p, (trials, 1)), axis=1) * random.choice(
+        [-1.0, 1.0], (trials, len(p))
     )
     gaps = np.r_[[s - p], gaps]
     left = np.abs(gaps - np.outer(gaps @ p / max(p @ p, 1e-12), p)).sum(axis=1)
@@ -321,23 +331,29 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
     places = both_scored(e)
     if len(places) < 2 or not differs(e):
         return
-    own = e.stamps.trainer_temperature or 1.0  # at which the two should agree
-    before = np.concatenate([s - p / own - (s - p / own).mean() for s, p in places])
+    agreed_temperature = e.provenance.trainer_temperature or 1.0  # at which the two should agree
+    before = np.concatenate(
+        [s - p / agreed_temperature - (s - p / agreed_temperature).mean() for s, p in places]
+    )
     if not beyond(before, coarsest(e)):
-        if own == 1:  # elsewhere all differ by what makes probabilities of them
+        if agreed_temperature == 1:  # elsewhere all differ by what makes probabilities of them
             yield from one_level(e, np.array([(s - p).mean() for s, p in places]))
         return
     judges = [(a, places[k::2]) for k in (0, 1) for a in [sharpness_of(places[1 - k :: 2])]]
     left = np.concatenate([s - a * p - (s - a * p).mean() for a, half in judges for s, p in half])
     before = np.concatenate(
-        [s - p / own - (s - p / own).mean() for _, half in judges for s, p in half]
+        [
+            s - p / agreed_temperature - (s - p / agreed_temperature).mean()
+            for _, half in judges
+            for s, p in half
+        ]
     )
     shared = np.array([(s - a * p).mean() for a, half in judges for s, p in half])
     gone = explained(before, left, tolerance(e))
     sharpness = sharpness_of(places)
     # without a shared number it is another logarithm
     possible = sharpness > 1 / MAX_TEMPERATURE and beyond(shared, floor(e))
-    if gone >= SURE and possible and by_chance(places) <= CHANCE:
+    if gone >= SURE and possible and by_chance(places) <= MAX_CHANCE:
         t = 1 / sharpness
         text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
         yield Cause(
@@ -359,15 +375,15 @@ def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
             most = 1 - float(np.exp(-high.max()))
             text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
             # and not the signs of many
-            noise = high.max() <= floor(e).largest and 2.0 ** -(high > tol).sum() > CHANCE
+            noise = high.max() <= floor(e).largest and 2.0 ** -(high > tol).sum() > MAX_CHANCE
             score = max(0.0, 1 - below) * (PLAUSIBLE if noise else 1)
             yield Cause("top-p or top-k", score, text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
 def other_temperature(e: Evidence) -> Iterator[Cause]:
     "The record says that tokens were sampled at another temperature than the one at which both sides score them."
-    sampled = e.stamps.sampler_temperature
-    scored = e.stamps.trainer_temperature
+    sampled = e.provenance.sampler_temperature
+    scored = e.provenance.trainer_temperature
     if not differs(e) and sampled and scored and sampled != scored:  # 0 is greedy
         text = f"both sides score at {scored:g} and agree, but the tokens were sampled at {sampled:g}, as recorded"
         yield Cause(
@@ -378,10 +394,12 @@ def other_temperature(e: Evidence) -> Iterator[Cause]:
 def from_series(e: Evidence) -> Iterator[Cause]:
     "A temperature, or a cut, from the two series and what is claimed of them."
     claimed = {
-        x for x in (e.stamps.trainer_temperature, e.stamps.sampler_temperature) if x is not None
+        x
+        for x in (e.provenance.trainer_temperature, e.provenance.sampler_temperature)
+        if x is not None
     }
     if len(claimed) > 1:
-        yield Cause("temperature", PLAUSIBLE, f"drawn and scored at {sorted(claimed)}")
+        yield Cause("temperature", PLAUSIBLE, f"sampled and scored at {sorted(claimed)}")
     elif explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= SURE:  # a cut lowers none
         cause = "temperature" if beyond(np.minimum(e.gap, 0), floor(e)) else "top-p or top-k"
         yield Cause(
@@ -389,10 +407,12 @@ def from_series(e: Evidence) -> Iterator[Cause]:
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
-NO_CHANCE = 1e-4  # probability of what is not put down to chance
-CLEAR = -float(np.log(NO_CHANCE))  # nats
+MAX_FALSE_ALARMS = 1e-4  # probability of what is not put down to chance
+MIN_GAIN = -float(np.log(MAX_FALSE_ALARMS))  # nats
 INVERSE_TEMPERATURES = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
-CUTS = np.array([0.5, 0.1, 0.02, 0.001])  # of "something else", so much is still drawn
+KEPT_OF_OTHERS = np.array(
+    [0.5, 0.1, 0.02, 0.001]
+)  # share of "something else" that is still sampled
 DIRICHLET_CONCENTRATIONS = np.array(
     [3.0, 10.0, 30.0, 100.0]
 )  # other odds: Dirichlet laws around what is claimed
@@ -401,27 +421,33 @@ DIRICHLET_CONCENTRATIONS = np.array(
 log_gamma = np.vectorize(math.lgamma)
 
 
-def gains(r: Redraw, half: int, tol: float) -> dict[str, np.ndarray]:
+def gains(r: Resample, half: int, tol: float) -> dict[str, np.ndarray]:
     "Nats by which the counts of a half are likelier than claimed, for each strength of each law."
     named = r.counts[1 - half] > 0
-    own, counts, rest = r.claimed[named], r.counts[half][named], int(r.counts[half][~named].sum())
-    all_named = np.logaddexp.reduce(own)
+    claimed, counts, rest = (
+        r.claimed[named],
+        r.counts[half][named],
+        int(r.counts[half][~named].sum()),
+    )
+    all_named = np.logaddexp.reduce(claimed)
     other = max(-float(np.expm1(all_named)), 1e-9)
     # what rounding took from the others is theirs
-    claim = counts @ own + rest * np.log(other + tol)
+    claim = counts @ claimed + rest * np.log(other + tol)
     of_named = np.array(
         [
-            counts @ (a * own) - counts.sum() * np.logaddexp.reduce(a * own)
+            counts @ (a * claimed) - counts.sum() * np.logaddexp.reduce(a * claimed)
             for a in (1.0, *INVERSE_TEMPERATURES)
         ]
     )
     cut = (
-        rest * np.log(CUTS * other)
-        + counts.sum() * (np.log1p(-CUTS * other) - all_named)
-        + counts @ own
+        rest * np.log(KEPT_OF_OTHERS * other)
+        + counts.sum() * (np.log1p(-KEPT_OF_OTHERS * other) - all_named)
+        + counts @ claimed
     )
     # a claim may be a mark such as -9999
-    prior = DIRICHLET_CONCENTRATIONS[:, None] * np.r_[np.maximum(np.exp(own), 1e-300), other + tol]
+    prior = (
+        DIRICHLET_CONCENTRATIONS[:, None] * np.r_[np.maximum(np.exp(claimed), 1e-300), other + tol]
+    )
     seen = np.r_[counts, rest]
     total = prior.sum(axis=1)
     loose = (
@@ -436,35 +462,39 @@ def gains(r: Redraw, half: int, tol: float) -> dict[str, np.ndarray]:
     }
 
 
-def draws(e: Evidence) -> dict[str, tuple[float, int]]:
+def resample_gains(e: Evidence) -> dict[str, tuple[float, int]]:
     "For each law the nats by which it is likelier than what is claimed, and the best of its strengths."
-    found = dict[str, tuple[float, int]]()
-    for cause in ("temperature", "top-p or top-k", NONE) if e.redraws else ():
+    gains_by_cause = dict[str, tuple[float, int]]()
+    for cause in ("temperature", "top-p or top-k", NONE) if e.resamples else ():
         halves = np.array(
-            [sum(gains(r, half, tolerance(e))[cause] for r in e.redraws) for half in (0, 1)]
+            [sum(gains(r, half, tolerance(e))[cause] for r in e.resamples) for half in (0, 1)]
         )
         mean = np.logaddexp.reduce(halves, axis=None) - np.log(halves.size)
-        found[cause] = float(mean), int(halves.sum(axis=0).argmax())
-    return found
+        gains_by_cause[cause] = float(mean), int(halves.sum(axis=0).argmax())
+    return gains_by_cause
 
 
 def sampled_otherwise(e: Evidence) -> Iterator[Cause]:
-    "Tokens that were drawn again have other odds than the sampler claims."
-    found = {cause: (gain, best) for cause, (gain, best) in draws(e).items() if gain > CLEAR}
-    if differs(e) or not found:  # where the numbers are wrong, they claim nothing
+    "Tokens that were sampled again have other odds than the sampler reports."
+    gains_by_cause = {
+        cause: (gain, best) for cause, (gain, best) in resample_gains(e).items() if gain > MIN_GAIN
+    }
+    if differs(e) or not gains_by_cause:  # where the numbers are wrong, they claim nothing
         return
-    # what is colder draws less of the rest, too, and other odds fit a temperature or a cut nearly as well
-    cause = next(cause for cause in ("temperature", "top-p or top-k", NONE) if cause in found)
-    if found.get(NONE, (0.0, 0))[0] > found[cause][0] + CLEAR:
+    # a lower temperature also samples less of the rest, and other odds fit a temperature or a cut nearly as well
+    cause = next(
+        cause for cause in ("temperature", "top-p or top-k", NONE) if cause in gains_by_cause
+    )
+    if gains_by_cause.get(NONE, (0.0, 0))[0] > gains_by_cause[cause][0] + MIN_GAIN:
         cause = NONE
-    n = int(sum(r.counts.sum() for r in e.redraws))
-    gain, best = found[cause]
+    n = int(sum(r.counts.sum() for r in e.resamples))
+    gain, best = gains_by_cause[cause]
     named = {
         "temperature": f"temperature {1 / INVERSE_TEMPERATURES[best]:.2f}",
         NONE: "other odds, of no temperature or cut",
     }
-    text = f"{n} tokens drawn again fit {named.get(cause, 'a cut')} better than what is claimed, by {gain:.0f} nats"
-    yield Cause(cause, 1.0, text, {"draws": n, "nats": gain})
+    text = f"{n} tokens sampled again fit {named.get(cause, 'a cut')} better than the reported probabilities, by {gain:.0f} nats"
+    yield Cause(cause, 1.0, text, {"tokens": n, "nats": gain})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3a28c39e
 CONTEXTS = {  # first words of a control: its cause
@@ -481,11 +511,11 @@ CONTEXTS = {  # first words of a control: its cause
 
 def other_text(e: Evidence) -> Iterator[Cause]:
     "One side reads another text, or other ids: what this changes is the gap, whatever was learned since."
-    for side, recorded, given in (("policy", e.p, e.s), ("sampler", e.s, e.p)):
-        wanted = given + np.nan_to_num(e.flat(f"{side}, as it stands") - recorded)
+    for side, recorded, other_series in (("policy", e.p, e.s), ("sampler", e.s, e.p)):
+        wanted = other_series + np.nan_to_num(e.flat(f"{side}, as recorded") - recorded)
         for start, cause in CONTEXTS.items():
             tried = [name for name in e.controls if name.startswith(f"{side}, {start}")]
-            left = np.full(len(given), np.nan)
+            left = np.full(len(other_series), np.nan)
             used = dict[str, None]()
             for row in sorted(
                 {row for name in tried for row, x in enumerate(e.controls[name]) if x is not None}
@@ -501,7 +531,7 @@ def other_text(e: Evidence) -> Iterator[Cause]:
                 used[name.partition(", ")[2]] = None
             if used:
                 other = "sampler" if side == "policy" else "trainer"
-                yield judged(
+                yield score_prediction(
                     e,
                     cause,
                     left,
@@ -511,23 +541,23 @@ def other_text(e: Evidence) -> Iterator[Cause]:
 
 def vocabulary(e: Evidence) -> Iterator[Cause]:
     "The trainer is more surprised by the sampler's tokens than a model that knows nothing."
-    ids = e.stamps.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
+    ids = e.provenance.vocab_size or 1 + max(int(d.tokens.max()) for d in e.datums)
     known = np.isfinite(e.gap)
     absurd = known & (e.p < -np.log(ids)) & (e.s > -np.log(ids))
     share = excess(e.gap[absurd], 0.0) * absurd.sum() / max(excess(e.gap, 0.0) * known.sum(), 1e-12)
-    if differs(e) and absurd.sum() >= FEW:
+    if differs(e) and absurd.sum() >= MIN_TOKENS_OFF:
         at = np.flatnonzero(absurd).tolist()
         text = f"{len(at)} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
         yield Cause("vocabulary", PLAUSIBLE * share, text, {"tokens": len(at)}, tuple(at))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
-# a gap may be so many times what two scorings differ by: both are means of a few large values
+# how many times the difference of two scorings a gap may be: both are means of a few large values
 NOISE_FACTOR = 4
 
 
-def twins(e: Evidence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (T,) each
-    "The same token behind the same past, in two rows: both compared positions, and whether the rows are as long."
-    begun = e.beginnings(True)
+def repeated_prefix_pairs(e: Evidence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (T,) each
+    "The same token behind the same prefix, in two rows: both compared positions, and whether the rows are as long."
+    begun = e.prefix_hashes(True)
     length = np.array([len(d.tokens) for d in e.datums])[e.row]
     order = np.lexsort((length, begun))
     a = order[:-1]
@@ -536,11 +566,11 @@ def twins(e: Evidence) -> tuple[np.ndarray, np.ndarray, np.ndarray]:  # (T,) eac
     return a, b, length[a] == length[b]
 
 
-def torn(pairs: Sequence[np.ndarray], series: np.ndarray) -> tuple[float, float]:
+def max_pair_diff(pairs: Sequence[np.ndarray], series: np.ndarray) -> tuple[float, float]:
     "Largest difference of such a pair: in rows of the same length, and of different length."
     a, b, alike = pairs
-    apart = np.nan_to_num(np.abs(series[a] - series[b]))
-    return float(apart[alike].max(initial=0.0)), float(apart[~alike].max(initial=0.0))
+    diffs = np.nan_to_num(np.abs(series[a] - series[b]))
+    return float(diffs[alike].max(initial=0.0)), float(diffs[~alike].max(initial=0.0))
 
 
 def repeated(e: Evidence) -> Iterator[Cause]:
@@ -556,49 +586,49 @@ def repeated(e: Evidence) -> Iterator[Cause]:
         )
         text = f"scored twice, the same datums differ by up to {size(twice).largest:.2g} nats"
         yield Cause("dropout", share, text, {"twice": size(twice).largest})
-    elif beyond(alone, rounding(e.stamps.trainer_dtype or "float32")):
-        found = judged(
+    elif beyond(alone, rounding(e.provenance.trainer_dtype or "float32")):
+        result = score_prediction(
             e,
             "padding side",
             e.s - e.flat("policy alone"),
             "rows scored alone say what the sampler says",
         )
-        yield found
-        if found.score < SURE:
+        yield result
+        if result.score < SURE:
             text = "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
             yield Cause("dropout", LIKELY, text)
 
 
 def self_contradiction(e: Evidence) -> Iterator[Cause]:
     "The same of a record: between rows that begin alike, or between the pass with gradients and the pass before it."
-    pairs = twins(e)
+    pairs = repeated_prefix_pairs(e)
     allowed = floor(e).largest
     off = e.flat(e.gradients) - e.p
-    if "policy again" not in e.controls and max(torn(pairs, e.s)) <= allowed < max(
-        torn(pairs, e.p)
+    if "policy again" not in e.controls and max(max_pair_diff(pairs, e.s)) <= allowed < max(
+        max_pair_diff(pairs, e.p)
     ):
-        same, other = torn(pairs, e.p)
-        text = f"the same token behind the same past differs by up to {max(same, other):.2g} nats for the trainer"
+        same, other = max_pair_diff(pairs, e.p)
+        text = f"the same token behind the same prefix differs by up to {max(same, other):.2g} nats for the trainer"
         yield Cause(
             "dropout" if same > allowed else "padding side",
             PLAUSIBLE,
             text,
-            {"twins": max(same, other)},
+            {"largest": max(same, other)},
         )
     if beyond(off, floor(e)) and not differs(e):
-        same, other = torn(pairs, e.flat(e.gradients))
+        same, other = max_pair_diff(pairs, e.flat(e.gradients))
         text = f"with the same weights the pass with gradients differs by up to {size(off).largest:.2g} nats"
         yield Cause("padding side" if same <= allowed < other else "dropout", PLAUSIBLE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
 def stale_weights(e: Evidence) -> Iterator[Cause]:
-    "The sampler drew from older weights than the trainer scored with."
+    "The sampler sampled with older weights than the trainer scored with."
     series = e.controls.get("reference", [d.ref_logprobs for d in e.datums])
-    if not e.stamps.untrained and any(x is not None for x in series):
-        yield judged(
+    if not e.provenance.untrained and any(x is not None for x in series):
+        yield score_prediction(
             e, "stale weights", e.s - e.flat(series), "the sampler says what the reference says"
         )
-    t = e.stamps.trainer_temperature or 1.0
+    t = e.provenance.trainer_temperature or 1.0
     tol = tolerance(e)
     # it may have learned since
     today = np.where(np.isfinite(e.flat("policy")), e.flat("policy"), e.p)
@@ -606,67 +636,72 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
         before = e.flat("sampler")
         after = e.flat("sampler synced")
         raw = e.flat(e.raw)
-        said = (
+        recorded = (
             raw - before if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(before, t, e.s)
         )
         if excess(after - before, tol) > LIKELY * excess(e.gap, tol):
             text = "the sampler says it until a sync, and after it what the trainer says"
-            yield judged(e, "stale weights", said + nearest_at(after, t, today) - today, text)
+            yield score_prediction(
+                e, "stale weights", recorded + nearest_at(after, t, today) - today, text
+            )
         if excess(after - before, tol) > (1 - SURE) * excess(e.gap, tol):
             moved = size(after - before).mean
-            text = (
-                f"a sync changes what the sampler says, by {moved:.2g} nats a token: it was behind"
-            )
+            text = f"a sync changes what the sampler says, by {moved:.2g} nats per token: it was behind"
             yield Cause("stale weights", LIKELY, text)
     since = explained(e.gap, nearest_at(e.flat("sampler"), t, today) - today, tol)
     scored = np.where(
         np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler")
     )
-    # of a token that it draws again; NaN = not known
-    drawn_now = e.flat("sampler drawing") - scored
+    # of a token that is sampled again; NaN = not known
+    resampled_change = e.flat("sampler resampled") - scored
     if since >= SURE and any(
-        np.logaddexp.reduce(r.claimed) > coarsest(e).largest for r in e.redraws
+        np.logaddexp.reduce(r.claimed) > coarsest(e).largest for r in e.resamples
     ):
         yield Cause(
             NONE,
             PLAUSIBLE,
             "what the sampler says of the tokens of one place adds up to more than 1",
         )
-    elif since >= SURE and size(drawn_now).mean > LIKELY * size(e.gap[np.isfinite(drawn_now)]).mean:
-        text = "it scores given tokens as the trainer does; drawing, it reads another prompt, or changes the odds"
+    elif (
+        since >= SURE
+        and size(resampled_change).mean > LIKELY * size(e.gap[np.isfinite(resampled_change)]).mean
+    ):
+        text = "it scores given tokens as the trainer does; when it samples, it reads another prompt, or changes the odds"
         yield Cause("BOS or template", LIKELY, text)
-        if not e.stamps.untrained:
+        if not e.provenance.untrained:
             yield Cause(
                 "stale weights",
-                GUESS,
-                "drawing, it may read a cache that older weights have filled",
+                GUESS_SCORE,
+                "when it samples, it may read a cache that older weights have filled",
             )
     elif since >= SURE:
-        text = "the sampler says today what the trainer says, and not what it drew with"
+        text = "the sampler says today what the trainer says, and not what it sampled with"
         yield Cause("stale weights", LIKELY, text)
-    versions = {x for x in (e.stamps.trainer_version, e.stamps.sampler_version) if x is not None}
+    versions = {
+        x for x in (e.provenance.trainer_version, e.provenance.sampler_version) if x is not None
+    }
     if len(versions) > 1 and differs(e) and "sampler" not in e.controls:
         yield Cause("stale weights", PLAUSIBLE, f"versions {sorted(versions)} of the weights")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3ee7f404
-GUESS = 0.3  # nothing speaks against it
-TEMPLATE = 5.0  # nats at a token: a few updates move none so far, another prompt does
-STATISTICAL = 4.0  # standard errors
-# what one side in 16 bits makes as a rule, and by how much steps differ
-HALF = Rounding(0.02, 0.25)
-ALIKE = 10.0
+GUESS_SCORE = 0.3  # nothing speaks against it
+MIN_TEMPLATE_GAP = 5.0  # nats: a few updates move no token this far, another prompt does
+MAX_STANDARD_ERRORS = 4.0  # standard errors
+# what one side in 16 bits usually makes, and how much larger the mean gap of one step may be than that of another
+HALF_PRECISION_GAP = Rounding(0.02, 0.25)
+MAX_STEP_RATIO = 10.0
 
 
 def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
     "Rounding of one side: small, and without a direction."
-    dtypes = sorted({d for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d})
+    dtypes = sorted({d for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d})
     gap = e.gap[np.isfinite(e.gap)]
     centred = len(gap) > 1 and abs(gap.mean()) < max(
-        STATISTICAL * gap.std() / len(gap) ** 0.5, tolerance(e)
+        MAX_STANDARD_ERRORS * gap.std() / len(gap) ** 0.5, tolerance(e)
     )
     again = (
         e.flat("sampler") - e.flat("policy")
-        if e.stamps.trainer_temperature in (None, 1.0)
+        if e.provenance.trainer_temperature in (None, 1.0)
         else e.gap
     )
     # arithmetic is there whenever it is asked
@@ -675,40 +710,44 @@ def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
         differs(e)
         and centred
         and stays
-        and not e.stamps.agreed
+        and not e.provenance.agreed
         and not beyond(gap, rounding("bfloat16"))
     ):
         by_step: Any = pd.Series(np.abs(e.gap)).groupby(np.array(e.steps)[e.row]).mean()
-        alike = len(by_step) > 1 and by_step.max() < ALIKE * by_step.min() and not beyond(gap, HALF)
-        how = (
+        alike = (
+            len(by_step) > 1
+            and by_step.max() < MAX_STEP_RATIO * by_step.min()
+            and not beyond(gap, HALF_PRECISION_GAP)
+        )
+        where = (
             "in every step, as where one side is in 16 bits"
             if alike
             else f"({' and '.join(dtypes)})"
         )
-        text = f"small, and without a direction: {size(gap).mean:.2g} nats on average {how}"
+        text = f"small, and without a direction: {size(gap).mean:.2g} nats on average {where}"
         known = "policy" in e.controls or len(dtypes) > 1 or alike
-        yield Cause("dtype or batching", PLAUSIBLE if known else GUESS, text)
+        yield Cause("dtype or batching", PLAUSIBLE if known else GUESS_SCORE, text)
 
 
-def scatter(e: Evidence) -> Iterator[Cause]:
+def unexplained_gap(e: Evidence) -> Iterator[Cause]:
     "What a record alone leaves open."
     if not differs(e) or "policy" in e.controls:
         return
-    a, b, _ = twins(e)
+    a, b, _ = repeated_prefix_pairs(e)
     text = f"a scatter of {np.nanstd(e.gap):.2g} nats around {np.nanmean(e.gap):+.2g}"
     left = ["stale weights", "BOS or template"]
-    left = left if size(e.gap).largest <= TEMPLATE else left[::-1]  # the likelier first
-    if e.stamps.agreed:  # so it is nothing that is the same in every step
+    left = left if size(e.gap).largest <= MIN_TEMPLATE_GAP else left[::-1]  # the likelier first
+    if e.provenance.agreed:  # so it is nothing that is the same in every step
         left = ["stale weights"]
         text = f"{text}, and both sides agree in an earlier step"
-    elif e.stamps.untrained:
+    elif e.provenance.untrained:
         left = ["BOS or template"]
         text = f"{text}, though the policy is still its reference"
     # of the trainer, in rows that begin alike
-    if len(a) < FEW or beyond(e.p[a] - e.p[b], floor(e)):
+    if len(a) < MIN_TOKENS_OFF or beyond(e.p[a] - e.p[b], floor(e)):
         left.append("dropout")
     for k, cause in enumerate(left):
-        score = GUESS / 2 if k else PLAUSIBLE if e.stamps.agreed else GUESS
+        score = GUESS_SCORE / 2 if k else PLAUSIBLE if e.provenance.agreed else GUESS_SCORE
         prompt = (
             ", as another prompt makes it: BOS, template or system message"
             if left == ["BOS or template"]
@@ -722,9 +761,13 @@ def no_mismatch(e: Evidence) -> Iterator[Cause]:
     if differs(e) or not np.isfinite(e.gap).all():
         return
     text = f"{(np.abs(e.gap) > tolerance(e)).mean():.0%} of the tokens differ by more than {tolerance(e):.1g} nats"
-    if e.stamps.raw:
-        text += "; raw logprobs: how far the settings cut or penalise the draws is not looked at"
-    n = int(sum(r.counts.sum() for r in e.redraws))
+    if e.provenance.raw:
+        text += (
+            "; raw logprobs: whether the settings cut or penalise as they should is not looked at"
+        )
+    n = int(sum(r.counts.sum() for r in e.resamples))
     yield Cause(
-        "all well", 1.0, text + (f"; {n} tokens drawn again look drawn as claimed" if n else "")
+        NO_MISMATCH,
+        1.0,
+        text + (f"; {n} tokens sampled again fit the reported probabilities" if n else ""),
     )

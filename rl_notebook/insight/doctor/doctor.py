@@ -19,7 +19,8 @@ from rl_notebook.insight.doctor.causes import (
     CONTEXTS,
     FIXES,
     NONE,
-    SETTLES,
+    NO_MISMATCH,
+    NEXT_EXPERIMENTS,
     no_mismatch,
     sampled_otherwise,
 )
@@ -38,13 +39,13 @@ from rl_notebook.insight.doctor.causes import (
     repeated,
 )
 from rl_notebook.insight.doctor.causes import (
-    scatter,
+    unexplained_gap,
     self_contradiction,
     shift,
     stale_weights,
     vocabulary,
 )
-from .causes import written, wrong_reference
+from .causes import wrong_number_format, wrong_reference
 from ...config.aliases import words_for
 from ...task.chat import render
 from rl_notebook.core.types import (
@@ -62,7 +63,7 @@ from rl_notebook.insight.doctor.evidence import (
     SURE,
     Evidence,
     Cause,
-    Redraw,
+    Resample,
     beyond,
     differs,
     floor,
@@ -78,22 +79,28 @@ from ...runs.records import StepRecord, expect, html_table
 from ...core.gaps import ROUNDING, Rounding
 
 # %% auto #0
-__all__ = ['Hypothesis', 'COUNTED', 'GAP_HYPOTHESES', 'HYPOTHESES', 'Diagnosis', 'diagnose']
+__all__ = ['Hypothesis', 'GAP_FREE_HYPOTHESES', 'GAP_HYPOTHESES', 'HYPOTHESES', 'Diagnosis', 'diagnose']
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #5306cdfb
 Hypothesis = Callable[[Evidence], Iterable[Cause]]
-# these need no gap
-COUNTED: tuple[Hypothesis, ...] = (
+# asked of every step; the others only where trainer and sampler differ
+GAP_FREE_HYPOTHESES: tuple[Hypothesis, ...] = (
     no_mismatch,
     mask_leak,
     non_finite,
     wrong_reference,
     other_tokens,
 )
-COUNTED += (other_temperature, sampled_otherwise, repeated, self_contradiction)
-GAP_HYPOTHESES: tuple[Hypothesis, ...] = (shift, moved_rows, written, other_logits, from_series)
-GAP_HYPOTHESES += (stale_weights, other_text, dtype_or_batching, vocabulary, scatter)
-HYPOTHESES = COUNTED + GAP_HYPOTHESES
+GAP_FREE_HYPOTHESES += (other_temperature, sampled_otherwise, repeated, self_contradiction)
+GAP_HYPOTHESES: tuple[Hypothesis, ...] = (
+    shift,
+    moved_rows,
+    wrong_number_format,
+    other_logits,
+    from_series,
+)
+GAP_HYPOTHESES += (stale_weights, other_text, dtype_or_batching, vocabulary, unexplained_gap)
+HYPOTHESES = GAP_FREE_HYPOTHESES + GAP_HYPOTHESES
 _SEEN = 0.005  # a score below which a finding is folded
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #630e634c
@@ -143,15 +150,15 @@ class Diagnosis:
     noise_floor: float | None = None  # nats, as measured; None = it was not
     largest: float = 0.0  # nats, the largest gap
     controls: tuple[str, ...] = ()  # experiments that were made
-    # and those that the backend did not run
-    refused: Mapping[str, str] = field(default_factory=dict)
+    # control: why it gave no result
+    failed: Mapping[str, str] = field(default_factory=dict)
     # what the gap follows: depth, turn, a class of tokens; empty where the cause is sure
-    sits: str = ""
+    location: str = ""
 
     @property
     def ok(self) -> bool:
-        "Whether all is well."
-        return self.cause == "all well"
+        "Whether there is no mismatch."
+        return self.cause == NO_MISMATCH
 
     @property
     def certainty(self) -> str:
@@ -165,17 +172,17 @@ class Diagnosis:
 
     @property
     def answer(self) -> tuple[str, str, str, str, str]:
-        "How sure and which cause, why, where the gap sits, what would settle it, and the fix."
+        "How sure and which cause, why, where the gap is, which experiment would decide, and the fix."
         sure = "" if self.certainty == "sure" else f", {self.certainty}"
         other = " or ".join(self.undecided)
-        doubt = [f"With what is known it cannot be told from {other}."] if other else []
-        if self.settles:
-            doubt += [f"To settle it: {self.settles}."]
-        sits = f"{self.sits[0].upper()}{self.sits[1:]}." if self.sits else ""
-        return f"{self.cause}{sure}:", f"{self.text}.", sits, " ".join(doubt), self.fix
+        doubt = [f"With what is known it cannot be distinguished from {other}."] if other else []
+        if self.next_experiment:
+            doubt += [f"To decide: {self.next_experiment}."]
+        location = f"{self.location[0].upper()}{self.location[1:]}." if self.location else ""
+        return f"{self.cause}{sure}:", f"{self.text}.", location, " ".join(doubt), self.fix
 
     @property
-    def settles(self) -> str:
+    def next_experiment(self) -> str:
         "The experiment that would remove the doubt; empty = there is none."
         if self.ok or self.certainty == "sure":
             return ""
@@ -183,7 +190,10 @@ class Diagnosis:
             return (
                 "diagnose(record, backend=backend), so that both sides score the same tokens again"
             )
-        return next((SETTLES[c] for c in (self.cause, *self.undecided) if c in SETTLES), "")
+        return next(
+            (NEXT_EXPERIMENTS[c] for c in (self.cause, *self.undecided) if c in NEXT_EXPERIMENTS),
+            "",
+        )
 
     def __repr__(self) -> str:
         hypotheses = [
@@ -209,7 +219,7 @@ def measured_words(d: Diagnosis) -> str:
         f"largest gap {d.largest:.2g} nats, rounding explains {d.tolerance}; noise floor {floor}"
     ]
     parts += [f"controls: {', '.join(d.controls)}" if d.controls else "from the record alone"]
-    return "; ".join([*parts, *(f"{name} was refused: {why}" for name, why in d.refused.items())])
+    return "; ".join([*parts, *(f"{name} failed: {why}" for name, why in d.failed.items())])
 
 
 def finding_rows(d: Diagnosis, seen: bool = True) -> list[list[Any]]:
@@ -217,7 +227,7 @@ def finding_rows(d: Diagnosis, seen: bool = True) -> list[list[Any]]:
     wanted = (
         f
         for f in d.findings
-        if (f.score >= _SEEN) == seen and (seen or f.cause not in ("all well", NONE))
+        if (f.score >= _SEEN) == seen and (seen or f.cause not in (NO_MISMATCH, NONE))
     )
     return [[f.cause, round(float(f.score), 2), f.text] for f in wanted]
 
@@ -240,13 +250,13 @@ def diagnosis_html(d: Diagnosis) -> str:
     rest = html_table(columns, finding_rows(d, False))
     folded = f"<details><summary>Excluded</summary>{rest}</details>"
     cause, why, *more = map(html.escape, (*d.answer, measured_words(d)))
-    said = f"<p><b>{cause}</b> {why}</p>" + "".join(f"<p>{line}</p>" for line in more if line)
-    return f"{said}{html_table(columns, finding_rows(d))}{folded}{tokens}"
+    verdict = f"<p><b>{cause}</b> {why}</p>" + "".join(f"<p>{line}</p>" for line in more if line)
+    return f"{verdict}{html_table(columns, finding_rows(d))}{folded}{tokens}"
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #1c41e3f7
 def departs(e: Evidence) -> str:
     "Which side does not say again what was recorded of it."
-    at_one = e.stamps.trainer_temperature in (None, 1.0)
+    at_one = e.provenance.trainer_temperature in (None, 1.0)
     again = {"trainer": e.flat("policy") - e.p if "policy" in e.controls else np.zeros(0)}
     again["sampler"] = (
         e.flat("sampler") - e.s if "sampler" in e.controls and at_one else np.zeros(0)
@@ -263,17 +273,17 @@ def departs(e: Evidence) -> str:
 def none_of_these(e: Evidence, best: float) -> Iterator[Cause]:
     "What is said when experiments were made, as far as no cause explains the gap."
     if differs(e) and "policy" in e.controls and best < SURE:
-        text = f"{size(e.gap).mean:.2g} nats a token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
+        text = f"{size(e.gap).mean:.2g} nats per token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
         # not all prompts that a server might read were tried
         yield Cause(NONE, min(1 - best, PLAUSIBLE), text)
 
 
-def weigh(e: Evidence) -> Diagnosis:
+def rank_causes(e: Evidence) -> Diagnosis:
     "Ask every hypothesis; pure, so the same evidence gives the same diagnosis."
-    asked = [f for ask in (HYPOTHESES if differs(e) else COUNTED) for f in ask(e)]
+    asked = [f for ask in (HYPOTHESES if differs(e) else GAP_FREE_HYPOTHESES) for f in ask(e)]
     asked += none_of_these(e, max((f.score for f in asked), default=0.0))
     strongest = dict[str, Cause]()
-    for f in sorted(asked, key=lambda f: (f.cause == "all well", -f.score)):
+    for f in sorted(asked, key=lambda f: (f.cause == NO_MISMATCH, -f.score)):
         strongest.setdefault(f.cause, f)
     excluded = [
         Cause(cause, 0.0, "nothing speaks for it") for cause in FIXES if cause not in strongest
@@ -290,14 +300,14 @@ def weigh(e: Evidence) -> Diagnosis:
         text=best.text,
         numbers=best.numbers,
         tokens=shown_tokens(e, best.positions),
-        fix=words_for(e.stamps.sources)(FIXES[best.cause]),
+        fix=words_for(e.provenance.sources)(FIXES[best.cause]),
         findings=findings,
-        undecided=tuple(cause for cause in close if cause != "all well"),
+        undecided=tuple(cause for cause in close if cause != NO_MISMATCH),
         tolerance=floor(e),
         noise_floor=noise_floor(e),
         largest=size(e.gap).largest,
         controls=tuple(dict.fromkeys(name.partition(",")[0] for name in e.controls)),
-        refused=e.refused,
+        failed=e.failed,
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2683ea0d
@@ -307,12 +317,12 @@ def worst_rows(e: Evidence, limit: int) -> list[int]:
     return np.argsort(-gap, kind="stable")[:limit].tolist()
 
 
-def placed(
-    e: Evidence, rows: Sequence[int], found: Sequence[Logprobs]
+def one_per_datum(
+    e: Evidence, rows: Sequence[int], scored: Sequence[Logprobs]
 ) -> tuple[np.ndarray | None, ...]:
     "One array per datum, None for those that were not scored."
-    made = dict(zip(rows, found, strict=True))
-    return tuple(made[r].values if r in made else None for r in range(len(e.datums)))
+    by_row = dict(zip(rows, scored, strict=True))
+    return tuple(by_row[r].values if r in by_row else None for r in range(len(e.datums)))
 
 
 async def echo_all(backend: Backend, tokens: Iterable[np.ndarray]) -> list[Logprobs]:
@@ -329,54 +339,60 @@ async def rescore(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     longest = max(rows, key=lambda r: len(e.datums[r].tokens))
     few = sorted({longest, *[r for r in worst_rows(e, len(e.datums)) if r in set(rows)][:2]})
     alone = [(await score([e.datums[r]]))[0] for r in few]
-    series = {"policy": placed(e, rows, once), "policy again": placed(e, rows, again)}
-    series |= {"policy alone": placed(e, few, alone)}
-    stamps = replace(e.stamps, trainer_dtype=once[0].dtype, vocab_size=len(backend.tokenizer))
-    return replace(e, controls={**e.controls, **series}, stamps=stamps)
+    series = {"policy": one_per_datum(e, rows, once), "policy again": one_per_datum(e, rows, again)}
+    series |= {"policy alone": one_per_datum(e, few, alone)}
+    provenance = replace(
+        e.provenance, trainer_dtype=once[0].dtype, vocab_size=len(backend.tokenizer)
+    )
+    return replace(e, controls={**e.controls, **series}, provenance=provenance)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #3be9939c
 async def sample_likely(
     e: Evidence, backend: Backend, rows: Sequence[int], name: str, places: int = 24
 ) -> Evidence:
-    "What the sampler says of likely tokens when it draws them again: for servers that score no given tokens."
+    "What the sampler reports of likely tokens when it samples them again: for servers that score no given tokens."
     likely = np.isin(e.row, list(rows)) & (e.s > np.log(0.2))
     order = np.argsort(-np.where(likely, np.nan_to_num(np.abs(e.gap)), -1), kind="stable")
     chosen = [int(k) for k in order if likely[k]][:places]
-    t = e.stamps.sampler_temperature
+    t = e.provenance.sampler_temperature
     params = SampleParams(n=32, max_tokens=1, temperature=1.0 if t is None else t)
     heads = [e.datums[e.row[k]].tokens[: e.target[k] + 1] for k in chosen]
     asked = (backend.sampler.sample(h, replace(params, seed=seed)) for seed, h in enumerate(heads))
-    said = [np.full(len(d.weights), np.nan) for d in e.datums]
-    for k, found in zip(chosen, await asyncio.gather(*asked), strict=True):
-        told = (float(c.logprobs[0]) for c in found if len(c.tokens) and c.tokens[0] == e.token[k])
-        said[e.row[k]][e.target[k]] = next(told, np.nan)
-    return replace(e, controls={**e.controls, name: tuple(said)})
+    reported = [np.full(len(d.weights), np.nan) for d in e.datums]
+    for k, completions in zip(chosen, await asyncio.gather(*asked), strict=True):
+        values = (
+            float(c.logprobs[0]) for c in completions if len(c.tokens) and c.tokens[0] == e.token[k]
+        )
+        reported[e.row[k]][e.target[k]] = next(values, np.nan)
+    return replace(e, controls={**e.controls, name: tuple(reported)})
 
 
 async def echo(
     e: Evidence, backend: Backend, rows: Sequence[int], name: str = "sampler"
 ) -> Evidence:
-    "The sampler scores the same tokens, or, if it cannot, draws some of them again."
+    "The sampler scores the same tokens, or, if it cannot, samples some of them again."
     try:
-        found = await echo_all(backend, [e.datums[r].tokens for r in rows])
+        logprobs = await echo_all(backend, [e.datums[r].tokens for r in rows])
     except BackendError as refusal:
-        e = replace(e, refused={**e.refused, "echo": str(refusal)})
+        e = replace(e, failed={**e.failed, "echo": str(refusal)})
         try:
             return await sample_likely(e, backend, rows, name)
         except BackendError:
             return e
-    stamps = replace(e.stamps, sampler_dtype=found[0].dtype)
-    return replace(e, controls={**e.controls, name: placed(e, rows, found)}, stamps=stamps)
+    provenance = replace(e.provenance, sampler_dtype=logprobs[0].dtype)
+    return replace(
+        e, controls={**e.controls, name: one_per_datum(e, rows, logprobs)}, provenance=provenance
+    )
 
 
 async def sync(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
     "The sampler scores them again with the policy's weights; once the policy has learned, so does the reference."
     await backend.sync(await backend.policy.save_weights_for_sampler("doctor"))
     e = await echo(e, backend, rows, "sampler synced")
-    if backend.reference is None or e.stamps.untrained:
+    if backend.reference is None or e.provenance.untrained:
         return e
-    found = await backend.reference.forward([e.datums[r] for r in rows])
-    return replace(e, controls={**e.controls, "reference": placed(e, rows, found)})
+    logprobs = await backend.reference.forward([e.datums[r] for r in rows])
+    return replace(e, controls={**e.controls, "reference": one_per_datum(e, rows, logprobs)})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #b9b7844c
 def prompt_of(d: Datum) -> list[int]:
@@ -419,11 +435,11 @@ def template_prompts(tokenizer: Any, prompt: Sequence[int]) -> Iterator[tuple[st
     for t in sorted(special, key=lambda t: t not in prompt)[:16]:
         yield f"a foreign {tokenizer.decode([t])!r} ({t}) in front", [t, *prompt]
     if getattr(tokenizer, "chat_template", None):
-        said = [{"role": "user", "content": tokenizer.decode(prompt)}]
-        with contextlib.suppress(DataError):  # a template may refuse its own marks
+        messages = [{"role": "user", "content": tokenizer.decode(prompt)}]
+        with contextlib.suppress(DataError):  # a template may reject its own special tokens
             yield (
                 "a second template",
-                tokenizer.encode(render(tokenizer, said), add_special_tokens=False),
+                tokenizer.encode(render(tokenizer, messages), add_special_tokens=False),
             )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #c283525a
@@ -476,10 +492,10 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     "A datum behind every other prompt that fits the model, and with its ids moved."
     d = e.datums[row]
     tokenizer = backend.tokenizer
-    own = prompt_of(e.datums[row])
-    room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(own))
+    recorded_prompt = prompt_of(e.datums[row])
+    room = (backend.capabilities.max_seq_len or 10**9) - (len(d.tokens) - len(recorded_prompt))
     made = [
-        *template_prompts(tokenizer, own),
+        *template_prompts(tokenizer, recorded_prompt),
         *padded_prompts(e, tokenizer, row),
         *other_prompts(e, row),
     ]
@@ -487,16 +503,22 @@ def contexts(e: Evidence, backend: Backend, row: int) -> dict[str, Datum]:
     packed = [
         [t for d in e.datums[max(0, row - n) : row] for t in d.tokens.tolist()] for n in (1, 2)
     ]
-    made += [(f"behind row {row - n}", [*before, *own]) for n, before in enumerate(packed, 1)]
+    made += [
+        (f"behind row {row - n}", [*before, *recorded_prompt]) for n, before in enumerate(packed, 1)
+    ]
     new = dict[tuple[int, ...], str]()
     # a pad token more is padding
     for name, p in sorted(made, key=lambda named: named[0].startswith("a foreign")):
         new.setdefault(tuple(p), name)  # the first name of a prompt that several ways come to
-    found = {name: behind(d, p) for p, name in new.items() if 0 < len(p) <= room and [*p] != own}
+    candidates = {
+        name: behind(d, p)
+        for p, name in new.items()
+        if 0 < len(p) <= room and [*p] != recorded_prompt
+    }
     for by in (1, -1, 2, -2, 3, -3):
         if d.tokens.min() + by >= 0 and d.tokens.max() + by < len(tokenizer):
-            found[f"ids moved by {by:+d}"] = replace(d, tokens=d.tokens + by)
-    return found
+            candidates[f"ids moved by {by:+d}"] = replace(d, tokens=d.tokens + by)
+    return candidates
 
 
 async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidence:
@@ -507,58 +529,60 @@ async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
     jobs = [
         (name, r, d)
         for r in few
-        for name, d in [("as it stands", e.datums[r]), *contexts(e, backend, r).items()]
+        for name, d in [("as recorded", e.datums[r]), *contexts(e, backend, r).items()]
     ]
     before = (
         backend.reference
-        if e.stamps.untrained and beyond(e.flat("policy") - e.p, floor(e))
+        if e.provenance.untrained and beyond(e.flat("policy") - e.p, floor(e))
         else None
     )
     scored = {"policy": await (before or backend.policy).forward([d for *_, d in jobs])}
     if before:  # both have learned since, and had its weights
         scored["sampler"] = scored["policy"]
-    elif "echo" not in e.refused and e.stamps.trainer_temperature in (
+    elif "echo" not in e.failed and e.provenance.trainer_temperature in (
         None,
         1.0,
     ):
         # an echo is at temperature 1
         scored["sampler"] = await echo_all(backend, [d.tokens for *_, d in jobs])
     series: dict[str, list[np.ndarray | None]] = {}
-    for side, found in scored.items():
-        for (name, r, datum), lp in zip(jobs, found, strict=True):
+    for side, logprobs in scored.items():
+        for (name, r, datum), lp in zip(jobs, logprobs, strict=True):
             values = np.full(len(e.datums[r].weights), np.nan)
             values[e.datums[r].active] = lp.values[datum.active]
             series.setdefault(f"{side}, {name}", [None] * len(e.datums))[r] = values
     return replace(e, controls={**e.controls, **{name: tuple(x) for name, x in series.items()}})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
-def tied(redraws: Sequence[Redraw]) -> bool:
-    "Whether one request gets one token, however often it is drawn, and not always the likeliest."
-    doubtful = [half for r in redraws if r.claimed[0] < np.log(SURE) for half in r.counts]
+def always_same_token(resamples: Sequence[Resample]) -> bool:
+    "Whether one request gets one token, however often it is sampled, and not always the likeliest."
+    doubtful = [half for r in resamples if r.claimed[0] < np.log(SURE) for half in r.counts]
     alike = all((counts > 0).sum() == 1 for counts in doubtful)
     return len(doubtful) > 2 and alike and any(counts[0] == 0 for counts in doubtful)
 
 
-def counted(at: int, drawn: Sequence[Sequence[Completion]]) -> Redraw:
-    "Two halves of draws of one token, counted."
+def count_halves(at: int, halves: Sequence[Sequence[Completion]]) -> Resample:
+    "How often each token came, in two halves of samples of one place."
 
-    def told(c):
+    def chosen_logprobs(c):
         return c.logprobs if c.sampling_logprobs is None else c.sampling_logprobs
 
-    says = dict[int, list[float]]()
-    for c in (c for half in drawn for c in half):
-        says.setdefault(int(c.tokens[0]), []).append(float(told(c)[0]))
-    # a row of the batch may have settings of its own
-    claimed = {t: float(np.median(x)) for t, x in says.items()}
+    reported = dict[int, list[float]]()
+    for c in (c for half in halves for c in half):
+        reported.setdefault(int(c.tokens[0]), []).append(float(chosen_logprobs(c)[0]))
+    # a row of the batch may have other settings
+    claimed = {t: float(np.median(x)) for t, x in reported.items()}
     order = sorted(claimed, key=lambda t: -claimed[t])
-    counts = np.array([[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in drawn])
-    return Redraw(at, np.array(order), np.array([claimed[t] for t in order]), counts)
+    counts = np.array(
+        [[sum(int(c.tokens[0]) == t for c in half) for t in order] for half in halves]
+    )
+    return Resample(at, np.array(order), np.array([claimed[t] for t in order]), counts)
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #56e51ba4
-async def redraw(
-    e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, draws: int = 128
+async def resample(
+    e: Evidence, backend: Backend, rows: Sequence[int], places: int = 8, samples: int = 128
 ) -> Evidence:
-    "Sample `draws` next tokens, twice, at each of `places` positions where the sampler was in doubt."
+    "Sample `samples` next tokens, twice, at each of `places` positions where the sampler was in doubt."
     doubt = np.where(np.isin(e.row, list(rows)), np.abs(np.exp(e.s) - 0.5), np.nan)
 
     def past(k):
@@ -571,39 +595,39 @@ async def redraw(
     # a fault may spare most places
     order = [*dict.fromkeys([*off[: places // 2], *once.values()])][:places]
     heads = [past(k) for k in order]
-    # a seed of its own for each request: draws must not repeat
-    params = SampleParams(n=draws, max_tokens=1)
+    # a different seed for each request: samples must not repeat
+    params = SampleParams(n=samples, max_tokens=1)
     asked = [
         backend.sampler.sample(h, replace(params, seed=seed))
         for seed, h in enumerate([*heads, *heads])
     ]
 
-    def known(drawn):
-        return [c for c in drawn if len(c.tokens) and np.isfinite(c.logprobs[0])]
+    def with_logprobs(completions):
+        return [c for c in completions if len(c.tokens) and np.isfinite(c.logprobs[0])]
 
-    found = [known(drawn) for drawn in await asyncio.gather(*asked)]
+    sampled = [with_logprobs(completions) for completions in await asyncio.gather(*asked)]
     halves = [
         (k, pair)
-        for k, *pair in zip(order, found[: len(heads)], found[len(heads) :], strict=True)
+        for k, *pair in zip(order, sampled[: len(heads)], sampled[len(heads) :], strict=True)
         if all(pair)
     ]
-    redraws = [counted(k, drawn) for k, drawn in halves]
-    if tied(redraws):
-        why = "all draws of a request are the same, and not the likeliest: they begin alike, and say nothing"
-        return replace(e, refused={**e.refused, "redraw": why})
+    resamples = [count_halves(k, pair) for k, pair in halves]
+    if always_same_token(resamples):
+        why = "all samples of a request are the same, and not the likeliest: they share a seed, and say nothing"
+        return replace(e, failed={**e.failed, "resample": why})
     again = [np.full(len(d.weights), np.nan) for d in e.datums]
-    for r in redraws:
+    for r in resamples:
         again[e.row[r.at]][e.target[r.at]] = next(
             iter(r.claimed[r.tokens == e.token[r.at]]), np.nan
         )
     return replace(
-        e, redraws=tuple(redraws), controls={**e.controls, "sampler drawing": tuple(again)}
+        e, resamples=tuple(resamples), controls={**e.controls, "sampler resampled": tuple(again)}
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #2ac28ff5
 CONTROLS: dict[str, Callable[[Evidence, Backend, Sequence[int]], Awaitable[Evidence]]]
-CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, redraw)}
-SETTLED = 0.95  # a score after which no further control is run
+CONTROLS = {run.__name__: run for run in (rescore, echo, sync, context, resample)}
+CONCLUSIVE_SCORE = 0.95  # a score after which no further control is run
 
 
 def chosen_controls(names: Sequence[str]) -> list[str]:
@@ -615,15 +639,17 @@ def chosen_controls(names: Sequence[str]) -> list[str]:
             got=repr(unknown[0]),
             expected=f"some of {', '.join(CONTROLS)}",
         )
-    needed = ("rescore", "echo") if set(names) - {"redraw"} else ()
+    needed = ("rescore", "echo") if set(names) - {"resample"} else ()
     return [c for c in CONTROLS if c in names or c in needed]
 
 
-def settled(e: Evidence) -> bool:
+def is_conclusive(e: Evidence) -> bool:
     "Whether one cause explains nearly everything; a coarse precision waits until the sampler's is known, too."
-    coarse = e.stamps.trainer_dtype in ("bfloat16", "float16") and e.stamps.sampler_dtype is None
-    d = weigh(e)
-    return d.score >= SETTLED and d.cause != NONE and not d.undecided and not coarse
+    coarse = (
+        e.provenance.trainer_dtype in ("bfloat16", "float16") and e.provenance.sampler_dtype is None
+    )
+    d = rank_causes(e)
+    return d.score >= CONCLUSIVE_SCORE and d.cause != NONE and not d.undecided and not coarse
 
 
 def rows_for_controls(e: Evidence, limit: int) -> list[int]:
@@ -633,13 +659,13 @@ def rows_for_controls(e: Evidence, limit: int) -> list[int]:
     return sorted({*scored[: max(limit - 1, 1)], longest})
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #aa4d0a27
-def concluded(e: Evidence, tokenizer: Callable[[], Any]) -> Diagnosis:
-    "The best explanation and, unless the cause is sure, where the gap sits: only then is the tokenizer asked for."
-    found = weigh(e)
+def diagnose_evidence(e: Evidence, tokenizer: Callable[[], Any]) -> Diagnosis:
+    "The best explanation and, unless the cause is sure, where the gap is: only then is the tokenizer asked for."
+    ranked = rank_causes(e)
     return (
-        found
-        if found.ok or found.certainty == "sure"
-        else replace(found, sits=localize_mismatch(e, tokenizer()))
+        ranked
+        if ranked.ok or ranked.certainty == "sure"
+        else replace(ranked, location=localize_mismatch(e, tokenizer()))
     )
 
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #97c62fc0
@@ -675,12 +701,16 @@ async def diagnose(
     rows = rows_for_controls(e, max_datums)
     for name in chosen if backend is not None else ():
         assert backend is not None
-        if name != "rescore" and settled(e) and not (name == "redraw" and weigh(e).ok):
+        if (
+            name != "rescore"
+            and is_conclusive(e)
+            and not (name == "resample" and rank_causes(e).ok)
+        ):
             continue
         if name in ("sync", "context") and "sampler" not in e.controls:
             continue
         try:
             e = await CONTROLS[name](e, backend, rows)
         except BackendError as refusal:
-            e = replace(e, refused={**e.refused, name: str(refusal)})
-    return concluded(e, lambda: tokenizer or getattr(backend, "tokenizer", None))
+            e = replace(e, failed={**e.failed, name: str(refusal)})
+    return diagnose_evidence(e, lambda: tokenizer or getattr(backend, "tokenizer", None))

@@ -37,7 +37,7 @@ class SeriesProvenance:
     sampler_version: int | None = None  # the oldest of the samples
     untrained: bool = False  # the policy was not updated yet, so it must equal its reference
     vocab_size: int | None = None  # of the backend's tokenizer
-    # the sampler's are its raw ones: what it drew from was cut or penalised, as it was told
+    # the sampler's series is its raw one: the settings cut or penalise what it samples from
     raw: bool = False
     agreed: bool = False  # both sides agree in an earlier step of the run
     sources: tuple[str, ...] = ()  # functions that are not ours, such as TRL's
@@ -52,31 +52,31 @@ class Evidence:
     sampler: tuple[np.ndarray, ...]
     # the sampler's at temperature 1 over the full vocabulary
     raw: tuple[np.ndarray | None, ...] = ()
-    # 1 where the samples' masks say that the policy drew the token
-    drawn: tuple[np.ndarray | None, ...] = ()
+    # 1 where the samples' masks say that the policy sampled the token
+    sampled_masks: tuple[np.ndarray | None, ...] = ()
     # datums with other tokens than their sample: whose
     foreign: Mapping[int, int | None] = field(default_factory=dict)
     # of the pass with gradients, with the weights of the pass before it
     gradients: tuple[np.ndarray | None, ...] = ()
-    stamps: SeriesProvenance = SeriesProvenance()
+    provenance: SeriesProvenance = SeriesProvenance()
     # series by their maker
     controls: Mapping[str, tuple[np.ndarray | None, ...]] = field(default_factory=dict)
-    redraws: tuple[Redraw, ...] = ()  # next tokens, drawn again
-    # control: why the backend did not run it
-    refused: Mapping[str, str] = field(default_factory=dict)
+    resamples: tuple[Resample, ...] = ()  # next tokens, sampled again
+    # control: why it gave no result
+    failed: Mapping[str, str] = field(default_factory=dict)
     steps: tuple[int, ...] = ()  # of each datum, where several steps are one evidence
 
     def __post_init__(self):
         object.__setattr__(self, "steps", self.steps or (0,) * len(self.datums))
-        for name in ("raw", "drawn", "gradients"):
+        for name in ("raw", "sampled_masks", "gradients"):
             object.__setattr__(self, name, tuple(getattr(self, name)) or (None,) * len(self.datums))
 
     @cached_property
     def mask(self) -> list[np.ndarray]:
-        "(N-1,) bool per datum: compared positions; all that are trained, where the policy drew none of them."
+        "(N-1,) bool per datum: compared positions; all that are trained, where the policy sampled none of them."
         both = [
             d.active if m is None else d.active & (m > 0)
-            for d, m in zip(self.datums, self.drawn, strict=True)
+            for d, m in zip(self.datums, self.sampled_masks, strict=True)
         ]
         return both if any(m.any() for m in both) else [d.active for d in self.datums]
 
@@ -127,7 +127,7 @@ class Evidence:
         "(K,) s - p."
         return self.s - self.p
 
-    def beginnings(self, and_token: bool) -> np.ndarray:
+    def prefix_hashes(self, and_token: bool) -> np.ndarray:
         "(K,) a number for the tokens of the row before each position, or up to it, and for the step: equal = the same."
         salt = np.random.default_rng(0).integers(
             1, 2**62, 1 + max(len(d.tokens) for d in self.datums)
@@ -140,13 +140,13 @@ class Evidence:
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #e8eb71a0
 @dataclass(frozen=True, eq=False)
-class Redraw:
-    "The next token at one place, drawn again many times."
+class Resample:
+    "The next token at one place, sampled again many times."
 
     at: int  # compared position
     tokens: np.ndarray  # (H,) the different ids that came up, likeliest first
     claimed: np.ndarray  # (H,) logprobs that the sampler reports of them
-    counts: np.ndarray  # (2, H) how often each was drawn, in two halves
+    counts: np.ndarray  # (2, H) how often each was sampled, in two halves
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #530889c2
 def noise_floor(e: Evidence) -> float | None:
@@ -159,19 +159,19 @@ def noise_floor(e: Evidence) -> float | None:
 
 def size(gap: np.ndarray) -> Gap:
     "Mean and largest of a gap; 0 where there is nothing to compare."
-    found = np.abs(gap[np.isfinite(gap)])
-    return Gap(float(found.mean()), float(found.max()), "") if len(found) else Gap(0.0, 0.0, "")
+    sizes = np.abs(gap[np.isfinite(gap)])
+    return Gap(float(sizes.mean()), float(sizes.max()), "") if len(sizes) else Gap(0.0, 0.0, "")
 
 
 def floor(e: Evidence) -> Rounding:
     "What rounding explains: the table's for the finer precision."
-    named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
+    named = [rounding(d) for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
     return min(named, key=lambda r: r.largest, default=rounding("float32"))
 
 
 def coarsest(e: Evidence) -> Rounding:
     "What the coarser of the two precisions explains."
-    named = [rounding(d) for d in (e.stamps.trainer_dtype, e.stamps.sampler_dtype) if d]
+    named = [rounding(d) for d in (e.provenance.trainer_dtype, e.provenance.sampler_dtype) if d]
     return max(named, key=lambda r: r.largest, default=rounding("float32"))
 
 
@@ -186,15 +186,15 @@ def differs(e: Evidence) -> bool:
 
 
 def tolerance(e: Evidence) -> float:
-    "A difference of one token up to so many nats counts as rounding."
+    "Nats: a difference of one token up to this counts as rounding."
     allowed = floor(e)
     return min(allowed.largest, 2 * allowed.mean)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #2bafb04f
 def excess(gap: np.ndarray, tol: float) -> float:
     "Mean of what goes beyond the tolerance; 0 where there is nothing to compare."
-    found = np.abs(gap[np.isfinite(gap)])
-    return float(np.maximum(found - tol, 0).mean()) if len(found) else 0.0
+    sizes = np.abs(gap[np.isfinite(gap)])
+    return float(np.maximum(sizes - tol, 0).mean()) if len(sizes) else 0.0
 
 
 def explained(before: np.ndarray, after: np.ndarray, tol: float) -> float:
@@ -219,15 +219,15 @@ SURE = 0.9  # share of the gap that a prediction must explain to be right
 # what counts a sign that other causes may leave, too, such as the best fit of a curve
 PLAUSIBLE = 0.6
 LIKELY = 0.5  # and what is below is a guess
-FEW = 3  # tokens off, at least, that a prediction is judged on
+MIN_TOKENS_OFF = 3  # tokens beyond the tolerance that a prediction needs to be scored
 
 
-def judged(
+def score_prediction(
     e: Evidence, cause: str, left: np.ndarray, text: str, noisy: bool = False, **numbers: float
 ) -> Cause:
-    "A prediction that leaves so much of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
+    "The score of a prediction that leaves `left` of the gap, (K,), NaN = it says nothing of a token; `noisy` = it may leave noise."
     off = np.isfinite(left) & (np.abs(e.gap) > tolerance(e))
-    gone = explained(e.gap, left, tolerance(e)) if off.sum() >= FEW else 0.0
+    gone = explained(e.gap, left, tolerance(e)) if off.sum() >= MIN_TOKENS_OFF else 0.0
     # what the policy has learned since the step
     since = size(e.flat("policy") - e.p)
     allowed = coarsest(e)
@@ -256,22 +256,22 @@ def check_comparable(e: Evidence) -> None:
     if not np.isfinite(e.s).any():
         where = e.datums[0].where
         got = f"NaN or infinity at all {len(e.s)} positions"
-        fix = "Hand over the logprobs that the tokens were drawn with."
+        fix = "Hand over the logprobs that the tokens were sampled with."
         raise AlignmentError("sampler logprobs", where=where, got=got, expected="numbers", fix=fix)
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #84e71bea
-def claims(record: StepRecord, untrained: bool | None) -> SeriesProvenance:
+def read_provenance(record: StepRecord, untrained: bool | None) -> SeriesProvenance:
     "What a record claims about its series."
     samples = [s for g in record.groups for s in g.samples]
     trainer = record.loss.logprobs[0] if record.loss and record.loss.logprobs else None
-    drawn_at = {s.temperature for s in samples}
+    temperatures = {s.temperature for s in samples}
     synced = min((s.policy_version for s in samples if s.policy_version is not None), default=None)
     # on a fresh backend
     first = record.step == 1 and not record.origin and not (trainer and trainer.policy_version)
     return SeriesProvenance(
         trainer_dtype=trainer.dtype if trainer else None,
         trainer_temperature=trainer.temperature if trainer else None,
-        sampler_temperature=drawn_at.pop() if len(drawn_at) == 1 else None,
+        sampler_temperature=temperatures.pop() if len(temperatures) == 1 else None,
         trainer_version=trainer.policy_version if trainer else None,
         sampler_version=synced,
         untrained=first if untrained is None else untrained,
@@ -279,16 +279,18 @@ def claims(record: StepRecord, untrained: bool | None) -> SeriesProvenance:
     )
 
 
-def as_long(d: Datum, series: np.ndarray, fill: float) -> np.ndarray:  # (N-1,)
+def fit_length(d: Datum, series: np.ndarray, fill: float) -> np.ndarray:  # (N-1,)
     "A sample's series at the length of its datum, which may have been cut, or padded."
     room = len(d.weights)
     return np.r_[series[:room], np.full(max(0, room - len(series)), fill)]
 
 
-Found = tuple[tuple[np.ndarray | None, ...], tuple[np.ndarray | None, ...], dict[int, int | None]]
+SampleSeries = tuple[
+    tuple[np.ndarray | None, ...], tuple[np.ndarray | None, ...], dict[int, int | None]
+]
 
 
-def from_samples(record: StepRecord) -> Found:
+def from_samples(record: StepRecord) -> SampleSeries:
     "Raw logprobs and masks of the samples, one per datum, where known, and whose prompt other tokens begin with."
     samples = sample_of(record.groups)
     prompts = {
@@ -296,7 +298,7 @@ def from_samples(record: StepRecord) -> Found:
         for (group, _), s in samples.items()
     }
     raw: list[np.ndarray | None] = []
-    drawn: list[np.ndarray | None] = []
+    sampled_masks: list[np.ndarray | None] = []
     foreign: dict[int, int | None] = {}
     for row, d in enumerate(record.datums):
         s = samples.get((d.group, d.sample))
@@ -305,10 +307,10 @@ def from_samples(record: StepRecord) -> Found:
             and (n := min(len(s.tokens), len(d.tokens)))
             and (s.tokens[:n] != d.tokens[:n]).any()
         ):
-            # it is nobody's completion
+            # no completion of this group
             if not np.isin(d.target_tokens[d.active], s.tokens[s.loss_mask > 0]).any():
                 raw.append(None)
-                drawn.append(np.zeros(len(d.weights)))
+                sampled_masks.append(np.zeros(len(d.weights)))
                 continue
             of = (
                 g
@@ -319,12 +321,12 @@ def from_samples(record: StepRecord) -> Found:
             s = None
         raw.append(None)
         if s is not None and s.raw_logprobs is not None and d.sampler_logprobs is not None:
-            own = as_long(d, s.logprobs[1:], np.nan)[d.active]
+            sampled = fit_length(d, s.logprobs[1:], np.nan)[d.active]
             # else the datum has lost its numbers
-            if np.allclose(own, d.sampler_logprobs[d.active], equal_nan=True):
-                raw[-1] = as_long(d, s.raw_logprobs[1:], np.nan)
-        drawn.append(None if s is None else as_long(d, s.loss_mask[1:], 0))
-    return tuple(raw), tuple(drawn), foreign
+            if np.allclose(sampled, d.sampler_logprobs[d.active], equal_nan=True):
+                raw[-1] = fit_length(d, s.raw_logprobs[1:], np.nan)
+        sampled_masks.append(None if s is None else fit_length(d, s.loss_mask[1:], 0))
+    return tuple(raw), tuple(sampled_masks), foreign
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #07a072e4
 def at_temperature(
@@ -347,29 +349,29 @@ def nearest_at(raw: np.ndarray, temperature: float, wanted: np.ndarray) -> np.nd
     return raw if temperature == 1 else np.clip(wanted, np.minimum(*ends), np.maximum(*ends))
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #1dcf2400
-def raw_instead(
+def raw_where_processed(
     record: StepRecord, datums: Sequence[Datum], trainer: Sequence[Logprobs | np.ndarray]
 ) -> list[np.ndarray | None]:  # (N-1,) per datum
-    "The sampler's logprobs, raw ones where its draws were cut or penalised as told; raises `AlignmentError`."
-    told = list[np.ndarray | None]()
+    "The sampler's logprobs, raw ones where the settings cut or penalise its distribution; raises `AlignmentError`."
+    series = list[np.ndarray | None]()
     samples = sample_of(record.groups)
     for d, scored in zip(datums, trainer, strict=True):
         s = samples.get((d.group, d.sample))
         t = getattr(scored, "temperature", 1.0)
         if s is None or not s.processed:
-            told.append(d.sampler_logprobs)
+            series.append(d.sampler_logprobs)
             continue
         if s.raw_logprobs is None:
-            fix = "Draw a step with nothing cut off or penalised, and diagnose that one."
+            fix = "Sample a step with nothing cut off or penalised, and diagnose that one."
             got = "only those of what was left"
-            expected = "raw ones: the settings cut or penalise the draws"
+            expected = "raw ones: the settings cut or penalise the sampler's distribution"
             raise AlignmentError(
                 "sampler logprobs", where=d.where, got=got, expected=expected, fix=fix
             )
         ours = np.asarray(getattr(scored, "values", scored), dtype=np.float64)
-        raw = as_long(d, s.raw_logprobs[1:], np.nan)
-        told.append(nearest_at(raw, t, ours) if s.temperature == t else raw)
-    return told
+        raw = fit_length(d, s.raw_logprobs[1:], np.nan)
+        series.append(nearest_at(raw, t, ours) if s.temperature == t else raw)
+    return series
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #85057a99
 def gather(
@@ -396,8 +398,8 @@ def gather(
     if record and record.options.get("teacher_coeff"):  # a teacher never was the policy
         datums = tuple(replace(d, ref_logprobs=None) for d in datums)
     ours = tuple(target_series("trainer logprobs", trainer, datums))
-    told = [d.sampler_logprobs for d in datums] if sampler is None else sampler
-    if record and sampler is None and all(series is None for series in told):
+    reported = [d.sampler_logprobs for d in datums] if sampler is None else sampler
+    if record and sampler is None and all(series is None for series in reported):
         fix = "TRL has them with use_vllm or a rollout_func; other trainers record them where that is switched on."
         raise AlignmentError(
             "sampler logprobs", where=f"step {record.step}", got="none in this run", fix=fix
@@ -409,11 +411,11 @@ def gather(
     )
     # what the settings say is no fault: the raw ones are compared
     if declared and record is not None:
-        told = raw_instead(record, datums, trainer)
-    theirs = tuple(target_series("sampler logprobs", told, datums))
+        reported = raw_where_processed(record, datums, trainer)
+    theirs = tuple(target_series("sampler logprobs", reported, datums))
     if record:
-        stamps = replace(claims(record, untrained), raw=declared)
-        e = Evidence(datums, ours, theirs, *from_samples(record), scored_twice(record), stamps)
+        provenance = replace(read_provenance(record, untrained), raw=declared)
+        e = Evidence(datums, ours, theirs, *from_samples(record), scored_twice(record), provenance)
         moved = e.flat([d.ref_logprobs for d in datums]) - e.p
         if (
             record.origin
@@ -421,9 +423,9 @@ def gather(
             and np.isfinite(moved).all()
             and not beyond(moved, floor(e))
         ):
-            e = replace(e, stamps=replace(stamps, untrained=True))
+            e = replace(e, provenance=replace(provenance, untrained=True))
     else:
-        e = Evidence(datums, ours, theirs, stamps=SeriesProvenance(untrained=bool(untrained)))
+        e = Evidence(datums, ours, theirs, provenance=SeriesProvenance(untrained=bool(untrained)))
     check_comparable(e)
     return e
 
@@ -432,27 +434,31 @@ POOLED = 8  # steps
 
 
 def pooled(parts: Sequence[Evidence]) -> Evidence | None:
-    "The first steps in which both sides differ as one evidence, with the stamps of the first; None = none do."
+    "The first steps in which both sides differ as one evidence, with the provenance of the first; None = none do."
     differ = [k for k, e in enumerate(parts) if differs(e)][:POOLED]
     if not differ:
         return None
-    own = [parts[k] for k in differ]
-    series = ("datums", "trainer", "sampler", "raw", "drawn", "gradients")
+    parts_that_differ = [parts[k] for k in differ]
+    series = ("datums", "trainer", "sampler", "raw", "sampled_masks", "gradients")
     joined: dict[str, Any] = {
-        name: tuple(x for e in own for x in getattr(e, name)) for name in series
+        name: tuple(x for e in parts_that_differ for x in getattr(e, name)) for name in series
     }
-    stamps = replace(
-        own[0].stamps, agreed=differ[0] > 0, untrained=any(e.stamps.untrained for e in own)
+    provenance = replace(
+        parts_that_differ[0].provenance,
+        agreed=differ[0] > 0,
+        untrained=any(e.provenance.untrained for e in parts_that_differ),
     )
     return Evidence(
-        **joined, stamps=stamps, steps=tuple(k for k, e in enumerate(own) for _ in e.datums)
+        **joined,
+        provenance=provenance,
+        steps=tuple(k for k, e in enumerate(parts_that_differ) for _ in e.datums),
     )
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #0de635f5
-# of naming a pattern where there is none; draws of signs
-CHANCE = 0.01
-DRAWS = 4999
-SITS = {  # what a gap may follow: how that is said, and what to look at
+# probability of naming a pattern where there is none, and how many random signs are tried
+MAX_CHANCE = 0.01
+SIGN_TRIALS = 4999
+LOCATIONS = {  # what a gap may follow: its words, and what to look at
     "depth": (
         "grows with depth",
         "what adds up along a completion: positions, a cache of keys and values",
@@ -480,7 +486,7 @@ SITS = {  # what a gap may follow: how that is said, and what to look at
 def patterns(
     e: Evidence, tokenizer: Any = None
 ) -> dict[str, np.ndarray]:  # (K,) each, bool for a class of tokens
-    "What a gap may follow. Classes that are told by text need a tokenizer."
+    "What a gap may follow. Classes that depend on text need a tokenizer."
     first = (np.diff(e.row, prepend=-1) > 0) | (np.diff(e.target, prepend=-1) != 1)
     begins = np.searchsorted(e.row, e.row)
     last = np.append(first[1:], True)
@@ -488,15 +494,15 @@ def patterns(
     turn = np.cumsum(first)
     turn -= turn[begins]
     ids, counts = np.unique(e.token[last], return_counts=True)
-    found = {"depth": depth, "-depth": -depth, "turn": turn, "unlikely": -np.fmax(e.p, e.s)}
-    found |= {"first token": depth == 0, "after tool or user": first & (turn > 0)}
+    values = {"depth": depth, "-depth": -depth, "turn": turn, "unlikely": -np.fmax(e.p, e.s)}
+    values |= {"first token": depth == 0, "after tool or user": first & (turn > 0)}
     # not where a completion was cut
-    found |= {"end of a turn": last & (e.token == ids[counts.argmax()])}
+    values |= {"end of a turn": last & (e.token == ids[counts.argmax()])}
     if tokenizer is not None:
         texts = {t: token_text(t, tokenizer) for t in {*e.token.tolist()}}
-        found |= {"digits": np.array([texts[t].strip().isdecimal() for t in e.token.tolist()])}
-        found |= {"white space": np.array([texts[t].isspace() for t in e.token.tolist()])}
-    return found
+        values |= {"digits": np.array([texts[t].strip().isdecimal() for t in e.token.tolist()])}
+        values |= {"white space": np.array([texts[t].isspace() for t in e.token.tolist()])}
+    return values
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #a204398d
 def within_rows(table: Any) -> Any:
@@ -506,35 +512,35 @@ def within_rows(table: Any) -> Any:
 
 def not_by_chance(scores: pd.DataFrame) -> list[str]:
     "The columns with a larger sum than random signs of the sequences, the rows, give it."
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (DRAWS, len(scores)))
+    signs = np.random.default_rng(0).choice([-1.0, 1.0], (SIGN_TRIALS, len(scores)))
     as_large = 1 + (signs @ scores.to_numpy() >= scores.sum().to_numpy() - 1e-9).sum(axis=0)
     return [
         n
         for n, count in zip(scores, as_large, strict=True)
-        if len(as_large) * count <= CHANCE * (1 + DRAWS)
+        if len(as_large) * count <= MAX_CHANCE * (1 + SIGN_TRIALS)
     ]
 
 
 def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
-    "What the gap follows, in a sentence without its full stop, unless that may be chance; or why it cannot be told."
-    allowed = rounding(e.stamps.trainer_dtype or "")
+    "What the gap follows, in a sentence without its full stop, unless that may be chance; or why it cannot be located."
+    allowed = rounding(e.provenance.trainer_dtype or "")
     followed = patterns(e, tokenizer)
     if allowed.explains(size(e.gap)):
-        return f"where the gap sits cannot be told: it may be rounding ({e.stamps.trainer_dtype or 'dtype unknown'})"
-    once = np.isfinite(e.gap) & ~pd.Series(e.beginnings(True)).duplicated().to_numpy()
+        return f"the gap cannot be located: it may be rounding ({e.provenance.trainer_dtype or 'dtype unknown'})"
+    once = np.isfinite(e.gap) & ~pd.Series(e.prefix_hashes(True)).duplicated().to_numpy()
     in_steps = np.floor(np.abs(e.gap) / tolerance(e))  # a step: what rounding explains
     table: Any = pd.DataFrame({"gap": in_steps, **followed}, index=e.row)[once].astype(float)
     ranks = within_rows(table.groupby(level=0).rank(pct=True))
     tried = [name for name in followed if np.ptp(ranks[name]) > 1e-9]
     scores = ranks.mul(ranks["gap"], axis=0).groupby(level=0).sum()
     scores = scores.loc[scores["gap"] > 1e-9, tried]
-    if len(tried) * 2.0 ** -len(scores) > CHANCE:
-        return f"where the gap sits cannot be told from {len(scores)} different sequences"
+    if len(tried) * 2.0 ** -len(scores) > MAX_CHANCE:
+        return f"the gap cannot be located with {len(scores)} different sequences"
     if not (sure := not_by_chance(scores)):
         return "the gap follows neither depth nor turn nor a class of tokens by more than chance"
     plain = within_rows(table)
     best = max(sure, key=lambda name: correlation(plain[name].to_numpy(), plain["gap"].to_numpy()))
-    (words, cause) = SITS[best]
+    (words, cause) = LOCATIONS[best]
     by = followed[best]
     there = by if by.dtype == bool else by > np.nanmedian(by)
     inside = size(e.gap[there]).mean
@@ -542,20 +548,21 @@ def localize_mismatch(e: Evidence, tokenizer: Any = None) -> str:
     sides = ("in one half", "in the other")
     alone = by.dtype != bool or outside <= allowed.mean
     if by.dtype == bool:
-        words = f"{'sits' if alone else 'is largest'} at {words}"
+        words = f"{'is' if alone else 'is largest'} at {words}"
         sides = ("there", "elsewhere")
-    told = f"the gap {words}: {short(inside)} nats a token {sides[0]}, {short(outside)} {sides[1]}"
-    return f"{told} (p < {CHANCE:g}, {len(scores)} sequences)" + f". Look at {cause}" * alone
+    sizes = f"{short(inside)} nats per token {sides[0]}, {short(outside)} {sides[1]}"
+    sentence = f"the gap {words}: {sizes} (p < {MAX_CHANCE:g}, {len(scores)} sequences)"
+    return f"{sentence}. Look at {cause}" if alone else sentence
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #9c799fff
 def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[str, Any]:
-    "Where the gap sits in a sentence; its mean by depth, turn and class of token, unless it is within rounding."
+    "Where the gap is, in a sentence; its mean by depth, turn and class of token, unless it is within rounding."
     if e is None:
         return {"said": "no sample has logprobs of both trainer and sampler", "bars": []}
-    found = patterns(e, tokenizer)
+    values = patterns(e, tokenizer)
     known = np.isfinite(e.gap)
-    depth = found["depth"]
-    turn = found["turn"]
+    depth = values["depth"]
+    turn = values["turn"]
     cuts = np.append(
         np.unique(np.quantile(depth, np.linspace(0, 1, 5)[:-1], method="nearest")), depth.max() + 1
     )
@@ -566,18 +573,18 @@ def mismatch(e: Evidence | None, tokenizer: Any = None, most: int = 6) -> dict[s
     parts += [
         (f"turn {k + 1}", "turn", turn == k) for k in range(min(turn.max() + 1, most)) if turn.max()
     ]
-    classes = {name: v for name, v in found.items() if v.dtype == bool}
+    classes = {name: v for name, v in values.items() if v.dtype == bool}
     rest = ~np.any([*classes.values()], axis=0)
     parts += [(name, "class", v) for name, v in (classes | {"other tokens": rest}).items()]
-    rare = found["unlikely"] > np.nanmedian(found["unlikely"])
+    rare = values["unlikely"] > np.nanmedian(values["unlikely"])
     parts += [("likelier half", "likelihood", ~rare), ("other half", "likelihood", rare)]
-    of = [
+    sizes = [
         (name, kind, np.abs(e.gap[which & known]))
         for name, kind, which in parts
         if (which & known).any()
     ]
     bars = [
         {"part": name, "kind": kind, "nats": float(v.mean()), "tokens": len(v)}
-        for name, kind, v in of
+        for name, kind, v in sizes
     ]
     return {"said": localize_mismatch(e, tokenizer), "bars": bars if differs(e) else []}
