@@ -857,14 +857,14 @@ def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str
     "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200, if not told."
     from rl_notebook.runs.records import StepRecord
     from rl_notebook.runs.run import glance, readable, run_facts
-    from rl_notebook.insight.trends import WATCHED, watch_run
+    from rl_notebook.insight.trends import LAST_STEPS_READ, watch_run
 
     if last is not None and last < 1:
         raise RecordError("show", got=f"--last {last}", expected="at least 1")
-    trends = [str(t) for t in watch_run(readable(run, run.steps[-WATCHED:]))]
+    trends = [str(t) for t in watch_run(readable(run, run.steps[-LAST_STEPS_READ:]))]
     first = run.origin
     # else all of another trainer's files are read
-    table = run.metrics(max(last or 0, WATCHED) if first else None)
+    table = run.metrics(max(last or 0, LAST_STEPS_READ) if first else None)
     kept = table if last is None else table.tail(last)
     there = {*run.steps}
     told = list[StepRecord]()

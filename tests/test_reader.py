@@ -58,7 +58,7 @@ SAID: tuple[tuple[str, str, int, str], ...] = (  # bug, display, step (0 = befor
         r"(?i)(sampler|server)[^;]*(older|old|stale|previous|first|not)[^;]*weights",
     ),
     ("server_ignores_syncs", DOCTOR, 2, r"(?i)^stale weights"),
-    ("server_renders_otherwise", LINE, 1, r"(?i)policy is not what the sampler drew from"),
+    ("server_renders_otherwise", LINE, 1, r"(?i)policy is not what the sampler sampled from"),
     ("server_renders_otherwise", LINE, 1, r"(?i)(sampler|server)[^;]*(template|prompt)"),
     (
         "server_renders_otherwise",

@@ -93,7 +93,7 @@ SITUATIONS = {  # name: what is said, the step at which it begins, the run
     ),
     "temperature": ("entropy fell", BROKEN, {"temperature": (1.0, 0.3)}),
     "parser": ("reward fell", BROKEN, {"reward": (BOTH, [nothing])}),
-    "marker": ("dead groups grew", BROKEN, {"reward": (BOTH, [marker])}),
+    "marker": ("zero-variance groups grew", BROKEN, {"reward": (BOTH, [marker])}),
     "rows": ("row no longer solved", BROKEN, {"rows": 16, "learning_rate": 1e-4}),
 }
 

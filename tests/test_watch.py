@@ -166,7 +166,7 @@ FAULTS = {  # name in SHARED: the check that fails in step 1, and its words
     "other tensors": ("update", "the weights did not move, at a learning rate of 0.01"),
     "other old policy": (
         "old policy",
-        "differ by 3.500 nats a token, 3.500 at most, before any update",
+        "differ by 3.500 nats per token, 3.500 at most, before any update",
     ),
     "NaN": (
         "rewards",
@@ -535,7 +535,7 @@ def test_evaluation_is_not_training(tmp_path: Path):
     }
     # generation_kwargs do not reach it
     assert {lp.temperature for r in records for lp in r.loss.logprobs} == {1.0}
-    assert "drawn at 0.5, scored at 1" in rln.xray(records[0])["on-policy"].text
+    assert "sampled at 0.5, scored at 1" in rln.xray(records[0])["on-policy"].text
     assert [r.step for r in records] == [1, 2]
     assert all(len(r.datums) == 8 for r in records)
 

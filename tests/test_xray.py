@@ -108,7 +108,7 @@ def test_later_steps_of_a_window_know_that_the_policy_moved():
     )
     text = sentence(second, first)
     assert "Loss is 0.000 because the ratio is 1, so the advantages cancel" in text
-    said = r"the policy has moved since sampling, by 0\.\d+ nats a token on average, and the loss does not correct for it"
+    said = r"the policy has moved since sampling, by 0\.\d+ nats per token on average, and the loss does not correct for it"
     assert re.search(rf"^✗ correction: {said}", text)
     assert "Not synced: the sampler keeps version 0" in text
     assert failed(second, first, weight_sync_interval=2) == ["correction"]

@@ -553,7 +553,7 @@ async def replay(
     """
     record = run.record(step)
     run.check(loop.cfg)
-    if record.given:
+    if record.is_supervised:
         fix = f"await loop.seek({step}, run) makes its update again."
         raise RecordError(
             "replay",

@@ -32,7 +32,7 @@ FIXES = {  # what: what to try
     "KL jumped": "Go back to a checkpoint before this step; lower the learning rate, or raise kl_beta",
     "gradient norm jumped": "See what changed in the loss or the aggregation at this step; set grad_clip_norm",
     "reward follows length": "Read the longest completions; pay for the result, or cap what length can earn",
-    "dead groups grew": "Take other prompts, or more completions of each; see whether the reward tells them apart",
+    "zero-variance groups grew": "Take other prompts, or more completions of each; see whether the reward tells them apart",
     "row no longer solved": "Read its completions, and compare its answer with what the reward expects",
 }
 
@@ -70,21 +70,21 @@ def line_through(values: np.ndarray, ahead: int) -> np.ndarray:
     return np.median(values - rise * steps[: len(values)]) + rise * steps
 
 # %% ../../nbs/insight/01_trends.ipynb #f8ae60c5
-# steps before that are compared, and how many times the noise counts as a change
-BEFORE = 10
-TIMES = 5.0
+# steps before that are compared, and how many times the noise a change must be
+STEPS_BEFORE = 10
+MIN_NOISE_MULTIPLE = 5.0
 
 
 def jump(values: np.ndarray, sign: int, factor: float, size: int = 3) -> tuple[float, float] | None:
     "Medians of the ten steps before and of recent ones, if these left the line of those."
-    past = values[-BEFORE - size : -size]
+    before = values[-STEPS_BEFORE - size : -size]
     recent = values[-size:]
-    line = line_through(past, size)
-    need = max(math.log(factor), TIMES * noise_of(past - line[:BEFORE]))
-    for gap in (sign * (recent - line[BEFORE:]), sign * (recent - np.median(past))):
+    line = line_through(before, size)
+    need = max(math.log(factor), MIN_NOISE_MULTIPLE * noise_of(before - line[:STEPS_BEFORE]))
+    for gap in (sign * (recent - line[STEPS_BEFORE:]), sign * (recent - np.median(before))):
         if np.median(gap) < need or np.quantile(gap, 0.25) < need / 2:
             return None
-    return float(np.median(past)), float(np.median(recent))
+    return float(np.median(before)), float(np.median(recent))
 
 # %% ../../nbs/insight/01_trends.ipynb #65df9e3a
 Ranked = list[tuple[float, int, int]]  # value, group, sample
@@ -140,13 +140,15 @@ class Change:
     where: str = ""
 
 
-class Past:
+class RunHistory:
     "The records of a run in order, but for those of a warm-up, and their numbers as arrays."
 
     def __init__(self, records: Iterable[StepRecord]):
         expect_records(records, "trends")
         self.records = tuple(
-            sorted({r.step: r for r in records if not r.given}.values(), key=lambda r: r.step)
+            sorted(
+                {r.step: r for r in records if not r.is_supervised}.values(), key=lambda r: r.step
+            )
         )
         names = (
             "reward",
@@ -172,8 +174,8 @@ class Past:
 
     def finite(self, name: str, t: int) -> tuple[np.ndarray, np.ndarray]:
         "Indices and values of a column up to a step, where it has one."
-        found = np.flatnonzero(np.isfinite(self.columns[name][: t + 1]))
-        return found, self.columns[name][found]
+        indices = np.flatnonzero(np.isfinite(self.columns[name][: t + 1]))
+        return indices, self.columns[name][indices]
 
     def reward_range(self, t: int) -> tuple[float, float]:
         "The medians of the lowest and of the highest reward of a step."
@@ -198,7 +200,7 @@ class Past:
         return 0.0 if has_no_signal(ends) else sum(ends) / 2
 
 # %% ../../nbs/insight/01_trends.ipynb #2ee99178
-Rule = Callable[[Past, int], Change | None]
+Rule = Callable[[RunHistory, int], Change | None]
 
 
 def jump_rule(
@@ -212,10 +214,10 @@ def jump_rule(
 ) -> Rule:
     "A rule that speaks when the logarithm of a metric jumps, or is `slow` times off its best; `least` is added to it."
 
-    def rule(past: Past, t: int) -> Change | None:
-        found, values = past.finite(name, t)
+    def rule(history: RunHistory, t: int) -> Change | None:
+        indices, values = history.finite(name, t)
         logs = np.log(np.maximum(values, 0.0) + least)
-        if t not in found[-1:] or len(found) < BEFORE + size:
+        if t not in indices[-1:] or len(indices) < STEPS_BEFORE + size:
             return None
         medians = np.median(np.lib.stride_tricks.sliding_window_view(logs, size), axis=1)
         far = (sign * medians).min() * sign
@@ -224,42 +226,42 @@ def jump_rule(
             (far, medians[-1]) if sign * (medians[-1] - far) >= math.log(slow) else None
         )
         if jumped is None or (
-            name != "grad_norm" and past.solved(t) and (not fast or past.solved(t - size))
+            name != "grad_norm" and history.solved(t) and (not fast or history.solved(t - size))
         ):
             return None
         begins = np.flatnonzero(sign * (logs - sum(jumped) / 2) <= 0)[-1] + 1
         before, now = (max(math.exp(v) - least, 0.0) for v in jumped)
         return Change(
-            int(found[min(begins, len(found) - 1)]), {"before": before, "now": now}, ranking
+            int(indices[min(begins, len(indices) - 1)]), {"before": before, "now": now}, ranking
         )
 
     return rule
 
 # %% ../../nbs/insight/01_trends.ipynb #5ab7f80f
-def reward_fell(past: Past, t: int) -> Change | None:
+def reward_fell(history: RunHistory, t: int) -> Change | None:
     "The reward is lower than its best."
-    found, reward = past.finite("reward", t)
-    if len(reward) < BEFORE + 3 or found[-1] != t:
+    indices, reward = history.finite("reward", t)
+    if len(reward) < STEPS_BEFORE + 3 or indices[-1] != t:
         return None
     medians = np.median(np.lib.stride_tricks.sliding_window_view(reward, 5), axis=1)
     best = float(medians[:-5].max())
     now = float(medians[-1])
-    low, high = past.reward_range(t)
+    low, high = history.reward_range(t)
     # of the difference of two medians of five
     noise = float(np.std(np.diff(reward[-25:-5]))) * 1.25 / math.sqrt(5)
     # also of one that stays
     if best - now <= max(0.2 * (high - low), 4 * noise, 1e-9 * max(abs(best), abs(now))):
         return None
-    begins = min(np.flatnonzero(reward > (best + now) / 2)[-1] + 1, len(found) - 1)
+    begins = min(np.flatnonzero(reward > (best + now) / 2)[-1] + 1, len(indices) - 1)
     return Change(
-        int(found[begins]), {"best": best, "now": now}, by_sample(lambda g, i: -g.rewards[i])
+        int(indices[begins]), {"best": best, "now": now}, by_sample(lambda g, i: -g.rewards[i])
     )
 
 # %% ../../nbs/insight/01_trends.ipynb #5987dfc6
-def dead_grew(past: Past, t: int) -> Change | None:
-    "Most groups of the last steps are dead, and were not before."
-    found, share = past.finite("frac_reward_zero_std", t)
-    if len(share) < BEFORE or found[-1] != t:
+def zero_variance_grew(history: RunHistory, t: int) -> Change | None:
+    "Most groups of the last steps have no signal, and had some before."
+    indices, share = history.finite("frac_reward_zero_std", t)
+    if len(share) < STEPS_BEFORE or indices[-1] != t:
         return None
     means = np.lib.stride_tricks.sliding_window_view(share, 5).mean(axis=1)
     best = float(means[:-4].min())
@@ -268,16 +270,16 @@ def dead_grew(past: Past, t: int) -> Change | None:
         return None
     dead = [
         g
-        for i in found[-5:]
-        for g in past.records[i].groups
+        for i in indices[-5:]
+        for g in history.records[i].groups
         if len(g.samples) and has_no_signal(g.rewards)
     ]
-    solved = float(np.mean([g.rewards[0] > past.middle(t) for g in dead])) if dead else 0.0
+    solved = float(np.mean([g.rewards[0] > history.middle(t) for g in dead])) if dead else 0.0
     if solved > 0.5:
         return None
-    begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(found) - 1)
+    begins = min(np.flatnonzero(share <= (best + now) / 2)[-1] + 1, len(indices) - 1)
     ranking = by_sample(lambda g, i: 1.0 if i == 0 and has_no_signal(g.rewards) else -math.inf)
-    return Change(int(found[begins]), {"before": best, "now": now, "solved": solved}, ranking)
+    return Change(int(indices[begins]), {"before": best, "now": now, "solved": solved}, ranking)
 
 # %% ../../nbs/insight/01_trends.ipynb #c78d5d53
 def length_pairs(record: StepRecord, name: str) -> list[np.ndarray]:
@@ -298,28 +300,29 @@ def length_correlation(parts: Sequence[np.ndarray]) -> float:
     return float(np.corrcoef(np.concatenate(parts).T)[0, 1]) if len(parts) >= 8 else 0.0
 
 # %% ../../nbs/insight/01_trends.ipynb #68cac4bc
-def follows_length(past: Past, t: int) -> Change | None:
+def follows_length(history: RunHistory, t: int) -> Change | None:
     "Length drifts, and a reward function pays for it."
-    found, length = past.finite("completions/mean_length", t)
-    if len(length) < BEFORE or found[-1] != t:
+    indices, length = history.finite("completions/mean_length", t)
+    if len(length) < STEPS_BEFORE or indices[-1] != t:
         return None
-    found = found[-25:]
+    indices = indices[-25:]
     length = length[-25:]
     first = float(np.median(length[:5]))
     now = float(np.median(length[-5:]))
     if min(first, now) <= 0 or max(first, now) < 1.25 * min(first, now):
         return None
-    last = [g for i in found[-5:] for g in past.records[i].groups]
+    last = [g for i in indices[-5:] for g in history.records[i].groups]
     names = dict.fromkeys(["", *(n for g in last for s in g.samples for n in s.rewards)])
     correlations = {
-        n: length_correlation([p for i in found[-5:] for p in past.lengths(i, n)]) for n in names
+        n: length_correlation([p for i in indices[-5:] for p in history.lengths(i, n)])
+        for n in names
     }
     name, r = max(correlations.items(), key=lambda pair: abs(pair[1]))
     if abs(r) < 0.97 or (r > 0) != (now > first):
         return None
     ranking = by_sample(lambda g, i: math.copysign(g.samples[i].completion_len, r))
     numbers = {"length before": first, "length now": now, "correlation": r}
-    return Change(int(found[0]), numbers, ranking, f"reward function {name}" if name else "")
+    return Change(int(indices[0]), numbers, ranking, f"reward function {name}" if name else "")
 
 # %% ../../nbs/insight/01_trends.ipynb #16be8ebf
 def solved_before_and_now(visits: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
@@ -336,14 +339,14 @@ def solved_before_and_now(visits: Sequence[tuple[float, int]]) -> tuple[float, f
     return (before, now) if before - now >= max(0.5, 3.5 * error) else None
 
 # %% ../../nbs/insight/01_trends.ipynb #de06d034
-def row_lost(past: Past, t: int) -> Change | None:
+def row_lost(history: RunHistory, t: int) -> Change | None:
     "A row of this step was solved in earlier epochs and is not now."
-    if t + 1 < BEFORE or not past.records[t].groups or reward_fell(past, t):
+    if t + 1 < STEPS_BEFORE or not history.records[t].groups or reward_fell(history, t):
         return None
-    middle = past.middle(t)
+    middle = history.middle(t)
     visits = dict[str, list[tuple[int, float, int]]]()
-    now = {g.key for g in past.records[t].groups if len(g.samples)}
-    for i, record in enumerate(past.records[: t + 1]):
+    now = {g.key for g in history.records[t].groups if len(g.samples)}
+    for i, record in enumerate(history.records[: t + 1]):
         for g in (g for g in record.groups if g.key in now and len(g.samples)):
             visits.setdefault(g.key, []).append(
                 (i, float((g.rewards > middle).sum()), len(g.samples))
@@ -369,34 +372,34 @@ def ledger(
 
     Raises `DataError` for records without samples.
     """
-    past = Past(records)
+    history = RunHistory(records)
     lines = list[dict[str, Any]]()
-    middle = past.middle(len(past.records) - 1)
-    for record in past.records:
+    middle = history.middle(len(history.records) - 1)
+    for record in history.records:
         gradient = {(g, s): value for value, g, s in gradient_by_sample(record)}
         trained = {(d.group, d.sample): d.num_loss_tokens for d in record.datums}
         for g in (g for g in record.groups if len(g.samples)):
-            of = [(g.index, i) for i in range(len(g.samples))]
+            samples = [(g.index, i) for i in range(len(g.samples))]
             line = {
                 "row": g.key,
                 "visits": 1,
-                "samples": len(of),
+                "samples": len(samples),
                 "solved": int((g.rewards > middle).sum()),
             }
             line |= {
                 "dead": float(has_no_signal(g.rewards)),
-                "repeated": len(of) - len({s.text for s in g.samples}),
+                "repeated": len(samples) - len({s.text for s in g.samples}),
             }
             known = gradient or not record.datums
-            line |= {"gradient": sum(gradient.get(x, 0.0) for x in of) if known else math.nan}
-            lines.append(line | {"tokens": sum(trained.get(x, 0) for x in of)})
+            line |= {"gradient": sum(gradient.get(x, 0.0) for x in samples) if known else math.nan}
+            lines.append(line | {"tokens": sum(trained.get(x, 0) for x in samples)})
     if not lines:
         raise DataError("records", got="no sample", expected="at least one step with samples")
     k = int(k or max(line["samples"] for line in lines))
     table = pd.DataFrame(pd.DataFrame(lines).groupby("row").sum(min_count=1))
-    draws = zip(table["samples"], table["samples"] - table["solved"], strict=True)
+    counts = zip(table["samples"], table["samples"] - table["solved"], strict=True)
     some = [
-        1 - math.comb(failed, k) / math.comb(n, k) if n >= k else math.nan for n, failed in draws
+        1 - math.comb(failed, k) / math.comb(n, k) if n >= k else math.nan for n, failed in counts
     ]
     table.insert(3, f"pass@{k}", some)
     table["solved"], table["repeated"] = (
@@ -415,11 +418,11 @@ RULES: dict[str, Rule] = {
     "KL jumped": jump_rule("kl", 1, 5.0, kl_by_sample, least=0.02),
     "gradient norm jumped": jump_rule("grad_norm", 1, 4.0, gradient_by_sample),
     "reward follows length": follows_length,
-    "dead groups grew": dead_grew,
+    "zero-variance groups grew": zero_variance_grew,
     "row no longer solved": row_lost,
 }
-AGAIN = 10  # steps without a change after which it is said again
-WATCHED = 40  # last steps that are read where a run on disk is looked at
+REPEAT_AFTER = 10  # steps without a change after which it is reported again
+LAST_STEPS_READ = 40  # last steps that are read where a run on disk is looked at
 
 # %% ../../nbs/insight/01_trends.ipynb #5ab2bc18
 def watch_run(
@@ -429,17 +432,25 @@ def watch_run(
     since: int = 0,  # only what was seen at this step or later
 ) -> tuple[Trend, ...]:  # in the order in which they were seen; empty below ten steps
     "What changed over the steps of a run: where it began, the numbers, the completions that show it, what to try."
-    past = Past(records)
-    found = list[Trend]()
-    first = next((t for t, r in enumerate(past.records) if r.step >= since), len(past.records))
+    history = RunHistory(records)
+    trends = list[Trend]()
+    first = next(
+        (t for t, r in enumerate(history.records) if r.step >= since), len(history.records)
+    )
     for what, rule in RULES.items():
-        changes = {t: change for t in range(first, len(past.records)) if (change := rule(past, t))}
-        known = [t for t in range(max(0, first - AGAIN), first) if rule(past, t)] if changes else []
+        changes = {
+            t: change for t in range(first, len(history.records)) if (change := rule(history, t))
+        }
+        known = (
+            [t for t in range(max(0, first - REPEAT_AFTER), first) if rule(history, t)]
+            if changes
+            else []
+        )
         last = known[-1] if known else -math.inf
         for t, change in changes.items():
-            if t - last > AGAIN:
-                began = past.records[change.begins].step
-                now = past.records[t]
+            if t - last > REPEAT_AFTER:
+                began = history.records[change.begins].step
+                now = history.records[t]
                 places = first_places(now, change.ranking)
                 text = ", ".join(f"{name} {value:.3g}" for name, value in change.numbers.items())
                 text += "".join(
@@ -452,17 +463,17 @@ def watch_run(
                     "samples": places,
                 }
                 shows |= {"fix": words_for(now.sources)(FIXES[what]), "where": change.where}
-                found.append(Trend(what, False, text, **shows))
+                trends.append(Trend(what, False, text, **shows))
             last = t
-    return tuple(sorted(found, key=lambda trend: trend.seen))
+    return tuple(sorted(trends, key=lambda trend: trend.seen))
 
 # %% ../../nbs/insight/01_trends.ipynb #a7728b0d
 def new_words(records: Iterable[StepRecord], since: int) -> dict[int, list[str]]:
     "What is new from a step on, in sentences, by the step whose record was enough to tell."
-    said: dict[int, list[str]] = {}
+    sentences: dict[int, list[str]] = {}
     for trend in watch_run(records, since):
-        said.setdefault(trend.seen, []).append(trend.sentence)
-    return said
+        sentences.setdefault(trend.seen, []).append(trend.sentence)
+    return sentences
 
 # %% ../../nbs/insight/01_trends.ipynb #13924981
 def steps_words(records: Sequence[StepRecord]) -> list[str]:

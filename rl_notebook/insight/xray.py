@@ -74,15 +74,15 @@ def sampler_side(
 ) -> list[np.ndarray | None]:  # (N-1,) per datum
     "What the sampler reported, where it can be compared."
     samples = sample_of(groups)
-    found = list[np.ndarray | None]()
+    series = list[np.ndarray | None]()
     for d, p in zip(datums, policy, strict=True):
         sample = samples.get((d.group, d.sample))
         if sample is None or (not sample.processed and sample.temperature == p.temperature):
-            found.append(d.sampler_logprobs)
+            series.append(d.sampler_logprobs)
         else:
             raw = sample.raw_logprobs if p.temperature == 1.0 and not p.processed else None
-            found.append(None if raw is None else raw[1 : len(d.tokens)])
-    return found
+            series.append(None if raw is None else raw[1 : len(d.tokens)])
+    return series
 
 
 def sampler_gap(
@@ -95,14 +95,14 @@ def sampler_gap(
 def moved_since_sampling(
     record: StepRecord, previous: StepRecord | None = None
 ) -> tuple[bool | None, str]:
-    "Whether the policy has moved since it drew the samples of a step."
+    "Whether the policy has moved since it generated the samples of a step."
     known = on_policy(record, previous)
     policy = scored_first(record)
     gap = sampler_gap(record.groups, record.datums, policy) if policy else None
     agree = known is True if gap is None else rounding_of(policy).explains(gap)
     if agree and known is not False:
         return False, "the policy has not moved since sampling"
-    by = f"{short(gap.mean)} nats a token on average" if gap else ""
+    by = f"{short(gap.mean)} nats per token on average" if gap else ""
     if known is False:
         hardly = "hardly " if agree else ""
         far = f", by {by}" if gap and not agree else ""
@@ -112,15 +112,15 @@ def moved_since_sampling(
 # %% ../../nbs/insight/00_xray.ipynb #9dca9c61
 def solved_groups(record: StepRecord) -> list[PromptGroup]:
     "The groups in which every completion earned the most of the step; none where all of the step earned nothing."
-    found = [g for g in record.groups if len(g.samples)]
-    every = np.concatenate([np.zeros(0), *map(known_rewards, found)])
-    top = every.max(initial=-math.inf)
-    worth = top > every.min(initial=0.0)
+    groups = [g for g in record.groups if len(g.samples)]
+    rewards = np.concatenate([np.zeros(0), *map(known_rewards, groups)])
+    top = rewards.max(initial=-math.inf)
+    worth = top > rewards.min(initial=0.0)
 
     def best(g):
         return known_rewards(g).max(initial=-math.inf) >= top - STD_TOLERANCE
 
-    return [g for g in found if worth and has_no_signal(g.rewards) and best(g)]
+    return [g for g in groups if worth and has_no_signal(g.rewards) and best(g)]
 
 
 def equal_words(groups: Sequence[PromptGroup]) -> str:
@@ -132,12 +132,12 @@ def equal_words(groups: Sequence[PromptGroup]) -> str:
                 earned.setdefault((number, s.tokens.tobytes() or s.text), []).append(s.reward)
     every = [r for rewards in earned.values() for r in rewards]
     equal = [r for r in earned.values() if len(r) > 1]
-    apart = sum(not has_no_signal(rewards) for rewards in equal)
-    # a judge gives each completion a reward of its own
-    if apart < 2 or 2 * len(set(every)) > len(every):
+    unequal = sum(not has_no_signal(rewards) for rewards in equal)
+    # a judge rarely gives two completions the same reward
+    if unequal < 2 or 2 * len(set(every)) > len(every):
         return ""
     why = "rewards belong to other completions, or chance (a judge, a tool) has a part in them"
-    return f"equal completions of one prompt earned different rewards, {apart} times of {len(equal)}: {why}"
+    return f"equal completions of one prompt earned different rewards, {unequal} times of {len(equal)}: {why}"
 
 
 def signal_words(record: StepRecord) -> str:
@@ -188,7 +188,7 @@ TERM_WORDS = {  # losses whose term is not minus the advantage at ratio 1
     "kl_cov": "−advantage × ratio, plus |log ratio| of tokens of high covariance",
     "clip_cov": "−clipped ratio × advantage, without tokens of high covariance",
 }
-SUMS = {
+AGGREGATION_WORDS = {
     "token_mean": "averaged over tokens",
     "sequence_mean": "averaged over completions",
     "prompt_mean": "averaged over the tokens of each prompt, then over prompts",
@@ -211,7 +211,7 @@ def policy_words(
     m = record.metrics
     o = record.options
     term = TERM_WORDS.get(o.get("policy_loss", "grpo"))
-    how = SUMS[o.get("aggregation", "token_mean")]
+    aggregated = AGGREGATION_WORDS[o.get("aggregation", "token_mean")]
     low, high = (m.get(f"ratio/{end}", math.nan) for end in ("min", "max"))
 
     # what is not known is not
@@ -240,13 +240,13 @@ def policy_words(
             if term or is_one(low, high) or math.isnan(low)
             else f", ratio {low:.3f} to {high:.3f}"
         )
-        return False, f"{term or '−advantage × ratio'}{corrected}, {how}{seen}"
+        return False, f"{term or '−advantage × ratio'}{corrected}, {aggregated}{seen}"
     if abs(rest) <= 1e-3 * m.get("grad/abs_sum", 0.0):
         ratio = f"{moved[1]} (ratio 1)" if moved[0] is False else "the ratio is 1"
         return True, f"{ratio}, so the advantages cancel"
     which = "higher" if a @ n > 0 else "lower"
     lean = f": longer completions had the {which} advantages" if abs(a.sum()) < 1e-6 else ""
-    return False, f"minus the advantages, {how}, as the ratio is 1{lean}"
+    return False, f"minus the advantages, {aggregated}, as the ratio is 1{lean}"
 
 
 def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
@@ -261,8 +261,8 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
     custom = custom_loss(record.options)
     if not math.isfinite(value):
         return f"Loss is {value}"
-    if record.given:
-        return f"Loss is {short(value)}: cross-entropy of the given answers, {SUMS['token_mean']}"
+    if record.is_supervised:
+        return f"Loss is {short(value)}: cross-entropy of the given answers, {AGGREGATION_WORDS['token_mean']}"
     if custom:
         return f"Loss is {short(value)}, from the custom loss {custom}, which is not taken apart"
     kl = m.get("kl", 0.0)
@@ -276,13 +276,11 @@ def loss_words(record: StepRecord, previous: StepRecord | None = None) -> str:
         (0.0, f" because {words}") if nothing and not (pull or bonus) else (value, f": {words}")
     )
     if pull:
-        words += f"; the KL term is kl_beta {o['kl_beta']:g} at {short(kl)} nats a token"
+        words += f"; the KL term is kl_beta {o['kl_beta']:g} at {short(kl)} nats per token"
     if o.get("teacher_coeff"):
         words += f"; advantages have teacher less sampler at {o['teacher_coeff']:g}"
     if bonus:
-        words += (
-            f"; the entropy bonus takes off {o['entropy_coeff']:g} at {short(entropy)} nats a token"
-        )
+        words += f"; the entropy bonus takes off {o['entropy_coeff']:g} at {short(entropy)} nats per token"
     return f"Loss is {short(value)}{words}"
 
 # %% ../../nbs/insight/00_xray.ipynb #c614dc39
@@ -351,7 +349,7 @@ def reads_sampler(record: StepRecord) -> bool:
 
 # %% ../../nbs/insight/00_xray.ipynb #b042b6f7
 # share of completions cut or lost, or of tokens clipped, from which a step is in trouble
-TOO_MANY = 0.25
+MAX_TROUBLED_SHARE = 0.25
 
 
 def check_finite(record: StepRecord) -> Finding:
@@ -369,34 +367,34 @@ def check_completions(record: StepRecord) -> Finding:
     check = partial(Finding, "completions")
     samples = [s for g in record.groups for s in g.samples]
     reasons = [f"{g.where}: {r}" for g in record.groups for r in g.dropped]
-    drawn = len(samples) + len(reasons)
+    total = len(samples) + len(reasons)
     cut = sum(s.truncated for s in samples)
-    if not drawn or (samples and all(s.finish_reason == "unknown" for s in samples)):
+    if not total or (samples and all(s.finish_reason == "unknown" for s in samples)):
         return check(
-            None, "how they ended is not recorded" if drawn else "the record holds no samples"
+            None, "how they ended is not recorded" if total else "the record holds no samples"
         )
     empty = sum("is empty" in r for r in reasons)
-    lost = f"{len(reasons)} of {drawn} completions lost" + (f" ({empty} empty)" if empty else "")
+    lost = f"{len(reasons)} of {total} completions lost" + (f" ({empty} empty)" if empty else "")
     text = (
         "all completions were cut at the limit"
-        if cut == drawn
-        else f"{cut} of {drawn} completions cut at the limit"
+        if cut == total
+        else f"{cut} of {total} completions cut at the limit"
     )
     text = (f"{lost}, {cut} cut at the limit" if cut else lost) if reasons else text
-    if len(reasons) >= TOO_MANY * drawn:
+    if len(reasons) >= MAX_TROUBLED_SHARE * total:
         return check(
             False,
             text,
             got=reasons[0],
             fix="Call the rollout or reward function by hand on this row.",
         )
-    if cut >= TOO_MANY * drawn:
+    if cut >= MAX_TROUBLED_SHARE * total:
         fix = "Raise max_completion_tokens, or see whether the prompt's template lets a completion end."
-        return check(False, text, expected=f"fewer than {TOO_MANY:.0%}", fix=fix)
+        return check(False, text, expected=f"fewer than {MAX_TROUBLED_SHARE:.0%}", fix=fix)
     return check(True, text)
 
 # %% ../../nbs/insight/00_xray.ipynb #ece829bb
-REGRADE = "Regrade them: rln.reward_lab(record, reward), or the reward function on one completion at a time."
+REGRADE_FIX = "Regrade them: rln.reward_lab(record, reward), or the reward function on one completion at a time."
 
 
 def check_rewards(record: StepRecord) -> Finding:
@@ -409,12 +407,17 @@ def check_rewards(record: StepRecord) -> Finding:
         text = f"{lacking} of {len(samples)} completions have no reward, so advantage 0: all functions gave None or NaN"
         fix = "Call the reward functions by hand on these rows: 0/0, or a text that cannot be read, gives NaN."
         return check(
-            False if lacking >= TOO_MANY * len(samples) else None, text, fix=fix, notable=True
+            False if lacking >= MAX_TROUBLED_SHARE * len(samples) else None,
+            text,
+            fix=fix,
+            notable=True,
         )
     if lacking == len(samples):
-        return check(None, "the answers were given" if record.given else "no rewards are recorded")
+        return check(
+            None, "the answers were given" if record.is_supervised else "no rewards are recorded"
+        )
     if equal := equal_words(record.groups):
-        return check(None, equal, fix=REGRADE, notable=True)
+        return check(None, equal, fix=REGRADE_FIX, notable=True)
     silent = {
         name: sum(s.rewards.get(name) is None for s in samples)
         for name in reward_names(record.groups)
@@ -429,7 +432,7 @@ def check_rewards(record: StepRecord) -> Finding:
     return check(True, f"{len(samples) - lacking} of {len(samples)} completions have a reward")
 
 # %% ../../nbs/insight/00_xray.ipynb #4185c909
-def same_start(rows: Sequence[np.ndarray]) -> int:
+def shared_prefix_length(rows: Sequence[np.ndarray]) -> int:
     "How many tokens all rows begin with."
     n = min(map(len, rows))
     same = np.all([r[:n] == rows[0][:n] for r in rows], axis=0)
@@ -438,27 +441,28 @@ def same_start(rows: Sequence[np.ndarray]) -> int:
 
 def prompt_in_loss(groups: Sequence[PromptGroup]) -> int:
     "Tokens at least with which each group's completions begin, other than those of other groups; 0 = it may be chance."
-    drawn = [[g.samples[i] for i in g.run_starts] for g in groups if len(g.run_starts) > 1]
+    groups_of_runs = [[g.samples[i] for i in g.run_starts] for g in groups if len(g.run_starts) > 1]
     if (
-        len(drawn) < 2
-        or len({s.tokens[: s.prompt_len].tobytes() for group in drawn for s in group}) > 1
+        len(groups_of_runs) < 2
+        or len({s.tokens[: s.prompt_len].tobytes() for group in groups_of_runs for s in group}) > 1
     ):
         return 0
-    said = [[s.tokens[s.prompt_len :] for s in group] for group in drawn]
-    own = [same_start(rows) for rows in said]
-    shared = same_start([rows[0] for rows in said])
-    if min(own) <= shared or all(
-        n == min(map(len, rows)) for n, rows in zip(own, said, strict=True)
+    completions = [[s.tokens[s.prompt_len :] for s in group] for group in groups_of_runs]
+    prefixes = [shared_prefix_length(rows) for rows in completions]
+    shared = shared_prefix_length([rows[0] for rows in completions])
+    if min(prefixes) <= shared or all(
+        n == min(map(len, rows)) for n, rows in zip(prefixes, completions, strict=True)
     ):
         return 0
 
-    def spoken(s, n):
+    def prefix_logprob(s, n):
         return float(np.nansum(s.logprobs[s.prompt_len + shared : s.prompt_len + n]))
 
     chance = sum(
-        (len(group) - 1) * spoken(group[0], n) for group, n in zip(drawn, own, strict=True)
+        (len(group) - 1) * prefix_logprob(group[0], n)
+        for group, n in zip(groups_of_runs, prefixes, strict=True)
     )
-    return min(own) if chance < -20 else 0
+    return min(prefixes) if chance < -20 else 0
 
 # %% ../../nbs/insight/00_xray.ipynb #fb9da5d3
 def check_prompts(record: StepRecord) -> Finding:
@@ -498,7 +502,7 @@ def check_prompts(record: StepRecord) -> Finding:
 
 # %% ../../nbs/insight/00_xray.ipynb #7fe66515
 # different completions of one reward, from which on it is asked whether the reward reads them
-MANY_TEXTS = 4
+MIN_DIFFERENT_TEXTS = 4
 
 
 def unread_words(record: StepRecord) -> str:
@@ -506,12 +510,12 @@ def unread_words(record: StepRecord) -> str:
     texts: dict[float, set[bytes | str]] = {}
     for g in record.groups:
         if len(g.samples) > 1 and has_no_signal(g.rewards):
-            said = {
+            completions = {
                 s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text for s in g.samples
             }
-            texts.setdefault(float(g.rewards[0]), set()).update(said)
+            texts.setdefault(float(g.rewards[0]), set()).update(completions)
     reward, most = max(texts.items(), key=lambda pair: len(pair[1]), default=(0.0, set()))
-    if len(most) < MANY_TEXTS:
+    if len(most) < MIN_DIFFERENT_TEXTS:
         return ""
     return f"{len(most)} different completions earned {reward:g}: does the reward read the text?"
 
@@ -521,7 +525,7 @@ def check_signal(record: StepRecord) -> Finding:
     dead = sum(has_no_signal(g.rewards) for g in record.groups)
     solved = len(solved_groups(record))
     if not record.groups or all(s.reward is None for g in record.groups for s in g.samples):
-        known = "the answers were given" if record.given else "no rewards are recorded"
+        known = "the answers were given" if record.is_supervised else "no rewards are recorded"
         text = known if record.groups else "the record holds no groups"
         return Finding("signal", None, text, notable=True)
     if 2 * dead <= len(record.groups) or record.options.get("teacher_coeff"):
@@ -537,7 +541,7 @@ def check_signal(record: StepRecord) -> Finding:
     return Finding("signal", False, text, expected="at least half of the groups", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #56c4de3c
-SHARP = 0.01  # nats a token: entropy below which a policy has one completion to a prompt
+MIN_ENTROPY = 0.01  # nats per token: entropy below which a policy has one completion to a prompt
 
 
 def check_duplicates(record: StepRecord) -> Finding:
@@ -545,37 +549,41 @@ def check_duplicates(record: StepRecord) -> Finding:
     check = partial(Finding, "variety")
     solved = {g.index for g in solved_groups(record)}
 
-    def said(s):
+    def completion_bytes(s):
         return s.tokens[s.loss_mask > 0].tobytes() if len(s.tokens) else s.text.encode()
 
-    every = {g.index: list(map(said, g.samples)) for g in record.groups if len(g.samples) > 1}
-    drawn = [completions for i, completions in every.items() if i not in solved]
+    every = {
+        g.index: list(map(completion_bytes, g.samples)) for g in record.groups if len(g.samples) > 1
+    }
+    unsolved = [completions for i, completions in every.items() if i not in solved]
     entropy = record.metrics.get("entropy/exact", record.metrics.get("entropy", math.nan))
-    sharp = entropy < SHARP and all(s.temperature >= 1 for g in record.groups for s in g.samples)
-    at = f", at an entropy of {short(entropy)} nats a token" if sharp else ""
-    if not drawn and sharp and every and all(len(set(a)) == 1 for a in every.values()):
+    sharp = entropy < MIN_ENTROPY and all(
+        s.temperature >= 1 for g in record.groups for s in g.samples
+    )
+    at = f", at an entropy of {short(entropy)} nats per token" if sharp else ""
+    if not unsolved and sharp and every and all(len(set(a)) == 1 for a in every.values()):
         text = f"all completions of a group are identical in all {len(every)} groups{at}"
         fix = "Nothing else is explored. If the task is not solved, go back to a step before the entropy fell."
         return check(None, f"{text}: solved, or collapsed to one completion", fix=fix, notable=True)
-    if not drawn:
+    if not unsolved:
         return check(None, "no group has two completions, but for those that earn the most")
-    same = sum(len(set(a)) == 1 for a in drawn)
-    distinct = sum(len(set(a)) for a in drawn) / sum(map(len, drawn))
-    if 2 * same <= len(drawn):
+    same = sum(len(set(a)) == 1 for a in unsolved)
+    distinct = sum(len(set(a)) for a in unsolved) / sum(map(len, unsolved))
+    if 2 * same <= len(unsolved):
         return check(True, f"{distinct:.0%} of the completions are distinct in their group")
-    text = f"all completions of a group are identical in {same} of {len(drawn)} groups{at}"
-    fix = "Has the policy collapsed, or every draw the same seed? A higher temperature, a smaller learning rate."
+    text = f"all completions of a group are identical in {same} of {len(unsolved)} groups{at}"
+    fix = "Has the policy collapsed, or does every sample have the same seed? A higher temperature, a smaller learning rate."
     return check(False, text, got=f"{distinct:.0%} distinct", fix=fix)
 
 # %% ../../nbs/insight/00_xray.ipynb #2686b5ba
 # of an advantage, or of the norm of the gradient of a mean over tokens; healthy ones are around 1
-LARGE = 1000.0
+MAX_USUAL_SIZE = 1000.0
 
 
 def within_groups(
     groups: Iterable[PromptGroup], values: Callable[[PromptGroup], Any]
 ) -> np.ndarray:  # (samples,)
-    "What a function gives for the samples of each live group, less its mean in the group."
+    "What a function gives for the samples of each group with signal, less its mean in the group."
     live = [
         np.asarray(values(g), np.float64)
         for g in groups
@@ -597,13 +605,15 @@ def check_advantages(record: StepRecord) -> Finding:
     def off(x, size):
         return not abs(x) <= 1e-6 * max(size, 1.0)
 
-    found = {g.index: g.advantages for g in record.groups if g.advantages is not None}
-    own_function = any(name.startswith("advantage_fn ") for name in record.sources)
+    by_group = {g.index: g.advantages for g in record.groups if g.advantages is not None}
+    custom_function = any(name.startswith("advantage_fn ") for name in record.sources)
     for g in record.groups:
-        own = found[g.index][g.run_starts] if g.index in found else np.zeros(0)
-        uncentred = off(own.sum(), np.abs(own).sum()) and not own_function
+        advantages = by_group[g.index][g.run_starts] if g.index in by_group else np.zeros(0)
+        uncentred = off(advantages.sum(), np.abs(advantages).sum()) and not custom_function
         if uncentred and record.origin:  # a leave-one-out std will do
-            uncentred = bool((own * (g.rewards - g.rewards.mean())[g.run_starts] < -1e-6).any())
+            uncentred = bool(
+                (advantages * (g.rewards - g.rewards.mean())[g.run_starts] < -1e-6).any()
+            )
         if uncentred:
             fix = "Take the mean over the samples of one prompt: group_advantages(rewards_of_one_prompt)."
             return check(
@@ -612,20 +622,20 @@ def check_advantages(record: StepRecord) -> Finding:
                 expected="0",
                 fix=fix,
                 where=g.where,
-                got=short(own.sum()),
+                got=short(advantages.sum()),
             )
     for d in record.datums:
-        own = found.get(d.group)
+        advantages = by_group.get(d.group)
         carried = np.asarray(d.advantage)
-        if own is None or d.sample >= len(own) or np.ptp(carried) > 0:
+        if advantages is None or d.sample >= len(advantages) or np.ptp(carried) > 0:
             continue
-        if off(carried.mean() - own[d.sample], abs(own[d.sample])):
+        if off(carried.mean() - advantages[d.sample], abs(advantages[d.sample])):
             text = "a datum carries another advantage than its sample"
             fix = "Are datums and samples in the same order?"
             return check(
                 False,
                 text,
-                expected=short(own[d.sample]),
+                expected=short(advantages[d.sample]),
                 fix=fix,
                 where=d.where,
                 got=short(carried.mean()),
@@ -636,27 +646,34 @@ def check_advantages(record: StepRecord) -> Finding:
     if (corr := correlation(*sides)) < -0.5:
         text = f"advantages have the opposite sign of the rewards (correlation {corr:.2f})"
         return check(
-            None if own_function else False, text, expected="a positive correlation", notable=True
+            None if custom_function else False,
+            text,
+            expected="a positive correlation",
+            notable=True,
         )
-    live = [g.index for g in record.groups if g.index in found and not has_no_signal(g.rewards)]
-    apart = [i for i in live if abs(found[i].sum()) > 1e-3 * np.abs(found[i]).sum()]
-    if own_function and apart:
-        where = f"in {len(apart)} of {len(live)} live groups"
+    live = [g.index for g in record.groups if g.index in by_group and not has_no_signal(g.rewards)]
+    uncentred_groups = [
+        i for i in live if abs(by_group[i].sum()) > 1e-3 * np.abs(by_group[i]).sum()
+    ]
+    if custom_function and uncentred_groups:
+        where = f"in {len(uncentred_groups)} of {len(live)} groups with signal"
         text = f"advantages are not centred: those of the advantage_fn do not sum to 0 {where}"
-        got = short(found[apart[0]].sum())
-        return check(None, text, expected="0", where=f"group {apart[0]}", got=got, notable=True)
-    if own_function:
-        return check(None, "they are those of an advantage_fn, which is not judged")
+        got = short(by_group[uncentred_groups[0]].sum())
+        return check(
+            None, text, expected="0", where=f"group {uncentred_groups[0]}", got=got, notable=True
+        )
+    if custom_function:
+        return check(None, "they are those of an advantage_fn, whose rule is not known")
     size, spread = (float(np.abs(side).max(initial=0.0)) for side in sides)
-    if spread >= LARGE:
+    if spread >= MAX_USUAL_SIZE:
         text = f"rewards are up to {spread:.3g} from the mean of their group"
-        if size < LARGE:
+        if size < MAX_USUAL_SIZE:
             return check(
                 True,
                 f"{text}; their scale does not reach the loss, as advantages are scaled",
                 notable=True,
             )
-        fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing beside them."
+        fix = "Divide the rewards, or set advantage_scale='std': a KL term or an entropy bonus is nothing next to them."
         return check(
             None,
             f"{text} and advantages are not scaled: the loss is as large",
@@ -664,8 +681,8 @@ def check_advantages(record: StepRecord) -> Finding:
             notable=True,
         )
     return (
-        check(True, f"they sum to 0 in each of {len(found)} groups")
-        if found
+        check(True, f"they sum to 0 in each of {len(by_group)} groups")
+        if by_group
         else check(None, "there are none")
     )
 
@@ -683,14 +700,14 @@ def mask_fault(
             f"{n} tokens",
             f"{len(sample.tokens)}, those that were sampled",
         )
-    spoken = sample.loss_mask[1:n] > 0
-    if (leak := np.flatnonzero(d.active & ~spoken)).size:
+    sampled = sample.loss_mask[1:n] > 0
+    if (leak := np.flatnonzero(d.active & ~sampled)).size:
         return (
             "a token that the policy did not sample is in the loss",
             f"weight 1 at target {leak[0]}",
             "weight 0",
         )
-    if (gap := np.flatnonzero(spoken & ~d.active)).size and d.num_loss_tokens:
+    if (gap := np.flatnonzero(sampled & ~d.active)).size and d.num_loss_tokens:
         return "a sampled token is not in the loss", f"weight 0 at target {gap[0]}", "weight 1"
     if (
         dlogprob is not None
@@ -732,9 +749,9 @@ def check_mask(record: StepRecord) -> Finding:
     return check(True, f"the loss covers exactly the {active} sampled tokens{also}")
 
 # %% ../../nbs/insight/00_xray.ipynb #c383bcc6
-# share of the loss's tokens in one group, and correlation of reward and length, that are told
-MOST = 0.8
-TIED = 0.95
+# share of the loss's tokens in one group, and correlation of reward and length, above which they are reported
+MAX_GROUP_SHARE = 0.8
+MAX_LENGTH_CORRELATION = 0.95
 
 
 def check_lengths(record: StepRecord) -> Finding:
@@ -742,7 +759,7 @@ def check_lengths(record: StepRecord) -> Finding:
     check = partial(Finding, "length")
     lengths = within_groups(record.groups, lambda g: [s.completion_len for s in g.samples])
     corr = correlation(lengths, within_groups(record.groups, lambda g: g.rewards))
-    if len(lengths) >= 8 and abs(corr) >= TIED:
+    if len(lengths) >= 8 and abs(corr) >= MAX_LENGTH_CORRELATION:
         goes, which = ("rise", "longer") if corr > 0 else ("fall", "shorter")
         text = f"rewards {goes} with length: {which} completions have the higher reward (correlation {corr:+.2f})"
         return check(True, text, notable=True)
@@ -751,7 +768,7 @@ def check_lengths(record: StepRecord) -> Finding:
         tokens[d.group] = tokens.get(d.group, 0) + d.num_loss_tokens
     total = sum(tokens.values())
     largest = max(tokens, key=lambda i: tokens[i], default=0)
-    if len(tokens) > 1 and tokens[largest] >= MOST * total > 0:
+    if len(tokens) > 1 and tokens[largest] >= MAX_GROUP_SHARE * total > 0:
         text = f"group {largest} has {tokens[largest] / total:.0%} of the tokens of the loss"
         return check(True, f"{text}, of {len(tokens)} groups", notable=True)
     if math.isnan(corr):
@@ -763,14 +780,14 @@ def check_lengths(record: StepRecord) -> Finding:
 # %% ../../nbs/insight/00_xray.ipynb #7a215848
 def without_loss(record: StepRecord) -> str:
     "Why a record has no loss to look at."
-    given = "the answers were given" if record.given else "the record holds no loss"
-    return "nothing was trained" if record.reason else given
+    why = "the answers were given" if record.is_supervised else "the record holds no loss"
+    return "nothing was trained" if record.reason else why
 
 # %% ../../nbs/insight/00_xray.ipynb #eca914cb
 def check_temperature(
     name: str, groups: Sequence[PromptGroup], datums: Sequence[Datum], policy: Sequence[Logprobs]
 ) -> Finding | None:
-    "Tokens are scored at the temperature at which they were drawn; greedy ones aside, as in the config."
+    "Tokens are scored at the temperature at which they were sampled; greedy ones excepted, as in the config."
     samples = sample_of(groups)
     scored = zip(datums, policy, strict=True)
     both = [
@@ -778,14 +795,20 @@ def check_temperature(
         for d, p in scored
         if (s := samples.get((d.group, d.sample)))
     ]
-    apart = [(d.where, drawn, at) for d, drawn, at in both if drawn not in (at, 0.0)]
-    if not apart:
+    different = [
+        (d.where, sampled_at, scored_at)
+        for d, sampled_at, scored_at in both
+        if sampled_at not in (scored_at, 0.0)
+    ]
+    if not different:
         return None
-    where, drawn, at = apart[0]
-    got = f"{drawn:g}, in {len(apart)} of {len(both)} completions"
-    fix = "Does a server or a rollout function set a temperature of its own? Draw at that of the config."
-    text = f"drawn at {drawn:g}, scored at {at:g}: the ratio is not 1"
-    return Finding(name, False, text, expected=f"{at:g}", fix=fix, where=where, got=got)
+    where, sampled_at, scored_at = different[0]
+    got = f"{sampled_at:g}, in {len(different)} of {len(both)} completions"
+    fix = (
+        "Does a server or a rollout function set another temperature? Sample at that of the config."
+    )
+    text = f"sampled at {sampled_at:g}, scored at {scored_at:g}: the ratio is not 1"
+    return Finding(name, False, text, expected=f"{scored_at:g}", fix=fix, where=where, got=got)
 
 # %% ../../nbs/insight/00_xray.ipynb #2a8b916c
 def sampler_words(record: StepRecord, allowed: Rounding) -> str:
@@ -803,10 +826,10 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Findi
     "On-policy, policy and sampler give each token the same logprob."
     check = partial(Finding, "on-policy")
     policy = scored_first(record)
-    if not policy or record.given:
+    if not policy or record.is_supervised:
         return check(None, without_loss(record))
-    if apart := check_temperature("on-policy", record.groups, record.datums, policy):
-        return apart
+    if mismatch := check_temperature("on-policy", record.groups, record.datums, policy):
+        return mismatch
     gap = sampler_gap(record.groups, record.datums, policy)
     known = on_policy(record, previous)
     if gap is None:
@@ -815,9 +838,7 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Findi
             "the sampler's logprobs are of another distribution (top-p, top-k), absent, or masked",
         )
     allowed = rounding_of(policy)
-    text = (
-        f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
-    )
+    text = f"policy and sampler differ by {short(gap.mean)} nats per token, {short(gap.largest)} at most"
     if allowed.explains(gap):
         return check(True, f"ratio 1: {text}")
     if known is False:
@@ -830,7 +851,9 @@ def check_ratio(record: StepRecord, previous: StepRecord | None = None) -> Findi
     fix = (
         "The weights are the same: ask the alignment doctor (rln.diagnose) which cause explains it."
     )
-    text = f"the policy is not what the sampler drew from{sampler_words(record, allowed)}: {text}"
+    text = (
+        f"the policy is not what the sampler sampled from{sampler_words(record, allowed)}: {text}"
+    )
     return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
 
 # %% ../../nbs/insight/00_xray.ipynb #dac43126
@@ -846,7 +869,7 @@ def check_old(record: StepRecord) -> Finding:
     )
     if gap is None:
         return check(None, "there are no old logprobs of the weights that were trained")
-    text = f"old and policy logprobs differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    text = f"old and policy logprobs differ by {short(gap.mean)} nats per token, {short(gap.largest)} at most"
     allowed = rounding_of(record.loss.logprobs if record.loss else ())
     if allowed.explains(gap):
         return check(True, f"ratio 1 before the first update: {text}")
@@ -855,7 +878,9 @@ def check_old(record: StepRecord) -> Finding:
     return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
 
 # %% ../../nbs/insight/00_xray.ipynb #c81ff8c4
-FAR = 1.0  # nats a token between policy and reference from which they are far apart
+MAX_POLICY_DISTANCE = (
+    1.0  # nats per token between policy and reference from which they are far apart
+)
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
@@ -876,13 +901,13 @@ def pull_to_reference(record: StepRecord) -> float:  # 1 = to it, -1 = away from
         above = (
             lp.values - d.ref_logprobs if d.ref_logprobs is not None else np.zeros(len(d.weights))
         )
-        apart = d.active & (np.abs(above) > 1e-3)
-        if apart.sum() > 2:
-            found = correlation(ranks(np.asarray(g)[apart]), ranks(above[apart]))
-            sides.setdefault(float(np.sign(np.mean(d.advantage))), []).append(found)
+        differs = d.active & (np.abs(above) > 1e-3)
+        if differs.sum() > 2:
+            value = correlation(ranks(np.asarray(g)[differs]), ranks(above[differs]))
+            sides.setdefault(float(np.sign(np.mean(d.advantage))), []).append(value)
     if len(record.updates) > 1 or not {-1.0, 1.0} <= sides.keys():
         return math.nan
-    return float(np.max([np.mean(found) for found in sides.values()]))
+    return float(np.max([np.mean(value) for value in sides.values()]))
 
 
 def check_reference(record: StepRecord, previous: StepRecord | None = None) -> Finding:
@@ -894,7 +919,7 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
     gap = gap_between(record.datums, policy, [d.ref_logprobs for d in record.datums])
     if gap is None:
         return check(None, "no reference logprobs were attached, or every target is masked")
-    text = f"policy and reference differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
+    text = f"policy and reference differ by {short(gap.mean)} nats per token, {short(gap.largest)} at most"
     allowed = rounding_of(policy)
     if record.options.get("teacher_coeff"):
         return check(None, f"the reference is a teacher: {text}", notable=True)
@@ -923,14 +948,14 @@ def check_reference(record: StepRecord, previous: StepRecord | None = None) -> F
             expected="a KL term that is added",
             fix="loss + beta * kl, not loss - beta * kl.",
         )
-    if gap.mean >= FAR:
+    if gap.mean >= MAX_POLICY_DISTANCE:
         kl = record.metrics.get("kl", math.nan)
         text = f"the policy is far from the reference (KL {short(kl)}): {text}"
         fix = "A smaller learning rate, a larger kl_beta, or a checkpoint from before it left."
         return check(
             False,
             text,
-            expected=f"below {FAR:g} on average",
+            expected=f"below {MAX_POLICY_DISTANCE:g} on average",
             fix=fix,
             where=gap.where,
             got=gap.size,
@@ -942,7 +967,7 @@ def check_correction(record: StepRecord, previous: StepRecord | None = None) -> 
     "A correction has what it needs, and stale samples have a correction."
     check = partial(Finding, "correction")
     without = [d.where for d in record.datums if d.sampler_logprobs is None]
-    if record.loss is None or record.given:
+    if record.loss is None or record.is_supervised:
         return check(None, without_loss(record))
     moved, words = moved_since_sampling(record, previous)
     if custom_loss(record.options):
@@ -981,24 +1006,28 @@ def check_clipping(record: StepRecord) -> Finding:
     share = record.metrics.get("clip_ratio/region_mean", math.nan)
     check = partial(Finding, "clipping")
     text = f"{share:.1%} of the tokens are clipped"
-    if share >= TOO_MANY:
+    if share >= MAX_TROUBLED_SHARE:
         fix = "A smaller learning rate, fewer updates a batch, or a wider eps_clip."
-        return check(False, text, expected=f"less than {TOO_MANY:.0%}", fix=fix)
-    if (moved := record.metrics.get("ppo_kl", 0.0)) >= FAR:
-        text = f"the updates of this step moved the policy by {short(moved)} nats a token"
-        return check(False, text, expected=f"below {FAR:g}", fix="A smaller learning rate.")
+        return check(False, text, expected=f"less than {MAX_TROUBLED_SHARE:.0%}", fix=fix)
+    if (moved := record.metrics.get("ppo_kl", 0.0)) >= MAX_POLICY_DISTANCE:
+        text = f"the updates of this step moved the policy by {short(moved)} nats per token"
+        return check(
+            False, text, expected=f"below {MAX_POLICY_DISTANCE:g}", fix="A smaller learning rate."
+        )
     if math.isnan(share):
         return check(None, "the loss does not clip, or does not tell")
     return check(True, text, notable=share > 0)
 
 # %% ../../nbs/insight/00_xray.ipynb #e9e90d60
-SMALL = 1e-8  # norm of an update that does nothing
-# how many times smaller learning rate and update must be than in the step before to be told
-COLLAPSE = 100.0
-BOLD = 0.02  # learning rate: AdamW moves a weight by about so much, and few weights are much larger
+MIN_UPDATE_NORM = 1e-8  # norm of an update that does nothing
+# how many times smaller than in the step before learning rate and update must be to be reported
+MIN_COLLAPSE_FACTOR = 100.0
+MAX_LEARNING_RATE = (
+    0.02  # learning rate: AdamW moves a weight by about this, and few weights are much larger
+)
 
 
-def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
+def learning_rate_drop(record: StepRecord, previous: StepRecord | None) -> str:
     "How far the learning rate fell since the step before, if the update fell as far; empty = it did not."
     if previous is None or previous.step != record.step - 1:
         return ""
@@ -1008,7 +1037,7 @@ def fallen_rate(record: StepRecord, previous: StepRecord | None) -> str:
 
     before = sizes(previous)
     now = sizes(record)
-    if not all(a >= COLLAPSE * b > 0 for a, b in zip(before, now, strict=True)):
+    if not all(a >= MIN_COLLAPSE_FACTOR * b > 0 for a, b in zip(before, now, strict=True)):
         return ""
     return f"the learning rate fell from {before[0]:.3g} to {now[0]:.3g} since step {previous.step}"
 
@@ -1070,20 +1099,23 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Fi
             else ""
         )
         return check(False, none + also, got=measured, fix=fix)
-    if moved < SMALL:
+    if moved < MIN_UPDATE_NORM:
         text = f"the weights hardly moved (by {short(moved)}): the learning rate is {rate:g}"
         return check(
-            False, text, expected=f"an update norm above {SMALL:g}", fix="Raise the learning rate."
+            False,
+            text,
+            expected=f"an update norm above {MIN_UPDATE_NORM:g}",
+            fix="Raise the learning rate.",
         )
-    if fell := fallen_rate(record, previous):
+    if fell := learning_rate_drop(record, previous):
         fix = "Is the length of the schedule counted in steps of this run?"
         return check(False, f"{fell}, and the weights hardly moved (by {short(moved)})", fix=fix)
-    if rate >= BOLD:
+    if rate >= MAX_LEARNING_RATE:
         text = f"the learning rate is {rate:g}: each weight moved by about as much (update norm {short(moved)})"
         return check(
             False,
             text,
-            expected=f"below {BOLD:g}",
+            expected=f"below {MAX_LEARNING_RATE:g}",
             fix="Undo the step and lower it; 1e-6 to 1e-3 are usual.",
         )
     limit = m.get("grad_norm_clipped", math.inf)
@@ -1091,10 +1123,10 @@ def check_gradient(record: StepRecord, previous: StepRecord | None = None) -> Fi
     summed = (
         record.options.get("aggregation") in ("sum", "sample_mean") and record.divided_by == "none"
     )
-    if size > LARGE and "grad_norm" in m and not (clipped or summed):
+    if size > MAX_USUAL_SIZE and "grad_norm" in m and not (clipped or summed):
         fix = "Set grad_clip_norm, and look at the size of the rewards and of the loss."
         text = f"the gradient is very large ({measured}) and not clipped"
-        return check(False, text, expected=f"below {LARGE:g}", fix=fix)
+        return check(False, text, expected=f"below {MAX_USUAL_SIZE:g}", fix=fix)
     if only_norms(m):
         text = f"no more than the norms of the network moved (update norm {short(moved)})"
         return check(
@@ -1146,7 +1178,7 @@ def invariants(
     weight_sync_interval: int | None = None,  # of the config; None = not known
 ) -> tuple[Finding, ...]:
     "What must hold in a step, what matters most first."
-    drawn = (
+    of_samples = (
         check_finite,
         check_completions,
         check_rewards,
@@ -1157,9 +1189,11 @@ def invariants(
     )
     trained = (check_old, check_clipping, check_lengths, check_signal)
     policies = (check_ratio, check_reference, check_correction)
-    found = [check(record) for check in drawn] + [check(record, previous) for check in policies]
-    found += [*(check(record) for check in trained), check_gradient(record, previous)]
-    return (*found, check_version(record, weight_sync_interval))
+    findings = [check(record) for check in of_samples] + [
+        check(record, previous) for check in policies
+    ]
+    findings += [*(check(record) for check in trained), check_gradient(record, previous)]
+    return (*findings, check_version(record, weight_sync_interval))
 
 # %% ../../nbs/insight/00_xray.ipynb #1ba16cb3
 def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list[str]:
@@ -1167,9 +1201,9 @@ def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list
     return [f"{c.name}: {c.text}" for c in invariants(record, previous) if c.ok is False]
 
 # %% ../../nbs/insight/00_xray.ipynb #9dc04d44
-LONG = 2.0  # seconds of a step below which its time is not worth a sentence
+MIN_STEP_SECONDS = 2.0  # seconds of a step below which its time is not worth a sentence
 # share of the tokens that may be padding, or of a step that may be spent on what is not used
-WASTED = 0.25
+MAX_WASTED_SHARE = 0.25
 
 
 def time_words(record: StepRecord) -> str:
@@ -1177,27 +1211,25 @@ def time_words(record: StepRecord) -> str:
     spent = sum(record.seconds.values())
     speed = record.speed
     o = record.options
-    if spent < LONG:
+    if spent < MIN_STEP_SECONDS:
         return ""
-    sampled, compared = (
-        record.seconds.get(phase, 0.0) / spent for phase in ("sample", "reference")
-    )
+    sampled, scoring = (record.seconds.get(phase, 0.0) / spent for phase in ("sample", "reference"))
 
-    def of_roof(rate):
+    def share_of_peak(rate):
         return speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
 
-    reads = of_roof("bytes_per_s")
-    multiplies = of_roof("flops_per_s")
+    reads = share_of_peak("bytes_per_s")
+    multiplies = share_of_peak("flops_per_s")
     if sampled >= 0.5 and reads >= max(0.5, multiplies):
         far = speed["perf/sampling_floor_ratio"]
         most = 2 - min(reads, 1.0)
         text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times its floor, which is reading the weights"
-        more = "twice as many completions, drawn at once (max_concurrent)"
+        more = "twice as many completions, sampled at once (max_concurrent)"
         return f"{text}: {more}, take at most {most:.1f} times as long"
     used = o.get("kl_beta") or o.get("teacher_coeff") or custom_loss(o) or len(record.updates) > 1
-    if compared >= WASTED and not used:
-        return f"{compared:.0%} of the step is the reference, unused by the loss: kl_metric=False leaves it out"
-    if (padding := speed.get("perf/padding_ratio", 0.0)) >= WASTED:
+    if scoring >= MAX_WASTED_SHARE and not used:
+        return f"{scoring:.0%} of the step is the reference, unused by the loss: kl_metric=False leaves it out"
+    if (padding := speed.get("perf/padding_ratio", 0.0)) >= MAX_WASTED_SHARE:
         text = f"{padding:.0%} of the tokens that were computed are padding"
         return f"{text}: open the backend with a smaller tokens_per_batch, so that lengths in a batch differ less"
     return ""
@@ -1220,7 +1252,7 @@ def sentence(
     if not record.reason:
         out += [loss_words(record, previous)]
     out += [words for words in [time_words(record)] if words and not (failed or record.reason)]
-    return " ".join(f"{said}." for said in out)
+    return " ".join(f"{words_of_one}." for words_of_one in out)
 
 # %% ../../nbs/insight/00_xray.ipynb #485815b6
 class XRay(Findings):
@@ -1245,6 +1277,8 @@ def xray(
 ) -> XRay:
     "A step in plain sentences, and its invariants; raises `RecordError` for what is no record."
     expect(record, StepRecord, "x-ray")
-    found = invariants(record, previous, weight_sync_interval=weight_sync_interval)
-    said = words_for(record.sources)
-    return XRay((replace(f, fix=said(f.fix)) for f in found), said(sentence(record, previous)))
+    findings = invariants(record, previous, weight_sync_interval=weight_sync_interval)
+    translate = words_for(record.sources)
+    return XRay(
+        (replace(f, fix=translate(f.fix)) for f in findings), translate(sentence(record, previous))
+    )

@@ -92,8 +92,8 @@ class StepRecord:
         return not self.reason
 
     @property
-    def given(self) -> bool:
-        "Whether its answers were given and not drawn: a step of `warm_up`."
+    def is_supervised(self) -> bool:
+        "Whether it learned from reference answers and not from samples: a step of `warm_up`."
         return "warm_up/loss" in self.metrics
 
     @property
@@ -110,9 +110,9 @@ class StepRecord:
             return " · ".join([*parts, f"nothing trained: {self.reason}"])
         if "kl" in m:
             parts.append(f"KL {m['kl']:.4f}")
-        if self.given:
+        if self.is_supervised:
             parts.append(
-                f"warm-up on {len(self.groups)} answers, {m['warm_up/loss']:.4f} nats a token"
+                f"warm-up on {len(self.groups)} answers, {m['warm_up/loss']:.4f} nats per token"
             )
         elif self.groups:
             live = sum(not has_no_signal(g.rewards) for g in self.groups)

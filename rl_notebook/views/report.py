@@ -31,7 +31,7 @@ from ..core.types import ConfigError, RecordError, check_own
 from ..show.html import html_table, number, rewards_html, tag, token_texts
 from ..runs.records import StepRecord, expect_records, read_table, replace_text, utf8
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
-from ..insight.trends import WATCHED, Trend, watch_run
+from ..insight.trends import LAST_STEPS_READ, Trend, watch_run
 from rl_notebook.views.charts import (
     LOOKS,
     Chart,
@@ -217,7 +217,7 @@ def material(
     if not isinstance(source, Run):
         read = {record.step: record for record in source}
         steps = sorted(read)
-        trends = watch_run(list(read.values())[-WATCHED:])
+        trends = watch_run(list(read.values())[-LAST_STEPS_READ:])
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
         tables = {s: read[s].completions_table() for s in spaced(steps)}
@@ -227,7 +227,7 @@ def material(
     known = known or Known()
     notes = [*source.notes]
     steps, read = _read(source, known, notes)
-    trends = watch_run(known.watched[step] for step in steps[-WATCHED:])
+    trends = watch_run(known.watched[step] for step in steps[-LAST_STEPS_READ:])
     named = _named(trends, show, steps)
     read |= {step: source.record(step) for step in named.keys() & set(steps) - read.keys()}
     tables = read_tables(source, known.tables)
@@ -250,7 +250,9 @@ def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int
     def wanted():
         return {*pick(steps), *steps[-LAST:]}
 
-    while missing := (wanted() - read.keys()) | ({*steps[-WATCHED:]} - known.watched.keys()):
+    while missing := (wanted() - read.keys()) | (
+        {*steps[-LAST_STEPS_READ:]} - known.watched.keys()
+    ):
         for step in sorted(missing):
             try:
                 record = run.record(step)
@@ -262,7 +264,7 @@ def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int
             known.watched[step] = replace(record, datums=(), loss=None)
             if step in wanted():
                 read |= {step: record}
-    for step in known.watched.keys() - {*steps[-WATCHED:]}:
+    for step in known.watched.keys() - {*steps[-LAST_STEPS_READ:]}:
         del known.watched[step]
     return steps, read
 
