@@ -43,7 +43,12 @@ from ..loop.rollouts import bounded, require_some
 from ..loop.step import backward, draw, loss_factory, score_group
 from ..loop.weights import borrowed
 from ..core.gaps import Gap, Rounding, short, rounding_of
-from ..insight.xray import TOO_MANY, check_temperature, measure_noise_floor, sampler_gap
+from rl_notebook.insight.xray import (
+    MAX_TROUBLED_SHARE,
+    check_temperature,
+    measure_noise_floor,
+    sampler_gap,
+)
 
 # %% auto #0
 __all__ = ['Preflight', 'preflight']
@@ -124,12 +129,14 @@ def check_budget(groups: Sequence[PromptGroup], limit: int) -> Finding:
     ended = [s.completion_len for s in samples if not s.truncated]
     longest = f", the longest after {max(ended)}" if ended else ""
     text = f"{len(ended)} of {len(samples)} completions ended by themselves within {limit} tokens{longest}"
-    if len(samples) - len(ended) < TOO_MANY * len(samples):
+    if len(samples) - len(ended) < MAX_TROUBLED_SHARE * len(samples):
         return Finding("budget", True, text)
     fix = (
         "Raise max_completion_tokens, or read the prompt above: does its form let a completion end?"
     )
-    return Finding("budget", False, text, expected=f"more than {1 - TOO_MANY:.0%}", fix=fix)
+    return Finding(
+        "budget", False, text, expected=f"more than {1 - MAX_TROUBLED_SHARE:.0%}", fix=fix
+    )
 
 # %% ../../nbs/experiments/03_preflight.ipynb #3fd4e228
 def check_rows(rows: Sequence[Row]) -> list[Finding]:
@@ -140,7 +147,9 @@ def check_rows(rows: Sequence[Row]) -> list[Finding]:
     again = len(rows) - different
     text = f"{again} of {len(rows)} rows have the prompt of another row, so an epoch has {different} different prompts"
     fix = "If that is not meant: drop them, and see what doubled them."
-    return [Finding("rows", None if again < TOO_MANY * len(rows) else False, text, fix=fix)]
+    return [
+        Finding("rows", None if again < MAX_TROUBLED_SHARE * len(rows) else False, text, fix=fix)
+    ]
 
 # %% ../../nbs/experiments/03_preflight.ipynb #2df711cb
 def check_reward(rewards: np.ndarray) -> Finding:
@@ -177,7 +186,7 @@ def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
     if lost:
         drawn = len(lost) + len(samples)
         fix = "Call the rollout or reward function by hand on it."
-        few = None if len(lost) < TOO_MANY * drawn else False
+        few = None if len(lost) < MAX_TROUBLED_SHARE * drawn else False
         checks.append(
             Finding(
                 "lost", few, f"{len(lost)} of {drawn} completions were lost", got=lost[0], fix=fix
