@@ -76,12 +76,12 @@ _all_ = [  # what a config is written with
 class ServiceSettings:
     "Where a service is, and what it calls things."
 
-    # address of the service; None = from the environment (not for "openai")
+    # address of the service; None = TINKER_BASE_URL or FIREWORKS_BASE_URL; "openai" needs one
     base_url: Text | None = None
-    served_model: Text | None = None  # openai: the model's name on the server; None = base_model
-    # tinker: name or folder of the tokenizer; None = the base model's
+    served_model: Text | None = None  # openai: name of the model on the server; None = `base_model`
+    # tinker: name or folder of the tokenizer; None = that of the base model
     tokenizer_model: Text | None = None
-    # Fireworks: the final weights are promoted to this model id
+    # Fireworks: model id under which the final weights are published; None = none
     output_model_id: Opened[Text | None] = None
 
 # %% ../../nbs/config/02_config.ipynb #7d4da0f8
@@ -89,34 +89,38 @@ class ServiceSettings:
 class WeightSyncConfig:
     "How new weights reach a Fireworks deployment."
 
-    weight_sync_interval: Int | None = None  # handed up to `Config.weight_sync_interval`
-    dcp_save_interval: Int | None = None  # handed up to `Config.dcp_save_interval`
-    dcp_timeout: Annotated[Int, Field(gt=0)] = 2700  # seconds for one checkpoint
-    first_checkpoint_type: Literal["base", "delta"] = "base"  # of the first sync
+    # the same as `Config.weight_sync_interval`; None = that
+    weight_sync_interval: Int | None = None
+    dcp_save_interval: Int | None = None  # the same as `Config.dcp_save_interval`; None = that
+    dcp_timeout: Annotated[Int, Field(gt=0)] = 2700  # seconds that one checkpoint may take
+    first_checkpoint_type: Literal["base", "delta"] = "base"  # type of checkpoint in the first sync
     weight_sync_before_training: Bool = False  # sync once before the first step
-    weight_sync_timeout: Annotated[Int, Field(gt=0)] = 600  # seconds for one sync
+    weight_sync_timeout: Annotated[Int, Field(gt=0)] = 600  # seconds that one sync may take
 
 # %% ../../nbs/config/02_config.ipynb #047df6fd
 @option_class
 class TrainerConfig:
     "Fireworks trainers: the policy's, and the reference's where one is needed."
 
-    job_id: Text | None = None  # attach to this policy trainer
-    training_shape_id: Text | None = None  # None = a validated shape is chosen
-    reference_training_shape_id: Text | None = None  # of the reference trainer
-    reference_job_id: Text | None = None  # attach to this reference trainer
+    job_id: Text | None = None  # policy trainer to attach to; None = create one
+    # training shape of the policy trainer; None = a validated one is chosen
+    training_shape_id: Text | None = None
+    # training shape of the reference trainer; None = a validated one is chosen
+    reference_training_shape_id: Text | None = None
+    # reference trainer to attach to; None = create one if it is needed
+    reference_job_id: Text | None = None
     cleanup_reference_on_close: Bool = True  # cancel the reference trainer at the end
-    region: Text | None = None  # where the trainers run
-    custom_image_tag: Text | None = None  # trainer image
-    accelerator_type: Text | None = None  # without a shape
-    accelerator_count: Int | None = None  # without a shape
-    node_count: Int | None = None  # without a shape
+    region: Text | None = None  # region of the trainers
+    custom_image_tag: Text | None = None  # image of the trainers
+    accelerator_type: Text | None = None  # accelerator of the trainers, without a training shape
+    accelerator_count: Int | None = None  # accelerators per node, without a training shape
+    node_count: Int | None = None  # nodes per trainer, without a training shape
     timeout_s: Positive = 3600  # seconds until the trainers must be ready
-    extra_args: Texts | None = None  # for the trainer's command line
-    replica_count: Int | None = None  # trainer replicas
-    purpose: Text | None = None  # label of the job
-    skip_validations: Bool = False  # of the control plane
-    managed_by: Text | None = None  # label of the job
+    extra_args: Texts | None = None  # arguments for the trainers' command line
+    replica_count: Int | None = None  # replicas of the policy trainer
+    purpose: Text | None = None  # label of the trainer job: what it is for
+    skip_validations: Bool = False  # skip the validations of the control plane
+    managed_by: Text | None = None  # label of the trainer job: who manages it
 
 # %% ../../nbs/config/02_config.ipynb #a4475bbd
 def InfraConfig(
@@ -144,25 +148,30 @@ class WeightSyncScope(Enum):
 class DeployConfig:
     "The Fireworks deployment that samples."
 
-    deployment_id: Text | None = None  # reused if it exists; None = a new one
-    # hub id of the tokenizer; the service needs it, prompts are encoded here
+    deployment_id: Text | None = None  # id of the deployment, reused if it exists; None = a new one
+    # hub id of the tokenizer that encodes prompts here; the service needs it
     tokenizer_model: Text | None = None
-    tokenizer_revision: Text | None = None  # of the tokenizer
-    create_deployment: Bool = True  # False = it must exist
-    deployment_shape: Text | None = None  # None = from the training shape
-    deployment_region: Text | None = None  # where it runs
-    deployment_accelerator_type: Text | None = None  # without a shape
-    hot_load_bucket_type: Text = "FW_HOSTED"  # where weights travel through
-    hot_load_trainer_job: Text | None = None  # trainer whose weights it serves
-    weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER  # who owns the bucket
-    deployment_timeout_s: Positive = 5400  # seconds until it must be ready
-    reattach_settle_timeout_s: Positive = 600  # seconds after it was linked to another trainer
-    sample_timeout: Positive = 600  # seconds for one sampling request
-    replica_count: Int | None = None  # replicas
-    enable_hot_load: Bool = True  # take new weights
-    disable_speculative_decoding: Bool = True  # of the server
-    deployment_extra_args: Texts | None = None  # for the server's command line
-    extra_values: Plain | None = None  # passed on as they are
+    tokenizer_revision: Text | None = None  # revision of the tokenizer on the hub
+    # create the deployment if it does not exist; False = it must exist
+    create_deployment: Bool = True
+    # shape of the deployment; None = that of the training shape
+    deployment_shape: Text | None = None
+    deployment_region: Text | None = None  # region of the deployment
+    # accelerator of the deployment, without a shape
+    deployment_accelerator_type: Text | None = None
+    hot_load_bucket_type: Text = "FW_HOSTED"  # bucket through which weights reach the deployment
+    hot_load_trainer_job: Text | None = None  # trainer job whose weights the deployment serves
+    # owner of the bucket through which weights travel
+    weight_sync_scope: WeightSyncScope = WeightSyncScope.PER_TRAINER
+    deployment_timeout_s: Positive = 5400  # seconds until the deployment must be ready
+    # seconds to wait after the deployment was linked to another trainer
+    reattach_settle_timeout_s: Positive = 600
+    sample_timeout: Positive = 600  # seconds that one sampling request may take
+    replica_count: Int | None = None  # replicas of the deployment
+    enable_hot_load: Bool = True  # let the deployment take new weights
+    disable_speculative_decoding: Bool = True  # turn speculative decoding of the deployment off
+    deployment_extra_args: Texts | None = None  # arguments for the deployment's command line
+    extra_values: Plain | None = None  # values for the service that have no setting here
 
 # %% ../../nbs/config/02_config.ipynb #0fd3fa03
 @dataclass(frozen=True, kw_only=True)

@@ -74,38 +74,43 @@ Seed = Annotated[Int, Field(ge=0, le=2**64)]
 class TaskSettings:
     "Which model learns which task."
 
-    base_model: Past[Text] = "tiny"  # name for `load_model`, or an id of the service that trains it
+    # model to train: a name that `load_model` takes, or an id of the service that trains it
+    base_model: Past[Text] = "tiny"
     # built-in task, path, URL, hub name, or "module:function" that returns rows
     dataset: Past[Text] = "toy"
-    dataset_config: Text | None = None  # of a data set on the hub, as "main"
+    dataset_config: Text | None = None  # configuration of a data set on the hub, as "main"
     dataset_split: Text | None = None  # split of a data set on the hub; None = "train"
-    # that `eval_rows` are taken from; None = the last rows of `dataset_split`
+    # split of a data set on the hub for held-out rows; None = the last rows of `dataset_split`
     dataset_eval_split: Text | None = None
-    dataset_streaming: Bool = False  # read its rows as they come, in place of a download of all
-    dataset_columns: Plain | None = None  # its columns by our names, as {"question": "problem"}
-    # goes in front of every prompt that is a conversation
+    # read the rows of a data set on the hub as they arrive, without a download of all
+    dataset_streaming: Bool = False
+    # columns of the data set under our names, as {"question": "problem"}
+    dataset_columns: Plain | None = None
+    # system message in front of every prompt that is a conversation
     system_prompt: Opened[AnyText | None] = None
-    chat_template: Text | None = None  # file with a Jinja template; None = the tokenizer's own
-    # what the template is told, as {"enable_thinking": False}
+    # file with a Jinja template; None = the template of the tokenizer
+    chat_template: Text | None = None
+    # variables for the chat template, as {"enable_thinking": False}
     chat_template_kwargs: Plain | None = None
-    max_rows: Past[Count | None] = 100  # rows used, from the top; None = all
+    max_rows: Past[Count | None] = 100  # number of rows used, from the first on; None = all
     epochs: AtPrompts[Count] = 1  # passes over the rows
     # optimizer steps that end the run, if the epochs have not; None = no limit
     steps: AtPrompts[Count | None] = None
-    shuffle: Past[Bool] = True  # another order in each epoch, decided by `seed`
-    # share of epochs with a row never or always solved; None = all
+    shuffle: Past[Bool] = True  # another order of the rows in each epoch, by `seed`
+    # share of epochs in which a row comes that is never or always solved; None = all
     difficulty_sampling: Past[SomeShare | None] = None
-    seed: Past[Seed] = 0  # every draw derives from (seed, number of the row in the run, sample)
-    eval_rows: Opened[Whole] = 0  # held-out rows to score; 0 = no evaluation
+    # random numbers derive from (seed, number of the row in the run, number of the sample)
+    seed: Past[Seed] = 0
+    eval_rows: Opened[Whole] = 0  # number of held-out rows to score; 0 = no evaluation
     # optimizer steps between evaluations; 0 = only before and after
     eval_interval: AtFinish[Whole] = 0
     # completions of each held-out row; with several there are avg@k and pass@k
     eval_samples: Count = 1
-    # settings of its draws that differ, as {"temperature": 0.6}
+    # sampling settings that differ in evaluations, as {"temperature": 0.6}
     eval_sampling: EvalSampling | None = None
-    # a completion passes if its reward is at least this; for `difficulty_sampling`, too
+    # reward from which a completion passes, in evaluations and for `difficulty_sampling`
     eval_pass_reward: Float = 1.0
-    # metric of the evaluation whose highest value is kept as a checkpoint: "eval/reward"
+    # metric of the evaluation, as "eval/reward", whose highest value is kept as a checkpoint
     keep_best: Text | None = None
 
 # %% ../../nbs/config/00_settings.ipynb #7e5bd646
@@ -115,19 +120,22 @@ class SamplingSettings:
 
     completions_per_prompt: Int = 4  # completions per prompt, the K of the group
     prompt_groups_per_step: AtPrompts[Count] = 1  # prompts per optimizer step
-    max_completion_tokens: Count = 1024  # tokens after which a completion is cut
-    max_seq_len: AtPrompts[Count] = 4096  # tokens, prompt and completion together
-    temperature: Annotated[Float, Field(ge=MIN_TEMPERATURE)] = 1.0  # divides the logits; above 0
-    top_p: SomeShare = 1.0  # nucleus: smallest set of tokens with this mass
-    top_k: Whole = 0  # keep the k most likely tokens; 0 = all
-    min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest
-    # divides logits of tokens in the text, multiplies those below 0; 1 = none
+    max_completion_tokens: Count = 1024  # largest number of tokens in a completion
+    # largest number of tokens in prompt and completion together
+    max_seq_len: AtPrompts[Count] = 4096
+    # number above 0 that divides the logits
+    temperature: Annotated[Float, Field(ge=MIN_TEMPERATURE)] = 1.0
+    # nucleus sampling: smallest set of tokens with this probability; 1 = all
+    top_p: SomeShare = 1.0
+    top_k: Whole = 0  # sample among the k most likely tokens; 0 = all
+    min_p: Share = 0.0  # leave out tokens less likely than this share of the likeliest; 0 = none
+    # divides positive logits of tokens in the text and multiplies negative ones; 1 = none
     repetition_penalty: Positive = 1.0
-    stop: AnyTexts = ()  # strings that end a completion, besides the end-of-text token
-    max_concurrent: Count = 32  # completions in flight, at most
+    stop: AnyTexts = ()  # strings that end a completion, as the end-of-text token does
+    max_concurrent: Count = 32  # largest number of completions in flight
     # optimizer steps between weight syncs; 0 = the first weights are kept
     weight_sync_interval: AtSync[Whole] = 1
-    # after a sync trainer and sampler score one row: did the weights arrive?
+    # let trainer and sampler score one row after a sync, to see that the weights arrived
     sync_audit: AtSync[Bool] = True
 
 # %% ../../nbs/config/00_settings.ipynb #44477146
@@ -135,23 +143,26 @@ class SamplingSettings:
 class SignalSettings:
     "From rewards to advantages."
 
-    rewards: AtScore[Texts] = ()  # names of reward functions; () = the data set's own
-    reward_weights: AtScore[tuple[Float, ...] | None] = None  # one per reward; None = 1 each
-    # seconds for a call; a later one is unscorable; None = no limit
+    rewards: AtScore[Texts] = ()  # names of reward functions; () = those of the data set
+    reward_weights: AtScore[tuple[Float, ...] | None] = None  # one weight per reward; None = 1 each
+    # seconds that a call of a reward may take; after them it is unscorable; None = no limit
     reward_timeout: AtScore[Positive | None] = None
-    # calls at once, plain ones in threads; 0 = one by one, in the thread of the event loop
+    # reward calls at the same time, plain functions in threads; 0 = one by one in the thread of the
+    # event loop
     max_concurrent_rewards: AtScore[Whole] = 32
     advantage_scale: AtAdvantages[AdvantageScale] = "std"  # what the centred reward is divided by
-    advantage_eps: AtAdvantages[NotNegative] = 1e-8  # added to the standard deviation; TRL has 1e-4
-    # "module:function" in its place; see the advantages notebook
+    # added to the standard deviation that divides; TRL has 1e-4
+    advantage_eps: AtAdvantages[NotNegative] = 1e-8
+    # "module:function" that computes advantages in place of `advantage_scale`; see the advantages
+    # notebook
     advantage_fn: AtAdvantages[Text | None] = None
     ddof: AtAdvantages[Literal[0, 1]] = 1  # the standard deviation divides by K - ddof
-    # leave groups without signal out; False = they count, with the KL term only
+    # leave out groups whose rewards are all equal; False = they count, with the KL term only
     drop_dead: AtDatums[Bool] = True
-    refill: AtDatums[Bool] = False  # sample another prompt for each group that was left out
-    # completions cut at the limit: train on them, or mask (DAPO)
+    refill: AtDatums[Bool] = False  # sample another prompt for each group that `drop_dead` left out
+    # train on completions cut at the limit, or mask them (DAPO)
     overlong: AtDatums[Literal["keep", "mask"]] = "keep"
-    # last tokens, over which the reward falls by up to 1; 0 = off (DAPO)
+    # number of last tokens over which the reward falls by up to 1; 0 = off (DAPO)
     overlong_buffer: AtScore[Whole] = 0
 
 # %% ../../nbs/config/00_settings.ipynb #bf9e73ad
@@ -163,16 +174,16 @@ class LossSettings(LossParams):
     "Teacher, entropy control, and where the loss is computed."
 
     kl_beta: NotNegative = 0.001  # weight of the KL term to the reference; 0 = no reference needed
-    # a model that takes the reference's place, for `teacher_coeff`, as base_model
+    # a model in the reference's place, for `teacher_coeff`; a name as for `base_model`
     teacher: Past[Text | None] = None
     kl_metric: AtReference[Bool] = False  # measure the KL even when `kl_beta` is 0
-    # nats: `entropy_coeff` adapts to hold the entropy there; None = it is fixed
+    # entropy in nats to which `entropy_coeff` adapts; None = `entropy_coeff` is fixed
     entropy_target: Float | None = None
-    # by which `entropy_coeff`, where it begins, rises or falls after each step
+    # change of `entropy_coeff` after each step, where `entropy_target` is set
     entropy_coeff_step: Float = 0.005
-    # division left to the trainer; only with "sum"
+    # division that the trainer does; only with aggregation "sum"
     grad_accumulation_normalization: GradNormalization = "none"
-    # computed here, or by the service that trains, in one call
+    # "client" computes the loss here, "builtin" at the service that trains, in one call
     loss_path: Literal["client", "builtin"] = "client"
 
 # %% ../../nbs/config/00_settings.ipynb #a1ff5a63
@@ -193,25 +204,26 @@ LRSchedule = Literal[
 class UpdateSettings:
     "Optimizer, adapter, batching of the backward passes."
 
-    learning_rate: Positive = 1e-5  # AdamW; with a schedule its highest
-    # shape over the planned steps, by the name that transformers has for it
+    learning_rate: Positive = 1e-5  # learning rate of AdamW; with a schedule its highest value
+    # learning-rate schedule over the planned steps, by its name in transformers
     lr_scheduler_type: LRSchedule = "constant"
     warmup_steps: Whole = 0  # steps in which the learning rate rises from 0
-    warmup_ratio: Share = 0.0  # the same as a share of the planned steps
-    min_lr_rate: Share = 0.0  # cosine_with_min_lr: where it ends, as a share of `learning_rate`
-    adam_beta1: Decay = 0.9  # decay of the first moment
-    adam_beta2: Decay = 0.999  # decay of the second moment
-    adam_eps: Positive = 1e-8  # added to the root of the second moment
-    weight_decay: NotNegative = 0.01  # decoupled
-    weight_decay_on: Literal["all", "matrices"] = "all"  # "matrices": not on norms and biases
+    warmup_ratio: Share = 0.0  # `warmup_steps` as a share of the planned steps
+    min_lr_rate: Share = 0.0  # cosine_with_min_lr: last learning rate as a share of `learning_rate`
+    adam_beta1: Decay = 0.9  # decay of the first moment of AdamW
+    adam_beta2: Decay = 0.999  # decay of the second moment of AdamW
+    adam_eps: Positive = 1e-8  # added to the root of the second moment of AdamW
+    weight_decay: NotNegative = 0.01  # weight decay of AdamW, decoupled from the gradient
+    # weights that decay: "matrices" leaves out norms and biases
+    weight_decay_on: Literal["all", "matrices"] = "all"
     grad_clip_norm: NotNegative = 1.0  # largest gradient norm; 0 = no clipping
-    lora_rank: Past[Whole] = 0  # 0 = all parameters
-    lora_alpha: Past[Positive] = 32.0  # the adapter's output is scaled by alpha / rank
-    # trained here, with an adapter: the base in 8 bits (rl-notebook[quantized])
+    lora_rank: Past[Whole] = 0  # rank of the LoRA adapter; 0 = train all parameters
+    lora_alpha: Past[Positive] = 32.0  # factor on the LoRA adapter's output, times 1 / `lora_rank`
+    # with an adapter on this machine: hold the base model in 8 bits (rl-notebook[quantized])
     load_in_8bit: Past[Bool] = False
-    # start a forward/backward call at so many samples; None = the maximum
+    # number of samples that start a forward/backward call; None = `max_samples_per_fwd_bwd`
     min_samples_per_fwd_bwd: Count | None = None
-    max_samples_per_fwd_bwd: Count = 256  # samples in one forward/backward call at most
+    max_samples_per_fwd_bwd: Count = 256  # largest number of samples in a forward/backward call
 
 # %% ../../nbs/config/00_settings.ipynb #3284defb
 def lr_factor(c: Any, step: int, of: int) -> float:
@@ -246,19 +258,21 @@ Trackers = Annotated[
 class RunSettings:
     "Where the run computes and what it leaves behind."
 
-    # who computes, a name of `open_backend`; "auto" decides by the base model's name
+    # who computes: local, openai, tinker, fireworks; "auto" decides by the name of the base model
     backend: Opened[Text] = "auto"
-    device: Opened[Text] = "auto"  # trained here: "cpu", "cuda", or what is there
-    # trained here: of the weights in the forward pass
+    # device of a model on this machine: "cpu", "cuda"; "auto" takes a GPU if there is one
+    device: Opened[Text] = "auto"
+    # type of the weights in the forward pass of a model on this machine
     dtype: Opened[Literal["float32", "bfloat16"]] = "float32"
     log_path: Opened[Text | None] = None  # run folder; None = records stay in memory
     run_name: Opened[Text | None] = None  # name in the trackers; None = the name of the run folder
-    report_to: Opened[Trackers] = ()  # who else gets the metrics of each step
-    log_completions: Opened[Whole] = 0  # completions of each step that `report_to` gets as a table
+    report_to: Opened[Trackers] = ()  # trackers that also get the metrics of each step
+    # number of completions of each step that `report_to` gets as a table
+    log_completions: Opened[Whole] = 0
     dcp_save_interval: Opened[Whole] = 0  # optimizer steps between resumable checkpoints; 0 = none
-    # mixture of experts: the trainer takes the experts that the sampler chose
+    # mixture of experts: train with the experts that the sampler chose
     router_replay: Opened[Bool] = False
-    # for sampled tokens only; False = for the prompt as well
+    # `router_replay` for sampled tokens only; False = for the prompt, too
     router_replay_completion_only: Bool = True
 
     @property
@@ -274,36 +288,37 @@ RecipeName = Literal["rl_loop", "async_rl_loop", "igpo_loop"]
 class ScheduleSettings:
     "When rollouts run and when the weights are updated."
 
-    recipe: RecipeName = "rl_loop"  # which loop runs it
-    # async: syncs between the start of a rollout and its training, at most
+    recipe: RecipeName = "rl_loop"  # loop that runs the training
+    # async: largest number of syncs between the start of a rollout and its training
     max_head_offpolicy_versions: Whole = 0
-    # async: samples in flight; None = all that staleness allows
+    # async: samples in flight; None = as many as staleness allows
     max_concurrency_rollout_sample: Int | None = None
     synchronous_training: Bool = False  # async: wait for every rollout in flight before each update
-    # async: backward passes of a step, each made as soon as its groups are there
+    # async: backward passes per step, each made as soon as its groups are complete
     pipeline_chunks_per_step: Count = 1
     ppo_n_minibatches: Count = 1  # optimizer steps per batch
-    min_group_size: AtScore[Count] = 1  # samples that a group needs to be trained on
-    # rounds in which failed samples are sampled again
+    min_group_size: AtScore[Count] = 1  # number of samples that a group needs to be trained on
+    # number of rounds in which failed samples of a group are sampled again
     max_incomplete_group_retries: Whole = 0
-    rollout_retries: Whole = 2  # times that a rollout is called again after its connection failed
-    # rollouts that the chat template cannot continue: lost, or an error
+    # number of times that a rollout is called again after its connection failed
+    rollout_retries: Whole = 2
+    # rollouts that the chat template cannot continue: drop them, or raise an error
     unfit_turns: Literal["drop", "raise"] = "drop"
-    # of rollouts that lose their connection: more end the run; 1 = never
+    # share of rollouts that may lose their connection; more end the run; 1 = all
     max_rollout_failure_rate: SomeShare = 0.5
 
 # %% ../../nbs/config/00_settings.ipynb #72e8964b
 @option_class
 class IGPOConfig:
-    "Knobs of `recipe='igpo_loop'`: information gain per turn (arXiv:2510.14967)."
+    "Settings of `recipe='igpo_loop'`: information gain per turn (arXiv:2510.14967)."
 
-    # of the information gain relative to the outcome; 0 = the outcome alone
+    # weight of the information gain relative to the outcome; 0 = the outcome alone
     ig_weight: NotNegative = 1.0
     gamma: Share = 0.99  # discount from a turn to the one before it
-    scoring_workers: Count = 8  # prefixes scored at the same time
-    # the last turn states the answer, so nothing is gained for it; False = as others
+    scoring_workers: Count = 8  # number of prefixes scored at the same time
+    # the last turn states the answer, so it gets no information gain; False = as other turns
     skip_ig_last_turn: Bool = True
-    # text between what was said so far and the answer that is scored after it
+    # text between the conversation so far and the answer that is scored after it
     answer_lead: AnyText = ""
 
 # %% ../../nbs/config/00_settings.ipynb #416b7a35
@@ -311,9 +326,9 @@ class IGPOConfig:
 class WandBConfig:
     'Where Weights & Biases puts the run; setting it adds "wandb" to `report_to`. The key comes from its own login.'
 
-    entity: Text | None = None  # team or user
-    project: Text | None = None  # None = "rl-notebook"
-    run_name: Text | None = None  # None = the run's name
+    entity: Text | None = None  # team or user of Weights & Biases
+    project: Text | None = None  # project of Weights & Biases; None = "rl-notebook"
+    run_name: Text | None = None  # name of the run at Weights & Biases; None = `Config.run_name`
 
 # %% ../../nbs/config/00_settings.ipynb #31ff0bbc
 @option_class
@@ -321,8 +336,8 @@ class ResumeConfig:
     "Where to resume from."
 
     resume_from: Text | None = None  # checkpoint: a folder (local) or a name (service)
-    resume_job_id: Text | None = None  # a service: the trainer job that saved it
-    # number of the last finished step; None = what the checkpoint says
+    resume_job_id: Text | None = None  # trainer job of a service that saved the checkpoint
+    # number of the last finished step; None = that of the checkpoint
     step_offset: Whole | None = None
 
 # %% ../../nbs/config/00_settings.ipynb #286b3b10
@@ -330,13 +345,14 @@ class ResumeConfig:
 class ConcurrencyConfig:
     "How many completions are in flight, in place of `max_concurrent`."
 
-    # "adaptive": a window that follows what the service can take
+    # "adaptive" follows what the service can take, "fixed" does not change
     mode: Literal["adaptive", "fixed"] = "adaptive"
-    max_concurrency: Count | None = None  # fixed: so many
-    initial_window: Count | None = None  # adaptive: in the beginning; None = 8
-    min_window: Count = 1  # adaptive: never fewer
-    max_window: Count = 256  # adaptive: never more
-    # adaptive, if reported: seconds in the queue from which the window shrinks
+    max_concurrency: Count | None = None  # fixed: number of completions in flight
+    # adaptive: number of completions in flight at the start; None = 8
+    initial_window: Count | None = None
+    min_window: Count = 1  # adaptive: smallest number of completions in flight
+    max_window: Count = 256  # adaptive: largest number of completions in flight
+    # adaptive, if the service reports it: seconds in its queue from which the number shrinks
     prefill_queue_target: Float = 0.5
 
 # %% ../../nbs/config/00_settings.ipynb #bc5d57da

@@ -350,60 +350,68 @@ Correction = Literal["off", "token", "sequence", "product"]
 class LossParams:
     "Which loss: surrogate, KL, aggregation and correction. Parameters left at None take the default of their surrogate."
 
-    # "grpo" has no ratio and no clip, "ppo" is clipped; yours: "module:function"
+    # name of the loss: "grpo" has no ratio and no clip, "ppo" is clipped; a loss in a file is
+    # "module:function"
     policy_loss: LossName = "grpo"
     kl_beta: NotNegative = 0.0  # weight of the KL term to the reference; 0 = no reference needed
     # weight of (teacher logprob - sampler logprob) in a token's advantage; 0 = no teacher
     teacher_coeff: NotNegative = 0.0
-    reward_coeff: NotNegative = 1.0  # weight of what the rewards say in it; 0 = the teacher alone
+    # weight of the reward in a token's advantage, next to `teacher_coeff`; 0 = the teacher alone
+    reward_coeff: NotNegative = 1.0
     kl_estimator: KLEstimator = "k3"  # per-token estimate of the KL, always with gradient
     # multiply the KL term by the token ratio, as TRL does by default
     kl_bias_correction: Bool = False
     # weight of the bonus for the policy's exact entropy at trained tokens; 0 = none
     entropy_coeff: NotNegative = 0.0
     aggregation: Aggregation = "token_mean"  # what the summed loss is divided by
-    # ratios are against the policy before this update, or the sampler
+    # policy in the denominator of ratios: "old" before this update, or "rollout", the sampler
     anchor: Literal["old", "rollout"] = "old"
-    # importance weights between sampler and trainer: one per token, or one per sample from the
-    # mean (sequence) or the sum (product) of its log ratios
+    # importance weights between sampler and trainer: one per token, or one per sample from the mean
+    # (sequence) or the sum (product) of its log ratios
     tis: Correction = "off"
-    # a weight outside floor and cap: truncate clips it, mask makes it 0, reject makes it 0 and
-    # every other weight 1
+    # what happens to an importance weight outside `tis_floor` and `tis_cap`: truncate clips it,
+    # mask makes it 0, reject makes it 0 and every other weight 1
     tis_mode: Literal["truncate", "mask", "reject"] = "truncate"
-    tis_cap: NotNegative = 5.0  # largest correction weight of a token or sequence
-    tis_floor: NotNegative = 0.0  # smallest correction weight
-    # h >= 1: tokens whose raw weight is outside [1/h, h] are left out
+    tis_cap: NotNegative = 5.0  # largest importance weight of a token or sequence
+    tis_floor: NotNegative = 0.0  # smallest importance weight of a token or sequence
+    # h >= 1: leave out tokens whose importance weight is outside [1/h, h]; None = off
     icepop_threshold: AtLeastOne | None = None
-    # correct to the policy before this update, or to the current one
+    # policy that samples are corrected to: "old" before this update, or the current "policy"
     tis_anchor: Literal["old", "policy"] = "old"
-    # nats per token: samples of A < 0 beyond it are left out
+    # nats per token from which samples with negative advantage are left out; None = off
     off_policy_mask_threshold: Positive | None = None
     top_entropy_quantile: Share = 1.0  # share of tokens, by entropy, that the policy loss keeps
-    # ratio may fall to 1 - eps_clip; None = the default of the loss: 0.2, for gmpo 0.4
-    eps_clip: NotNegative | None = None
-    eps_clip_high: Float | None = None  # ratio may rise to 1 + eps_clip_high
-    eps_clip_c: AboveOne | None = None  # dual clip, above 1: bounds the loss of negative advantages
-    ratio_log_cap: NotNegative | None = None  # token log ratios are cut at plus and minus this
-    seq_ratio_log_cap: NotNegative | None = None  # gspo: largest log of the sequence ratio
+    eps_clip: NotNegative | None = None  # the ratio may fall to 1 - eps_clip
+    # the ratio may rise to 1 + eps_clip_high; None = eps_clip where the loss has no default
+    eps_clip_high: Float | None = None
+    # dual clip, above 1: bounds the loss of negative advantages; None = off
+    eps_clip_c: AboveOne | None = None
+    ratio_log_cap: NotNegative | None = None  # largest absolute log ratio of a token
+    seq_ratio_log_cap: NotNegative | None = None  # gspo: largest log ratio of a sequence
     dro_beta: NotNegative | None = None  # dro: weight of the quadratic penalty on the log ratio
     # sapo: steepness of the gate where the advantage is positive
     sapo_temperature_pos: Positive | None = None
-    sapo_temperature_neg: Positive | None = None  # sapo: the same for other advantages
+    # sapo: steepness of the gate where the advantage is not positive
+    sapo_temperature_neg: Positive | None = None
     # vespo: power of the sequence ratio, where the advantage is not negative
     vespo_k_pos: NotNegative | None = None
-    vespo_k_neg: NotNegative | None = None  # vespo: the same for negative advantages
+    # vespo: power of the sequence ratio, where the advantage is negative
+    vespo_k_neg: NotNegative | None = None
     # vespo: decay by the sequence ratio, where the advantage is not negative
     vespo_lambda_pos: Positive | None = None
-    vespo_lambda_neg: Positive | None = None  # vespo: the same for negative advantages
-    # dppo: divergence from which bad tokens that fell are left out
+    # vespo: decay by the sequence ratio, where the advantage is negative
+    vespo_lambda_neg: Positive | None = None
+    # dppo: divergence from which tokens that fell are left out where the advantage is negative
     dppo_low: NotNegative | None = None
-    dppo_high: NotNegative | None = None  # dppo: and good tokens that rose
+    # dppo: divergence from which tokens that rose are left out where the advantage is positive
+    dppo_high: NotNegative | None = None
     dppo_cap: Positive | None = None  # dppo: largest ratio
-    # kl_cov, clip_cov: share of the tokens that is picked, at least one
+    # kl_cov, clip_cov: share of the tokens that is selected, at least one token
     cov_share: SomeShare | None = None
-    kl_cov_coef: NotNegative | None = None  # kl_cov: weight of their |log ratio|
-    clip_cov_low: Float | None = None  # clip_cov: picked among covariances above this
-    clip_cov_high: Float | None = None  # clip_cov: picked among covariances below this
+    # kl_cov: weight of the |log ratio| of the selected tokens
+    kl_cov_coef: NotNegative | None = None
+    clip_cov_low: Float | None = None  # clip_cov: tokens are selected among covariances above this
+    clip_cov_high: Float | None = None  # clip_cov: tokens are selected among covariances below this
 
 # %% ../../nbs/core/04_options.ipynb #a8fa8356
 SURROGATE_PARAMS: dict[str, dict[str, Any]] = {
