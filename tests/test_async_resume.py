@@ -3,7 +3,7 @@
 Runs are processes of their own, forked from a server that has imported everything. Where one is killed is drawn from a
 seed: the n-th time that it comes to a place, before, inside or after what is done there, or after a while. Several
 kills fall on the same run folder, one after the other. `RL_NOTEBOOK_KILLS=20 pytest tests/test_async_resume.py` makes
-twenty of them; the table of what happened comes at the end of the run.
+twenty of them; `pytest -s` prints a table of what happened.
 """
 
 import asyncio
@@ -329,10 +329,10 @@ async def check_weights(folder: Path, copy: Path) -> None:
 CHAINS = [min(PER_RUN, KILLS - i) for i in range(0, KILLS, PER_RUN)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", range(len(CHAINS)))
-@pytest.mark.variant
 def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(
-    chain: int, tmp_path: Path, say: Any
+    chain: int, tmp_path: Path
 ) -> None:
     versions, every, other = VARIANTS[chain % len(VARIANTS)]
     settings = (
@@ -352,7 +352,7 @@ def test_kill_9_at_seeded_points_loses_no_row_and_trains_none_twice(
         )
         check_whole(folder)
         asyncio.run(check_weights(folder, tmp_path / f"copy-{len(done)}"))
-    say(table(done))
+    print(table(done))
 
 
 def table(done: list[Killed]) -> str:

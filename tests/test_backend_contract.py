@@ -111,30 +111,22 @@ class Entry:
     open: Callable[[], Backend | Awaitable[Backend]]
     twin: dict[str, Any] = field(default_factory=dict)  # options of `local`
     weights: Callable[[Backend], Awaitable[dict[str, torch.Tensor]]] = local_weights
-    variant: bool = False  # runs with SLOW=variants
 
 
 BACKENDS = {
     "local": Entry(local),
-    "local-inline": Entry(lambda: local(inline=True), variant=True),
     "local-lora": Entry(lambda: local(lora_rank=4), {"lora_rank": 4}),
     "local-beside": Entry(lambda: local(beside=True)),
-    "local-small-batches": Entry(lambda: local(tokens_per_batch=12, max_batch=3), variant=True),
     "tinker": Entry(tinker, {"lora_rank": 4}, tinker_weights),
     "fireworks": Entry(fireworks, weights=fireworks_weights),
     "openai": Entry(openai),
-    "fireworks-lora": Entry(
-        lambda: fireworks(lora_rank=4), {"lora_rank": 4}, fireworks_weights, variant=True
-    ),
 }
 
 PROMPT = [72, 101, 108, 108, 111]
 ADAM = AdamParams(learning_rate=1e-2)
 
 
-@pytest.fixture(
-    params=[pytest.param(n, marks=[pytest.mark.variant] * e.variant) for n, e in BACKENDS.items()]
-)
+@pytest.fixture(params=BACKENDS)
 def opened(request):
     "A function that runs an async test against a fresh backend."
 
@@ -290,10 +282,10 @@ DEVIATIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "name"), [(k, n) for k, (table, _) in DEVIATIONS.items() for n in (None, *table)]
 )
-@pytest.mark.variant(but="weight decay")
 def test_a_deviation_of_a_service_is_named(kind, name, emulated, monkeypatch):
     "By `rl-notebook check`, over HTTP; a service that does not deviate is accused of nothing."
     from rl_notebook.backends.services import fireworks
@@ -402,7 +394,7 @@ def test_sync_brings_the_policy_to_the_sampler_and_an_unknown_snapshot_names_the
     opened(test)
 
 
-@pytest.mark.variant(but="local]")
+@pytest.mark.parametrize("opened", ["local"], indirect=True)
 def test_normalizations_divide_once(opened):
     async def test(backend):
         datums = datums_of(await sampled(backend, n=5))
@@ -577,7 +569,7 @@ def requests_since(start: int) -> list[str]:
     return [name for name in asked if name in ("forward", "forward_backward")]
 
 
-@pytest.mark.variant(but="tinker")
+@pytest.mark.parametrize("opened", ["tinker"], indirect=True)
 def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
     "Every loss that the service has: values, derivatives, weights after two steps, and how many calls that takes."
 
@@ -601,12 +593,10 @@ def test_a_builtin_loss_trains_like_the_same_loss_here(opened, entry):
         return seen, await entry.weights(backend), requests_since(begun)
 
     async def test(backend):
-        if not (known := backend.capabilities.builtin_losses):
-            assert not hasattr(backend.policy, "forward_backward_builtin")
-            return
         datums = await anchored(backend)
         start = await backend.policy.save_state("start")
-        for name in known:
+        assert backend.capabilities.builtin_losses
+        for name in backend.capabilities.builtin_losses:
             late = {"importance_sampling": "num_loss_tokens", "cispo": "num_sequences"}
             divided_by = late.get(name, "none") if backend.policy.link.sdk.divides else "none"
             options = LossOptions(

@@ -406,7 +406,7 @@ FURTHER += ("one -inf of the sampler", "NaN reference", "no answers", "nothing a
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.variant] * (n in FURTHER)) for n in MADE]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in FURTHER)) for name in MADE]
 )
 def test_every_view_of_a_record_draws_it_or_says_what_is_wrong(name: str):
     given = GIVEN[name]

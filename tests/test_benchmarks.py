@@ -109,7 +109,7 @@ def test_both_samplers_draw_what_was_asked_and_ours_knows_its_logprobs(tmp_path,
 # --- gpu.py ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
     gpu = script("gpu")
     file = tmp_path / "gpu.json"
@@ -127,7 +127,7 @@ def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
     assert "its figures mean nothing" in capsys.readouterr().out
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_the_gpu_script_and_trl_do_the_same_work():
     pytest.importorskip("trl", reason="TRL is in the extra `bench`")
     gpu = script("gpu")

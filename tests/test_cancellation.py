@@ -287,18 +287,8 @@ async def survey(
     return said
 
 
-@pytest.mark.parametrize(
-    ("kind", "whats"), [("sync", [*WHAT]), ("minibatches", ["step"]), ("async", ["step"])]
-)
-@pytest.mark.variant(but="sync")
-def test_a_cancelled_step_or_undo_goes_on_to_the_same_weights(kind, whats):
-    assert asyncio.run(survey("local", [kind], whats, every=9)) == []
-
-
-@pytest.mark.variant
-def test_so_it_does_on_a_service():
-    # from the reference on
-    assert asyncio.run(survey("tinker", ["sync"], ["step"], first=6, every=4)) == []
+def test_a_cancelled_step_or_undo_goes_on_to_the_same_weights():
+    assert asyncio.run(survey("local", ["sync"], [*WHAT], every=9)) == []
 
 
 @pytest.mark.slow

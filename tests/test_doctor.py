@@ -292,9 +292,9 @@ def dtype_of(model: Any) -> str:
     return str(model.dtype).removeprefix("torch.")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["tiny", *FLAT])
-@pytest.mark.variant(every=3)
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("tiny", "float32"), ("Qwen2", "bfloat16"), ("GPT2", "float32")]
+)
 def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
     "A tail that did not come up is no cut, and half precision samples otherwise than it scores, honestly."
     for seed in range(10 if SLOW else 1):
@@ -303,10 +303,7 @@ def test_an_honest_sampler_is_not_accused(family: str, dtype: str) -> None:
             assert verdict.ok, verdict.sentence
 
 
-@pytest.mark.parametrize(
-    "settings", [{"temperature": 0.7}, {"temperature": 1.4}, {"top_p": 0.9}, {"min_p": 0.05}]
-)
-@pytest.mark.variant(every=2)
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"top_p": 0.9}])
 def test_nor_is_one_that_draws_as_it_was_told(settings: dict[str, float]) -> None:
     for verdict in asked_after_a_step(flat_model("Qwen2", 0), **settings):
         assert verdict.ok, verdict.sentence
@@ -329,23 +326,15 @@ class Secret:
     ("settings", "cause"),
     [
         ({"top_p": 0.9}, "top-p or top-k"),
-        ({"top_k": 3}, "top-p or top-k"),
         ({"temperature": 0.7}, "temperature"),
-        ({"temperature": 1.3}, "temperature"),
     ],
 )
-@pytest.mark.variant(every=2)
 def test_a_secret_cut_or_temperature_is_named_where_the_draws_show_it(
     settings: dict[str, float], cause: str
 ) -> None:
-    "Of a peaked model; of a flat one, too, once a cut leaves so few tokens that all of them come up."
+    "Of a peaked model."
     *_, verdict = asked_after_a_step(load_model("tiny")[0], lambda inner: Secret(inner, **settings))
     assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
-    if "top_k" in settings:
-        *_, verdict = asked_after_a_step(
-            flat_model("Qwen2", 0), lambda inner: Secret(inner, **settings)
-        )
-        assert (verdict.cause, verdict.certainty) == (cause, "sure"), verdict
 
 
 def test_chance_has_the_odds_that_are_claimed() -> None:

@@ -74,10 +74,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     return run
 
 
-@pytest.mark.parametrize("folder", ["single_turn_token_in", "multi_turn_message_in"])
-@pytest.mark.variant(but="multi")
-def test_a_script_trains_here(folder: str, run: Callable[..., str], tmp_path: Path):
-    output = run(folder, "--log-path", str(tmp_path))
+def test_a_script_trains_here(run: Callable[..., str], tmp_path: Path):
+    output = run("multi_turn_message_in", "--log-path", str(tmp_path))
     assert re.search(r"held-out reward 0\.\d\d -> 0\.\d\d \(2 steps", output)
     assert Run.open(tmp_path).steps == [1, 2]
 
@@ -146,20 +144,6 @@ def odd_is_right(text: str, answer: str) -> float:
 
 
 @pytest.mark.parametrize("example", ["tool_use"], indirect=True)
-@pytest.mark.variant
-def test_the_tool_example_warms_up_and_trains_here(
-    example: SimpleNamespace, run: Callable[..., str], monkeypatch
-):
-    monkeypatch.setattr(example.rollout.rln, "gsm8k_reward", odd_is_right)
-    output = run("tool_use", "--warm-start", "3")
-    rows = re.findall(
-        r"^(base model|after warm start|after RL) +reward (\S+) +called (\S+)", output, re.MULTILINE
-    )
-    assert [name for name, *_ in rows] == ["base model", "after warm start", "after RL"]
-    assert float(rows[0][2]) == 0  # the model as it ships never calls
-
-
-@pytest.mark.parametrize("example", ["tool_use"], indirect=True)
 def test_the_tool_example_trains_on_the_emulator(
     example: SimpleNamespace, emulator, monkeypatch: pytest.MonkeyPatch
 ):
@@ -192,20 +176,12 @@ def openai_agent() -> Iterator[SimpleNamespace]:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
 
 
-@pytest.mark.parametrize("agent", ["agent", "library"])
-@pytest.mark.variant(but="agent")
-def test_an_agent_of_openais_api_trains_here(
-    openai_agent: SimpleNamespace, agent: str, monkeypatch
-):
-    if agent == "library":
-        pytest.importorskip("pydantic_ai", reason="pydantic_ai is not installed")
+def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, monkeypatch):
     train = openai_agent.train
     lines = list[str]()
     monkeypatch.setattr(train.rln, "gsm8k_reward", odd_is_right)
     cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL))
-    result = asyncio.run(
-        train.run(cfg, 30, getattr(openai_agent, agent).solve, lines.append, held_out=4)
-    )
+    result = asyncio.run(train.run(cfg, 30, openai_agent.agent.solve, lines.append, held_out=4))
     assert len(result) == 3
     assert [line[:8].strip() for line in lines] == [
         "base mod",

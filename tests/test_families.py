@@ -10,8 +10,8 @@ from tiny_models import one_thread  # noqa: F401 (used by every test)
 ROWS = pd.read_csv(TABLE, dtype=str, keep_default_na=False).set_index("architecture")
 
 
-@pytest.mark.variant(every=30)
-@pytest.mark.parametrize("name", ROWS.index[ROWS["not made here"] == ""])
+# every 30th: families.py makes the whole table
+@pytest.mark.parametrize("name", ROWS.index[ROWS["not made here"] == ""][::30])
 def test_an_architecture_does_what_the_table_says(name: str):
     row = row_of(name)
     told = ROWS.loc[name]

@@ -116,7 +116,7 @@ def check_synced(outcome: Outcome, identities: list[str]) -> None:
     assert all(e.status == 200 for e in asked)
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_step_by_step(emulator: RunningEmulator):
     outcome = run(emulator, "step_by_step.py", "by-step", "--steps", "2")
     check_training(outcome, steps=2, syncs=2)
@@ -127,7 +127,7 @@ def test_step_by_step(emulator: RunningEmulator):
     assert "trainers cancelled, deployment scaled to zero" in outcome.said
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_provision_by_hand(emulator: RunningEmulator):
     outcome = run(emulator, "provision_by_hand.py", "by-hand", "--steps", "2")
     check_training(outcome, steps=2, syncs=2)
@@ -135,7 +135,7 @@ def test_provision_by_hand(emulator: RunningEmulator):
     assert outcome.count("/forward", outcome.reference) >= 4  # two prompt groups a step
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_off_policy(emulator: RunningEmulator):
     outcome = run(emulator, "off_policy.py", "off-policy", "--steps", "4")
     check_training(outcome, steps=4, syncs=2)
@@ -151,7 +151,7 @@ def test_off_policy(emulator: RunningEmulator):
     assert abs(ratios[2] - 1) < 1e-4
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_recipe(emulator: RunningEmulator, tmp_path: Path):
     settings = ["--steps", "3", "--max-seq-len", "96", "--log-path", str(tmp_path / "run")]
     outcome = run(emulator, "recipe.py", "recipe", *settings)

@@ -288,8 +288,7 @@ def test_what_was_found_ends_the_doctors_words(capsys):
     )
 
 
-@pytest.mark.parametrize("tool", THERE)
-@pytest.mark.variant(every=3)
+@pytest.mark.parametrize("tool", ["nemo_rl", "prime_rl_monitors", "slime", "trl"])
 def test_the_command_line_takes_such_a_folder(tool, capsys, tmp_path):
     folder = str(FOREIGN / tool)
     assert main(["show", folder]) == 0

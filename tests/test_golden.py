@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -34,8 +34,8 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def found(say: Callable[[str], None]) -> Iterator[dict[str, list[Outcome]]]:
-    "File -> what came of its cases; said after the last one."
+def found() -> Iterator[dict[str, list[Outcome]]]:
+    "File -> what came of its cases; printed after the last one."
     outcomes: dict[str, list[Outcome]] = defaultdict(list)
     yield outcomes
     outcomes["all"] = [o for of_file in outcomes.values() for o in of_file]
@@ -44,7 +44,7 @@ def found(say: Callable[[str], None]) -> Iterator[dict[str, list[Outcome]]]:
         f"{stem}: {ran} ran, of which {by_choice} differ by choice"
         for stem, (ran, by_choice) in counts.items()
     ]
-    say("\n".join([*said, *(f"{stem}: no adapter yet" for stem in UNCOVERED)]))
+    print("\n".join([*said, *(f"{stem}: no adapter yet" for stem in UNCOVERED)]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.file}-{case.name}")

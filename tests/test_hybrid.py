@@ -17,10 +17,7 @@ import rl_notebook as rln
 from rl_notebook.backends.local.loading import in_dtype
 from rl_notebook.core.types import SampleParams
 
-RARE = pytest.mark.variant(every=5)
-
-
-FAMILIES = [*HYBRID][:12]  # the others stand in the table of families alone
+FAMILIES = ("Qwen3_5Text", "Mamba2", "Zamba2")  # the others stand in the table of families alone
 
 
 def loop_for(family: str, lora: int = 0) -> rln.GRPOLoop:
@@ -33,9 +30,10 @@ def weights(loop: rln.GRPOLoop) -> str:
     ).hexdigest()
 
 
-@RARE
-@pytest.mark.parametrize("lora", [0, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("Qwen3_5Text", 0), ("Lfm2", 4), ("Mamba2", 0), ("Bamba", 4), ("Zamba2", 0)],
+)
 def test_trainer_sampler_and_transformers_agree_over_two_steps(
     family: str, lora: int, tmp_path: Path
 ):
@@ -57,8 +55,7 @@ async def check_two_steps(family: str, lora: int, tmp_path: Path) -> None:
         assert np.abs(prompt.logprobs - own_logprobs(again, prompt.full_tokens)[4:]).max() < 1e-5
 
 
-@RARE
-@pytest.mark.parametrize("family", ["Ernie4_5_Moe", "Glm4Moe", "GptOss", *FAMILIES])
+@pytest.mark.parametrize("family", ["Ernie4_5_Moe", "Lfm2", "Bamba"])
 def test_bfloat16_keeps_in_float32_what_transformers_keeps(family: str, tmp_path: Path):
     model = model_of(f"{family}Config", HYBRID.get(family, GATED))
     model.save_pretrained(tmp_path)
@@ -74,7 +71,6 @@ def test_bfloat16_keeps_in_float32_what_transformers_keeps(family: str, tmp_path
         torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, atol=0, rtol=0)
 
 
-@RARE
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_that_is_taken_back_comes_again_to_the_last_bit(family: str):
     asyncio.run(there_and_back(family))
@@ -93,7 +89,6 @@ async def there_and_back(family: str) -> None:
         np.testing.assert_array_equal(a.sampler_logprobs, b.sampler_logprobs)
 
 
-@RARE
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuts_penalties_turns_and_greedy_draws_are_the_models_own(family: str):
     asyncio.run(draws(family))

@@ -27,7 +27,6 @@ from rl_notebook.backends.services.wire import HEADER_LOGGERS, key_from_env, sho
 
 KEY = "tml-Zq7/Lw+9=planted&4u"  # with characters that an address has to quote
 HERE = Path(__file__).parent
-PAGES = sorted((HERE.parent / "nbs" / "tutorials").glob("20[23]_*.ipynb"))
 VARIABLES = ("FIREWORKS_API_KEY", "TINKER_API_KEY", "OPENAI_API_KEY", "RL_NOTEBOOK_EMULATOR_KEY")
 
 
@@ -169,8 +168,8 @@ ERRORS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ERRORS)
-@pytest.mark.variant
 def test_a_run_with_everything_said_aloud_does_not_say_the_key(
     backend: str, tmp_path: Path
 ) -> None:
@@ -227,30 +226,3 @@ def test_http2_writes_headers_into_its_log_until_a_key_is_read(
         logging.getLogger("hpack.hpack").warning("still heard")
     assert "still heard" in caplog.text
     assert not shown(caplog.text.encode())
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-@pytest.mark.variant
-def test_a_page_that_is_executed_does_not_show_the_key(page: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "jupyter",
-        "nbconvert",
-        "--to",
-        "notebook",
-        "--execute",
-        "--allow-errors",
-    ]
-    command += ["--output-dir", str(tmp_path), "--log-level", "DEBUG", str(page)]
-    env = environment(JUPYTER_PLATFORM_DIRS="1")
-    done = subprocess.run(
-        command, env=env, capture_output=True, timeout=240, check=False, cwd=tmp_path
-    )
-    (tmp_path / "said.txt").write_bytes(done.stdout + done.stderr)
-    cells = json.loads((tmp_path / page.name).read_text())["cells"]
-    errors = [
-        out for cell in cells for out in cell.get("outputs", ()) if out["output_type"] == "error"
-    ]
-    assert (done.returncode, errors) == (0, [])
-    assert leaks(tmp_path) == {}

@@ -54,7 +54,7 @@ def test_its_test_passes(task):
     )
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_it_trains(task):
     output = run(PROGRAM, "train", "--config", "config.yaml", "--steps", "2", cwd=task)
     assert "held-out reward" in output.splitlines()[-1]
@@ -65,7 +65,7 @@ def test_it_trains(task):
     assert "every phase is the same" in run(PROGRAM, "replay", "runs/first", "2", cwd=task)
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_its_notebook_runs_and_says_the_config(task):
     import nbformat
     from nbclient import NotebookClient
@@ -79,8 +79,8 @@ def test_its_notebook_runs_and_says_the_config(task):
     assert "rewards=['task:right', 'task:tidy']" in last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("from_file", [False, True])
-@pytest.mark.variant
 def test_its_test_and_notebook_survive_the_three_changes_of_its_readme(tmp_path, from_file):
     run(PROGRAM, "new", "mine", cwd=tmp_path)
     mine = tmp_path / "mine"

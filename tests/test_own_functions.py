@@ -681,12 +681,10 @@ ENTRIES: dict[str, Callable[[Path], Any]] = {
     "a loop": lambda p: asyncio.run(_stepped(p)),
     "views": _looked_at,
 }
-QUICK = {"a shell", "a loss of a step"}  # in every run; all pairs with SLOW=1
+EVERYWHERE = ("a shell", "a loss of a step")  # these are tried through every entry
 
 
-@pytest.mark.parametrize(
-    "attack", [a if a in QUICK else pytest.param(a, marks=pytest.mark.slow) for a in ATTACKS]
-)
+@pytest.mark.parametrize("attack", EVERYWHERE)
 @pytest.mark.parametrize("entry", ENTRIES)
 def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, desk, capsys, monkeypatch):
     trap = Trap(sent, desk)
@@ -698,7 +696,7 @@ def test_a_foreign_run_folder_executes_nothing(entry, attack, sent, desk, capsys
     assert not trap.sprung, capsys.readouterr()
 
 
-@pytest.mark.parametrize("attack", [a for a in ATTACKS if a not in QUICK])
+@pytest.mark.parametrize("attack", [a for a in ATTACKS if a not in EVERYWHERE])
 def test_other_tricks_by_the_shortest_way(attack, sent, desk, capsys):
     trap = Trap(sent, desk)
     ATTACKS[attack](trap)

@@ -73,7 +73,7 @@ main(cfg)
 """
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_the_import_of_the_documents_runs_as_a_script(tmp_path):
     rows = [
         {"messages": [{"role": "user", "content": f"What is 1+{i}?"}], "ground_truth": str(i + 1)}

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
@@ -370,8 +370,8 @@ def alike(a: tuple, b: tuple) -> bool:
     return same(parts[0], parts[1]) and same(*tensors)
 
 
-def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callable[[str], None]):
-    "Flips in every file of a run folder that is read; the counts are shown."
+def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path):
+    "Flips in every file of a run folder that is read; the counts are printed (`pytest -s`)."
     run = RunFolder.create(tmp_path / "run", CONFIG)
     backend = open_local(tiny_model(layers=1), byte_tokenizer(), reference=False, inline=True)
     for step in (1, 2):
@@ -407,9 +407,9 @@ def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path, say: Callabl
                 data[max(0, place // 8 - 40) : place // 8 + 40],
             )
         path.write_bytes(data)
-        say(f"{name:45} {dict(outcomes)}")
+        print(f"{name:45} {dict(outcomes)}")
         counts += outcomes
-    say(f"{counts.total()} flips: {dict(counts)}")
+    print(f"{counts.total()} flips: {dict(counts)}")
     assert counts["refused"] + counts["named"] > 0.8 * counts.total()
 
 

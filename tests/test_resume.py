@@ -53,21 +53,11 @@ def uneven(text: str, answer: str) -> float:
 # --- a run in a process of its own ----------------------------------------------------------------------------------
 
 
-def body(settings: dict[str, Any], resume: bool, stop_in: str | None = None) -> None:
-    "What the process does; `stop_in` names a phase in which it sends itself an interrupt, in step 4."
-    from rl_notebook.loop.loop import GRPOLoop
+def body(settings: dict[str, Any], resume: bool) -> None:
+    "What the process does."
     from rl_notebook.recipes.rl_loop import main
 
     sys.stdout = sys.stderr = open(f"{settings['log_path']}.out", "a", buffering=1)  # noqa: SIM115 (until it ends)
-    if stop_in is not None:
-        phase = getattr(GRPOLoop, stop_in)
-
-        def interrupted(loop: GRPOLoop, *args: Any, **kwargs: Any) -> Any:
-            if loop.state.number == 4:
-                os.kill(os.getpid(), signal.SIGINT)
-            return phase(loop, *args, **kwargs)
-
-        setattr(GRPOLoop, stop_in, interrupted)
     print(main(Config(**settings), resume=resume, say=print))
 
 
@@ -84,10 +74,9 @@ def run(
     *,
     resume: bool = False,
     kill: tuple[int, float] | None = None,
-    **options: Any,
 ) -> str:
     "Run to the end, or kill -9 n seconds after a step is recorded; returns what was said."
-    process = SERVER.Process(target=body, args=(settings, resume), kwargs=options)
+    process = SERVER.Process(target=body, args=(settings, resume))
     process.start()
     if kill is not None:
         kill_after(process, Path(settings["log_path"]), *kill)
@@ -160,43 +149,27 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
-VARIANTS = {
-    "full": {},
-    "lora": {"lora_rank": 4, "policy_loss": "ppo", "tis_enabled": True},
-    "windows of 2": {"weight_sync_interval": 2},
-    "never synced": {"weight_sync_interval": 0, "kl_beta": 0.0},
-}
-
-
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    "Uninterrupted runs, by variant, made when asked for."
-
-    class Runs(dict):
-        def __missing__(self, name: str) -> Path:
-            folder = tmp_path_factory.mktemp("whole") / "run"
-            run(SETTINGS | VARIANTS[name] | {"log_path": str(folder)})
-            self[name] = folder
-            return folder
-
-    return Runs()
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    "The folder of a run that is not interrupted."
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    run(SETTINGS | {"log_path": str(folder)})
+    return folder
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.variant(but="full]")
-def test_kill_9_anywhere_and_resume_gives_the_same_numbers(variant, whole, tmp_path):
-    settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
-    typical = np.median([sum(record.seconds.values()) for record in RunFolder.open(whole[variant])])
-    rng = np.random.default_rng(list(VARIANTS).index(variant))
+def test_kill_9_anywhere_and_resume_gives_the_same_numbers(whole, tmp_path):
+    settings = SETTINGS | {"log_path": str(tmp_path / "run")}
+    typical = np.median([sum(record.seconds.values()) for record in RunFolder.open(whole)])
+    rng = np.random.default_rng(0)
     for i, step in enumerate((3, 5)):
         run(settings, resume=i > 0, kill=(step, float(rng.random() * typical)))
     output = run(settings, resume=True)
     assert "going on after step" in output
     assert "were put aside in" in output
-    assert_same_run(tmp_path / "run", whole[variant])
+    assert_same_run(tmp_path / "run", whole)
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_kill_9_again_and_again(whole, tmp_path):
     settings = SETTINGS | {"log_path": str(tmp_path / "run")}
     folder = tmp_path / "run"
@@ -214,7 +187,7 @@ def test_kill_9_again_and_again(whole, tmp_path):
         process.kill()
         process.join(60)
     run(settings, resume=True)
-    assert_same_run(folder, whole["full"])
+    assert_same_run(folder, whole)
 
 
 # --- with other settings ---------------------------------------------------------------------------------------------
@@ -232,37 +205,6 @@ def test_steps_before_a_resume_with_other_settings_are_replayed_with_their_own(t
 
 
 # --- an interrupt ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("variant", "phase", "saved"),
-    [
-        ("full", "sample", 3),
-        ("full", "backward", 3),
-        ("full", "sync", 4),
-        ("windows of 2", "backward", None),
-    ],
-)
-@pytest.mark.variant(but="full-backward")
-def test_an_interrupt_stops_after_the_phase_saves_and_says_how_to_go_on(
-    variant, phase, saved, whole, tmp_path
-):
-    settings = SETTINGS | VARIANTS[variant] | {"log_path": str(tmp_path / "run")}
-    output = run(settings, stop_in=phase)
-    stopped_run = RunFolder.open(tmp_path / "run")
-    last = stopped_run.checkpoints[-1]
-    assert saved in (None, last)
-    assert (
-        f"it goes on after step {last} with: rl-notebook train --resume --log-path {tmp_path / 'run'}"
-        in output
-    )
-    # no held-out reward after: it would cost time that an interrupted user does not have
-    assert "\nstopped (" in output
-    assert len(stopped_run) < STEPS
-    assert (tmp_path / "run" / "report.html").exists()
-    output = run(settings, resume=True)
-    assert f"going on after step {last}" in output
-    assert_same_run(tmp_path / "run", whole[variant])
 
 
 def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
@@ -286,34 +228,17 @@ def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
     process = command(args, out)
     process.join(60)
     assert process.exitcode == 0, out.read_text()
-    assert_same_run(folder, whole["full"])
+    assert_same_run(folder, whole)
     first = numbers(folder)[0]["eval/reward"]
     last = numbers(folder)[STEPS]["eval/reward"]
     assert f"held-out reward {first:.2f} -> {last:.2f} (" in out.read_text()
-
-
-@pytest.mark.variant
-def test_a_second_interrupt_ends_at_once_and_loses_nothing_recorded(whole, tmp_path):
-    folder = tmp_path / "run"
-    out = tmp_path / "out"
-    Config(**SETTINGS, log_path=str(folder)).to_yaml(tmp_path / "config.yaml")
-    process = command(["train", "--config", str(tmp_path / "config.yaml")], out)
-    kill_after(process, folder, 3, 0.0, signal.SIGINT)
-    os.kill(process.pid, signal.SIGINT)
-    process.join(60)
-    assert process.exitcode == 130, out.read_text()
-    assert "Traceback" not in out.read_text()
-    process = command(["train", "--resume", "--log-path", str(folder)], out)
-    process.join(60)
-    assert process.exitcode == 0, out.read_text()
-    assert_same_run(folder, whole["full"])
 
 
 # --- another folder, other settings ---------------------------------------------------------------------------------
 
 
 def test_what_has_changed_is_said(whole, tmp_path):
-    shutil.copytree(whole["full"], tmp_path / "run")
+    shutil.copytree(whole, tmp_path / "run")
     settings = SETTINGS | {
         "log_path": str(tmp_path / "run"),
         "learning_rate": 1e-4,
@@ -326,16 +251,16 @@ def test_what_has_changed_is_said(whole, tmp_path):
     assert RunFolder.open(tmp_path / "run").steps == list(range(1, 10))
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_resume_from_begins_another_folder_where_the_first_one_stood(whole, tmp_path):
-    checkpoint = whole["full"] / "checkpoints" / "00006"
+    checkpoint = whole / "checkpoints" / "00006"
     settings = SETTINGS | {
         "log_path": str(tmp_path / "run"),
         "resume": {"resume_from": str(checkpoint)},
     }
     run(settings)
     ours = numbers(tmp_path / "run")
-    theirs = numbers(whole["full"])
+    theirs = numbers(whole)
     assert list(ours) == [6, 7, 8]
     assert [ours[s] for s in (7, 8)] == [theirs[s] for s in (7, 8)]
     again = run(settings, resume=True)  # its own checkpoint counts now, and nothing is left to do

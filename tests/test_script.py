@@ -384,7 +384,7 @@ def test_a_backend_that_the_config_would_not_open(opened, cfg, match, monkeypatc
 # --- in the background ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_script_in_the_background_is_looked_at_stopped_and_resumed_with_the_same_numbers(
     tmp_path: Path,
 ):

@@ -776,7 +776,7 @@ def test_rollouts_beside_training_and_a_branch() -> None:
         )
         async with backend, loop.serve() as server:
             servers.append(server)
-            for record in await loop.run(2, progress=False):
+            for record in await loop.run(1, progress=False):
                 check = {s.info["rollout"] for g in record.groups for s in g.samples}
                 assert len(check) == sum(len(g.samples) for g in record.groups)
                 assert (await rln.diagnose(record)).sentence.startswith("no mismatch")

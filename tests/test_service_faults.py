@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,7 @@ from rl_notebook.core.types import BackendError
 from rl_notebook.runs.run import Run
 
 pytestmark = [
-    pytest.mark.variant,
+    pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.*Sending full weights (instead|again):UserWarning"),
 ]
 
@@ -134,7 +133,7 @@ def go(plan: Plan, faults: tuple[Fault, ...], seed: int = 0) -> Ended:
 
 
 @pytest.fixture(scope="module")
-def runs(say: Callable[[str], None]) -> dict[str, tuple[Ended, Ended]]:
+def runs() -> dict[str, tuple[Ended, Ended]]:
     "Backend -> the run without faults, and with all of them. One backend waits while the other computes."
 
     def both(plan: Plan) -> tuple[Ended, Ended]:
@@ -145,7 +144,7 @@ def runs(say: Callable[[str], None]) -> dict[str, tuple[Ended, Ended]]:
     for name, (calm, stormy) in ended.items():
         shown = ", ".join(f"{kind} {n}" for kind, n in sorted(stormy.faults.items()))
         took = f"{calm.seconds:.0f} s became {stormy.seconds:.0f} s"
-        say(f"faults of the {name} run: {shown}; {stormy.outcome.reconnects} reconnects; {took}")
+        print(f"faults of the {name} run: {shown}; {stormy.outcome.reconnects} reconnects; {took}")
     return ended
 
 

@@ -119,15 +119,11 @@ def two_over_one(second=lambda backend: backend):
     return one, GRPOLoop(second(one.backend), rows, LENGTH, one.cfg, name="other")
 
 
-@pytest.mark.parametrize(
-    "second", [lambda b: b, lambda b: replace(b, close=None)], ids=["the backend", "a copy of it"]
-)
-@pytest.mark.variant(but="the backend")
-def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the_other(second):
+def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the_other():
     async def main():
-        one, other = two_over_one(second)
+        one, other = two_over_one(lambda b: b)
         await asyncio.gather(one.run(2, progress=False), other.run(2, progress=False))
-        apart, beside = two_over_one(second)
+        apart, beside = two_over_one(lambda b: b)
         for loop in (apart, beside, apart, beside):
             await loop.step()
         assert same(weights(one), weights(apart))

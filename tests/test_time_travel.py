@@ -114,28 +114,26 @@ async def fail(loop, phase, monkeypatch):
         await result if asyncio.iscoroutine(result) else result
 
 
-@pytest.mark.parametrize(
-    ("phase", "done"),
-    [*((p, False) for p in BREAKS), *((p, True) for p in ("sample", "reference", "backward"))],
-)
-@pytest.mark.variant(but="optimize")
-def test_a_phase_that_fails_leaves_the_loop_where_it_stood(phase, done, monkeypatch):
+def test_a_phase_that_fails_leaves_the_loop_where_it_stood(monkeypatch):
     expected = numbers(undisturbed()[1])
 
     async def main():
         loop = make_loop()
         await loop.step()
-        if phase != "prompts":
-            await up_to(loop, PHASES[PHASES.index(phase) - (not done)])
-        before = place(loop)
-        kept = weights(loop)
-        loop.state.cache.clear()  # scored again by the reference
-        with pytest.raises((RuntimeError, RewardError, DataError), match="somebody else's fault"):
-            await fail(loop, phase, monkeypatch)
-        gone = {"backward"} if phase == "backward" else set()  # its gradient was dropped
-        assert place(loop) == (before[0], before[1] - gone, *before[2:])
-        assert same(kept, weights(loop))
-        assert_equal(numbers(await loop.step()), expected, rel=1e-6)
+        for phase in PHASES:
+            if phase in BREAKS:
+                before = place(loop)
+                kept = weights(loop)
+                loop.state.cache.clear()  # scored again by the reference
+                with pytest.raises(
+                    (RuntimeError, RewardError, DataError), match="somebody else's fault"
+                ):
+                    await fail(loop, phase, monkeypatch)
+                assert place(loop) == before, phase
+                assert same(kept, weights(loop)), phase
+            result = getattr(loop, phase)()
+            record = await result if asyncio.iscoroutine(result) else result
+        assert_equal(numbers(record), expected, rel=1e-6)
 
     run(main())
 
@@ -260,42 +258,26 @@ def assert_same_records(ours, theirs):
 CHANGES = {"kl_beta": 0.5, "learning_rate": 3e-3, "policy_loss": "reinforce"}
 
 
-@pytest.mark.parametrize(
-    ("at", "how", "settings"),
-    [
-        ("batch", "side by side", {}),
-        ("start", "in turn", {}),
-        ("batch", "in turn", {"lora_rank": 4}),
-    ],
-    ids=["batch, side by side", "start, in turn", "lora"],
-)
-@pytest.mark.variant(but="lora")
-def test_two_branches_give_what_each_gives_alone(at, how, settings):
+def test_two_branches_give_what_each_gives_alone():
     async def main():
-        loop = await begun(**settings)
-        branch = await loop.branch(at=at, **CHANGES)
-        assert branch.state.current == ("advantages" if at == "batch" else "prompts")
-        if how == "side by side":
-            ours, theirs = await asyncio.gather(
-                loop.run(2, progress=False), branch.run(2, progress=False)
-            )
-        else:
-            ours = []
-            theirs = []
-            for _ in range(2):
-                theirs.append(await branch.step())
-                ours.append(await loop.step())
-        assert_same_records(ours, (expected := await alone({}, "batch", 2, **settings))[0])
+        loop = await begun(lora_rank=4)
+        branch = await loop.branch(at="batch", **CHANGES)
+        assert branch.state.current == "advantages"
+        ours = []
+        theirs = []
+        for _ in range(2):
+            theirs.append(await branch.step())
+            ours.append(await loop.step())
+        assert_same_records(ours, (expected := await alone({}, "batch", 2, lora_rank=4))[0])
         async with loop.weights.turn():
             assert same(weights(loop), expected[1])
-        assert_same_records(theirs, (expected := await alone(CHANGES, at, 2, **settings))[0])
+        assert_same_records(theirs, (expected := await alone(CHANGES, "batch", 2, lora_rank=4))[0])
         async with branch.weights.turn():
             assert same(weights(branch), expected[1])
 
     run(main())
 
 
-@pytest.mark.variant
 def test_a_branch_keeps_the_batch_and_grades_it_anew_with_another_reward():
     async def main():
         loop = await begun()
@@ -409,35 +391,12 @@ def recorded(loop, tmp_path, name="run"):
 
 
 STEPS = 5
-VARIANTS = {
-    "plain": {},
-    "lora": {"lora_rank": 4, "policy_loss": "ppo", "tis_enabled": True},
-    "passes": {"max_samples_per_fwd_bwd": 6},
-    "greedy": {
-        "min_samples_per_fwd_bwd": 6,
-        "max_samples_per_fwd_bwd": 6,
-        "aggregation": "sequence_mean",
-    },
-    "divided": {
-        "aggregation": "sum",
-        "grad_accumulation_normalization": "num_loss_tokens",
-        "max_samples_per_fwd_bwd": 12,
-        "min_p": 0.02,
-        "repetition_penalty": 1.05,
-    },
-    "refill": {"refill": True},
-}
-
-
-# (variant, steps between checkpoints)
-KEPT = [*((name, 2) for name in VARIANTS), ("plain", 0), ("greedy", 0)]
 
 
 class Recorded:
     "A run in a folder, with the weights after each of its steps."
 
-    def __init__(self, path, variant="plain", every=0):
-        self.variant = variant
+    def __init__(self, path, every):
         self.every = every
         self.loop = self.fresh()
         self.folder = RunFolder.create(path / "run", self.loop.cfg)
@@ -447,10 +406,7 @@ class Recorded:
 
     def fresh(self, **settings):
         gentle = {"learning_rate": 2e-4, "rows": 48}
-        return make_loop(
-            reward=SOME if self.variant == "refill" else LENGTH,
-            **gentle | VARIANTS[self.variant] | settings,
-        )
+        return make_loop(reward=LENGTH, **gentle | settings)
 
     async def all(self):
         for _ in range(STEPS):
@@ -462,44 +418,39 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    "Runs by variant and checkpoint interval, made when asked for."
+    "Runs by checkpoint interval, made when asked for."
 
     class Runs(dict):
         def __missing__(self, key):
-            self[key] = Recorded(tmp_path_factory.mktemp("runs"), *key)
+            self[key] = Recorded(tmp_path_factory.mktemp("runs"), key)
             return self[key]
 
     return Runs()
 
 
-@pytest.mark.parametrize(("variant", "every"), KEPT)
-@pytest.mark.variant(but="plain-0")
-def test_seek_comes_to_the_weights_of_the_run_and_goes_on_as_it_did(variant, every, runs):
-    result = runs[variant, every]
+def test_seek_comes_to_the_weights_of_the_run_and_goes_on_as_it_did(runs):
+    result = runs[0]
 
     async def main():
-        assert result.folder.checkpoints == ([2, 4] if every else [])
+        assert result.folder.checkpoints == []
         loop = result.fresh()
         for step in (3, 5, 4):
             arrival = await loop.seek(step, result.folder)
             assert (arrival.step, arrival.gap) == (step, 0.0)
-            assert arrival.base == (max(n for n in (0, 2, 4) if n <= step) if every else 0)
+            assert arrival.base == 0
             assert same(weights(loop), result.weights[step])
             record = result.folder.record(step)
             assert (loop.state.number, loop.cursor.consumed) == (step + 1, record.consumed)
             assert (loop.policy_version, loop.state.values) == (record.policy_version, {})
         last = await loop.step()
-        if variant == "greedy":  # what arrives together is for the clock to say
-            assert texts(last) == texts(result.folder.record(5))
-        else:
-            assert_same_records([last], [result.folder.record(5)])
-            assert same(weights(loop), result.weights[5])
+        assert_same_records([last], [result.folder.record(5)])
+        assert same(weights(loop), result.weights[5])
 
     run(main())
 
 
 def test_seek_goes_back_in_a_running_loop_and_forward_again(runs):
-    result = runs["plain", 2]
+    result = runs[2]
 
     async def main():
         loop = result.loop
@@ -527,7 +478,7 @@ def test_seek_goes_back_in_a_running_loop_and_forward_again(runs):
 
 
 def test_seek_leaves_the_folder_alone_until_it_is_rewound(runs, tmp_path):
-    result = runs["plain", 0]
+    result = runs[0]
 
     async def main():
         shutil.copytree(result.folder.path, tmp_path / "copy")
@@ -547,7 +498,7 @@ def test_seek_leaves_the_folder_alone_until_it_is_rewound(runs, tmp_path):
 
 
 def test_seek_from_another_model_is_noticed(runs):
-    result = runs["plain", 0]
+    result = runs[0]
 
     async def main():
         loop = result.fresh()
@@ -562,7 +513,7 @@ def test_seek_from_another_model_is_noticed(runs):
     run(main())
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
     async def main():
         settings = {"weight_sync_interval": 2, "rows": 18}
@@ -586,20 +537,16 @@ def test_a_run_in_windows_is_sought_where_a_checkpoint_is(tmp_path):
 # --- replay ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("variant", "every"), KEPT)
-@pytest.mark.variant(but="plain")
-def test_every_step_is_replayed_to_the_last_bit(variant, every, runs):
-    outcome = runs[variant, every]
+@pytest.mark.parametrize("every", [0, 2])
+def test_every_step_is_replayed_to_the_last_bit(every, runs):
+    outcome = runs[every]
 
     async def main():
         loop = outcome.fresh()
         for step in (3, 5) if every else (1, 3):
             result = await replay(outcome.folder, step, loop)
             assert result.first_difference is None, result
-            left = {p.phase: p.note for p in result.phases if p.same is None}
-            refilled = len(outcome.folder.record(step).groups) > 3
-            assert left == ({"sample": "drawn in several rounds (refill)"} if refilled else {})
-            assert result.same is (None if refilled else True)
+            assert result.same is True
             assert same(weights(loop), outcome.weights[step])
             assert (loop.state.number, loop.state.current) == (step, "finish")
             assert_same_records([loop.finish()], [outcome.folder.record(step)])
@@ -609,7 +556,7 @@ def test_every_step_is_replayed_to_the_last_bit(variant, every, runs):
 
 def test_the_first_phase_that_differs_is_named(runs, tmp_path):
     "A reference logprob that was recorded otherwise; other phases are on the page of replay."
-    outcome = runs["plain", 2]
+    outcome = runs[2]
 
     async def main():
         shutil.copytree(outcome.folder.path, tmp_path / "tampered")
@@ -636,7 +583,7 @@ def test_the_first_phase_that_differs_is_named(runs, tmp_path):
     run(main())
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_what_cannot_be_computed_again_is_said(tmp_path):
     async def main():
         def doubled(datums, denominator):
@@ -672,7 +619,7 @@ def test_what_cannot_be_computed_again_is_said(tmp_path):
     run(main())
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_windows_are_replayed_as_far_as_they_can_be(tmp_path):
     async def main():
         settings = {"weight_sync_interval": 2, "rows": 18}
@@ -705,7 +652,7 @@ def test_a_loss_that_was_asked_for_by_hand_is_replayed_and_said(tmp_path):
 
 
 def test_replay_works_on_a_backend_without_snapshots_from_the_beginning(runs):
-    result = runs["plain", 0]
+    result = runs[0]
 
     async def main():
         assert (await replay(result.folder, 3, bare(result.fresh()))).same
@@ -717,7 +664,7 @@ def test_replay_works_on_a_backend_without_snapshots_from_the_beginning(runs):
 
 
 def test_a_step_that_is_not_there(runs):
-    result = runs["plain", 0]
+    result = runs[0]
 
     async def main():
         loop = result.fresh()
@@ -733,7 +680,7 @@ def test_a_step_that_is_not_there(runs):
 
 
 def test_a_loop_with_another_past_is_refused(runs):
-    result = runs["plain", 0]
+    result = runs[0]
 
     async def main():
         loop = result.fresh(seed=9)

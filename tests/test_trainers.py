@@ -96,7 +96,7 @@ def difference(
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
-def test_a_preset_is_its_trainers_own_loss(trainer: str, say) -> None:
+def test_a_preset_is_its_trainers_own_loss(trainer: str) -> None:
     cases = [c for c in GOLDEN["cases"] if c["trainer"] == trainer]
     found = []
     own = [*OWN.values()]
@@ -107,9 +107,6 @@ def test_a_preset_is_its_trainers_own_loss(trainer: str, say) -> None:
         ]
         found += [difference(case, 1, {}, drop=True)]
     assert max(found) < 1e-6
-    say(
-        f"{trainer}: {len(found)} comparisons with its own code, largest relative difference {max(found):.1g}"
-    )
 
 
 @pytest.mark.parametrize("scale", GOLDEN["advantages"][0])

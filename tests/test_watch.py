@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import itertools
 import json
 import math
 import os
@@ -274,10 +273,19 @@ MORE = {
 }
 
 
-@pytest.mark.variant(every=7)
 @pytest.mark.parametrize(
     ("kind", "beta", "accumulated", "iterations"),
-    list(itertools.product(KINDS, (0.0, 0.04), (1, 2), (1, 2))),
+    [
+        ("grpo", 0.0, 1, 1),
+        ("grpo", 0.04, 2, 2),
+        ("bnpo", 0.04, 2, 1),
+        ("dr_grpo", 0.04, 1, 2),
+        ("dapo", 0.04, 1, 1),
+        ("cispo", 0.0, 2, 2),
+        ("sapo", 0.0, 2, 1),
+        ("luspo", 0.0, 1, 2),
+        ("vespo", 0.04, 2, 2),
+    ],
 )
 def test_the_loss_is_known_here_or_what_is_not_is_named(
     tmp_path: Path, kind, beta, accumulated, iterations
@@ -493,7 +501,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["grpo", "dapo"])
 def test_two_processes_bring_one_record(two: Path, kind: str):
     "The rows of both, and the loss and the gradient that TRL averages over them."
@@ -509,7 +517,7 @@ def test_two_processes_bring_one_record(two: Path, kind: str):
         agrees_with_its_options(record)
 
 
-@pytest.mark.variant
+@pytest.mark.slow
 def test_a_process_that_records_no_more_is_not_waited_for(two: Path):
     assert "ZeroDivisionError" in json.loads((two / "fails" / "told.json").read_text())[1]
     assert rln.Run.open(two / "fails" / "run").steps == [1]

@@ -255,18 +255,15 @@ def combinations(batch: str = "own") -> list[dict[str, Any]]:
     return out
 
 
-@pytest.mark.parametrize("batch", ["own", "no advantages", "one lost", "old"])
-@pytest.mark.parametrize("shift", [0.0, 0.2])
-@pytest.mark.variant(but="0.2-own")
-def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batch: str):
+def test_no_sentence_claims_what_is_not_so(fresh: StepRecord):
     lies = {}
-    for options in combinations(batch):
-        record = constructed(fresh, shift, batch, **options)
+    for options in combinations("own"):
+        record = constructed(fresh, 0.2, "own", **options)
         # whose update no sync has published
         text = sentence(record, replace(fresh, policy_version=0))
         if wrong := deny(record, text):
             lies[str(options)] = (wrong, text)
-    assert not lies, f"{len(lies)} of {len(combinations(batch))}: {next(iter(lies.items()))}"
+    assert not lies, f"{len(lies)} of {len(combinations('own'))}: {next(iter(lies.items()))}"
 
 
 # --- invariants -----------------------------------------------------------------------------------------------------
@@ -276,18 +273,11 @@ def test_no_sentence_claims_what_is_not_so(fresh: StepRecord, shift: float, batc
     "settings",
     [
         {},
-        {"policy_loss": "ppo", "kl_beta": 0.0},
-        {"advantage_scale": "none"},
         {"advantage_scale": "loo", "temperature": 1.0, "top_k": 5},
-        {"advantage_scale": "batch", "tis_enabled": True},
-        {"max_samples_per_fwd_bwd": 7},
         {"min_samples_per_fwd_bwd": 6},
-        {"overlong": "mask", "overlong_buffer": 4},
-        {"refill": True},
     ],
     ids=str,
 )
-@pytest.mark.variant(every=3)
 def test_a_clean_run_raises_no_alarm(settings: dict[str, Any]):
     records = steps(2, **settings)
     result = {

@@ -362,8 +362,8 @@ def test_updates_do_not_pile_up_in_the_browser(open_page: Callable[..., Page], t
     assert len(page.evaluate("drawn")) <= 2, "the drawing under way, and one of the newest"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["restarted", "shut down"])
-@pytest.mark.variant
 def test_a_dashboard_whose_kernel_is_gone_says_so_and_presses_nothing(lab: Lab, how: str):
     notebook = open_dashboard(lab, CELLS, f"gone-{how.replace(' ', '-')}.ipynb")
     board = notebook.show(SHOW)

@@ -12,7 +12,7 @@ from rl_notebook.views.report import write_report
 from .hostile import CLOSING, HARM, HARMLESS, LONG, OPENING, SHORT, hostile_record
 from .lab import HEAT, Lab, Notebook, Watch
 
-pytestmark = pytest.mark.variant
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("text", [SHORT, LONG], ids=["short", "100 kB"])

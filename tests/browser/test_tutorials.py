@@ -79,14 +79,3 @@ def test_a_kernel_stays_here_and_its_errors_are_seen(notebook: Notebook):
     (failure,) = notebook.failures()
     assert "tests do not use the network" in failure
     assert notebook.ask("urllib.request.__name__") == "urllib.request"
-
-
-@pytest.mark.parametrize("name", ["101_one_step_by_hand", "102_reading_logprobs"])
-@pytest.mark.variant
-def test_a_tutorial_runs_through_the_menu(lab: Lab, name: str):
-    notebook = lab.open(TUTORIALS / f"{name}.ipynb")
-    notebook.run_all()
-    assert notebook.failures() == []
-    assert any(notebook.outputs())
-    notebook.shot(f"tutorial_{name[:3]}")
-    notebook.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -10,13 +9,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from playwright.sync_api import BrowserContext, Locator, expect
+from playwright.sync_api import Locator, expect
 from synthetic import synthetic_record
 
 from rl_notebook.views.tokens import inspect_tokens
 from rl_notebook.insight.xray import scored_first
 
-from .lab import PANEL, Lab, Notebook, Watch
+from .lab import PANEL, Lab, Notebook
 
 BROKEN = ("Error displaying widget", "model not found", "Error creating widget", "Loading widget")
 CELLS = {
@@ -56,8 +55,6 @@ for r in records:
     dashboard.update(r)
 dashboard""",
 }
-WIDE = 1280
-NARROW = 800
 
 
 @pytest.fixture(scope="module")
@@ -80,25 +77,6 @@ def all_views(notebook: Notebook) -> None:
 def view(notebook: Notebook, name: str) -> Locator:
     "The output of a cell of CELLS, in view."
     return notebook.show(list(CELLS).index(name))
-
-
-# --- charts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.variant
-@pytest.mark.usefixtures("all_views")
-def test_a_live_chart_takes_new_points(notebook: Notebook):
-    plot = view(notebook, "live").locator(".js-plotly-plot")
-    plot.wait_for()
-    points = "(p, n) => p.data.some(t => t.type === 'scatter' && t.y.length === n && t.y.at(-1) === t.y[n - 1])"
-    assert plot.evaluate(points, 5)
-    for step in (6, 7):
-        notebook.ask(f"history.add(history_row(synthetic_record({step})))")
-        notebook.ask("live.draw(charts(run_payloads(history, {}))['reward'])")
-        notebook.page.wait_for_function(
-            f"n => [...document.querySelectorAll('.js-plotly-plot')].some(p => ({points})(p, n))",
-            arg=step,
-        )
 
 
 # --- the token inspector ----------------------------------------------------------------------------------------------
@@ -301,65 +279,3 @@ def test_the_inspector_is_used_by_keyboard(inspector: Locator, notebook: Noteboo
     for key in ("d", "d", "x", "b"):  # would delete, cut and insert cells of the notebook
         keyboard.press(key)
     assert notebook.page.evaluate(f"() => {PANEL}.content.widgets.length") == cells
-
-
-# --- how it looks -----------------------------------------------------------------------------------------------------
-
-# as wide as its reward functions have names; JupyterLab lets a wide table scroll
-SCROLLS = {"record"}
-OVERFLOW = """area => [...area.querySelectorAll('.jp-OutputArea-output')].filter(o => o.offsetParent)
-    .filter(o => o.scrollWidth > o.clientWidth + 1).map(o => `${o.scrollWidth} in ${o.clientWidth}`)"""
-
-
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("width", [WIDE, NARROW])
-@pytest.mark.variant
-@pytest.mark.usefixtures("all_views")
-def test_nothing_is_cut_off(notebook: Notebook, theme: str, width: int):
-    notebook.theme(theme)
-    notebook.width(width)
-    try:
-        for index, name in enumerate(CELLS):
-            wide = notebook.show(index).evaluate(OVERFLOW)
-            notebook.shot(f"{name}_{theme}_{width}", index)
-            assert wide == [] or name in SCROLLS, name
-    finally:
-        notebook.theme("light")
-        notebook.width(WIDE)
-
-
-# --- and tomorrow: keep this last, it ends the kernel -----------------------------------------------------------------
-
-
-@pytest.mark.variant
-@pytest.mark.usefixtures("all_views")
-def test_live_first_and_still_after(notebook: Notebook, context: BrowserContext, watch: Watch):
-    fallback = view(notebook, "fallback")
-    fallback.get_by_role("button", name="live").wait_for()
-    assert not fallback.get_by_text("still").is_visible()
-
-    stored = notebook.save()
-    assert "widgets" not in stored["metadata"]
-    notebook.shut_down()
-    notebook.load()
-    look_at_the_still(notebook, "reopened")
-
-    stored["cells"][0]["source"] = "# not what was signed\n" + "".join(stored["cells"][0]["source"])
-    notebook.path.write_text(json.dumps(stored))
-    notebook.load()
-    assert notebook.page.evaluate(f"() => {PANEL}.content.widgets[0].model.trusted") is False
-    look_at_the_still(notebook, "untrusted")
-    # ipywidgets notes in the console which models it did not find; what the reader sees has been looked at.
-    assert all("widget model not found" in complaint for complaint in watch.take(context))
-
-
-def look_at_the_still(notebook: Notebook, when: str) -> None:
-    "Static HTML is there, and nothing says that something is missing."
-    for index, name in enumerate(CELLS):
-        output = notebook.show(index)
-        output.locator(".jp-RenderedHTMLCommon").first.wait_for()
-        assert not any(sign in output.inner_text() for sign in BROKEN), name
-        notebook.shot(f"{when}_{name}", index)
-    assert view(notebook, "fallback").get_by_text("still").is_visible()
-    assert notebook.page.get_by_role("button", name="live").count() == 0
-    assert notebook.page.locator(".rlt[data-ready]").count() == 0

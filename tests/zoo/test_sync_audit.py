@@ -19,7 +19,7 @@ import torch
 from rl_notebook import Config, GRPOLoop
 from rl_notebook.backends.base import SyncReport
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.core.types import AlignmentError, BackendError
+from rl_notebook.core.types import BackendError
 from rl_notebook.task.toy import load_model, toy_rows
 from rl_notebook.loop.loop import verdict_line
 from rl_notebook.insight.xray import check_version
@@ -82,20 +82,9 @@ def nothing(run: Run) -> None:
 
 SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
     "well": (World(), lambda run: None, True, "arrived"),
-    "well, hot": (World(temperature=1.3), lambda run: None, True, "arrived"),
-    "well, an adapter": (World(lora_rank=4), lambda run: None, True, "arrived"),
     "nothing": (World(), nothing, False, "changed nothing"),
-    "nothing, cool": (World(temperature=0.7), nothing, False, "changed nothing"),
-    "nothing, in half precision": (
-        World(),
-        lambda run: (half_precision(run), nothing(run)),
-        False,
-        "changed nothing",
-    ),
     "half precision": (World(), half_precision, None, "may be rounding"),
-    "no head": (World(), travels("lm_head"), False, "did not bring"),
     "no layer": (World(), travels("layers.1."), False, "did not bring"),
-    "no norms": (World(), travels("norm"), False, "did not bring"),
     "half of an adapter": (
         World(lora_rank=4),
         lambda run: put(run.sync, scale=0.5),
@@ -106,12 +95,7 @@ SERVERS = {  # world, what is wrong with it, whether the weights arrived, words
 }
 
 
-ALWAYS = ("well", "nothing", "half precision", "no layer", "half of an adapter", "cannot score")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.variant] * (n not in ALWAYS)) for n in SERVERS]
-)
+@pytest.mark.parametrize("name", SERVERS)
 def test_servers_of_somebody_else(name: str) -> None:
     world, fault, ok, words = SERVERS[name]
 
@@ -199,18 +183,8 @@ def test_it_can_be_left_out_and_leaves_nothing_behind() -> None:
     assert asyncio.run(run(True)) == asyncio.run(run(False))
 
 
-FAULTS = {
-    "BackendError": BackendError("the server", got="no answer"),
-    "AlignmentError": AlignmentError("logprobs", got="5", expected="9"),
-    "TimeoutError": TimeoutError(),
-    "KeyError": KeyError("choices"),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("well", [0, 1])
-@pytest.mark.variant(every=4)
-def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(fault: str, well: int) -> None:
+def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(well: int) -> None:
     "One that cannot score is asked once; one that falls silent after the sync, again in the next step."
 
     async def run() -> None:
@@ -221,7 +195,7 @@ def test_nothing_that_a_sampler_answers_loses_an_update_or_a_sync(fault: str, we
         async def first_only(tokens: Any) -> Any:
             asked.append(len(tokens))
             if len(asked) > well:
-                raise FAULTS[fault]
+                raise BackendError("the server", got="no answer")
             return await answer(tokens)
 
         loop.backend.sampler.logprobs = first_only

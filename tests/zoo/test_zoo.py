@@ -43,8 +43,16 @@ def test_every_cause_has_a_fault():
 IN_DOUBT = ("raw is reported where a temperature was asked",)
 
 
-@pytest.mark.parametrize("name", FAULTS)
-@pytest.mark.variant(every=15)
+ALWAYS = (  # all others with SLOW=1
+    "the server has its own temperature",
+    "several updates",
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ALWAYS)) for name in FAULTS],
+)
 def test_the_doctor_names_the_fault(name: str):
     "Or is undecided about it; where nothing is wrong there is no alarm. The record alone is never surely wrong."
     fault = FAULTS[name]
