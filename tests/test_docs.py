@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 import pytest
 
+import rl_notebook
+from rl_notebook.cli import main
 from rl_notebook.config.config import Config
 from rl_notebook.core.options import leaf_types
 from rl_notebook.loop.loop import GRPOLoop
@@ -244,8 +247,10 @@ def run_in_bash(script: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
-    "In order, from an empty folder. What `pip` and `make` install is there already; the demonstration is in test_cli."
+def test_the_commands_of_the_readme_run_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    "In order, from an empty folder, in this process: test_new starts the program. The demonstration is in test_cli."
     commands = [line for block in printed("README.md", "sh") for line in block.splitlines()]
     setup = [line for line in commands if line.startswith(("pip ", "make "))]
     assert [line.split()[1] for line in setup if line.startswith("make ")] == ["demo", "test"]
@@ -253,14 +258,27 @@ def test_the_commands_of_the_readme_run_as_printed(tmp_path: Path):
     assert re.search(r"^demo: \$\(STAMP\).*\n\t\$\(BIN\)/rl-notebook demo$", makefile, re.MULTILINE)
     assert "\ntest: $(STAMP)" in makefile
     assert "exec make test" in (ROOT / ".ci" / "run").read_text()
-    rest = [line for line in commands if line not in setup]
-    output = run_in_bash("\n".join(rest), tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for line in commands:
+        if line in setup or not line:
+            continue
+        program, *arguments = shlex.split(line, comments=True)
+        if program == "cd":
+            monkeypatch.chdir(*arguments)
+        else:
+            assert program == "rl-notebook"
+            assert main(arguments) == 0, line
+    del sys.modules["task"]
+    output = capsys.readouterr().out
     assert "held-out reward" in output
     assert "every phase is the same" in output
     assert (tmp_path / "my_task" / "runs" / "first" / "export" / "config.json").is_file()
 
 
-def test_python_of_the_readme_that_is_no_cell_runs_as_printed(tmp_path: Path):
+def test_python_of_the_readme_that_is_no_cell_runs_as_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     "The cells run with the notebook that README is made from."
     cells = json.loads((ROOT / "nbs" / "index.ipynb").read_text(encoding="utf-8"))["cells"]
     known = {
@@ -270,10 +288,9 @@ def test_python_of_the_readme_that_is_no_cell_runs_as_printed(tmp_path: Path):
     }
     blocks = [block for block in printed("README.md", "python") if block.strip() not in known]
     assert len(blocks) == 1
-    output = run_in_bash(
-        "python - <<'END'\nimport rl_notebook as rln\n" + "\n".join(blocks) + "\nEND", tmp_path
-    )
-    assert "Loss is" in output
+    monkeypatch.chdir(tmp_path)
+    exec(blocks[0], {"rln": rl_notebook})
+    assert "Loss is" in capsys.readouterr().out
     assert (tmp_path / "runs" / "mine" / "run.json").is_file()
 
 
