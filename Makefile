@@ -11,8 +11,7 @@ EXTRAS := dev,lora,math,structured,wandb,trackio,tensorboard,fireworks,tinker,em
 PIP := $(if $(UV),uv pip install --python $(BIN)/python,$(BIN)/python -m pip install --disable-pip-version-check)
 PIP += --quiet --constraint constraints.txt
 NB ?= $(wildcard nbs/*.ipynb nbs/*/*.ipynb nbs/*/*/*.ipynb)
-WORKERS ?= 3
-AT_ONCE ?= $(WORKERS)
+WORKERS ?= 2
 unexport PYTHONDONTWRITEBYTECODE # a hundred programs are started by the tests: bytecode is worth keeping
 CODE := $(wildcard setup.py nbs tests docs benchmarks examples scripts)
 
@@ -48,9 +47,9 @@ lab: $(STAMP) ## open JupyterLab on the tutorials
 
 # --- checking it ------------------------------------------------------------------------------------------------
 
-# Notebooks and tests beside each other: where one waits for a service, another computes. Two notebooks at a time then.
+# Notebooks and tests beside each other: where one waits for a service, another computes.
 test: $(STAMP) ## set-up, then all checks: lint, imports, types, notebooks, tests; about twenty minutes on two cores
-	@$(MAKE) --no-print-directory --jobs 3 AT_ONCE=2 lint imports types notebooks pytest
+	@$(MAKE) --no-print-directory --jobs 3 lint imports types notebooks pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(CODE)
@@ -65,11 +64,11 @@ types: $(STAMP)
 # Several notebooks or tests at a time, one thread each: many wait for a service, and more threads make small tensors
 # crawl.
 notebooks: $(STAMP) ## run the notebooks; their assertions are tests. Those of a minute and more only with SLOW
-	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py --n_workers $(AT_ONCE) --timing $(if $(SLOW),,--skip_file_re '^(201|202|203|302|303|401)_')
+	OMP_NUM_THREADS=1 $(BIN)/python tests/notebooks.py --n_workers $(WORKERS) --timing $(if $(SLOW),,--skip_file_re '^(201|202|203|302|303|401)_')
 
 # tests/test_house.py among them: it exports afresh into a copy and compares.
 pytest: $(STAMP) chromium ## run tests/, the house rules and the browser tests among them
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --max-worker-restart 0 --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder --max-worker-restart 0 --durations=5
 
 bench: $(BENCH_STAMP) ## measure against TRL and the floors, how soon views answer, what overlaps; JSON in benchmarks/results/
 	@mkdir -p benchmarks/results

@@ -6,8 +6,7 @@ import os
 import sys
 import signal
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -23,14 +22,13 @@ os.environ["XDG_STATE_HOME"] = NOTES.name
 os.environ["TINKER_TELEMETRY"] = "0"  # else the SDKs report, at the end, to services that are gone
 
 # A shared machine is sometimes slow; that is not what property tests are about. The examples are the same on every run,
-# so that what passed passes again; SLOW=1 draws new ones.
-# "variants": also those marked so; "1": also what rarely says anything new
-SLOW = os.environ.get("SLOW", "")
+# so that what passed passes again; SLOW=1 takes new ones.
+SLOW = os.environ.get("SLOW") == "1"
 settings.register_profile(
     "house",
     deadline=None,
     print_blob=True,
-    derandomize=SLOW != "1",
+    derandomize=not SLOW,
     max_examples=100 if SLOW else 25,
 )
 settings.load_profile("house")
@@ -101,86 +99,21 @@ def _no_memory_outlives_its_file() -> Iterator[None]:
         getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
 
 
-# --- several workers ---------------------------------------------------------------------------------------------
-
-# `pytest --numprocesses`. Tests of a file share fixtures and stay on one worker, and so do all browser tests that need
-# JupyterLab, and those that need none. These and large files, which take longest, come first: many short ones are left
-# for the end, and the workers end together.
-
-
-def unit(nodeid: str) -> str:
-    "What a test is handed to a worker with."
-    path = nodeid.partition("::")[0]
-    kind = "browser, pages" if path.endswith(("pages.py", "site.py", "table.py")) else "browser"
-    return kind if "/browser/" in path else path
-
-
-def left_out(item: pytest.Item, seen: Counter[str]) -> str:
-    "Why a test is for another run, if it is; `seen` counts the parameters of a table so far."
-    if item.get_closest_marker("slow") and SLOW != "1":
-        return "slow: runs with SLOW=1"
-    mark = item.get_closest_marker("variant")
-    if mark is None or SLOW:
-        return ""
-    table = item.nodeid.partition("[")[0]
-    seen[table] += 1
-    every = mark.kwargs.get("every")
-    but = mark.kwargs.get("but")
-    chosen = (every and seen[table] % every == 1) or (but and f"[{but}" in item.name)
-    return "" if chosen else "a further variant: runs with SLOW=variants"
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    "Marks what is left out; where there are workers, puts first what takes longest."
-    seen = Counter[str]()
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if reason := left_out(item, seen):
-            item.add_marker(pytest.mark.skip(reason=reason))
-    if hasattr(config, "workerinput"):
-        items.sort(
-            key=lambda item: -(2**63 if "/browser/" in item.nodeid else item.path.stat().st_size)
-        )
+        if item.get_closest_marker("slow") and not SLOW:
+            item.add_marker(pytest.mark.skip(reason="slow: runs with SLOW=1"))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log):
-    "Hands out units in the order in which they were collected."
-    from xdist.scheduler import LoadScopeScheduling
+    "Gives a worker whole files, and one of them all of tests/browser, so that JupyterLab is started once."
+    from xdist.scheduler import LoadFileScheduling
 
-    class ByUnit(LoadScopeScheduling):
-        _split_scope = staticmethod(unit)
+    class ByFile(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            if nodeid.startswith("tests/browser/"):
+                return "browser"
+            return super()._split_scope(nodeid)
 
-    config.option.loadscopereorder = False
-    return ByUnit(config, log)
-
-
-# --- what a run has to say ---------------------------------------------------------------------------------------
-
-SAID = pytest.StashKey[list[str]]()
-
-
-@pytest.fixture(scope="session")
-def say(pytestconfig: pytest.Config) -> Callable[[str], None]:
-    "Prints a text at the end of the run. A worker of pytest-xdist has no terminal; what it says is handed on."
-    return pytestconfig.stash.setdefault(SAID, []).append
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    "A worker hands over what it has to say."
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["said"] = session.config.stash.get(SAID, [])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node) -> None:
-    "And it is kept for the end of the run."
-    node.config.stash.setdefault(SAID, []).extend(getattr(node, "workeroutput", {}).get("said", []))
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    "Texts of all workers."
-    for text in config.stash.get(SAID, []):
-        terminalreporter.write_line(f"\n{text}")
+    return ByFile(config, log)

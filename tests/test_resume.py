@@ -149,6 +149,7 @@ def assert_same_run(folder: Path, other: Path) -> None:
 
 # --- kill -9 --------------------------------------------------------------------------------------------------------
 
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "The folder of a run that is not interrupted."
