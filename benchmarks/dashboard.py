@@ -30,7 +30,8 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.records import StepRecord
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard, words_html
 from rl_notebook.views.payloads import history_row
 

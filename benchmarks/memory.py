@@ -209,7 +209,7 @@ BASES = {"full": {}, "8 bits": {"load_in_8bit": True}}
 def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[str, float]:
     "Megabytes of this process under LoRA, beyond those before the model was loaded."
     from rl_notebook.core.types import SampleParams
-    from rl_notebook.task.toy import load_model
+    from rl_notebook.task.models import load_model
 
     before = held("VmRSS")
     backend = open_local(*load_model(model), lora_rank=8, inline=True, device="cpu", **BASES[kind])

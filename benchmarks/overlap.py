@@ -53,7 +53,8 @@ from rl_notebook.core.types import (
 )
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.recipes import async_rl_loop, rl_loop
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 T = TypeVar("T")
 

@@ -25,7 +25,8 @@ from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.backends.work import peak_memory
-from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
 
 PHASES = ("sample", "reference", "backward")  # that pre-flight runs

@@ -28,7 +28,7 @@ import torch
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.core.types import Datum
 from rl_notebook.core.losses import make_loss_fn
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ from rl_notebook.task.data import Row, load_rows
 from rl_notebook.backends.work import ModelSize
 from rl_notebook.loop.rollouts import encode_rows
 from rl_notebook.loop.step import draw
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 COMPLETIONS = 8  # of each prompt
 TOKENS = {"tiny": 64, "smollm2": 32}  # of a completion

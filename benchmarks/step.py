@@ -50,7 +50,8 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.backends.work import ModelSize, model_size, peak_memory
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 PARTS = ("sampling", "scoring", "training", "total")
 MEASURES = (*PARTS, "cpu")

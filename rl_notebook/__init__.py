@@ -24,7 +24,8 @@ _HOMES = {
     "task.audit": "audit_reward",
     "task.rewards": "gsm8k_reward",
     "task.chat": "sample_from_completion start_conversation",
-    "task.toy": "load_model toy_format_reward toy_reward toy_rows",
+    "task.models": "load_model",
+    "task.toy": "toy_format_reward toy_reward toy_rows",
     "backends.base": "Backend",
     "backends.local.trainer": "open_local",
     "recipes.open": "open_backend",
@@ -86,7 +87,7 @@ if TYPE_CHECKING:
     from .task.rewards import gsm8k_reward as gsm8k_reward
     from .loop.rollouts import RolloutSetup as RolloutSetup
     from .loop.step import sync_weights as sync_weights
-    from .task.toy import load_model as load_model
+    from .task.models import load_model as load_model
     from .task.toy import toy_format_reward as toy_format_reward
     from .task.toy import toy_reward as toy_reward
     from .task.toy import toy_rows as toy_rows

@@ -16,7 +16,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from rl_notebook.task.toy import _ask, _draw_terms, build_tokenizer
+from rl_notebook.task.models import build_tokenizer
+from rl_notebook.task.toy import _ask, _draw_terms
 
 STYLES = {"hasty": 0.5, "worked": 0.3, "bare": 0.2}  # share of each style in the corpus
 

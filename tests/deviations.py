@@ -11,7 +11,7 @@ import torch
 from rl_notebook.backends.local.engine import Request
 from rl_notebook.backends.local.trainer import LocalSampler, open_local
 from rl_notebook.emulator import models, server, trainer
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 KNOWN: dict[tuple, Any] = {}  # what a service remembers
 COUNT = itertools.count()

@@ -55,7 +55,8 @@ from rl_notebook.loop.rollouts import (
 )
 from rl_notebook.recipes.open import build_deployment_sampler
 from rl_notebook.task.data import Prompt
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 ROW_PROMPT = Prompt(Row(key="row", prompt="?"), [1])
 

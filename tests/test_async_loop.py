@@ -23,7 +23,8 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 ROWS = 15  # of a run, if nothing else is said
 SMALL = {

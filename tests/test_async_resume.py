@@ -30,7 +30,8 @@ from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.async_rl_loop import Config
 from rl_notebook.runs.run import Run
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["rl_notebook.recipes.async_rl_loop", "peft"])

@@ -25,7 +25,8 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.experiments.preflight import preflight
 from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.runs.run import RunFolder
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 from errors import failed
 from tiny_models import byte_tokenizer, one_thread, tiny_model, uneven  # noqa: F401 (the fixture is used by every test)
 

@@ -13,7 +13,8 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import PhaseError, RolloutSample
 from rl_notebook.loop.async_loop import AT_REST, AsyncGRPOLoop
 from rl_notebook.runs.run import Run, RunFolder
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 from rl_notebook.views.dashboard import Dashboard, progress_of
 from rl_notebook.views.player import PAUSED, refusal, rows_in_flight
 from rl_notebook.views.report import report_html

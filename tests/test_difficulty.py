@@ -16,7 +16,7 @@ from rl_notebook.task.data import Cursor, graded_rows, load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import Problem, replay_step, train
 from rl_notebook.runs.run import Run
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 ROWS = load_rows([{"prompt": f"{i}+{i}=", "kind": i % 3, "id": f"q{i}"} for i in range(6)])
 SMALL = {

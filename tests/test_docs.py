@@ -22,7 +22,7 @@ from rl_notebook.cli import main
 from rl_notebook.config.config import Config
 from rl_notebook.core.options import leaf_types
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 ROOT = Path(__file__).resolve().parent.parent
 

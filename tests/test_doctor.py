@@ -39,7 +39,8 @@ from rl_notebook.loop.rollouts import assemble, sample_completions, encode_rows
 from rl_notebook.loop.step import sync_weights
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 SLOW = os.environ.get("SLOW") == "1"
 

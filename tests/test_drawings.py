@@ -30,7 +30,8 @@ from rl_notebook.loop.step import (
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.show.html import STRONGEST, number, tint
 from rl_notebook.task.data import Prompt, Rollouts, Row, load_rows
-from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 
 LIMIT = 40_000  # bytes
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e\x1b[31m</div></table>"

@@ -25,7 +25,7 @@ from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.emulator.testing import emulator, emulator_fixture  # noqa: F401  (the fixture)
 from rl_notebook.cli import main
 from rl_notebook.core.types import ConfigError
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 sdk = pytest.importorskip("fireworks.training.sdk")
 

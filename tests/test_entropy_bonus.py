@@ -17,7 +17,8 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import main as train_by
 from rl_notebook.recipes.rl_loop import replay_step
 from rl_notebook.runs.run import Run
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.experiments.replay import replay_backward
 from rl_notebook.experiments.whatif import what_if
 from rl_notebook.insight.xray import loss_words

@@ -24,7 +24,7 @@ from rl_notebook.agents.environments import agent_rollouts, tool_rollouts
 from rl_notebook.task.data import make_row
 from rl_notebook.loop.rollouts import RolloutSetup, sample_rollouts
 from rl_notebook.task.data import Prompt
-from rl_notebook.task.toy import build_tokenizer
+from rl_notebook.task.models import build_tokenizer
 
 ROW = {"messages": [{"role": "user", "content": "What is 5+7?"}], "answer": "12", "seed": 7}
 

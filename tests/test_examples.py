@@ -28,7 +28,7 @@ from rl_notebook.cli import option_values
 from rl_notebook.core.types import Completion, SampleParams
 from rl_notebook.runs.run import Run
 from rl_notebook.loop.rollouts import RolloutSetup
-from rl_notebook.task.toy import build_tokenizer, load_model
+from rl_notebook.task.models import build_tokenizer, load_model
 from tiny_models import tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

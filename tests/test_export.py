@@ -21,7 +21,8 @@ from rl_notebook.config.config import Config
 from rl_notebook.core.types import AdamParams, BackendError, ConfigError, Datum, RecordError
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.run import write_best
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 __all__ = ["one_thread"]
 

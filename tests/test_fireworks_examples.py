@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from rl_notebook.emulator.service import RunningEmulator, start_emulator
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 FOLDER = Path(__file__).parent.parent / "examples" / "fireworks"
 SMALL = ["--tokenizer", "tiny", "--rows", "toy", "--max-tokens", "24", "--learning-rate", "1e-3"]

@@ -31,7 +31,8 @@ from rl_notebook.recipes.rl_loop import Problem, main
 from rl_notebook.runs.run import Run
 from rl_notebook.task.chat import encode_prompt
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 MANY = 10 if os.environ.get("SLOW") == "1" else 1
 

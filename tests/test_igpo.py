@@ -34,7 +34,8 @@ from rl_notebook.recipes.rl_loop import replay_step
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import build_tokenizer, load_model, toy_reward, toy_rows
+from rl_notebook.task.models import build_tokenizer, load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 
 ANSWER = AnswerTokens((), (7, 9))
 

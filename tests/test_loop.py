@@ -21,7 +21,8 @@ from rl_notebook.core.types import ConfigError, LossError, PhaseError, RewardErr
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.state import PHASES
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 
 SMALL = {
     "prompt_groups_per_step": 3,

@@ -13,7 +13,7 @@ import yaml
 
 from rl_notebook.config.config import Config
 from rl_notebook.runs.run import Run
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 HERE = Path(__file__).parent
 PATHS = os.pathsep.join([str(HERE), str(HERE.parent)])

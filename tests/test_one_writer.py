@@ -29,7 +29,8 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.recipes.rl_loop import Problem, plan_run, train
 from rl_notebook.runs.records import StepRecord, decode, encode
 from rl_notebook.runs.run import Run, RunFolder
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 CFG = Config(
     prompt_groups_per_step=2,
@@ -328,7 +329,7 @@ def test_a_tokenizer_of_the_hub_is_taken_from_this_machine_without_a_request(sen
             "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
             "PYTHONPATH": str(Path(__file__).parents[1]),
         }
-        code = "from rl_notebook.task.toy import tokenizer_of; print(len(tokenizer_of({'base_model': 'some/model'})))"
+        code = "from rl_notebook.task.models import tokenizer_of; print(len(tokenizer_of({'base_model': 'some/model'})))"
         done = subprocess.run(
             [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
         )

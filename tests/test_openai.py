@@ -739,7 +739,7 @@ DEV = "python -m vllm.entrypoints.openai.api_server --model DIR --served-model-n
     reason=f"RL_NOTEBOOK_VLLM_URL is not set; start {DEV}, DIR being the tiny model as saved",
 )
 def test_vllm(tmp_path):
-    from rl_notebook.task.toy import load_model
+    from rl_notebook.task.models import load_model
 
     async def test():
         policy, tokenizer = load_model("tiny")

@@ -43,7 +43,8 @@ from rl_notebook.recipes.rl_loop import (
 )
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run, read_checkpoint
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.experiments.whatif import what_if
 from tiny_models import uneven
 

@@ -27,7 +27,8 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import RunFolder
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import is_heldout, load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import is_heldout, toy_rows
 
 SMALL: dict[str, Any] = {
     "max_rows": 8,

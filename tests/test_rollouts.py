@@ -21,7 +21,8 @@ from rl_notebook.loop.rollouts import CircuitBreaker, assemble, sample_completio
 from rl_notebook.loop.rollouts import sampling_seed, prompt_seed
 from rl_notebook.task.chat import start_conversation
 from rl_notebook.task.data import Prompt, Rollouts, Row, load_rows
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 PROMPT = Prompt(Row(key="q17", prompt="3+5=", answer="8"), [1, 3, 10, 5], index=3, number=41)
 WHERE = r"group 3 \(row 'q17', number 41\), rollout 2"

@@ -18,7 +18,8 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.rl_loop import replay_step, train
 from rl_notebook.runs.run import Run
 from rl_notebook.config.settings import UpdateSettings, lr_factor
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 from rl_notebook.insight.xray import check_gradient
 from tiny_models import uneven
 

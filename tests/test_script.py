@@ -30,7 +30,8 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.runs.run import Run
 from rl_notebook.task.data import load_rows
 from rl_notebook.task.rewards import reward_fn
-from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 
 SMALL: dict[str, Any] = {
     "prompt_groups_per_step": 2,

@@ -30,7 +30,7 @@ from rl_notebook.core.types import AlignmentError, BackendError, ConfigError, Sa
 from rl_notebook.core.datums import datum_from_tokens_weights
 from rl_notebook.loop.rollouts import RolloutSetup
 from rl_notebook.agents.serve import serve
-from rl_notebook.task.toy import build_tokenizer
+from rl_notebook.task.models import build_tokenizer
 
 openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")
 

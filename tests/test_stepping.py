@@ -21,7 +21,8 @@ from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.runs.run import Run, RunFolder
 from rl_notebook.task.chat import sample_from_completion
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 from rl_notebook.views.dashboard import Dashboard, asked, tick
 
 

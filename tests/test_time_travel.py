@@ -28,7 +28,7 @@ from rl_notebook.loop.state import PHASES, StepState
 from rl_notebook.recipes.rl_loop import replay_step, train
 from rl_notebook.runs.records import write_record
 from rl_notebook.runs.run import RunFolder
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 
 def run(coroutine):

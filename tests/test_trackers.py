@@ -279,7 +279,8 @@ def trained_with(report_to, log_path):
     from rl_notebook.backends.local.trainer import open_local
     from rl_notebook.recipes.rl_loop import Problem, train
     from rl_notebook.task.data import load_rows
-    from rl_notebook.task.toy import load_model, toy_rows
+    from rl_notebook.task.models import load_model
+    from rl_notebook.task.toy import toy_rows
 
     sizes = {
         "prompt_groups_per_step": 2,

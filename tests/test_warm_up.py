@@ -19,7 +19,8 @@ from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.recipes.open import open_backend
 from rl_notebook.runs.run import Run, RunFolder
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.views.payloads import token_payload, token_rows
 
 QUESTIONS = {

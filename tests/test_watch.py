@@ -33,7 +33,8 @@ from rl_notebook.insight import trends
 from rl_notebook.insight import xray as xray_module
 from rl_notebook.insight.doctor import causes, doctor, evidence
 from rl_notebook.runs import watch as module  # noqa: F401 (for PROCESSES)
-from rl_notebook.task.toy import tiny_path, toy_rows
+from rl_notebook.task.models import tiny_path
+from rl_notebook.task.toy import toy_rows
 
 transformers.utils.logging.disable_progress_bar()
 pytestmark = pytest.mark.filterwarnings(

@@ -39,7 +39,8 @@ from rl_notebook.insight.xray import sentence
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.runs.records import StepRecord
 from rl_notebook.task.data import load_rows
-from rl_notebook.task.toy import load_model, toy_format_reward, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 
 
 SMALL = {

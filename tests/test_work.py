@@ -19,7 +19,8 @@ from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import make_loss_fn
 from rl_notebook.runs.run import metrics_row
 from rl_notebook.backends.work import Work, model_size, work_between, work_metrics
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
 
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from rl_notebook.backends.base import Backend
 from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 EOS = 256
 

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 import rl_notebook as rln
-from rl_notebook.task.toy import tiny_path
+from rl_notebook.task.models import tiny_path
 
 SAMPLE = Path(__file__).parent.parent / "gsm8k" / "sample.jsonl"
 ASK = "Work out the answer step by step, then give it after ####, such as: #### 42"

@@ -12,7 +12,7 @@ from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 import rl_notebook as rln
-from rl_notebook.task.toy import tiny_path
+from rl_notebook.task.models import tiny_path
 
 
 def right(completions: list, answer: list, **_) -> list[float]:

@@ -111,7 +111,7 @@ def loading_code(kind: str, cfg: Any, chats: bool, name: str) -> str:  # Python
     loader = "AutoModelForCausalLM"
     model = "AutoModelForCausalLM.from_pretrained(folder)"
     if kind == "adapter" and name in ("tiny", "smollm2"):
-        source = "rl_notebook.task.toy"
+        source = "rl_notebook.task.models"
         loader = "load_model"
         model = f"load_model({name!r})[0]"
     elif kind == "adapter":

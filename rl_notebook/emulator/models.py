@@ -31,7 +31,7 @@ from rl_notebook.backends.local.trainer import (
 from ..backends.local.trainer import write_folder
 from ..core.types import BackendError, Completion
 from .messages import SampleResult, json_sample_params
-from ..task.toy import load_model
+from ..task.models import load_model
 
 # %% auto #0
 __all__ = ['Models', 'Snapshots']

@@ -37,7 +37,7 @@ from ..runs.records import StepRecord, staged_folder
 from ..runs.run import Checkpoint, Run, RunFolder, spans
 from .step import LossFactory, LossReport, loss_factory, merge_outputs, scale_output
 from .step import step_denominator
-from ..task.toy import model_source
+from ..task.models import model_source
 from .weights import SamplerWeights
 from .state import LOOK_ONLY, PHASES, Loop, StepState
 from .change import GRADING, arguments_for, check_not_opened, score_at

@@ -16,7 +16,7 @@ from ..core.types import ConfigError, RecordError
 from ..loop.back import export_policy
 from .open import local_options
 from ..runs.run import Checkpoint, Run, read_best, read_checkpoint
-from ..task.toy import load_model
+from ..task.models import load_model
 
 # %% auto #0
 __all__ = ['export_run']

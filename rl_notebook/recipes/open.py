@@ -31,7 +31,7 @@ from ..core.types import print_plain
 from ..core.findings import Finding, Findings
 from ..core.names import check_trusted
 from ..core.retries import AdaptiveLimit, Retries
-from ..task.toy import load_model, model_source
+from ..task.models import load_model, model_source
 
 # %% auto #0
 __all__ = ['open_backend', 'check_backend', 'DeploymentSampler', 'build_deployment_sampler']

@@ -68,7 +68,8 @@ from ..runs.run import hold_folder, metrics_row, read_checkpoint, check_folder_i
 from ..task.rewards import reward_fn, columns_read
 from ..loop.rollouts import RolloutFactory, as_rollout_fn
 from ..loop.step import LossFactory
-from ..task.toy import find_model, toy_format_reward, toy_reward, toy_rows
+from ..task.models import find_model
+from ..task.toy import toy_format_reward, toy_reward, toy_rows
 from ..runs.trackers import Tracker, finish_trackers, open_trackers
 from ..experiments.replay import Replay, replay
 from ..views.report import write_report

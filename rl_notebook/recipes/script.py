@@ -32,7 +32,7 @@ from ..task.rewards import REWARDS, RewardFn, as_reward_fns, reward_fn
 from ..loop.rollouts import RolloutFactory, first_parameter
 from ..config.settings import on_hub
 from ..config.aliases import OWN_YAML
-from ..task.toy import model_source
+from ..task.models import model_source
 
 # %% auto #0
 __all__ = []

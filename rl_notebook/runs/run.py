@@ -516,7 +516,7 @@ class Run:
 
     def tokenizer(self) -> Any:  # None where there is none
         "That of the model which its settings name, as far as it can be had without a network."
-        from rl_notebook.task.toy import tokenizer_of
+        from rl_notebook.task.models import tokenizer_of
 
         try:
             return tokenizer_of(flat_settings(self.config))

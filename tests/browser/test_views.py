@@ -47,7 +47,8 @@ WithFallback(live, drawn["reward"].static_html())""",
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.views.dashboard import Dashboard
 
 dashboard = Dashboard(GRPOLoop(open_local(*load_model("tiny")), toy_rows(4), toy_reward, Config()))

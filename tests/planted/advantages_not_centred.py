@@ -5,7 +5,8 @@ from dataclasses import replace
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.task.toy import load_model, toy_reward, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_reward, toy_rows
 
 
 def normalised(groups):

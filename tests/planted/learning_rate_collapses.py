@@ -5,7 +5,8 @@ from math import cos, pi
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
 from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 
 
 def cosine(step, peak=1e-3, floor=1e-9, total=7):

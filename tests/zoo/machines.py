@@ -23,7 +23,7 @@ from rl_notebook.core.types import (
     LossOutput,
     SampleParams,
 )
-from rl_notebook.task.toy import load_model
+from rl_notebook.task.models import load_model
 
 Weights = dict[str, Tensor]
 Alteration = Callable[[nn.Module], Any]  # changes a model in place

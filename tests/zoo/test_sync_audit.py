@@ -20,7 +20,8 @@ from rl_notebook import Config, GRPOLoop
 from rl_notebook.backends.base import SyncReport
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.core.types import BackendError
-from rl_notebook.task.toy import load_model, toy_rows
+from rl_notebook.task.models import load_model
+from rl_notebook.task.toy import toy_rows
 from rl_notebook.loop.loop import verdict_line
 from rl_notebook.insight.xray import check_version
 

@@ -27,7 +27,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .model import bare_model, check_layers
 from ...core.names import new_folder
 from ...core.types import BackendError, ConfigError, needs
-from ...task.toy import no_bars
+from ...task.models import no_bars
 
 # %% auto #0
 __all__ = []

@@ -67,7 +67,7 @@ from rl_notebook.core.types import (
     LossOutput,
 )
 from ...core.types import RecordError, RLNotebookError, SampleParams, naming_memory
-from ...task.toy import model_and_tokenizer, no_bars
+from ...task.models import model_and_tokenizer, no_bars
 
 # %% auto #0
 __all__ = ['export_weights', 'open_local']

@@ -47,7 +47,7 @@ from ...core.types import without_keys
 from ...core.builtin import UNCOUNTED_LOSSES, builtin_inputs, builtin_loss, check_builtin
 from ...core.losses import LossOptions, make_loss_fn
 from ...core.retries import Retries, with_retries_blocking
-from ...task.toy import find_model, load_model
+from ...task.models import find_model, load_model
 
 # %% auto #0
 __all__ = ['open_tokenizer']
