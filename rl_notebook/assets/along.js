@@ -5,19 +5,35 @@ import { ROLES, colour, form, height, known, runs, tint } from "./scale.js";
 
 const HEIGHT = 178;
 const DECADES = [-100, -10, -1, -0.1, 0, 0.1, 1, 10, 100]; // marks of an axis in decades
+const HALF = 0.3; // of a bar, in targets
 const ALARM = "#b5179e";
 
-// A bar per target, from the middle of the scale; its text is the value.
+// Bars from the middle of the scale. Those of a colour are one outline, which plotly draws fast for thousands of tokens.
 function bars(s, roles, palette) {
   const middle = height(s, s.center);
-  const shade = (v, t) => colour(palette, tint(s, v)[0], roles[t + 1] === "s" ? 0.9 : 0.35);
+  const traces = new Map();
+  s.values.forEach((v, t) => {
+    if (!known(v)) return;
+    const color = colour(palette, tint(s, v)[0], roles[t + 1] === "s" ? 0.9 : 0.35);
+    if (!traces.has(color)) traces.set(color, { x: [], y: [], fillcolor: color, line: { color, width: 0.5 } });
+    const { x, y } = traces.get(color);
+    const end = height(s, v);
+    x.push(t - HALF, t - HALF, t + HALF, t + HALF);
+    y.push(middle, end, end, middle);
+  });
+  const look = { type: "scatter", mode: "lines", fill: "toself", hoverinfo: "skip" };
+  return [...traces.values()].map((trace) => ({ ...trace, ...look }));
+}
+
+// What the pointer finds: the end of each bar, with its value as text.
+function ends(s) {
   return {
-    type: "bar",
+    type: "scatter",
+    mode: "lines",
+    line: { width: 0 },
     x: s.values.map((_, t) => t),
-    y: s.values.map((v) => (known(v) ? height(s, v) - middle : null)),
-    base: middle,
+    y: s.values.map((v) => (known(v) ? height(s, v) : null)),
     customdata: s.values.map((v) => form(v)),
-    marker: { color: s.values.map(shade) },
     hovertemplate: "target %{x}: %{customdata}<extra></extra>",
   };
 }
@@ -87,7 +103,7 @@ export function along(state, stops) {
     if (!state.Plotly || plot.hidden) return;
     const { layout } = state.model.get("figures").along;
     const axes = { xaxis: { ...layout.xaxis, range }, yaxis: { ...layout.yaxis, ...axis(series) } };
-    const data = [bars(series, payload.roles, palette), crosses(series)];
+    const data = [...bars(series, payload.roles, palette), ends(series), crosses(series)];
     const isNew = !plot.data;
     react(state.Plotly, plot, { data, layout: { ...layout, ...axes, shapes: marks(state) } }, HEIGHT);
     if (isNew) listen();
@@ -102,7 +118,7 @@ export function along(state, stops) {
     const half = (range[1] - range[0]) / 2;
     const isOut = selected !== null && (selected < range[0] || selected > range[1]);
     if (isOut) range = [selected - half, selected + half];
-    if (plot.data) Plotly.relayout(plot, { shapes: marks(state), "xaxis.range": range });
+    if (plot.data) Plotly.relayout(plot, { shapes: marks(state), ...(isOut && { "xaxis.range": range }) });
   };
   const showCursor = () => {
     if (!plot.data || state.from === "chart") return;
