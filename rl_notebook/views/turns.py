@@ -7,175 +7,48 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from ..core.types import RecordError, RolloutSample
 from ..loop.igpo import answer_scores, igpo_table
-from ..show.html import SOFT, escape_unseen, folded, frame_html, signed_tint, tag
+from ..show.html import SOFT, escape_unseen, signed_tint, tag
 from ..runs.records import StepRecord
-from .charts import COLORS, Chart, Figure, advantage_spread_figure, figure_of, tint
-from .payloads import FIVE
 
 # %% auto #0
-__all__ = ['view_turns', 'turn_charts', 'TurnsView']
+__all__ = ['conversation_payload', 'conversation_html']
 
 # %% ../../nbs/views/06_turns.ipynb #7daa7a79
-def spread_by_turn(table: pd.DataFrame, name: str) -> dict[str, Any]:
-    "Five numbers and the mean of a column at each turn, and how many rollouts they are of."
-    found = [part[name].to_numpy(dtype=np.float64) for _, part in table.groupby("turn")]
-    turns = sorted({int(t) for t in table["turn"]})
-    numbers = np.array(
-        [[*np.quantile(values, [*FIVE.values()]), values.mean()] for values in found]
-    ).reshape(-1, 6)
-    columns = zip([*FIVE, "mean"], numbers.T.tolist(), strict=True)
-    return {stat: {"x": turns, "y": values} for stat, values in columns} | {
-        "rollouts": [len(v) for v in found]
-    }
-
-# %% ../../nbs/views/06_turns.ipynb #89fb528a
-def score_lines(table: pd.DataFrame) -> list[dict[str, Any]]:
-    "Place, reward and scores of each rollout: before its first turn, and after each."
-    starts = np.flatnonzero((table["turn"] == 1).to_numpy())
-    lines = []
-    for first, end in pairwise([*starts.tolist(), len(table)]):
-        part = table.iloc[first:end]
-        scores = [float(part["before"].iloc[0]), *(float(v) for v in part["after"])]
-        place = {"group": int(part["group"].iloc[0]), "sample": int(part["sample"].iloc[0])}
-        lines.append(place | {"reward": float(part["outcome"].iloc[-1]), "scores": scores})
-    return lines
-
-# %% ../../nbs/views/06_turns.ipynb #a5b07cfb
-def turns_payload(record: StepRecord) -> dict[str, Any]:
-    "What the charts of a step draw: distribution of gain and advantage by turn, and the scores of each rollout."
-    table = igpo_table(record)
-    compared = len(table) > 0 and np.isfinite(table["advantage"].to_numpy(dtype=np.float64)).all()
-    return {
-        "step": record.step,
-        "ig": spread_by_turn(table, "ig"),
-        "advantage": spread_by_turn(table, "advantage") if compared else None,
-        "lines": score_lines(table),
-    }
-
-# %% ../../nbs/views/06_turns.ipynb #20f6ecbc
-def _turn_axis(title: str) -> dict[str, Any]:
-    "A horizontal axis of whole turns."
-    return {
-        "title": {"text": title},
-        "tickformat": "d",
-        "dtick": 1,
-        "showgrid": False,
-        "zeroline": False,
-    }
-
-
-def turn_spread_figure(payload: Mapping[str, Any]) -> Figure:
-    "Ends, middle half, median and mean over the turns; `payload` is of `spread_by_turn`, with the name of the number."
-    figure = advantage_spread_figure(payload)
-    figure["layout"]["xaxis"] |= _turn_axis("turn")
-    figure["layout"]["yaxis"] |= {"title": {"text": payload["what"]}}
-    style = {"color": COLORS["orange"], "width": 1, "dash": "dot"}
-    mean = {
-        "type": "scatter",
-        "mode": "lines",
-        "name": "mean",
-        "line": style,
-        "hovertemplate": "%{y:.4g}",
-    }
-    figure["data"].append(payload["mean"] | mean)
-    return figure
-
-# %% ../../nbs/views/06_turns.ipynb #43b8bd2d
-LINES = 48  # rollouts in one picture
-
-
-def scores_figure(payload: Mapping[str, Any]) -> Figure:
-    "The score of the right answer along each rollout; `payload` is of `turns_payload`."
-    lines: Sequence[Mapping[str, Any]] = payload["lines"]
-
-    def moved(line):
-        return np.ptp(line["scores"])
-
-    drawn = sorted(lines, key=moved, reverse=True)[:LINES]
-    mean = float(np.mean([line["reward"] for line in lines])) if lines else 0.0
-    data = []
-    seen = set()
-    for line in drawn:
-        color = "blue" if line["reward"] > mean else "orange"
-        name = "reward above the mean" if color == "blue" else "reward at most the mean"
-        points = {
-            "x": [*range(len(line["scores"]))],
-            "y": line["scores"],
-            "type": "scatter",
-            "mode": "lines+markers",
-        }
-        style = {
-            "line": {"color": tint(color, 0.6), "width": 1.5},
-            "marker": {"size": 5, "color": COLORS[color]},
-        }
-        place = f"group {line['group']}, sample {line['sample']}: %{{y:.3g}}<extra></extra>"
-        data.append(
-            points | style | {"name": name, "showlegend": color not in seen, "hovertemplate": place}
-        )
-        seen.add(color)
-    figure = figure_of(data, "score, nats", hovermode="closest")
-    figure["layout"]["xaxis"] |= _turn_axis("turn boundary (0 = the prompt alone)")
-    return figure
-
-# %% ../../nbs/views/06_turns.ipynb #d15613ed
-def turn_charts(payload: Mapping[str, Any]) -> list[Chart]:
-    "The charts of a step: score along the conversations, gain and advantage by turn."
-    gain = payload["ig"] | {"what": "information gain, nats"}
-    text = "How likely the policy holds the right answer to be. A line that rises has come closer to it."
-    found = [
-        Chart("Score of the right answer", text, scores_figure, payload, name="scores by turn")
-    ]
-    text = "What a turn added to the score, before anything is normalised. The last turn's is shown, counted or not."
-    found.append(
-        Chart("Information gain by turn", text, turn_spread_figure, gain, name="gain by turn")
-    )
-    if payload["advantage"] is not None:
-        text = "What every token of a turn is multiplied by: gain and outcome, normalised and discounted."
-        advantage = payload["advantage"] | {"what": "advantage"}
-        found.append(
-            Chart(
-                "Advantage by turn", text, turn_spread_figure, advantage, name="advantage by turn"
-            )
-        )
-    return found
-
-# %% ../../nbs/views/06_turns.ipynb #3233602d
 def conversation_payload(
     record: StepRecord, group: int = 0, sample: int = 0, tokenizer: Any = None
 ) -> dict[str, Any]:
     "One sample as pieces of text; those of the policy with turn, gain and advantage. Raises `RecordError`."
-    found = next((g for g in record.groups if g.index == group), None)
-    if found is None or not 0 <= sample < len(found.samples):
-        where = f"step {record.step}"
-        got = f"group {group}, sample {sample}"
+    prompt_group = next((g for g in record.groups if g.index == group), None)
+    if prompt_group is None or not 0 <= sample < len(prompt_group.samples):
         raise RecordError(
-            "no such sample", where=where, got=got, expected="a group and sample of `igpo_table`"
+            "no such sample",
+            where=f"step {record.step}",
+            got=f"group {group}, sample {sample}",
+            expected="a group and sample of `igpo_table`",
         )
-    s = found.samples[sample]
+    rollout = prompt_group.samples[sample]
+    where = f"{prompt_group.where}, sample {sample}"
     table = igpo_table(record)
-    answer_scores(s, f"{found.where}, sample {sample}")
+    answer_scores(rollout, where)
     rows = [
         row for row in table.to_dict("records") if (row["group"], row["sample"]) == (group, sample)
     ]
-    known = np.abs(table["advantage"].to_numpy(dtype=np.float64))
+    sizes = np.abs(table["advantage"].to_numpy(dtype=np.float64))
     return {
-        "where": f"step {record.step}, {found.where}, sample {sample}",
-        "reward": s.reward,
-        "answer": found.row.get("answer"),
-        "limit": float(np.nanmax(known, initial=0.0)),  # of the colours: the largest of the step
-        "pieces": pieces_of(s, rows, tokenizer),
+        "where": f"step {record.step}, {where}",
+        "reward": rollout.reward,
+        "answer": prompt_group.row.get("answer"),
+        "limit": float(np.nanmax(sizes, initial=0.0)),  # of the colours: the largest of the step
+        "pieces": pieces_of(rollout, rows, tokenizer),
     }
 
-# %% ../../nbs/views/06_turns.ipynb #92737816
+# %% ../../nbs/views/06_turns.ipynb #d461209d
 NUMBERS = ("turn", "before", "after", "ig", "outcome", "advantage")
 
 
@@ -184,21 +57,21 @@ def pieces_of(
 ) -> list[dict[str, Any]]:
     "The text of a sample, cut where the policy begins and ends."
 
-    def say(ids):
-        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids.tolist()))
+    def decode(start: int, end: int) -> str:
+        ids = sample.tokens[start:end].tolist()
+        return " ".join(map(str, ids)) if tokenizer is None else str(tokenizer.decode(ids))
 
-    pieces = []
-    at = 0
+    pieces = list[dict[str, Any]]()
+    last_end = 0
     for (start, end), row in zip(sample.turns, rows, strict=True):
-        given = sample.tokens[at:start]
-        if len(given):
-            pieces += [{"text": say(given), "turn": None}]
-        pieces.append(
-            {"text": say(sample.tokens[start:end]), **{name: row[name] for name in NUMBERS}}
-        )
-        at = end
-    rest = sample.tokens[at:]
-    return [*pieces, {"text": say(rest), "turn": None}] if len(rest) else pieces
+        if last_end < start:
+            pieces.append({"text": decode(last_end, start), "turn": None})
+        numbers = {name: row[name] for name in NUMBERS}
+        pieces.append({"text": decode(start, end), **numbers})
+        last_end = end
+    if last_end < len(sample.tokens):
+        pieces.append({"text": decode(last_end, len(sample.tokens)), "turn": None})
+    return pieces
 
 # %% ../../nbs/views/06_turns.ipynb #8c6b1e0a
 LONGEST = 4000  # characters of one piece
@@ -212,18 +85,20 @@ def readable(text: str, limit: int = LONGEST) -> str:  # safe HTML
 # %% ../../nbs/views/06_turns.ipynb #d1e04b91
 def _numbers(piece: Mapping[str, Any]) -> str:
     "The numbers of a turn in a line."
-    named = [
+    numbers = [
         f"turn {piece['turn']}",
         f"score {piece['before']:.2f} → {piece['after']:.2f}",
         f"IG {piece['ig']:+.2f}",
     ]
     if piece["outcome"]:
-        named += [f"outcome {piece['outcome']:g}"]
-    return ", ".join([*named, *([f"advantage {piece['advantage']:+.2f}"] if _known(piece) else [])])
+        numbers.append(f"outcome {piece['outcome']:g}")
+    if _has_advantage(piece):
+        numbers.append(f"advantage {piece['advantage']:+.2f}")
+    return ", ".join(numbers)
 
 
-def _known(piece: Mapping[str, Any]) -> bool:
-    "Whether a piece is a turn that was compared."
+def _has_advantage(piece: Mapping[str, Any]) -> bool:
+    "Whether a piece is a turn with an advantage."
     return (
         piece["turn"] is not None
         and piece["advantage"] is not None
@@ -237,7 +112,7 @@ def _piece_html(piece: Mapping[str, Any], limit: float) -> str:
     text = readable(piece["text"])
     if piece["turn"] is None:
         return tag("div", text, style=f"{box}transparent;{SOFT}")
-    colour = signed_tint(piece["advantage"], limit) if _known(piece) else ""
+    colour = signed_tint(piece["advantage"], limit) if _has_advantage(piece) else ""
     filled = f";background:{colour}" if colour else ""
     numbers = tag(
         "div", html.escape(_numbers(piece)), style=f"font-size:11px;font-family:sans-serif;{SOFT}"
@@ -256,35 +131,3 @@ def conversation_html(payload: Mapping[str, Any]) -> str:  # safe HTML without s
     pieces = "".join(_piece_html(p, payload["limit"]) for p in payload["pieces"])
     frame = "border:1px solid rgba(130,140,150,.4);border-radius:6px;padding:6px 0;margin:4px 0"
     return tag("div", tag("div", head), tag("div", pieces, style=frame))
-
-# %% ../../nbs/views/06_turns.ipynb #1e589f1c
-@dataclass(frozen=True, eq=False)
-class TurnsView:
-    "A finished step turn by turn, and one of its conversations; raises `RecordError` for a sample that is not there."
-
-    record: StepRecord
-    group: int = 0  # index of the group shown as text
-    sample: int = 0  # position in it
-    tokenizer: Any = None  # decodes; None = ids are shown
-
-    def __post_init__(self):
-        conversation_payload(self.record, self.group, self.sample, self.tokenizer)
-
-    def static_html(self) -> str:
-        "Everything as HTML without script."
-        charts = "".join(c.static_html() for c in turn_charts(turns_payload(self.record)))
-        one = conversation_html(
-            conversation_payload(self.record, self.group, self.sample, self.tokenizer)
-        )
-        return tag(
-            "div", charts, one, folded("every turn", frame_html(igpo_table(self.record), most=60))
-        )
-
-    def _repr_html_(self) -> str:
-        return self.static_html()
-
-    def __repr__(self) -> str:
-        return f"TurnsView(step {self.record.step}, {len(igpo_table(self.record))} turns)"
-
-
-view_turns = TurnsView

@@ -19,23 +19,15 @@ __all__ = ['WhatIfPanel']
 # %% ../../nbs/views/05_whatif.ipynb #595499fd
 from ..core.advantages import SCALES
 from ..core.types import Logprobs, RLNotebookError
-from ..show.html import shapes, table
+from ..show.html import table
 from ..core.losses import AGGREGATIONS, KL_ESTIMATORS, POLICY_LOSSES, LossOptions
 from ..runs.records import StepRecord
 from .charts import COLORS
-from .payloads import token_rows
-from .tokens import TokenInspector, WithFallback, deliver_to_main, overview_payload
-from rl_notebook.experiments.whatif import (
-    RECORDED,
-    FrozenBatch,
-    WhatIf,
-    advantages_of,
-    flat,
-    what_if,
-)
+from .tokens import WithFallback, deliver_to_main
+from ..experiments.whatif import FrozenBatch, WhatIf, what_if
 
 # %% ../../nbs/views/05_whatif.ipynb #46a8e870
-CHOSEN = "chosen"  # name of the variant that the sliders stand for
+CHOSEN = "chosen"  # name of the variant that the sliders describe
 QUANTITIES = (
     ("loss", "loss", "number"),
     ("dlogprob_norm", "gradient: norm over the logprobs", "number"),
@@ -47,108 +39,66 @@ QUANTITIES = (
 )  # fmt: skip
 
 # %% ../../nbs/views/05_whatif.ipynb #74944289
-SIDE = 220  # pixels of the square
-DOTS = 600  # at most
-
-
-def dots_payload(result: WhatIf, limit: int = DOTS) -> dict[str, Any]:
-    "Places of the tokens in the square (0 to SIDE, y downwards), by the sign of the chosen advantage."
-    first, *_, last = result.outputs
-    x, y = (flat(result.datums[n], result.dlogprobs[n]) for n in (first, last))
-    reach = float(max(np.abs(x).max(), np.abs(y).max())) or 1.0
-
-    def place(v):
-        return (np.round((v / reach * 0.47 + 0.5) * SIDE / 2) * 2).astype(int)
-
-    sign = np.sign(advantages_of(result.datums[last])).astype(int) + 1
-    # one number a dot: quickly sorted
-    dots = np.unique((sign * 1000 + place(x)) * 1000 + SIDE - place(y))
-    kept = (
-        dots
-        if len(dots) <= limit
-        else dots[np.linspace(0, len(dots) - 1, limit).round().astype(int)]
-    )
-
-    def at(s):
-        return kept[kept // 1_000_000 == s]
-
-    names = {2: "plus", 0: "minus", 1: "zero"}
-    return {"reach": reach} | {
-        n: np.stack([at(s) // 1000 % 1000, at(s) % 1000], 1).tolist() for s, n in names.items()
-    }
-
-# %% ../../nbs/views/05_whatif.ipynb #df37d0f3
 _INK = "var(--jp-ui-font-color1, #1f2933)"
-_SOFT = "#7a8896"
 
 
-def dots_html(payload: Mapping[str, Any]) -> str:
-    "The square of dots: both axes, the line of what has not changed, and the tokens."
-    title = "dlogprob of each token, recorded (across) against chosen (up)"
-    ends = (0.0, SIDE / 2, SIDE - 0.5)
-    marks = [(_SOFT, 0.0, at, float(SIDE), 0.5) for at in ends] + [
-        (_SOFT, at, 0.0, 0.5, float(SIDE)) for at in ends
-    ]
-    marks += [(_SOFT, float(x), float(SIDE - x), 2.0, 1.0) for x in range(0, SIDE, 5)]
-    for name, color in (("plus", "blue"), ("minus", "orange"), ("zero", "grey")):
-        marks += [(f"{COLORS[color]}cc", x - 2.0, y - 2.0, 4.0, 4.0) for x, y in payload[name]]
-    return shapes(marks, SIDE, SIDE, title)
-
-# %% ../../nbs/views/05_whatif.ipynb #b2b7b1a9
 def result_html(result: WhatIf) -> str:
-    "Headline, one row per quantity with both values, what the chosen gradient repeats, and the dots."
+    "The headline, a row per quantity with both values, and what the chosen gradient repeats."
 
-    def said(v, kind):
-        return (
-            "–" if not math.isfinite(v) else f"{100 * v:.1f} %" if kind == "share" else f"{v:.4g}"
-        )
+    def value_text(value: float, kind: str) -> str:
+        if not math.isfinite(value):
+            return "–"
+        return f"{100 * value:.1f} %" if kind == "share" else f"{value:.4g}"
 
     rows = [
-        [words, *(said(float(v), kind) for v in result.table[name])]
+        [words, *(value_text(float(value), kind) for value in result.table[name])]
         for name, words, kind in QUANTITIES
     ]
     names = [str(name) for name in result.table.index]
     cell = "padding:2px 10px;font-variant-numeric:tabular-nums;text-align:"
     looks = [f"{cell}left", *[f"{cell}right"] * len(names)]
-    drawn = table(["", *map(html.escape, names)], [[*map(html.escape, row)] for row in rows], looks)
+    escaped = [[html.escape(text) for text in row] for row in rows]
+    quantities = table(["", *map(html.escape, names)], escaped, looks)
     note = str(result.table.loc[names[-1], "note"])
     note = f"The chosen settings: {note}." if note else ""
-
-    def mark(color):
-        return f'<span style="color:{COLORS[color]}">●</span>'
-
-    axes = "dlogprob of each token, recorded across, chosen up"
-    legend = f"{axes}; advantage {mark('blue')} above, {mark('orange')} below 0"
-    caption = f'<figcaption style="max-width:{SIDE}px;font-size:12px">{legend}</figcaption>'
-    square = f'<figure style="margin:0">{dots_html(dots_payload(result))}{caption}</figure>'
-    both = f'<div>{drawn}<p style="margin:4px 10px;min-height:1.4em"><b>{html.escape(note)}</b></p></div>{square}'
-    head = f'<p style="margin:2px 0 6px;color:{_INK}">{html.escape(result.headline)}</p>'
-    return f'{head}<div style="display:flex;flex-wrap:wrap;gap:16px;line-height:1.5;color:{_INK}">{both}</div>'
+    head = f'<p style="margin:2px 0 6px">{html.escape(result.headline)}</p>'
+    foot = f'<p style="margin:4px 10px;min-height:1.4em"><b>{html.escape(note)}</b></p>'
+    return f'<div style="line-height:1.5;color:{_INK}">{head}{quantities}{foot}</div>'
 
 # %% ../../nbs/views/05_whatif.ipynb #c45426f2
-BETAS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+KL_BETAS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+DEFAULT_CLIP = 0.2  # where the loss of the record has none
+MIN_CLIP = 0.01
+MAX_CLIP = 0.5
+MIN_CAP = 0.5
+MAX_CAP = 10.0
 AS_RECORDED = "as recorded"
 _WIDE = {"description_width": "92px"}
 
 
 def make_controls(options: LossOptions) -> dict[str, Any]:
-    "Controls by the name of their setting, standing at given options."
+    "Controls by the name of their setting, at the values of `options`."
     layout = {"width": "330px"}
     common = {"style": _WIDE, "layout": layout}
 
     def pick(name, value, choices):
         return ipywidgets.Dropdown(options=choices, value=value, description=name, **common)
 
-    near = {"min": 0.01, "max": 0.5, "step": 0.01, "readout_format": ".2f", **common}
-    clip = 0.2 if options.knob("eps_clip") is None else options.knob("eps_clip")
-    betas = sorted({*BETAS, options.kl_beta})
+    clip = options.knob("eps_clip")
+    clip = DEFAULT_CLIP if clip is None else clip
+    betas = sorted({*KL_BETAS, options.kl_beta})
     return {
         "policy_loss": pick(
             "loss", options.policy_loss, [*dict.fromkeys([*POLICY_LOSSES, options.policy_loss])]
         ),
         "aggregation": pick("mean over", options.aggregation, list(AGGREGATIONS)),
         "eps_clip": ipywidgets.FloatSlider(
-            value=min(max(clip, 0.01), 0.5), description="clip", **near
+            value=min(max(clip, MIN_CLIP), MAX_CLIP),
+            min=MIN_CLIP,
+            max=MAX_CLIP,
+            step=MIN_CLIP,
+            description="clip",
+            **common,
         ),
         "kl_beta": ipywidgets.SelectionSlider(
             options=[(f"{b:g}", b) for b in betas],
@@ -159,10 +109,10 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
         "kl_estimator": pick("KL estimator", options.kl_estimator, list(KL_ESTIMATORS)),
         "tis": pick("correction", options.tis, ["off", "token", "sequence"]),
         "tis_cap": ipywidgets.FloatSlider(
-            value=min(options.tis_cap, 10.0),
-            min=0.5,
-            max=10,
-            step=0.5,
+            value=min(options.tis_cap, MAX_CAP),
+            min=MIN_CAP,
+            max=MAX_CAP,
+            step=MIN_CAP,
             description="its cap",
             **common,
         ),
@@ -171,22 +121,25 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
 
 # %% ../../nbs/views/05_whatif.ipynb #b132442b
 def unread(chosen: Mapping[str, Any]) -> set[str]:
-    "Names of the controls that mean nothing at what the others are set to."
-    # of one that is not imported yet, none
-    knobs = POLICY_LOSSES.get(chosen["policy_loss"], (None, {}))[1]
-    idle = set() if "eps_clip" in knobs else {"eps_clip"}
+    "Names of the controls that the chosen loss and correction do not read."
+    # a loss that is not imported yet has none
+    parameters = POLICY_LOSSES.get(chosen["policy_loss"], (None, {}))[1]
+    idle = set() if "eps_clip" in parameters else {"eps_clip"}
     if chosen["tis"] == "off":
-        idle |= {"tis_cap"}
-    return idle | ({"kl_estimator"} if chosen["kl_beta"] == 0 else set())
+        idle.add("tis_cap")
+    if chosen["kl_beta"] == 0:
+        idle.add("kl_estimator")
+    return idle
 
 
-def changes_of(chosen: Mapping[str, Any], standing: Mapping[str, Any]) -> dict[str, Any]:
-    "The variant that the controls stand for: what is read, and differs from where they stood at the beginning."
-    other_loss = chosen["policy_loss"] != standing["policy_loss"]
-    moved = {
-        k: v for k, v in chosen.items() if v != standing[k] or (other_loss and k == "eps_clip")
-    }
-    return {k: v for k, v in moved.items() if k not in unread(chosen)}
+def changes_of(chosen: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, Any]:
+    "The settings that differ from the initial ones and are read: the variant."
+    other_loss = chosen["policy_loss"] != initial["policy_loss"]
+    changed = {name for name, value in chosen.items() if value != initial[name]}
+    if other_loss:
+        changed.add("eps_clip")
+    read = changed - unread(chosen)
+    return {name: value for name, value in chosen.items() if name in read}
 
 # %% ../../nbs/views/05_whatif.ipynb #3c6bc199
 class WhatIfPanel:
@@ -199,16 +152,16 @@ class WhatIfPanel:
         | None = None,  # of a policy that has moved, one per datum
     ):
         self.batch = FrozenBatch.of(source)
-        self.at = {"at the step": self.batch} | (
-            {} if later is None else {"after it moved": self.batch.moved(later)}
-        )
-        self.result: WhatIf | None = None  # of the last combination that could be computed
-        self.error = ""  # why the present one cannot
+        self.batches = {"at the step": self.batch}
+        if later is not None:
+            self.batches["after it moved"] = self.batch.moved(later)
+        self.result: WhatIf | None = None  # of the last combination that was computed
+        self.error = ""  # why the last combination could not
         self.controls = make_controls(LossOptions(**self.batch.options))
-        self.standing = {name: control.value for name, control in self.controls.items()}
+        self.initial = {name: control.value for name, control in self.controls.items()}
         look = {"style": _WIDE, "layout": {"width": "330px"}}
         self.where = ipywidgets.Dropdown(
-            options=list(self.at), value=list(self.at)[-1], description="policy", **look
+            options=list(self.batches), value=list(self.batches)[-1], description="policy", **look
         )
         self.shown = ipywidgets.HTML()
         self.widget = make_panel(self)
@@ -218,11 +171,11 @@ class WhatIfPanel:
     def chosen(self) -> dict[str, Any]:
         "The settings of the variant, as `what_if` takes them."
         return changes_of(
-            {name: control.value for name, control in self.controls.items()}, self.standing
+            {name: control.value for name, control in self.controls.items()}, self.initial
         )
 
     def update(self, change: Any = None) -> None:
-        "Compute and show what the controls stand for."
+        "Compute and show the variant that the controls describe."
         idle = unread({name: control.value for name, control in self.controls.items()})
         for name, control in self.controls.items():
             control.disabled = name in idle
@@ -230,7 +183,7 @@ class WhatIfPanel:
             k: v for k, v in self.chosen.items() if (k, v) != ("advantage_scale", AS_RECORDED)
         }
         try:
-            self.result = what_if(self.at[str(self.where.value)], {CHOSEN: changes})
+            self.result = what_if(self.batches[str(self.where.value)], {CHOSEN: changes})
             self.error = ""
         except RLNotebookError as e:
             self.error = str(e)
@@ -243,21 +196,13 @@ class WhatIfPanel:
         box = f"border-left:4px solid {COLORS['orange']};padding:4px 10px;max-width:70ch;white-space:pre-wrap"
         return f'<div role="alert" style="{box};color:{_INK}">{html.escape(self.error)}</div>'
 
-    def inspector(self, tokenizer: Any = None) -> TokenInspector:
-        "The tokens of the step with the chosen gradient beside the recorded one."
-        if self.result is None or self.error:
-            return TokenInspector([], message=self.error)
-        record = self.result.as_record(RECORDED)
-        rows = token_rows(record, extra={CHOSEN: self.result.dlogprobs[CHOSEN]})
-        return TokenInspector(rows, tokenizer, overview=overview_payload(record, rows))
-
     @property
     def settings(self) -> str:
         "The chosen settings in one line."
-        named = [f"{name}={value}" for name, value in self.chosen.items()]
-        if len(self.at) > 1:
-            named += [str(self.where.value)]
-        return ", ".join(named) or "the record's own"
+        parts = [f"{name}={value}" for name, value in self.chosen.items()]
+        if len(self.batches) > 1:
+            parts.append(str(self.where.value))
+        return ", ".join(parts) or "those of the record"
 
     def static_html(self) -> str:
         "What is shown now, as a still picture."
@@ -272,7 +217,7 @@ class WhatIfPanel:
 # %% ../../nbs/views/05_whatif.ipynb #17c9ebf9
 def make_panel(panel: WhatIfPanel) -> ipywidgets.Box:
     "Lay the panel out and listen to its controls."
-    controls = [*panel.controls.values(), *([panel.where] if len(panel.at) > 1 else [])]
+    controls = [*panel.controls.values(), *([panel.where] if len(panel.batches) > 1 else [])]
     for control in controls:
         control.observe(panel.update, names="value")
     column = {"display": "flex", "flex_flow": "column", "flex": "0 0 auto"}

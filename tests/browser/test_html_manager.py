@@ -81,7 +81,7 @@ def test_its_table_is_sorted_and_its_sliders_are_there(page: Page):
     table = page.locator(".rld-table")
     table.get_by_role("button", name="reward").click()
     expect(table.locator("th[aria-sort=ascending]")).to_have_text("reward")
-    expect(page.get_by_text("dlogprob of each token, recorded across")).to_be_visible()
+    expect(page.get_by_text("gradient: norm over the logprobs")).to_be_visible()
     expect(page.get_by_text("KL weight")).to_be_visible()
 
 
