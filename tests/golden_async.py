@@ -15,8 +15,7 @@ from typing import Any
 
 from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, unordered_rewards
 
-from rl_notebook.loop import async_loop
-from rl_notebook.loop import arrivals
+from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop import rollouts
 from rl_notebook.core.advantages import has_no_signal
 from rl_notebook.config.config import Config
@@ -195,6 +194,9 @@ class Run:
     def keep(self, group: Any) -> bool:
         return not (self.c["filter"] and has_no_signal(group.rewards))
 
+    trains_on = AsyncGRPOLoop.trains_on
+    _compared_alone = AsyncGRPOLoop._compared_alone
+
     # what a producer is made of
     def take(self) -> int | None:
         "The next row, if there is one, and as far as samples are counted, if there is room."
@@ -248,7 +250,7 @@ class Run:
 
     def useful(self, answered: ScoredGroup) -> bool:
         "Whether a row is trained on, as a loop decides it."
-        result = arrivals.has_signal(self, answered)
+        result = AsyncGRPOLoop.has_signal(self, answered)
         number = answered.group.number
         self.counts["sample_fails"] += len(answered.group.dropped)
         self.counts["filter_drops"] += bool(answered.group.samples) and not result
@@ -287,7 +289,7 @@ class Run:
     def metrics(self, live: Sequence[Finished[ScoredGroup]]) -> dict[str, float]:
         "Those of a step."
         self.live = live
-        found = async_loop.gate_metrics(self)
+        found = AsyncGRPOLoop.gate_metrics(self)
         if self.theirs:
             found |= {
                 "async/in_flight": self.out.total(),

@@ -107,8 +107,8 @@ def test_the_error_of_a_reward_function_is_short_and_keeps_its_line():
         "breaks"
     ]
     assert [f.name for f in traceback.extract_tb(raised.tb)][1:] == [
-        "refused_in_turns",
-        "score_phase",
+        "check_and_run",
+        "score",
     ]
 
 

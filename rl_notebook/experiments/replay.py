@@ -30,24 +30,17 @@ from rl_notebook.loop.back import (
     sync_sampled_version,
     updates_of,
 )
+from ..loop.change import take_settings
 from rl_notebook.loop.phases import (
-    Loop,
-    compared,
-    sample_one_prompt,
-    encode,
-    grading,
-    group_datums,
+    encode_prompts,
+    gather_groups,
     have_tokens,
-)
-from rl_notebook.loop.phases import (
     list_training,
     other_sources,
-    record_of,
-    gather_groups,
     sources_of,
     step_options,
 )
-from ..loop.phases import take_settings, trains_on
+from ..loop.state import Loop
 from ..runs.records import StepRecord, html_table
 from ..runs.run import Run, metrics_frame, metrics_row, spans
 from ..task.rewards import as_reward_fns
@@ -193,7 +186,11 @@ def encoded_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[in
     reasons = dict[int, str]()
     for g in record.groups:
         try:
-            found = [p for row in loop.intake.row(g.number) for p in encode(loop, [row], g.number)]
+            found = [
+                p
+                for row in loop.intake.row(g.number)
+                for p in encode_prompts([row], loop.backend, loop.cfg, g.number)
+            ]
             prompts += [replace(p, index=g.index) for p in found]
         except DataError as error:
             reasons[g.number] = str(error)
@@ -279,16 +276,17 @@ async def replay_score(
         return PhaseComparison("score", None, note="graded by the rollout function while it drew")
     source = drawn if loop.task.reward_fns is None else ungraded(record, prompts)
     calls = [
-        score_group(r, loop.task.reward_fns, **grading(loop, min_group_size=1)) for r in source
+        score_group(r, loop.task.reward_fns, limits=loop.task.limits, min_group_size=1)
+        for r in source
     ]
     again = await together(calls)
     return compare("score", reward_pieces(again, record.groups))
 
 # %% ../../nbs/experiments/02_replay.ipynb #23b5e6a4
-def replay_advantages(loop: Loop, record: StepRecord) -> PhaseComparison:
+def replay_advantages(loop: GRPOLoop, record: StepRecord) -> PhaseComparison:
     "Compare the samples of each recorded group again."
     bare = [replace(g, advantages=None, turn_advantages=None) for g in record.groups]
-    again = compared(loop, bare)
+    again = loop.compute_advantages(bare)
 
     def known(g):
         return np.concatenate(
@@ -316,9 +314,9 @@ def datum_pieces(ours: Sequence[Datum], theirs: Sequence[Datum]) -> Iterator[Pie
             yield Piece(name, unit, b.where, pair[0], pair[1])
 
 
-def replay_datums(loop: Loop, record: StepRecord) -> PhaseComparison:
+def replay_datums(loop: GRPOLoop, record: StepRecord) -> PhaseComparison:
     "Make the training sequences of the recorded groups again."
-    again = group_datums(loop, [g for g in record.groups if trains_on(loop, g)])
+    again = loop.group_datums([g for g in record.groups if loop.trains_on(g)])
     if not record.trained and not have_tokens(again):
         return PhaseComparison("datums", True, 0.0, note=record.reason)
     return compare("datums", datum_pieces(again, record.datums))
@@ -340,7 +338,7 @@ async def stand_before(
             {"pending": [*record.pending, *(g.number for g in record.groups)]},
         )
         return [], f"the weights before the step are not known: {error}", ""
-    base = f"checkpoint after step {way.base}" if way.found else "the beginning"
+    base = f"checkpoint after step {way.base}" if way.checkpoint else "the beginning"
     if not way.records:
         return [], "", base
     steps = f"step{'s' if len(way.records) > 1 else ''} {spans([r.step for r in way.records])}"
@@ -403,7 +401,7 @@ async def replay_sample(
     "Draw the samples of a step again."
     if reason := blocked or find_sampling_obstacle(loop, record, prompts):
         return [], PhaseComparison("sample", None, note=reason)
-    drawn = await gather_groups(loop, prompts, lambda p: sample_one_prompt(loop, p))
+    drawn = await gather_groups(prompts, loop.sample_prompt, loop.cfg)
     return drawn, compare("sample", sample_pieces(drawn, record.groups))
 
 # %% ../../nbs/experiments/02_replay.ipynb #906be119
@@ -494,7 +492,7 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
     loop.state.normalization = record.divided_by
     loop.state.passes = record.passes
     loop.state.updates = record.updates
-    config = step_options(loop)
+    config = step_options(loop.cfg, loop.state)
     other = [
         f"{k}={v!r}, config {config[k]!r}"
         for k, v in record.options.items()
@@ -539,7 +537,7 @@ async def replay_update(loop: GRPOLoop, record: StepRecord) -> list[PhaseCompari
         )
     else:
         done.append(PhaseComparison("sync", None, note="in a window the sync comes at its end"))
-    return [*done, compare("finish", metric_pieces(record_of(loop).metrics, record.metrics))]
+    return [*done, compare("finish", metric_pieces(loop.make_record().metrics, record.metrics))]
 
 # %% ../../nbs/experiments/02_replay.ipynb #377ea29f
 async def replay(

@@ -5,136 +5,18 @@
 # %% ../../nbs/loop/08_arrivals.ipynb #ec47ccaa
 from __future__ import annotations
 
-import itertools
-import warnings
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 # %% auto #0
 __all__ = []
 
 # %% ../../nbs/loop/08_arrivals.ipynb #d4c6486d
-from ..core.advantages import BATCH_SCALES
-from ..core.types import PromptGroup
-from .groups import Finished, Gate, ScoredGroup, Producer
-from .rollouts import groups_per_pass, require_some
-from .step import NORMALIZATION, PhaseResult, LossReport, step_denominator
-from rl_notebook.loop.step import (
-    list_groups,
-    list_prompts,
-    list_rollouts,
-    merge_outputs,
-    scale_output,
-    score_group,
-)
-from .state import Loop, enter, timed
-from rl_notebook.loop.phases import (
-    advantages_phase,
-    compared,
-    sample_one_prompt,
-    encode_numbers,
-    gradient_of,
-    grading,
-)
-from rl_notebook.loop.phases import (
-    group_datums,
-    have_tokens,
-    list_training,
-    prompts_phase,
-    max_in_flight,
-    trains_on,
-)
-from .phases import with_reference
+from .groups import Finished, Producer, ScoredGroup
+from .step import LossReport, merge_outputs, scale_output, step_denominator
 
-# %% ../../nbs/loop/08_arrivals.ipynb #ead7b438
-async def rollout_and_score(loop: Loop, number: int) -> ScoredGroup:
-    "Draw and grade a row: a prompt of the step, or another one of the run."
-    known = [prompt for prompt in loop.state.values.get("prompts", ()) if prompt.number == number]
-    [prompt] = known or encode_numbers(loop, [number])
-    rollouts = await sample_one_prompt(loop, prompt)
-    return ScoredGroup(rollouts, await score_group(rollouts, loop.task.reward_fns, **grading(loop)))
-
-
-def has_signal(loop: Loop, answered: ScoredGroup) -> bool:
-    "Whether a row becomes training sequences; warns where hardly any does."
-    useful = trains_on(loop, compared_alone(loop, answered.group))
-    loop.counts["barren"] = 0 if useful else loop.counts["barren"] + 1
-    if loop.counts["barren"] == NO_SIGNAL_ROWS * loop.cfg.prompt_groups_per_step:
-        where = answered.group.where
-        rewards = answered.group.rewards.tolist()
-        text = f"{loop.counts['barren']} rows in a row taught nothing, and further ones are drawn; the last: {where}"
-        warnings.warn(f"{text}, rewards {rewards}", stacklevel=2)
-    return useful
-
-
-def compared_alone(loop: Loop, group: PromptGroup) -> PromptGroup:
-    "A group with its advantages, where they do not depend on the batch."
-    return (
-        compared(loop, [group])[0]
-        if group.samples and loop.cfg.advantage_scale not in BATCH_SCALES
-        else group
-    )
-
-
-NO_SIGNAL_ROWS = 10  # batches' worth of rows without signal, after which there is a warning
-
-
-def groups_of(
-    loop: Loop,
-    take: Callable[[], int | None],  # number of the next row; None = there is none now
-    requeue: Callable[[Iterable[int]], None] = lambda numbers: (
-        None
-    ),  # rows that have to be drawn again
-    useful: Callable[[ScoredGroup], bool] | None = None,  # None = what becomes training sequences
-    **policy: Any,  # fields of `Gate`
-) -> Producer[ScoredGroup]:
-    "Rows of a loop, sampled and scored during other work, as far as the policy lets them."
-    c = loop.cfg
-    usual = {"groups_per_step": c.prompt_groups_per_step, "max_concurrency": max_in_flight(c)}
-    gate = Gate(completions_per_prompt=c.completions_per_prompt, **usual | policy)
-    return Producer(
-        gate, take, partial(rollout_and_score, loop), useful or partial(has_signal, loop), requeue
-    )
-
-# %% ../../nbs/loop/08_arrivals.ipynb #ecc0a273
-def add_groups(loop: Loop, answered: Sequence[ScoredGroup]) -> PhaseResult[PromptGroup]:
-    "Add graded prompts to the step, and compare all its groups."
-    values = loop.state.values
-    start = len(values.get("prompts", ()))
-    new = [a.at(start + i) for i, a in enumerate(answered)]
-    prompts = [*values.get("prompts", ()), *(a.rollouts.prompt for a in new)]
-    values["prompts"] = list_prompts(prompts, loop.backend.tokenizer)
-    drawn = [*values.get("sample", ()), *(a.rollouts for a in new)]
-    values["sample"] = list_rollouts(drawn, loop.backend.tokenizer)
-    values["score"] = list_groups([*values.get("score", ()), *(a.group for a in new)])
-    loop.state.policy_version = loop.policy_version
-    return advantages_phase(loop)
-
-# %% ../../nbs/loop/08_arrivals.ipynb #33353a13
-async def refill_step(loop: Loop, attempts: int = 10) -> int:  # groups added
-    """Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out.
-
-    An attempt is as many prompts as groups are missing."""
-    groups = enter(loop.state, "datums")
-    if (short := loop.cfg.prompt_groups_per_step - sum(map(loop.keep, groups))) <= 0:
-        return 0
-    take = partial(next, iter(loop.intake.upcoming(attempts * short)), None)
-
-    def live(answered):
-        return loop.keep(compared_alone(loop, answered.group))
-
-    async with groups_of(loop, take, useful=live, groups_per_step=short) as producer:
-        with timed(loop, "refill"):
-            rows = [*await producer.batch(short), *producer.take_rejected()]
-    for _ in rows:
-        loop.intake.take()
-    add_groups(loop, [row.value for row in sorted(rows, key=lambda row: row.number)])
-    return len(rows)
-
-# %% ../../nbs/loop/08_arrivals.ipynb #250d82f2
+# %% ../../nbs/loop/08_arrivals.ipynb #5e91e486
 @dataclass
 class Parts:
     "Where the groups of an overlapped step come from, and how many each backward pass takes."
@@ -151,81 +33,10 @@ class Parts:
         "A row at its index in the step."
         return replace(row, value=row.value.at(self.places.get(row.number, len(self.rows))))
 
-
-@asynccontextmanager
-async def as_they_arrive(loop: Loop) -> AsyncIterator[Parts]:
-    "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step starts again."
-    c = loop.cfg
-    places = {p.number: p.index for p in prompts_phase(loop)}
-    limits = groups_per_pass(
-        c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd
-    )
-    take = partial(next, iter(places), None)
-
-    def in_order(rows):
-        return sorted(rows, key=lambda row: places[row.number])
-
-    try:
-        async with groups_of(loop, take, groups_per_step=len(places), refills=False) as producer:
-            yield Parts(
-                producer,
-                itertools.repeat(limits),
-                lambda rows: [r.value for r in in_order(rows)],
-                places,
-            )
-    except BaseException:
-        loop.state.values.clear()
-        loop.rewind_data()
-        raise
-
 # %% ../../nbs/loop/08_arrivals.ipynb #d822c467
-def settle_passes(
-    loop: Loop, answered: Sequence[ScoredGroup], reports: Sequence[LossReport]
-) -> None:
-    "The phases up to `backward` from passes over parts of the batch, which divided by nothing."
-    require_some([a.group for a in answered])
-    state = loop.state
-    aggregation = loop.cfg.aggregation
-    tokenizer = loop.backend.tokenizer
-    state.values.clear()
-    groups = add_groups(loop, answered)
-    datums = state.put(
-        "datums", list_training([d for r in reports for d in r.datums], groups, tokenizer)
-    )
-    if have_tokens(datums):
-        state.put("reference", datums)
-        divisor = step_denominator(datums, aggregation)
-        output = scale_output(merge_outputs([r.output for r in reports]), 1 / divisor)
-        state.put("backward", LossReport(output, tuple(datums), tokenizer))
-        state.normalization = NORMALIZATION[aggregation]
-        state.passes = tuple(len(r.datums) for r in reports)
-
-
-async def overlapped_half(
-    loop: Loop, parts_of: Callable[[Any], AbstractAsyncContextManager[Parts]] = as_they_arrive
-) -> None:
-    "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
-    reports = list[LossReport]()
-    async with parts_of(loop) as parts:
-        await loop.weights.accumulate()
-        for least, most in parts.sizes:
-            with timed(loop, "sample"):
-                places = loop.cfg.prompt_groups_per_step - len(parts.rows)
-                rows = await parts.producer.batch(least, most, places)
-            if not rows:
-                break
-            first = len(parts.rows)
-            for row in sorted(rows, key=lambda row: row.number):
-                parts.rows.append(parts.place(row))
-            with timed(loop, "backward"):
-                groups = compared(loop, [row.value.group for row in parts.rows[first:]])
-                datums = await with_reference(loop, group_datums(loop, groups))
-                output = await gradient_of(loop, datums, denominator=1.0)  # divides by nothing
-                reports.append(LossReport(output, tuple(datums), loop.backend.tokenizer))
-        for row in sorted(parts.producer.take_rejected(), key=lambda row: row.number):
-            parts.rows.append(parts.place(row))
-        for phase in ("sample", "backward"):
-            loop.state.seconds[phase] = sum(
-                end - begin for name, begin, end in loop.state.spans if name == phase
-            )
-        settle_passes(loop, parts.note(parts.rows), reports)
+def join_passes(reports: Sequence[LossReport], aggregation: str, tokenizer: Any) -> LossReport:
+    "One report for backward passes over parts of a batch, none of which divided its loss."
+    datums = [d for r in reports for d in r.datums]
+    output = merge_outputs([r.output for r in reports])
+    scaled = scale_output(output, 1 / step_denominator(datums, aggregation))
+    return LossReport(scaled, tuple(datums), tokenizer)

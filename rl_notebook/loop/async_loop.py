@@ -9,29 +9,27 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import partialmethod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from ..core.types import PhaseError, PromptGroup
-from ..task.data import Cursor, Prompt, Rollouts
-from .back import branch_off, undo_step
-from .groups import Finished, ScoredGroup, Producer, kept
-from .loop import GRPOLoop, requires_idle, rest_of_step, run_exclusively
-from .state import StepState, enter, timed
-from .phases import encode_numbers, score_phase, sync_phase
-from .arrivals import Parts, groups_of, overlapped_half
-from ..runs.records import StepRecord
-from ..runs.run import TIMERS
+from .arrivals import Parts
+from .groups import Finished, Producer, ScoredGroup, kept
+from .loop import GRPOLoop, requires_idle, run_exclusively
+from .phases import encode_numbers
 from .rollouts import balanced_chunks, require_some
+from .state import StepState, enter
 from rl_notebook.loop.step import (
-    PhaseResult,
     PhaseMetrics,
+    PhaseResult,
     list_groups,
     list_prompts,
     list_rollouts,
 )
+from ..runs.records import StepRecord
+from ..runs.run import TIMERS
+from ..task.data import Cursor, Prompt, Rollouts
 
 # %% auto #0
 __all__ = ['AsyncGRPOLoop']
@@ -51,246 +49,226 @@ class Batch:
         "Rows that the gate has accepted."
         return sum(row.useful for row in self.rows)
 
-# %% ../../nbs/loop/12_async_loop.ipynb #dea4e9e2
-def note_batch(loop: AsyncGRPOLoop, rows: Sequence[Finished[ScoredGroup]]) -> Batch:
-    "The rows of a step at their places, counted: what was lost, and how full the pipeline was when they were complete."
-    loop.state.batch = Batch(
-        None, [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
-    )
-    for row in rows:
-        group = row.value.group
-        loop.counts["samples"] += len(group.samples)
-        loop.counts["sample_fails"] += len(group.dropped)
-        loop.counts["filter_drops"] += bool(group.samples) and not row.useful
-    loop.state.batch = replace(loop.state.batch, gate=gate_metrics(loop))
-    return loop.state.batch
-
-
-def placed(row: Finished[ScoredGroup], index: int) -> ScoredGroup:
-    "What came back, at its place in the step, with the version that it was started at."
-    answered = row.value.at(index)
-    return replace(answered, group=replace(answered.group, submitted=row.version))
-
-
-def return_batch(loop: AsyncGRPOLoop) -> None:
-    "Give up the batch of the current step: its rows are ready, or rejected, as before."
-    if "sample" in loop.state.values:
-        loop.producer.ready[:0] = [row for row in loop.batch.rows if row.useful]
-        loop.producer.rejected[:0] = [row for row in loop.batch.rows if not row.useful]
-        loop.state.batch = None
-        loop.state.values.pop("sample")
-
-
-def admit_phase(loop: AsyncGRPOLoop) -> PhaseResult[Prompt]:
-    "Start the rows that may be started; shows those that are in flight or back."
-    enter(loop.state, "prompts")
-    return_batch(loop)
-    p = at_work(loop)
-    loop.state.idle = p.idle_seconds  # what came before counts as no wait
-    with timed(loop, "prompts"):
-        p.fill()
-        numbers = sorted({*p.in_flight, *(row.number for row in p.ready)})
-        prompts = encode_numbers(loop, numbers)
-    if (
-        not (numbers or p.rejected or p.held or p.error)
-        and loop.weights.shared.loaded is loop.weights
-    ):
-        got = f"all {loop.cursor.consumed} prompts done"
-        fix = "Raise epochs, or pass more rows."
-        raise PhaseError("prompts", got=got, fix=fix)
-    return loop.state.put("prompts", list_prompts(prompts, loop.backend.tokenizer))
-
-
-async def collect_phase(loop: AsyncGRPOLoop) -> PhaseResult[Rollouts]:
-    "Wait for a batch: useful rows in the order of the data, then the others."
-    enter(loop.state, "sample")
-    return_batch(loop)
-    p = at_work(loop)
-
-    def in_order(rows):
-        return sorted(rows, key=lambda row: row.number)
-
-    with timed(loop, "sample"):
-        live = await p.batch(loop.cfg.prompt_groups_per_step)
-        with kept(p, live):
-            if loop.cfg.synchronous_training:
-                await p.drain()
-    if not (rows := [*in_order(live), *in_order(p.take_rejected())]):
-        raise PhaseError(
-            "sample",
-            got="no row",
-            expected="rows in flight",
-            fix="Raise epochs, or pass more rows.",
-        )
-    rollouts = [row.value.rollouts for row in note_batch(loop, rows).rows]
-    loop.state.values["prompts"] = list_prompts(
-        [r.prompt for r in rollouts], loop.backend.tokenizer
-    )
-    loop.state.policy_version = loop.policy_version
-    samples = loop.state.put("sample", list_rollouts(rollouts, loop.backend.tokenizer))
-    loop.state.batch = replace(loop.batch, samples=samples)
-    return samples
-
-
-def at_work(loop: AsyncGRPOLoop) -> Producer[ScoredGroup]:
-    "The producer of a loop that is being stepped; a pause stays a pause."
-    loop.producer.held = "" if loop.producer.held == AT_REST else loop.producer.held
-    return loop.producer
-
-# %% ../../nbs/loop/12_async_loop.ipynb #a1dfed4f
-def graded_phase(
-    loop: AsyncGRPOLoop, reward_fns: Any = None, *, wait: bool | None = None
-) -> PhaseResult[PromptGroup]:
-    "The grades that the rollouts got when they came back; `reward_fns` grades the batch again."
-    if reward_fns is not None or loop.state.values.get("sample") is not loop.batch.samples:
-        return score_phase(loop, reward_fns, wait=wait)
-    enter(loop.state, "score")
-    groups = [row.value.group for row in loop.batch.rows]
-    with timed(loop, "score"):
-        if not loop.counts["samples"]:
-            require_some(groups)
-    return loop.state.put("score", list_groups(groups))
-
-# %% ../../nbs/loop/12_async_loop.ipynb #71fcd11c
-async def open_gate(loop: AsyncGRPOLoop) -> PhaseMetrics:
-    "Hand the new weights to the sampler where it is due, and open the gate for another batch."
-    return await loop.weights.settled(publish(loop))
-
-
-async def publish(loop: AsyncGRPOLoop) -> PhaseMetrics:
-    "A sync that the gate knows of."
-    done = await sync_phase(loop)
-    loop.producer.gate.publish(loop.state.number)
-    loop.producer.fill()
-    return done
-
-# %% ../../nbs/loop/12_async_loop.ipynb #a36b7797
-@asynccontextmanager
-async def chunked_parts(loop: AsyncGRPOLoop) -> AsyncIterator[Parts]:
-    "A batch in parts of about the same size; if its step fails or is cancelled, it starts again with the same rows."
-    admit_phase(loop)
-    c = loop.cfg
-    sizes = [(n, n) for n in balanced_chunks(c.prompt_groups_per_step, c.pipeline_chunks_per_step)]
-    parts = Parts(
-        loop.producer, sizes, lambda rows: [row.value for row in note_batch(loop, rows).rows]
-    )
-    try:
-        yield parts
-    except BaseException:
-        loop.producer.ready[:0] = [row for row in parts.rows if row.useful]
-        loop.producer.rejected[:0] = [row for row in parts.rows if not row.useful]
-        loop.state.values.clear()
-        raise
-
-# %% ../../nbs/loop/12_async_loop.ipynb #5fdbe16e
-def gate_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
-    "Staleness of a batch, and how full the pipeline was when it was trained."
-    producer, gate = loop.producer, loop.producer.gate
-    offsets = [loop.state.number - 1 - row.version for row in loop.batch.rows if row.useful] or [0]
-    room = gate.concurrency_capacity
-    return {
-        "async/version_offset_mean": float(np.mean(offsets)),
-        "async/version_offset_max": float(max(offsets)),
-        "async/version_offset_min": float(min(offsets)),
-        "async/in_flight": float(len(producer.in_flight)),
-        "async/ready": float(len(producer.ready)),
-        "async/sample_fails": float(loop.counts["sample_fails"]),
-        "async/filter_drops": float(loop.counts["filter_drops"]),
-        "async/stale_drops": 0.0,
-        "async/running_samples": float(gate.running),
-        "async/accepted_samples": float(gate.accepted),
-        "async/staleness_capacity_at_step": float(gate.staleness_capacity),
-        "async/concurrency_capacity_at_step": -1.0 if room is None else float(room),
-    }
-
-# %% ../../nbs/loop/12_async_loop.ipynb #c3b9d221
-def wait_metrics(loop: AsyncGRPOLoop) -> dict[str, float]:
-    "How long trainer and sampler waited for each other in a step; `records.perf_metrics` has the other times."
-    seconds, waited = loop.state.seconds, loop.state.seconds.get("sample", 0.0)
-    idle = loop.producer.idle_seconds - loop.state.idle
-    wall = max(waited + sum(seconds.get(phase, 0.0) for phase in TIMERS.values()), 1e-9)
-    return {
-        "perf/sampler_wait_for_trainer_time": idle,
-        "perf/wait_time_ratio": waited / wall,
-        "perf/sampler_idle_ratio": min(idle / wall, 1.0),
-    }
-
-# %% ../../nbs/loop/12_async_loop.ipynb #e196f582
+# %% ../../nbs/loop/12_async_loop.ipynb #02dc9abe
 AT_REST = "the loop is at rest"
 
 
-async def rest_of_beside(loop: AsyncGRPOLoop) -> StepRecord | None:
-    "`step` for a run, which ends where a stop was requested before."
-    record = await rest_of_step(loop)
-    if loop.weights.several:
-        loop.producer.held = AT_REST
-        await loop.producer.drain()
-    return record
-
-# %% ../../nbs/loop/12_async_loop.ipynb #aff2ee52
-async def undo_beside(loop: AsyncGRPOLoop, to: str = "advantages") -> None:
-    "Take back the last update, and continue from `advantages` or later with the batch that it had."
-    return await undo_step(loop, "advantages" if to in ("prompts", "sample") else to)
-
-# %% ../../nbs/loop/12_async_loop.ipynb #486049e6
-def check_nothing_in_flight(loop: AsyncGRPOLoop, what: str) -> None:
-    "Refuse what needs a sampler without rows in flight."
-    if count := len(loop.producer.in_flight):
-        fix = "Call await loop.pause(drain=True) first."
-        raise PhaseError(what, got=f"{count} rows in flight", expected="none", fix=fix)
+def placed(row: Finished[ScoredGroup], index: int) -> ScoredGroup:
+    "The result of a row, at its place in the step, with the version that it was started at."
+    scored = row.value.at(index)
+    return replace(scored, group=replace(scored.group, submitted=row.version))
 
 
-async def branch_beside(loop: AsyncGRPOLoop, **options: Any) -> AsyncGRPOLoop:
-    "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be in flight."
-    check_nothing_in_flight(loop, "branch")
-    other = await branch_off(loop, **options)
-    (cursor, extra) = loop.resume_state()
-    if options.get("at") == "start":
-        other.state = StepState(loop.state.number, loop.state.cursor)
-    batch = other.state.numbers if "sample" in other.state.values else []
-    other.intake.stand(replace(cursor, epochs=other.cfg.epochs), {*extra["pending"]} - {*batch})
-    other.producer.gate.stand(other.state.number - 1, other.batch.useful if batch else 0)
-    return other
+def in_order(rows: Sequence[Finished[ScoredGroup]]) -> list[Finished[ScoredGroup]]:
+    "Rows in the order of the data."
+    return sorted(rows, key=lambda row: row.number)
 
-# %% ../../nbs/loop/12_async_loop.ipynb #a975b850
+# %% ../../nbs/loop/12_async_loop.ipynb #dea4e9e2
 class AsyncGRPOLoop(GRPOLoop):
     "GRPO with rollouts during training, one phase at a time."
 
     recipes = ("async_rl_loop",)
 
-    prompts = requires_idle(admit_phase)
-    sample = run_exclusively(collect_phase)
-    score = requires_idle(graded_phase)
-    sync = run_exclusively(open_gate)
-    overlapped_half = partialmethod(overlapped_half, chunked_parts)
-    rest_of_step = run_exclusively(rest_of_beside)
-    undo = run_exclusively(undo_beside)
-    branch = run_exclusively(branch_beside)
-
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
         c = self.cfg
-        bounds = {
-            "max_head_offpolicy_versions": c.max_head_offpolicy_versions,
-            "last_version": c.steps,
-        }
-        bounds |= {"max_concurrency": c.max_concurrency_rollout_sample}
-
-        def take():
-            return self.intake.take() if self.weights.shared.loaded is self.weights else None
-
-        rows = groups_of(self, take, self.intake.requeue, **bounds)
+        rows = self.produce(
+            self._take_row,
+            self.intake.requeue,
+            max_head_offpolicy_versions=c.max_head_offpolicy_versions,
+            last_version=c.steps,
+            max_concurrency=c.max_concurrency_rollout_sample,
+        )
         self.producer: Producer[ScoredGroup] = rows  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def regraded(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
-        "Groups that were graded again, with the versions that their rows were started at."
-        versions = {row.number: row.version for row in self.batch.rows}
-        return [replace(g, submitted=versions.get(g.number)) for g in groups]
+    def _take_row(self) -> int | None:
+        "The next row; None while the backend has another loop's weights, and at the end."
+        return self.intake.take() if self.weights.shared.loaded is self.weights else None
+
+    # --- the phases that differ
+
+    @requires_idle
+    def prompts(self) -> PhaseResult[Prompt]:
+        "Start the rows that may be started; shows those that are in flight or back."
+        enter(self.state, "prompts")
+        self._return_batch()
+        p = self._working_producer()
+        self.state.idle = p.idle_seconds  # what came before counts as no wait
+        with self.timed("prompts"):
+            p.fill()
+            numbers = sorted({*p.in_flight, *(row.number for row in p.ready)})
+            prompts = encode_numbers(numbers, self.intake, self.backend, self.cfg)
+        is_stuck = not (numbers or p.rejected or p.held or p.error)
+        if is_stuck and self.weights.shared.loaded is self.weights:
+            got = f"all {self.cursor.consumed} prompts done"
+            raise PhaseError("prompts", got=got, fix="Raise epochs, or pass more rows.")
+        return self.state.put("prompts", list_prompts(prompts, self.backend.tokenizer))
+
+    @run_exclusively
+    async def sample(self) -> PhaseResult[Rollouts]:
+        "Wait for a batch: useful rows in the order of the data, then the others."
+        enter(self.state, "sample")
+        self._return_batch()
+        p = self._working_producer()
+        with self.timed("sample"):
+            live = await p.batch(self.cfg.prompt_groups_per_step)
+            with kept(p, live):
+                if self.cfg.synchronous_training:
+                    await p.drain()
+        rows = [*in_order(live), *in_order(p.take_rejected())]
+        if not rows:
+            fix = "Raise epochs, or pass more rows."
+            raise PhaseError("sample", got="no row", expected="rows in flight", fix=fix)
+        rollouts = [row.value.rollouts for row in self._note_batch(rows).rows]
+        tokenizer = self.backend.tokenizer
+        self.state.values["prompts"] = list_prompts([r.prompt for r in rollouts], tokenizer)
+        self.state.policy_version = self.policy_version
+        samples = self.state.put("sample", list_rollouts(rollouts, tokenizer))
+        self.state.batch = replace(self.batch, samples=samples)
+        return samples
+
+    @requires_idle
+    def score(
+        self, reward_fns: Any = None, *, wait: bool | None = None
+    ) -> PhaseResult[PromptGroup]:
+        "The rewards that the rollouts got when they came back; `reward_fns` scores the batch again."
+        if reward_fns is not None or self.state.values.get("sample") is not self.batch.samples:
+            return super().score(reward_fns, wait=wait)
+        enter(self.state, "score")
+        groups = [row.value.group for row in self.batch.rows]
+        with self.timed("score"):
+            if not self.counts["samples"]:
+                require_some(groups)
+        return self.state.put("score", list_groups(groups))
+
+    @run_exclusively
+    async def sync(self) -> PhaseMetrics:
+        "Hand the new weights to the sampler where it is due, and open the gate for another batch."
+        return await self.weights.settled(self._sync_and_publish())
+
+    async def _sync_and_publish(self) -> PhaseMetrics:
+        "A sync that the gate knows of."
+        done = await super().sync()
+        self.producer.gate.publish(self.state.number)
+        self.producer.fill()
+        return done
+
+    @asynccontextmanager
+    async def parts(self) -> AsyncIterator[Parts]:
+        "A batch in parts of about the same size; if its step fails or is cancelled, it starts again with the same rows."
+        self.prompts()
+        c = self.cfg
+        chunks = balanced_chunks(c.prompt_groups_per_step, c.pipeline_chunks_per_step)
+
+        def note(rows: Sequence[Finished[ScoredGroup]]) -> list[ScoredGroup]:
+            return [row.value for row in self._note_batch(rows).rows]
+
+        parts = Parts(self.producer, [(n, n) for n in chunks], note)
+        try:
+            yield parts
+        except BaseException:
+            self._return_rows(parts.rows)
+            self.state.values.clear()
+            raise
+
+    @run_exclusively
+    async def continue_step(self) -> StepRecord | None:
+        "Run what is left of this step; with branches, wait for the rows in flight before another loop has the backend."
+        record = await super().continue_step()
+        if self.weights.several:
+            self.producer.held = AT_REST
+            await self.producer.drain()
+        return record
+
+    async def refill(self, attempts: int = 10) -> int:
+        "Not here: a batch has its full number of useful rows, as long as there are any."
+        raise PhaseError("refill", got="a batch that fills itself", fix="Leave it out.")
+
+    # --- the batch of a step
 
     @property
     def batch(self) -> Batch:
         "The rows of the current step."
         return self.state.batch or Batch()
+
+    def _working_producer(self) -> Producer[ScoredGroup]:
+        "The producer of a loop that is being stepped; a pause stays a pause."
+        if self.producer.held == AT_REST:
+            self.producer.held = ""
+        return self.producer
+
+    def _note_batch(self, rows: Sequence[Finished[ScoredGroup]]) -> Batch:
+        "The rows of a step at their places, counted: what was lost, and how full the pipeline was when they were complete."
+        at_places = [replace(row, value=placed(row, i)) for i, row in enumerate(rows)]
+        self.state.batch = Batch(None, at_places)
+        for row in rows:
+            group = row.value.group
+            self.counts["samples"] += len(group.samples)
+            self.counts["sample_fails"] += len(group.dropped)
+            self.counts["filter_drops"] += bool(group.samples) and not row.useful
+        self.state.batch = replace(self.state.batch, gate=self.gate_metrics())
+        return self.state.batch
+
+    def _return_batch(self) -> None:
+        "Give the batch of the current step back: its rows are ready, or rejected, as before."
+        if "sample" in self.state.values:
+            self._return_rows(self.batch.rows)
+            self.state.batch = None
+            self.state.values.pop("sample")
+
+    def _return_rows(self, rows: Sequence[Finished[ScoredGroup]]) -> None:
+        "Rows that came back are ready, or rejected, again."
+        self.producer.ready[:0] = [row for row in rows if row.useful]
+        self.producer.rejected[:0] = [row for row in rows if not row.useful]
+
+    def regraded(self, groups: Sequence[PromptGroup]) -> Sequence[PromptGroup]:
+        "Groups that were scored again, with the versions that their rows were started at."
+        versions = {row.number: row.version for row in self.batch.rows}
+        return [replace(g, submitted=versions.get(g.number)) for g in groups]
+
+    # --- what is measured
+
+    def gate_metrics(self) -> dict[str, float]:
+        "Staleness of a batch, and how full the pipeline was when it was trained."
+        producer = self.producer
+        gate = producer.gate
+        useful = [row for row in self.batch.rows if row.useful]
+        offsets = [self.state.number - 1 - row.version for row in useful] or [0]
+        room = gate.concurrency_capacity
+        return {
+            "async/version_offset_mean": float(np.mean(offsets)),
+            "async/version_offset_max": float(max(offsets)),
+            "async/version_offset_min": float(min(offsets)),
+            "async/in_flight": float(len(producer.in_flight)),
+            "async/ready": float(len(producer.ready)),
+            "async/sample_fails": float(self.counts["sample_fails"]),
+            "async/filter_drops": float(self.counts["filter_drops"]),
+            "async/stale_drops": 0.0,
+            "async/running_samples": float(gate.running),
+            "async/accepted_samples": float(gate.accepted),
+            "async/staleness_capacity_at_step": float(gate.staleness_capacity),
+            "async/concurrency_capacity_at_step": -1.0 if room is None else float(room),
+        }
+
+    def wait_metrics(self) -> dict[str, float]:
+        "How long trainer and sampler waited for each other in a step; `records.perf_metrics` has the other times."
+        seconds = self.state.seconds
+        waited = seconds.get("sample", 0.0)
+        idle = self.producer.idle_seconds - self.state.idle
+        wall = max(waited + sum(seconds.get(phase, 0.0) for phase in TIMERS.values()), 1e-9)
+        return {
+            "perf/sampler_wait_for_trainer_time": idle,
+            "perf/wait_time_ratio": waited / wall,
+            "perf/sampler_idle_ratio": min(idle / wall, 1.0),
+        }
+
+    def extra_record_fields(self) -> dict[str, Any]:
+        "Staleness, waits, and when the rows of the batch were sampled."
+        rows = [
+            (f"row {r.number}", r.began - self.opened, r.ended - self.opened)
+            for r in self.batch.rows
+        ]
+        return {"metrics": {**self.batch.gate, **self.wait_metrics()}, "timeline": tuple(rows)}
 
     @property
     def draws_ahead(self) -> bool:
@@ -309,9 +287,7 @@ class AsyncGRPOLoop(GRPOLoop):
         held = f"; no row is started: {p.held}" if p.held else ""
         return f"{super().place}; {len(p.in_flight)} rows in flight, {len(p.ready)} ready{held}"
 
-    async def refill(self, attempts: int = 10) -> int:
-        "Not here: a batch has its full number of useful rows, as long as there are any."
-        raise PhaseError("refill", got="a batch that fills itself", fix="Leave it out.")
+    # --- pause, undo, branch, resume
 
     async def pause(self, drain: bool = False) -> None:
         "Start no further row; with `drain`, wait for those in flight. What has come back stays ready."
@@ -328,20 +304,36 @@ class AsyncGRPOLoop(GRPOLoop):
         "Stepping has stopped: rows in flight finish, and no other is started until the next step."
         self.producer.held = self.producer.held or AT_REST
 
-    def check_can_leave(self) -> None:
-        "Raise PhaseError while rollouts are drawn from this loop's weights."
-        check_nothing_in_flight(self, "another loop's turn")
+    async def undo(self, to: str = "advantages") -> None:
+        "Take back the last update, and continue from `advantages` or later with the batch that it had."
+        await super().undo("advantages" if to in ("prompts", "sample") else to)
 
-    def extra_record_fields(self) -> dict[str, Any]:
-        "Staleness, waits, and when the rows of the batch were drawn."
-        rows = [
-            (f"row {r.number}", r.began - self.opened, r.ended - self.opened)
-            for r in self.batch.rows
-        ]
-        return {"metrics": {**self.batch.gate, **wait_metrics(self)}, "timeline": tuple(rows)}
+    @run_exclusively
+    async def branch(self, **options: Any) -> Self:
+        "A loop at the same place with other settings, see `GRPOLoop.branch`; nothing may be in flight."
+        self.check_nothing_in_flight("branch")
+        other = await super().branch(**options)
+        cursor, extra = self.resume_state()
+        if options.get("at") == "start":
+            other.state = StepState(self.state.number, self.state.cursor)
+        batch = other.state.numbers if "sample" in other.state.values else []
+        pending = {*extra["pending"]} - {*batch}
+        other.intake.stand(replace(cursor, epochs=other.cfg.epochs), pending)
+        other.producer.gate.stand(other.state.number - 1, other.batch.useful if batch else 0)
+        return other
+
+    def check_nothing_in_flight(self, what: str) -> None:
+        "Raise `PhaseError` for what needs a sampler without rows in flight."
+        if count := len(self.producer.in_flight):
+            fix = "Call await loop.pause(drain=True) first."
+            raise PhaseError(what, got=f"{count} rows in flight", expected="none", fix=fix)
+
+    def check_can_leave(self) -> None:
+        "Raise PhaseError while completions are sampled from this loop's weights."
+        self.check_nothing_in_flight("another loop's turn")
 
     def reclaim(self, before: StepState) -> None:
-        "Rows that came from weights that are gone are given up; the others stay in flight, or ready."
+        "Rows that came from weights that are gone are canceled; the others stay in flight, or ready."
         if "sample" in before.values and before.number != self.state.number:
             self.intake.requeue({*before.numbers} - {*self.state.numbers})
         self.intake.cursor = replace(self.intake.cursor, seen=self.state.cursor.seen)
@@ -355,15 +347,12 @@ class AsyncGRPOLoop(GRPOLoop):
         self.producer.gate.stand(step)
 
     def take_as_recorded(self, record: StepRecord) -> None:
-        "Have taken the rows that a recorded step had taken; those that were in flight will be drawn."
-        self.set_position(
-            record.step - 1,
-            replace(self.cursor, consumed=record.consumed),
-            {"pending": record.pending},
-        )
+        "Have taken the rows that a recorded step had taken; those that were in flight will be sampled."
+        cursor = replace(self.cursor, consumed=record.consumed)
+        self.set_position(record.step - 1, cursor, {"pending": record.pending})
         self.producer.gate.stand(record.step - 1, len({d.group for d in record.datums}))
 
     async def close(self) -> None:
-        "Give up what is in flight, and wait until it has ended; a loop that continues samples it again."
+        "Cancel what is in flight, and wait until it has ended; a loop that continues samples it again."
         self.producer.held = AT_REST
         await self.producer.close()

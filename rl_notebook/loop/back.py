@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +39,7 @@ from .step import step_denominator
 from ..task.models import model_source
 from .weights import SamplerWeights
 from .state import LOOK_ONLY, PHASES, Loop, StepState
-from .change import GRADING, arguments_for, check_not_opened, score_at
+from .change import score_at
 from .phases import bonus_after
 
 # %% ../../nbs/loop/10_back.ipynb #378b7d5e
@@ -58,48 +57,26 @@ def reopened(state: StepState, to: str) -> StepState:
     return replace(state, values=values, seconds=seconds, **fresh)
 
 # %% ../../nbs/loop/10_back.ipynb #96585608
-def forget_record(loop: Loop, number: int) -> None:
-    "Take the record of a step back, if it was written."
-    if loop.records and loop.records[-1].step == number:
-        loop.records.pop()
-        for callback in loop.on_undo:
-            callback(number - 1)
-
-
-def need_snapshots(loop: Loop, what: str) -> None:
-    "Refuse what a backend without state snapshots cannot do."
-    if not loop.backend.capabilities.state_snapshots:
-        where = f"backend {loop.backend.capabilities.name}"
+def check_snapshots(backend: Backend, what: str) -> None:
+    "Raise `BackendError` for what a backend without state snapshots cannot do."
+    if not backend.capabilities.state_snapshots:
+        where = f"backend {backend.capabilities.name}"
         expected = "a trainer that saves and loads states"
         raise BackendError(what, where=where, got="no state snapshots", expected=expected)
 
-# %% ../../nbs/loop/10_back.ipynb #e0449b10
-async def undo_step(loop: Loop, to: str = "prompts") -> None:
-    """Take back the last update; `to` is the phase to continue from, and earlier phases keep their values.
 
-    The prompts of a step that was drawn ahead in a window cannot be taken again, so instead of from `prompts` it
-    continues from `advantages`, with the groups that it had."""
-    return await loop.weights.settled(take_back(loop, to))
-
-# %% ../../nbs/loop/10_back.ipynb #0838e696
-async def take_back(loop: Loop, to: str) -> None:
-    "Take back the last update, to be `settled`."
-    weights = loop.weights
+def check_undo(loop: Loop, to: str) -> None:
+    "Raise `PhaseError` where there is no update to take back, or no such phase; `BackendError` without snapshots."
     if to not in UNDO_TO:
         raise PhaseError("undo", got=f"to={to!r}", expected=", ".join(UNDO_TO))
-    need_snapshots(loop, "undo")
-    if not weights.undoable:
-        why = "no update to take back" if weights.undoable.maxlen else "keep_undo=0"
-        fix = "There is one after the next step." if weights.undoable.maxlen else ""
-        fix = fix or "Open the loop with keep_undo=N to take back the last N steps."
-        raise PhaseError("undo", got=why, fix=fix)
-    entry = await weights.undo(lambda entry: forget_record(loop, entry.state.number))
-    before = loop.state
-    state = reopened(entry.state, to)
-    loop.eval_metrics = {}
-    # a changed setting stays
-    loop.state = replace(state, cursor=replace(state.cursor, epochs=loop.cfg.epochs))
-    loop.reclaim(before)
+    check_snapshots(loop.backend, "undo")
+    undoable = loop.weights.undoable
+    if not undoable and not undoable.maxlen:
+        fix = "Open the loop with keep_undo=N to take back the last N steps."
+        raise PhaseError("undo", got="keep_undo=0", fix=fix)
+    if not undoable:
+        fix = "There is one after the next step."
+        raise PhaseError("undo", got="no update to take back", fix=fix)
 
 # %% ../../nbs/loop/10_back.ipynb #dbdca5c2
 def branch_place(loop: Loop, at: str | None) -> str:
@@ -131,44 +108,6 @@ def branch_place(loop: Loop, at: str | None) -> str:
         fix = "Run await loop.sample(), or branch with at='start'."
         raise PhaseError("branch", where=where, got="no samples yet", expected="a batch", fix=fix)
     return place
-
-# %% ../../nbs/loop/10_back.ipynb #f8ea38f6
-AnyLoop = TypeVar("AnyLoop", bound=Loop)
-
-
-async def branch_off(
-    loop: AnyLoop,
-    *,
-    at: str
-    | None = None,  # "batch": keep the samples; "start": from before the step; None = what there is
-    name: str = "",  # in charts; "" = what is different
-    reward: Any = None,  # None = this loop's
-    make_loss: LossFactory | None = None,  # None = this loop's
-    outputs: Sequence[Callable[[StepRecord], Any]] = (),  # its own
-    **changes: Any,  # fields of Config
-) -> AnyLoop:
-    "A loop at the same place with other settings, on the same backend; both can continue, in turn or side by side."
-    need_snapshots(loop, "branch")
-    place = branch_place(loop, at)
-    cfg = Config.from_dict(loop.cfg.to_dict(), changes)
-    rows = loop.cfg.diff(cfg).rows
-    functions = {"reward": reward, "make_loss": make_loss}
-    check_not_opened(rows, "branch")
-    functions = {name: fn for name, fn in functions.items() if fn is not None}
-    regrade = "reward" in functions or any(name.partition(".")[0] in GRADING for name, *_ in rows)
-    differs = ", ".join([*(f"{name}={value}" for name, _, value in rows), *functions])
-    own = {"name": name or differs or "branch", "outputs": outputs, "eval_rows": loop.eval_rows}
-    options: dict[str, Any] = (
-        arguments_for(loop, cfg, functions) | own | {"family": loop.weights.family}
-    )
-    other = type(loop)(loop.backend, loop.rows, options.pop("reward"), cfg, **options)
-    state = reopened(
-        loop.state, "prompts" if place == "start" else "score" if regrade else "advantages"
-    )
-    other.state = replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
-    other.rewind_data(other.state.numbers)
-    await loop.weights.fork(other.weights)
-    return other
 
 # %% ../../nbs/loop/10_back.ipynb #2cb543c8
 async def save_checkpoint(
@@ -366,22 +305,22 @@ def logprob_gap(ours: LossOutput, theirs: LossOutput | None, start: int = 0) -> 
 
 # %% ../../nbs/loop/10_back.ipynb #f9cefaf1
 @dataclass(frozen=True)
-class Way:
-    "How to get to a step."
+class ReplayPlan:
+    "How to get to a step: where to begin, and which updates to make again."
 
     base: int  # finished steps where it begins
-    found: Checkpoint | None  # to load there; None = the beginning of the run
+    checkpoint: Checkpoint | None  # to load there; None = the beginning of the run
     records: tuple[StepRecord, ...]  # whose updates come next
 
 
-def plan_replay(loop: Loop, step: int, run: Run) -> Way:
-    "The shortest way to a step; raises RecordError where there is none."
+def plan_replay(loop: Loop, step: int, run: Run) -> ReplayPlan:
+    "The shortest plan to get to a step; raises RecordError where there is none."
     begun = (run.steps[0] if run.steps else loop.state.number) - 1
     if step != begun:
         run.record(step)  # says which there are
-    found = run.latest_checkpoint(at_most=step)
+    checkpoint = run.latest_checkpoint(at_most=step)
     beginning = loop.weights.beginning.state if loop.weights.beginning else loop.state
-    if found is None and (beginning.updated or beginning.number != begun + 1):
+    if checkpoint is None and (beginning.updated or beginning.number != begun + 1):
         expected = (
             f"a checkpoint at or before step {step}, or a loop that has not left step {begun + 1}"
         )
@@ -390,8 +329,8 @@ def plan_replay(loop: Loop, step: int, run: Run) -> Way:
         raise RecordError(
             f"no way to step {step}", where=str(run.path), got=got, expected=expected, fix=fix
         )
-    base = begun if found is None else found.step
-    return Way(base, found, tuple(run.record(n) for n in range(base + 1, step + 1)))
+    base = begun if checkpoint is None else checkpoint.step
+    return ReplayPlan(base, checkpoint, tuple(run.record(n) for n in range(base + 1, step + 1)))
 
 # %% ../../nbs/loop/10_back.ipynb #0773aab3
 def recorded_settings(run: Run, record: StepRecord, begun: Config | None = None) -> Config:
@@ -411,11 +350,11 @@ def names_code(name: str, value: Any) -> bool:
     return name in ("reward", "make_loss", "rewards") or any(":" in text for text in texts)
 
 
-async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logprobs, nats
-    "Go a way: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is part of the way."
-    await loop.weights.settled(restore_base(loop, way))
+async def rebuild(loop: Loop, plan: ReplayPlan, run: Run) -> float:  # gap of the logprobs, nats
+    "Follow a plan: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is in between."
+    await loop.weights.settled(restore_base(loop, plan))
     gaps = []
-    for record in way.records:
+    for record in plan.records:
         settings = recorded_settings(run, record)
         score_at(loop, settings.temperature)
         gaps.append(await loop.weights.settled(repeat_step(loop, record, settings.adam())))
@@ -423,27 +362,29 @@ async def rebuild(loop: Loop, way: Way, run: Run) -> float:  # gap of the logpro
     return max(gaps, default=0.0)
 
 
-async def restore_base(loop: Loop, way: Way) -> None:
-    "Where a way begins."
+async def restore_base(loop: Loop, plan: ReplayPlan) -> None:
+    "Where a plan begins."
     weights = loop.weights
     await weights.discard()
-    if way.found is not None:
-        await restore_checkpoint(loop, way.found)
+    if plan.checkpoint is not None:
+        await restore_checkpoint(loop, plan.checkpoint)
     elif weights.beginning is None:
         loop.state = reopened(loop.state, "prompts")
         await weights.mark_beginning()
     else:
         await weights.restore(weights.beginning, f"beginning-{weights.loop_id}")
         loop.state = replace(weights.beginning.state)
-    if way.found is None:
-        loop.set_position(way.base, loop.state.cursor, {"pending": loop.state.pending})
+    if plan.checkpoint is None:
+        loop.set_position(plan.base, loop.state.cursor, {"pending": loop.state.pending})
     weights.forget_undo()
-    loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= way.base]
+    loop.eval_metrics, before = {}, [r for r in loop.records if r.step <= plan.base]
     loop.records.clear()
     loop.records.extend(before)
 
 # %% ../../nbs/loop/10_back.ipynb #77fddab6
-GAP = 1e-3  # nats; more than another machine or batch shape makes of the same weights in float32
+MAX_GAP = (
+    1e-3  # nats; more than another machine or batch shape makes of the same weights in float32
+)
 
 # %% ../../nbs/loop/10_back.ipynb #ae3126e6
 @dataclass(frozen=True)
@@ -452,7 +393,7 @@ class SeekResult:
 
     step: int  # finished
     base: int  # finished steps where it began: a checkpoint, or the beginning
-    # nats: largest difference between policy logprobs on the way and in the records; 0 = the same
+    # nats: largest difference between policy logprobs computed again and in the records; 0 = the same
     # weights
     gap: float
 
@@ -462,24 +403,19 @@ class SeekResult:
         return f"after step {self.step}, from step {self.base}{again}; {near}"
 
 # %% ../../nbs/loop/10_back.ipynb #3880edbd
-async def seek_step(loop: Loop, step: int, run: Run) -> SeekResult:
-    """Go to where a recorded run was after a step: weights, optimizer, cursor, sampler; warns if these are others.
-
-    The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
-    need_snapshots(loop, "seek")
+def plan_seek(loop: Loop, step: int, run: Run) -> ReplayPlan:
+    "What `seek` does to get after a step; raises `PhaseError`, `BackendError` or `RecordError` where it cannot."
+    check_snapshots(loop.backend, "seek")
     if loop.weights.in_window:
-        raise PhaseError(
-            "seek", got="a running window", fix="Let the window end, or stop the loop."
-        )
+        fix = "Let the window end, or stop the loop."
+        raise PhaseError("seek", got="a running window", fix=fix)
     run.check(loop.cfg)
-    way = plan_replay(loop, step, run)
-    if way.records and loop.cfg.weight_sync_interval != 1:
-        what = f"step {step} of a run in windows"
-        where = str(run.path)
-        expected = f"a step with a checkpoint ({spans(run.checkpoints) or 'there is none'})"
-        raise RecordError(what, where=where, got="no checkpoint", expected=expected)
-    gap = await rebuild(loop, way, run)
-    if gap > GAP:
-        said = f"not the weights of {run.path}: logprobs differ from its records by {gap:.3g} nats"
-        warnings.warn(said, stacklevel=2)
-    return SeekResult(step, way.base, gap)
+    plan = plan_replay(loop, step, run)
+    if plan.records and loop.cfg.weight_sync_interval != 1:
+        raise RecordError(
+            f"step {step} of a run in windows",
+            where=str(run.path),
+            got="no checkpoint",
+            expected=f"a step with a checkpoint ({spans(run.checkpoints) or 'there is none'})",
+        )
+    return plan

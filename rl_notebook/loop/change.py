@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 # %% auto #0
-__all__ = ['Changed', 'change']
+__all__ = ['Changed']
 
 # %% ../../nbs/loop/06_change.ipynb #8f69ebed
 from ..core.advantages import AdvantageFn
@@ -27,7 +27,6 @@ from rl_notebook.loop.setup import (
     rollout_setup,
 )
 from .state import PHASES, Loop
-from .step import LossFactory
 
 # %% ../../nbs/loop/06_change.ipynb #d15f1306
 GRADING = ("rewards", "reward_weights", "overlong_buffer")  # settings that grades may depend on
@@ -195,19 +194,3 @@ def changed_since_opened(loop: Loop) -> dict[str, Any]:
     return settings | {
         n: called(loop.given[n]) for n in other if n != "reward" or "rewards" not in settings
     }
-
-# %% ../../nbs/loop/06_change.ipynb #4e692896
-def change(
-    loop: Loop,
-    *,
-    reward: Any = None,  # None = the one that it has
-    make_loss: LossFactory | None = None,  # None = the one that it has
-    **settings: Any,  # fields of Config
-) -> Changed:
-    """Change settings, from the next step on, or functions, at once. Records say what was changed.
-
-    A step whose update was rejected takes settings of the update at once, such as a lower `learning_rate`."""
-    functions = {"reward": reward, "make_loss": make_loss}
-    return change_settings(
-        loop, settings, **{name: fn for name, fn in functions.items() if fn is not None}
-    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,16 +17,17 @@ import numpy as np
 __all__ = []
 
 # %% ../../nbs/loop/09_evaluation.ipynb #0dec33e8
+from ..config.config import Config
 from ..core.metrics import pass_metrics
 from ..core.retries import together
-from ..core.types import ConfigError, PhaseError, PromptGroup, RewardError, RolloutRun
-from ..core.types import RolloutSample, SampleParams
-from ..task.data import Prompt, load_rows
+from ..core.types import ConfigError, PhaseError, PromptGroup, RewardError
+from ..core.types import RolloutRun, RolloutSample, SampleParams
+from .phases import encode_prompts
 from .rollouts import RolloutFn, require_some
-from .setup import EvaluationFn, as_rows, rollout_setup
-from .state import Loop, now_running
-from .step import draw, score_group
-from .phases import encode, grading, patience
+from .setup import EvaluationFn, rollout_setup
+from .state import Loop
+from .step import score_group
+from ..task.data import Prompt, Row, load_rows
 
 # %% ../../nbs/loop/09_evaluation.ipynb #dd743c59
 HELD_OUT = 10**9  # position of the first held-out prompt
@@ -35,92 +36,84 @@ HELD_OUT = 10**9  # position of the first held-out prompt
 async def held_out_group(
     loop: Loop, prompt: Prompt, params: SampleParams, **context: Any
 ) -> PromptGroup:
-    "Completions of a held-out prompt, graded as in training."
-    how = {"context": {**context, "evaluation": True}, **patience(loop)}
-    drawn = await draw(prompt, loop.sampler, params, loop.task.rollout_fn, **how)
-    return await score_group(drawn, loop.task.reward_fns, **grading(loop, min_group_size=1))
+    "Completions of a held-out prompt, scored as in training."
+    rollouts = await loop.sample_prompt(prompt, params, {**context, "evaluation": True})
+    task = loop.task
+    return await score_group(rollouts, task.reward_fns, limits=task.limits, min_group_size=1)
 
 
+async def held_out_groups(loop: Loop, rows: Sequence[Row]) -> list[PromptGroup]:
+    "Completions of all held-out rows; raises `PhaseError` for no rows, `ConfigError` for settings that do not count."
+    if not rows:
+        fix = "Pass eval_rows to the loop, or rows to evaluate."
+        raise PhaseError("evaluate", got="no held-out rows", fix=fix)
+    if loop.cfg.eval_sampling and loop.task.rollout_fn is not None:
+        raise ConfigError(
+            "eval_sampling",
+            got=dict(loop.cfg.eval_sampling),
+            expected="none: a rollout function samples as setup.params says",
+            fix="Leave it out, or ask in the rollout function whether it is an `evaluation`.",
+        )
+    params = loop.cfg.eval_params()
+    prompts = encode_prompts(rows, loop.backend, loop.cfg, HELD_OUT, params.max_tokens)
+    groups = await together([held_out_group(loop, prompt, params) for prompt in prompts])
+    require_some(groups)
+    return groups
+
+
+def evaluation_metrics(groups: Sequence[PromptGroup], cfg: Config) -> dict[str, float]:
+    "Mean reward and length of held-out groups, and pass@k where there are several samples of each."
+    samples = [s for g in groups for s in g.samples]
+    metrics = {
+        "eval/reward": float(np.concatenate([g.rewards for g in groups]).mean()),
+        "eval/mean_length": float(np.mean([s.completion_len for s in samples])),
+        "eval/clipped_ratio": float(np.mean([s.truncated for s in samples])),
+        "eval/num_samples": float(len(samples)),
+    }
+    if cfg.eval_params().n > 1:
+        metrics |= pass_metrics(groups, cfg.eval_params().n, cfg.eval_pass_reward)
+    return metrics
+
+# %% ../../nbs/loop/09_evaluation.ipynb #c6998b4f
 def wants_rollouts(evaluation_fn: EvaluationFn) -> bool:
     "Whether an evaluation function is called with (step, rollout_fn), as in the newest guides, and not with a setup."
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [
-        p for p in inspect.signature(evaluation_fn).parameters.values() if p.default is p.empty
-    ]
+    parameters = inspect.signature(evaluation_fn).parameters.values()
+    needed = [p for p in parameters if p.default is p.empty]
     return len([p for p in needed if p.kind in kinds]) == 2
 
 
 def evaluation_rollouts(loop: Loop) -> RolloutFn:
-    "The loop's own rollouts, or completions and their grade: a row in, what came of it out, None if it was lost."
+    "The loop's own rollouts, or a completion and its reward: takes a row, returns None for a sample that was lost."
     places = itertools.count(HELD_OUT)
 
     async def rollout_fn(
         sample_prompt: Mapping[str, Any], **context: Any
     ) -> RolloutSample | RolloutRun | None:
-        [prompt] = encode(loop, load_rows([sample_prompt]), next(places))
-        samples = (
-            await held_out_group(loop, prompt, replace(loop.cfg.eval_params(), n=1), **context)
-        ).samples
-        return (
-            samples[0]
-            if len(samples) == 1
-            else RolloutRun(samples, samples[0].reward)
-            if samples
-            else None
-        )
+        rows = load_rows([sample_prompt])
+        [prompt] = encode_prompts(rows, loop.backend, loop.cfg, next(places))
+        params = replace(loop.cfg.eval_params(), n=1)
+        samples = (await held_out_group(loop, prompt, params, **context)).samples
+        if len(samples) > 1:
+            return RolloutRun(samples, samples[0].reward)
+        return samples[0] if samples else None
 
     return rollout_fn
 
 
-async def own_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, float]:
-    "What an evaluation function of the user's says, under names that begin with `eval/`."
-    finished = loop.state.number - (not loop.state.updated)
-    with now_running(loop, "evaluate"):
-        if wants_rollouts(evaluation_fn):
-            found = evaluation_fn(finished, evaluation_rollouts(loop))
-        else:
-            found = evaluation_fn(
-                rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler)
-            )
-        found = await found if inspect.isawaitable(found) else found
-    found = {} if found is None else found
-    if not isinstance(found, Mapping):
-        raise RewardError("evaluation_fn", got=type(found).__name__, expected="metrics by name")
+async def custom_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str, float]:
+    "The metrics of the user's evaluation function, under names that begin with `eval/`."
+    if wants_rollouts(evaluation_fn):
+        finished = loop.state.number - (not loop.state.updated)
+        metrics = evaluation_fn(finished, evaluation_rollouts(loop))
+    else:
+        extras = loop.given["extras"]
+        metrics = evaluation_fn(rollout_setup(loop.backend, loop.cfg, extras, loop.sampler))
+    metrics = await metrics if inspect.isawaitable(metrics) else metrics
+    metrics = {} if metrics is None else metrics
+    if not isinstance(metrics, Mapping):
+        raise RewardError("evaluation_fn", got=type(metrics).__name__, expected="metrics by name")
     return {
         name if name.startswith("eval/") else f"eval/{name}": float(value)
-        for name, value in found.items()
+        for name, value in metrics.items()
     }
-
-# %% ../../nbs/loop/09_evaluation.ipynb #c6998b4f
-async def evaluate_rows(loop: Loop, rows: Any = None) -> dict[str, float]:
-    "Held-out reward with the sampler's weights; goes into the record of the current step."
-    if rows is None and loop.evaluation_fn is not None:
-        loop.eval_metrics = await own_evaluation(loop, loop.evaluation_fn)
-        return loop.eval_metrics
-    held_out = loop.eval_rows if rows is None else as_rows(rows)
-    if not held_out:
-        raise PhaseError(
-            "evaluate",
-            got="no held-out rows",
-            fix="Pass eval_rows to the loop, or rows to evaluate.",
-        )
-    params = loop.cfg.eval_params()
-    if loop.cfg.eval_sampling and loop.task.rollout_fn is not None:
-        fix = "Leave it out, or ask in the rollout function whether it is an `evaluation`."
-        expected = "none: a rollout function draws as setup.params says"
-        raise ConfigError(
-            "eval_sampling", got=dict(loop.cfg.eval_sampling), expected=expected, fix=fix
-        )
-    prompts = encode(loop, held_out, HELD_OUT, max_completion_tokens=params.max_tokens)
-    with now_running(loop, "evaluate"):
-        groups = await together([held_out_group(loop, prompt, params) for prompt in prompts])
-    require_some(groups)
-    samples = [s for g in groups for s in g.samples]
-    loop.eval_metrics = {
-        "eval/reward": float(np.concatenate([g.rewards for g in groups]).mean()),
-        "eval/mean_length": float(np.mean([s.completion_len for s in samples])),
-        "eval/clipped_ratio": float(np.mean([s.truncated for s in samples])),
-        "eval/num_samples": float(len(samples)),
-        **(pass_metrics(groups, params.n, loop.cfg.eval_pass_reward) if params.n > 1 else {}),
-    }
-    return loop.eval_metrics

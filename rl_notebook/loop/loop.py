@@ -12,10 +12,13 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, aclosing, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -23,36 +26,112 @@ from tqdm.auto import tqdm
 __all__ = ['GRPOLoop']
 
 # %% ../../nbs/loop/11_loop.ipynb #a898a710
+from ..backends.work import memory_metrics, work_metrics
 from ..config.config import Config
-from ..core.types import ConfigError, PromptGroup, printable, shown_as
-from .groups import ScoredGroup, Producer
-from ..core.names import named_function, on_interrupt
-from ..runs.records import StepRecord
-from ..runs.run import spans
+from ..core.advantages import BATCH_SCALES, advantages_by, with_advantages
+from ..core.datums import datums_from_groups
+from ..core.losses import PolicyLoss, loss_name
+from ..core.metrics import merge_metrics, step_metrics
+from ..core.names import interrupts_held, on_interrupt
+from rl_notebook.core.types import (
+    BackendError,
+    Datum,
+    PhaseError,
+    PromptGroup,
+    RewardError,
+    printable,
+    shown_as,
+)
 from ..insight.trends import new_words
 from ..insight.xray import failed_words
-from .rollouts import require_some
+from .arrivals import Parts, join_passes
+from rl_notebook.loop.back import (
+    MAX_GAP,
+    SeekResult,
+    branch_place,
+    check_snapshots,
+    check_undo,
+    export_policy,
+    plan_seek,
+    rebuild,
+    reopened,
+)
+from rl_notebook.loop.change import (
+    GRADING,
+    Changed,
+    arguments_for,
+    change_settings,
+    changed_since_opened,
+    check_not_opened,
+    take_settings,
+)
+from .evaluation import custom_evaluation, evaluation_metrics, held_out_groups
+from .groups import Finished, Gate, Producer, ScoredGroup
+from rl_notebook.loop.phases import (
+    answer_group,
+    attach_logprobs,
+    attach_reference,
+    bonus_after,
+    chosen_loss,
+    chosen_options,
+    compute_gradient,
+    current_entropy_bonus,
+    cursor_after,
+    encode_numbers,
+    gather_groups,
+    have_tokens,
+    join_reports,
+    list_training,
+    max_in_flight,
+    minibatches,
+    must_wait,
+    next_numbers,
+    not_scored_yet,
+    note_passes,
+    policy_scores,
+    schedule_metrics,
+    score_groups,
+    score_groups_here,
+    skip,
+    sources_of,
+    sync_postponed,
+    takes_loss_options,
+)
+from .rollouts import groups_per_pass, require_some
 from .setup import as_rows
-from .weights import SamplerWeights, join_turn
-from .state import Loop, without_progress_bar, now_running, timed
-from .change import change, change_settings
-from . import phases
-from .arrivals import add_groups, groups_of, overlapped_half, refill_step
-from .evaluation import evaluate_rows
-from .back import AnyLoop, branch_off, export_policy, seek_step, undo_step
+from .state import AWAITED, Loop, StepState, enter, without_progress_bar
+from rl_notebook.loop.step import (
+    NORMALIZATION,
+    LossFactory,
+    LossReport,
+    PhaseMetrics,
+    PhaseResult,
+    evaluate_loss,
+    list_datums,
+    list_groups,
+    list_prompts,
+    list_rollouts,
+    score_group,
+)
+from .weights import SamplerWeights, Snapshot, join_turn
+from ..runs.records import StepRecord
+from ..runs.run import Run, spans
+from ..task.data import Cursor, Prompt, Rollouts, Row
+from ..task.rewards import as_reward_fns
 
 # %% ../../nbs/loop/11_loop.ipynb #987b8f94
 P = ParamSpec("P")
 R = TypeVar("R")
+AnyLoop = TypeVar("AnyLoop", bound=Loop)
 
 
 def run_exclusively(
     method: Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]],
 ) -> Callable[Concatenate[AnyLoop, P], Coroutine[Any, Any, R]]:
-    "The method in a turn of its own, or in the turn that is running."
+    "A method that needs the backend alone: it waits for the lock, or runs under the one that its caller holds."
 
     @functools.wraps(method)
-    async def in_turn(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
+    async def run(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
             async with loop.weights.turn():
                 return await method(loop, *args, **kwargs)
@@ -60,142 +139,21 @@ def run_exclusively(
             shown_as(error, f"Interrupted. await loop.step() goes on from here: {loop.place}")
             raise
 
-    return in_turn
+    return run
 
 
 def requires_idle(
     method: Callable[Concatenate[AnyLoop, P], R],
 ) -> Callable[Concatenate[AnyLoop, P], R]:
-    "The method; refused in the middle of a turn that another cell, or a dashboard, has begun."
+    "A method that changes the step and cannot wait: it raises while another cell, or a dashboard, runs the loop."
 
     @functools.wraps(method)
-    def refused_in_turns(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
+    def check_and_run(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
         fix = "Pause the dashboard, or wait until the other cell is done."
-        loop.weights.check_not_leased(refused_in_turns.__name__, fix)
+        loop.weights.check_not_leased(method.__name__, fix)
         return method(loop, *args, **kwargs)
 
-    return refused_in_turns
-
-# %% ../../nbs/loop/11_loop.ipynb #63a5f23c
-async def run_phase(loop: GRPOLoop, phase: str) -> None:
-    "One phase, as a step runs it."
-    if phase == "datums" and loop.cfg.refill:
-        await loop.refill()
-    how = {"reference": {"policy": False}, "score": {"wait": True}}
-    result = getattr(loop, phase)(**how.get(phase, {}))
-    if inspect.isawaitable(result):
-        await result
-
-
-def evaluation_due(loop: Loop) -> bool:
-    "Whether the current step ends with an evaluation."
-    every = loop.cfg.eval_interval
-    return loop.evaluates and every > 0 and loop.state.number % every == 0
-
-
-async def whole_step(loop: GRPOLoop) -> StepRecord | None:
-    "Clear a request to stop, and run what is left of this step; None if another stop is requested before it is finished."
-    loop.stop_requested = False
-    return await loop.rest_of_step()
-
-
-async def rest_of_step(loop: GRPOLoop) -> StepRecord | None:
-    "Run what is left of this step; None if a stop was requested before it was finished."
-    if loop.overlaps and not loop.state.values:
-        await loop.overlapped_half()
-    while loop.state.current != "finish":
-        if loop.stop_requested and "optimize" not in loop.state.values:
-            return None
-        await run_phase(loop, loop.state.current)
-    if evaluation_due(loop):
-        await loop.evaluate()
-    return loop.finish()
-
-# %% ../../nbs/loop/11_loop.ipynb #6ef749e2
-def window_length(loop: Loop, left: float = math.inf) -> int:
-    "Steps of the next window, at most those that are left."
-    c = loop.cfg
-    per_step = loop.cfg.prompt_groups_per_step
-    return int(
-        min(
-            c.weight_sync_interval or c.dcp_save_interval or math.ceil(loop.intake.left / per_step),
-            left,
-        )
-    )
-
-
-def window_source(loop: Loop, steps: int) -> Producer[ScoredGroup]:
-    "The rows of a number of steps: all may be in flight, and each keeps its place to the end of the window."
-    return groups_of(
-        loop, loop.intake.take, loop.intake.requeue, steps_per_sync=steps, refills=False
-    )
-
-# %% ../../nbs/loop/11_loop.ipynb #43711c17
-async def reach_boundary(loop: Loop) -> None:
-    "Call the hooks that save checkpoints: a run can be resumed from here."
-    for hook in loop.at_boundary:
-        await hook()
-
-
-async def next_rows(loop: Loop, source: Producer[ScoredGroup]) -> list[ScoredGroup]:
-    "Wait for the groups of the next step of a window, the live ones first; none at the end."
-    with timed(loop, "sample"):
-        live = await source.batch(loop.cfg.prompt_groups_per_step)
-    return [row.value for row in (*live, *source.take_rejected())]
-
-
-async def window_steps(loop: GRPOLoop, steps: int) -> AsyncGenerator[StepRecord, None]:
-    "Sample the prompts of several steps together; train on full batches as they arrive; sync at the end."
-    first = loop.state
-    trained = False
-    groups = list[PromptGroup]()
-    loop.rewind_data()
-    with loop.weights.window(), in_flight(loop, window_source(loop, steps)) as source:
-        async with source:
-            while batch := await next_rows(loop, source):
-                loop.state.ahead = loop.state is not first
-                add_groups(loop, batch)
-                if (record := await loop.rest_of_step()) is None:
-                    return
-                trained = trained or record.trained
-                upcoming = loop.state
-                groups += record.groups
-                yield record
-                if loop.state is not upcoming or upcoming.values:
-                    return
-        require_some(groups)
-        if trained and loop.cfg.weight_sync_interval:
-            with now_running(loop, "sync"):
-                await loop.weights.settled(loop.weights.sync())
-            loop.state.synced = found = loop.weights.audit.report
-            if found and found.ok is False:  # no record of this window can say it
-                warnings.warn(found.sentence, stacklevel=2)
-    await reach_boundary(loop)
-
-
-@contextmanager
-def in_flight(loop: Loop, source: Producer[ScoredGroup]) -> Iterator[Producer[ScoredGroup]]:
-    "The rows of a producer are pending rows of the loop."
-    loop.producer = source
-    try:
-        yield source
-    finally:
-        loop.producer = None
-
-# %% ../../nbs/loop/11_loop.ipynb #9b3a720c
-async def next_records(loop: GRPOLoop, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
-    "Run the rest of the current step, one step, or the steps up to the next weight sync."
-    if loop.cfg.weight_sync_interval != 1 and not loop.state.values:
-        async with (
-            loop.weights.turn() as turn,
-            aclosing(window_steps(loop, window_length(loop, left))) as records,
-        ):
-            async for record in records:
-                yield record
-                join_turn(turn)
-    elif (record := await loop.rest_of_step()) is not None:
-        await reach_boundary(loop)
-        yield record
+    return check_and_run
 
 # %% ../../nbs/loop/11_loop.ipynb #7b37a73d
 LISTENING: list[Loop] = []  # loops that run now
@@ -218,27 +176,6 @@ def request_stops() -> bool:  # whether one of them was not asked before
     for loop in fresh:
         loop.stop_requested = True
     return bool(fresh)
-
-# %% ../../nbs/loop/11_loop.ipynb #439438d1
-def steps_left(loop: Loop, end: int | None) -> float:
-    "Steps before a given one, or before the configured number is over; infinite without end."
-    ends = (end, None if loop.cfg.steps is None else loop.cfg.steps + 1)
-    return min((n - loop.state.number for n in ends if n is not None), default=math.inf)
-
-
-async def records_from(
-    loop: GRPOLoop, steps: int | None = None
-) -> AsyncGenerator[StepRecord, None]:
-    "Records as steps finish: at most the number asked for, until the rows end or a stop is requested."
-    loop.stop_requested, end = False, None if steps is None else loop.state.number + steps
-    with stop_on_interrupt(loop):
-        try:
-            while not (loop.done or loop.stop_requested or steps_left(loop, end) <= 0):
-                async with aclosing(next_records(loop, steps_left(loop, end))) as records:
-                    async for record in records:
-                        yield record
-        finally:
-            loop.rest()
 
 # %% ../../nbs/loop/11_loop.ipynb #f16dba4c
 def why_ended(loop: Loop, steps: int | None, made: int) -> str:
@@ -297,127 +234,868 @@ def verdict_line(records: Iterable[StepRecord], record: StepRecord) -> str:
     return verdict_lines([*(r for r in records if r.step < record.step), record], record.step)[0]
 
 # %% ../../nbs/loop/11_loop.ipynb #4a77beb7
-async def run_steps(
-    loop: GRPOLoop, steps: int | None = None, *, progress: bool = True
-) -> RunRecords:
-    "Run a number of steps (None = to the end) and return their records; shows a bar and a verdict per step."
-    done = RunRecords(shown=progress)
-    planned = loop.planned_steps
-    total = (
-        steps if steps is not None or planned is None else max(0, planned - loop.state.number + 1)
-    )
-    try:
-        with tqdm(total=total, desc="steps", disable=without_progress_bar(progress)) as loop.bar:
-            async with aclosing(records_from(loop, steps)) as records:
-                async for record in records:
-                    done.append(record)
-                    loop.bar.update()
-                    if progress:
-                        loop.bar.write(
-                            printable(await asyncio.to_thread(verdict_line, loop.records, record))
-                        )
-            done.ended = why_ended(loop, steps, len(done))
-            if done.ended and progress:
-                loop.bar.set_postfix_str(done.ended.partition(" (")[0])
-                loop.bar.write(printable(f"{len(done) or 'no'} steps: {done.ended}"))
-        if done.ended and hasattr(loop.bar, "disp"):  # a bar in a notebook is red before its end
-            loop.bar.disp(bar_style="info")
-    finally:
-        loop.bar = None
-    return done
+NO_SIGNAL_BATCHES = 10  # batches' worth of rows without signal, after which there is a warning
 
-# %% ../../nbs/loop/11_loop.ipynb #4cf5f747
-async def warm_up(loop: GRPOLoop, rows: Any, steps: int = 10) -> RunRecords:
-    """Train on given answers: steps of cross-entropy, each on the next `prompt_groups_per_step` of the rows.
-
-    `rows`: anything that `load_rows` takes, with the answer as `completion`, as the assistant's last message or as
-    `answer`. Its tokens and the end of the turn are trained on; a service computes this loss itself if it can. The
-    sampler has the weights at the end. Raises `DataError` for a row that gives no text."""
-    answered = as_rows(rows)
-    done = RunRecords()
-    loop.stop_requested = False
-    upcoming = itertools.cycle(answered)
-    size = min(loop.cfg.prompt_groups_per_step, len(answered))
-    while len(done) < steps and not loop.stop_requested:
-        phases.set_target_completions(loop, [*itertools.islice(upcoming, size)])
-        if (record := await loop.rest_of_step()) is None:
-            break
-        done.append(record)
-        await reach_boundary(loop)
-    if loop.cfg.weight_sync_interval and loop.weights.sampler is not SamplerWeights.CURRENT:
-        await loop.weights.settled(loop.weights.sync())
-    return done
-
-# %% ../../nbs/loop/11_loop.ipynb #6b7338b6
+# %% ../../nbs/loop/11_loop.ipynb #1b70d65a
 class GRPOLoop(Loop):
     "GRPO, one phase at a time. Methods that use the backend hold its lock while they run."
 
-    prompts = requires_idle(phases.prompts_phase)
-    sample = run_exclusively(phases.sample_phase)
-    score = requires_idle(phases.score_phase)
-    advantages = requires_idle(phases.advantages_phase)
-    datums = requires_idle(phases.datums_phase)
-    reference = run_exclusively(phases.reference_phase)
-    loss = requires_idle(phases.loss_phase)
-    backward = run_exclusively(phases.backward_phase)
-    optimize = run_exclusively(phases.optimize_phase)
-    sync = run_exclusively(phases.sync_phase)
-    finish = requires_idle(phases.finish_phase)
+    # --- the phases of a step
 
-    step = run_exclusively(whole_step)
-    rest_of_step = run_exclusively(rest_of_step)
-    overlapped_half = overlapped_half
-    refill = run_exclusively(refill_step)
-    evaluate = run_exclusively(evaluate_rows)
-    run = run_steps
-    warm_up = run_exclusively(warm_up)
+    @requires_idle
+    def prompts(self) -> PhaseResult[Prompt]:
+        """Take the next rows and encode them.
 
-    undo = run_exclusively(undo_step)
-    branch = run_exclusively(branch_off)
-    seek = run_exclusively(seek_step)
-    change = change
+        Raises `PhaseError` when all rows of all epochs are done."""
+        enter(self.state, "prompts")
+        numbers = next_numbers(self.state, self.cfg.prompt_groups_per_step)
+        with self.timed("prompts"):
+            prompts = encode_numbers(numbers, self.intake, self.backend, self.cfg)
+        self.rewind_data(numbers)
+        return self.state.put("prompts", list_prompts(prompts, self.backend.tokenizer))
 
-    @Loop.cfg.setter
-    def cfg(self, new: Config) -> None:
-        print(change_settings(self, new))
+    @run_exclusively
+    async def sample(self) -> PhaseResult[Rollouts]:
+        "Sample all completions of the step."
+        prompts = enter(self.state, "sample")
+        with self.timed("sample"):
+            rollouts = await gather_groups(prompts, self.sample_prompt, self.cfg)
+        self.state.policy_version = self.policy_version
+        return self.state.put("sample", list_rollouts(rollouts, self.backend.tokenizer))
+
+    @requires_idle
+    def score(
+        self, reward_fns: Any = None, *, wait: bool | None = None
+    ) -> PhaseResult[PromptGroup]:
+        """Score the samples; `reward_fns` replaces the loop's for this step alone; `loop.change(reward=fn)` keeps it.
+
+        Rewards that wait, because they are `async` or have a time limit, are awaited: `await loop.score()`. With
+        `wait=True` all are, and plain functions run in threads; `False` runs them here, one after another."""
+        rollouts = enter(self.state, "score")
+        fns = self.task.reward_fns
+        if reward_fns is not None:
+            fns = as_reward_fns(reward_fns, self.cfg.reward_weights)
+        if must_wait(fns, self.cfg) if wait is None else wait:
+            self.state.awaited = (*AWAITED, "score")
+            return not_scored_yet(partial(self._score_and_wait, fns))
+        try:
+            with self.timed("score"):
+                groups = score_groups_here(rollouts, fns, self.cfg.min_group_size)
+            return self._put_groups(groups)
+        except RewardError as error:
+            # its cause has the lines of the reward function; those between are of no use
+            raise error.with_traceback(None) from error.__cause__
+
+    @requires_idle
+    def advantages(self, scale: str | None = None) -> PhaseResult[PromptGroup]:
+        "Compare the samples of each group; `scale` replaces what the loop would do for this step."
+        groups = enter(self.state, "advantages")
+        with self.timed("advantages"):
+            groups = self.compute_advantages(groups, scale)
+        return self.state.put("advantages", list_groups(groups))
+
+    @requires_idle
+    def datums(self, overlong: str | None = None) -> PhaseResult[Datum]:
+        "Training sequences of the groups that are trained on."
+        groups = enter(self.state, "datums")
+        with self.timed("datums"):
+            datums = self.group_datums([g for g in groups if self.trains_on(g)], overlong)
+        return self.state.put("datums", list_training(datums, groups, self.backend.tokenizer))
+
+    @run_exclusively
+    async def reference(self, policy: bool = True) -> PhaseResult[Datum] | PhaseMetrics:
+        "Attach the reference's logprobs; with `policy`, score the policy too, so that `loss()` can be looked at."
+        datums = enter(self.state, "reference")
+        if nothing := skip(self.state, "reference"):
+            return nothing
+        with self.timed("reference"):
+            datums, scored = await attach_logprobs(
+                datums, self.backend, self.cfg, self.state.cache, policy
+            )
+        return self.state.put("reference", list_datums(datums, self.backend.tokenizer, scored))
+
+    @requires_idle
+    @takes_loss_options
+    def loss(
+        self, policy_loss: PolicyLoss | str | None = None, **changes: Any
+    ) -> LossReport | PhaseMetrics:
+        """Look at the loss, and at its derivative with respect to every logprob, without an update.
+
+        `policy_loss` is a function, which takes what it needs by name (see `register_loss`), or the name of one; None =
+        as before. `changes` are options of the loss, such as `aggregation="sequence_mean"`, `kl_beta=0.1`; all are in
+        `core.losses.LossOptions`. `backward` reads them too; they stay until the step ends or others come. A KL
+        needs reference logprobs, which `reference` brings where the config has `kl_beta` above 0 or `kl_metric`.
+
+        Raises `PhaseError` before the policy logprobs of this step are there."""
+        datums = enter(self.state, "loss")
+        if nothing := skip(self.state, "loss"):
+            return nothing
+        scored = policy_scores(datums, self.state.cache)
+        if policy_loss is not None:
+            named = loss_name(policy_loss) if callable(policy_loss) else policy_loss
+            changes["policy_loss"] = named
+        changes = changes or dict(self.state.changes)
+        with self.timed("loss"):
+            make_loss = chosen_loss(self.make_loss, self.cfg, self.state, changes)
+            output = evaluate_loss(datums, scored, make_loss)
+        self.state.changes = changes  # only what could be computed is kept
+        return self.state.put("loss", LossReport(output, tuple(datums), self.backend.tokenizer))
+
+    @run_exclusively
+    async def backward(self) -> LossReport | PhaseMetrics:
+        "The same loss on the trainer, its gradient kept for the update; run again, it replaces the gradient."
+        datums = enter(self.state, "backward")
+        if nothing := skip(self.state, "backward"):
+            return nothing
+        parts = minibatches(datums, self.cfg)
+        with self.timed("backward"):
+            report = await self._replace_gradient(parts[0])
+        note_passes(self.state, parts, self.cfg)
+        return self.state.put("backward", report)
+
+    @run_exclusively
+    async def optimize(self) -> PhaseMetrics:
+        """Update the weights with the accumulated gradient; what was before can be restored with `undo`.
+
+        Called again after an interrupt, it continues with the first minibatch that has not had its update."""
+        state = self.state
+        enter(state, "optimize")
+        if nothing := skip(state, "optimize"):
+            with self.now_running("optimize"):
+                await self.weights.settled(self._keep_without_update())
+            return nothing
+        with self.timed("optimize"):
+            await self._update_all()
+        state.values["backward"], metrics = join_reports(state.made)
+        headline = f"weights updated in step {state.number}"
+        return state.put("optimize", PhaseMetrics(headline, metrics))
+
+    @run_exclusively
+    async def sync(self) -> PhaseMetrics:
+        "Hand the new weights to the sampler, if this step is due for it."
+        enter(self.state, "sync")
+        if nothing := skip(self.state, "sync"):
+            return nothing
+        if when := sync_postponed(self.cfg, self.state.number, self.weights.in_window):
+            headline = f"weights stay where they are: synced {when}"
+            return self.state.put("sync", PhaseMetrics(headline, {}))
+        return await self.weights.settled(self._sync_now())
+
+    @requires_idle
+    def finish(self) -> StepRecord:
+        "Close the step: make its record, hand it to the outputs, open the next step."
+        enter(self.state, "finish")
+        with interrupts_held():
+            record = self.make_record()
+            for output in self.outputs:
+                output(record)
+            self._warn_without_folder(record)
+            self.records.append(record)
+            self._open_next_step(record)
+        return record
+
+    # --- what the phases compute with
+
+    def compute_advantages(
+        self, groups: Sequence[PromptGroup], scale: str | None = None
+    ) -> list[PromptGroup]:
+        "Groups with advantages: by the loop's own function, or as the config says."
+        if self.advantage_fn is not None and scale is None:
+            return advantages_by(self.advantage_fn, groups)
+        return with_advantages(
+            groups,
+            scale=scale or self.cfg.advantage_scale,
+            ddof=self.cfg.ddof,
+            eps=self.cfg.advantage_eps,
+            weights=self.task.part_weights,
+        )
+
+    def trains_on(self, group: PromptGroup) -> bool:
+        "Whether a group becomes training sequences; with a teacher each does, unless the user filters."
+        has_teacher = self.cfg.teacher_coeff > 0 and self.given["dynamic_filter_fn"] is None
+        return bool(group.samples) and (self.keep(group) or has_teacher or not self.cfg.drop_dead)
+
+    def group_datums(
+        self, groups: Sequence[PromptGroup], overlong: str | None = None
+    ) -> list[Datum]:
+        "Training sequences of groups, with the lengths of the config."
+        return datums_from_groups(
+            groups, max_seq_len=self.cfg.max_seq_len, overlong=overlong or self.cfg.overlong
+        )
+
+    def _put_groups(self, groups: Sequence[PromptGroup]) -> PhaseResult[PromptGroup]:
+        "Scored groups as the value of `score`; raises `RewardError` where no sample has a reward."
+        require_some(groups)
+        return self.state.put("score", list_groups(self.regraded(groups)))
+
+    async def _score_and_wait(self, reward_fns: Any) -> PhaseResult[PromptGroup]:
+        "Score the samples while nothing else takes the backend or the step."
+        async with self.weights.turn():
+            rollouts = enter(self.state, "score")
+            with self.timed("score"):
+                groups = await score_groups(
+                    rollouts, reward_fns, self.task.limits, self.cfg.min_group_size
+                )
+            return self._put_groups(groups)
+
+    async def _replace_gradient(self, datums: Sequence[Datum]) -> LossReport:
+        "The gradient of one update on the trainer, where there is no other."
+        await self.weights.accumulate()
+        output = await compute_gradient(
+            datums,
+            self.backend,
+            self.cfg,
+            self.state,
+            self.make_loss,
+            max_samples=self.cfg.max_samples_per_fwd_bwd,
+        )
+        return LossReport(output, tuple(datums), self.backend.tokenizer)
+
+    async def _update_all(self) -> None:
+        "The updates of a step that have not been made: of the gradient that is there, then of each further minibatch."
+        state = self.state
+        if not state.made:
+            await self.weights.settled(self._update(state.values["backward"]))
+        if state.updates:
+            for part in minibatches(state.values["reference"], self.cfg)[len(state.made) :]:
+                await self.weights.settled(self._update(await self._replace_gradient(part)))
+
+    async def _update(self, report: LossReport) -> None:
+        "One optimizer step with the gradient of a pass, noted in the step; before its first, a snapshot for `undo`."
+        state = self.state
+        before = None if state.made else await self.weights.remember()
+        is_audited = self.cfg.sync_audit and self.cfg.weight_sync_interval
+        try:
+            adam = self.cfg.adam()
+            factor = self._schedule_metrics().get("learning_rate/schedule", 1.0)
+            adam = replace(adam, learning_rate=adam.learning_rate * factor)
+            rows = report.datums if is_audited else ()
+            measured = await self.weights.update(adam, state.normalization, before, rows)
+        except BackendError as error:
+            state.rejected = True
+            if type(error) is not BackendError:
+                raise
+            raise BackendError(str(error), where=f"step {state.number}") from error
+        state.made = (*state.made, (report, measured))
+
+    async def _keep_without_update(self) -> None:
+        "A step that changes no weights can be taken back, too."
+        self.weights.keep(await self.weights.remember())
+
+    def _schedule_metrics(self) -> dict[str, float]:
+        "What the learning rate of the current step is multiplied by."
+        return schedule_metrics(self.cfg, self.state.number, self.planned_steps, self.place)
+
+    async def _sync_now(self) -> PhaseMetrics:
+        "A sync, noted in the step."
+        with self.timed("sync"):
+            version = await self.weights.sync()
+        report = self.state.synced = self.weights.audit.report
+        headline = report.sentence if report else "sampler has the new weights"
+        metrics = {"policy_version": version, **(report.metrics if report else {})}
+        return self.state.put("sync", PhaseMetrics(headline, metrics))
+
+    def make_record(self) -> StepRecord:
+        "The values of this step's phases as one record."
+        state, values = self.state, self.state.values
+        report = values["backward"] if isinstance(values["backward"], LossReport) else None
+        datums = report.datums if report else ()
+        output = report.output if report else None
+        metrics = step_metrics(
+            values["advantages"],
+            datums,
+            output,
+            values["optimize"].metrics,
+            policy_version=state.policy_version,
+        )
+        options = chosen_options(self.cfg, state)
+        if self.make_loss is not None and not (state.changes or state.is_supervised):
+            kind = type(self.make_loss).__name__
+            options["make_loss"] = getattr(self.make_loss, "__qualname__", kind)
+        more_metrics = {
+            "kl_beta": options["kl_beta"],
+            "epoch": self.cursor.consumed / len(self.rows),
+            **self._schedule_metrics(),
+        }
+        bonus = current_entropy_bonus(self.cfg, state)
+        if bonus is not None and not state.is_supervised:
+            more_metrics["entropy/coeff"] = bonus[0]
+        if state.is_supervised and output:
+            more_metrics["warm_up/loss"] = output.loss
+        if state.synced:
+            more_metrics |= state.synced.metrics
+        spans = [(what, begin - self.opened, end - self.opened) for what, begin, end in state.spans]
+        speed = work_metrics(state.work)
+        if speed:
+            speed |= memory_metrics()
+        after = self._cursor_after()
+        # whether its rows come more or less often from now on
+        counts_visits = after.floor is not None and not state.is_supervised
+        more = self.extra_record_fields()
+        return StepRecord(
+            step=state.number,
+            groups=tuple(values["advantages"]),
+            datums=datums,
+            loss=output,
+            metrics=merge_metrics(
+                metrics, more_metrics, self.eval_metrics, more.pop("metrics", {})
+            ),
+            options=options,
+            reason="" if report else values["datums"].headline,
+            policy_version=self.policy_version,
+            seconds=dict(state.seconds),
+            speed=speed,
+            consumed=self.cursor.consumed,
+            pending=tuple(self.pending),
+            passes=state.passes if report else (),
+            divided_by=state.normalization if report else "none",
+            updates=state.updates if report else (),
+            changed=changed_since_opened(self),
+            timeline=(*spans, *more.pop("timeline", ())),
+            sources=sources_of(self, options),
+            visits=tuple(
+                after.seen[after.index(g.number)] for g in values["advantages"] if counts_visits
+            ),
+            **more,
+        )
+
+    def _cursor_after(self) -> Cursor:
+        "Behind the prompts that were taken so far, once those of this step are scored."
+        return cursor_after(self.cursor, self.state, self.cfg.eval_pass_reward)
+
+    def _warn_without_folder(self, record: StepRecord) -> None:
+        "Warn at the first step of a config with a `log_path` that nothing writes to."
+        folder = self.cfg.log_path
+        if folder and not self.records and not Path(folder, "steps", f"{record.step:05d}").exists():
+            fix = "run = RunFolder.create(cfg.log_path, cfg); GRPOLoop(..., outputs=[run.add], on_undo=[run.rewind])"
+            warnings.warn(
+                f"log_path {folder!r}: a loop writes no folder by itself. {fix}", stacklevel=4
+            )
+
+    def _open_next_step(self, record: StepRecord) -> None:
+        "Let the next step begin, with the settings that count from there on."
+        self.intake.cursor = self._cursor_after()
+        bonus = bonus_after(self.cfg, record, self.state.bonus)
+        number = self.state.number + 1
+        self.state = StepState(number, self.cursor, tuple(self.pending), bonus=bonus)
+        self.eval_metrics = {}
+        if self.settings.diff(self.next_settings):
+            take_settings(self, self.next_settings, {})
+
+    # --- a step, and what it is made of
+
+    @run_exclusively
+    async def step(self) -> StepRecord | None:
+        "Clear a request to stop, and run what is left of this step; None if another stop is requested before it is finished."
+        self.stop_requested = False
+        return await self.continue_step()
+
+    @run_exclusively
+    async def continue_step(self) -> StepRecord | None:
+        "Run what is left of this step; None if a stop was requested before it was finished."
+        if self.overlaps and not self.state.values:
+            await self.train_on_arrival()
+        while self.state.current != "finish":
+            if self.stop_requested and "optimize" not in self.state.values:
+                return None
+            await self.run_phase(self.state.current)
+        if self.evaluation_due:
+            await self.evaluate()
+        return self.finish()
+
+    async def run_phase(self, phase: str) -> None:
+        "One phase, as a step runs it."
+        if phase == "datums" and self.cfg.refill:
+            await self.refill()
+        kwargs = {"reference": {"policy": False}, "score": {"wait": True}}
+        result = getattr(self, phase)(**kwargs.get(phase, {}))
+        if inspect.isawaitable(result):
+            await result
+
+    @property
+    def evaluation_due(self) -> bool:
+        "Whether the current step ends with an evaluation."
+        every = self.cfg.eval_interval
+        return self.evaluates and every > 0 and self.state.number % every == 0
+
+    @run_exclusively
+    async def evaluate(self, rows: Any = None) -> dict[str, float]:
+        "Held-out reward with the sampler's weights; goes into the record of the current step."
+        with self.now_running("evaluate"):
+            if rows is None and self.evaluation_fn is not None:
+                self.eval_metrics = await custom_evaluation(self, self.evaluation_fn)
+            else:
+                held_out = self.eval_rows if rows is None else as_rows(rows)
+                groups = await held_out_groups(self, held_out)
+                self.eval_metrics = evaluation_metrics(groups, self.cfg)
+        return self.eval_metrics
+
+    # --- groups that arrive one by one
+
+    async def sample_and_score(self, number: int) -> ScoredGroup:
+        "Sample and score a row: a prompt of the step, or another one of the run."
+        in_step = [p for p in self.state.values.get("prompts", ()) if p.number == number]
+        [prompt] = in_step or encode_numbers([number], self.intake, self.backend, self.cfg)
+        rollouts = await self.sample_prompt(prompt)
+        group = await score_group(
+            rollouts,
+            self.task.reward_fns,
+            limits=self.task.limits,
+            min_group_size=self.cfg.min_group_size,
+        )
+        return ScoredGroup(rollouts, group)
+
+    def has_signal(self, scored: ScoredGroup) -> bool:
+        "Whether a row becomes training sequences; warns where hardly any does."
+        has_signal = self.trains_on(self._compared_alone(scored.group))
+        self.counts["no_signal"] = 0 if has_signal else self.counts["no_signal"] + 1
+        if self.counts["no_signal"] == NO_SIGNAL_BATCHES * self.cfg.prompt_groups_per_step:
+            group = scored.group
+            text = f"{self.counts['no_signal']} rows in a row taught nothing, and further ones are drawn; the last"
+            warnings.warn(f"{text}: {group.where}, rewards {group.rewards.tolist()}", stacklevel=2)
+        return has_signal
+
+    def _compared_alone(self, group: PromptGroup) -> PromptGroup:
+        "A group with its advantages, where they do not depend on the batch."
+        if not group.samples or self.cfg.advantage_scale in BATCH_SCALES:
+            return group
+        return self.compute_advantages([group])[0]
+
+    def produce(
+        self,
+        take: Callable[[], int | None],  # number of the next row; None = there is none now
+        requeue: Callable[[Iterable[int]], None] = lambda numbers: None,  # rows to sample again
+        useful: Callable[[ScoredGroup], bool] | None = None,  # None = `has_signal`
+        **gate: Any,  # fields of `Gate`
+    ) -> Producer[ScoredGroup]:
+        "Rows, sampled and scored during other work, as far as the gate lets them."
+        fields = {
+            "groups_per_step": self.cfg.prompt_groups_per_step,
+            "completions_per_prompt": self.cfg.completions_per_prompt,
+            "max_concurrency": max_in_flight(self.cfg),
+        }
+        return Producer(
+            Gate(**fields | gate), take, self.sample_and_score, useful or self.has_signal, requeue
+        )
+
+    def add_groups(self, scored: Sequence[ScoredGroup]) -> PhaseResult[PromptGroup]:
+        "Add scored prompts to the step, and compute the advantages of all its groups."
+        values = self.state.values
+        tokenizer = self.backend.tokenizer
+        start = len(values.get("prompts", ()))
+        new = [s.at(start + i) for i, s in enumerate(scored)]
+        prompts = [*values.get("prompts", ()), *(s.rollouts.prompt for s in new)]
+        rollouts = [*values.get("sample", ()), *(s.rollouts for s in new)]
+        values["prompts"] = list_prompts(prompts, tokenizer)
+        values["sample"] = list_rollouts(rollouts, tokenizer)
+        values["score"] = list_groups([*values.get("score", ()), *(s.group for s in new)])
+        self.state.policy_version = self.policy_version
+        return self.advantages()
+
+    @run_exclusively
+    async def refill(self, attempts: int = 10) -> int:  # groups added
+        """Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out.
+
+        An attempt is as many prompts as groups are missing."""
+        groups = enter(self.state, "datums")
+        missing = self.cfg.prompt_groups_per_step - sum(map(self.keep, groups))
+        if missing <= 0:
+            return 0
+        take = partial(next, iter(self.intake.upcoming(attempts * missing)), None)
+
+        def is_live(scored: ScoredGroup) -> bool:
+            return self.keep(self._compared_alone(scored.group))
+
+        async with self.produce(take, useful=is_live, groups_per_step=missing) as producer:
+            with self.timed("refill"):
+                rows = [*await producer.batch(missing), *producer.take_rejected()]
+        for _ in rows:
+            self.intake.take()
+        self.add_groups([row.value for row in sorted(rows, key=lambda row: row.number)])
+        return len(rows)
+
+    @asynccontextmanager
+    async def parts(self) -> AsyncIterator[Parts]:
+        "The prompts of a step, trained on as they come back; if that fails or is cancelled, the step starts again."
+        c = self.cfg
+        places = {p.number: p.index for p in self.prompts()}
+        limits = groups_per_pass(
+            c.completions_per_prompt, c.min_samples_per_fwd_bwd, c.max_samples_per_fwd_bwd
+        )
+        take = partial(next, iter(places), None)
+
+        def in_order(rows: Sequence[Finished[ScoredGroup]]) -> list[ScoredGroup]:
+            return [r.value for r in sorted(rows, key=lambda row: places[row.number])]
+
+        try:
+            async with self.produce(take, groups_per_step=len(places), refills=False) as producer:
+                yield Parts(producer, itertools.repeat(limits), in_order, places)
+        except BaseException:
+            self.state.values.clear()
+            self.rewind_data()
+            raise
+
+    async def train_on_arrival(self) -> None:
+        "The phases from `prompts` to `backward`, one backward pass for each part of the batch."
+        reports = list[LossReport]()
+        async with self.parts() as parts:
+            await self.weights.accumulate()
+            for least, most in parts.sizes:
+                with self.timed("sample"):
+                    places = self.cfg.prompt_groups_per_step - len(parts.rows)
+                    rows = await parts.producer.batch(least, most, places)
+                if not rows:
+                    break
+                first = len(parts.rows)
+                for row in sorted(rows, key=lambda row: row.number):
+                    parts.rows.append(parts.place(row))
+                with self.timed("backward"):
+                    groups = [row.value.group for row in parts.rows[first:]]
+                    reports.append(await self._add_gradient(groups))
+            for row in sorted(parts.producer.take_rejected(), key=lambda row: row.number):
+                parts.rows.append(parts.place(row))
+            for phase in ("sample", "backward"):
+                self.state.seconds[phase] = sum(
+                    end - begin for name, begin, end in self.state.spans if name == phase
+                )
+            self._put_passes(parts.note(parts.rows), reports)
+
+    async def _add_gradient(self, groups: Sequence[PromptGroup]) -> LossReport:
+        "One backward pass over groups, added to the gradient; it divides by nothing."
+        datums = self.group_datums(self.compute_advantages(groups))
+        reference = self.backend.reference
+        datums = await attach_reference(datums, reference, self.cfg, self.state.cache)
+        output = await compute_gradient(
+            datums, self.backend, self.cfg, self.state, self.make_loss, denominator=1.0
+        )
+        return LossReport(output, tuple(datums), self.backend.tokenizer)
+
+    def _put_passes(self, scored: Sequence[ScoredGroup], reports: Sequence[LossReport]) -> None:
+        "The values of the phases up to `backward`, from passes over parts of the batch."
+        require_some([s.group for s in scored])
+        state = self.state
+        tokenizer = self.backend.tokenizer
+        state.values.clear()
+        groups = self.add_groups(scored)
+        datums = [d for r in reports for d in r.datums]
+        datums = state.put("datums", list_training(datums, groups, tokenizer))
+        if have_tokens(datums):
+            state.put("reference", datums)
+            state.put("backward", join_passes(reports, self.cfg.aggregation, tokenizer))
+            state.normalization = NORMALIZATION[self.cfg.aggregation]
+            state.passes = tuple(len(r.datums) for r in reports)
+
+    # --- several steps
+
+    async def run(self, steps: int | None = None, *, progress: bool = True) -> RunRecords:
+        "Run a number of steps (None = to the end) and return their records; shows a bar and a verdict per step."
+        done = RunRecords(shown=progress)
+        total = steps
+        if steps is None and self.planned_steps is not None:
+            total = max(0, self.planned_steps - self.state.number + 1)
+        try:
+            with tqdm(
+                total=total, desc="steps", disable=without_progress_bar(progress)
+            ) as self.bar:
+                async with aclosing(self.iterate(steps)) as records:
+                    async for record in records:
+                        done.append(record)
+                        self.bar.update()
+                        if progress:
+                            verdict = await asyncio.to_thread(verdict_line, self.records, record)
+                            self.bar.write(printable(verdict))
+                done.ended = why_ended(self, steps, len(done))
+                if done.ended and progress:
+                    self.bar.set_postfix_str(done.ended.partition(" (")[0])
+                    self.bar.write(printable(f"{len(done) or 'no'} steps: {done.ended}"))
+            # a bar in a notebook is red before its end
+            if done.ended and hasattr(self.bar, "disp"):
+                self.bar.disp(bar_style="info")
+        finally:
+            self.bar = None
+        return done
 
     def __aiter__(self) -> AsyncGenerator[StepRecord, None]:
-        return records_from(self)
+        return self.iterate()
+
+    async def iterate(self, steps: int | None = None) -> AsyncGenerator[StepRecord, None]:
+        "Records as steps finish: at most the number asked for, until the rows end or a stop is requested."
+        self.stop_requested = False
+        end = None if steps is None else self.state.number + steps
+        with stop_on_interrupt(self):
+            try:
+                while not (self.done or self.stop_requested or self.steps_left(end) <= 0):
+                    async with aclosing(self.next_records(self.steps_left(end))) as records:
+                        async for record in records:
+                            yield record
+            finally:
+                self.rest()
+
+    def steps_left(self, end: int | None) -> float:
+        "Steps before this number, or before the configured number is over; infinite without end."
+        ends = (end, None if self.cfg.steps is None else self.cfg.steps + 1)
+        return min((n - self.state.number for n in ends if n is not None), default=math.inf)
+
+    async def next_records(self, left: float = math.inf) -> AsyncGenerator[StepRecord, None]:
+        "Run the rest of the current step, one step, or the steps up to the next weight sync."
+        if self.cfg.weight_sync_interval != 1 and not self.state.values:
+            window = self.window(self.window_length(left))
+            async with self.weights.turn() as turn, aclosing(window) as records:
+                async for record in records:
+                    yield record
+                    join_turn(turn)
+        elif (record := await self.continue_step()) is not None:
+            await self.reach_boundary()
+            yield record
+
+    def window_length(self, left: float = math.inf) -> int:
+        "Steps of the next window, at most those that are left."
+        c = self.cfg
+        to_the_end = math.ceil(self.intake.left / c.prompt_groups_per_step)
+        return int(min(c.weight_sync_interval or c.dcp_save_interval or to_the_end, left))
+
+    async def window(self, steps: int) -> AsyncGenerator[StepRecord, None]:
+        "Sample the prompts of several steps together; train on full batches as they arrive; sync at the end."
+        first = self.state
+        trained = False
+        groups = list[PromptGroup]()
+        self.rewind_data()
+        with self.weights.window(), self._window_rows(steps) as source:
+            async with source:
+                while batch := await self._next_batch(source):
+                    self.state.ahead = self.state is not first
+                    self.add_groups(batch)
+                    if (record := await self.continue_step()) is None:
+                        return
+                    trained = trained or record.trained
+                    upcoming = self.state
+                    groups += record.groups
+                    yield record
+                    if self.state is not upcoming or upcoming.values:
+                        return
+            require_some(groups)
+            if trained and self.cfg.weight_sync_interval:
+                await self._sync_window()
+        await self.reach_boundary()
+
+    @contextmanager
+    def _window_rows(self, steps: int) -> Iterator[Producer[ScoredGroup]]:
+        "The rows of a number of steps: all may be in flight, and each keeps its place to the end of the window."
+        self.producer = self.produce(
+            self.intake.take, self.intake.requeue, steps_per_sync=steps, refills=False
+        )
+        try:
+            yield self.producer
+        finally:
+            self.producer = None
+
+    async def _next_batch(self, source: Producer[ScoredGroup]) -> list[ScoredGroup]:
+        "Wait for the groups of the next step of a window, those with signal first; none at the end."
+        with self.timed("sample"):
+            live = await source.batch(self.cfg.prompt_groups_per_step)
+        return [row.value for row in (*live, *source.take_rejected())]
+
+    async def _sync_window(self) -> None:
+        "The sync at the end of a window; warns where the weights did not arrive, which no record of it can say."
+        with self.now_running("sync"):
+            await self.weights.settled(self.weights.sync())
+        report = self.state.synced = self.weights.audit.report
+        if report and report.ok is False:
+            warnings.warn(report.sentence, stacklevel=3)
+
+    async def reach_boundary(self) -> None:
+        "Call the hooks that save checkpoints: a run can be resumed from here."
+        for hook in self.at_boundary:
+            await hook()
 
     def stop(self) -> None:
         "Stop after the running phase; `step` and `run` continue from there."
         self.stop_requested = True
 
+    # --- given answers
+
+    @run_exclusively
+    async def warm_up(self, rows: Any, steps: int = 10) -> RunRecords:
+        """Train on given answers: steps of cross-entropy, each on the next `prompt_groups_per_step` of the rows.
+
+        `rows`: anything that `load_rows` takes, with the answer as `completion`, as the assistant's last message or as
+        `answer`. Its tokens and the end of the turn are trained on; a service computes this loss itself if it can. The
+        sampler has the weights at the end. Raises `DataError` for a row that gives no text."""
+        answered = as_rows(rows)
+        done = RunRecords()
+        self.stop_requested = False
+        upcoming = itertools.cycle(answered)
+        size = min(self.cfg.prompt_groups_per_step, len(answered))
+        while len(done) < steps and not self.stop_requested:
+            self.use_answers([*itertools.islice(upcoming, size)])
+            if (record := await self.continue_step()) is None:
+                break
+            done.append(record)
+            await self.reach_boundary()
+        behind = self.weights.sampler is not SamplerWeights.CURRENT
+        if self.cfg.weight_sync_interval and behind:
+            await self.weights.settled(self.weights.sync())
+        return done
+
+    def use_answers(self, rows: Sequence[Row]) -> PhaseResult[Datum]:
+        "The phases of a fresh step up to `reference`, on the answers of these rows; raises `DataError` and `PhaseError`."
+        if self.state.values or self.draws_ahead:
+            got = "rows that are drawn ahead" if self.draws_ahead else "a step that has begun"
+            fix = "Finish the step with await loop.step(); warm up in a GRPOLoop before an AsyncGRPOLoop over its backend."
+            raise PhaseError("warm_up", where=self.place, got=got, expected="a fresh step", fix=fix)
+        made = [answer_group(row, i, self.backend, self.cfg) for i, row in enumerate(rows)]
+        rollouts, groups, datums = zip(*made, strict=True)
+        tokenizer = self.backend.tokenizer
+        listed = list_groups(groups)
+        training = list_training(datums, groups, tokenizer)
+        self.state.values = {
+            "prompts": list_prompts([r.prompt for r in rollouts], tokenizer),
+            "sample": list_rollouts(rollouts, tokenizer),
+            "score": listed,
+            "advantages": listed,
+            "datums": training,
+            "reference": training,
+        }
+        self.state.policy_version = self.policy_version
+        return training
+
+    # --- going back, branching off, other settings
+
+    @run_exclusively
+    async def undo(self, to: str = "prompts") -> None:
+        """Take back the last update; `to` is the phase to continue from, and earlier phases keep their values.
+
+        The prompts of a step that was sampled ahead in a window cannot be taken again, so instead of from `prompts` it
+        continues from `advantages`, with the groups that it had. Raises `PhaseError` where there is no update to take back."""
+        check_undo(self, to)
+        await self.weights.settled(self._take_back(to))
+
+    async def _take_back(self, to: str) -> None:
+        "Put back what was before the last update: weights, step and record."
+        entry = await self.weights.undo(self._forget_record)
+        before = self.state
+        state = reopened(entry.state, to)
+        self.eval_metrics = {}
+        # a changed setting stays
+        self.state = replace(state, cursor=replace(state.cursor, epochs=self.cfg.epochs))
+        self.reclaim(before)
+
+    def _forget_record(self, entry: Snapshot) -> None:
+        "Take the record of a step back, if it was written."
+        number = entry.state.number
+        if self.records and self.records[-1].step == number:
+            self.records.pop()
+            for callback in self.on_undo:
+                callback(number - 1)
+
+    @run_exclusively
+    async def branch(
+        self,
+        *,
+        at: str
+        | None = None,  # "batch": keep the samples; "start": before the step; None = "batch" if there is one
+        name: str = "",  # in charts; "" = what is different
+        reward: Any = None,  # None = this loop's
+        make_loss: LossFactory | None = None,  # None = this loop's
+        outputs: Sequence[Callable[[StepRecord], Any]] = (),  # of the branch alone
+        **changes: Any,  # fields of Config
+    ) -> Self:
+        """A loop at the same place with other settings, on the same backend; both can continue, in turn or at the same time.
+
+        Raises `PhaseError` in a window, after the update of a step and before a sync that is due."""
+        check_snapshots(self.backend, "branch")
+        place = branch_place(self, at)
+        cfg = Config.from_dict(self.cfg.to_dict(), changes)
+        rows = self.cfg.diff(cfg).rows
+        check_not_opened(rows, "branch")
+        functions = {"reward": reward, "make_loss": make_loss}
+        functions = {key: fn for key, fn in functions.items() if fn is not None}
+        differs = ", ".join([*(f"{key}={value}" for key, _, value in rows), *functions])
+        arguments = arguments_for(self, cfg, functions)
+        other = type(self)(
+            self.backend,
+            self.rows,
+            arguments.pop("reward"),
+            cfg,
+            **arguments,
+            name=name or differs or "branch",
+            outputs=outputs,
+            eval_rows=self.eval_rows,
+            family=self.weights.family,
+        )
+        rescore = reward is not None or any(key.partition(".")[0] in GRADING for key, *_ in rows)
+        keep_samples = "score" if rescore else "advantages"
+        state = reopened(self.state, "prompts" if place == "start" else keep_samples)
+        other.state = replace(state, cursor=replace(state.cursor, epochs=cfg.epochs), cache={})
+        other.rewind_data(other.state.numbers)
+        await self.weights.fork(other.weights)
+        return other
+
+    @run_exclusively
+    async def seek(self, step: int, run: Run) -> SeekResult:
+        """Go to where a recorded run was after a step: weights, optimizer, cursor, sampler; warns if these are others.
+
+        The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
+        plan = plan_seek(self, step, run)
+        gap = await rebuild(self, plan, run)
+        if gap > MAX_GAP:
+            text = (
+                f"not the weights of {run.path}: logprobs differ from its records by {gap:.3g} nats"
+            )
+            warnings.warn(text, stacklevel=2)
+        return SeekResult(step, plan.base, gap)
+
+    def change(
+        self,
+        *,
+        reward: Any = None,  # None = the one that it has
+        make_loss: LossFactory | None = None,  # None = the one that it has
+        **settings: Any,  # fields of Config
+    ) -> Changed:
+        """Change settings, from the next step on, or functions, at once. Records say what was changed.
+
+        A step whose update was rejected takes settings of the update at once, such as a lower `learning_rate`."""
+        functions = {"reward": reward, "make_loss": make_loss}
+        functions = {name: fn for name, fn in functions.items() if fn is not None}
+        return change_settings(self, settings, **functions)
+
+    @Loop.cfg.setter
+    def cfg(self, new: Config) -> None:
+        print(change_settings(self, new))
+
+    # --- what leaves the loop
+
     @run_exclusively
     async def export(self, path: str | os.PathLike[str], to: str | None = None) -> Path:
-        """Write the policy as it stands into a new folder that transformers, PEFT and vLLM load.
+        """Write the policy into a new folder that transformers, PEFT and vLLM load.
 
         `to` is "hf" (the whole model), "adapter" or "merged" (of a policy with LoRA); None = what is trained."""
-        told: dict[str, Any] = {"cfg": self.cfg, "step": self.state.number - 1}
+        metrics = {r.step: r.metrics for r in self.records}
+        finished = self.state.number - 1
         return await export_policy(
-            self.backend, path, to, **told, metrics={r.step: r.metrics for r in self.records}
+            self.backend, path, to, cfg=self.cfg, step=finished, metrics=metrics
         )
 
     def serve(self, **options: Any) -> AbstractAsyncContextManager[Any]:
         """`async with loop.serve() as server`: the policy behind an OpenAI-compatible address of this machine.
 
         An agent plays a rollout at `server.rollout().url`; `agents.serve.serve` takes the options."""
-        return named_function("rl_notebook.agents.serve:serve_loop", "serve", ConfigError)(
-            self, **options
-        )
+        from rl_notebook.agents.serve import serve_loop
+
+        return serve_loop(self, **options)
 
     def to_config(self) -> Config:
         """The settings, with names for functions and rows: `rl-notebook train` makes the same steps with them.
 
         Raises `ConfigError` for what it cannot name; `to_script` can."""
-        return named_function("rl_notebook.recipes.script:loop_config", "to_config", ConfigError)(
-            self
-        )
+        from rl_notebook.recipes.script import loop_config
+
+        return loop_config(self)
 
     def to_script(self, path: str | os.PathLike[str] = "run.py") -> Any:
-        """Write a Python file that makes the same steps, with a YAML file and, where it needs them, rows beside it.
+        """Write a Python file that makes the same steps, with a YAML file and, where it needs them, rows next to it.
 
         Functions of files are imported, those of cells come with their source; raises `ConfigError` for others."""
-        return named_function("rl_notebook.recipes.script:loop_script", "to_script", ConfigError)(
-            self, path
-        )
+        from rl_notebook.recipes.script import loop_script
+
+        return loop_script(self, path)

@@ -22,10 +22,6 @@ from ..loop.async_loop import AT_REST, AsyncGRPOLoop
 from ..core.types import PhaseError
 from rl_notebook.loop.loop import (
     GRPOLoop,
-    evaluation_due,
-    next_records,
-    reach_boundary,
-    run_phase,
     stop_on_interrupt,
 )
 from ..loop.state import SILENT, Loop
@@ -38,13 +34,13 @@ async def one_phase(
     "Run the next phase as a step runs it, in a turn of its loop, and leave the backend to other loops after the last."
     async with loop.weights.turn():
         if loop.overlaps and not loop.state.values:
-            return await loop.overlapped_half()
+            return await loop.train_on_arrival()
         if loop.state.current != "finish":
-            return await run_phase(loop, loop.state.current)
-        if evaluation_due(loop):
+            return await loop.run_phase(loop.state.current)
+        if loop.evaluation_due:
             await loop.evaluate()
         record = loop.finish()
-        await reach_boundary(loop)
+        await loop.reach_boundary()
         if isinstance(loop, AsyncGRPOLoop) and loop.weights.several:
             await loop.pause(drain=True)
             loop.producer.held = AT_REST
@@ -264,7 +260,7 @@ async def advance(player: Player) -> StepRecord | None:  # the record, when a st
             if not (player.pausing and isinstance(loop, AsyncGRPOLoop) and error.what == "a batch"):
                 raise
             return None
-    window = player.window = player.window or next_records(loop, player.left)
+    window = player.window = player.window or loop.next_records(player.left)
     record = None
     try:
         record = await anext(window, None)
