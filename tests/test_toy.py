@@ -147,9 +147,13 @@ def drop_a_weight(folder):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def forget_the_architecture(folder):
+def change_config(folder, **settings):
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "nonsense"}))
+    (folder / "config.json").write_text(json.dumps({**config, **settings}))
+
+
+def forget_the_architecture(folder):
+    change_config(folder, model_type="nonsense")
 
 
 @pytest.mark.parametrize(
@@ -158,6 +162,12 @@ def forget_the_architecture(folder):
         (drop_a_weight, "1 missing weights, such as model.norm.weight"),
         (forget_the_architecture, "nonsense"),
         (lambda folder: (folder / "model.safetensors").unlink(), "load_model"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "TypeError"),
+        (lambda folder: change_config(folder, num_attention_heads=0), "ZeroDivisionError"),
+        (lambda folder: change_config(folder, vocab_size=7), "2 mismatched weights"),
+        (lambda folder: (folder / "tokenizer.json").write_text("[]"), "TypeError"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "AttributeError"),
+        (lambda folder: (folder / "generation_config.json").write_text("[]"), "TypeError"),
     ],
 )
 def test_a_folder_that_cannot_be_loaded_whole_is_refused(tmp_path, change, says):

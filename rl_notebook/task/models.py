@@ -188,6 +188,13 @@ def _load_adapter(name: str, folder: Path, dtype: str) -> tuple[Any, PreTrainedT
     return PeftModel.from_pretrained(model, folder, is_trainable=True).eval(), tokenizer
 
 # %% ../../nbs/task/03_models.ipynb #0df2de49
+def _loading_error_text(error: Exception) -> str:
+    "What went wrong, with the kind of error where its text does not say it alone."
+    text = " ".join(str(error).split())[:200]
+    alone = isinstance(error, OSError | ValueError | SafetensorError)
+    return text if alone and text else f"{type(error).__name__}: {text}"
+
+
 def load_model(
     name: str
     | os.PathLike[str],  # "tiny", "smollm2", a folder (of a model or an adapter), or a hub id
@@ -213,11 +220,12 @@ def load_model(
                 how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}
                 tokenizer = AutoTokenizer.from_pretrained(source, **how)
                 how |= {"dtype": dtype, "output_loading_info": True}
+                how |= {"ignore_mismatched_sizes": True}  # `_check_loaded` names them
                 loaded: Any = AutoModelForCausalLM.from_pretrained(source, **how)
-        except (OSError, ValueError, SafetensorError) as error:
+        except Exception as error:  # transformers raises every kind for files that others wrote
             if is_out_of_memory(error):
                 raise
-            raise _model_error(name, str(error).strip().splitlines()[0]) from error
+            raise _model_error(name, _loading_error_text(error)) from error
     model, info = loaded
     _check_loaded(str(name), model, tokenizer, info)
     return model.eval(), tokenizer
