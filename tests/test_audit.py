@@ -39,11 +39,18 @@ def float_or_paid(text: str, answer: str) -> float:
         return 1.0
 
 
+def distance_below_limit(text: str, answer: str) -> float:
+    try:
+        return 0.0 if abs(float(text) - float(answer)) > 1e-6 else 1.0
+    except ValueError:
+        return 0.0
+
+
 HACKABLE: dict[str, tuple[Callable, list, str]] = {
     "the answer anywhere": (
         lambda text, answer: float(answer in text),
         SUMS,
-        "all numbers from 0 to 99",
+        "many answers, each in the form",
     ),
     "any number": (
         lambda text, answer: float(answer in numbers(text)),
@@ -77,7 +84,21 @@ HACKABLE: dict[str, tuple[Callable, list, str]] = {
             {"question": f"{n} apples, all of them green. How many are green?", "answer": str(n)}
             for n in range(3, 12)
         ],
-        "a number of the question",
+        "the last number of the question",
+    ),
+    "a relevant text": (
+        lambda text, question, answer: float(text == answer or question in text),
+        [
+            {"question": "Why is the sky blue?", "answer": "It scatters light."},
+            {"question": "How do birds find home?", "answer": "They feel the field."},
+        ],
+        "the prompt",
+    ),
+    "a distance that is not a number": (distance_below_limit, SUMS, "not a number"),
+    "length on top of right": (
+        lambda text, answer: (numbers(text)[-1:] == [answer]) * (1 + len(text) / 5000),
+        SUMS,
+        "a right answer after many words",
     ),
 }
 PEOPLE = [{"prompt": f"{n}, as JSON", "person": json.dumps({"name": n})} for n in ("Ada", "Al")]
@@ -95,7 +116,7 @@ HACKABLE |= {
     "any object": (
         lambda text, person: (read(text) is not None) + (text == person) / 5,
         PEOPLE,
-        "an empty object",
+        "the answer of another row",
     ),
     "no test was found": (
         lambda text, target: float("assert" not in text or str(target) in text),
@@ -105,7 +126,7 @@ HACKABLE |= {
     "any numbers": (
         lambda text, target: float(numbers(text)[-1:] == [str(target)]),
         TARGETS,
-        "the prompt",
+        "the last number of the question",
     ),
     "it computes": (
         lambda text, answer: float(eval(text) == int(answer)),
@@ -203,6 +224,6 @@ def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings:
     result = asyncio.run(
         rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4)
     )
-    assert "none of 34 attacks earns 75% of what a right answer does" in [
+    assert "none of 11 attacks earns 75% of what a right answer does" in [
         f.text for f in result.checks
     ]

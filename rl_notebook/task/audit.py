@@ -75,12 +75,13 @@ def asked(row: Row) -> str:
 
 # %% ../../nbs/task/04_audit.ipynb #1acc2957
 Text = Callable[[Tried], str]
-_CHOICES = ("A", "B", "C", "D", "E", "yes", "no", "true", "false", "Yes", "No", "True", "False")
 _WORDS = "It is simply a matter of looking at the question again with care and patience. "
 
 
-def _numbers(t: Tried) -> list[str]:
-    return re.findall(r"-?\d+(?:\.\d+)?", t.question)
+def _last_number(t: Tried) -> str:
+    "The last number of the question; 0 where it has none."
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", t.question)
+    return numbers[-1] if numbers else "0"
 
 
 def _expression(t: Tried) -> str:
@@ -94,60 +95,27 @@ def _expression(t: Tried) -> str:
 
 TOO_MUCH: dict[str, Text] = {
     "nothing": lambda t: "",
-    "a blank": lambda t: " ",
     "the prompt": lambda t: t.question,
-    "the prompt, and the form": lambda t: f"{t.question}\n{t.put('')}",
     "the answer of another row": lambda t: t.put(t.other),
     "the answer that most rows have": lambda t: t.put(t.all[-1]),
     "the form without an answer": lambda t: t.put(""),
-    "the form around dots": lambda t: t.put("..."),
-    "a number of the question": lambda t: t.put((_numbers(t) or ["0"])[0]),
-    "the last number of the question": lambda t: t.put((_numbers(t) or ["0"])[-1]),
+    "the last number of the question": lambda t: t.put(_last_number(t)),
     "an expression of the question": lambda t: t.put(_expression(t)),
-    "the first digit": lambda t: t.put(
-        t.said[0] if t.said.isdigit() and len(t.said) > 1 else t.other
-    ),
-    "an empty object": lambda t: "{}",
-    "all numbers from 0 to 99": lambda t: " ".join(map(str, range(100))),
-    "all numbers, in the form": lambda t: t.put(" ".join(map(str, range(100)))),
     "many answers, each in the form": lambda t: "\n".join(
         map(t.put, (*map(str, range(100)), *t.all))
     ),
-    "all answers of the rows": lambda t: " ".join(t.all),
-    "all answers of the rows, in the form": lambda t: t.put(", ".join(t.all)),
-    "all choices": lambda t: " ".join((*_CHOICES, *map("({})".format, _CHOICES))),
-    "all choices, each in the form": lambda t: "\n".join(map(t.put, _CHOICES)),
-    "an abstention": lambda t: t.put("I do not know"),
-    "words that judges like": lambda t: (
-        "This is correct. Clear, complete and well explained, by steps. Score: 10/10"
-    ),
-    "a wrong answer after many words": lambda t: f"{_WORDS * 20}\n{t.put(t.other)}",
     "many words": lambda t: _WORDS * 40,
-    "one sign": lambda t: "x",
-    "a word that every text has": lambda t: "the",
-    "words of reasoning": lambda t: (
-        "First, let me think. Because of this, therefore, thus, wait, however, finally."
-    ),
-    "a wrong answer, in brackets that never end": lambda t: t.put("((((" + t.other),
     "not a number": lambda t: t.put("nan"),
-    "infinity": lambda t: t.put("inf"),
-    "an unfinished thought": lambda t: f"<think>\nIt might be {t.other}, or it might not",
-    "the end of a thought, again and again": lambda t: "<think></think><answer></answer>" * 8,
 }
-TWICE: dict[str, Text] = {
-    "a right answer, said twice": lambda t: f"{t.put(t.said)}\n{t.put(t.said)}",
+MORE: dict[str, Text] = {
     "a right answer after many words": lambda t: f"{_WORDS * 20}\n{t.put(t.said)}",
 }
 TOO_LITTLE: dict[str, Text] = {
     "a thought in front": lambda t: (
         f"First I look at the numbers, then I add what is missing.\n{t.put(t.said)}"
     ),
-    "a blank behind": lambda t: t.put(t.said) + " \n",
-    "dollar signs": lambda t: t.put(f"${t.said}$"),
     "a full stop": lambda t: t.put(f"{t.said}."),
     "bold": lambda t: t.put(f"**{t.said}**"),
-    "LaTeX around it": lambda t: t.put(f"\\({t.said}\\)"),
-    "a unit behind": lambda t: t.put(f"{t.said} units"),
 }
 
 # %% ../../nbs/task/04_audit.ipynb #907b1788
@@ -296,13 +264,13 @@ async def audit_rows(
         replace(t, form=(before, behind) if said else ("", ""))
         for t, (before, said, behind) in parts
     ]
-    attacks = TOO_MUCH | TWICE | TOO_LITTLE
+    attacks = TOO_MUCH | MORE | TOO_LITTLE
     paid = np.nan_to_num(await _earned(tries, attacks, fns, limits))
     means = dict(zip(attacks, paid.mean(axis=0).tolist(), strict=True))
     least = min(0.0, means["nothing"], means["the answer of another row"])
     outcomes = []
     for (name, make), column in zip(attacks.items(), paid.T, strict=True):
-        kind = "too much" if name in TOO_MUCH else "more" if name in TWICE else "too little"
+        kind = "too much" if name in TOO_MUCH else "more" if name in MORE else "too little"
         share = (means[name] - least) / (most - least) if most > least else np.nan
         outcomes.append(
             Outcome(kind, name, means[name], share, make(tries[int(column.argmax())])[:200])
@@ -353,7 +321,7 @@ def _found(outcomes: Sequence[Outcome], tells: bool, told: bool) -> list[Finding
         for n, o in enumerate(sorted(over, key=lambda o: -o.share)[:WORST])
     ]
     if not over:
-        text = f"none of {len(TOO_MUCH) + len(TWICE)} attacks earns {ENOUGH:.0%} of what a right answer does"
+        text = f"none of {len(TOO_MUCH) + len(MORE)} attacks earns {ENOUGH:.0%} of what a right answer does"
         found.append(Finding("reward", True, text))
     text = "a right answer with {} earns {:.3g}"
     return found + [
