@@ -94,6 +94,14 @@ HACKABLE: dict[str, tuple[Callable, list, str]] = {
         ],
         "the prompt",
     ),
+    "the target without its parts": (
+        lambda text, target: float(text == str(target)),
+        [
+            {"prompt": f"Make {n} of {m}, 2 and 3.", "target": n}
+            for n, m in ((11, 5), (27, 9), (30, 6))
+        ],
+        "the first number of the question",
+    ),
     "a distance that is not a number": (distance_below_limit, SUMS, "not a number"),
     "length on top of right": (
         lambda text, answer: (numbers(text)[-1:] == [answer]) * (1 + len(text) / 5000),
@@ -224,6 +232,6 @@ def test_a_pre_flight_calls_a_reward_as_the_run_does(reward: Callable, settings:
     result = asyncio.run(
         rln.preflight(rln.open_local("tiny"), SUMS, reward, cfg, prompts=2, samples=4)
     )
-    assert "none of 11 attacks earns 75% of what a right answer does" in [
+    assert "none of 12 attacks earns 75% of what a right answer does" in [
         f.text for f in result.checks
     ]

@@ -78,10 +78,9 @@ Text = Callable[[Tried], str]
 _WORDS = "It is simply a matter of looking at the question again with care and patience. "
 
 
-def _last_number(t: Tried) -> str:
-    "The last number of the question; 0 where it has none."
-    numbers = re.findall(r"-?\d+(?:\.\d+)?", t.question)
-    return numbers[-1] if numbers else "0"
+def _numbers(t: Tried) -> list[str]:
+    "The numbers of the question; 0 where it has none."
+    return re.findall(r"-?\d+(?:\.\d+)?", t.question) or ["0"]
 
 
 def _expression(t: Tried) -> str:
@@ -99,7 +98,8 @@ TOO_MUCH: dict[str, Text] = {
     "the answer of another row": lambda t: t.put(t.other),
     "the answer that most rows have": lambda t: t.put(t.all[-1]),
     "the form without an answer": lambda t: t.put(""),
-    "the last number of the question": lambda t: t.put(_last_number(t)),
+    "the first number of the question": lambda t: t.put(_numbers(t)[0]),
+    "the last number of the question": lambda t: t.put(_numbers(t)[-1]),
     "an expression of the question": lambda t: t.put(_expression(t)),
     "many answers, each in the form": lambda t: "\n".join(
         map(t.put, (*map(str, range(100)), *t.all))
