@@ -2,7 +2,7 @@
 
     python benchmarks/dashboard.py --json FILE
 
-A history of n steps is put in, then further steps are added and drawn, and each call is timed: the table of
+A history of n steps is put in, then further steps are added and shown, and each call is timed: the table of
 completions and the charts (the five that are always shown, then all), and packing the messages for the browser as the
 kernel does. The plain sentence and the checks are found in a worker thread after the call and timed on their own. The
 wire itself and the browser are not in it. Records are made up; their completions are short.

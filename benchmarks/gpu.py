@@ -1,11 +1,11 @@
-"""The local backend on one GPU: does it agree with the CPU, and how fast is it beside TRL and next to the machine.
+"""The local backend on one GPU: does it agree with the CPU, and how fast is it next to TRL and next to the machine.
 
     python benchmarks/gpu.py --json FILE                  # a random Qwen3 of 0.6B weights, nothing is downloaded
     python benchmarks/gpu.py --device cpu --json FILE     # tries this script on a tiny shape; its figures mean nothing
 
 What it does (`README.md` has the figures of one H200):
 
-1. Agreement, on a small model: logprobs, gradients, an update and sampled tokens, here and on the CPU; the sampler beside
+1. Agreement, on a small model: logprobs, gradients, an update and sampled tokens, here and on the CPU; the sampler next to
    the trainer; the same step twice from one saved state. It ends with status 1 where float32 is further off than
    `LIMITS`.
 2. Which attention kernel torch takes for each kind of pass.
@@ -128,7 +128,7 @@ class Backend:
         self.engine.eos_token_ids = frozenset()
         self.run = asyncio.Runner().run
 
-    def draw(self, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Any]:
+    def sample(self, prompts: Sequence[Sequence[int]], **kwargs: Any) -> list[Any]:
         "Completions of all prompts, sampled together; the n-th prompt has the seed n."
         asked = [SampleParams(seed=i, **kwargs) for i in range(len(prompts))]
 
@@ -200,19 +200,19 @@ def pass_over(side: Backend, datums: list[Datum]) -> dict[str, Any]:
     result["weights"] = side.weights()
     side.run(side.policy.load_state(state))
     prompts = [d.tokens[:16].tolist() for d in datums[::4]]
-    return result | {"drawn": side.draw(prompts, n=4, max_tokens=48)}
+    return result | {"completions": side.sample(prompts, n=4, max_tokens=48)}
 
 
-def sampler_gap(side: Backend, drawn: Sequence[Any]) -> float:
+def sampler_gap(side: Backend, completions: Sequence[Any]) -> float:
     "Largest gap between the logprobs that were reported while sampling and those of the trainer."
-    rows = [(np.asarray(c.full_tokens), c) for c in drawn]
+    rows = [(np.asarray(c.full_tokens), c) for c in completions]
     datums = [
         Datum(ids, (np.arange(1, len(ids)) >= c.prompt_len).astype(float), 1.0) for ids, c in rows
     ]
     scored = side.run(side.policy.forward(datums))
     return farthest(
-        [lp.values[c.prompt_len - 1 :] for lp, c in zip(scored, drawn, strict=True)],
-        [c.logprobs for c in drawn],
+        [lp.values[c.prompt_len - 1 :] for lp, c in zip(scored, completions, strict=True)],
+        [c.logprobs for c in completions],
     )
 
 
@@ -237,12 +237,12 @@ def agreement(device: str, dtype: str) -> dict[str, float]:
         "logprobs": farthest(there["logprobs"], here["logprobs"]),
         "gradients": relative(there["gradients"], here["gradients"]),
         "update": relative(there["weights"], here["weights"]),
-        "sampler": sampler_gap(sides[1], there["drawn"]),
+        "sampler": sampler_gap(sides[1], there["completions"]),
         "again": max(
             farthest(again["logprobs"], there["logprobs"]),
             relative(again["weights"], there["weights"]),
         ),
-        "same_draws_as_cpu": same_tokens(there["drawn"], here["drawn"]),
+        "same_samples_as_cpu": same_tokens(there["completions"], here["completions"]),
     }
     for side in sides:
         side.close()
@@ -315,7 +315,7 @@ def timed(run: Callable[[], Any], plan: Plan) -> float:
     return statistics.median(results[1:])
 
 
-def drawing(side: Backend, plan: Plan, read: float) -> list[dict[str, Any]]:
+def time_sampling(side: Backend, plan: Plan, read: float) -> list[dict[str, Any]]:
     "Tokens a second, next to the floor of reading weights and cache."
     shape = SHAPES[plan.shape]
     size = side.backend.size
@@ -329,7 +329,7 @@ def drawing(side: Backend, plan: Plan, read: float) -> list[dict[str, Any]]:
             * getattr(torch, plan.dtype).itemsize
         )
         floor = plan.tokens * (size.nbytes + cache) / read
-        seconds = timed(lambda r=rows: side.draw([ids], n=r, max_tokens=plan.tokens), plan)
+        seconds = timed(lambda r=rows: side.sample([ids], n=r, max_tokens=plan.tokens), plan)
         case = {"rows": rows, "seconds": seconds, "floor_seconds": floor}
         results.append(
             case | {"tokens_per_s": rows * plan.tokens / seconds, "times_floor": seconds / floor}
@@ -351,21 +351,21 @@ def training(side: Backend, plan: Plan, gemm: float, vendor: float | None) -> di
     seconds = timed(once, plan)
     tokens = plan.train_rows * n
     rate = side.backend.size.flops(tokens, tokens, backward=True) / seconds
-    found = {
+    result = {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
         "flops_per_s": rate,
     }
-    found |= {
+    result |= {
         "of_best_product": rate / gemm,
         "mfu": rate / vendor if vendor else None,
         "anchor_mfu": ANCHOR,
     }
-    return found
+    return result
 
 
-# --- beside TRL --------------------------------------------------------------------------------------------------
+# --- next to TRL --------------------------------------------------------------------------------------------------
 
 
 def beside_trl(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
@@ -393,25 +393,25 @@ def beside_trl(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
 
 def machine(device: str) -> dict[str, Any]:
     "What it ran on."
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "device": device,
         "cpus": os.cpu_count(),
         "python": platform.python_version(),
     }
-    found |= {
+    result |= {
         "torch": torch.__version__,
         "load": os.getloadavg()[0],
         "processor": platform.machine(),
     }
     if device == "cuda":
         at = torch.cuda.get_device_properties(0)
-        found |= {
+        result |= {
             "gpu": at.name,
             "gpu_memory_gb": at.total_memory / 1e9,
             "capability": [at.major, at.minor],
         }
-        found["cuda"] = torch.version.cuda
-    return found
+        result["cuda"] = torch.version.cuda
+    return result
 
 
 def measure(
@@ -447,7 +447,7 @@ def measure(
     gemm = gemm_rate(size, plan.product)
     vendor = next((rate for name, rate in VENDOR.items() if name in where.get("gpu", "")), None)
     result["rates"] = {"read_bytes": read, "product_flops": gemm, "vendor_flops": vendor}
-    result["drawing"] = drawing(side, plan, read)
+    result["sampling"] = time_sampling(side, plan, read)
     result["training"] = training(side, plan, gemm, vendor)
     side.close()
     del side
@@ -461,12 +461,12 @@ def measure(
 
 def agreed(result: dict[str, Any]) -> str:
     "The gaps, and whether they are within the limits."
-    head = f"{'':<12}{'logprobs':>10}{'gradients':>11}{'update':>10}{'sampler':>10}{'again':>10}{'draws':>8}"
+    head = f"{'':<12}{'logprobs':>10}{'gradients':>11}{'update':>10}{'sampler':>10}{'again':>10}{'samples':>8}"
 
     def line(n, a):
         return (
             f"{n:<12}{a['logprobs']:>10.1e}{a['gradients']:>11.1e}{a['update']:>10.1e}{a['sampler']:>10.1e}{a['again']:>10.1e}"
-            f"{a['same_draws_as_cpu']:>8.0%}"
+            f"{a['same_samples_as_cpu']:>8.0%}"
         )
 
     verdict = (
@@ -489,7 +489,7 @@ def alone(result: dict[str, Any]) -> str:
     def row(c):
         return f"{c['rows']:>6}{c['tokens_per_s']:>11.0f}{c['times_floor']:>9.1f}"
 
-    lines = [f"{'rows':>6}{'tokens/s':>11}{'/ floor':>9}", *map(row, result["drawing"])]
+    lines = [f"{'rows':>6}{'tokens/s':>11}{'/ floor':>9}", *map(row, result["sampling"])]
     t = result["training"]
     used = (
         "no vendor's figure is known here"
@@ -503,7 +503,7 @@ def alone(result: dict[str, Any]) -> str:
 
 
 def whole(result: dict[str, Any]) -> str:
-    "Steps beside TRL."
+    "Steps next to TRL."
     if result["step"] is None:
         return "TRL was not run"
     lines = [f"{'seconds':<10}{'ours':>9}{'TRL':>9}{'TRL/ours':>10}"]
@@ -526,20 +526,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="file for the figures")
     parser.add_argument("--no-trl", action="store_true", help="leave TRL out")
     parser.add_argument(
-        "--rows", nargs="+", type=int, help="completions at once, for drawing alone"
+        "--rows", nargs="+", type=int, help="completions at once, for sampling alone"
     )
     parser.add_argument("--tokens", type=int, help="of a completion")
-    parser.add_argument("--steps", type=int, help="measured steps beside TRL")
+    parser.add_argument("--steps", type=int, help="measured steps next to TRL")
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error(
             "--device: got cuda, but torch sees no GPU; `--device cpu` tries the script on a tiny shape"
         )
     transformers_logging.disable_progress_bar()
-    given = {k: v for k in ("tokens", "steps") if (v := getattr(args, k)) is not None}
+    chosen = {k: v for k in ("tokens", "steps") if (v := getattr(args, k)) is not None}
     if args.rows:
-        given |= {"rows": tuple(args.rows)}
-    result = measure(replace(TINY if args.device == "cpu" else Plan(), **given), not args.no_trl)
+        chosen |= {"rows": tuple(args.rows)}
+    result = measure(replace(TINY if args.device == "cpu" else Plan(), **chosen), not args.no_trl)
     if args.device == "cpu":
         print("This was a CPU: the script works, its figures mean nothing.")
     if args.json:

@@ -77,7 +77,7 @@ def make_run(folder: Path, steps: int, **settings: Any) -> Run:
 
 
 def measure(command: str, folder: Path, steps: int) -> dict[str, Any]:
-    "Processor seconds and the most memory of a command, in a process of its own."
+    "Processor seconds and the most memory of a command, in a separate process."
     name, *options = command.format(last=steps, page=folder.parent / "page.html").split()
     done = subprocess.run(
         [sys.executable, "-c", CODE, name, str(folder), *options], capture_output=True, text=True
@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--keep", type=Path, default=None, help="folder of the run")
     parser.add_argument(
-        "--train", type=int, help="train for so many steps, and see how a step grows"
+        "--train", type=int, help="train for this number of steps, and see how a step grows"
     )
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()

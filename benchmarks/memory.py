@@ -2,7 +2,7 @@
 
     python benchmarks/memory.py --json FILE
 
-Both run the same loss on the same small model and sequences, each in a process of its own, and must arrive at the same
+Both run the same loss on the same small model and sequences, each in a separate process, and must arrive at the same
 gradients. Memory is what the process holds at its peak, less what it held before the pass (Linux, CPU, float32). Of
 each sequence the last three quarters are trained on, as a completion would be.
 
@@ -11,7 +11,7 @@ what the allocator keeps back, so the storage of all tensors that are alive is c
 
     python benchmarks/memory.py --base
 
-SmolLM2-135M under LoRA, its base in full precision and in 8 bits, each in a process of its own: what the process holds
+SmolLM2-135M under LoRA, its base in full precision and in 8 bits, each in a separate process: what the process holds
 more after opening than before loading, after sampling, and at the peak of a training pass. It needs the extras smollm2
 and quantized.
 
@@ -177,13 +177,13 @@ SHARED = Case(8_000, 1024, sequences=32, completions=8)
 
 def live_mb(case: Case, no_tree: str, checkpointing: bool) -> float:
     "Megabytes of tensors that are alive at the peak of one pass of ours."
-    how = {
+    options = {
         "reference": False,
         "inline": True,
         "device": "cpu",
         "gradient_checkpointing": checkpointing,
     }
-    policy = open_local(model_of(case), None, **how).policy
+    policy = open_local(model_of(case), None, **options).policy
     datums = datums_of(case)
     policy.state.scoring.causal.no_tree = no_tree
     loss_fn = make_loss_fn(datums, policy_loss="ppo")
@@ -232,7 +232,7 @@ def measure_base(kind: str, model: str = "smollm2", length: int = 128) -> dict[s
         backend.sampler.sample(tokens[0, :32].tolist(), SampleParams(n=4, max_tokens=4, seed=0))
     )
     gc.collect()
-    return result | {"after drawing": held("VmRSS") - before}
+    return result | {"after sampling": held("VmRSS") - before}
 
 
 def measure(variant: str, case: Case) -> tuple[float, dict[str, Tensor]]:
@@ -246,19 +246,19 @@ def measure(variant: str, case: Case) -> tuple[float, dict[str, Tensor]]:
 def measure_apart(variant: str, case: Case, folder: Path) -> tuple[float, dict[str, Tensor]]:
     "`measure` in a fresh process."
     file = folder / "measured.pt"
-    given = json.dumps(asdict(case))
+    arguments = json.dumps(asdict(case))
     subprocess.run(
-        [sys.executable, __file__, "--one", variant, "--case", given, "--out", str(file)],
+        [sys.executable, __file__, "--one", variant, "--case", arguments, "--out", str(file)],
         check=True,
     )
     growth, gradients = torch.load(file)
     return growth, gradients
 
 
-def compare(found: dict[str, tuple[float, dict[str, Tensor]]], case: Case) -> dict[str, Any]:
+def compare(results: dict[str, tuple[float, dict[str, Tensor]]], case: Case) -> dict[str, Any]:
     "What was measured, as plain values; raises `AssertionError` unless all gradients are the same."
-    (mine, a) = found["ours"]
-    (full, b) = found["naive"]
+    (mine, a) = results["ours"]
+    (full, b) = results["naive"]
     assert a.keys() == b.keys() == {name for name, _ in model_of(case).named_parameters()}, (
         "not every weight has one"
     )

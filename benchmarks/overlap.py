@@ -3,7 +3,7 @@
     python benchmarks/overlap.py --json FILE
 
 Three parts. On a *virtual clock* the recipe trains with a trainer that only takes its time and rollouts that only take
-theirs: what is measured is the schedule, exactly. With the *emulator* in a process of its own the training is real and
+theirs: what is measured is the schedule, exactly. With the *emulator* in a separate process the training is real and
 goes over HTTP. With the *local* backend trainer and sampler are one worker thread.
 
 Every run is timed from the first rollout to the last weight sync, start-up and drain included, and compared with the
@@ -68,7 +68,7 @@ class Jumps(selectors.DefaultSelector):
     clock = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "everybody waits for something that nobody will do"
+        assert timeout is not None, "every task waits and nothing is scheduled"
         self.clock += max(timeout, 0.0)
         return super().select(0)
 
@@ -144,7 +144,7 @@ class Setting:
 class Ledger:
     "Who was busy when, on the clock of the event loop."
 
-    draws: list[tuple[float, float]] = field(default_factory=list)
+    sampling: list[tuple[float, float]] = field(default_factory=list)
     training: list[tuple[float, float]] = field(default_factory=list)
     syncs: list[float] = field(default_factory=list)  # when the weights had reached the sampler
 
@@ -212,7 +212,7 @@ def make_rollouts(setting: Setting, ledger: Ledger) -> Callable[[Any], Any]:
                 tokens = [*prompt, *(5 + (seed + i) % 40 for i in range(setting.tokens))]
                 mask = [0] * len(prompt) + [1] * setting.tokens
                 sample = RolloutSample(tokens, [-1.0] * len(tokens), mask, reward=reward)
-            ledger.draws.append((begin, now()))
+            ledger.sampling.append((begin, now()))
             return sample
 
         return rollout_fn
@@ -260,7 +260,7 @@ def measured(
 ) -> Timing:
     "The figures of a run from what was noted."
     ends = ledger.syncs[-len(ends) :] or ends
-    begin = min(b for b, _ in ledger.draws)
+    begin = min(b for b, _ in ledger.sampling)
     bursts = max(1, len(ends) // 2 // (setting.versions + 1))
     # O + 1 batches may come in one burst
     wall = ends[-1] - begin
@@ -270,7 +270,7 @@ def measured(
         r.seconds.get(p, 0.0) for r in records for p in phases
     ]
     busy = sum(seconds)
-    drawn = sum(e - b for b, e in ledger.draws)
+    sampled_s = sum(e - b for b, e in ledger.sampling)
     room = setting.samples * (1.0 if setting.synchronous else setting.places)
     ages = [
         r.step - 1 - (g.submitted or 0)
@@ -282,7 +282,7 @@ def measured(
         wall,
         (ends[-1] - ends[-1 - late]) / late if late < len(ends) else wall / len(ends),
         1 - busy / wall if wall else 0.0,
-        1 - drawn / (room * wall) if wall else 0.0,
+        1 - sampled_s / (room * wall) if wall else 0.0,
         max(ages, default=0),
     )
 
@@ -365,9 +365,9 @@ def schedules(
     }
 
 
-def enough_versions(found: Overlap) -> bool:
+def enough_versions(result: Overlap) -> bool:
     "Whether the staleness bound leaves the sampler's places filled while a step trains: O >= R."
-    return found.setting.versions >= found.setting.places
+    return result.setting.versions >= result.setting.places
 
 
 # --- parts 2 and 3: real training --------------------------------------------------------------------------------
@@ -375,7 +375,7 @@ def enough_versions(found: Overlap) -> bool:
 
 @contextlib.contextmanager
 def emulator() -> Iterator[tuple[str, Secret]]:
-    "`rl-notebook emulate` in a process of its own; its address and key."
+    "`rl-notebook emulate` in a separate process; its address and key."
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-c", code, "emulate", "--port", "0", "--folder", folder]
@@ -473,7 +473,7 @@ async def measure_service(
         return [
             made,
             await in_turns(
-                "emulator, answers drawn after the wait", sampled, backend, repeats, say, True
+                "emulator, completions sampled after the wait", sampled, backend, repeats, say, True
             ),
         ]
 
@@ -531,23 +531,23 @@ def summary(virtual: dict[str, list[Overlap]], real: Sequence[Real]) -> dict[str
 
 def worst(part: Sequence[Overlap]) -> float:
     "Wall over the longer of its parts, the largest where staleness leaves enough room."
-    return max(found.wall_over_max for found in part if enough_versions(found))
+    return max(result.wall_over_max for result in part if enough_versions(result))
 
 
 def part_summary(part: Sequence[Overlap]) -> dict[str, Any]:
     "The worst ratio, and the runs behind it."
-    runs = [asdict(found) | {"wall_over_max": found.wall_over_max} for found in part]
+    runs = [asdict(result) | {"wall_over_max": result.wall_over_max} for result in part]
     return {"wall_over_max": worst(part), "runs": runs}
 
 
-def real_summary(found: Real) -> dict[str, Any]:
+def real_summary(result: Real) -> dict[str, Any]:
     "Ratios, and the runs behind them."
     return {
-        "settings": [asdict(setting) for setting in found.settings],
-        "wall_over_max": spread(found.ratios("asynchronous")),
-        "synchronous_over_max": spread(found.ratios("synchronous")),
-        "synchronous_over_asynchronous": spread(found.gain()),
-        "runs": {kind: [asdict(run) for run in runs] for kind, runs in found.runs.items()},
+        "settings": [asdict(setting) for setting in result.settings],
+        "wall_over_max": spread(result.ratios("asynchronous")),
+        "synchronous_over_max": spread(result.ratios("synchronous")),
+        "synchronous_over_asynchronous": spread(result.gain()),
+        "runs": {kind: [asdict(run) for run in runs] for kind, runs in result.runs.items()},
     }
 
 
@@ -568,7 +568,7 @@ def schedule_table(part: Sequence[Overlap]) -> str:
     return "\n".join(lines)
 
 
-def real_table(found: Sequence[Real]) -> str:
+def real_table(result: Sequence[Real]) -> str:
     "One line a kind: ratios, median and range over the turns."
 
     def shown(values):
@@ -576,7 +576,7 @@ def real_table(found: Sequence[Real]) -> str:
 
     head = f"{'':<40}{'sync / max':>22}{'async / max':>22}{'sync / async':>22}{'idle: trainer':>15}{'sampler':>9}"
     lines = [head]
-    for r in found:
+    for r in result:
         idle = [
             statistics.median(getattr(t, f"{who}_idle") for t in r.runs["asynchronous"])
             for who in ("trainer", "sampler")

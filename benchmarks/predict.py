@@ -78,11 +78,11 @@ async def measure(setting: Setting) -> dict[str, Any]:
         records = [await loop.step() for _ in range(setting.steps)]
         took = {p: statistics.mean(r.seconds.get(p, 0.0) for r in records if r) for p in PHASES}
         total = statistics.median(sum(r.seconds.get(p, 0.0) for p in PHASES) for r in records if r)
-        said = {p: flight.cost.step_seconds.get(p, 0.0) for p in PHASES}
+        predicted = {p: flight.cost.step_seconds.get(p, 0.0) for p in PHASES}
         memory = {"predicted_gb": flight.cost.step_memory, "measured_gb": peak_memory()["process"]}
-        times = {"predicted": sum(said.values()), "measured": total}
+        times = {"predicted": sum(predicted.values()), "measured": total}
         rounds.append(
-            {"round": turn, **times, "phases": {"predicted": said, "measured": took}, **memory}
+            {"round": turn, **times, "phases": {"predicted": predicted, "measured": took}, **memory}
         )
     return {
         "setting": asdict(setting),
@@ -100,9 +100,9 @@ def table(result: dict[str, Any]) -> str:
         for p in PHASES
     ]
     ratio = statistics.median(r["predicted"] / r["measured"] for r in rounds[1:])
-    said = rounds[0]["predicted_gb"]
+    predicted = rounds[0]["predicted_gb"]
     peak = rounds[0]["measured_gb"]
-    lines.append(line("memory, GB", said, peak))
+    lines.append(line("memory, GB", predicted, peak))
     return "\n".join(
         [
             *lines,
@@ -111,9 +111,9 @@ def table(result: dict[str, Any]) -> str:
     )
 
 
-def line(name: str, said: float, took: float) -> str:
+def line(name: str, predicted: float, took: float) -> str:
     "One row of the table."
-    return f"{name:<20}{said:>11.4f}{took:>11.4f}{said / took if took else float('nan'):>8.2f}"
+    return f"{name:<20}{predicted:>11.4f}{took:>11.4f}{predicted / took if took else float('nan'):>8.2f}"
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
     python benchmarks/prefixes.py --setting tiny --json FILE
     python benchmarks/prefixes.py --setting smollm2 --json FILE
 
-One backend does both in turns, on one thread unless told otherwise, and must arrive at the same logprobs and gradients.
+One backend does both in turns, on one thread by default, and must arrive at the same logprobs and gradients.
 The tokens are random. Seconds are processor time, medians after the first round; a ratio is the median over neighbours.
 """
 

@@ -1,4 +1,4 @@
-"""Completions sampled by our engine, beside transformers' `generate` on the same weights, and the machine at its best.
+"""Completions sampled by our engine, next to transformers' `generate` on the same weights, and the machine at its best.
 
     python benchmarks/sampling.py --model tiny --json FILE
     python benchmarks/sampling.py --model smollm2 --json FILE
@@ -60,7 +60,7 @@ class Case:
 
 
 @dataclass
-class Drawn:
+class Sampled:
     "One round of one side."
 
     seconds: float
@@ -82,16 +82,16 @@ class Ours:
         self.engine.eos_token_ids = frozenset()
         self.runner = asyncio.Runner()
 
-    def draw(self, seed: int) -> Drawn:
+    def sample(self, seed: int) -> Sampled:
         "Conversations to completions."
         before = self.engine.meter.work.get("sampling")
         start = now()
-        result = self.runner.run(self._draw(seed))
+        result = self.runner.run(self._sample(seed))
         seconds, cpu = (b - a for a, b in zip(start, now(), strict=True))
         engine = self.engine.meter.work["sampling"].seconds - (before.seconds if before else 0.0)
-        return Drawn(seconds, cpu, {s.completion_len for s in result}, engine, result)
+        return Sampled(seconds, cpu, {s.completion_len for s in result}, engine, result)
 
-    async def _draw(self, seed: int) -> list[Any]:
+    async def _sample(self, seed: int) -> list[Any]:
         prompts = encode_rows(self.case.questions, self.tokenizer)
         params = SampleParams(n=COMPLETIONS, max_tokens=self.case.tokens, seed=seed)
         sampled = await asyncio.gather(*(draw(p, self.backend.sampler, params) for p in prompts))
@@ -113,27 +113,27 @@ class Generate:
         for config in (model.config, model.generation_config):
             config.eos_token_id = None
 
-    def draw(self, seed: int) -> Drawn:
+    def sample(self, seed: int) -> Sampled:
         "Conversations to texts."
         start = now()
         torch.manual_seed(seed)
         asked = [list(row.messages) for row in self.case.questions for _ in range(COMPLETIONS)]
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "add_generation_prompt": True,
             "padding": True,
             "return_tensors": "pt",
         }
-        ids = self.tokenizer.apply_chat_template(asked, return_dict=True, **how)
-        how = {
+        ids = self.tokenizer.apply_chat_template(asked, return_dict=True, **options)
+        options = {
             "do_sample": True,
             "top_k": 0,
             "top_p": 1.0,
             "temperature": 1.0,
             "max_new_tokens": self.case.tokens,
         }
-        result = self.model.generate(**ids, **how)[:, ids["input_ids"].shape[1] :]
+        result = self.model.generate(**ids, **options)[:, ids["input_ids"].shape[1] :]
         self.tokenizer.batch_decode(result, skip_special_tokens=True)
-        return Drawn(*(b - a for a, b in zip(start, now(), strict=True)), {result.shape[1]})
+        return Sampled(*(b - a for a, b in zip(start, now(), strict=True)), {result.shape[1]})
 
 
 def now() -> tuple[float, float]:
@@ -146,28 +146,31 @@ def now() -> tuple[float, float]:
 
 def mismatch(model: Any, samples: Sequence[Any]) -> dict[str, float]:
     "Mean and largest gap in nats between the sampler and the model's own forward pass, and between that and float32."
-    own, exact = (own_logprobs(m, samples) for m in (model, copy_in_float32(model)))
+    scored, exact = (model_logprobs(m, samples) for m in (model, copy_in_float32(model)))
     sampled = torch.tensor(
         [lp for s in samples for lp in s.logprobs[s.prompt_len :]], dtype=torch.float64
     )
-    gaps = {"sampler_to_model": (sampled - own).abs(), "model_to_float32": (own - exact).abs()}
+    gaps = {
+        "sampler_to_model": (sampled - scored).abs(),
+        "model_to_float32": (scored - exact).abs(),
+    }
     gaps["sampler_to_float32"] = (sampled - exact).abs()
     return {
-        f"{name}_{how}": float(getattr(gap, how)())
+        f"{name}_{statistic}": float(getattr(gap, statistic)())
         for name, gap in gaps.items()
-        for how in ("mean", "max")
+        for statistic in ("mean", "max")
     }
 
 
 def copy_in_float32(model: Any) -> Any:
     "The same weights, computed in float32."
-    twin = type(model)(model.config).float().eval()
-    twin.load_state_dict(model.state_dict())
-    return twin
+    copy = type(model)(model.config).float().eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
 
 
 @torch.no_grad()
-def own_logprobs(model: Any, samples: Sequence[Any]) -> torch.Tensor:
+def model_logprobs(model: Any, samples: Sequence[Any]) -> torch.Tensor:
     "Logprobs of the completions' tokens, sample after sample, by the model's own forward pass."
     results = []
     for s in samples:
@@ -192,18 +195,18 @@ asked = json.load(sys.stdin)
 model = LLM(asked["folder"], dtype=asked["dtype"], max_model_len=512, enable_prefix_caching=True)
 prompts, times = [{"prompt_token_ids": ids} for ids in asked["prompts"]], []
 for seed in range(asked["rounds"] + 1):
-    how = {"n": asked["n"], "max_tokens": asked["tokens"], "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
+    options = {"n": asked["n"], "max_tokens": asked["tokens"], "temperature": 1.0, "ignore_eos": True, "logprobs": 0}
     start = time.perf_counter()
-    outputs = model.generate(prompts, SamplingParams(**how, seed=seed), use_tqdm=False)
+    outputs = model.generate(prompts, SamplingParams(**options, seed=seed), use_tqdm=False)
     times.append(time.perf_counter() - start)
     assert {len(c.token_ids) for o in outputs for c in o.outputs} == {asked["tokens"]}
-with open(asked["told"], "w") as file:  # vLLM has its own say on stdout
+with open(asked["result_file"], "w") as file:  # vLLM has its own say on stdout
     json.dump(times[1:], file)
 """
 
 
 def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
-    "Median seconds of a round in vLLM, in a process of its own and after the others; raises `CalledProcessError`."
+    "Median seconds of a round in vLLM, in a separate process and after the others; raises `CalledProcessError`."
     prompts = [p.tokens.tolist() for p in encode_rows(case.questions, tokenizer)]
     asked = {
         "dtype": case.dtype,
@@ -215,20 +218,20 @@ def run_vllm(python: str, case: Case, model: Any, tokenizer: Any) -> float:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        told = Path(folder) / "seconds.json"
-        given = json.dumps(asked | {"folder": folder, "told": str(told)})
-        cores = f"0-{(os.cpu_count() or 1) - 1}"  # unless it is told so, it leaves one out
+        result_file = Path(folder) / "seconds.json"
+        arguments = json.dumps(asked | {"folder": folder, "result_file": str(result_file)})
+        cores = f"0-{(os.cpu_count() or 1) - 1}"  # otherwise it leaves one out
         # GB
         env = {"VLLM_CPU_OMP_THREADS_BIND": cores, "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ}
         subprocess.run(
             [python, "-c", VLLM],
-            input=given,
+            input=arguments,
             stdout=subprocess.DEVNULL,
             text=True,
             check=True,
             env=env,
         )
-        return statistics.median(json.loads(told.read_text()))
+        return statistics.median(json.loads(result_file.read_text()))
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------
@@ -251,10 +254,10 @@ def measure(
     "Sample in turns; raises `AssertionError` where a completion has another length than was asked for."
     model, tokenizer = load_model(case.model, dtype=case.dtype)
     sides = {"ours": Ours(case, model, tokenizer), "generate": Generate(case, model, tokenizer)}
-    outcome: dict[str, list[Drawn]] = {name: [] for name in sides}
+    outcome: dict[str, list[Sampled]] = {name: [] for name in sides}
     for turn in range(case.rounds + 1):
         for name, side in sides.items():
-            outcome[name].append(side.draw(turn))
+            outcome[name].append(side.sample(turn))
             assert outcome[name][-1].lengths == {case.tokens}, (
                 f"{name}: {outcome[name][-1].lengths} tokens"
             )
@@ -335,7 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     print(HEADING)
     with threads(args.threads or THREADS[args.model]):
-        cases_found = [measure(case, args.vllm) for case in cases]
+        measured = [measure(case, args.vllm) for case in cases]
         count = torch.get_num_threads()
     print(
         f"{count} threads, load {os.getloadavg()[0]:.1f}"
@@ -348,9 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "load": os.getloadavg()[0],
             "torch": torch.__version__,
         }
-        args.json.write_text(
-            json.dumps({"machine": machine, "cases": cases_found}, indent=1) + "\n"
-        )
+        args.json.write_text(json.dumps({"machine": machine, "cases": measured}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -207,9 +207,9 @@ class Ours:
         self, setting: Setting, folder: str, inline: bool = False
     ):  # inline: no worker thread
         self.model, tokenizer = load_model(folder)
-        how: Any = {"device": setting.device, "dtype": setting.dtype}
+        options: Any = {"device": setting.device, "dtype": setting.dtype}
         backend = open_local(
-            self.model, tokenizer, reference=setting.kl_beta > 0, inline=inline, **how
+            self.model, tokenizer, reference=setting.kl_beta > 0, inline=inline, **options
         )
         # not the template's, too
         ends = frozenset() if setting.words else frozenset({tokenizer.eos_token_id})
@@ -568,7 +568,7 @@ def table(result: dict[str, Any]) -> str:
         [
             *lines,
             f"step by step, TRL/ours is {near['min']:.2f} to {near['max']:.2f}, median {near['median']:.2f}",
-            f"{made['model']}: {sampled} tokens drawn and trained on per step, {made['steps']} steps, "
+            f"{made['model']}: {sampled} tokens sampled and trained on per step, {made['steps']} steps, "
             f"KL {made['kl_beta']:g}, {made['dtype']}, {where['threads']} threads, load {where['load']:.1f}, "
             f"{where['peak_memory_gb']:.1f} GB at the peak",
         ]

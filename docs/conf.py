@@ -64,32 +64,34 @@ def plain(text: str) -> str:
 
 def paragraphs(lines: list[str]) -> list[str]:
     "A docstring as reStructuredText: plain text, and indented lines as code."
-    found = list[str]()
+    result = list[str]()
     in_code = False
     for line in lines:
         indented = line.startswith("    ")
         if indented and not in_code:
-            found += [".. code-block:: python", ""]
+            result += [".. code-block:: python", ""]
         in_code = indented or (in_code and not line.strip())
-        found.append(line if indented else plain(line))
-    return found
+        result.append(line if indented else plain(line))
+    return result
 
 
-def told(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    "Docstrings become reStructuredText. The comments beside parameters join them."
+def convert_docstring(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    "Docstrings become reStructuredText. The comments next to parameters join them."
     # a module's page begins with its promise
     lines[:] = [] if what == "module" else paragraphs(lines)
     if name == "rl_notebook.config.config.Config":
         lines += ["", "Its settings by group: :doc:`/settings`."]
     if what in ("function", "method") and is_awaited(obj):
         lines[:0] = ["*Awaited.*", ""]
-    given = obj if what != "class" or is_dataclass(obj) else obj.__init__
+    target = obj if what != "class" or is_dataclass(obj) else obj.__init__
     if what not in ("function", "method", "class") or not (
-        is_dataclass(given) or inspect.isfunction(inspect.unwrap(given))
+        is_dataclass(target) or inspect.isfunction(inspect.unwrap(target))
     ):
         return
     try:
-        comments = docments(given)
+        comments = docments(target)
     except (OSError, TypeError, SyntaxError):  # no source: made at run time
         return
     for parameter, comment in comments.items():
@@ -130,4 +132,4 @@ def setup(app: Sphinx) -> None:
     app.connect("html-page-context", promised)
     app.add_object_type("setting", "to-setting", objname="setting")
     app.add_role("setting", SettingRole())
-    app.connect("autodoc-process-docstring", told)
+    app.connect("autodoc-process-docstring", convert_docstring)

@@ -436,8 +436,8 @@ def write_site(root: Path, target: Path) -> None:
     names = public_names(root)
     for path in site.notebooks():
         write_notebook(site, path, target, names)
-    beside = [p for pattern in ("README.md", "*.svg") for p in (root / "examples").rglob(pattern)]
-    for path in [*map(root.joinpath, EXTRA), *beside]:
+    examples = [p for pattern in ("README.md", "*.svg") for p in (root / "examples").rglob(pattern)]
+    for path in [*map(root.joinpath, EXTRA), *examples]:
         name = path.relative_to(root).as_posix()
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":

@@ -122,7 +122,7 @@ def test_the_gpu_script_can_be_tried_without_one(tmp_path, capsys):
     # a CPU agrees with itself, and bfloat16 with nothing
     assert result["agreement"]["float32"]["logprobs"] == 0
     assert 1e-4 < result["agreement"]["bfloat16"]["logprobs"] < 0.2
-    assert {case["steps_at_once"] for case in result["drawing"]} == {1, 8}
+    assert {case["steps_at_once"] for case in result["sampling"]} == {1, 8}
     assert result["training"]["mfu"] is None
     assert "its figures mean nothing" in capsys.readouterr().out
 

@@ -14,17 +14,17 @@ OURS |= {"rollout_logprobs": "sampler_logprobs", "loss_mask": "loss_mask"}
 def samples_of(batch):
     "One sample a row; SkyRL aligns to the right, and its response fields are as wide as the longest response."
     real = batch["attention_mask"].numpy() > 0
-    said = batch["response_mask"].numpy() > 0
+    completion_mask = batch["response_mask"].numpy() > 0
     for i, tokens in enumerate(batch["sequences"].numpy()):
         known = {
-            ours: batch[name][i].float().numpy()[said[i]]
+            ours: batch[name][i].float().numpy()[completion_mask[i]]
             for name, ours in OURS.items()
             if batch.get(name) is not None
         }
         own = tokens[real[i]]
         yield {
             "tokens": own,
-            "group": str(own[: len(own) - int(np.sum(said[i]))].tolist()),
+            "group": str(own[: len(own) - int(np.sum(completion_mask[i]))].tolist()),
             **known,
         }
 

@@ -38,7 +38,7 @@ class Retry(vf.Env[vf.SingleAgentEnvConfig]):
 
 
 class Asks(vf.Harness[vf.HarnessConfig]):
-    "The simplest agent: it asks the model once a turn. Those that come with verifiers are programs of their own."
+    "The simplest agent: it asks the model once a turn. Those that come with verifiers are separate programs."
 
     NEEDS_CONTAINER = EXECUTES_CODE = False
     SUPPORTS_RESUME = True

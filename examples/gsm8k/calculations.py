@@ -1,6 +1,6 @@
 """Rewards for the right calculations: those of the reference solution, which GSM8K marks as `<<6*24=144>>`.
 
-What to calculate is one thing, and to do it in one's head another. A calculation is told here by the result that a
+What to calculate is one thing, and to do it in the head another. A calculation is recognized here by the result that a
 calculator has for it; whether the text has the same one is a second question. Where its numbers come from is not asked,
 and what is written in another way (brackets, `**144**`) is not found: short reference solutions themselves earn 0.80.
 """
@@ -15,7 +15,7 @@ from rl_notebook.task.rewards import final_answer, numeric_equal, parse_number
 NUMBER = r"\$?(?<![\d.,])(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?!\d)%?"
 UNIT = r"(?:\s?[A-Za-z]+(?![A-Za-z])){0,2}"
 SIGN = r"\s*[-+*/×÷]\s*"
-# Without brackets; what is said is one number, and not the first of a fraction or of a second calculation.
+# Without brackets; what is claimed is one number, and not the first of a fraction or of a second calculation.
 CALCULATION = re.compile(
     rf"({NUMBER}{UNIT}(?:{SIGN}{NUMBER}{UNIT})+)\s*=\s*({NUMBER})(?!{SIGN}\$?[\d.])"
 )
@@ -34,14 +34,14 @@ def results(text: str) -> list[tuple[float, bool]]:
     outcomes = list[tuple[float, bool]]()
     right = dict[str, str]()
     text = re.sub(r"\s[x×]\s", " * ", text.translate(MINUS))
-    for left, said in CALCULATION.findall(text):
+    for left, claimed in CALCULATION.findall(text):
         left = re.sub(r"[\d.]+", lambda n: right.get(n[0], n[0]), plain(left))
-        said = plain(said)
+        claimed = plain(claimed)
         value = parse_number(left)
-        same = bool(numeric_equal(said, left, CENT))
-        right.pop(said, None)
+        same = bool(numeric_equal(claimed, left, CENT))
+        right.pop(claimed, None)
         if value is not None and not same:
-            right[said] = f"({value})"
+            right[claimed] = f"({value})"
         outcomes.append((float("nan") if value is None else round(float(value), 2), same))
     return outcomes
 
@@ -60,7 +60,7 @@ def calculations(text: str, answer: str) -> float:  # 0 to 1
     there = results(text)
     gold = Counter(wanted(answer))
     earned = 0.0
-    for value, same in sorted(there, key=lambda found: not found[1]):
+    for value, same in sorted(there, key=lambda calculation: not calculation[1]):
         earned += (gold[value] > 0) * (1.0 if same else 0.5)
         gold[value] -= 1
     return earned / max(len(there), len(wanted(answer)), 1)

@@ -28,7 +28,7 @@ from rl_notebook.views.payloads import History, reward_payload
 # rows, and completions of each
 HELD_OUT = 100
 TIMES = 8
-SHOWN = 10  # rows of our own whose completions are shown
+SHOWN = 10  # example rows whose completions are shown
 WINDOW = 10  # steps that a point of the curve is the mean of
 DRAWS = 10_000  # of the bootstrap
 
@@ -46,12 +46,12 @@ async def answers(
             prompt.tokens.tolist(), cfg.sample_params(n=n, seed=i)
         )
         scores = await score(sampled, prompt.row, list(cfg.rewards), cfg.reward_weights)
-        said = [
+        reported = [
             {"tokens": len(c.tokens), "cut": c.finish_reason == "length", "text": c.text}
             for c in sampled
         ]
         graded = [{"reward": scores.reward(j), **scores.rewards(j)} for j in range(n)]
-        return [{"row": prompt.row.key, **a, **b} for a, b in zip(graded, said, strict=True)]
+        return [{"row": prompt.row.key, **a, **b} for a, b in zip(graded, reported, strict=True)]
 
     prompts = encode_rows(ask(rows), backend.tokenizer)
     return [
@@ -62,7 +62,7 @@ async def answers(
 
 
 async def measure(run: rln.Run, out: Path) -> None:
-    "Answer held-out rows and rows of our own with the model as it was, and with the newest checkpoint."
+    "Answer held-out rows and example rows with the model as it was, and with the newest checkpoint."
     cfg = rln.Config.from_dict(run.config)
     result = run.latest_checkpoint()
     assert result is not None, "the run has no checkpoint"
@@ -121,14 +121,14 @@ def curve(metrics: pd.DataFrame, held: pd.DataFrame) -> str:
 
 
 def completions(own: pd.DataFrame) -> str:
-    "For rows of our own: the completion before training, and the one after it."
+    "For example rows: the completion before training, and the one after it."
     questions = {row.key: row.data["question"] for row in rln.load_rows(HERE / "sample.jsonl")}
     parts = []
     for row, of_row in own.groupby("row", sort=False):
         parts.append(f"**{questions[str(row)]}**")
-        for name, said in zip(("before", "after"), of_row.to_dict("records"), strict=True):
+        for name, reported in zip(("before", "after"), of_row.to_dict("records"), strict=True):
             parts.append(
-                f"{name}, reward {said['reward']:.2g}:\n\n```text\n{said['text'].strip()}\n```"
+                f"{name}, reward {reported['reward']:.2g}:\n\n```text\n{reported['text'].strip()}\n```"
             )
     return "\n\n".join(parts)
 

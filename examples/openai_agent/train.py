@@ -76,7 +76,7 @@ async def run(
     rows = rows[held_out + DEMONSTRATED :]
 
     async def play(sample_prompt: dict[str, Any]) -> RolloutRun:
-        "One rollout: the agent, at an address of its own."
+        "One rollout: the agent, at a separate address."
         with server.rollout() as rollout:
             own = client.with_options(base_url=rollout.url, api_key=rollout.key)
             text = await solve(own, sample_prompt["messages"])

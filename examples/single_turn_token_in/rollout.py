@@ -1,7 +1,7 @@
 """A rollout: one prompt answered once, and graded. The recipe calls it for every sample of every group.
 
 This one asks the model, looks at its completion, and does what a reward function alone could not do: it keeps what it
-saw (`info`), and it drops completions that ran out of room instead of grading them (`return None`).
+saw (`info`), and it drops completions that ran out of room instead of scoring them (`return None`).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def value_of(node: ast.expr, depth: int = 0) -> int:
 
 
 def respond(expression: str) -> str:
-    "What the model is told: the value, or why there is none."
+    "What the tool replies: the value, or why there is none."
     try:
         return f"= {calculate(expression)}"
     except ValueError as error:

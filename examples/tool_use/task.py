@@ -49,7 +49,7 @@ async def measure(setup: rln.RolloutSetup, rows: Sequence[dict[str, Any]]) -> di
     return shares([s for s in samples if s is not None])
 
 
-def line(name: str, found: dict[str, float]) -> str:
+def line(name: str, result: dict[str, float]) -> str:
     "What was measured, as a line of a table with a bar."
-    numbers = f"reward {found['reward']:.3f}   called {found['calls']:.2f}   right if called {found['right']:.2f}"
-    return f"{name:<17} {numbers}  {'#' * round(40 * found['reward'])}"
+    numbers = f"reward {result['reward']:.3f}   called {result['calls']:.2f}   right if called {result['right']:.2f}"
+    return f"{name:<17} {numbers}  {'#' * round(40 * result['reward'])}"

@@ -23,7 +23,7 @@ BATCH = 32  # traces per step
 CALLS = 0.5  # share of traces that call
 
 
-def spoken(talk: Conversation, text: str) -> Conversation:
+def with_reply(talk: Conversation, text: str) -> Conversation:
     "With a turn that was written, not sampled."
     tokens = [*talk.tokenizer.encode(text, add_special_tokens=False), talk.tokenizer.eos_token_id]
     return talk.add_completion(
@@ -38,12 +38,12 @@ def trace(tokenizer: Any, row: Mapping[str, Any], rng: np.random.Generator) -> r
     )
     if rng.random() < CALLS:
         result = respond(row["expression"])
-        talk = spoken(talk, f"calc({row['expression']})").add_messages(
+        talk = with_reply(talk, f"calc({row['expression']})").add_messages(
             {"role": "user", "content": result}
         )
-        talk = spoken(talk, f"#### {result.removeprefix('= ')}")
+        talk = with_reply(talk, f"#### {result.removeprefix('= ')}")
     else:
-        talk = spoken(talk, f"#### {rng.integers(100)}")
+        talk = with_reply(talk, f"#### {rng.integers(100)}")
     sample = talk.to_sample()
     return datum_from_tokens_weights(sample.tokens, sample.loss_mask)
 
@@ -52,8 +52,10 @@ def cross_entropy(
     datums: Sequence[rln.Datum], logprobs: list[torch.Tensor]
 ) -> tuple[torch.Tensor, dict[str, float]]:
     "Mean over the assistant's tokens of -log p."
-    said = [series[torch.tensor(d.active)] for d, series in zip(datums, logprobs, strict=True)]
-    loss = -torch.cat(said).mean()
+    logprobs_of_completion = [
+        series[torch.tensor(d.active)] for d, series in zip(datums, logprobs, strict=True)
+    ]
+    loss = -torch.cat(logprobs_of_completion).mean()
     return loss, {"cross_entropy": float(loss.detach())}
 
 
