@@ -122,7 +122,7 @@ def test_view_leaves_a_folder_of_a_script_that_says_no_end(demo, tmp_path, capsy
     recorded = yaml.safe_load((run / "config.yaml").read_text())
     (run / "config.yaml").write_text(yaml.safe_dump(recorded | {"steps": None, "epochs": 50}))
     os.utime(run / "metrics.jsonl")  # it has just written
-    assert main(["view", str(run), "--every", "0.1", "--patience", "1"]) == 0
+    assert main(["view", str(run), "--every", "0.1", "--idle-timeout", "1"]) == 0
     output = capsys.readouterr()
     page = Path(output.out.strip())
     assert "was not started here: its page is written outside of it" in output.err

@@ -28,10 +28,10 @@ from rl_notebook.config.config import (
 )
 from rl_notebook.config.config import WandBConfig, WeightSyncConfig, WeightSyncScope
 from rl_notebook.config.settings import AdvantageScale
-from rl_notebook.cli import comments_of, parse_train
+from rl_notebook.cli import default_of, parse_train
 from rl_notebook.core.types import BackendError, ConfigError, LossError, SampleParams
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions
-from rl_notebook.core.options import KLEstimator, LossParams
+from rl_notebook.core.options import KLEstimator
 from rl_notebook.runs.run import Run, RunFolder, differing
 
 MODEL = "accounts/fireworks/models/qwen3-8b"
@@ -542,8 +542,8 @@ def test_the_help_of_eps_clip_names_the_defaults():
     defaults = {n: p["eps_clip"] for n, p in m.SURROGATE_PARAMS.items() if "eps_clip" in p}
     assert defaults.pop("gmpo") == 0.4
     assert set(defaults.values()) == {0.2}
-    assert comments_of(LossParams)["eps_clip"].endswith(
-        "the default of the loss: 0.2, for gmpo 0.4"
+    assert default_of("eps_clip", None) == (
+        "by loss: ppo 0.2, dapo 0.2, gspo 0.2, cispo 0.2, gmpo 0.4, clip_cov 0.2"
     )
 
 

@@ -134,7 +134,10 @@ def test_a_folder_that_holds_something_is_left_alone(task):
     before = {path.name: path.read_bytes() for path in task.iterdir() if path.is_file()}
     done = subprocess.run([PROGRAM, "new", task], capture_output=True, text=True)
     assert done.returncode == 2
-    assert "got a place that holds something; expected a new or an empty folder" in done.stderr
+    assert (
+        "got a file, or a folder that is not empty; expected a new or an empty folder"
+        in done.stderr
+    )
     assert before == {path.name: path.read_bytes() for path in task.iterdir() if path.is_file()}
 
 
