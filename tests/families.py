@@ -212,11 +212,11 @@ def row_of(name: str) -> dict[str, Any]:
             found.pop("not made here", None)
         return found
     causal, scoring = loop.backend.sampler.engine.causal, loop.backend.policy.state.scoring.causal  # type: ignore[union-attr]
-    drawn = {"fast": "own decoder", "modules": "its modules", "full": "its modules and head"}[
+    decoder = {"fast": "own decoder", "modules": "its modules", "full": "its modules and head"}[
         causal.route
     ]
     found |= {
-        "drawn by": drawn + ", states" * causal.keeps_state,
+        "drawn by": decoder + ", states" * causal.keeps_state,
         "shared prefixes": "no" if scoring.no_tree else "yes",
     }
     try:

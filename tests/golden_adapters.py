@@ -1003,11 +1003,11 @@ def datum_making(case: Case) -> Outcome:
     e = case.expected
     if "completions" in x:
         completions = [SimpleNamespace(**completion) for completion in x["completions"]]
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             datums = build_grpo_datums(completions, c["max_seq_len"])
         cut = any(len(completion.full_tokens) > c["max_seq_len"] for completion in completions)
-        assert bool(said) == cut, "truncation is said exactly when it happens"
+        assert bool(caught) == cut, "truncation is said exactly when it happens"
         for d, recorded, completion in zip(datums, e["datums"], completions, strict=True):
             check_datum(d, recorded, len(completion.full_tokens))
         return AGREED
@@ -1091,19 +1091,19 @@ def loss_path(case: Case) -> Outcome:
     c = case.config
     e = case.expected
     name = "ppo" if c["policy_loss"] == "grpo" else c["policy_loss"]
-    given = {
+    arguments = {
         "policy_loss": name,
         "loss_path": c["loss_path"],
         "kl_beta": c["kl_beta"],
         "aggregation": "sum",
     }
     if name == "ppo":
-        given |= {"eps_clip_high": c["eps_clip_high"]}
+        arguments |= {"eps_clip_high": c["eps_clip_high"]}
     if name == "dapo":
-        given |= {"dapo": DAPOConfig(eps_clip_c=c["dapo_eps_clip_c"])}
+        arguments |= {"dapo": DAPOConfig(eps_clip_c=c["dapo_eps_clip_c"])}
 
     def config(**changes: Any) -> Config:
-        return Config(backend="fireworks", **given | changes)
+        return Config(backend="fireworks", **arguments | changes)
 
     if name not in POLICY_LOSSES:
         refused(config, "policy_loss")

@@ -210,7 +210,7 @@ def test_a_merged_export_is_the_model_that_was_trained(tmp_path):
     assert "rounded to 8 bits" in (tmp_path / "adapter" / "README.md").read_text()
 
 
-def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
+def test_a_run_recorded_without_the_setting_continues(tmp_path):
     settings = {**SETTINGS, "dcp_save_interval": 1, "log_path": str(tmp_path / "run")}
     main(Config.from_dict({**settings, "steps": 1}), say=lambda text: None)
     file = tmp_path / "run" / "config.yaml"
@@ -252,13 +252,13 @@ def test_a_run_recorded_without_the_setting_goes_on(tmp_path):
         ),
     ],
 )
-def test_refused_by_open_local(options, message):
+def test_rejected_by_open_local(options, message):
     options = {"load_in_8bit": True, **options}
     with pytest.raises(ConfigError, match=message):
         backend_of(**options)
 
 
-def test_a_mixture_of_experts_is_refused():
+def test_a_mixture_of_experts_is_rejected():
     from test_router_replay import tiny_mixture
 
     with pytest.raises(
@@ -282,7 +282,7 @@ def test_a_mixture_of_experts_is_refused():
         ),
     ],
 )
-def test_refused_by_the_config(settings, message):
+def test_rejected_by_the_config(settings, message):
     with pytest.raises(ConfigError, match=message):
         Config(load_in_8bit=True, **settings)
     with pytest.raises(

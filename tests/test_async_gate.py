@@ -42,7 +42,7 @@ class Rows(RuleBasedStateMachine):
         self.total = total
         self.room = None if room is None else k + room
         self.loop = asyncio.new_event_loop()
-        self.complaints: list[Any] = []  # of callbacks, which nobody else would hear
+        self.complaints: list[Any] = []  # of callbacks, which no one else would hear
         self.loop.set_exception_handler(lambda loop, context: self.complaints.append(context))
         self.now = 0.0
         self.idle = 0.0
@@ -58,9 +58,9 @@ class Rows(RuleBasedStateMachine):
         self.last: dict[int, int] = {}  # the batch before it, for undo
         self.trained: set[int] = set()
         self.settled: set[int] = set()  # rejected, and part of a step
-        # what is going on
+        # what is running
         self.held = False  # no row is to be started
-        self.broken = False  # a rollout raised, and nobody was told yet
+        self.broken = False  # a rollout raised, and no one was told yet
         self.asking: asyncio.Task[list[Finished[Any]]] | None = None
         self.draining: asyncio.Task[None] | None = None
         self.producer = Producer(

@@ -456,7 +456,7 @@ def test_states_restore_exactly(opened):
     opened(test)
 
 
-def test_bad_losses_are_refused_and_leave_nothing_behind(opened):
+def test_bad_losses_are_rejected_and_leave_nothing_behind(opened):
     async def test(backend):
         datums = datums_of(await sampled(backend))
 
@@ -486,7 +486,7 @@ def test_bad_losses_are_refused_and_leave_nothing_behind(opened):
     opened(test)
 
 
-def test_bad_prompts_are_refused_and_others_go_on(opened):
+def test_bad_prompts_are_rejected_and_others_continue(opened):
     async def test(backend):
         limit = backend.capabilities.max_seq_len
         with pytest.raises(RLNotebookError, match=f"{limit} prompt tokens.*at most {limit}"):

@@ -478,16 +478,16 @@ def test_a_step_that_is_damaged_costs_that_step(tmp_path: Path, capsys: pytest.C
 
     tokens = path / "steps/00002/tokens.parquet"
     tokens.write_bytes(tokens.read_bytes()[:-40])
-    said = "steps/00002/tokens.parquet: damaged"
+    message = "steps/00002/tokens.parquet: damaged"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         harmed = viewed()
         assert command(["doctor", str(path)]) == 0
     assert "Note: step 2 is left out: " in harmed
-    assert said in harmed
+    assert message in harmed
     assert "Step 2" not in harmed
     assert "step    2" not in capsys.readouterr().out
     assert command(["replay", str(path), "2"]) == 2
-    assert said in capsys.readouterr().err
-    with pytest.raises(RecordError, match=said):
+    assert message in capsys.readouterr().err
+    with pytest.raises(RecordError, match=message):
         asyncio.run(sought())

@@ -272,7 +272,7 @@ async def survey(
     name: str, kinds: Sequence[str], whats: Sequence[str], first: int = 1, every: int = 1
 ) -> list[str]:
     "Points on one backend: what went wrong; prints counts."
-    said = []
+    lines = []
     async with await BACKENDS[name]() as backend:
         for kind in kinds:
             course = await Course.lay(backend, kind)
@@ -283,11 +283,11 @@ async def survey(
                     flush=True,
                 )
                 assert tried
-                said += wrong
-    return said
+                lines += wrong
+    return lines
 
 
-def test_a_cancelled_step_or_undo_goes_on_to_the_same_weights():
+def test_a_cancelled_step_or_undo_continues_to_the_same_weights():
     assert asyncio.run(survey("local", ["sync"], [*WHAT], every=9)) == []
 
 
@@ -446,16 +446,16 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
         seen = ""
         while True:
             message = client.get_iopub_msg(timeout=300)
-            said = message["content"]
+            content = message["content"]
             if message["parent_header"].get("msg_id") != asked:
                 continue
-            if interrupt and "drawing" in said.get("text", ""):
+            if interrupt and "drawing" in content.get("text", ""):
                 manager.interrupt_kernel()
                 interrupt = False
-            seen += "\n".join(said.get("traceback", ())) + said.get("data", {}).get(
+            seen += "\n".join(content.get("traceback", ())) + content.get("data", {}).get(
                 "text/plain", ""
             )
-            if said.get("execution_state") == "idle":
+            if content.get("execution_state") == "idle":
                 return seen
 
     with contextlib.ExitStack() as stack:
@@ -468,8 +468,8 @@ def test_a_cell_shows_its_own_lines_and_where_the_loop_stands():
             "await loop.sample()",
             "await loop.evaluate(loop.rows[:1])",
         ):
-            said = shown(call, interrupt=True)
-            assert (said.startswith(stands), len(said.splitlines())) == (True, 1), said
+            text = shown(call, interrupt=True)
+            assert (text.startswith(stands), len(text.splitlines())) == (True, 1), text
         tried = "await rln.preflight(loop.backend, loop.rows, lambda text: 1.0, loop.cfg)"
         assert shown(tried, interrupt=True) == "Interrupted: preflight, sample."
         assert shown("x = 1\nloop.datums()").splitlines()[:-1] == ["cell, line 2: loop.datums()"]

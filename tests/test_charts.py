@@ -249,8 +249,8 @@ def test_a_timeline_is_thinned_evenly_and_says_so(
     assert all(bar["lane"] < lanes for bar in result["rows"])
     whole = timeline_payload([], waiting, rows=100, lanes=100)["rows"][:: result["every"]]
     assert [bar["row"] for bar in result["rows"]] == [bar["row"] for bar in whole]
-    said = timeline_figure(result)["layout"]["yaxis"]["ticktext"][1]
-    assert said == ("rows" if result["every"] == 1 else f"rows, 1 of {result['every']}")
+    text = timeline_figure(result)["layout"]["yaxis"]["ticktext"][1]
+    assert text == ("rows" if result["every"] == 1 else f"rows, 1 of {result['every']}")
 
 
 # --- live -------------------------------------------------------------------------------------------------------------

@@ -148,12 +148,12 @@ def test_rows_get_what_conversations_get(form, tmp_path):
     )
 
 
-def test_what_a_prompt_cannot_hold_is_refused_with_its_row(tmp_path):
+def test_what_a_prompt_cannot_hold_is_rejected_with_its_row(tmp_path):
     image = {
         "role": "user",
         "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}],
     }
-    for record, said in (
+    for record, text in (
         ({"messages": [image]}, "line 1, message 0: content: got {'type': 'image'}; expected text"),
         (
             {"question": "What is this?", "images": ["a.png"]},
@@ -169,7 +169,7 @@ def test_what_a_prompt_cannot_hold_is_refused_with_its_row(tmp_path):
         ),
     ):
         (tmp_path / "d.jsonl").write_text(json.dumps(record))
-        assert said in message(lambda: load_rows(tmp_path / "d.jsonl"))
+        assert text in message(lambda: load_rows(tmp_path / "d.jsonl"))
     nameless = make_row(
         {"id": "q9", "messages": [{**CALLED[1], "tool_calls": [{"id": "c1"}]}, CALLED[2]]}
     )
@@ -185,7 +185,7 @@ def test_what_a_prompt_cannot_hold_is_refused_with_its_row(tmp_path):
 # --- one completion
 
 
-def test_logprobs_of_what_was_really_drawn():
+def test_logprobs_of_what_was_really_sampled():
     c = Completion(
         [5], [6, 7], [-1.0, -2.0], [-0.5, -0.25], params=SampleParams(temperature=0.5, top_k=9)
     )
@@ -310,8 +310,8 @@ def test_a_turn_may_end_with_any_of_the_models_ends(model, ended):
     c = start_conversation(tokenizer, ROW)
     plain = render(tokenizer, ROW.messages)
     for turn in range(3):
-        said = [*encode("62", tokenizer), ids[ended]]
-        c = c.add_completion(Completion(c.tokens, said, [-1.0] * len(said), text="62"))
+        tokens = [*encode("62", tokenizer), ids[ended]]
+        c = c.add_completion(Completion(c.tokens, tokens, [-1.0] * len(tokens), text="62"))
         assert c.messages[-1] == {"role": "assistant", "content": "62"}
         c = c.add_messages({"role": "user", "content": f"again {turn}"})
         written = "<|end|>" if model == "gpt-oss" else ends[0]
@@ -383,11 +383,11 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
     template = (Path(TRL.origin).parent / "chat_templates" / f"{family}.jinja").read_text()
     teller = build(template)
     asked = {"role": "user", "content": "2+2?"}
-    given = {"a": 2, "b": "4 </parameter> é"}
+    arguments = {"a": 2, "b": "4 </parameter> é"}
     call = {
         "id": "c1",
         "type": "function",
-        "function": {"name": "add", "arguments": json.dumps(given)},
+        "function": {"name": "add", "arguments": json.dumps(arguments)},
     }
     answer = {"role": "tool", "content": "4", "tool_call_id": "c1", "name": "add"}
     offered = {"type": "function", "function": ADD["function"] | {"description": "Adds."}}
@@ -400,7 +400,10 @@ def test_a_call_that_the_template_of_a_family_renders_is_read_back(family):
     _, [read] = split_calls(
         teller.decode(encode_prompt(teller, row)).partition("2+2?")[2], [offered]
     )
-    assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == ("add", given)
+    assert (read["function"]["name"], json.loads(read["function"]["arguments"])) == (
+        "add",
+        arguments,
+    )
     for thinks in (True, False) if "qwen3_5" in family or family == "qwen3_6" else ():
         talk = start_conversation(
             teller, make_row({"messages": [asked]}), tools=[offered], enable_thinking=thinks

@@ -39,14 +39,14 @@ from rl_notebook.runs.run import Run, RunFolder
 def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     "Two steps of the demonstration: its run folder and what it said."
     folder = tmp_path_factory.mktemp("demo") / "run"
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
         assert main(["demo", "--steps", "2", "--log-path", str(folder)]) == 0
-    return folder, said.getvalue()
+    return folder, output.getvalue()
 
 
 def test_the_demo_ends_with_its_result(demo):
-    folder, said = demo
-    last, _, ways = said.rpartition("\nnext:\n")
+    folder, output = demo
+    last, _, ways = output.rpartition("\nnext:\n")
     assert [line.split()[1] for line in ways.splitlines()] == [
         "view",
         "show",
@@ -63,12 +63,12 @@ def test_the_demo_ends_with_its_result(demo):
     assert RunFolder.open(folder).checkpoints == [2]  # the trained policy is kept
     shown = [
         line
-        for line in said.splitlines()
+        for line in output.splitlines()
         if re.search(r"reward -?\d\.\d +advantage [+-]\d\.\d\d", line)
     ]
     texts = {s.text for record in RunFolder.open(folder) for g in record.groups for s in g.samples}
     assert len(shown) == 8
-    # as they were drawn
+    # as they were sampled
     assert all(line.partition(" reward")[0].strip() in texts for line in shown)
 
 
@@ -265,11 +265,11 @@ def test_what_is_typed_is_what_arrives():
 
 def test_resume_takes_the_recorded_settings(tmp_path):
     RunFolder.create(tmp_path / "run", Config(learning_rate=0.5, steps=3))
-    cfg, how = parse_train(
+    cfg, options = parse_train(
         ["--resume", "--log-path", str(tmp_path / "run"), "--steps", "9", "--leftover", "attach"]
     )
     assert (cfg.learning_rate, cfg.steps, cfg.log_path) == (0.5, 9, str(tmp_path / "run"))
-    assert how == {"resume": True, "leftover": "attach", "trust": False}
+    assert options == {"resume": True, "leftover": "attach", "trust": False}
 
 
 # --- help and errors ------------------------------------------------------------------------------------------------
@@ -548,7 +548,7 @@ def test_a_second_export_says_what_to_do(demo, tmp_path, capsys):
 
 
 def test_a_reader_that_has_read_enough_ends_it_quietly() -> None:
-    "As `rl-notebook ... | head` does: what it says goes into a pipe that nobody reads."
+    "As `rl-notebook ... | head` does: what it says goes into a pipe that no one reads."
     code = "import sys; from rl_notebook.cli import main; sys.exit(main(sys.argv[1:]))"
     reading, writing = os.pipe()
     os.close(reading)

@@ -55,7 +55,7 @@ def refused(**kwargs) -> str:
 
 
 def test_defaults_are_the_documents():
-    cfg, said = made()
+    cfg, messages = made()
     table = {
         "learning_rate": 1e-5,
         "kl_beta": 0.001,
@@ -77,12 +77,12 @@ def test_defaults_are_the_documents():
         "dcp_save_interval": 0,
     }
     assert {k: getattr(cfg, k) for k in table} == table
-    assert not said
+    assert not messages
     assert (cfg.base_model, cfg.dataset, cfg.backend) == ("tiny", "toy", "local")
 
 
 def test_the_earliest_recipe_with_all_its_sub_configs():
-    cfg, said = made(
+    cfg, messages = made(
         base_model=MODEL,
         dataset="https://example.org/gsm8k.jsonl",
         tis_enabled=True,
@@ -98,8 +98,8 @@ def test_the_earliest_recipe_with_all_its_sub_configs():
     assert (cfg.tis, cfg.tis_cap, cfg.tis_floor) == ("token", 2.0, 0.0)
     assert cfg.resume == ResumeConfig("step-00010", "job-1", 10)
     assert cfg.backend == "fireworks"
-    assert len(said) == 1
-    assert "hotload.hot_load_interval -> weight_sync_interval" in said[0]
+    assert len(messages) == 1
+    assert "hotload.hot_load_interval -> weight_sync_interval" in messages[0]
 
 
 def test_an_async_recipe_has_its_settings_in_the_config_itself():
@@ -138,10 +138,10 @@ TRL = {
 @pytest.mark.parametrize("name", TRL)
 def test_trl_names(name):
     value, ours, expected = TRL[name]
-    cfg, said = made(**{name: value})
+    cfg, messages = made(**{name: value})
     assert getattr(cfg, ours) == expected
-    assert len(said) == 1
-    assert f"{name} -> {ours}" in said[0]
+    assert len(messages) == 1
+    assert f"{name} -> {ours}" in messages[0]
 
 
 def test_log_completions_by_trls_switch():
@@ -153,8 +153,8 @@ def test_log_completions_by_trls_switch():
         ({"log_completions": False}, 0),
         ({"log_completions": 5}, 5),
     ):
-        cfg, said = made(**settings, **given)
-        assert (cfg.log_completions, said) == (expected, [])
+        cfg, messages = made(**settings, **given)
+        assert (cfg.log_completions, messages) == (expected, [])
     assert "given twice" in refused(**settings, log_completions=5, num_completions_to_print=4)
 
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_of_another_job():
 # ---- unknown names and wrong types
 
 
-def test_unknown_names_are_said_all_at_once(tmp_path):
+def test_unknown_names_are_reported_all_at_once(tmp_path):
     (tmp_path / "c.yaml").write_text("learning_rte: 0.1\nigpo: {gama: 1, qqqq: 2}\nseed: 3\n")
     with pytest.raises(ConfigError) as caught:
         Config.from_yaml(tmp_path / "c.yaml", {"kl_betta": 0.1, "zzzz": 1, "xxxx": 2})
@@ -251,7 +251,7 @@ def test_a_name_of_verl_leads_to_ours(theirs, ours):
 @pytest.mark.parametrize(
     "name", ["batch_size", "per_device_train_batch_size", "train_batch_size", "max_prompt_length"]
 )
-def test_a_name_that_means_something_else_is_refused_with_the_one_to_take(name):
+def test_a_name_that_means_something_else_is_rejected_with_the_one_to_take(name):
     with pytest.raises(
         ConfigError, match=f"^Config: {name}: got a .*[Ss]et (prompt_groups_per_step|max_seq_len), "
     ):
@@ -381,9 +381,9 @@ def test_a_clip_leads_to_eps_clip(word):
     ],
 )
 def test_wrong_types(name, value, expected):
-    said = refused(**{name: value})
-    assert name.split(".")[0] in said
-    assert expected in said
+    text = refused(**{name: value})
+    assert name.split(".")[0] in text
+    assert expected in text
 
 
 def test_what_the_cookbook_takes_is_taken():
@@ -402,9 +402,9 @@ def test_what_the_cookbook_takes_is_taken():
     for scope in ("PER_DEPLOYMENT", "per_deployment", WeightSyncScope.PER_DEPLOYMENT):
         cfg, _ = made(backend="fireworks", deployment={"weight_sync_scope": scope})
         assert cfg.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
-    cfg, said = made(backend="fireworks", hot_load_interval=2, hot_load_timeout=300)
+    cfg, messages = made(backend="fireworks", hot_load_interval=2, hot_load_timeout=300)
     assert (cfg.weight_sync_interval, cfg.weight_sync.weight_sync_timeout) == (2, 300)
-    assert "hot_load_interval -> weight_sync_interval" in said[0]
+    assert "hot_load_interval -> weight_sync_interval" in messages[0]
 
 
 def test_types_that_lose_nothing_are_taken():
@@ -522,7 +522,7 @@ IGNORED = [
 @pytest.mark.parametrize(
     ("given", "said"), IGNORED, ids=lambda x: x[:40] if isinstance(x, str) else ""
 )
-def test_what_would_be_ignored_is_refused(given, said):
+def test_what_would_be_ignored_is_rejected(given, said):
     assert said in refused(**given)
 
 
@@ -596,11 +596,11 @@ def test_a_setting_of_the_loss_means_the_same_in_every_spelling(meant, tmp_path)
         words = {name: m.plain(value) for name, value in given.items()}
         path = tmp_path / f"{i}.yaml"
         path.write_text(yaml.safe_dump(words))
-        said = {
+        message = {
             name: yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
             for name, value in words.items()
         }
-        typed = [part for name, text in said.items() for part in (f"--{name}", text)]
+        typed = [part for name, text in message.items() for part in (f"--{name}", text)]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             ways = [
@@ -674,9 +674,9 @@ KEPT = {
 
 @pytest.mark.parametrize("case", KEPT)
 def test_a_run_that_was_recorded_with_two_homes_keeps_its_numbers(case, tmp_path):
-    said, meant = KEPT[case]
+    recorded, meant = KEPT[case]
     RunFolder.create(tmp_path, Config(kl_beta=0.0))
-    (tmp_path / "config.yaml").write_text(OLD_RUN.format(**said))
+    (tmp_path / "config.yaml").write_text(OLD_RUN.format(**recorded))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = Run.open(tmp_path)
@@ -809,8 +809,8 @@ def test_overrides_win_under_any_spelling():
 
 
 def test_numbers_that_yaml_reads_as_text_are_numbers_inside_of_a_setting_too(tmp_path):
-    draws = "{temperature: 6e-1, top_p: '0.5', max_completion_tokens: 1e1, stop: ['1e1x']}"
-    text = f"eval_rows: 4\neval_sampling: {draws}\nchat_template_kwargs: {{a: [5E-2], version: '0.1'}}\nrun_name: 12e5\n"
+    samples = "{temperature: 6e-1, top_p: '0.5', max_completion_tokens: 1e1, stop: ['1e1x']}"
+    text = f"eval_rows: 4\neval_sampling: {samples}\nchat_template_kwargs: {{a: [5E-2], version: '0.1'}}\nrun_name: 12e5\n"
     (tmp_path / "c.yaml").write_text(text)
     cfg = Config.from_yaml(tmp_path / "c.yaml")
     assert cfg.eval_sampling == {

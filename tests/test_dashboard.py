@@ -81,7 +81,7 @@ def test_played_and_run_are_the_same_training():
     run(main())
 
 
-def test_play_goes_on_to_the_number_of_steps_that_a_pause_left_and_a_stop_forgets_it():
+def test_play_continues_to_the_number_of_steps_that_a_pause_left_and_a_stop_forgets_it():
     async def main():
         loop = make_loop(rows=30)
         dashboard = Dashboard(loop)
@@ -180,7 +180,7 @@ def test_the_speed_limit_waits_between_phases_and_a_pause_does_not_wait_for_it()
     run(main())
 
 
-def test_with_windows_steps_are_played_and_single_phases_are_refused_with_the_reason():
+def test_with_windows_steps_are_played_and_single_phases_are_rejected_with_the_reason():
     async def main():
         loop = make_loop(rows=24, weight_sync_interval=2, keep=lambda g: True)
         dashboard = Dashboard(loop)

@@ -158,7 +158,7 @@ OTHERS = [  # what a cell may hold that is no prompt
 
 
 @pytest.mark.parametrize("value", OTHERS, ids=repr)
-def test_a_prompt_of_another_type_is_refused_with_row_and_column(value):
+def test_a_prompt_of_another_type_is_rejected_with_row_and_column(value):
     error = failed(lambda: load_rows([{"prompt": "2+2?"}, {"prompt": value}]), where="record 1")
     assert "prompt" in f"{error.where} {error.what}", "the column is named"
 
@@ -253,7 +253,7 @@ def test_a_file_that_is_broken_is_named_with_its_place(tmp_path, name):
     failed(lambda: load_rows(tmp_path / name), where=where, got=got)
 
 
-def test_everything_that_a_row_lacks_is_said_at_once(tmp_path):
+def test_everything_that_a_row_lacks_is_reported_at_once(tmp_path):
     def judge(text, answer, level): ...
 
     (tmp_path / "d.jsonl").write_text('{"id": "q1", "text": "1+1?"}')

@@ -283,7 +283,7 @@ def test_refusals_have_the_shape_of_openai(site, body, status, said):
         (b'{"prompt": [1], "stop": ["\\uD83D"]}', "surrogates"),
     ],
 )
-def test_odd_json_is_refused(site, raw, said):
+def test_odd_json_is_rejected(site, raw, said):
     answer = httpx.post(
         site[1] + "/v1/completions", content=raw, headers={"content-type": "application/json"}
     )

@@ -247,7 +247,7 @@ def test_min_p_and_penalty_are_those_of_transformers(settings_):
         ]
 
 
-def test_a_grammar_masks_what_is_drawn_and_no_logprob_of_the_model():
+def test_a_grammar_masks_what_is_sampled_and_no_logprob_of_the_model():
     "Each token is sampled from the model's distribution over what may come next; other rows change nothing."
     llguidance = pytest.importorskip("llguidance")
     shape = {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": ["x", "yz"]}}
@@ -288,14 +288,14 @@ def test_a_grammar_masks_what_is_drawn_and_no_logprob_of_the_model():
             assert c.sampling_logprobs[at] == pytest.approx(used, abs=1e-4)
             assert c.params.temperature or logits[at][token] == logits[at][allowed].max()
             matcher.consume_token(token)
-        said = json.loads(c.text)
+        message = json.loads(c.text)
         assert (c.finish_reason, c.tokens[-1], c.params.draws_from_raw) == ("stop", EOS, False)
-        assert [said["a"] in range(100), said["b"] in ("x", "yz")] == [True, True]
+        assert [message["a"] in range(100), message["b"] in ("x", "yz")] == [True, True]
         texts.add(c.text)
     assert len(texts) > 1
 
 
-def test_a_grammar_that_cannot_be_followed_is_refused_at_once(monkeypatch):
+def test_a_grammar_that_cannot_be_followed_is_rejected_at_once(monkeypatch):
     pytest.importorskip("llguidance")
     engine = engine_of(tiny_model())
     with pytest.raises(ConfigError, match="a fast tokenizer"):
@@ -506,7 +506,7 @@ REFUSED = {  # family: settings, and what the message says
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_models_that_cannot_be_run_are_refused_by_name_and_sent_on(family):
+def test_models_that_cannot_be_run_are_rejected_by_name_and_sent_on(family):
     settings, message = REFUSED[family]
     with pytest.raises(BackendError, match=f"^{message}.*Train it on a service"):
         open_model(random_model(family, **settings))

@@ -31,7 +31,7 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_right_one(n):
         assert pass_at_k(n, c, k) == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k))
 
 
-def test_held_out_rows_are_drawn_as_the_evaluation_says():
+def test_held_out_rows_are_sampled_as_the_evaluation_says():
     backend = rln.open_local(*rln.load_model("tiny"), inline=True)
     held_out = toy_rows(6, split="heldout")
     draws = {"eval_samples": 4, "eval_sampling": {"temperature": 0.0, "max_completion_tokens": 24}}
@@ -56,8 +56,8 @@ def test_held_out_rows_are_drawn_as_the_evaluation_says():
     assert not any("@" in name for name in asyncio.run(alone.evaluate()))
 
 
-def test_what_would_not_be_done_is_refused():
-    for given, said in (
+def test_what_would_not_be_done_is_rejected():
+    for given, text in (
         ({"eval_sampling": {"seed": 3}}, "eval_sampling: got 'seed'"),
         ({"eval_sampling": {"top_p": 2.0}}, "top_p: got 2.0"),
         ({"eval_sampling": {"max_completion_tokens": 5000}}, "leaves no prompt room"),
@@ -68,7 +68,7 @@ def test_what_would_not_be_done_is_refused():
             "expected a metric of the evaluation",
         ),
     ):
-        with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        with pytest.raises(ConfigError, match=text.replace("(", r"\(")):
             Config(**given)
 
 

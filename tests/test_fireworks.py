@@ -119,14 +119,14 @@ class EmulatorState:
         return self.deployments._get_deployment(deployment_id or self.serving)["maxReplicaCount"]
 
     def setup(self, cleanup=None, **wishes):
-        given = {
+        settings = {
             "base_model": QWEN,
             "infra_cfg": SHAPES,
             "deploy_cfg": self.deploy,
             "needs_inference": True,
         }
-        given |= {"role_prefix": "grpo", "poll_interval_s": 0.02, **self.managers, **wishes}
-        return setup_infra(cleanup=cleanup, **given)
+        settings |= {"role_prefix": "grpo", "poll_interval_s": 0.02, **self.managers, **wishes}
+        return setup_infra(cleanup=cleanup, **settings)
 
     @contextmanager
     def such_that(self, *faults: Fault, startup_delay_s: float = 0.0):
@@ -158,9 +158,9 @@ def cleanup_of(site, **options) -> ResourceCleanup:
 
 def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
     with site.such_that(startup_delay_s=0.3):
-        told = []
+        messages = []
         with cleanup_of(site) as cleanup:
-            infra = site.setup(cleanup, needs_reference=True, on_status=told.append)
+            infra = site.setup(cleanup, needs_reference=True, on_status=messages.append)
             policy = infra.policy_job_id
             reference = infra.reference_job_id
             assert site.was_asked(
@@ -189,13 +189,13 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
         assert site.most_replicas() == 0
         assert cleanup.left == []
     states = {
-        role: [s.state for s in told if s.role == role]
+        role: [s.state for s in messages if s.role == role]
         for role in ("policy", "reference", "deployment")
     }
     assert (states["policy"][0], states["policy"][-1]) == ("requested", "running")
     assert set(states["policy"]) <= {"requested", "pending", "creating", "running"}
     assert states["deployment"][-1] == "ready"
-    assert all(isinstance(s, ResourceState) and s.link.startswith(site.url) for s in told)
+    assert all(isinstance(s, ResourceState) and s.link.startswith(site.url) for s in messages)
 
 
 def test_a_deployment_is_reattached_and_scaled_up_again(site):
@@ -244,7 +244,7 @@ def test_trainers_are_attached_to_resumed_and_left_as_they_were(site):
         site.setup(policy_job_id="no-such-job")
 
 
-def test_what_is_missing_is_said_before_anything_is_asked_for(site):
+def test_what_is_missing_is_reported_before_anything_is_asked_for(site):
     with pytest.raises(
         ValueError, match=r"deployment\.tokenizer_model: got None; expected a tokenizer"
     ):
@@ -512,8 +512,8 @@ def test_a_limit_is_one_of_requests(site, monkeypatch):
     asked = DeploymentSampler.async_completions_stream
     monkeypatch.setattr(DeploymentSampler, "async_completions_stream", counted)
     sizes = {"max_seq_len": 64, "max_completion_tokens": 8, "prompt_groups_per_step": 2, "steps": 1}
-    given = settings_of(site, **sizes, concurrency={"mode": "fixed", "max_concurrency": 3})
-    cfg = Config(**{k: v for k, v in given.items() if k not in ("key", *QUICK)})
+    settings = settings_of(site, **sizes, concurrency={"mode": "fixed", "max_concurrency": 3})
+    cfg = Config(**{k: v for k, v in settings.items() if k not in ("key", *QUICK)})
 
     async def test():
         async with await open_fireworks(cfg, key=site.key, **QUICK) as backend:
@@ -561,7 +561,7 @@ def test_lora_always_sends_whole_adapters_and_shares_its_reference(site):
     run(site, test, lora_rank=4, kl_beta=0.01, trainer={"training_shape_id": SHAPE})
 
 
-def test_failures_of_a_sync_are_told_apart(site):
+def test_failures_of_a_sync_are_distinguished(site):
     async def test(backend):
         datum = toy(backend)
 
@@ -604,7 +604,7 @@ def test_failures_of_a_sync_are_told_apart(site):
     run(site, test, weight_sync={"weight_sync_timeout": 60})
 
 
-def test_a_refused_delta_is_followed_by_full_weights_if_they_are_still_there(site):
+def test_a_rejected_delta_is_followed_by_full_weights_if_they_are_still_there(site):
     async def test(backend):
         datum = toy(backend)
         await synced(backend, "a")
@@ -670,13 +670,16 @@ def test_a_deployment_that_was_restarted_gets_its_weights_again_before_anything_
         restarted()
         with pytest.warns(UserWarning, match="lost its weights"):
             got = await asyncio.gather(*(backend.sampler.sample(prompt, params) for _ in range(3)))
-        for drawn in got:
-            assert [c.tokens.tolist() for c in drawn] == [c.tokens.tolist() for c in want]
+        for sampled in got:
+            assert [c.tokens.tolist() for c in sampled] == [c.tokens.tolist() for c in want]
             assert (
-                max(np.abs(a.logprobs - b.logprobs).max() for a, b in zip(drawn, want, strict=True))
+                max(
+                    np.abs(a.logprobs - b.logprobs).max()
+                    for a, b in zip(sampled, want, strict=True)
+                )
                 < 1e-4
             )
-            assert {c.policy_version for c in drawn} == {2}
+            assert {c.policy_version for c in sampled} == {2}
         restarted()
         with pytest.warns(UserWarning, match="lost its weights"):
             await served(backend, datum)
@@ -783,14 +786,14 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
         **{k: v for k, v in settings.items() if k not in ("key", *QUICK)}, log_path=log_path
     )
     steps = list[int]()
-    said = list[str]()
+    lines = list[str]()
 
     async def second(key):
         async with await open_fireworks(cfg, key=key, **QUICK) as backend:
             assert backend.infra.policy_job_id == job
             assert np.abs(await scores(backend, toy(backend)) - want).max() < 1e-6
             heard = {
-                "say": said.append,
+                "say": lines.append,
                 "progress": False,
                 "on_record": [lambda r: steps.append(r.step)],
             }
@@ -799,7 +802,7 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
     assert asyncio.run(second(site.key)).steps == 2
     assert steps == [11, 12]
     assert rl_loop.Run.open(log_path).metrics().loc[10, "infra/total_boot_time"] > 0
-    assert any("going on after step 10" in line for line in said)
+    assert any("going on after step 10" in line for line in lines)
     assert rl_loop.step_there(replace(cfg, resume=ResumeConfig("step-00007"))) == 7
     new = replace(cfg, trainer=TrainerConfig(training_shape_id=SHAPE))
     before = len(site.asked())
@@ -830,7 +833,7 @@ def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
     assert not resources.OPEN_CLEANUPS
 
 
-def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path):
+def test_what_a_killed_process_left_is_resumed_or_given_back(site, tmp_path):
     async def test():
         first = await open_fireworks(**settings_of(site, log_path=str(tmp_path / "first")))
         for name in ("attach", "clean"):
@@ -862,7 +865,7 @@ def test_what_a_killed_process_left_is_gone_on_with_or_given_back(site, tmp_path
     asyncio.run(test())
 
 
-def test_settings_that_cannot_work_are_refused_first(site):
+def test_settings_that_cannot_work_are_rejected_first(site):
     for match, more in {
         r"deployment\.tokenizer_model: got None": {"deployment": {"deployment_id": "x"}},
         "leftover: got 'burn'": {"leftover": "burn"},
@@ -875,7 +878,7 @@ def test_settings_that_cannot_work_are_refused_first(site):
     assert site.asked() == []
 
 
-def test_a_trainer_that_says_it_does_not_replay_is_refused_and_given_back(site):
+def test_a_trainer_that_says_it_does_not_replay_is_rejected_and_given_back(site):
     with pytest.raises(
         ConfigError, match="trainer: router_replay: got a trainer that chooses its own experts"
     ):

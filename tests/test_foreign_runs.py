@@ -127,8 +127,8 @@ def test_a_folder_says_what_its_truth_says(tool):
                 if name not in there:
                     assert result.get(name) is None, name
                 elif name in result and truth.get(name) is not None:
-                    apart = np.abs(np.asarray(result[name]) - numbers(truth[name]))[mask > 0]
-                    assert apart.max() <= limit, (name, apart)
+                    difference = np.abs(np.asarray(result[name]) - numbers(truth[name]))[mask > 0]
+                    assert difference.max() <= limit, (name, difference)
             if "advantages" in there and "advantage" in result:
                 assert result["advantage"] == pytest.approx(row["advantage"], abs=1e-6)
         assert not any(places.values()), "completions that the truth has not"
@@ -174,10 +174,10 @@ RUNS = {  # of two or three steps: the exit status of the doctor, and what it sa
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_steps_of_a_run_are_put_together(run, capsys):
-    status, *said = RUNS[run]
+    status, *message = RUNS[run]
     assert main(["doctor", str(FOREIGN / "faulty" / run)]) == status
     text = capsys.readouterr().out
-    assert [words for words in said if words not in text] == []
+    assert [words for words in message if words not in text] == []
     named = re.findall(r"^step +\d+  (\S.*?) +largest gap", text, re.MULTILINE)
     verdict = text.partition("nats\n\n")[2]
     assert all(
@@ -220,7 +220,7 @@ VERSIONS = {  # of the steps: the exit status, and what is said of them
 
 
 @pytest.mark.parametrize("versions", VERSIONS)
-def test_staleness_is_said_where_only_versions_tell(tmp_path, capsys, versions):
+def test_staleness_is_reported_where_only_versions_tell(tmp_path, capsys, versions):
     status, words = VERSIONS[versions]
     found, text = told_by(sampled_with(tmp_path, map(int, versions)), capsys)
     assert (found, words in text, "versions:" in text) == (status, True, bool(words))
@@ -250,7 +250,7 @@ def test_a_sampling_client_of_tinker_that_serves_every_iteration_is_stale(tmp_pa
     )
 
 
-def test_a_temperature_that_the_trainer_does_not_score_at_is_said(tmp_path, capsys):
+def test_a_temperature_that_the_trainer_does_not_score_at_is_reported(tmp_path, capsys):
     "tinker scores at 1; elsewhere both series of a record agree at 1, and its samples say 0.7."
     run = shutil.copytree(FOREIGN / "tinker_cookbook", tmp_path / "run")
     cooler = """metadata = replace(metadata, '"temperature": 1.0', '"temperature": 0.7')"""
@@ -298,7 +298,7 @@ def test_the_command_line_takes_such_a_folder(tool, capsys, tmp_path):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_what_is_being_written_waits_or_is_said(tmp_path):
+def test_what_is_being_written_waits_or_is_reported(tmp_path):
     run = shutil.copytree(FOREIGN / "nemo_rl", tmp_path / "nemo")
     file = next(run.rglob("train_data_step1.jsonl"))
     lines = file.read_bytes().splitlines(keepends=True)
@@ -353,7 +353,7 @@ def edited(place, tool: str, pattern: str, edit) -> Run:
     return Run.open(place)
 
 
-def test_what_writers_leave_beside_the_ordinary(tmp_path, capsys):
+def test_what_writers_leave_next_to_the_ordinary(tmp_path, capsys):
     "An empty completion, a text in place of messages, a reward of NaN, a mask one token off, a judge's trace."
 
     def later(row, k):
@@ -405,7 +405,7 @@ class Bad:
         return os.mkdir, ("opened",)
 
 
-def test_nothing_is_unpickled_and_the_owner_is_told_how(tmp_path):
+def test_nothing_is_unpickled_and_the_owner_is_shown_how(tmp_path):
     with pytest.raises(RecordError, match=r"pickles of SkyRL(.|\n)*np\.savez"):
         Run.open(FOREIGN / "skyrl")
     (tmp_path / "train_data").mkdir()
@@ -440,7 +440,7 @@ def test_a_bundle_keeps_all_that_a_record_has(tool, tmp_path):
             assert mine is None or np.allclose(mine, other, equal_nan=True)
 
 
-def test_several_runs_or_none_are_refused_by_name(tmp_path):
+def test_several_runs_or_none_are_rejected_by_name(tmp_path):
     with pytest.raises(RecordError, match="NeMo-RL, prime-rl"):
         Run.open(tmp_path)
     for name in ("a", "b"):

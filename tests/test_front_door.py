@@ -56,7 +56,7 @@ def test_only_these_names_are_listed():
     ("typed", "meant"),
     [("dashbrd", "Dashboard"), ("GRPO_lop", "GRPOLoop"), ("GRPOTrainer", "GRPOLoop"), ("whatif_", "what_if"), ("z", 0)],
 )  # fmt: skip
-def test_an_unknown_name_is_told_the_nearest(typed, meant):
+def test_an_unknown_name_is_shown_the_nearest(typed, meant):
     with pytest.raises(AttributeError) as caught:
         getattr(rln, typed)
     message = str(caught.value)
@@ -71,7 +71,7 @@ def test_a_star_import_brings_the_front_door():
     assert sorted(names.keys() - {"__builtins__"}) == rln.__all__
 
 
-def test_type_checkers_are_told_the_same_names():
+def test_type_checkers_see_the_same_names():
     tree = ast.parse(Path(rln.__file__).read_text(encoding="utf-8"))
     block = next(
         n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"

@@ -40,11 +40,11 @@ def found() -> Iterator[dict[str, list[Outcome]]]:
     yield outcomes
     outcomes["all"] = [o for of_file in outcomes.values() for o in of_file]
     counts = {stem: (len(of), sum(bool(o.differs) for o in of)) for stem, of in outcomes.items()}
-    said = [
+    lines = [
         f"{stem}: {ran} ran, of which {by_choice} differ by choice"
         for stem, (ran, by_choice) in counts.items()
     ]
-    print("\n".join([*said, *(f"{stem}: no adapter yet" for stem in UNCOVERED)]))
+    print("\n".join([*lines, *(f"{stem}: no adapter yet" for stem in UNCOVERED)]))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.file}-{case.name}")
@@ -72,8 +72,8 @@ def test_our_defaults_are_the_recorded_ones(stem: str) -> None:
         assert losses.LossOptions().tis_cap == defaults["tis"]["cap"]
     options = losses.LossOptions(policy_loss=recorded.pop("policy_loss", "sapo"))
     recorded.pop("kl_beta", None)  # ours is 0: no reference is asked for unless somebody wants it
-    for knob, value in recorded.items():
-        same_as_low = knob == "eps_clip_high" and options.knob(knob) is None
-        assert value in ((None, recorded["eps_clip"]) if same_as_low else (options.knob(knob),)), (
-            knob
-        )
+    for parameter, value in recorded.items():
+        same_as_low = parameter == "eps_clip_high" and options.knob(parameter) is None
+        assert value in (
+            (None, recorded["eps_clip"]) if same_as_low else (options.knob(parameter),)
+        ), parameter

@@ -103,7 +103,7 @@ def test_a_config_names_it_and_a_run_learns_from_it(hub, tmp_path):
     assert [row.key for row in held_out.eval_rows] == [str(i) for i in range(30, 40)]
 
 
-def test_columns_have_the_names_that_are_said(hub):
+def test_columns_have_the_names_that_are_reported(hub):
     columns = {"prompt": "question", "label": "answer"}
     (row,) = load_problem(
         Config(dataset=hub, dataset_config="main", dataset_columns=columns, max_rows=1)
@@ -116,7 +116,7 @@ def test_columns_have_the_names_that_are_said(hub):
         load_rows(hub, config="main", columns={"question": "task"})
 
 
-def test_what_is_not_there_is_said(hub):
+def test_what_is_not_there_is_reported(hub):
     with pytest.raises(
         DataError, match=r"(?s)'openai/gsm8k'.*Config name is missing.*main.*socratic"
     ):

@@ -90,7 +90,7 @@ async def there_and_back(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cuts_penalties_turns_and_greedy_draws_are_the_models_own(family: str):
+def test_cuts_penalties_turns_and_greedy_samples_are_the_models_own(family: str):
     asyncio.run(draws(family))
 
 

@@ -170,9 +170,7 @@ ERRORS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ERRORS)
-def test_a_run_with_everything_said_aloud_does_not_say_the_key(
-    backend: str, tmp_path: Path
-) -> None:
+def test_a_run_with_everything_logged_does_not_say_the_key(backend: str, tmp_path: Path) -> None:
     with (tmp_path / "said.txt").open("w") as said:
         command = [
             sys.executable,

@@ -489,7 +489,7 @@ def test_a_missing_peft_names_the_extra(monkeypatch):
 
 
 @pytest.mark.parametrize("inline", [True, False])
-def test_a_sync_waits_for_what_is_being_drawn(inline):
+def test_a_sync_waits_for_what_is_being_sampled(inline):
     async def test():
         async with backend_of(model={"eos": None, "scale": 1}, inline=inline) as backend:
             backend.sampler.engine.eos_token_ids = frozenset()
@@ -633,7 +633,7 @@ SPOILED = {  # how a tensor of a saved state is spoiled, and what the message sa
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_saved_tensor_of_the_wrong_shape_is_refused_before_it_is_used(how, tmp_path):
+def test_a_saved_tensor_of_the_wrong_shape_is_rejected_before_it_is_used(how, tmp_path):
     name, spoil, message = SPOILED[how]
     backend = backend_of(reference=False)
     datums = random_datums(1, 4)
@@ -686,7 +686,7 @@ def test_what_cannot_be_opened():
 
 
 @pytest.mark.parametrize("asked", [{"threads": 0}, {"threads": 2, "inline": True}])
-def test_threads_that_would_be_ignored_are_refused(asked):
+def test_threads_that_would_be_ignored_are_rejected(asked):
     with pytest.raises(ConfigError, match="open_local: threads: got"):
         backend_of(**asked)
 
@@ -760,7 +760,7 @@ def test_ids_that_the_tokenizer_does_not_know_have_no_share(how, draws, family):
     asyncio.run(backend.__aexit__(None, None, None))
 
 
-def test_where_memory_ends_it_is_said_what_to_lower(monkeypatch):
+def test_where_memory_ends_it_is_reported_what_to_lower(monkeypatch):
     "With allocations that no machine grants."
     backend = backend_of(reference=False, inline=False)
     datums = random_datums(1, 4)

@@ -329,8 +329,8 @@ class Scalar:
             among = np.flatnonzero(
                 free & (cov > knob["clip_cov_low"]) & (cov < knob["clip_cov_high"])
             )
-            drawn = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
-            top = among[drawn[:count].numpy()]
+            sampled = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
+            top = among[sampled[:count].numpy()]
         return [self.places[k] for k in top]
 
     def surrogate(self, i: int, j: int) -> float:
@@ -338,10 +338,10 @@ class Scalar:
         a = self.datums[i].advantage
         p = self.live(i, j)
         own = {k: getattr(self.options, k) for k in POLICY_LOSSES[name][1]}
-        knob = {k: POLICY_LOSSES[name][1][k] if v is None else v for k, v in own.items()}
+        params = {k: POLICY_LOSSES[name][1][k] if v is None else v for k, v in own.items()}
         t = self.correction(i, j)
         q = self.held[i][j]
-        cap = knob.get("ratio_log_cap", 20.0)
+        cap = params.get("ratio_log_cap", 20.0)
         match name:
             case "grpo":
                 return -a * p * t
@@ -350,40 +350,48 @@ class Scalar:
             case "importance_sampling":
                 return -self.token_ratio(i, j, p, cap) * a * t
             case "ppo" | "dapo":
-                return self.clipped(self.token_ratio(i, j, p, cap), a, knob) * t
+                return self.clipped(self.token_ratio(i, j, p, cap), a, params) * t
             case "gspo":
                 return (
-                    self.clipped(self.sequence_ratio(i, j, p, knob["seq_ratio_log_cap"]), a, knob)
+                    self.clipped(
+                        self.sequence_ratio(i, j, p, params["seq_ratio_log_cap"]), a, params
+                    )
                     * t
                 )
             case "cispo":
-                high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
+                high = (
+                    params["eps_clip"]
+                    if params["eps_clip_high"] is None
+                    else params["eps_clip_high"]
+                )
                 return (
-                    -within(self.token_ratio(i, j, q, cap), 1 - knob["eps_clip"], 1 + high)
+                    -within(self.token_ratio(i, j, q, cap), 1 - params["eps_clip"], 1 + high)
                     * p
                     * a
                     * t
                 )
             case "dro":
-                return -(p * a * t - knob["dro_beta"] / 2 * (p - self.old(i, j)) ** 2 * (a != 0))
+                return -(p * a * t - params["dro_beta"] / 2 * (p - self.old(i, j)) ** 2 * (a != 0))
             case "sapo":
-                tau = knob["sapo_temperature_pos"] if a > 0 else knob["sapo_temperature_neg"]
+                tau = params["sapo_temperature_pos"] if a > 0 else params["sapo_temperature_neg"]
                 tau = float(np.float32(tau))  # torch.where makes it single precision, in TRL too
                 gate = 1 / (1 + math.exp(-tau * (self.token_ratio(i, j, p, cap) - 1)))
                 return -gate * 4 / tau * a * t
             case "vespo":
-                return self.vespo(i, p, knob)
+                return self.vespo(i, p, params)
             case "gmpo":
-                return self.gmpo(i, knob) * t
+                return self.gmpo(i, params) * t
             case "dppo_tv" | "dppo_kl":
-                return self.dppo(name, i, j, p, knob) * t
+                return self.dppo(name, i, j, p, params) * t
             case "kl_cov":
                 gap = within(p - self.old(i, j), -cap, cap)
-                pays = knob["kl_cov_coef"] * abs(gap) if (i, j) in self.picked(name, knob) else 0.0
+                pays = (
+                    params["kl_cov_coef"] * abs(gap) if (i, j) in self.picked(name, params) else 0.0
+                )
                 return (-math.exp(gap) * a + pays) * t
             case "clip_cov":
-                gone = (i, j) in self.picked(name, knob)
-                return 0.0 if gone else self.clipped(self.token_ratio(i, j, p, cap), a, knob) * t
+                gone = (i, j) in self.picked(name, params)
+                return 0.0 if gone else self.clipped(self.token_ratio(i, j, p, cap), a, params) * t
         raise AssertionError(f"no formula for {name}: write one")
 
     def kl(self, i: int, j: int) -> float:
@@ -582,7 +590,7 @@ def one_datum(**changes: Any) -> Datum:
         ({"aggregation": "sum"}, {"advantage": 1e39}, "finite in float32"),
     ],
 )
-def test_what_cannot_be_sent_is_refused(
+def test_what_cannot_be_sent_is_rejected(
     given: dict[str, Any], changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=r".") as caught:

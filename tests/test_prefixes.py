@@ -306,7 +306,7 @@ def test_a_model_without_attention_by_name_says_so_and_runs_as_before():
     assert not any(b.tree for b in Scoring(causal).batches(a_group()))
 
 
-def test_attention_with_a_soft_cap_is_refused_by_name():
+def test_attention_with_a_soft_cap_is_rejected_by_name():
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     sizes = {

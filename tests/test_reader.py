@@ -101,12 +101,12 @@ def case(bug: str, display: str, step: int, words: str) -> Any:
 
 
 @pytest.mark.parametrize(("bug", "display", "step", "words"), [case(*s) for s in SAID])
-def test_the_bug_is_said(bug: str, display: str, step: int, words: str) -> None:
+def test_the_bug_is_reported(bug: str, display: str, step: int, words: str) -> None:
     text = shown(*made(bug), display, step)
     assert re.search(words, text), text
 
 
-def test_without_the_bug_it_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_bug_it_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     script = planted("advantages_not_centred")
     monkeypatch.setattr(
         script, "normalised", lambda groups: [replace(g) for g in with_advantages(groups)]

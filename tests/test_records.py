@@ -273,7 +273,7 @@ def rewrite(path: Path, **changes) -> None:
         ({"step": 7}, "got step 7; expected step 2"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused(changes: dict, reason: str | None, run: RunFolder):
+def test_parts_that_do_not_fit_are_rejected(changes: dict, reason: str | None, run: RunFolder):
     rewrite(run.path / "steps/00002/record.json", **changes)
     with pytest.raises(RecordError, match=reason):
         run.record(2)
@@ -370,7 +370,7 @@ def alike(a: tuple, b: tuple) -> bool:
     return same(parts[0], parts[1]) and same(*tensors)
 
 
-def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path):
+def test_a_flipped_bit_is_rejected_named_or_harmless(tmp_path: Path):
     "Flips in every file of a run folder that is read; the counts are printed (`pytest -s`)."
     run = RunFolder.create(tmp_path / "run", CONFIG)
     backend = open_local(tiny_model(layers=1), byte_tokenizer(), reference=False, inline=True)
@@ -393,11 +393,11 @@ def test_a_flipped_bit_is_refused_named_or_harmless(tmp_path: Path):
             flipped = bytearray(data)
             flipped[place // 8] ^= 1 << place % 8
             path.write_bytes(flipped)
-            with warnings.catch_warnings(record=True) as told:
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
                     same_as_before = alike(seen(run.path), whole)
-                    named = any(name.rpartition("/")[2] in str(w.message) for w in told)
+                    named = any(name.rpartition("/")[2] in str(w.message) for w in caught)
                     outcomes["named" if named else "harmless" if same_as_before else "TAKEN"] += 1
                 except RecordError:
                     outcomes["refused"] += 1

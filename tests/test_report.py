@@ -321,7 +321,7 @@ def test_a_page_that_is_no_longer_followed_stands_still(tmp_path: Path):
         asyncio.run(follow(tmp_path / "nothing", out))
 
 
-# --- runs side by side ------------------------------------------------------------------------------------------------
+# --- runs next to each other -----------------------------------------------------------------------------------------
 
 
 def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
@@ -343,7 +343,7 @@ def rewarded(path: Path, add: float, seed: int, rows: int = 4) -> RunFolder:
     return run
 
 
-def test_runs_side_by_side_differ_by_what_the_rows_say(
+def test_runs_next_to_each_other_differ_by_what_the_rows_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     for name, add, seed in (("a", 0.0, 1), ("b", 0.5, 2), ("c", 0.0, 3)):

@@ -1,4 +1,4 @@
-"""Whatever ends a run, going on gives the numbers of a run that was never ended.
+"""Whatever ends a run, continuing gives the numbers of a run that was never ended.
 
 Runs are processes of their own: forked from a server that has imported everything, so that one costs milliseconds and
 can be killed at any moment.
@@ -238,7 +238,7 @@ def test_the_command_ends_with_130_and_its_advice_works(whole, tmp_path):
 # --- another folder, other settings ---------------------------------------------------------------------------------
 
 
-def test_what_has_changed_is_said(whole, tmp_path):
+def test_what_has_changed_is_reported(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "run")
     settings = SETTINGS | {
         "log_path": str(tmp_path / "run"),

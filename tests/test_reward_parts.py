@@ -80,7 +80,7 @@ def test_what_if_preflight_and_lab_know_the_rule():
     asyncio.run(main())
 
 
-def test_a_group_that_names_no_parts_is_refused():
+def test_a_group_that_names_no_parts_is_rejected():
     sample = RolloutSample(tokens=[1, 2], logprobs=[0, -1], loss_mask=[0, 1], reward=1.0)
     group = PromptGroup(samples=(sample, replace(sample, reward=0.0)), key="q")
     with pytest.raises(

@@ -247,7 +247,7 @@ def test_trl_sync_async_and_columns():
     assert seen["c"] == [turns]  # a conversation is one
 
 
-def test_a_function_of_trl_that_got_the_other_form_is_told_which_and_why():
+def test_a_function_of_trl_that_got_the_other_form_is_shown_which_and_why():
     listed = make_row({"prompt": [{"role": "user", "content": "48/2+48?"}]})
     failed(
         lambda: values(lambda completions: [len(c[0]["content"]) for c in completions]),
@@ -259,7 +259,7 @@ def test_a_function_of_trl_that_got_the_other_form_is_told_which_and_why():
     )
 
 
-def test_a_function_without_parameters_is_told_what_it_is_called_with():
+def test_a_function_without_parameters_is_shown_what_it_is_called_with():
     failed(
         lambda: values(lambda: 1.0),
         got="no parameters",
@@ -277,11 +277,11 @@ def test_trls_own_functions_work_unchanged():
         rewards.think_format_reward,
         rewards.get_soft_overlong_punishment(4, 2),
     ]
-    drawn = [
+    sampled = [
         Completion([5], range(n), [-0.1] * n, text=t) for t, n in zip(texts, (3, 9), strict=True)
     ]
     row = make_row({"prompt": [{"role": "user", "content": "48/2+48?"}], "solution": "$72$"})
-    assert [v.tolist() for v in score_blocking(drawn, row, functions).values] == [
+    assert [v.tolist() for v in score_blocking(sampled, row, functions).values] == [
         [1, 0],
         [1, 0],
         [-0.5, -1],

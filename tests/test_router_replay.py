@@ -273,7 +273,7 @@ def test_nothing_is_noted_and_no_hook_stays_when_it_is_off():
     asyncio.run(main())
 
 
-def test_notes_of_another_model_are_refused_with_their_place():
+def test_notes_of_another_model_are_rejected_with_their_place():
     async def main():
         backend = opened()
         datum = (await draw(backend, 1, 1))[0]

@@ -99,7 +99,7 @@ def test_a_snapshot_is_sampled_in_its_session_only(running: Any, monkeypatch: py
     asyncio.run(test())
 
 
-def test_what_serverless_training_does_not_have_is_refused(
+def test_what_serverless_training_does_not_have_is_rejected(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ):
     async def test() -> None:

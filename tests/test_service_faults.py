@@ -244,7 +244,7 @@ def test_the_records_agree(calm: Ended, stormy: Ended) -> None:
 CROWD = 5e-5  # nats
 
 
-def test_what_the_sampler_reported_agrees_up_to_the_crowd_it_was_drawn_in(
+def test_what_the_sampler_reported_agrees_up_to_the_crowd_it_was_sampled_in(
     calm: Ended, stormy: Ended
 ) -> None:
     pairs = [
@@ -354,7 +354,7 @@ def check_resumed(outcome: Outcome, uninterrupted: Outcome, folder: Path) -> Non
     ]
 
 
-def test_a_killed_run_attaches_to_what_it_left_and_goes_on(
+def test_a_killed_run_attaches_to_what_it_left_and_continues(
     service, uninterrupted, tmp_path: Path
 ) -> None:
     half_a_run(service, folder := tmp_path / "attached")

@@ -82,7 +82,7 @@ def test_one_request_may_say_otherwise(backend, config):
     assert tokenizer.decode(talk.tokens) == rendered(backend.tokenizer, row, enable_thinking=True)
 
 
-def test_what_the_template_never_reads_is_refused(backend, config):
+def test_what_the_template_never_reads_is_rejected(backend, config):
     wrong = replace(config, chat_template_kwargs={"enable_thinkin": False})
     with pytest.raises(
         ConfigError, match="'enable_thinkin': got a chat template that never reads it"
@@ -185,15 +185,15 @@ def test_form_is_judged_with_what_the_prompt_opened(backend, opens, tmp_path):
     class Sampler:
         async def sample(self, tokens, params):
             ids = [own.encode(text, add_special_tokens=False) for text in texts]
-            drawn = zip(ids, texts, strict=True)
+            sampled = zip(ids, texts, strict=True)
             return [
                 Completion(tokens, i, *[[0.0] * len(i)] * 2, text=text, params=params)
-                for i, text in drawn
+                for i, text in sampled
             ]
 
     [prompt] = encode_rows(load_rows([{"question": "Use <think>. 2+2?", "answer": "4"}]), own)
-    drawn = asyncio.run(sample_completions(Sampler(), prompt, SampleParams(n=3)))
-    group = asyncio.run(score_group(drawn, ["format", "gsm8k", seen]))
+    sampled = asyncio.run(sample_completions(Sampler(), prompt, SampleParams(n=3)))
+    group = asyncio.run(score_group(sampled, ["format", "gsm8k", seen]))
     assert [s.rewards["format"] for s in group.samples] == right
     assert group.samples[0].rewards["gsm8k"] == 1
     assert [s.rewards["seen"] for s in group.samples] == [

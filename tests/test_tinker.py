@@ -194,7 +194,7 @@ def test_a_loss_of_the_service_that_is_another_one_leaves_nothing_behind(metrics
     run(test())
 
 
-def test_what_a_service_refuses_is_asked_once():
+def test_what_a_service_rejects_is_asked_once():
     async def test():
         service = Service()
         t = trainer_of(service)
@@ -588,7 +588,7 @@ def test_a_wrong_key_and_a_wrong_address():
         run(open_tinker(base_url="http://127.0.0.1:9", key=KEY, base_model="no-such-model"))
 
 
-def test_a_length_that_the_service_does_not_take_is_refused_before_anything_is_trained(
+def test_a_length_that_the_service_does_not_take_is_rejected_before_anything_is_trained(
     service, monkeypatch, tmp_path
 ):
     byte_tokenizer().save_pretrained(tmp_path)
@@ -717,7 +717,7 @@ def test_a_warm_up_is_computed_by_the_service(service):
     assert (asked.count("forward_backward"), asked.count("forward")) == (3, 0)
 
 
-def test_what_a_service_cannot_compute_is_refused_when_the_loop_opens(service):
+def test_what_a_service_cannot_compute_is_rejected_when_the_loop_opens(service):
     from rl_notebook.config.config import Config
     from rl_notebook.loop.loop import GRPOLoop
     from rl_notebook.task.toy import toy_reward, toy_rows

@@ -146,7 +146,7 @@ def test_turns_and_raw_logprobs_of_a_sample():
     assert payload["notes"] == ["not trained: a test"]
 
 
-def test_series_that_do_not_fit_are_refused():
+def test_series_that_do_not_fit_are_rejected():
     short = [[-1.0] * 3]
     for changes in (
         {"policy_logprobs": short},

@@ -91,22 +91,22 @@ def difference(
         / np.abs(theirs).max()
     )
     pulled = theirs[~kept].any()  # the KL of groups that are gone
-    assert pulled == any("dropped" in said for said in result.not_compared[name])
+    assert pulled == any("dropped" in text for text in result.not_compared[name])
     return float(worst if pulled else max(worst, abs(row["loss"] / case["loss"][number] - 1)))
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_preset_is_its_trainers_own_loss(trainer: str) -> None:
     cases = [c for c in GOLDEN["cases"] if c["trainer"] == trainer]
-    found = []
+    results = []
     own = [*OWN.values()]
     for i, case in enumerate(cases):
-        found += [difference(case, number, {}) for number in range(len(case["loss"]))]
-        found += [
+        results += [difference(case, number, {}) for number in range(len(case["loss"]))]
+        results += [
             difference(case, 0, options) for options in (own if i == 0 else [own[i % len(own)]])
         ]
-        found += [difference(case, 1, {}, drop=True)]
-    assert max(found) < 1e-6
+        results += [difference(case, 1, {}, drop=True)]
+    assert max(results) < 1e-6
 
 
 @pytest.mark.parametrize("scale", GOLDEN["advantages"][0])
@@ -172,7 +172,9 @@ def test_the_one_setting_that_differs_is_the_cause(
     assert f"{term}: {theirs} (recorded: {recorded})" in repr(result)
 
 
-def test_whether_a_step_trained_dead_groups_changes_no_trainer_that_leaves_them_out() -> None:
+def test_whether_a_step_trained_groups_without_signal_changes_no_trainer_that_leaves_them_out() -> (
+    None
+):
     for settings in ({}, {"aggregation": "sequence_mean"}, {"aggregation": "sample_mean"}):
         results = [
             compare_trainers(frozen(0, {}, drop), {"Fireworks": settings}) for drop in (False, True)
@@ -187,17 +189,19 @@ def test_what_cannot_be_compared_is_named() -> None:
         datums=tuple(replace(d, sampler_logprobs=None, ref_logprobs=None) for d in batch.datums),
     )
     result = compare_trainers(replace(blind, groups=()))
-    said = {name: " ".join(notes) for name, notes in result.not_compared.items()}
+    reasons = {name: " ".join(notes) for name, notes in result.not_compared.items()}
     assert set(result.causes["term"]) == {"denominator", "clip"}
-    assert "KL, which stays as recorded: the record lacks the reference's logprobs" in said["SkyRL"]
+    assert (
+        "KL, which stays as recorded: the record lacks the reference's logprobs" in reasons["SkyRL"]
+    )
     assert (
         "ratio, which stays as recorded: the record lacks the sampler's logprobs"
-        in said["tinker-cookbook"]
+        in reasons["tinker-cookbook"]
     )
-    assert all(NOT_HERE[name] in said[name] for name in NOT_HERE)
+    assert all(NOT_HERE[name] in reasons[name] for name in NOT_HERE)
     assert all(
         "advantage, which stays as recorded: the record lacks the rewards" in notes
-        for notes in said.values()
+        for notes in reasons.values()
     )
     own = compare_trainers(
         frozen(0, {"policy_loss": "ppo"}, drop=True), {"SkyRL": {"micro_batch": 3}}

@@ -220,7 +220,7 @@ REFUSED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("said", "words"), REFUSED)
-def test_what_has_another_value_here_is_refused(said: str, words: dict[str, Any]) -> None:
+def test_what_has_another_value_here_is_rejected(said: str, words: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:
         Config(**words)
     assert said in str(error.value)
@@ -263,29 +263,29 @@ BASE = {f.name for f in fields(TrainingArguments)}
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(GRPOConfig) if f.name not in BASE])
-def test_every_field_of_trl_is_understood_or_refused_by_its_name(name: str) -> None:
+def test_every_field_of_trl_is_understood_or_rejected_by_its_name(name: str) -> None:
     "TRL's default is accepted, or rejected with what to take here; another value is never ignored."
     default = next(f.default for f in fields(GRPOConfig) if f.name == name)
     for value in (default, "something else"):
         try:
             understood = canonical(Config, {name: value})[0] or value in (default, None)
-            said = ""
+            text = ""
         except ConfigError as error:
             understood = name in str(error)
-            said = str(error)
+            text = str(error)
         assert understood
-        assert "unknown setting" not in said
+        assert "unknown setting" not in text
 
 
-def test_defaults_that_enter_the_gradient_are_trls_and_are_told() -> None:
-    with warnings.catch_warnings(record=True) as said:
+def test_defaults_that_enter_the_gradient_are_trls_and_are_listed() -> None:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         plain = Config(loss_type="dapo")
         with_kl = Config(loss_type="grpo", beta=0.04, num_generations=8)
         below = Config.from_dict({"loss_type": "grpo"}, {"beta": 0.04})
     assert (plain.kl_beta, plain.kl_bias_correction, plain.advantage_eps) == (0.0, False, 1e-4)
     assert (with_kl.kl_bias_correction, below.kl_bias_correction) == (True, True)
-    first, second = (str(w.message) for w in said[:2])
+    first, second = (str(w.message) for w in caught[:2])
     assert "as in TRL, where nothing is said: kl_beta=0.0, advantage_eps=0.0001" in first
     assert (
         "not as in TRL: learning_rate=1e-05 (1e-06 there), completions_per_prompt=4 (8 there)"

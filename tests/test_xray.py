@@ -108,8 +108,8 @@ def test_later_steps_of_a_window_know_that_the_policy_moved():
     )
     text = sentence(second, first)
     assert "Loss is 0.000 because the ratio is 1, so the advantages cancel" in text
-    said = r"the policy has moved since sampling, by 0\.\d+ nats per token on average, and the loss does not correct for it"
-    assert re.search(rf"^✗ correction: {said}", text)
+    message = r"the policy has moved since sampling, by 0\.\d+ nats per token on average, and the loss does not correct for it"
+    assert re.search(rf"^✗ correction: {message}", text)
     assert "Not synced: the sampler keeps version 0" in text
     assert failed(second, first, weight_sync_interval=2) == ["correction"]
     assert "whether the weights are the same needs the record of the step before" in str(
@@ -349,10 +349,10 @@ BAD_TENSORS = {
 
 @pytest.mark.parametrize("name", BAD_TENSORS)
 def test_the_first_bad_tensor_is_named(fresh: StepRecord, name: str):
-    spoil, said = BAD_TENSORS[name]
+    spoil, text = BAD_TENSORS[name]
     assert first_not_finite(fresh) == ""
     record = spoil(fresh)
-    assert re.match(said, first_not_finite(record)), first_not_finite(record)
+    assert re.match(text, first_not_finite(record)), first_not_finite(record)
     assert "finite" in failed(record)
     sentence(record)  # says something, whatever was spoilt
 
@@ -461,12 +461,12 @@ def test_preflight_with_a_rollout_function():
         if sample_prompt["sample_index"] == 0:
             return None
         ids = sample_prompt["prompt_token_ids"]
-        said = [20 + sample_prompt["sample_index"], 2]
+        tokens = [20 + sample_prompt["sample_index"], 2]
         return RolloutSample(
-            [*ids, *said],
+            [*ids, *tokens],
             [0.0] * len(ids) + [-1.0, -2.0],
             [0] * len(ids) + [1, 1],
-            reward=said[0] % 2,
+            reward=tokens[0] % 2,
         )
 
     flight = look(rollout)
@@ -503,7 +503,7 @@ READS |= {"perf/roof_bytes_per_s": 1e10, "perf/roof_flops_per_s": 1e11}
 SPENT = {"sample": 7.8, "reference": 0.6, "backward": 1.6}
 
 
-def test_time_is_said_last_and_only_where_nothing_failed():
+def test_time_is_reported_last_and_only_where_nothing_failed():
     slow = replace(synthetic_record(1), seconds=SPENT, speed=READS)
     words = time_words(slow)
     assert failed_words(slow) == []
@@ -526,16 +526,16 @@ def test_a_loop_for_a_step_or_a_step_for_a_loop_is_named(given: str, fresh: Step
     loop = GRPOLoop(tiny(), toy_rows(4), toy_reward, Config(**SMALL))
     views = [xray, rln.inspect_tokens, rln.what_if]
     thing = loop
-    said = "loop.records"
+    text = "loop.records"
     if given == "not awaited":
         thing = asyncio.sleep(0)
-        said = "Await it first"
+        text = "Await it first"
     if given == "record":
         views = [rln.Dashboard]
         thing = fresh
-        said = "the loop that made it"
+        text = "the loop that made it"
     for view in views:
-        with pytest.raises(RecordError, match=said):
+        with pytest.raises(RecordError, match=text):
             view(thing, {}) if view is rln.what_if else view(thing)
     if given == "not awaited":
         thing.close()

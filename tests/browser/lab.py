@@ -92,7 +92,7 @@ class Watch:
 
 
 def free_port() -> int:
-    "A port of 127.0.0.1 that nobody listens on."
+    "A port of 127.0.0.1 that no one listens on."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]

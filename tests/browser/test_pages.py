@@ -154,7 +154,7 @@ def test_an_address_opens_the_page_at_its_token(open_page: Callable[..., Page], 
     marked = page.locator(".tokens [aria-current]")
     expect(panel).to_contain_text(f"step 6 · group {d.group} · sample {d.sample}")
     expect(marked).to_have_text(
-        {" ": "·", "\n": "⏎"}.get(said := Letters().decode([d.tokens[at + 1]]), said)
+        {" ": "·", "\n": "⏎"}.get(text := Letters().decode([d.tokens[at + 1]]), text)
     )
     expect(marked).to_be_in_viewport()
     row = page.locator("tr[aria-current]")

@@ -78,12 +78,12 @@ def ids(table: Locator) -> list[str]:
 
 def all_ids(table: Locator) -> list[str]:
     "The rows of all pages."
-    found = ids(table)
+    results = ids(table)
     on = table.get_by_role("button", name="Next")
     while on.count() and on.is_enabled():
         on.click()
-        found += ids(table)
-    return found
+        results += ids(table)
+    return results
 
 
 def sort_by(table: Locator, label: str) -> None:

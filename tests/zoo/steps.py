@@ -81,9 +81,9 @@ class Run:
         base = copy.deepcopy(model)
         base.set_attn_implementation("eager")
         learner = with_adapter(base, world.lora_rank) if world.lora_rank else base
-        how = {"pad": pad, "temperature": world.temperature, "dtype": dtype}
-        self.trainer = Trainer(learner, **how)
-        self.reference = Trainer(model, source="reference", **how)
+        options = {"pad": pad, "temperature": world.temperature, "dtype": dtype}
+        self.trainer = Trainer(learner, **options)
+        self.reference = Trainer(model, source="reference", **options)
         self.server = Server(
             cast(copy.deepcopy(model), dtype), self.tokenizer, can_echo=world.can_echo
         )
@@ -124,18 +124,20 @@ class Run:
         self, prompt: Prompt, turns: int, index: int, params: SampleParams
     ) -> RolloutSample:
         "One conversation, whose answers meet with the same words each time."
-        said = start_conversation(self.tokenizer, prompt.row)
+        conversation = start_conversation(self.tokenizer, prompt.row)
         for turn in range(turns):
-            said = (
-                said.add_messages({"role": "user", "content": "Check it, step by step."})
+            conversation = (
+                conversation.add_messages({"role": "user", "content": "Check it, step by step."})
                 if turn
-                else said
+                else conversation
             )
             own = replace(
                 params, n=1, seed=(params.seed or 0) + 1000 * prompt.number + 10 * index + turn
             )
-            said = said.add_completion((await self.server.sample(said.tokens, own))[0])
-        return said.to_sample()
+            conversation = conversation.add_completion(
+                (await self.server.sample(conversation.tokens, own))[0]
+            )
+        return conversation.to_sample()
 
     async def step(
         self,
