@@ -234,6 +234,8 @@ def test_names_of_the_field_are_taken_with_a_note():
     ("theirs", "ours"),
     [
         ("clip_ratio", "eps_clip"),
+        ("adv_estimator", "advantage_scale"),
+        ("ppo_mini_batch_size", "ppo_n_minibatches"),
         ("kl_coef", "kl_beta"),
         ("kl_loss_coef", "kl_beta"),
         ("n_samples_per_prompt", "completions_per_prompt"),

@@ -649,11 +649,13 @@ class _StrictLoader(yaml.SafeLoader):
     "YAML loader that rejects duplicate keys."
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict:
-        keys = [k.value for k, _ in node.value if isinstance(k, yaml.ScalarNode)]
-        if twice := sorted({k for k in keys if keys.count(k) > 1}):
-            raise yaml.MarkedYAMLError(
-                problem=f"{', '.join(twice)} given twice", problem_mark=node.start_mark
-            )
+        seen = set[str]()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    problem = f"{key.value} is set again: keep one of them"
+                    raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 

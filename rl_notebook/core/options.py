@@ -160,6 +160,8 @@ _MEANT = {  # setting: what it is called elsewhere
     "epochs": "total_epochs",
     "steps": "total_training_steps",
     "grad_clip_norm": "clip_grad",
+    "advantage_scale": "adv_estimator advantage_estimator",
+    "ppo_n_minibatches": "ppo_mini_batch_size mini_batch_size ppo_epochs",
 }
 MEANT = {theirs: ours for ours, names in _MEANT.items() for theirs in names.split()}
 
