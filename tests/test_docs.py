@@ -321,10 +321,13 @@ def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
         ROOT / "rl_notebook", package, ignore=shutil.ignore_patterns("assets", "__pycache__")
     )
     source = (package / "core" / "advantages.py").read_text()
-    changes = re.findall(r"^-(.*\n)((?:\+.*\n)+)", "\n".join(lines) + "\n", re.MULTILINE)
-    for before, after in changes:
+    changes = re.findall(r"^([- ])(.*\n)((?:\+.*\n)+)", "\n".join(lines) + "\n", re.MULTILINE)
+    for sign, before, added in changes:
         assert source.count(before) == 1
-        source = source.replace(before, re.sub(r"^\+", "", after, flags=re.MULTILINE))
+        kept = (
+            before if sign == " " else ""
+        )  # a line without a sign stays, and is followed by new ones
+        source = source.replace(before, kept + re.sub(r"^\+", "", added, flags=re.MULTILINE))
     (package / "core" / "advantages.py").write_text(source)
     code = [
         "from rl_notebook.core.advantages import group_advantages",
