@@ -117,7 +117,7 @@ def template_end(tokenizer: Any) -> int | None:
     said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
         text = apply_template(tokenizer, said) if tokenizer.chat_template else ""
-    except Exception:  # a template that refuses this conversation does not say
+    except Exception:  # a template that rejects this conversation does not say
         return None
     behind = _encode(tokenizer, text.rpartition("answer")[2].lstrip())[:1]
     return behind[0] if behind and is_special(tokenizer, behind[0]) else None
@@ -175,7 +175,7 @@ def render(
             tokenizer, messages, add_generation_prompt=add_generation_prompt, **options
         )
         text.encode()  # half of a surrogate pair is no text
-    except Exception as e:  # a template is a program: it refuses, divides by zero, does not end
+    except Exception as e:  # a template is a program: it raises, divides by zero, does not end
         roles = ", ".join(str(m.get("role")) for m in messages[:20])
         said = (
             plain_text(e)[:300]
@@ -411,7 +411,7 @@ def answer_header(tokenizer: Any) -> str:
         before = apply_template(tokenizer, asked, add_generation_prompt=False)
         ready = apply_template(tokenizer, asked, add_generation_prompt=True)
         history = apply_template(tokenizer, [*asked, answer, *asked], add_generation_prompt=False)
-    except Exception:  # no template, or one that refuses this conversation
+    except Exception:  # no template, or one that rejects this conversation
         return ""
     if not (ready.startswith(before) and history.startswith(before)):
         return ""

@@ -586,7 +586,7 @@ def hub_trouble(name: str, kind: str = "model") -> str:  # empty where the hub h
 def _hub_records(
     name: str, config: str | None = None, split: str | None = None, streaming: bool = False
 ) -> _Records:
-    "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it refuses."
+    "Records of a data set that `datasets` reads; raises `MissingExtra` without it, `DataError` for what it cannot read."
     with needs("hub", f"the data set {name!r}"):
         import datasets  # slow to import, and an extra
         import datasets.config
@@ -663,7 +663,7 @@ def load_rows(
     source: Any,  # path or address of JSON, CSV or parquet, name on the hub, DataFrame, iterable, HF dataset
     *,
     max_rows: int | None = None,  # the first so many
-    require_answer: bool = False,  # refuse rows that do not say what is right
+    require_answer: bool = False,  # reject rows that do not say what is right
     require: Collection[
         str
     ] = (),  # columns that rows must have; a mapping also says what reads each

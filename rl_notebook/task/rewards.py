@@ -175,7 +175,7 @@ def make_soft_overlong(
     buffer: int,  # tokens before that where the penalty begins
 ) -> Callable[[str, Sequence[int]], float]:
     "A penalty from 0 to -1 over the last `buffer` tokens (DAPO, eq. 13)."
-    # refuses a buffer that does not fit, before anything is drawn
+    # rejects a buffer that does not fit, before anything is sampled
     soft_overlong_penalty(0, max_tokens, buffer)
 
     def soft_overlong(text: str, tokens: Sequence[int]) -> float:
