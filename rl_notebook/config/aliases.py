@@ -257,66 +257,69 @@ NEUTRAL = {name: (value, why) for why, names in _SO_HERE.items() for name, value
 
 # %% ../../nbs/config/01_aliases.ipynb #2413c9df
 def _float(value: Any) -> float:
-    "A number, or NaN for what is none and is refused where it goes."
+    "A number, or NaN for a value that is none (its field rejects it)."
     with suppress(TypeError, ValueError):
         return float(value)
     return math.nan
 
 
-_BOUNDS_OF_TRL = ("epsilon", "epsilon_high", "delta")
-
-
-def _refuse_trl(name: str, value: Any, given: Mapping[str, Any]) -> None:
-    "Raise ConfigError for a word of TRL's loss that has another value here beside the others."
-    kind = given.get("loss_type")
-    by_sequence = given.get("importance_sampling_level") == "sequence"
+def _check_trl_loss(name: str, value: Any, settings: Mapping[str, Any]) -> None:
+    "Raise ConfigError for a setting of TRL's loss that cannot mean the same here."
+    kind = settings.get("loss_type")
+    by_sequence = settings.get("importance_sampling_level") == "sequence"
     preset = TRL_PRESETS.get(str(kind), TRL_PRESETS["dapo"])
-    refuse = partial(ConfigError, name, where="Config")
-    beside = f"{quoted(value)} beside "
+    error = partial(ConfigError, name, where="Config")
+    with_other = f"{quoted(value)} with "
     match name, value:
         case "importance_sampling_level", "sequence" if preset["policy_loss"] != "ppo":
-            raise refuse(
-                got=f"{beside}loss_type {kind!r}",
+            raise error(
+                got=f"{with_other}loss_type {kind!r}",
                 expected="'token': it has no ratio per sequence here",
             )
         case "vllm_importance_sampling_mode", "token_truncate" | "token_mask" if by_sequence:
-            raise refuse(
-                got=f"{beside}importance_sampling_level 'sequence'", expected="a mode by sequence"
+            raise error(
+                got=f"{with_other}importance_sampling_level 'sequence'",
+                expected="a mode by sequence",
             )
         case "top_entropy_quantile", _ if by_sequence and _float(value) < 1:
-            raise refuse(
-                got=f"{beside}importance_sampling_level 'sequence'", expected="1.0, all tokens"
+            raise error(
+                got=f"{with_other}importance_sampling_level 'sequence'", expected="1.0, all tokens"
             )
         case "epsilon", _ if kind == "cispo":
-            raise refuse(
-                got=f"{beside}loss_type 'cispo'", expected="epsilon_high, TRL's only bound there"
+            raise error(
+                got=f"{with_other}loss_type 'cispo'",
+                expected="epsilon_high, TRL's only bound there",
             )
         case "delta", _ if preset["policy_loss"] == "ppo" and _float(value) < 1:
-            raise refuse(
+            raise error(
                 got=quoted(value), expected="at least 1, the ratio of a token that has not moved"
             )
         case "entropy_coef", _ if _float(value) != 0:
             fix = "TRL's bonus is a mean over the tokens it acts on, and entropy_coeff is averaged as the loss is."
             if (
                 preset["aggregation"] != "token_mean"
-                or _float(given.get("top_entropy_quantile", 1)) < 1
+                or _float(settings.get("top_entropy_quantile", 1)) < 1
             ):
-                got = f"{beside}loss_type {kind!r}, top_entropy_quantile {given.get('top_entropy_quantile', 1.0)}"
-                raise refuse(got=got, expected="a mean over all tokens, such as 'dapo'", fix=fix)
+                got = f"{with_other}loss_type {kind!r}, top_entropy_quantile {settings.get('top_entropy_quantile', 1.0)}"
+                raise error(got=got, expected="a mean over all tokens, such as 'dapo'", fix=fix)
 
 # %% ../../nbs/config/01_aliases.ipynb #9a3cc14c
-def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] | None:
+def _of_trl(name: str, value: Any, settings: Mapping[str, Any]) -> dict[str, Any] | None:
     "A setting of TRL's loss whose meaning depends on the others; None for all the rest."
-    _refuse_trl(name, value, given)
-    kind = given.get("loss_type")
-    (low, high, delta) = (_float(given.get(k)) for k in _BOUNDS_OF_TRL)
+    _check_trl_loss(name, value, settings)
+    kind = settings.get("loss_type")
+    low = _float(settings.get("epsilon"))
+    high = _float(settings.get("epsilon_high"))
+    delta = _float(settings.get("delta"))
     preset = TRL_PRESETS.get(str(kind), {"policy_loss": "ppo", "aggregation": "token_mean"})
     clips = preset["policy_loss"] == "ppo"
-    off = given.get("vllm_importance_sampling_correction") is False
+    off = settings.get("vllm_importance_sampling_correction") is False
     high = next((bound for bound in (high, low) if not math.isnan(bound)), 0.2)
     match name, value:
         case "loss_type", _ if (
-            clips and given.get("importance_sampling_level") == "sequence" and kind in TRL_PRESETS
+            clips
+            and settings.get("importance_sampling_level") == "sequence"
+            and kind in TRL_PRESETS
         ):
             return {"aggregation": preset["aggregation"]}  # the level says which loss
         case "epsilon_high", None if kind == "cispo":
@@ -330,7 +333,9 @@ def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
             return {}  # in place of delta
         case "delta", _ if clips and delta < 1 + high:
             return {"eps_clip_c": 1 + high, "eps_clip_high": delta - 1}
-        case "use_bias_correction_kl", _ if kind is not None and not _float(given.get("beta", 0)):
+        case "use_bias_correction_kl", _ if kind is not None and not _float(
+            settings.get("beta", 0)
+        ):
             return {}
         case "vllm_importance_sampling_correction", _:
             return {"tis": "off"} if off else None
@@ -343,12 +348,14 @@ def _of_trl(name: str, value: Any, given: Mapping[str, Any]) -> dict[str, Any] |
         case "vllm_importance_sampling_cap", None:
             return {}
         case "use_adaptive_entropy", bool():
-            return {"entropy_target": given.get("entropy_target", 0.2)} if value else {}
+            return {"entropy_target": settings.get("entropy_target", 0.2)} if value else {}
         case "entropy_target" | "entropy_coef_delta", _ if (
-            given.get("use_adaptive_entropy") is False
+            settings.get("use_adaptive_entropy") is False
         ):
             return {}
-        case "scale_rewards", _ if given.get("multi_objective_aggregation") == "normalize_then_sum":
+        case "scale_rewards", _ if (
+            settings.get("multi_objective_aggregation") == "normalize_then_sum"
+        ):
             return {}  # TRL does not look at it there
     return None
 
@@ -537,7 +544,7 @@ ELSEWHERE: dict[str, tuple[str, str]] = {  # name: (what it is there, what to ta
         "Leave it out: rewards get every column of a row.",
     ),
     "resume_from_checkpoint": (
-        "a place to go on from",
+        "a checkpoint to resume from",
         "Set resume=ResumeConfig(resume_from=...).",
     ),
 }
@@ -552,17 +559,23 @@ def check_known(cls: type, given: Iterable[str]) -> None:
     leaves = leaf_types(cls)
     heads = [*sub_configs(cls), *SPELLED]
     known = dict.fromkeys([*leaves, *heads, *RENAMED, *OTHER_WORDS, *NEUTRAL])
-    found = dict[str, str]()
+    suggestions = dict[str, str]()
     for name in (name for name in given if name not in known):
-        if told := ELSEWHERE.get("vllm_*" if name.startswith("vllm_") else name):
-            raise ConfigError(name, where="Config", got=told[0], fix=told[1])
+        elsewhere = ELSEWHERE.get("vllm_*" if name.startswith("vllm_") else name)
+        if elsewhere is not None:
+            meaning, fix = elsewhere
+            raise ConfigError(name, where="Config", got=meaning, fix=fix)
         head = name.partition(".")[0] if name.partition(".")[0] in heads else ""
-        below = [leaf for leaf in leaves if leaf.endswith(f".{name}")]
-        beside = [other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == head]
-        near = nearest(name.removeprefix(f"{head}."), beside)
-        found[name] = f"It is a setting of a sub-config: {' or '.join(below)}." if below else near
-    if found:
-        raise unknown_settings("Config", found)
+        in_sub_configs = [leaf for leaf in leaves if leaf.endswith(f".{name}")]
+        if in_sub_configs:
+            suggestions[name] = f"It is a setting of a sub-config: {' or '.join(in_sub_configs)}."
+            continue
+        same_level = [
+            other.rpartition(".")[2] for other in known if other.rpartition(".")[0] == head
+        ]
+        suggestions[name] = nearest(name.removeprefix(f"{head}."), same_level)
+    if suggestions:
+        raise unknown_settings("Config", suggestions)
 
 # %% ../../nbs/config/01_aliases.ipynb #33f36147
 def _agree(a: Any, b: Any) -> bool:
