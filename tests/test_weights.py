@@ -140,7 +140,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
             async with loop.weights.turn():
                 self.backend.to_fail = failing
                 try:
-                    await loop.weights.settled(work())
+                    await loop.weights.complete(work())
                 finally:
                     self.backend.to_fail = 0
 

@@ -144,7 +144,7 @@ class AsyncGRPOLoop(GRPOLoop):
     @run_exclusively
     async def sync(self) -> PhaseMetrics:
         "Hand the new weights to the sampler where it is due, and open the gate for another batch."
-        return await self.weights.settled(self._sync_and_publish())
+        return await self.weights.complete(self._sync_and_publish())
 
     async def _sync_and_publish(self) -> PhaseMetrics:
         "A sync that the gate knows of."

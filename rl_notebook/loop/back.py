@@ -133,7 +133,7 @@ async def save_checkpoint(
         saving = run.save_checkpoint(
             step, save, cursor.state(), policy_version=version, extra=extra
         )
-        await loop.weights.settled(saving)
+        await loop.weights.complete(saving)
     return step
 
 # %% ../../nbs/loop/10_back.ipynb #d2637499
@@ -153,7 +153,7 @@ async def restore_checkpoint(
             await loop.weights.sync()
 
     async with loop.weights.turn():
-        await loop.weights.settled(load())
+        await loop.weights.complete(load())
     return last
 
 # %% ../../nbs/loop/10_back.ipynb #dc5e3195
@@ -352,12 +352,12 @@ def names_code(name: str, value: Any) -> bool:
 
 async def rebuild(loop: Loop, plan: ReplayPlan, run: Run) -> float:  # gap of the logprobs, nats
     "Follow a plan: weights, optimizer, cursor and sampler as they were at its end; cancelled, the loop is in between."
-    await loop.weights.settled(restore_base(loop, plan))
+    await loop.weights.complete(restore_base(loop, plan))
     gaps = []
     for record in plan.records:
         settings = recorded_settings(run, record)
         score_at(loop, settings.temperature)
-        gaps.append(await loop.weights.settled(repeat_step(loop, record, settings.adam())))
+        gaps.append(await loop.weights.complete(repeat_step(loop, record, settings.adam())))
     score_at(loop, loop.settings.temperature)
     return max(gaps, default=0.0)
 

@@ -362,7 +362,7 @@ class GRPOLoop(Loop):
         enter(state, "optimize")
         if nothing := skip(state, "optimize"):
             with self.now_running("optimize"):
-                await self.weights.settled(self._keep_without_update())
+                await self.weights.complete(self._keep_without_update())
             return nothing
         with self.timed("optimize"):
             await self._update_all()
@@ -379,7 +379,7 @@ class GRPOLoop(Loop):
         if when := sync_postponed(self.cfg, self.state.number, self.weights.in_window):
             headline = f"weights stay where they are: synced {when}"
             return self.state.put("sync", PhaseMetrics(headline, {}))
-        return await self.weights.settled(self._sync_now())
+        return await self.weights.complete(self._sync_now())
 
     @requires_idle
     def finish(self) -> StepRecord:
@@ -455,10 +455,10 @@ class GRPOLoop(Loop):
         "The updates of a step that have not been made: of the gradient that is there, then of each further minibatch."
         state = self.state
         if not state.made:
-            await self.weights.settled(self._update(state.values["backward"]))
+            await self.weights.complete(self._update(state.values["backward"]))
         if state.updates:
             for part in minibatches(state.values["reference"], self.cfg)[len(state.made) :]:
-                await self.weights.settled(self._update(await self._replace_gradient(part)))
+                await self.weights.complete(self._update(await self._replace_gradient(part)))
 
     async def _update(self, report: LossReport) -> None:
         "One optimizer step with the gradient of a pass, noted in the step; before its first, a snapshot for `undo`."
@@ -898,7 +898,7 @@ class GRPOLoop(Loop):
     async def _sync_window(self) -> None:
         "The sync at the end of a window; warns where the weights did not arrive, which no record of it can say."
         with self.now_running("sync"):
-            await self.weights.settled(self.weights.sync())
+            await self.weights.complete(self.weights.sync())
         report = self.state.synced = self.weights.audit.report
         if report and report.ok is False:
             warnings.warn(report.sentence, stacklevel=3)
@@ -934,7 +934,7 @@ class GRPOLoop(Loop):
             await self.reach_boundary()
         behind = self.weights.sampler is not SamplerWeights.CURRENT
         if self.cfg.weight_sync_interval and behind:
-            await self.weights.settled(self.weights.sync())
+            await self.weights.complete(self.weights.sync())
         return done
 
     def use_answers(self, rows: Sequence[Row]) -> PhaseResult[Datum]:
@@ -968,7 +968,7 @@ class GRPOLoop(Loop):
         The prompts of a step that was sampled ahead in a window cannot be taken again, so instead of from `prompts` it
         continues from `advantages`, with the groups that it had. Raises `PhaseError` where there is no update to take back."""
         check_undo(self, to)
-        await self.weights.settled(self._take_back(to))
+        await self.weights.complete(self._take_back(to))
 
     async def _take_back(self, to: str) -> None:
         "Put back what was before the last update: weights, step and record."

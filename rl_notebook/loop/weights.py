@@ -187,7 +187,7 @@ class SharedBackend:
         self.task: asyncio.Task[Any] | None = None  # that its turn began in
         self.turn: object | None = None  # tasks in it have it in `LEASES`
         self.depth = 0  # how many calls of the turn lie inside each other
-        # what is begun and will be finished: see `settled`
+        # what is begun and will be finished: see `complete`
         self.section: asyncio.Future[Any] | None = None
 
     def join(self, weights: Weights) -> int:  # the number of the loop
@@ -239,174 +239,7 @@ async def borrowed(backend: Backend) -> AsyncIterator[None]:
         await loaded.discard()
         yield
 
-# %% ../../nbs/loop/03_weights.ipynb #d169dc2a
-async def _remember(w: Weights) -> Snapshot | None:  # None = nothing was saved
-    "Save what `undo` needs, before an update."
-    if not w.backend.capabilities.state_snapshots or not (w.undoable.maxlen or w.several):
-        return None
-    if len(w.undoable) == w.undoable.maxlen and w.undoable:
-        w.undoable.popleft()
-    kept = {
-        s.slot
-        for s in (w.served, *(s for e in w.undoable for s in (e.saved, e.served)))
-        if s is not None
-    }
-    free = next(slot for slot in itertools.count() if slot not in kept)
-    with w.owner.state.measured("remember"):
-        saved = await w.save(f"undo-{w.loop_id}-{free}", free)
-    return w.snapshot(saved)
-
-
-async def _update(
-    w: Weights,
-    adam: AdamParams,
-    normalization: GradNormalization,
-    before: Snapshot | None = None,
-    rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
-) -> dict[str, float]:
-    "One optimizer step: the gradient is used up, and the sampler is behind."
-    await w.audit.before(rows, alike=w.sampler is SamplerWeights.CURRENT)
-    measured = await w.backend.policy.optim_step(
-        adam, grad_accumulation_normalization=normalization
-    )
-    if w.sampler is SamplerWeights.CURRENT:
-        w.served = before.saved if before else None
-        w.sampler = SamplerWeights.SAVED if before else SamplerWeights.UNSAVED
-    w.gradient = False
-    w.keep(before)
-    return measured
-
-
-async def _restore(w: Weights, found: Snapshot, name: str, *, sampler: bool = True) -> None:
-    "Put weights and optimizer back, and, if it has changed, what the sampler serves."
-    policy = w.backend.policy
-    behind = found.served if sampler else None
-    w.audit.probe, w.audit.floor, w.audit.noise = found.known
-    if behind is not None:  # two states: that of the sampler first
-        await policy.load_state(behind.path)
-        w.version = await sync_weights(w.backend, name)
-    await policy.load_state(found.saved.path)
-    w.sampler = found.sampler
-    w.served = found.served
-    w.gradient = False
-    # it had the same; or older weights that are nowhere saved, then it gets these
-    if sampler and behind is None:
-        w.version = await sync_weights(w.backend, name)
-        w.sampler = SamplerWeights.CURRENT
-
-
-async def _undo(
-    w: Weights, forget: Callable[[Snapshot], Any]
-) -> Snapshot:  # called when all is as it was
-    "Back to before the last update, what the sampler serves too if it was synced since; returns where that is."
-    last = w.undoable[-1]
-    name = f"undo-{w.loop_id}-{last.state.number:05d}"
-    await w.restore(last, name, sampler=w.version != last.policy_version)
-    forget(last)
-    w.undoable.pop()
-    return last
-
-# %% ../../nbs/loop/03_weights.ipynb #5b82dbd8
-async def _settled(weights: Weights, work: Coroutine[Any, Any, R]) -> R:
-    "Finish a change of trainer and loop before a cancellation takes effect; a second cancellation takes effect at once."
-    shared = weights.shared
-    if shared.section is asyncio.current_task():  # part of a larger piece
-        return await work
-    shared.section = section = asyncio.ensure_future(work)
-    with interrupts_held() as heard:
-        try:
-            await asyncio.wait([section])
-        except asyncio.CancelledError as cancelled:
-            if not heard:
-                await asyncio.wait([section])
-                raise cancelled from section.exception()
-            raise
-    return section.result()
-
-# %% ../../nbs/loop/03_weights.ipynb #1d3edabc
-async def _leave(w: Weights) -> None:
-    "Save the weights, because another loop needs the backend."
-    w.owner.check_can_leave()
-    if w.sampler is SamplerWeights.UNSAVED:
-        got = "weights that its sampler has not got"
-        fix = "Sync the loop first."
-        raise PhaseError(f"{w.owner.name!r} cannot leave the backend", got=got, fix=fix)
-    w.parked = await w.save(f"branch-{w.loop_id}")
-    await w.discard()
-
-
-async def _fork(weights: Weights, other: Weights) -> None:
-    "Let another loop begin where this one stands; it has not the backend yet."
-    try:
-        other.parked = await weights.save(f"branch-{other.loop_id}")
-    except BaseException:  # cancelled, too: it was never here
-        weights.family.remove(other.owner.name)
-        raise
-    other.version = weights.version
-
-
-async def _take_over(w: Weights) -> None:
-    "Continue with the current weights; the loop that had them gets an error at its next call."
-    if (old := w.shared.loaded) is not None:
-        await old.owner.close()
-        lost = old.owner.forget_scores()
-        await old.discard()
-        old.lost_to = f"{w.owner.name!r} ({w.owner.place})" if lost else ""
-        old.parked = old.beginning = old.audit.probe = None
-        old.forget_undo()
-        # names of states that nothing needs any more
-        old.loop_id, w.loop_id = w.loop_id, old.loop_id
-        w.version = old.version
-        w.sampler = old.sampler
-        w.served = old.served
-    w.shared.loaded = w
-
-
-async def _swap(w: Weights) -> None:
-    "Put a loop's weights in the place of another's."
-    shared = w.shared
-    if by := w.lost_to:
-        w.lost_to = ""
-        got = f"no scores and no gradient: another loop over its backend took a turn, {by}"
-        fix = "Run await loop.reference() to go on. Let loops over one backend take turns by whole steps, or open two."
-        raise PhaseError(f"a turn for {w.owner.name!r}", where=w.owner.place, got=got, fix=fix)
-    if (parked := w.parked) is None:
-        return await _take_over(w)
-    with w.owner.state.measured("swap"):
-        if shared.loaded is not None:
-            await _leave(shared.loaded)
-        shared.loaded = None  # until all of it is done
-        await _restore(w, w.snapshot(parked), f"turn-{w.loop_id}")
-    shared.loaded = w
-
 # %% ../../nbs/loop/03_weights.ipynb #696a9327
-@asynccontextmanager
-async def _turn(weights: Weights) -> AsyncIterator[object]:  # the turn, for `join_turn`
-    "Hold the backend, with these weights loaded, once no section is changing what it has."
-    shared, lock = weights.shared, weights.shared.claim(weights)
-    held = inside = False  # an interrupt may come between any two lines
-    try:
-        if not weights.has_lease:
-            held = await lock.acquire()
-            shared.holder = weights
-            shared.task = asyncio.current_task()
-            shared.turn = object()
-            join_turn(shared.turn)
-        shared.depth = shared.depth + 1
-        inside = True
-        if shared.section not in (None, asyncio.current_task()):
-            await asyncio.wait([shared.section])
-        if shared.loaded is not weights:
-            await _settled(weights, _swap(weights))
-        yield shared.turn
-    finally:
-        shared.depth -= inside
-        if not shared.depth and (held or inside):
-            LEASES.set(tuple(turn for turn in LEASES.get() if turn is not shared.turn))
-            shared.holder = shared.task = shared.turn = None
-            lock.release()
-
-
 def join_turn(turn: object) -> None:
     "Go on with a turn, in whichever task one is now."
     if turn not in LEASES.get():
@@ -524,10 +357,163 @@ class Weights:
             got = f"{self.owner.running or 'a step'} is running, begun in another cell or by a dashboard"
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
 
-    remember = _remember
-    update = _update
-    restore = _restore
-    undo = _undo
-    settled = _settled
-    turn = _turn
-    fork = _fork
+    async def remember(self) -> Snapshot | None:  # None = nothing was saved
+        "Save what `undo` needs, before an update."
+        if not self.backend.capabilities.state_snapshots or not (
+            self.undoable.maxlen or self.several
+        ):
+            return None
+        if len(self.undoable) == self.undoable.maxlen and self.undoable:
+            self.undoable.popleft()
+        kept = {
+            s.slot
+            for s in (self.served, *(s for e in self.undoable for s in (e.saved, e.served)))
+            if s is not None
+        }
+        free = next(slot for slot in itertools.count() if slot not in kept)
+        with self.owner.state.measured("remember"):
+            saved = await self.save(f"undo-{self.loop_id}-{free}", free)
+        return self.snapshot(saved)
+
+    async def update(
+        self,
+        adam: AdamParams,
+        normalization: GradNormalization,
+        before: Snapshot | None = None,
+        rows: Sequence[Datum] = (),  # to take a probe from; none = the next sync is not looked at
+    ) -> dict[str, float]:
+        "One optimizer step: the gradient is used up, and the sampler is behind."
+        await self.audit.before(rows, alike=self.sampler is SamplerWeights.CURRENT)
+        measured = await self.backend.policy.optim_step(
+            adam, grad_accumulation_normalization=normalization
+        )
+        if self.sampler is SamplerWeights.CURRENT:
+            self.served = before.saved if before else None
+            self.sampler = SamplerWeights.SAVED if before else SamplerWeights.UNSAVED
+        self.gradient = False
+        self.keep(before)
+        return measured
+
+    async def restore(self, found: Snapshot, name: str, *, sampler: bool = True) -> None:
+        "Put weights and optimizer back, and, if it has changed, what the sampler serves."
+        policy = self.backend.policy
+        behind = found.served if sampler else None
+        self.audit.probe, self.audit.floor, self.audit.noise = found.known
+        if behind is not None:  # two states: that of the sampler first
+            await policy.load_state(behind.path)
+            self.version = await sync_weights(self.backend, name)
+        await policy.load_state(found.saved.path)
+        self.sampler = found.sampler
+        self.served = found.served
+        self.gradient = False
+        # it had the same; or older weights that are nowhere saved, then it gets these
+        if sampler and behind is None:
+            self.version = await sync_weights(self.backend, name)
+            self.sampler = SamplerWeights.CURRENT
+
+    async def undo(
+        self, forget: Callable[[Snapshot], Any]
+    ) -> Snapshot:  # called when all is as it was
+        "Back to before the last update, what the sampler serves too if it was synced since; returns where that is."
+        last = self.undoable[-1]
+        name = f"undo-{self.loop_id}-{last.state.number:05d}"
+        await self.restore(last, name, sampler=self.version != last.policy_version)
+        forget(last)
+        self.undoable.pop()
+        return last
+
+    async def complete(self, work: Coroutine[Any, Any, R]) -> R:
+        "Finish a change of trainer and loop before a cancellation takes effect; a second cancellation takes effect at once."
+        shared = self.shared
+        if shared.section is asyncio.current_task():  # part of a larger piece
+            return await work
+        shared.section = section = asyncio.ensure_future(work)
+        with interrupts_held() as heard:
+            try:
+                await asyncio.wait([section])
+            except asyncio.CancelledError as cancelled:
+                if not heard:
+                    await asyncio.wait([section])
+                    raise cancelled from section.exception()
+                raise
+        return section.result()
+
+    async def _leave(self) -> None:
+        "Save the weights, because another loop needs the backend."
+        self.owner.check_can_leave()
+        if self.sampler is SamplerWeights.UNSAVED:
+            got = "weights that its sampler has not got"
+            fix = "Sync the loop first."
+            raise PhaseError(f"{self.owner.name!r} cannot leave the backend", got=got, fix=fix)
+        self.parked = await self.save(f"branch-{self.loop_id}")
+        await self.discard()
+
+    async def fork(self, other: Weights) -> None:
+        "Let another loop begin where this one stands; it has not the backend yet."
+        try:
+            other.parked = await self.save(f"branch-{other.loop_id}")
+        except BaseException:  # cancelled, too: it was never here
+            self.family.remove(other.owner.name)
+            raise
+        other.version = self.version
+
+    async def _take_over(self) -> None:
+        "Continue with the current weights; the loop that had them gets an error at its next call."
+        if (old := self.shared.loaded) is not None:
+            await old.owner.close()
+            lost = old.owner.forget_scores()
+            await old.discard()
+            old.lost_to = f"{self.owner.name!r} ({self.owner.place})" if lost else ""
+            old.parked = old.beginning = old.audit.probe = None
+            old.forget_undo()
+            # names of states that nothing needs any more
+            old.loop_id, self.loop_id = self.loop_id, old.loop_id
+            self.version = old.version
+            self.sampler = old.sampler
+            self.served = old.served
+        self.shared.loaded = self
+
+    async def _swap(self) -> None:
+        "Put a loop's weights in the place of another's."
+        shared = self.shared
+        if by := self.lost_to:
+            self.lost_to = ""
+            got = f"no scores and no gradient: another loop over its backend took a turn, {by}"
+            fix = "Run await loop.reference() to go on. Let loops over one backend take turns by whole steps, or open two."
+            raise PhaseError(
+                f"a turn for {self.owner.name!r}", where=self.owner.place, got=got, fix=fix
+            )
+        if (parked := self.parked) is None:
+            return await self._take_over()
+        with self.owner.state.measured("swap"):
+            if shared.loaded is not None:
+                await shared.loaded._leave()
+            shared.loaded = None  # until all of it is done
+            await self.restore(self.snapshot(parked), f"turn-{self.loop_id}")
+        shared.loaded = self
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[object]:  # the turn, for `join_turn`
+        "Hold the backend, with these weights loaded, once no section is changing what it has."
+        shared, lock = self.shared, self.shared.claim(self)
+        held = inside = False  # an interrupt may come between any two lines
+        try:
+            if not self.has_lease:
+                held = await lock.acquire()
+                shared.holder = self
+                shared.task = asyncio.current_task()
+                shared.turn = object()
+                join_turn(shared.turn)
+            shared.depth = shared.depth + 1
+            inside = True
+            if shared.section not in (None, asyncio.current_task()):
+                await asyncio.wait([shared.section])
+            if shared.loaded is not self:
+                await self.complete(self._swap())
+            yield shared.turn
+        finally:
+            shared.depth -= inside
+            if not shared.depth and (held or inside):
+                LEASES.set(tuple(turn for turn in LEASES.get() if turn is not shared.turn))
+                shared.holder = shared.task = shared.turn = None
+                lock.release()
