@@ -301,7 +301,7 @@ MAX_SAMPLES = 1024  # completions that one request may ask for
 
 
 def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SampleParams:
-    "How to draw, in the words of either service; raises `ConfigError`, `TypeError` or `ValueError`."
+    "How to sample, in the words of either service; raises `ConfigError`, `TypeError` or `ValueError`."
     if n > MAX_SAMPLES:
         raise ConfigError("n", where="the request", got=n, expected=f"at most {MAX_SAMPLES:,}")
     stop = given.get("stop") or []
@@ -324,7 +324,7 @@ def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SamplePa
 
 
 def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) -> SampleParams:
-    "How a training service draws; raises likewise."
+    "How a training service samples; raises likewise."
     given = body.get("sampling_params") or {}
     length = int(given.get("max_tokens") or max(1, (limit or 2048) - prompt))
     return sample_params(given, int(body.get("num_samples") or 1), length)
@@ -505,7 +505,7 @@ def error_reply(
 
 
 async def on_error(request: Request, error: Exception) -> Response:
-    "The response to a request that was refused, or on which the emulator failed."
+    "The response to a request that was rejected, or on which the emulator failed."
     if isinstance(error, HTTPException):
         return error_reply(request.url.path, error.status_code, str(error.detail), error.headers)
     if isinstance(error, RLNotebookError):

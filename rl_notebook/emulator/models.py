@@ -78,7 +78,7 @@ class Models:
             "dtype": self.dtype,
         }
         with self.lock:
-            # as services draw
+            # as services sample
             whole = {"reference": False, "prompt_logprobs": True, "mask_unknown": False}
             return open_local(model, tokenizer, **whole, **options)
 
@@ -201,7 +201,7 @@ class SamplerPool:
 
     def __init__(self) -> None:
         self.servings: list[Serving] = []  # the one used last comes last
-        # how often a snapshot was written anew
+        # how often a snapshot was written again
         self.lock = asyncio.Lock()
         self.revisions = dict[str, int]()
 
@@ -240,7 +240,7 @@ class SamplerPool:
 async def sample_and_score(
     sampler: LocalSampler, prompt: list[int], body: Mapping[str, Any]
 ) -> SampleResult:
-    "Draw completions of a prompt, and score what was asked for; raises `BackendError`."
+    "Sample completions of a prompt, and score what was asked for; raises `BackendError`."
     not_done = (
         "target_prompt_logprobs",
         "prompt_alt_tokens_k",

@@ -90,7 +90,7 @@ def read_prompt(prompt: Any, tokenizer: Any) -> tuple[int, ...]:
 
 # %% ../../nbs/emulator/03_server.ipynb #2a2c30f4
 def read_length(body: Mapping[str, Any], prompt_len: int, max_seq_len: int) -> int:
-    "How many tokens to draw at most, 0 = only score the prompt; raises `Refusal`."
+    "How many tokens to sample at most, 0 = only score the prompt; raises `Refusal`."
     asked = body.get("max_tokens", 16)
     room = max_seq_len - prompt_len
     if room < 0:
@@ -138,7 +138,7 @@ class Shown:
 
     tokens: list[int]
     raw: list[float | None]  # logprob per token, None for the first token of a prompt
-    drawn: list[float | None]  # of the distribution drawn from, None on the prompt
+    drawn: list[float | None]  # of the distribution sampled from, None on the prompt
     text: str
     finish_reason: str
 
@@ -146,7 +146,7 @@ class Shown:
 def shown(
     wanted: Wanted, completion: Completion | None, scores: np.ndarray | None, tokenizer: Any
 ) -> Shown:
-    "What to show of a completion; None = nothing was drawn."
+    "What to show of a completion; None = nothing was sampled."
     raw: list[float | None] = []
     drawn: list[float | None] = []
     tokens = []
@@ -224,7 +224,7 @@ def choice_of(
     tokenizer: Any,
     processed: bool,
 ) -> dict[str, Any]:
-    "One choice of a response, with (P-1,) scores of the prompt; `processed` where logprobs are those drawn from."
+    "One choice of a response, with (P-1,) scores of the prompt; `processed` where logprobs are those sampled from."
     choice: dict[str, Any] = {
         "index": index,
         "text": part.text,
@@ -329,7 +329,7 @@ def read_adapter(folder: Path, base: Mapping[str, Any]) -> dict[str, Tensor]:
 
 # %% ../../nbs/emulator/03_server.ipynb #43b31c3d
 def copy_weights(serving: Serving, tensors: Mapping[str, Tensor]) -> None:
-    "Put weights into what a sampler serves, under whatever it is drawing; runs in the worker."
+    "Put weights into what a sampler serves, under whatever it is sampling; runs in the worker."
     with torch.no_grad():
         for name, p in serving.backend.sync.served.items():  # type: ignore[attr-defined]
             p.copy_(tensors[name])
@@ -470,7 +470,7 @@ def split_choices(
 
 
 async def completions(server: EmulatedServer, request: Request, style: Style = "vllm") -> Response:
-    "POST /v1/completions, as vLLM serves it, or /inference/v1/completions, as Fireworks does: wait while paused, draw."
+    "POST /v1/completions, as vLLM serves it, or /inference/v1/completions, as Fireworks does: wait while paused, sample."
     body = await json_of(request)
     started = time.monotonic()
     tokenizer = server.models.tokenizer
@@ -607,7 +607,7 @@ async def pause(server: EmulatedServer, request: Request) -> Response:
 
 # %% ../../nbs/emulator/03_server.ipynb #630acc1a
 async def resume(server: EmulatedServer, request: Request) -> Response:
-    "Let everything go on."
+    "Let everything continue."
     for serving in server._serving.values():
         serving.sampler.run.open.set()
     server.resumed.set()
@@ -615,7 +615,7 @@ async def resume(server: EmulatedServer, request: Request) -> Response:
 
 # %% ../../nbs/emulator/03_server.ipynb #da040642
 async def collective_rpc(server: EmulatedServer, request: Request) -> Response:
-    "Only `reload_weights`; the weights change at once, under whatever is being drawn."
+    "Only `reload_weights`; the weights change at once, under whatever is being sampled."
     body = await json_of(request)
     if body.get("method") != "reload_weights":
         raise Refusal(500, f"Worker failed with error 'no attribute {body.get('method')!r}'")

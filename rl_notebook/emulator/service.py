@@ -74,7 +74,7 @@ _ID = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def resource_name(collection: str, id: str) -> str:
-    "The full name of a resource; an impossible id is refused with status 400."
+    "The full name of a resource; an impossible id is rejected with status 400."
     if not _ID.fullmatch(id):
         raise HTTPException(
             400, f"invalid {collection} id {id!r}: 1-63 lower-case letters, digits and hyphens"
@@ -288,7 +288,7 @@ _DELETED = "JOB_STATE_DELETED"
 def new_job(
     name: str, asked: Mapping[str, Any], query: Mapping[str, str], context_length: int
 ) -> Resource:
-    "The description of a job that a body and a query ask for; what contradicts itself is refused with status 400."
+    "The description of a job that a body and a query ask for; what contradicts itself is rejected with status 400."
     config = dict(asked.get("trainingConfig") or {})
     if not config.get("baseModel"):
         raise HTTPException(400, "trainingConfig.baseModel is required")
@@ -429,7 +429,7 @@ async def list_checkpoints(site: EmulatorState, request: Request) -> Response:
 def promoted(
     site: EmulatorState, job: Resource, checkpoint: str, asked: Mapping[str, Any]
 ) -> Resource:
-    "The model that a checkpoint became; refused with status 404, 400 or 409."
+    "The model that a checkpoint became; rejected with status 404, 400 or 409."
     name = resource_name("models", str(asked.get("output_model", "")).removeprefix(OWN_MODELS))
     source = f"{job.name}/checkpoints/{checkpoint}"
     row = next((r for r in checkpoint_rows(site, job) if r["name"] == source), None)

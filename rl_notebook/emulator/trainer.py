@@ -735,7 +735,7 @@ def get_sampler(call: Call) -> dict[str, Any]:
 
 # %% ../../nbs/emulator/02_trainer.ipynb #36571902
 def asample(call: Call) -> Promise:
-    "Draw completions in a sampling session."
+    "Sample completions in a sampling session."
     sampler_id = call.body.get("sampling_session_id")
     if sampler_id not in call.memory.samplers:
         expected = "one of this service since it was started"

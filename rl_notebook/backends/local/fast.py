@@ -55,7 +55,7 @@ class StateCache(Cache):
         self.states: States = {}  # each (slots, ...)
         self.fresh_states: States = {}  # what the current prefill made
         self.filling = False  # prefill, or decode step
-        self.past = NOTHING  # what the current prefill goes on from
+        self.past = NOTHING  # what the current prefill continues from
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         "The last inputs of a layer's convolution (rows, channels, width); None where nothing was read."
@@ -217,7 +217,7 @@ class SlotCache(StateCache):
         )
 
     def begin_prefill(self, past: Past) -> None:
-        "Prepare to read prompts that go on from a past."
+        "Prepare to read prompts that continue from a past."
         self.filling = True
         self.past = past
         self.fresh_states = {key: state.clone() for key, state in past.states.items()}

@@ -272,7 +272,7 @@ class CausalModel:
         return own | dict.fromkeys(STATES)
 
     def logits(self, features: Tensor) -> Tensor:
-        "(M, V) logits to draw from, in at least float32."
+        "(M, V) logits to sample from, in at least float32."
         return logits_of(features, self.drawing_head)
 
     def logprobs(
@@ -425,7 +425,7 @@ def _choosing(model: Any, ids: Tensor) -> Choosing:
 
 # %% ../../../nbs/backends/local/04_model.ipynb #0f9da20b
 def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tuple[Tensor, Tensor]]:
-    "Features of two rows by prefill, decode and a prefill that goes on, each with the token indices they belong to."
+    "Features of two rows by prefill, decode and a prefill that continues, each with the token indices they belong to."
     cache = SlotCache()
     starts = [5, 3]
     results = []

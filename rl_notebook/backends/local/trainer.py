@@ -746,7 +746,7 @@ def sample_gradients(
 class Pending:
     "One item in the sampler's inbox, and the future that waits for its result."
 
-    item: Any  # a Request, a sequence to score, or a function to run when nothing is being drawn
+    item: Any  # a Request, a sequence to score, or a function to run when nothing is being sampled
     future: asyncio.Future
 
     def resolve(self, value: Any) -> None:
@@ -764,7 +764,7 @@ class LocalSampler:
         self.engine = engine
         self.run = run
         self.inbox: deque[Pending] = deque()
-        self.open: dict[Request, Pending] = {}  # being drawn
+        self.open: dict[Request, Pending] = {}  # being sampled
         self.scheduler: asyncio.Task | None = None
         self.stale = False  # the engine holds requests of a loop that has gone
 
@@ -822,7 +822,7 @@ class LocalSampler:
                 pending.resolve(reason)
 
     def take_waiting(self) -> list[Pending]:
-        "The waiting up to the next function; a function alone, once nothing is being drawn."
+        "The waiting up to the next function; a function alone, once nothing is being sampled."
         taken: list[Pending] = []
         while self.inbox and not callable(self.inbox[0].item):
             taken.append(self.inbox.popleft())
@@ -878,7 +878,7 @@ class LocalSampler:
                 raise
 
     async def close(self, *workers: Worker) -> None:
-        "Draw nothing more, wait for what the workers compute, and forget what was asked for."
+        "Sample nothing more, wait for what the workers compute, and forget what was asked for."
         if self.scheduler is not None and not self.scheduler.get_loop().is_closed():
             self.scheduler.cancel()
         for worker in workers:
@@ -895,7 +895,7 @@ class LocalSync:
         self.served = served
 
     async def __call__(self, snapshot: str) -> int:
-        "Wait until nothing is being drawn, serve `snapshot`, return its version."
+        "Wait until nothing is being sampled, serve `snapshot`, return its version."
         if snapshot not in self.state.snapshots:
             fix = "save_weights_for_sampler makes one; only the newest few are kept."
             known = sorted(self.state.snapshots) or "none yet"
@@ -977,14 +977,14 @@ def open_local(
     inline: bool = False,  # compute on the calling thread, for debuggers
     threads: int
     | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
-    beside: bool = False,  # the sampler computes in a worker of its own: rollouts go on while the policy trains
-    max_batch: int = 256,  # completions drawn at once
+    beside: bool = False,  # the sampler computes in a worker of its own: rollouts continue while the policy trains
+    max_batch: int = 256,  # completions sampled at once
     max_seq_len: int | None = None,  # None = the model's context
     tokens_per_batch: int = 16384,  # padded tokens of one forward pass
     temperature: float = 1.0,  # of policy and reference logprobs: set it to the sampling temperature
     seed: int = 0,  # of the adapter's initial weights
     load_in_8bit: bool = False,  # with LoRA: keep the base in 8 bits, which needs `rl-notebook[quantized]`
-    mask_unknown: bool = True,  # ids that the tokenizer does not know have no share: never drawn, in no logprob
+    mask_unknown: bool = True,  # ids that the tokenizer does not know have no share: never sampled, in no logprob
     prompt_logprobs: bool = False,  # also score positions of weight 0
     gradient_checkpointing: bool = False,  # backward computes each layer again: less memory, more time
     router_replay: bool = False,  # mixture of experts: the policy takes the experts that the sampler chose

@@ -283,7 +283,7 @@ class Link:
             return with_retries_blocking(once, self.retries, tries.again, **options)
 
     def drop(self, why: str = "", refused: bool = False) -> None:
-        "Do not use the present client again: it is lost, or a request that was refused left a gap in its numbers."
+        "Do not use the present client again: it is lost, or a request that was rejected left a gap in its numbers."
         self.client = None
         self.why = why
         self.refused = refused
@@ -333,7 +333,7 @@ class Tries:
         self.cause: BaseException | None = None
 
     def again(self, error: BaseException) -> bool:
-        "Whether a fresh client may do better; raises `BackendError` if the service has refused."
+        "Whether a fresh client may do better; raises `BackendError` if the service has rejected."
         link = self.link
         status = status_of(error)
         if isinstance(error, RLNotebookError) or not isinstance(error, link.caught):

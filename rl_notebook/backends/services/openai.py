@@ -48,7 +48,7 @@ class VLLMSync:
         *,
         server_folder: str
         | None = None,  # the same folder as the server sees it; None = the same path
-        mode: Literal["wait", "keep"] = "wait",  # what happens to completions that are being drawn
+        mode: Literal["wait", "keep"] = "wait",  # what happens to completions in flight
         check_tokens: Sequence[int] = (),  # (N,) ids that are scored after every sync
     ):
         if not isinstance(local.policy, LocalTrainer):
@@ -309,7 +309,7 @@ async def open_openai(
     | Path
     | None = None,  # for weights, seen by the server too; None = a temporary one, same machine
     server_folder: str | None = None,  # the same folder as the server sees it
-    mode: Literal["wait", "keep"] = "wait",  # what a sync does to completions that are being drawn
+    mode: Literal["wait", "keep"] = "wait",  # what a sync does to completions in flight
     dialect: str
     | Dialect
     | None = None,  # how it is asked: a key of DIALECTS, or your own; None = as it says itself
@@ -319,7 +319,7 @@ async def open_openai(
     **local_options: Any,  # of `open_local`
 ) -> Backend:  # policy LocalTrainer, sampler OpenAISampler
     "A policy in this process, a sampler behind a server; `backend.sampler.report` shows what the server does."
-    local_options = {"mask_unknown": False, **local_options}  # the server draws from the whole head
+    local_options = {"mask_unknown": False, **local_options}  # the server masks no id
     local = open_local(model, tokenizer, **local_options)
     options = {"dialect": dialect, "retries": retries, "limit": limit, "transport": transport}
     sampler = OpenAISampler(base_url, served_model, tokenizer, key, meter=local.meter, **options)  # type: ignore[arg-type]
@@ -368,7 +368,7 @@ async def open_openai(
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #1f12e9c9
 async def check_openai(sampler: OpenAISampler) -> list[Findings]:
-    "What a server was seen to do, and whether it can be drawn from at all."
+    "What a server was seen to do, and whether it can be sampled from at all."
     facts = Findings(())
     name = "completions of ids"
     try:

@@ -654,7 +654,7 @@ class ReconnectableClient:
         fresh_client(self.link)
 
     def close(self) -> None:
-        "Hang up; the trainer goes on. To a trainer that is gone, the SDK's goodbye can last: it is not waited for."
+        "Hang up; the trainer continues. To a trainer that is gone, the SDK's goodbye can last: it is not waited for."
         if self.parent is None and self.service is not None:
             goodbye = threading.Thread(target=self.service.close, daemon=True)
             goodbye.start()

@@ -402,7 +402,7 @@ def ends(params: SampleParams, tokenizer: Any) -> list[int]:
 def stops(params: SampleParams, tokenizer: Any) -> list[str] | list[int] | None:
     """What a service is told to stop at: strings if there are some, else ids.
 
-    The two do not go together. With strings a service may draw on past the end of text; `ended` cuts that off."""
+    The two do not go together. With strings a service may keep sampling past the end of text; `ended` cuts that off."""
     if params.stop and params.stop_token_ids:
         fix = "Give one of the two; a token's text will do as a string."
         raise BackendError(
@@ -562,7 +562,7 @@ def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Findin
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #a4c4e060
 async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1.0) -> Finding:
-    "Whether the same seed draws the same tokens; where it is hot, chance would not."
+    "Whether the same seed samples the same tokens; where it is hot, chance would not."
     params = SampleParams(n=2, max_tokens=8, seed=11, temperature=temperature)
     drawn = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
     same = drawn[0] == drawn[1]
@@ -577,7 +577,7 @@ async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #8aeda0b4
 async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Finding:
-    "Whether logprobs of tokens drawn at another temperature are raw ones; the sampler remembers it."
+    "Whether logprobs of tokens sampled at another temperature are raw ones; the sampler remembers it."
     link = sampler.link
     name = "raw logprobs at any temperature"
     try:
@@ -827,7 +827,7 @@ LONGEST = 8192  # tokens that are tried; a longer context is not
 async def check_length(
     policy: Scorer, sampler: Sampler, tokens: list[int], longest: int
 ) -> Finding:
-    "Whether policy and sampler take a sequence as long as is said, whole, also where a token is drawn behind it."
+    "Whether policy and sampler take a sequence as long as is said, whole, also where a token is sampled behind it."
     whole = (tokens * (longest // len(tokens) + 1))[: min(longest, LONGEST) - 1]
     try:
         scored = await policy.forward([toy_datum(whole)])
@@ -897,7 +897,7 @@ async def check_endings(tokenizer: Any, sampler: Sampler, tokens: list[int]) -> 
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #c2413573
 async def check_temperature(sampler: Sampler, tokens: list[int]) -> list[Finding]:
-    "Whether the likeliest token is drawn at temperature 0, and at 2 none of the odds of temperature 1."
+    "Whether the likeliest token is sampled at temperature 0, and at 2 none of the odds of temperature 1."
     asked = [
         SampleParams(n=n, max_tokens=1, temperature=t, seed=5) for n, t in ((128, 2.0), (8, 0.0))
     ]
@@ -958,7 +958,7 @@ async def check_contract(
     sync: WeightSync | None = None,
     can: Capabilities | None = None,
 ) -> Findings:
-    """What a run relies on: scores, gradients, steps, states, draws, syncs. The model is left as it was found.
+    """What a run relies on: scores, gradients, steps, states, samples, syncs. The model is left as it was found.
 
     With `can`, the limit and the losses that it says are tried."""
     start = await policy.save_state("start")
@@ -1013,7 +1013,7 @@ async def open_tinker(
     seed: int = 0,  # of the adapter's initial weights
     max_seq_len: int | None = None,  # None = what the service says
     needed: int
-    | None = None,  # tokens that a sequence may have; more than the service takes is refused
+    | None = None,  # tokens that a sequence may have; more than the service takes is rejected
     prompt_logprobs: bool = False,  # also score positions of weight 0
     dtype: str = "unknown",  # precision of the service's forward pass, if you know it; tolerances follow it
     conformance: Literal["raise", "warn", "off"] = "raise",  # what happens when a check fails

@@ -161,7 +161,7 @@ _FIXES = {
 
 
 class Refused(BackendError):
-    "The server refused a request for good."
+    "The server rejected a request for good."
 
     status: int = 0  # of HTTP
     said: str = ""  # by the server
