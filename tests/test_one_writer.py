@@ -237,7 +237,7 @@ def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file()}
     resume = ["train", "--resume", "--log-path", str(sent), "--steps", "3"]
     assert main(resume) == 2
-    assert "expected files and folders of its own. Nothing was written" in (
+    assert "expected only files and folders of a run. Nothing was written" in (
         output := capsys.readouterr().err
     )
     assert f"{name} -> {outside}" in output
@@ -252,7 +252,7 @@ def test_a_folder_that_leads_elsewhere_is_not_gone_on_with_unless_it_is_trusted(
 def test_a_pipe_in_the_place_of_a_file_is_refused_before_it_is_waited_for(sent):
     os.mkfifo(sent / "steps" / "more")
     with pytest.raises(
-        RecordError, match=r"got steps/more -> .*; expected files and folders of its own"
+        RecordError, match=r"got steps/more -> .*; expected only files and folders of a run"
     ):
         RunFolder.resume(sent, CFG)
 

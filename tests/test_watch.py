@@ -560,7 +560,7 @@ def test_a_loss_of_ones_own_an_adapter_and_half_precision(tmp_path: Path):
     adapter = LoraConfig(r=4, target_modules="all-linear")
     _, records = recorded(tmp_path, cls=Own, peft=adapter, bf16=True, beta=0.04, max_steps=2)
     for record in records:
-        assert "a _compute_loss of your own" in record.options["make_loss"]
+        assert "a custom _compute_loss" in record.options["make_loss"]
         assert {lp.dtype for lp in record.loss.logprobs} == {"bfloat16"}
         assert all(
             np.isfinite(lp.values[d.active]).all()

@@ -67,12 +67,12 @@ class Bundles(Reader):
 
     def _about(self, step: int) -> dict[str, Any]:
         facts, _ = self._read(step)
-        told = {
+        facts_of_run = {
             name: facts[name]
             for name in ("metrics", "loss", "updates")
             if facts.get(name) is not None
         }
-        return {"origin": facts.get("trainer", "bundle"), **told}
+        return {"origin": facts.get("trainer", "bundle"), **facts_of_run}
 
 
 FIELDS = tuple(f.name for f in fields(Row))
@@ -99,7 +99,7 @@ for path in sys.argv[1:]:
 
 
 class SkyRL(Reader):
-    "`dumped_data/*.pkl` of SkyRL, which is refused."
+    "`dumped_data/*.pkl` of SkyRL, which is not read."
 
     origin = "SkyRL"
     signature = "dumped_data/global_step_*_training_input.pkl"
@@ -108,9 +108,9 @@ class SkyRL(Reader):
     @classmethod
     def find(cls, path: Path) -> Self | None:
         "None without such files; raises RecordError, with the way to a bundle, for them."
-        if (found := super().find(path)) is None:
+        if (reader := super().find(path)) is None:
             return None
-        files = [file for files in found.files.values() for file in files]
+        files = [file for files in reader.files.values() for file in files]
         got = f"{len(files)} pickles of {cls.origin}"
         expected = "files that run nothing when they are read"
         fix = f"Save this as a script and run it on them where {cls.origin} is installed, then open what it writes:"
@@ -124,7 +124,7 @@ class SkyRL(Reader):
 
 
 class VerlPickles(SkyRL):
-    "`gen_batch.dp` of verl's first trainer, which is refused."
+    "`gen_batch.dp` of verl's first trainer, which is not read."
 
     origin = "verl (DataProto)"
     signature = "*/gen_batch.dp"

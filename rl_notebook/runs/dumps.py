@@ -38,7 +38,7 @@ class NemoRL(Reader):
     signature = "train_data_step*.jsonl"
     number = r"step(\d+)"
     names = _NEMO
-    told = "no group ids: groups are the completions of equal prompts"
+    caveats = "no group ids: groups are the completions of equal prompts"
     hook = "reference and policy logprobs are in `train_data` of `grpo_train`: write a bundle there"
 
     def _rows(self, step: int) -> Iterator[Row]:
@@ -52,11 +52,11 @@ class NemoRL(Reader):
             }
             weights = np.array(cut["loss_mask"]) * float(line.get("sample_loss_mask", 1.0))
             content = line.get("content")  # messages, or the completion alone
-            prompt, *said = (
+            prompt, *messages = (
                 content if isinstance(content, list) and content else [None, content or ""]
             )
             reward = line.get("filtered_rewards", line.get("rewards"))
-            text = "\n".join(map(str, said))
+            text = "\n".join(map(str, messages))
             yield Row(**cut, weights=weights, reward=reward, prompt=prompt, text=text)
 
 # %% ../../nbs/runs/02_dumps.ipynb #5c3a3662
@@ -77,21 +77,21 @@ class PrimeExports(Reader):
     number = r"step_(\d+)"
     names = _EXPORTED
     whole = False
-    told = "no samples without advantage, so groups are incomplete and advantages are not compared with rewards"
+    caveats = "no samples without advantage, so groups are incomplete and advantages are not compared with rewards"
     hook = "rewards and versions are in `rollouts/` or `monitors/` of the same run"
 
     @cached_property
     def files(self) -> dict[int, list[Path]]:
         "The files of each step; where steps are marked as `STABLE`, one that is not yet is left out."
-        found = super().files
+        files = super().files
         stable = {
-            step: paths for step, paths in found.items() if (paths[0].parent / "STABLE").exists()
+            step: paths for step, paths in files.items() if (paths[0].parent / "STABLE").exists()
         }
-        return stable or found
+        return stable or files
 
 # %% ../../nbs/runs/02_dumps.ipynb #422a6139
 def element_count(value: Any, counts: dict[int, float]) -> float:
-    "Elements of nested lists and tensors, a shared one as often as it stands there; infinite where one holds itself."
+    "Elements of nested lists and tensors, a shared one as often as it occurs; infinite where one holds itself."
     if hasattr(value, "numel"):
         return value.numel()
     if not isinstance(value, Mapping | list | tuple | set):
@@ -115,16 +115,16 @@ def load_pt(path: Path, allowed: Sequence[Any] = ()) -> dict[str, Any]:
         check_zip(data)
         try:
             with torch.serialization.safe_globals(list(allowed)):
-                found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+                content = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except UnpicklingError as e:
             got = "objects that only unpickling brings back, which may run any code"
             raise RecordError(
                 "not readable", where=str(path), got=got, expected=expected, fix=OWNERS_SCRIPT
             ) from e
-        check_unpacked(len(data), 8 * element_count(found, {}))
-        if not isinstance(found, Mapping):
-            raise TypeError(f"a {type(found).__name__}")
-        return dict(found)
+        check_unpacked(len(data), 8 * element_count(content, {}))
+        if not isinstance(content, Mapping):
+            raise TypeError(f"a {type(content).__name__}")
+        return dict(content)
 
 
 OWNERS_SCRIPT = "Whoever trusts it can write a bundle in the trainer's environment: examples/bundles has writers."
@@ -172,24 +172,28 @@ _SLIME |= {
 _ENDS = {"completed": "stop", "truncated": "length", "aborted": "abort"}
 
 
-def _row(columns: Mapping[str, Any], drawn: Mapping[str, Any] | None = None) -> Row:
+def _row(columns: Mapping[str, Any], sample: Mapping[str, Any] | None = None) -> Row:
     "A row from what the trainer had of a sample, and the `Sample` of `rollout_data`."
-    found = renamed({**(drawn or {}), **columns}, _SLIME)
-    drawn = drawn or {}
-    if "loss_mask" not in found:
-        found["loss_mask"] = np.ones(
+    fields = renamed({**(sample or {}), **columns}, _SLIME)
+    sample = sample or {}
+    if "loss_mask" not in fields:
+        fields["loss_mask"] = np.ones(
             int(columns.get("response_lengths", columns.get("response_length")))
         )
-    reward = drawn.get("reward")
-    versions = [str(v) for v in drawn.get("weight_versions") or []]
+    reward = sample.get("reward")
+    versions = [str(v) for v in sample.get("weight_versions") or []]
     named = {n: float(v) for n, v in reward.items()} if isinstance(reward, Mapping) else {}
-    told = [None if named else reward, columns.get("raw_reward"), columns.get("local_raw_reward")]
+    rewards_in_order = [
+        None if named else reward,
+        columns.get("raw_reward"),
+        columns.get("local_raw_reward"),
+    ]
     return Row(
-        **found,
-        reward=next((float(value) for value in told if value is not None), None),
+        **fields,
+        reward=next((float(value) for value in rewards_in_order if value is not None), None),
         rewards=named,
         finish_reason=_ENDS.get(
-            str(drawn.get("status")), "length" if columns.get("truncated") else "unknown"
+            str(sample.get("status")), "length" if columns.get("truncated") else "unknown"
         ),
         policy_version=min((int(v) for v in versions if v.isdecimal()), default=None),
     )
@@ -201,10 +205,10 @@ class Miles(PtFiles):
     origin = "miles"
     signature = "train_data/*_*.pt"
     number = r"(\d+)_\d+\.pt"
-    told = "`log_probs` are read as old logprobs, those of the policy before the update"
+    caveats = "`log_probs` are read as old logprobs, those of the policy before the update"
     hook = "the policy's logprobs are in the loss function: write a bundle there"
 
-    def _drawn(
+    def _sampled(
         self, step: int
     ) -> list[dict[str, Any]]:  # the samples of `rollout_data`, if that file is there
         file = self.path / "rollout_data" / f"{step}.pt"
@@ -219,7 +223,7 @@ class Miles(PtFiles):
             if (columns := self.path / "dashboard_columns" / f"rollout_{step}.parquet").exists():
                 return [_row(line) for line in read_table(columns).to_dict("records")]
             raise
-        drawn = {s.get("index"): s for s in self._drawn(step)}
+        by_index = {s.get("index"): s for s in self._sampled(step)}
         samples.sort(key=lambda sample: sample["sample_indices"])
         # of all ranks, in this order
         if len(raw := samples[0].pop("raw_reward", None) or []) == len(samples):
@@ -227,16 +231,16 @@ class Miles(PtFiles):
                 {**sample, "raw_reward": reward}
                 for sample, reward in zip(samples, raw, strict=True)
             ]
-        return [_row(sample, drawn.get(sample["sample_indices"])) for sample in samples]
+        return [_row(sample, by_index.get(sample["sample_indices"])) for sample in samples]
 
 
-def _of_rank(found: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
-    "One dict a sample, from the lists of a rank; refuses what context parallelism cut."
-    if int(found.get("cp_size") or 1) > 1:
-        got = f"cp_size {found['cp_size']}"
+def _of_rank(content: Mapping[str, Any], path: Path) -> list[dict[str, Any]]:
+    "One dict a sample, from the lists of a rank; raises for what context parallelism cut."
+    if int(content.get("cp_size") or 1) > 1:
+        got = f"cp_size {content['cp_size']}"
         expected = "cp_size of 1"
         raise RecordError("context parallelism", where=str(path), got=got, expected=expected)
-    data = dict(found["rollout_data"])
+    data = dict(content["rollout_data"])
     raw = data.pop("raw_reward", None)
     count = len(data["tokens"])
     columns = {n: v for n, v in data.items() if hasattr(v, "__len__") and len(v) == count}
@@ -249,18 +253,18 @@ class Slime(Miles):
     origin = "slime"
     signature = "train_data/*.pt"
     number = r"data/(\d+)\.pt"
-    told = "`log_probs` are read as old logprobs; with reused rollout logprobs slime writes those of the policy there"
+    caveats = "`log_probs` are read as old logprobs; with reused rollout logprobs slime writes those of the policy there"
 
     def _rows(self, step: int) -> list[Row]:
-        found = load_pt(self.files[step][0])
-        drawn = self._drawn(step)
-        by_index = {s.get("index"): s for s in drawn}
-        raw = found.get("raw_reward") or []
+        content = load_pt(self.files[step][0])
+        samples = self._sampled(step)
+        by_index = {s.get("index"): s for s in samples}
+        raw = content.get("raw_reward") or []
         rows = []
-        for sample in found["samples"]:
-            at = sample.get("rollout_position", len(drawn))
+        for sample in content["samples"]:
+            at = sample.get("rollout_position", len(samples))
             known = {"raw_reward": raw[at]} if at < len(raw) else {}
-            own = drawn[at] if at < len(drawn) else by_index.get(sample["sample_index"])
+            own = samples[at] if at < len(samples) else by_index.get(sample["sample_index"])
             rows.append(_row({**sample, **known}, own))
         return rows
 
@@ -275,13 +279,13 @@ class SlimeRollouts(Miles):
     origin = "slime (rollouts)"
     signature = "rollout_data/*.pt"
     number = r"data/(\d+)\.pt"
-    told = ""
+    caveats = ""
     hook = "`--dump-details` also writes `train_data`, with advantages and the trainer's logprobs"
 
     def _rows(self, step: int) -> list[Row]:
         return [
             _row({"response_length": sample["response_length"]}, sample)
-            for sample in self._drawn(step)
+            for sample in self._sampled(step)
         ]
 
 # %% ../../nbs/runs/02_dumps.ipynb #e1c5ca16
@@ -299,7 +303,7 @@ class VerlTexts(Reader):
     keys = ("input", "output", "score")
     kept = ("gts", "uid")
     names = _VERL
-    told = "texts without special tokens; rewards as one sum"
+    caveats = "texts without special tokens; rewards as one sum"
     hook = "a trainer subclass that overrides _update_actor brings tokens and logprobs: examples/bundles/verl_bundle.py"
 
     def _rows(
@@ -320,7 +324,7 @@ class Areal(Reader):
     names = _AREAL
     keys = ("task_id", "sample_idx", "head_version")
     kept = ("seqlen", "prompt_len", "tail_version", "original_reward")
-    told = "texts; a step is the version of the weights that drew a last token"
+    caveats = "texts; a step is the version of the weights that sampled the last token"
     hook = "wrap actor.ppo_update(batch): input_ids, loss_mask, logprobs, prox_logp, advantages are in it"
 
     def _rows(
@@ -341,7 +345,7 @@ class FireworksCookbook(Reader):
     names = _WORKS
     keys = ("prompt_group", "completion_index")
     kept = ("completion_len", "truncated", "ground_truth")
-    told = "texts; rewards as one sum"
+    caveats = "texts; rewards as one sum"
     hook = "wrap combine_prompt_groups and forward_backward_custom: tokens, logprobs and gradients are in them"
 
     def _rows(self, step: int) -> Iterator[Row]:

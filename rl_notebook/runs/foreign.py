@@ -58,13 +58,13 @@ class Row:
     text: str = ""
     prompt: Any = None  # as text or messages
     finish_reason: str = "unknown"
-    policy_version: int | None = None  # of the weights that drew it
+    policy_version: int | None = None  # of the weights that sampled it
     temperature: float = 1.0
     info: Mapping[str, Any] = field(default_factory=dict)
     is_lost: bool = False  # without tokens, although the others of the step have theirs
 
     @property
-    def drawn(self) -> bool:
+    def has_samples(self) -> bool:
         "Whether it holds a sampled token, or is text alone."
         return not self.is_lost and (not len(self.tokens) or bool(self.loss_mask.any()))
 
@@ -73,9 +73,11 @@ LOGPROBS = ("sampler_logprobs", "old_logprobs", "policy_logprobs", "ref_logprobs
 PER_TOKEN = ("loss_mask", "weights", *LOGPROBS, "entropy", "dlogprobs", "advantages")
 
 
-def renamed(found: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:  # theirs to ours
-    "What is there of another trainer's fields, under our names."
-    return {ours: found[name] for name, ours in names.items() if found.get(name) is not None}
+def renamed(
+    fields: Mapping[str, Any], names: Mapping[str, str]
+) -> dict[str, Any]:  # theirs to ours
+    "The fields that another trainer wrote, under our names."
+    return {ours: fields[name] for name, ours in names.items() if fields.get(name) is not None}
 
 # %% ../../nbs/runs/01_foreign.ipynb #36bdb1f9
 def placed(row: Row) -> Row:
@@ -86,7 +88,7 @@ def placed(row: Row) -> Row:
         raise RecordError(
             "tokens of a completion", got="a number that is no whole one", expected="ids"
         )
-    found: dict[str, Any] = {"tokens": tokens, "text": row.text or ("(no text)" if not n else "")}
+    series: dict[str, Any] = {"tokens": tokens, "text": row.text or ("(no text)" if not n else "")}
     for name in PER_TOKEN:
         values = getattr(row, name)
         if values is not None and np.ndim(values) > 0:
@@ -98,28 +100,28 @@ def placed(row: Row) -> Row:
                 expected = f"{n}, one per token, or {len(row.loss_mask)}, as the mask"
                 raise RecordError(f"{name} of a completion", got=got, expected=expected)
             outside = 0.0 if name in ("loss_mask", "weights") else np.nan
-            found[name] = np.r_[np.full(n - len(values), outside), values]
+            series[name] = np.r_[np.full(n - len(values), outside), values]
     # a sample that was taken out of the loss
-    if n and len(row.loss_mask) < n and not found["loss_mask"].any():
-        found |= {
-            "weights": found["loss_mask"],
+    if n and len(row.loss_mask) < n and not series["loss_mask"].any():
+        series |= {
+            "weights": series["loss_mask"],
             "loss_mask": np.arange(n) >= n - len(row.loss_mask),
         }
-    if "sampler_logprobs" in found:
-        drawn = np.nan_to_num(found["sampler_logprobs"]) != 0
-        mask = found["loss_mask"] > 0
-        # one token beside its place, a mask of the loss says nothing of what was sampled
-        if (drawn & ~mask).any() and not (
-            drawn & (np.convolve(mask, np.ones(3), "same") == 0)
+    if "sampler_logprobs" in series:
+        reported = np.nan_to_num(series["sampler_logprobs"]) != 0
+        mask = series["loss_mask"] > 0
+        # one token next to its place: a mask of the loss says nothing of what was sampled
+        if (reported & ~mask).any() and not (
+            reported & (np.convolve(mask, np.ones(3), "same") == 0)
         ).any():
-            found |= {
-                "weights": found.get("weights", found["loss_mask"]),
-                "loss_mask": (drawn | mask).astype(float),
+            series |= {
+                "weights": series.get("weights", series["loss_mask"]),
+                "loss_mask": (reported | mask).astype(float),
             }
-        found["sampler_logprobs"] = np.where(
-            found["loss_mask"] > 0, found["sampler_logprobs"], np.nan
+        series["sampler_logprobs"] = np.where(
+            series["loss_mask"] > 0, series["sampler_logprobs"], np.nan
         )
-    return replace(row, **found)
+    return replace(row, **series)
 
 # %% ../../nbs/runs/01_foreign.ipynb #3c054609
 def without_filler(rows: Sequence[Row]) -> list[Row]:
@@ -205,21 +207,21 @@ _AS_THEY_ARE = (
 
 def _group(every: Sequence[Row], index: int, whole: bool) -> PromptGroup:
     "Rows of one prompt, those of one rollout side by side; those without a sampled token are counted as dropped."
-    rows = [row for row in every if row.drawn]
+    rows = [row for row in every if row.has_samples]
     rewards = [row.reward for row in rows]
     runs = list(dict.fromkeys(row.run for row in rows))
     known = len(rows) > 1 and all(r is not None and math.isfinite(r) for r in rewards)
     ours: list[Any] = (
         group_advantages(np.array(rewards, float)).tolist() if known else [None] * len(rows)
     )
-    found = [float(np.mean(_advantage(row))) for row in rows if row.advantages is not None]
+    advantages = [float(np.mean(_advantage(row))) for row in rows if row.advantages is not None]
     return PromptGroup(
         tuple(map(_sample, rows, ours)),
         row={} if every[0].prompt is None else {"prompt": every[0].prompt},
         key=every[0].group if isinstance(every[0].group, str) else "",
         index=index,
         number=index,
-        advantages=np.array(found) if whole and len(found) == len(rows) else None,
+        advantages=np.array(advantages) if whole and len(advantages) == len(rows) else None,
         dropped=("no token was sampled",) * (len(every) - len(rows)),
         runs=tuple(runs.index(row.run) for row in rows)
         if None not in runs and len(runs) < len(rows)
@@ -264,17 +266,17 @@ def _measured(record: StepRecord, whole: bool) -> dict[str, float]:
         without += ["clipped", "terminated"]
     # the trainer's own version is not known
     without += ["staleness/"] if record.datums else ["train/", "staleness/"]
-    found = step_metrics(record.groups, record.datums, record.loss)
+    metrics = step_metrics(record.groups, record.datums, record.loss)
     policy = (
         [lp.values for lp in record.loss.logprobs]
         if record.loss
         else [d.old_logprobs for d in record.datums]
     )
     if gap := gap_between(record.datums, policy, [d.sampler_logprobs for d in record.datums]):
-        found |= {f"{GAP}/mean": gap.mean, f"{GAP}/max": gap.largest}
+        metrics |= {f"{GAP}/mean": gap.mean, f"{GAP}/max": gap.largest}
     return {
         n: v
-        for n, v in found.items()
+        for n, v in metrics.items()
         if math.isfinite(v) and not any(word in n for word in without)
     }
 
@@ -290,17 +292,17 @@ def record_of(
     updates: Sequence[int] = (),  # datums of each optimizer step
 ) -> StepRecord:
     "A step of another trainer; raises RecordError where its groups are not known."
-    drawn = without_filler([placed(row) for row in rows])
-    if any(len(row.tokens) for row in drawn):
-        drawn = [row if len(row.tokens) else replace(row, is_lost=True) for row in drawn]
-    names = group_keys(drawn, whole)
+    kept = without_filler([placed(row) for row in rows])
+    if any(len(row.tokens) for row in kept):
+        kept = [row if len(row.tokens) else replace(row, is_lost=True) for row in kept]
+    names = group_keys(kept, whole)
     by_group: dict[str, list[Row]] = {}
-    # what is of one rollout stands side by side
-    order = {row.run: i for i, row in reversed([*enumerate(drawn)])}
-    for row, name in sorted(zip(drawn, names, strict=True), key=lambda found: order[found[0].run]):
+    # the rows of one rollout are adjacent
+    order = {row.run: i for i, row in reversed([*enumerate(kept)])}
+    for row, name in sorted(zip(kept, names, strict=True), key=lambda pair: order[pair[0].run]):
         by_group.setdefault(name, []).append(row)
-    groups = [own for own in by_group.values() if any(row.drawn for row in own)]
-    scored = any(row.policy_logprobs is not None for row in drawn)
+    groups = [own for own in by_group.values() if any(row.has_samples for row in own)]
+    scored = any(row.policy_logprobs is not None for row in kept)
 
     def known(r):
         return (
@@ -309,7 +311,7 @@ def record_of(
             else not (r.advantages is None and r.old_logprobs is None)
         )
 
-    sampled = [[row for row in own if row.drawn and len(row.tokens)] for own in groups]
+    sampled = [[row for row in own if row.has_samples and len(row.tokens)] for own in groups]
     place = [
         (row, k, i) for k, own in enumerate(sampled) for i, row in enumerate(own) if known(row)
     ]
@@ -391,7 +393,7 @@ class Reader:
     whole: ClassVar[bool] = True  # whether every completion of a group is in the files
     grows: ClassVar[bool] = False  # whether later steps are added to its files
     logged: ClassVar[str] = ""  # a file of metrics, lines with `step`
-    told: ClassVar[str] = ""  # what the format rounds, leaves out or writes twice
+    caveats: ClassVar[str] = ""  # what the format rounds, leaves out or writes twice
     hook: ClassVar[str] = ""  # what brings the series that are absent
     # the temperature at which the trainer scores; None = it depends
     scored_at: ClassVar[float | None] = None
@@ -414,15 +416,17 @@ class Reader:
                 for start in [path, *above]
                 for hit in start.glob(pattern)
             }
-            found = [reader for reader in (cls(run, path) for run in sorted(runs)) if reader._fits]
-            if len(found) > 1:
-                got = f"{len(found)} of them: {', '.join(str(reader.path) for reader in found[:5])}"
+            readers = [
+                reader for reader in (cls(run, path) for run in sorted(runs)) if reader._fits
+            ]
+            if len(readers) > 1:
+                got = f"{len(readers)} of them: {', '.join(str(reader.path) for reader in readers[:5])}"
                 fix = "Name one of them."
                 raise RecordError(
                     f"{cls.origin} run", where=str(path), got=got, expected="one", fix=fix
                 )
-            if found:
-                return found[0]
+            if readers:
+                return readers[0]
         return None
 
     @property
@@ -435,11 +439,11 @@ class Reader:
     @cached_property
     def files(self) -> dict[int, list[Path]]:
         "The files of each step."
-        found: dict[int, list[Path]] = {}
+        paths: dict[int, list[Path]] = {}
         for path in sorted(self.path.glob(self.signature)):
             if at := re.search(self.number, path.relative_to(self.path).as_posix()):
-                found.setdefault(int(at[1] or 0), []).append(path)
-        return dict(sorted(found.items()))
+                paths.setdefault(int(at[1] or 0), []).append(path)
+        return dict(sorted(paths.items()))
 
     @property
     def steps(self) -> list[int]:
@@ -459,15 +463,15 @@ class Reader:
     @cached_property
     def _metrics(self) -> dict[str, dict[str, float]]:  # that the trainer logged, by step
         path = self.path / self.logged
-        found = dict[str, dict[str, float]]()
+        by_step = dict[str, dict[str, float]]()
         for line in parsed(text_lines(path), path) if path.is_file() else ():
-            told = {
+            written = {
                 n: v
                 for n, v in line.items()
                 if isinstance(v, int | float) and n not in ("step", "time")
             }
-            found.setdefault(str(line.get("step")), {}).update(told)
-        return found
+            by_step.setdefault(str(line.get("step")), {}).update(written)
+        return by_step
 
     def _about(self, step: int) -> dict[str, Any]:  # further arguments of `record_of`
         return {"metrics": self._metrics.get(str(step), {})}
@@ -500,9 +504,9 @@ def describe_reader(reader: Reader) -> str:
     for step in steps[-3:]:  # the newest may not be trained yet
         # a damaged step is left out by name where it is read
         with suppress(RecordError), reader.as_written(step):
-            found = without_filler([placed(row) for row in reader._rows(step)])
-            rows += found
-            counts.append(len(found))
+            step_rows = without_filler([placed(row) for row in reader._rows(step)])
+            rows += step_rows
+            counts.append(len(step_rows))
     there = [
         n for n in SHOWN if any(getattr(r, n) is not None and np.size(getattr(r, n)) for r in rows)
     ]
@@ -517,7 +521,7 @@ def describe_reader(reader: Reader) -> str:
         f"there: {', '.join(there)}",
         f"absent: {', '.join(n for n in SHOWN if n not in there)}",
     ]
-    lines += [f"to have what is absent: {reader.hook}", *filter(None, [reader.told])]
+    lines += [f"to have what is absent: {reader.hook}", *filter(None, [reader.caveats])]
     return "\n".join(lines)
 
 

@@ -276,14 +276,14 @@ def scored_twice(
 
 def version_at_start(record: StepRecord) -> int | None:
     "Weight syncs before the step; None if the record does not tell."
-    versions = [
+    known_versions = [
         s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None
     ]
     lag = record.metrics.get("staleness/mean", math.nan)
-    if versions and math.isfinite(lag):
-        return round(float(np.mean(versions)) + lag)
-    stamps = {lp.policy_version for lp in record.loss.logprobs} if record.loss else set()
-    return stamps.pop() if len(stamps) == 1 else None
+    if known_versions and math.isfinite(lag):
+        return round(float(np.mean(known_versions)) + lag)
+    known_versions = {lp.policy_version for lp in record.loss.logprobs} if record.loss else set()
+    return known_versions.pop() if len(known_versions) == 1 else None
 
 # %% ../../nbs/runs/00_records.ipynb #4b8cf193
 def begins(record: StepRecord) -> bool:
@@ -443,11 +443,11 @@ def _group_json(group: PromptGroup) -> dict[str, Any]:
 
 def _loss_json(loss: LossOutput) -> dict[str, Any]:
     "A loss output without its arrays; each logprob series keeps its provenance."
-    stamps = [
+    provenance = [
         _plain_fields(lp, ("values", "entropy"), f"logprobs {i}")
         for i, lp in enumerate(loss.logprobs)
     ]
-    return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": stamps}
+    return _plain_fields(loss, ("logprobs", "dlogprobs"), "loss") | {"logprobs": provenance}
 
 # %% ../../nbs/runs/00_records.ipynb #fa36c250
 RECORD_FORMAT = "rl_notebook.record/2"  # raised when an older reader would misread a record
@@ -701,15 +701,15 @@ def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
         text = read_file(path, MAX_TEXT)
     try:
         plain = json.loads(text)
-        found = plain["format"]
+        version = plain["format"]
         listed_files = [(file, str(f["bytes"]), f) for file, f in plain["files"].items()]
     except MISFITS as e:
         raise RecordError(
             "not readable", where=str(path), got=f"{type(e).__name__} ({e})", expected=format
         ) from e
-    if found != format:
+    if version != format:
         fix = "Read it with the version of rl_notebook that wrote it."
-        raise RecordError("format", where=str(path), got=found, expected=format, fix=fix)
+        raise RecordError("format", where=str(path), got=version, expected=format, fix=fix)
     fix = "Put the file back from a copy, or go on without this step: the others are whole."
     if plain.pop("sha256", None) not in (None, _digest(plain)):
         got = "text that does not fit its checksum"
@@ -890,7 +890,7 @@ def _bundle_arrays(record: StepRecord) -> dict[str, np.ndarray]:
     def joined(parts):
         return np.concatenate([np.zeros(0), *parts])
 
-    found = {"sampler_logprobs": joined(s.logprobs for s, _ in kept)}
+    sample_arrays = {"sampler_logprobs": joined(s.logprobs for s, _ in kept)}
     arrays = record_arrays(record)
     for name in [
         name
@@ -902,8 +902,8 @@ def _bundle_arrays(record: StepRecord) -> dict[str, np.ndarray]:
         for (_, k), values in zip(kept, parts, strict=True):
             if k is not None and series and (own := series[k]) is not None:
                 values[1 : len(own) + 1] = own  # a datum may have been cut
-        found[_RENAMED.get(name, name)] = joined(parts)
-    known = {name: values for name, values in found.items() if np.isfinite(values).any()}
+        sample_arrays[_RENAMED.get(name, name)] = joined(parts)
+    known = {name: values for name, values in sample_arrays.items() if np.isfinite(values).any()}
     whole = {
         name: joined(getattr(s, name) for s, _ in kept).astype(np.int64)
         for name in ("tokens", "loss_mask")

@@ -141,7 +141,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         ) from e
 
 # %% ../../nbs/runs/07_run.ipynb #02d269cb
-MUST_MATCH = marked(Config, "past")  # to go on from a run
+MUST_MATCH = marked(Config, "past")  # to resume a run
 
 
 def differing(
@@ -157,23 +157,24 @@ def differing(
 
 def _kept_configs(path: Path, step: int) -> list[Path]:
     "Earlier settings that hold for a step or later ones: `config-LAST.yaml`, up to its last step."
-    found = {
+    configs = {
         int(p.stem[7:]): p
         for p in path.glob("config-*.yaml")
         if _NUMBER.fullmatch(p.stem[7:]) and p.is_file()
     }
-    return [found[last] for last in sorted(found) if last >= step]
+    return [configs[last] for last in sorted(configs) if last >= step]
 
 
-def _refuse_other_past(
+def _check_same_past(
     recorded: Config | Mapping[str, Any],
     now: Config | Mapping[str, Any],
     where: str,
-    found: Checkpoint | None = None,  # of the run; it knows what the rows hold, wherever they are
+    checkpoint: Checkpoint
+    | None = None,  # of the run; it knows what the rows hold, wherever they are
 ) -> None:
     "Raise unless two configs agree on what a run's past means."
     names = {*MUST_MATCH} - (
-        {"dataset"} if found is not None and "content" in found.cursor else set()
+        {"dataset"} if checkpoint is not None and "content" in checkpoint.cursor else set()
     )
     rows = [
         row for row in differing(recorded, now).rows if row[0] in names and row[1:] != (None, False)
@@ -203,7 +204,7 @@ def perf_metrics(record: StepRecord) -> dict[str, float]:
     wall = max(waited + trained, 1e-9)
     samples = [s for g in record.groups for s in g.samples]
     read = float(sum(len(d.tokens) - 1 for d in record.datums))
-    drawn = float(sum(s.completion_len for s in samples))
+    sampled_tokens = float(sum(s.completion_len for s in samples))
     speeds = {
         "ref": (read, timers["perf/ref_forward_time"]),
         "train": (read, timers["perf/fwd_bwd_time"]),
@@ -211,7 +212,7 @@ def perf_metrics(record: StepRecord) -> dict[str, float]:
     # else the wait says nothing about the sampler
     in_turns = "perf/sampler_idle_ratio" not in record.metrics
     if in_turns:
-        speeds |= {"sampling": (drawn, waited)}
+        speeds |= {"sampling": (sampled_tokens, waited)}
     return timers | {
         "perf/trainer_wait_for_sampler_time": waited,
         "perf/sampler_wait_for_trainer_time": trained,
@@ -220,7 +221,7 @@ def perf_metrics(record: StepRecord) -> dict[str, float]:
         "perf/overlap_ratio": 1 - waited / wall,
         "perf/weight_sync_ratio": timers["perf/weight_sync_time"] / wall,
         "perf/rollout_samples_per_s": len(samples) / wall,
-        "perf/rollout_tokens_per_s": drawn / wall,
+        "perf/rollout_tokens_per_s": sampled_tokens / wall,
         **{
             f"perf/{name}_tokens_per_s": tokens / seconds
             for name, (tokens, seconds) in speeds.items()
@@ -376,7 +377,7 @@ READERS += (FireworksCookbook,)
 
 def open_foreign(path: Path) -> Reader | None:
     "The reader for a folder of another trainer; None where it is of none that is known."
-    return next((found for kind in READERS if (found := kind.find(path))), None)
+    return next((reader for kind in READERS if (reader := kind.find(path))), None)
 
 
 # numbers alone
@@ -390,17 +391,17 @@ def runs_near(path: Path, most: int = 5) -> list[Path]:
         *(folder / "run.json" for folder in path.parents[:2]),
         *(m for f in around for m in f.glob("*/run.json")),
     ]
-    found = {
+    runs = {
         mark.resolve(): mark
         for mark in marks
         if os.path.isfile(mark) and _numbered(mark.parent / "steps")
     }
-    newest_first = sorted(found.values(), key=os.path.getmtime, reverse=True)
+    newest_first = sorted(runs.values(), key=os.path.getmtime, reverse=True)
     return [mark.parent for mark in newest_first[:most]]
 
 
 def no_run_error(path: Path) -> RecordError:
-    "What to say of a path that is no run: what is there, and which runs are near by."
+    "The message for a path that is no run: what it contains, and which runs are near by."
     logs = [path] if path.is_file() else [log for name in LOGS for log in sorted(path.glob(name))]
     got = (
         "no such folder"
@@ -484,12 +485,14 @@ class Run:
     def metrics(
         self,
         last: int
-        | None = None,  # of so many steps; None = of all, which reads the whole of another trainer's run
+        | None = None,  # of that many last steps; None = of all, which reads the whole of another trainer's run
     ) -> pd.DataFrame:
         "Metrics of the steps, one row a step, indexed by step."
         if self.reader:
-            found = readable(self, self.steps[-last if last else None :])
-            return metrics_frame([{"step": r.step, "reason": r.reason, **r.metrics} for r in found])
+            records = readable(self, self.steps[-last if last else None :])
+            return metrics_frame(
+                [{"step": r.step, "reason": r.reason, **r.metrics} for r in records]
+            )
         rows, _ = _read_lines(self.path / "metrics.jsonl")
         lines = {row["step"] for row in rows if "reason" in row}
         # their records have the same numbers
@@ -542,7 +545,7 @@ class Run:
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
         "Raise RecordError unless these settings mean the same past: see `MUST_MATCH`."
-        _refuse_other_past(self.config, config, str(self.path), self.latest_checkpoint())
+        _check_same_past(self.config, config, str(self.path), self.latest_checkpoint())
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -563,8 +566,8 @@ class Run:
             [str(step), *map(float, values)]
             for step, values in zip(shown.index, shown.to_numpy(), strict=True)
         ]
-        drawn = html_table(["step", *shown.columns], rows) if len(shown.columns) else ""
-        return f"<p><b>{html.escape(self.path.name)}</b>: {html.escape(run_facts(self))}</p>{drawn}"
+        table = html_table(["step", *shown.columns], rows) if len(shown.columns) else ""
+        return f"<p><b>{html.escape(self.path.name)}</b>: {html.escape(run_facts(self))}</p>{table}"
 
 # %% ../../nbs/runs/07_run.ipynb #a62e1382
 class RunFolder(Run):
@@ -626,7 +629,7 @@ class RunFolder(Run):
     def _written_by(self, held: _FolderLock | None = None) -> Self:
         "This, held; raises RecordError where the folder is gone, or another process writes."
         if not (self.path / "run.json").exists():
-            got = "no run.json: it was deleted or moved while the run went on"
+            got = "no run.json: it was deleted or moved during the run"
             fix = "Put it back, or begin again elsewhere. The loop has its last steps in `records`."
             raise RecordError(
                 "the run folder is gone",
@@ -756,7 +759,11 @@ def _refuse_ways_out(root: Path) -> None:
         got = ", ".join(f"{p.relative_to(root)} -> {p.resolve()}" for p in sorted(odd)[:5])
         fix = "Nothing was written. If you trust who made the folder: --trust, or trust=True in Python."
         raise RecordError(
-            "run folder", where=str(root), got=got, expected="files and folders of its own", fix=fix
+            "run folder",
+            where=str(root),
+            got=got,
+            expected="only files and folders of a run",
+            fix=fix,
         )
 
 # %% ../../nbs/runs/07_run.ipynb #c9bf16b9
@@ -856,7 +863,7 @@ class Checkpoint:
 
     def check(self, config: Config | Mapping[str, Any]) -> None:
         "Raise RecordError unless a run with these settings can resume from here."
-        _refuse_other_past(self.config, config, str(self.path), self)
+        _check_same_past(self.config, config, str(self.path), self)
 
 # %% ../../nbs/runs/07_run.ipynb #1978942d
 def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -864,10 +871,10 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     folder = Path(path)
     plain = read_described(folder, "checkpoint.json", _CHECKPOINT_FORMAT)
     try:
-        found = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
-        found["state"] = str(folder / found["state"]) if plain["inside"] else found["state"]
-        found["config"] = from_file(migrate(found["config"]), str(folder), ())
-        return Checkpoint(path=folder, **found)
+        fields = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
+        fields["state"] = str(folder / fields["state"]) if plain["inside"] else fields["state"]
+        fields["config"] = from_file(migrate(fields["config"]), str(folder), ())
+        return Checkpoint(path=folder, **fields)
     except MISFITS as e:
         got = f"{type(e).__name__} ({e})"
         expected = f"what {_CHECKPOINT_FORMAT} holds"
@@ -882,13 +889,13 @@ BEST = "best.json"
 
 def write_best(folder: str | os.PathLike[str], step: int, metric: str, value: float) -> None:
     "Note the checkpoint of the best evaluation so far."
-    found = {
+    fields = {
         "step": step,
         "metric": metric,
         "value": value,
         "checkpoint": f"checkpoints/{step:05d}",
     }
-    replace_text(Path(folder) / BEST, json.dumps(found, indent=1) + "\n")
+    replace_text(Path(folder) / BEST, json.dumps(fields, indent=1) + "\n")
 
 
 def read_best(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -896,10 +903,10 @@ def read_best(folder: str | os.PathLike[str]) -> dict[str, Any] | None:
     path = Path(folder) / BEST
     if not path.exists():
         return None
-    found = read_json(path, "step, metric, value and checkpoint")
+    fields = read_json(path, "step, metric, value and checkpoint")
     try:
-        numbers = {"step": int(found["step"]), "value": float(found["value"])}
-        return numbers | {name: str(found[name]) for name in ("metric", "checkpoint")}
+        numbers = {"step": int(fields["step"]), "value": float(fields["value"])}
+        return numbers | {name: str(fields[name]) for name in ("metric", "checkpoint")}
     except MISFITS as error:
         expected = "step, metric, value and checkpoint"
         raise RecordError(BEST, where=str(folder), got=str(error), expected=expected) from error

@@ -52,7 +52,7 @@ class Trl(Reader):
     origin = "TRL"
     signature = "completions/completions_*.parquet"
     number = r"completions_(\d+)"
-    told = (
+    caveats = (
         "TRL writes no total reward: it is computed from the reward columns, with the weights that fit the advantages "
         "(0 for a column that is equal inside every group); a generation that is written again is read once"
     )
@@ -65,13 +65,13 @@ class Trl(Reader):
         last = None
         for step, paths in super().files.items():
             try:
-                drawn = read_table(paths[0], ["prompt", "completion"]).map(repr)
+                texts = read_table(paths[0], ["prompt", "completion"]).map(repr)
             except RecordError:  # reading the step says why
                 kept[step] = paths
                 continue
-            if last is None or not drawn.equals(last):
+            if last is None or not texts.equals(last):
                 kept[step] = paths
-            last = drawn
+            last = texts
         return kept
 
     def _table(
@@ -121,11 +121,13 @@ class Trl(Reader):
 _NO_REWARD = ("step", "prompt", "completion", "advantage")
 
 
-def written_text(said: Any) -> str:
+def written_text(completion: Any) -> str:
     "What the policy wrote: a text, or the assistant's messages among those of tools."
-    if isinstance(said, str):
-        return said
-    return "\n".join(str(m.get("content") or "") for m in said if m.get("role") == "assistant")
+    if isinstance(completion, str):
+        return completion
+    return "\n".join(
+        str(m.get("content") or "") for m in completion if m.get("role") == "assistant"
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -157,48 +159,53 @@ class VerlBatches(PtFiles):
     origin = "verl (batches)"
     signature = "GBS*/*/*/tq_batch.pt"
     number = r"/(\d+)/\d+/tq_batch"
-    told = "the rollout's side only"
+    caveats = "the rollout's side only"
     hook = VerlTexts.hook
 
     def _rows(self, step: int) -> Iterator[Row]:
         import torch._dynamo  # noqa: F401  (torch wants it for jagged tensors)
 
         texts = VerlTexts.find(self.asked)
-        said = (
+        texts_by_uid = (
             {r.info.get("uid"): r for r in texts._rows(step)}
             if texts and step in texts.steps
             else {}
         )
-        for found in (load_pt(path, _ALLOWED) for path in self.files[step]):
+        for batch in (load_pt(path, _ALLOWED) for path in self.files[step]):
             fields = {
                 n: v.unbind()
-                for n, v in found["tensordict"]["_tensordict"].items()
+                for n, v in batch["tensordict"]["_tensordict"].items()
                 if hasattr(v, "unbind")
             }
-            for i, (key, tag) in enumerate(zip(found["keys"], found["tags"], strict=True)):
+            for i, (key, tag) in enumerate(zip(batch["keys"], batch["tags"], strict=True)):
                 if not tag.get("is_padding"):
                     mine = {name: values[i].numpy() for name, values in fields.items()}
-                    yield _of_batch(mine, tag, said.get(key), key.rsplit("_", 2)[0])
+                    yield _of_batch(mine, tag, texts_by_uid.get(key), key.rsplit("_", 2)[0])
 
 
 _BATCH = {"response_mask": "loss_mask", "rollout_log_probs": "sampler_logprobs"}
 
 
 def _of_batch(
-    field: Mapping[str, np.ndarray], tag: Mapping[str, Any], said: Row | None, group: str
+    field: Mapping[str, np.ndarray], tag: Mapping[str, Any], texts: Row | None, group: str
 ) -> Row:
-    "A row from fields of the response; scores stand at the token that they are of."
+    "A row from fields of the response; scores are at the token that they belong to."
     text = (
         {}
-        if said is None
-        else {"text": said.text, "prompt": said.prompt, "info": said.info, "reward": said.reward}
+        if texts is None
+        else {
+            "text": texts.text,
+            "prompt": texts.prompt,
+            "info": texts.info,
+            "reward": texts.reward,
+        }
     )
     scored = {"reward": float(field["rm_scores"].sum())} if "rm_scores" in field else {}
-    found = {
+    fields = {
         "loss_mask": np.ones(len(field["responses"])),
         **renamed(field, _BATCH),
         **text,
         **scored,
     }
     tokens = np.concatenate([field["prompts"], field["responses"]])
-    return Row(tokens=tokens, group=group, policy_version=tag.get("min_global_steps"), **found)
+    return Row(tokens=tokens, group=group, policy_version=tag.get("min_global_steps"), **fields)

@@ -37,17 +37,17 @@ def _spread(node: Mapping[str, Any], name: str) -> np.ndarray:  # (tokens of the
     "A series of a node, one value a token, NaN where it has none."
     ids = node["token_ids"]
     values = node.get(name) or []
-    found = np.full(len(ids), np.nan)
+    series = np.full(len(ids), np.nan)
     sampled = np.asarray(node.get("mask") or [0] * len(ids), dtype=bool)
     if values and len(values) not in (len(ids), int(sampled.sum())):
         got = f"{len(values)} values"
         expected = f"{int(sampled.sum())}, one per sampled token, or {len(ids)}"
         raise RecordError(f"{name} of a node", got=got, expected=expected)
     if values:
-        found[sampled if len(values) == sampled.sum() else slice(None)] = np.array(
+        series[sampled if len(values) == sampled.sum() else slice(None)] = np.array(
             values, dtype=float
         )
-    return found
+    return series
 
 # %% ../../nbs/runs/03_traces.ipynb #0247a785
 _NODES = {
@@ -59,27 +59,27 @@ _NODES |= {"entropies": "entropy", "advantages": "advantages"}
 
 
 def _branch(
-    path: Sequence[Mapping[str, Any]], noted: Mapping[str, Any], told: Any
+    path: Sequence[Mapping[str, Any]], noted: Mapping[str, Any], advantage: Any
 ) -> dict[str, Any]:
-    "Ids, mask and series of a branch; `told` is the advantage of its trace, which is not rounded."
+    "Ids, mask and series of a branch; `advantage` is that of its trace, which is not rounded."
     if not all(node.get("token_ids") for node in path if node.get("sampled")):
-        return {"advantages": told}
+        return {"advantages": advantage}
     masks = [node.get("mask") or [0] * len(node.get("token_ids") or []) for node in path]
-    found = {
+    series = {
         ours: np.concatenate([_spread(node, name) for node in path])
         for name, ours in _NODES.items()
     }
-    found = {name: values for name, values in found.items() if np.isfinite(values).any()} | renamed(
-        noted, _NODES
-    )
-    rounded = np.asarray(found.get("advantages", np.nan), dtype=np.float64)
+    series = {
+        name: values for name, values in series.items() if np.isfinite(values).any()
+    } | renamed(noted, _NODES)
+    rounded = np.asarray(series.get("advantages", np.nan), dtype=np.float64)
     if (
-        isinstance(told, int | float)
-        and not np.nan_to_num(np.abs(rounded - told)).max(initial=0.0) > 1e-4
+        isinstance(advantage, int | float)
+        and not np.nan_to_num(np.abs(rounded - advantage)).max(initial=0.0) > 1e-4
     ):
-        found["advantages"] = float(told)
+        series["advantages"] = float(advantage)
     tokens = [token for node in path for token in node.get("token_ids") or []]
-    return {"tokens": tokens, "loss_mask": np.concatenate(masks), **found}
+    return {"tokens": tokens, "loss_mask": np.concatenate(masks), **series}
 
 # %% ../../nbs/runs/03_traces.ipynb #40bd00a4
 def trace_rows(
@@ -103,8 +103,10 @@ def trace_rows(
         worth = [
             r["score"] * r.get("weight", 1.0) for r in scores.values() if r.get("score") is not None
         ]
-        drawn_at = {call.get("sampling", {}).get("temperature") for call in calls} - {None}
-        told = note.get("info", {}).get("advantage", (trace.get("info") or {}).get("advantage"))
+        temperatures = {call.get("sampling", {}).get("temperature") for call in calls} - {None}
+        advantage = note.get("info", {}).get(
+            "advantage", (trace.get("info") or {}).get("advantage")
+        )
         facts = {
             "reward": math.fsum(worth) if worth else None,
             "rewards": {name: r.get("score") for name, r in scores.items()},
@@ -114,19 +116,21 @@ def trace_rows(
                 calls[-1].get("finish_reason"), "stop"
             ),
             "policy_version": version,
-            "temperature": float(drawn_at.pop()) if len(drawn_at) == 1 else 1.0,
+            "temperature": float(temperatures.pop()) if len(temperatures) == 1 else 1.0,
         }
         for index, path in enumerate(branches(trace["nodes"])):
             first = next((k for k, node in enumerate(path) if node.get("sampled")), len(path))
             prompt = [
-                {"role": node["message"].get("role"), "content": _said(node)}
+                {"role": node["message"].get("role"), "content": _message_text(node)}
                 for node in path[:first]
             ]
-            text = "\n".join(_said(node) for node in path if node.get("sampled"))
-            yield Row(**facts, **_branch(path, note.get(index, {}), told), prompt=prompt, text=text)
+            text = "\n".join(_message_text(node) for node in path if node.get("sampled"))
+            yield Row(
+                **facts, **_branch(path, note.get(index, {}), advantage), prompt=prompt, text=text
+            )
 
 
-def _said(node: Mapping[str, Any]) -> str:
+def _message_text(node: Mapping[str, Any]) -> str:
     "The text of a message; parts that are no text by their type."
     content = node["message"].get("content") or ""
     parts = [{"text": content}] if isinstance(content, str) else content
@@ -146,12 +150,12 @@ class PrimeRollouts(Reader):
     origin = "prime-rl (rollouts)"
     signature = "rollouts/step_*/train/*/traces.jsonl"
     number = r"step_(\d+)"
-    told = ROUNDED
+    caveats = ROUNDED
     logged = "metrics.jsonl"
 
     @property
     def steps(self) -> list[int]:
-        "The steps that have `effective` beside `all`, as the others."
+        "The steps that have `effective` as well as `all`, as the others."
         count = max(map(len, self.files.values()), default=0)
         return [step for step, paths in self.files.items() if len(paths) == count]
 
@@ -176,7 +180,7 @@ class PrimeMonitors(Reader):
     origin = "prime-rl (monitors)"
     signature = "monitors/file/traces"
     logged = "monitors/file/metrics.jsonl"
-    told = ROUNDED + "; samples without advantage are not trained"
+    caveats = ROUNDED + "; samples without advantage are not trained"
     hook = "old logprobs: trainer.loss.type = custom, with an import_path that writes a bundle"
 
     @cached_property
@@ -189,10 +193,10 @@ class PrimeMonitors(Reader):
         notes = dict[bytes, Places]()
         for path in sorted((self.path / self.signature).rglob("*.jsonl*")):
             for number, line in enumerate(text_lines(path)):
-                if (found := _STEP.search(line, 0, 65536)) and b'"traces"' in line:
-                    episodes.setdefault(int(found[1]), {}).setdefault(path, []).append(number)
-                elif (found := _TRACE.search(line, 0, 4096)) and b'"branches"' in line:
-                    notes.setdefault(found[1], {}).setdefault(path, []).append(number)
+                if (match := _STEP.search(line, 0, 65536)) and b'"traces"' in line:
+                    episodes.setdefault(int(match[1]), {}).setdefault(path, []).append(number)
+                elif (match := _TRACE.search(line, 0, 4096)) and b'"branches"' in line:
+                    notes.setdefault(match[1], {}).setdefault(path, []).append(number)
         return episodes, notes
 
     @property
@@ -202,10 +206,10 @@ class PrimeMonitors(Reader):
 
     def _rows(self, step: int) -> Iterator[Row]:
         episodes, notes = self._index
-        found = _parsed(episodes[step])
+        step_episodes = _parsed(episodes[step])
         places = dict[Path, list[int]]()
         for trace in (
-            str(trace["id"]).encode() for episode in found for trace in episode["traces"]
+            str(trace["id"]).encode() for episode in step_episodes for trace in episode["traces"]
         ):
             for path, numbers in notes.get(trace, {}).items():
                 places.setdefault(path, []).extend(numbers)
@@ -215,7 +219,7 @@ class PrimeMonitors(Reader):
             mine["info"] |= note.get("info") or {}
             for branch in note["branches"]:
                 mine.setdefault(branch["index"], {}).update(branch)
-        return (row for episode in found for row in trace_rows(episode, newest))
+        return (row for episode in step_episodes for row in trace_rows(episode, newest))
 
 
 def _parsed(places: Places) -> list[dict[str, Any]]:

@@ -71,17 +71,21 @@ def without_secrets(value: Any) -> Any:
 # %% ../../nbs/runs/09_trackers.ipynb #e3d925c4
 def tables(metrics: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     "The metrics that are tables, made into what a tracker shows, without secrets."
-    found = {name: table for name, table in metrics.items() if isinstance(table, pd.DataFrame)}
-    return {name: make(dataframe=table.map(without_secrets)) for name, table in found.items()}
+    tables_by_name = {
+        name: table for name, table in metrics.items() if isinstance(table, pd.DataFrame)
+    }
+    return {
+        name: make(dataframe=table.map(without_secrets)) for name, table in tables_by_name.items()
+    }
 
 # %% ../../nbs/runs/09_trackers.ipynb #e9e11fd2
 def extra(name: str, module: str, member: str) -> Any:
     "The imported module; raises MissingExtra with the command that installs it."
     with needs(name, f"report_to={name!r}"):
-        found = importlib.import_module(module)
-        if not hasattr(found, member):
+        imported = importlib.import_module(module)
+        if not hasattr(imported, member):
             raise ImportError(f"another package named {module}")
-    return found
+    return imported
 
 # %% ../../nbs/runs/09_trackers.ipynb #434745cc
 def _no_start(name: str, e: Exception, fix: str) -> NoReturn:
@@ -212,7 +216,7 @@ class TensorBoardTracker:
             self.writer = self.open()
         except OSError as e:
             _no_start("tensorboard", e, "The run folder must be writable.")
-        # the last step, and the numbers that were told of it first
+        # the last step, and the numbers that were logged for it first
         self.step = math.inf
         self.names = set[str]()
         # before all that is done again
@@ -220,17 +224,17 @@ class TensorBoardTracker:
 
     def log(self, metrics: Mapping[str, float | pd.DataFrame], step: int) -> None:
         "Write metrics of one step, or more of it; if it is done again, or an earlier one, nothing from it on counts."
-        found = numbers(metrics)
-        again = step == self.step and 2 * len(self.names & found.keys()) > len(self.names)
+        numbers_of_step = numbers(metrics)
+        again = step == self.step and 2 * len(self.names & numbers_of_step.keys()) > len(self.names)
         if step < self.step or again:
             self.writer.close()
             # held-out scores do not do a step again
-            beside = all(name.startswith("eval/") for name in found)
-            self.writer = self.open(purge_step=step + beside)
+            is_evaluation = all(name.startswith("eval/") for name in numbers_of_step)
+            self.writer = self.open(purge_step=step + is_evaluation)
         if step != self.step or again:
             self.step = step
-            self.names = {*found}
-        for name, value in found.items():
+            self.names = {*numbers_of_step}
+        for name, value in numbers_of_step.items():
             self.writer.add_scalar(name, value, step)
         for name, rows in tables(metrics, lambda dataframe: dataframe.to_dict("records")).items():
             self.writer.add_text(name, as_code(rows), step)

@@ -80,9 +80,7 @@ def trl_options(
         "an entropy bonus by micro-batch": bool(args.entropy_coef) and parts > 1,
         "an entropy bonus that adapts": args.use_adaptive_entropy,
         "the loss of a router": bool(getattr(trainer, "aux_loss_enabled", False)),
-        "a _compute_loss of your own": not type(trainer)._compute_loss.__module__.startswith(
-            "trl."
-        ),
+        "a custom _compute_loss": not type(trainer)._compute_loss.__module__.startswith("trl."),
     }
     known = {name: value for name, value in options.items() if value is not None}
     return known, [what for what, there in unsaid.items() if there]
@@ -94,7 +92,7 @@ class Generation:
 
     first: int  # number of its first group in the run
     size: int  # completions of a prompt
-    version: int  # optimizer steps before the weights that drew it
+    version: int  # optimizer steps before the weights that sampled it
     rows: Sequence[Mapping[str, Any]]  # of the data set, one per completion
     prompts: Sequence[Sequence[int]]
     completions: Sequence[Sequence[int]]
@@ -115,9 +113,12 @@ class Generation:
         "A series of completion positions in token coordinates; NaN on the prompt, None as NaN."
         start = len(self.prompts[row])
         count = len(self.completions[row])
-        found = np.array([math.nan if v is None else v for v in values], dtype=np.float64)
+        series = np.array([math.nan if v is None else v for v in values], dtype=np.float64)
         return np.concatenate(
-            [np.full(start, np.nan), found[:count] if len(found) > 1 else np.repeat(found, count)]
+            [
+                np.full(start, np.nan),
+                series[:count] if len(series) > 1 else np.repeat(series, count),
+            ]
         )
 
     def scored(self, row: int, values: Any) -> np.ndarray:  # (N-1,)
@@ -165,7 +166,7 @@ class Update:
             args.generation_kwargs or {}
         )
         cut = any(normalize_off(name, asked[name]) != off for name, off in OFF.items())
-        self.drawn = {"temperature": float(asked["temperature"]), "processed": cut}
+        self.sampling = {"temperature": float(asked["temperature"]), "processed": cut}
         self.scored_at = float(args.temperature)  # generation_kwargs do not reach it
         self.dtype = (
             "bfloat16" if args.bf16 else "float16" if args.fp16 else str(trainer.model.dtype)[6:]
@@ -229,7 +230,7 @@ class Update:
             info={}
             if g.weights is None
             else {"importance_sampling_ratio": g.whole(row, g.weights[row])},
-            **self.drawn,
+            **self.sampling,
         )
 
     def _logprobs(self, p: Mapping[str, Any], at: int, row: int) -> Logprobs:
@@ -259,7 +260,7 @@ def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecor
     gradients = tuple(g / len(losses) for loss in losses for g in loss.dlogprobs)
     loss = LossOutput(value, theirs, logprobs, gradients)
     first = parts[0]
-    options, ours = proven(options, datums, loss)
+    options, ours = verify_loss_options(options, datums, loss)
     loss = replace(loss, metrics={**ours, **theirs})
     return replace(
         first,
@@ -273,7 +274,7 @@ def joined(parts: Sequence[StepRecord], options: Mapping[str, Any]) -> StepRecor
     )
 
 
-def proven(
+def verify_loss_options(
     options: Mapping[str, Any], datums: Sequence[Datum], loss: LossOutput
 ) -> tuple[Mapping[str, Any], dict[str, float]]:
     "The options and their metrics, if they give TRL's loss in number and gradient; else in what they differ."
@@ -362,15 +363,15 @@ def weight_entries(
     model: Any,
 ) -> dict[str, tuple[float, Any]]:  # name: (entries that each stands for, values)
     "Evenly spaced entries of each trained tensor, copied; of a sharded one, those of this process."
-    found = {}
+    entries = {}
     for name, parameter in model.named_parameters():
         values = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         if parameter.requires_grad and values.numel():
             flat = values.detach().reshape(-1)
             # an odd distance meets every column
             some = flat[:: len(flat) // MAX_ENTRIES | 1].clone()
-            found[name] = len(flat) / len(some), some
-    return found
+            entries[name] = len(flat) / len(some), some
+    return entries
 
 
 def moved_by(
@@ -398,18 +399,18 @@ class TrainerHooks:
         self.rank = trainer.accelerator.process_index
         self.ranks = trainer.accelerator.num_processes
         self.generation: Generation | None = None  # the last one
-        self.groups = 0  # drawn so far, by all processes
+        self.groups = 0  # sampled so far, by all processes
         self.passes: list[dict[str, Any]] = []  # micro-batches of the step so far
         self.inside: dict[str, Any] = {}  # of the current pass
         self.seconds: dict[str, float] = {}
         self.update: dict[str, float] = {}
         # entries of the weights as the step found them
         self.before: dict[str, tuple[float, Any]] = {}
-        self.wrap("_generate", self.generated, "sample")
-        self.wrap("_calculate_rewards", self.rewarded, "score")
+        self.wrap("_generate", self.on_generation, "sample")
+        self.wrap("_calculate_rewards", self.on_rewards, "score")
         self.wrap("_generate_and_score_completions", self.scored, "generation")
-        self.wrap("_get_per_token_logps_and_entropies", self.passed)
-        self.wrap("_get_grad_norm", self.normed)
+        self.wrap("_get_per_token_logps_and_entropies", self.on_forward)
+        self.wrap("_get_grad_norm", self.on_grad_norm)
         self.wrap("training_step", self.stepped, "backward")
         trainer._compute_loss = self.around_loss(trainer._compute_loss)
 
@@ -437,26 +438,26 @@ class TrainerHooks:
             )
             result = loss(model, inputs)
             if self.trainer.model.training:
-                self.guard(self.lost, inputs, before)
+                self.guard(self.on_loss, inputs, before)
             return result
 
         return compute_loss
 
-    def generated(self, out: Sequence[Any], prompts: Sequence[Any]) -> None:
+    def on_generation(self, out: Sequence[Any], prompts: Sequence[Any]) -> None:
         "Ids, sampler logprobs and who wrote what, unpadded."
         t = self.trainer
         loaded = t._last_loaded_step if t.use_vllm else t.state.global_step
-        ids, completions, tool_mask, said, sampler = out[:5]
+        ids, completions, tool_mask, texts_or_messages, sampler = out[:5]
         count = len(ids) // t.num_generations
         if sampler and tool_mask:  # TRL fills what tools answered with 0
             rows = zip(sampler, tool_mask, strict=True)
             sampler = [[v if w else None for v, w in zip(*row, strict=True)] for row in rows]
         places = (self.groups + self.rank * count, t.num_generations, loaded)
-        texts = list(map(written_text, said))
+        texts = list(map(written_text, texts_or_messages))
         self.generation = Generation(*places, (), ids, completions, tool_mask, texts, sampler)
         self.groups += count * self.ranks
 
-    def rewarded(self, per_function: Any, *_: Any) -> None:
+    def on_rewards(self, per_function: Any, *_: Any) -> None:
         "What each reward function said of the rows of this process, and their weighted sum."
         assert self.generation is not None
         values = _array(per_function)
@@ -481,35 +482,35 @@ class TrainerHooks:
         g.weights = _array(out.get("importance_sampling_ratio"))
         out["rln_row"] = torch.arange(len(ids), device=ids.device)
 
-    def passed(self, out: Sequence[Any], *_: Any) -> None:
+    def on_forward(self, out: Sequence[Any], *_: Any) -> None:
         "The policy's logprobs of a micro-batch, and a hook for the gradient that arrives at them."
         logprobs = out[0]
-        found = self.inside
+        values = self.inside
         scaler = getattr(self.trainer.accelerator, "scaler", None)
         if not logprobs.requires_grad:  # a pass of the reference, or for the ratio
             return
-        found |= {"policy": _array(logprobs), "entropy": _array(out[1])}
+        values |= {"policy": _array(logprobs), "entropy": _array(out[1])}
 
         def keep(gradient: Any) -> None:
-            found["dlogprobs"] = _array(gradient) / (
+            values["dlogprobs"] = _array(gradient) / (
                 scaler.get_scale() if scaler is not None else 1.0
             )
 
         logprobs.register_hook(keep)
 
-    def lost(self, inputs: Mapping[str, Any], before: Mapping[str, int]) -> None:
+    def on_loss(self, inputs: Mapping[str, Any], before: Mapping[str, int]) -> None:
         "The series that the loss of a micro-batch was computed from."
-        found = self.inside
+        values = self.inside
         kept = self.trainer._metrics["train"]
-        if "policy" not in found:
+        if "policy" not in values:
             expected = "a _compute_loss that asks _get_per_token_logps_and_entropies for them"
             raise RecordError("the policy's logprobs", got="none", expected=expected)
-        found |= {name: _array(inputs.get(f"{name}_per_token_logps")) for name in ("old", "ref")}
-        found |= {"rows": inputs["rln_row"].tolist(), "generation": self.generation}
-        found["metrics"] = {
+        values |= {name: _array(inputs.get(f"{name}_per_token_logps")) for name in ("old", "ref")}
+        values |= {"rows": inputs["rln_row"].tolist(), "generation": self.generation}
+        values["metrics"] = {
             n: float(v[-1]) for n, v in kept.items() if len(v) > before.get(n, 0) and n != "entropy"
         }
-        self.passes.append(found)
+        self.passes.append(values)
 
     def stepped(self, loss: Any, *_: Any) -> None:
         "The loss of a micro-batch as TRL logs it, whatever stands around `_compute_loss`."
@@ -524,7 +525,7 @@ class TrainerHooks:
         # the loss does not depend on them
         new[0].setdefault("dlogprobs", np.zeros_like(new[0]["policy"]))
 
-    def normed(self, norm: Any, *_: Any) -> None:
+    def on_grad_norm(self, norm: Any, *_: Any) -> None:
         "The gradient's norm before it is cut, and the rate of this update."
         group = self.trainer.optimizer.param_groups[0]
         self.update = {"grad_norm": float(norm), "learning_rate": float(group["lr"])}
@@ -547,7 +548,7 @@ class TrainerHooks:
 
 # %% ../../nbs/runs/08_watch.ipynb #c1f703cc
 # seconds that the first process waits for the others' parts of a step, during training
-PATIENCE = 600.0
+WRITE_TIMEOUT_S = 600.0
 
 
 def _array(values: Any) -> Any:
@@ -605,7 +606,7 @@ class Watched:
         self.begun = time.perf_counter()
         self._last: StepRecord | None = None
         self._pen = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None  # a step is written while the next one is drawn
+        self._writing: Future[None] | None = None  # a step is written while the next one is sampled
         taps = TrainerHooks(trainer, self._guarded, self._put)
         watched = self
 
@@ -687,11 +688,11 @@ class Watched:
     def _part(self, rank: int, step: int) -> StepRecord:
         "What another process had of a step, once it is there."
         folder = self._handed_over(rank, step)
-        until = time.monotonic() + PATIENCE
+        until = time.monotonic() + WRITE_TIMEOUT_S
         while not folder.exists():
             self._refuse_ended(rank)
             if time.monotonic() > until:
-                expected = f"its part of the step within {PATIENCE:g} s"
+                expected = f"its part of the step within {WRITE_TIMEOUT_S:g} s"
                 raise RecordError(
                     "another process", where=str(folder), got="nothing", expected=expected
                 )
@@ -701,7 +702,7 @@ class Watched:
         return part
 
     def _refuse_ended(self, rank: int) -> None:
-        "Raise where another process records nothing more, so that nobody waits for it."
+        "Raise where another process records nothing more, so that no process waits for it."
         if (why := self.path / f"process-{rank}.ended").exists():
             raise RecordError(
                 "another process",
@@ -727,7 +728,7 @@ class Watched:
         except Exception as error:  # whatever it is
             self.ended = f"{type(error).__name__}: {error}"
             warnings.warn(
-                f"{self.path}: nothing more is recorded, training goes on. {self.ended}",
+                f"{self.path}: nothing more is recorded, training continues. {self.ended}",
                 stacklevel=2,
             )
             if self.processes > 1:
@@ -743,9 +744,9 @@ class Watched:
             if self.run is None
             else f"{len(self.run)} steps"
         )
-        said = f"Watched({self.path.name}: {steps}, recording took {share:.0%} of the time"
-        said += f"; nothing more is recorded: {self.ended})" if self.ended else ")"
-        return said if self._last is None else f"{said}\n{self._last.verdict}"
+        text = f"Watched({self.path.name}: {steps}, recording took {share:.0%} of the time"
+        text += f"; nothing more is recorded: {self.ended})" if self.ended else ")"
+        return text if self._last is None else f"{text}\n{self._last.verdict}"
 
     def _repr_html_(self) -> str | None:
         return None if self._last is None else self._last._repr_html_()
