@@ -73,7 +73,7 @@ def test_our_defaults_are_the_recorded_ones(stem: str) -> None:
     options = losses.LossOptions(policy_loss=recorded.pop("policy_loss", "sapo"))
     recorded.pop("kl_beta", None)  # ours is 0: no reference is asked for unless somebody wants it
     for parameter, value in recorded.items():
-        same_as_low = parameter == "eps_clip_high" and options.knob(parameter) is None
+        same_as_low = parameter == "eps_clip_high" and options.param(parameter) is None
         assert value in (
-            (None, recorded["eps_clip"]) if same_as_low else (options.knob(parameter),)
+            (None, recorded["eps_clip"]) if same_as_low else (options.param(parameter),)
         ), parameter

@@ -99,9 +99,9 @@ _SAID: dict[
 ] = {  # setting of a service: (our knob, value)
     "clip_low_threshold": ("eps_clip", lambda o: o.clip_range[0]),
     "clip_high_threshold": ("eps_clip_high", lambda o: o.clip_range[1]),
-    "ratio_log_cap": ("ratio_log_cap", lambda o: o.knob("ratio_log_cap")),
-    "seq_ratio_log_cap": ("seq_ratio_log_cap", lambda o: o.knob("seq_ratio_log_cap")),
-    "beta": ("dro_beta", lambda o: o.knob("dro_beta")),
+    "ratio_log_cap": ("ratio_log_cap", lambda o: o.param("ratio_log_cap")),
+    "seq_ratio_log_cap": ("seq_ratio_log_cap", lambda o: o.param("seq_ratio_log_cap")),
+    "beta": ("dro_beta", lambda o: o.param("dro_beta")),
     "eps_clip_c": ("eps_clip_c", lambda o: o.eps_clip_c),
 }
 
@@ -125,9 +125,9 @@ def builtin_loss(o: LossOptions, service: str = "fireworks") -> tuple[str, dict[
         said = (*said, "eps_clip_c")
     defaults = POLICY_LOSSES[o.policy_loss][1]
     heard = {_SAID[s][0] for s in said}
-    unheard = [k for k in defaults if k not in heard and o.knob(k) != defaults[k]]
+    unheard = [k for k in defaults if k not in heard and o.param(k) != defaults[k]]
     if unheard:
-        got = f"{unheard[0]}={o.knob(unheard[0]):g}"
+        got = f"{unheard[0]}={o.param(unheard[0]):g}"
         fix = f"{name!r} at {service} does not read it. Leave it out, or compute the loss here."
         raise LossError(
             "a service cannot compute this loss",

@@ -34,7 +34,7 @@ from .options import loss_faults, nearest, option_class
 
 # %% auto #0
 __all__ = ['PolicyLoss', 'POLICY_LOSSES', 'AGGREGATIONS', 'KL_ESTIMATORS', 'LOSS_PARAMETERS', 'ActiveTokens', 'LossOptions',
-           'loss_parameters', 'register_loss', 'knobs_of', 'loss_terms', 'make_loss_fn', 'make_grpo_loss_fn',
+           'loss_parameters', 'register_loss', 'params_of', 'loss_terms', 'make_loss_fn', 'make_grpo_loss_fn',
            'make_offpolicy_grpo_loss_fn']
 
 # %% ../../nbs/core/05_losses.ipynb #c8214c91
@@ -93,198 +93,233 @@ _EARLIER_FIELDS = {
 }
 
 # %% ../../nbs/core/05_losses.ipynb #2a473f2f
-def log_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
+def log_ratio(tokens: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
     "p - o, clamped to ±cap."
     reach = 20.0 if cap is None else cap
-    return torch.clamp(t.policy_logprobs - t.old_logprobs, -reach, reach)
+    return torch.clamp(tokens.policy_logprobs - tokens.old_logprobs, -reach, reach)
 
 # %% ../../nbs/core/05_losses.ipynb #adbcd323
-def grpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """-A p T.
+def grpo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """-A p C, with C the correction for the sampler.
 
     Source: the Fireworks cookbook, whose default it is; REINFORCE with GRPO's advantages.
     """
-    return -t.advantages * t.policy_logprobs * tis
+    return -tokens.advantages * tokens.policy_logprobs * tis
 
 # %% ../../nbs/core/05_losses.ipynb #303e9aa7
-def reinforce(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+def reinforce(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
     """-exp(p - b) A; the sampler's logprob is its anchor, so no further correction applies.
 
     Source: the Fireworks cookbook, `reinforce`.
     """
-    assert t.sampler_logprobs is not None
+    assert tokens.sampler_logprobs is not None
     return (
-        -torch.exp(torch.clamp(t.policy_logprobs - t.sampler_logprobs, -20.0, 20.0)) * t.advantages
+        -torch.exp(torch.clamp(tokens.policy_logprobs - tokens.sampler_logprobs, -20.0, 20.0))
+        * tokens.advantages
     )
 
 # %% ../../nbs/core/05_losses.ipynb #2cf00f13
-def importance_sampling(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """-r A T, without clipping besides the cap of the log ratio.
+def importance_sampling(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """-r A C, without clipping besides the cap of the log ratio.
 
     Source: the Fireworks cookbook, `importance_sampling`.
     """
-    return -torch.exp(log_ratio(t, o.knob("ratio_log_cap"))) * t.advantages * tis
+    return -torch.exp(log_ratio(tokens, options.param("ratio_log_cap"))) * tokens.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #b280bcc6
-def clipped_surrogate(r: Tensor, t: ActiveTokens, o: LossOptions) -> Tensor:
+def clipped_surrogate(r: Tensor, tokens: ActiveTokens, options: LossOptions) -> Tensor:
     """max(-rA, -clip(r) A), and at most -cA where A < 0 if `eps_clip_c` is set.
 
     Sources: PPO (arXiv:1707.06347), eq. 7; dual clip (arXiv:1912.09729).
     """
-    low, high = o.clip_range
-    loss = torch.maximum(-r * t.advantages, -torch.clamp(r, low, high) * t.advantages)
-    if o.eps_clip_c is not None:
+    low, high = options.clip_range
+    loss = torch.maximum(-r * tokens.advantages, -torch.clamp(r, low, high) * tokens.advantages)
+    if options.eps_clip_c is not None:
         loss = torch.where(
-            t.advantages < 0, torch.minimum(-o.eps_clip_c * t.advantages, loss), loss
+            tokens.advantages < 0,
+            torch.minimum(-options.eps_clip_c * tokens.advantages, loss),
+            loss,
         )
     return loss
 
 # %% ../../nbs/core/05_losses.ipynb #f16314c8
-def ppo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """The clipped surrogate on the token ratio, times T.
+def ppo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """The clipped surrogate on the token ratio, times C.
 
     Sources: PPO (arXiv:1707.06347); DAPO (arXiv:2503.14476) for two bounds.
     """
-    return clipped_surrogate(torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), t, o) * tis
+    return (
+        clipped_surrogate(
+            torch.exp(log_ratio(tokens, options.param("ratio_log_cap"))), tokens, options
+        )
+        * tis
+    )
 
 # %% ../../nbs/core/05_losses.ipynb #827d0b55
-def sequence_ratio(t: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
+def sequence_ratio(tokens: ActiveTokens, cap: float | None) -> Tensor:  # (T,)
     "exp of the mean log ratio of a sample, as value; its gradient with respect to each p is the ratio itself."
-    log_s = t.mean_per_sample((t.policy_logprobs - t.old_logprobs).detach())[t.sample]
-    ratio = t.policy_logprobs - t.policy_logprobs.detach() + log_s
+    log_s = tokens.mean_per_sample((tokens.policy_logprobs - tokens.old_logprobs).detach())[
+        tokens.sample
+    ]
+    ratio = tokens.policy_logprobs - tokens.policy_logprobs.detach() + log_s
     return torch.exp(torch.clamp(ratio, max=10.0 if cap is None else cap))
 
 # %% ../../nbs/core/05_losses.ipynb #e4ce08af
-def gspo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """The clipped surrogate on the sequence ratio, times T.
+def gspo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """The clipped surrogate on the sequence ratio, times C.
 
     Source: GSPO (arXiv:2507.18071).
     """
-    return clipped_surrogate(sequence_ratio(t, o.knob("seq_ratio_log_cap")), t, o) * tis
+    return (
+        clipped_surrogate(
+            sequence_ratio(tokens, options.param("seq_ratio_log_cap")), tokens, options
+        )
+        * tis
+    )
 
 # %% ../../nbs/core/05_losses.ipynb #56d9e3ca
-def cispo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """-sg(clip(r)) p A T: clipped tokens keep a gradient.
+def cispo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """-sg(clip(r)) p A C: clipped tokens keep a gradient.
 
     Source: CISPO, in MiniMax-M1 (arXiv:2506.13585).
     """
-    weight = torch.clamp(torch.exp(log_ratio(t, o.knob("ratio_log_cap"))), *o.clip_range).detach()
-    return -weight * t.policy_logprobs * t.advantages * tis
+    weight = torch.clamp(
+        torch.exp(log_ratio(tokens, options.param("ratio_log_cap"))), *options.clip_range
+    ).detach()
+    return -weight * tokens.policy_logprobs * tokens.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #ab25ddee
-def dro(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """-(p A T - beta/2 (p - o)^2), the quadratic term only where the advantage is not zero.
+def dro(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """-(p A C - beta/2 (p - o)^2), the quadratic term only where the advantage is not zero.
 
     Source: the Fireworks cookbook, `dro`.
     """
-    pull = o.knob("dro_beta") / 2 * (t.policy_logprobs - t.old_logprobs) ** 2 * (t.advantages != 0)
-    return -(t.policy_logprobs * t.advantages * tis - pull)
+    pull = (
+        options.param("dro_beta")
+        / 2
+        * (tokens.policy_logprobs - tokens.old_logprobs) ** 2
+        * (tokens.advantages != 0)
+    )
+    return -(tokens.policy_logprobs * tokens.advantages * tis - pull)
 
 # %% ../../nbs/core/05_losses.ipynb #e9862da1
-def sapo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    "-sigmoid(tau (r - 1)) 4/tau A T with tau by the sign of A (https://arxiv.org/abs/2511.20347)."
-    r = torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
+def sapo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    "-sigmoid(tau (r - 1)) 4/tau A C with tau by the sign of A (https://arxiv.org/abs/2511.20347)."
+    r = torch.exp(log_ratio(tokens, options.param("ratio_log_cap")))
     tau = torch.where(
-        t.advantages > 0, o.knob("sapo_temperature_pos"), o.knob("sapo_temperature_neg")
+        tokens.advantages > 0,
+        options.param("sapo_temperature_pos"),
+        options.param("sapo_temperature_neg"),
     )
-    return -torch.sigmoid(tau * (r - 1)) * 4 / tau * t.advantages * tis
+    return -torch.sigmoid(tau * (r - 1)) * 4 / tau * tokens.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #29a0f672
-def vespo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """-sg(phi(w)) A p, where phi(w) = e^lambda w^k e^(-lambda w) and w is the product of a sample's ratios and of T.
+def vespo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """-sg(phi(w)) A p, where phi(w) = e^lambda w^k e^(-lambda w) and w is the product of a sample's ratios and of C.
 
     Source: VESPO (arXiv:2602.10693), as in TRL.
     """
-    moved = torch.clamp(t.policy_logprobs.detach() - t.old_logprobs, -20.0, 20.0)
+    moved = torch.clamp(tokens.policy_logprobs.detach() - tokens.old_logprobs, -20.0, 20.0)
     corrected = moved + torch.clamp(tis.log(), math.log(1e-8), 20.0)
-    log_w = torch.clamp(t.sum_per_sample(corrected), math.log(1e-8), 20.0)[t.sample]
-    good = t.advantages >= 0
-    k = torch.where(good, o.knob("vespo_k_pos"), o.knob("vespo_k_neg"))
-    rate = torch.where(good, o.knob("vespo_lambda_pos"), o.knob("vespo_lambda_neg"))
-    return -torch.exp(rate + k * log_w - rate * log_w.exp()) * t.advantages * t.policy_logprobs
+    log_w = torch.clamp(tokens.sum_per_sample(corrected), math.log(1e-8), 20.0)[tokens.sample]
+    good = tokens.advantages >= 0
+    k = torch.where(good, options.param("vespo_k_pos"), options.param("vespo_k_neg"))
+    rate = torch.where(good, options.param("vespo_lambda_pos"), options.param("vespo_lambda_neg"))
+    return (
+        -torch.exp(rate + k * log_w - rate * log_w.exp())
+        * tokens.advantages
+        * tokens.policy_logprobs
+    )
 
 # %% ../../nbs/core/05_losses.ipynb #718557fb
-def gmpo(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """-exp(mean of the clipped log ratio) A T; a log ratio is clipped only where the advantage asks for more of it.
+def gmpo(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """-exp(mean of the clipped log ratio) A C; a log ratio is clipped only where the advantage asks for more of it.
 
     Source: GMPO (arXiv:2507.20673); `geo_mean` in verl.
     """
-    gap = log_ratio(t, o.knob("ratio_log_cap"))
-    sign = torch.sign(t.advantages)
-    low, high = o.clip_range
+    gap = log_ratio(tokens, options.param("ratio_log_cap"))
+    sign = torch.sign(tokens.advantages)
+    low, high = options.clip_range
     clipped = sign * torch.minimum(
         sign * gap, sign * torch.clamp(gap, math.log(low), math.log(high))
     )
-    return -torch.exp(t.mean_per_sample(clipped))[t.sample] * t.advantages * tis
+    return -torch.exp(tokens.mean_per_sample(clipped))[tokens.sample] * tokens.advantages * tis
 
 # %% ../../nbs/core/05_losses.ipynb #5a4e6112
 def dppo(
-    gone: Callable[[Tensor, Tensor], Tensor], t: ActiveTokens, tis: Tensor, o: LossOptions
+    gone: Callable[[Tensor, Tensor], Tensor],
+    tokens: ActiveTokens,
+    tis: Tensor,
+    options: LossOptions,
 ) -> Tensor:
-    """-sg(min(r, cap)) A p T, without tokens that the advantage pushes on although they have gone beyond their bound.
+    """-sg(min(r, cap)) A p C, without tokens that the advantage pushes on although they have gone beyond their bound.
 
     Source: DPPO (arXiv:2602.04879).
     """
-    p = t.policy_logprobs.detach()
-    before = t.old_logprobs
+    p = tokens.policy_logprobs.detach()
+    before = tokens.old_logprobs
     far = gone(p, before)
     direction = torch.sign(p - before)
-    beyond = torch.where(t.advantages > 0, far > o.knob("dppo_high"), far > o.knob("dppo_low"))
-    kept = ~(beyond & (direction == torch.sign(t.advantages)))
-    ratio = torch.exp(log_ratio(t, 20.0)).detach().clamp(max=o.knob("dppo_cap"))
-    return -ratio * t.advantages * t.policy_logprobs * kept * tis
+    beyond = torch.where(
+        tokens.advantages > 0, far > options.param("dppo_high"), far > options.param("dppo_low")
+    )
+    kept = ~(beyond & (direction == torch.sign(tokens.advantages)))
+    ratio = torch.exp(log_ratio(tokens, 20.0)).detach().clamp(max=options.param("dppo_cap"))
+    return -ratio * tokens.advantages * tokens.policy_logprobs * kept * tis
 
 
-def variation(p: Tensor, o: Tensor) -> Tensor:
+def variation(p: Tensor, old: Tensor) -> Tensor:
     "|e^p - e^o|."
-    return (p.exp() - o.exp()).abs()
+    return (p.exp() - old.exp()).abs()
 
 
-def binary_kl(p: Tensor, o: Tensor) -> Tensor:
+def binary_kl(p: Tensor, old: Tensor) -> Tensor:
     "KL of 'this token or another', from the anchor to the policy."
-    rest = torch.log((1 - o.exp() + 1e-8) / (1 - p.exp() + 1e-8))
-    return o.exp() * (o - p) + (1 - o.exp()) * rest
+    rest = torch.log((1 - old.exp() + 1e-8) / (1 - p.exp() + 1e-8))
+    return old.exp() * (old - p) + (1 - old.exp()) * rest
 
 # %% ../../nbs/core/05_losses.ipynb #f0484ca6
-def covariance(t: ActiveTokens) -> Tensor:  # (T,)
+def covariance(tokens: ActiveTokens) -> Tensor:  # (T,)
     "(A - mean) (p - mean) of every token."
-    p = t.policy_logprobs.detach()
-    return (t.advantages - t.advantages.mean()) * (p - p.mean())
+    p = tokens.policy_logprobs.detach()
+    return (tokens.advantages - tokens.advantages.mean()) * (p - p.mean())
 
 
-def kl_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
-    """-r A T; the tokens of highest covariance pay |p - o| as well.
+def kl_cov(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
+    """-r A C; the tokens of highest covariance pay |p - o| as well.
 
     Source: The Entropy Mechanism (arXiv:2505.22617), as in verl.
     """
-    gap = log_ratio(t, o.knob("ratio_log_cap"))
+    gap = log_ratio(tokens, options.param("ratio_log_cap"))
     top = torch.zeros_like(gap).detach()
     if len(gap):
-        top[covariance(t).topk(max(1, int(len(gap) * o.knob("cov_share")))).indices] = o.knob(
-            "kl_cov_coef"
+        top[covariance(tokens).topk(max(1, int(len(gap) * options.param("cov_share")))).indices] = (
+            options.param("kl_cov_coef")
         )
-    return (-torch.exp(gap) * t.advantages + top * gap.abs()) * tis
+    return (-torch.exp(gap) * tokens.advantages + top * gap.abs()) * tis
 
 
-def clip_cov(t: ActiveTokens, tis: Tensor, o: LossOptions) -> Tensor:
+def clip_cov(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
     """`ppo` without some tokens of high covariance, which a fixed seed chooses.
 
     Source: The Entropy Mechanism (arXiv:2505.22617), as in verl.
     """
-    r = torch.exp(log_ratio(t, o.knob("ratio_log_cap")))
-    (low, high) = o.clip_range
-    clipped = -torch.clamp(r, low, high) * t.advantages > -r * t.advantages
-    cov = torch.where(clipped, -torch.inf, covariance(t)) if len(r) else r
+    r = torch.exp(log_ratio(tokens, options.param("ratio_log_cap")))
+    (low, high) = options.clip_range
+    clipped = -torch.clamp(r, low, high) * tokens.advantages > -r * tokens.advantages
+    cov = torch.where(clipped, -torch.inf, covariance(tokens)) if len(r) else r
     among = torch.nonzero(
-        (cov > o.knob("clip_cov_low")) & (cov < o.knob("clip_cov_high"))
+        (cov > options.param("clip_cov_low")) & (cov < options.param("clip_cov_high"))
     ).flatten()
     selected = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
     kept = torch.ones_like(r).detach()
-    kept[among[selected[: max(1, int(len(r) * o.knob("cov_share")))].to(among.device)]] = 0
-    return clipped_surrogate(r, t, o) * kept * tis
+    kept[among[selected[: max(1, int(len(r) * options.param("cov_share")))].to(among.device)]] = 0
+    return clipped_surrogate(r, tokens, options) * kept * tis
 
 # %% ../../nbs/core/05_losses.ipynb #2d4e9651
-PolicyLoss = Callable[..., Tensor]  # ours take (t, tis, o); yours ask by name, see `register_loss`
+PolicyLoss = Callable[
+    ..., Tensor
+]  # ours take (tokens, tis, options); custom ones ask by name, see `register_loss`
 
 POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     name: (function, SURROGATE_PARAMS[name])
@@ -298,15 +333,15 @@ POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
 # %% ../../nbs/core/05_losses.ipynb #187921f0
 @option_class(finite=False, error=LossError)
 class LossOptions(LossParams):
-    "Which loss: surrogate, KL, correction and aggregation. Knobs left at None take the default of their loss."
+    "Which loss: surrogate, KL, correction and aggregation. Parameters left at None take the default of their loss."
 
     max_completion_tokens: int | None = None  # the constant of aggregation "constant"
 
     def __post_init__(self):
         _check_options(self)
 
-    def knob(self, name: str) -> Any:
-        "The value that the loss will read: what was set, or its default; None if it reads no such knob."
+    def param(self, name: str) -> Any:
+        "The value that the loss will read: what was set, or its default; None if it reads no such parameter."
         set_to = getattr(self, name)
         # None until the function that is named is imported
         known = POLICY_LOSSES.get(self.policy_loss)
@@ -315,8 +350,8 @@ class LossOptions(LossParams):
     @property
     def clip_range(self) -> tuple[float, float]:
         "Lowest and highest ratio that is not clipped."
-        low = self.knob("eps_clip")
-        high = self.knob("eps_clip_high")
+        low = self.param("eps_clip")
+        high = self.param("eps_clip_high")
         if low is None:
             fix = "Give your loss a default: a parameter eps_clip=0.2, or register_loss(fn, eps_clip=0.2)."
             raise LossError(
@@ -344,7 +379,7 @@ class LossOptions(LossParams):
         return self.entropy_coeff > 0 or self.top_entropy_quantile < 1 or self.asks_for("entropy")
 
     def asks_for(self, series: str) -> bool:
-        "Whether a loss of your own takes this series and cannot do without; False before it is imported."
+        "Whether a custom loss requires this series; False before it is imported."
         if self.policy_loss in SURROGATE_PARAMS or self.policy_loss not in POLICY_LOSSES:
             return False
         asked = loss_parameters(POLICY_LOSSES[self.policy_loss][0]).get(series)
@@ -354,12 +389,16 @@ class LossOptions(LossParams):
 AGGREGATIONS = get_args(Aggregation)
 
 
-def _check_options(o: LossOptions) -> None:
-    "Raise the first thing that is wrong: an unknown name, a value outside its range, a knob that nothing would read."
-    for fault in loss_faults(o, {name: defaults for name, (_, defaults) in POLICY_LOSSES.items()}):
+def _check_options(options: LossOptions) -> None:
+    "Raise the first thing that is wrong: an unknown name, a value outside its range, a parameter that the loss would not read."
+    for fault in loss_faults(
+        options, {name: defaults for name, (_, defaults) in POLICY_LOSSES.items()}
+    ):
         raise fault
-    if o.aggregation == "constant" and not o.max_completion_tokens:
-        raise LossError("max_completion_tokens", got=o.max_completion_tokens, expected="a divisor")
+    if options.aggregation == "constant" and not options.max_completion_tokens:
+        raise LossError(
+            "max_completion_tokens", got=options.max_completion_tokens, expected="a divisor"
+        )
 
 # %% ../../nbs/core/05_losses.ipynb #241a72d7
 KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -369,13 +408,17 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 # %% ../../nbs/core/05_losses.ipynb #55f94ce2
-def raw_tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
+def raw_tis_weights(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
     "exp(o - b) before any cap, by token or by sample."
-    assert t.sampler_logprobs is not None
-    anchor = t.policy_logprobs.detach() if o.tis_anchor == "policy" else t.old_logprobs
-    d = torch.clamp(anchor - t.sampler_logprobs, -20.0, 20.0)
-    if o.tis != "token":
-        d = (t.sum_per_sample(d) if o.tis == "product" else t.mean_per_sample(d))[t.sample]
+    assert tokens.sampler_logprobs is not None
+    anchor = (
+        tokens.policy_logprobs.detach() if options.tis_anchor == "policy" else tokens.old_logprobs
+    )
+    d = torch.clamp(anchor - tokens.sampler_logprobs, -20.0, 20.0)
+    if options.tis != "token":
+        d = (tokens.sum_per_sample(d) if options.tis == "product" else tokens.mean_per_sample(d))[
+            tokens.sample
+        ]
     return torch.exp(torch.clamp(d, -20.0, 20.0))
 
 # %% ../../nbs/core/05_losses.ipynb #5375f8b6
@@ -384,34 +427,36 @@ def outside_icepop(raw: Tensor, threshold: float) -> Tensor:  # (T,) of bool
     return (raw < 1 / threshold) | (raw > threshold)
 
 
-def tis_weights(t: ActiveTokens, o: LossOptions) -> Tensor:  # (T,)
+def tis_weights(tokens: ActiveTokens, options: LossOptions) -> Tensor:  # (T,)
     "The correction that multiplies the policy loss; ones when it is off."
-    if o.tis == "off":
-        return torch.ones_like(t.old_logprobs)
-    raw = raw_tis_weights(t, o)
-    weight = torch.clamp(raw, o.tis_floor, o.tis_cap)
+    if options.tis == "off":
+        return torch.ones_like(tokens.old_logprobs)
+    raw = raw_tis_weights(tokens, options)
+    weight = torch.clamp(raw, options.tis_floor, options.tis_cap)
     left_out = (
-        raw != weight if o.tis_mode != "truncate" else torch.zeros_like(raw, dtype=torch.bool)
+        raw != weight if options.tis_mode != "truncate" else torch.zeros_like(raw, dtype=torch.bool)
     )
-    if o.icepop_threshold is not None:
-        left_out = left_out | outside_icepop(raw, o.icepop_threshold)
-    return torch.where(left_out, 0.0, torch.ones_like(weight) if o.tis_mode == "reject" else weight)
+    if options.icepop_threshold is not None:
+        left_out = left_out | outside_icepop(raw, options.icepop_threshold)
+    return torch.where(
+        left_out, 0.0, torch.ones_like(weight) if options.tis_mode == "reject" else weight
+    )
 
 # %% ../../nbs/core/05_losses.ipynb #dcfce271
 def trained_share(
-    t: ActiveTokens, o: LossOptions
+    tokens: ActiveTokens, options: LossOptions
 ) -> Tensor | float:  # (T,) of 0 and 1, or 1 for all
     "Which tokens the policy loss keeps, by how far off-policy their sample is and by entropy."
     kept: Tensor | float = 1.0
-    if o.off_policy_mask_threshold is not None:
+    if options.off_policy_mask_threshold is not None:
         gap = (
-            t.old_logprobs if t.sampler_logprobs is None else t.sampler_logprobs
-        ) - t.policy_logprobs.detach()
-        far = t.mean_per_sample(gap)[t.sample] > o.off_policy_mask_threshold
-        kept = kept * ~(far & (t.advantages < 0))
-    if o.top_entropy_quantile < 1 and t.entropy is not None and len(t.entropy):
-        entropy = t.entropy.detach()
-        kept = kept * (entropy >= torch.quantile(entropy, 1 - o.top_entropy_quantile))
+            tokens.old_logprobs if tokens.sampler_logprobs is None else tokens.sampler_logprobs
+        ) - tokens.policy_logprobs.detach()
+        far = tokens.mean_per_sample(gap)[tokens.sample] > options.off_policy_mask_threshold
+        kept = kept * ~(far & (tokens.advantages < 0))
+    if options.top_entropy_quantile < 1 and tokens.entropy is not None and len(tokens.entropy):
+        entropy = tokens.entropy.detach()
+        kept = kept * (entropy >= torch.quantile(entropy, 1 - options.top_entropy_quantile))
     return kept
 
 # %% ../../nbs/core/05_losses.ipynb #8b06b292
@@ -422,18 +467,20 @@ def natural_denominator(lengths: Sequence[int], groups: Sequence[int], aggregati
 
 # %% ../../nbs/core/05_losses.ipynb #7c147cf0
 def aggregate(
-    terms: Tensor, t: ActiveTokens, o: LossOptions, denominator: float | None = None
+    terms: Tensor, tokens: ActiveTokens, options: LossOptions, denominator: float | None = None
 ) -> Tensor:
     "One number from the (T,) token terms; a denominator overrides the natural one."
-    if o.aggregation == "sequence_mean":
-        total = t.mean_per_sample(terms).sum()
-    elif o.aggregation == "prompt_mean":
-        total = (t.sum_per_sample(terms) / t.prompt_lengths().clamp(min=1)).sum()
+    if options.aggregation == "sequence_mean":
+        total = tokens.mean_per_sample(terms).sum()
+    elif options.aggregation == "prompt_mean":
+        total = (tokens.sum_per_sample(terms) / tokens.prompt_lengths().clamp(min=1)).sum()
     else:
-        total = terms.sum() / (o.max_completion_tokens or 1 if o.aggregation == "constant" else 1)
+        total = terms.sum() / (
+            options.max_completion_tokens or 1 if options.aggregation == "constant" else 1
+        )
     if denominator is None:
-        groups = [] if t.group is None else t.group.tolist()
-        denominator = natural_denominator(t.lengths.tolist(), groups, o.aggregation)
+        groups = [] if tokens.group is None else tokens.group.tolist()
+        denominator = natural_denominator(tokens.lengths.tolist(), groups, options.aggregation)
     return total / denominator
 
 # %% ../../nbs/core/05_losses.ipynb #29e8bc02
@@ -501,7 +548,7 @@ class SideData:
         self.group = torch.from_numpy(np.unique([d.group for d in datums], return_inverse=True)[1])
 
     def with_policy(self, policy_logprobs: Sequence[Tensor]) -> ActiveTokens:
-        "Select the active positions of the policy's logprobs and put the side data beside them."
+        "Select the active positions of the policy's logprobs and attach the side data."
         self._check(policy_logprobs)
         p = torch.cat(
             [lp[ix.to(lp.device)] for lp, ix in zip(policy_logprobs, self.active, strict=True)]
@@ -606,9 +653,9 @@ def register_loss(
     | None = None,  # asks by name and returns (T,) terms; None = a decorator with arguments
     *,
     name: str | None = None,  # for `policy_loss`; None = the function's own
-    **knobs: Any,  # settings of SURROGATE_PARAM_NAMES that it reads by `options`, with defaults; its parameters count by themselves
+    **params: Any,  # settings of SURROGATE_PARAM_NAMES that it reads by `options`, with defaults; its parameters count by themselves
 ) -> Any:  # the function
-    """Make a loss of your own one that `policy_loss` can name: in a config, in `loop.loss` and in `what_if`.
+    """Register a custom loss, so that `policy_loss` can name it: in a config, in `loop.loss` and in `what_if`.
 
     Its parameters are asked for by name, each a series with one value per trained token: `policy_logprobs` (with the
     gradient), `old_logprobs`, `sampler_logprobs`, `ref_logprobs`, `advantages`, `entropy`, `sample`; or a setting, such
@@ -620,9 +667,9 @@ def register_loss(
             ratio = torch.exp(policy_logprobs - old_logprobs)
             return -torch.minimum(ratio * advantages, ratio.clamp(1 - eps_clip, 1 + eps_clip) * advantages)
 
-    Raises `LossError` for a parameter, a knob or a name that cannot be used."""
+    Raises `LossError` for a parameter, a setting or a name that cannot be used."""
     if function is None:
-        return partial(register_loss, name=name, **knobs)
+        return partial(register_loss, name=name, **params)
     called = name or getattr(function, "__name__", "")
     if called in SURROGATE_PARAMS or not called.isidentifier():
         expected = "a name that is not one of ours"
@@ -633,16 +680,16 @@ def register_loss(
             else "a function without a name, such as a lambda or a partial"
         )
         raise LossError("name of a loss", got=got, expected=expected, fix=fix)
-    if unknown := sorted(set(knobs) - set(SURROGATE_PARAM_NAMES)):
+    if unknown := sorted(set(params) - set(SURROGATE_PARAM_NAMES)):
         fix = "Bind what is yours alone: register_loss(partial(fn, ...), name='mine')."
         got = ", ".join(unknown)
         expected = f"some of {', '.join(SURROGATE_PARAM_NAMES)}"
-        raise LossError(f"knob of the loss {called!r}", got=got, expected=expected, fix=fix)
-    POLICY_LOSSES[called] = (function, knobs_of(function) | knobs)
+        raise LossError(f"parameter of the loss {called!r}", got=got, expected=expected, fix=fix)
+    POLICY_LOSSES[called] = (function, params_of(function) | params)
     return function
 
 
-def knobs_of(function: PolicyLoss) -> dict[str, Any]:
+def params_of(function: PolicyLoss) -> dict[str, Any]:
     "The settings that a loss names among its parameters, with their defaults."
     asked = loss_parameters(function).values()
     return {
@@ -667,7 +714,7 @@ def loss_name(function: PolicyLoss) -> str:
     name = next(
         n for n in names if n not in POLICY_LOSSES or _is_redefined(POLICY_LOSSES[n][0], function)
     )
-    POLICY_LOSSES[name] = function, knobs_of(function)
+    POLICY_LOSSES[name] = function, params_of(function)
     return name
 
 
@@ -679,25 +726,27 @@ def _is_redefined(before: PolicyLoss, now: PolicyLoss) -> bool:
     return places[0] == places[1] and (places[0][1] or "<lambda>").isidentifier()
 
 # %% ../../nbs/core/05_losses.ipynb #31961aff
-def policy_loss_fn(o: LossOptions) -> PolicyLoss:
+def policy_loss_fn(options: LossOptions) -> PolicyLoss:
     "The function that `policy_loss` names; one that is named as module:function is imported here."
-    name = o.policy_loss
+    name = options.policy_loss
     if NAMED.fullmatch(name):
         function = named_function(name, "policy_loss", LossError)
         registered = next(
-            (knobs for known, knobs in POLICY_LOSSES.values() if known is function), None
+            (params for known, params in POLICY_LOSSES.values() if known is function), None
         )
-        POLICY_LOSSES[name] = function, knobs_of(function) if registered is None else registered
-        _check_options(o)
+        POLICY_LOSSES[name] = function, params_of(function) if registered is None else registered
+        _check_options(options)
     function = POLICY_LOSSES[name][0]
     return function if name in SURROGATE_PARAMS else partial(_own_terms, name, function)
 
 
-def _call_by_name(function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions) -> Any:
+def _call_by_name(
+    function: PolicyLoss, tokens: ActiveTokens, tis: Tensor, options: LossOptions
+) -> Any:
     "What a loss returns for what it asks for."
-    values: dict[str, Any] = {f.name: getattr(t, f.name) for f in fields(t)}
-    values |= {"tis": tis, "tokens": t, "options": o, "t": t, "o": o} | {
-        knob: o.knob(knob) for knob in SURROGATE_PARAM_NAMES
+    values: dict[str, Any] = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
+    values |= {"tis": tis, "tokens": tokens, "options": options, "t": tokens, "o": options} | {
+        param: options.param(param) for param in SURROGATE_PARAM_NAMES
     }
     parameters = loss_parameters(function)
     asked = {name: values[name] for name, p in parameters.items() if name in values}
@@ -707,73 +756,80 @@ def _call_by_name(function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOpt
         if v is not None or parameters[k].default is inspect.Parameter.empty
     }
     if none := [name for name, value in asked.items() if value is None]:
-        fix = f"Give it a default, as in def {o.policy_loss}(..., {none[0]}=0.2), or set it."
+        fix = f"Give it a default, as in def {options.policy_loss}(..., {none[0]}=0.2), or set it."
         raise LossError(
-            f"{none[0]} of policy_loss {o.policy_loss!r}", got="none", expected="a value", fix=fix
+            f"{none[0]} of policy_loss {options.policy_loss!r}",
+            got="none",
+            expected="a value",
+            fix=fix,
         )
     bound = inspect.signature(function).bind_partial()
     bound.arguments |= asked
     for p in parameters.values():
         if p.kind is p.VAR_KEYWORD:
             bound.arguments[p.name] = {
-                f.name: values[f.name] for f in fields(t) if f.name not in asked
+                f.name: values[f.name] for f in fields(tokens) if f.name not in asked
             }
     return function(*bound.args, **bound.kwargs)
 
 
 def _own_terms(
-    name: str, function: PolicyLoss, t: ActiveTokens, tis: Tensor, o: LossOptions
+    name: str, function: PolicyLoss, tokens: ActiveTokens, tis: Tensor, options: LossOptions
 ) -> Tensor:  # (T,)
     "The terms of a loss that is not ours, checked; times the correction, unless it takes that itself."
-    refuse = partial(LossError, f"policy_loss {name!r}")
+    loss_error = partial(LossError, f"policy_loss {name!r}")
     try:
-        terms = _call_by_name(function, t, tis, o)
+        terms = _call_by_name(function, tokens, tis, options)
     except RLNotebookError:
         raise
     except Exception as e:  # whatever the function does
         got = f"{type(e).__name__}: {e}"
         expected = "a term per token"
         raise LossError(f"policy_loss {name!r} raised", got=got, expected=expected) from e
-    if not isinstance(terms, Tensor) or terms.shape != t.policy_logprobs.shape:
+    if not isinstance(terms, Tensor) or terms.shape != tokens.policy_logprobs.shape:
         got = (
             f"a tensor of shape {tuple(terms.shape)}"
             if isinstance(terms, Tensor)
             else type(terms).__name__
         )
         fix = "Return the terms; `aggregation` sums and divides them."
-        raise refuse(
+        raise loss_error(
             got=got,
-            expected=f"a tensor of shape ({len(t.policy_logprobs)},), one term per token",
+            expected=f"a tensor of shape ({len(tokens.policy_logprobs)},), one term per token",
             fix=fix,
         )
     if not bool(torch.isfinite(terms).all()):
         first = int(torch.nonzero(~torch.isfinite(terms))[0])
-        raise refuse(got=f"{terms[first].item()} for token {first}", expected="finite numbers")
+        raise loss_error(got=f"{terms[first].item()} for token {first}", expected="finite numbers")
     if (
         len(terms)
-        and t.policy_logprobs.requires_grad
+        and tokens.policy_logprobs.requires_grad
         and torch.is_grad_enabled()
         and not terms.requires_grad
     ):
-        raise refuse(
+        raise loss_error(
             got="terms without a gradient", expected="terms that depend on policy_logprobs"
         )
     return terms if "tis" in loss_parameters(function) else terms * tis
 
 # %% ../../nbs/core/05_losses.ipynb #df936ba9
-def loss_terms(t: ActiveTokens, o: LossOptions) -> tuple[Tensor, Tensor]:  # (T,), (T,)
+def loss_terms(tokens: ActiveTokens, options: LossOptions) -> tuple[Tensor, Tensor]:  # (T,), (T,)
     "Per-token policy loss with its correction, and the KL term already times beta."
-    surrogate = policy_loss_fn(o)(t, tis_weights(t, o), o) * trained_share(t, o)
-    if o.kl_beta == 0 or t.ref_logprobs is None:
+    surrogate = policy_loss_fn(options)(
+        tokens, tis_weights(tokens, options), options
+    ) * trained_share(tokens, options)
+    if options.kl_beta == 0 or tokens.ref_logprobs is None:
         return surrogate, torch.zeros_like(surrogate)
-    kl = KL_ESTIMATORS[o.kl_estimator](t.policy_logprobs, t.ref_logprobs)
-    if o.kl_bias_correction:
-        gap = log_ratio(t, None)
-        if o.policy_loss in SEQUENCE_RATIO:
-            mean = t.mean_per_sample(t.policy_logprobs - t.old_logprobs)[t.sample]
-            gap = torch.clamp(mean, max=o.knob("seq_ratio_log_cap"))
+    kl = KL_ESTIMATORS[options.kl_estimator](tokens.policy_logprobs, tokens.ref_logprobs)
+    if options.kl_bias_correction:
+        gap = log_ratio(tokens, None)
+        if options.policy_loss in SEQUENCE_RATIO:
+            mean = tokens.mean_per_sample(tokens.policy_logprobs - tokens.old_logprobs)[
+                tokens.sample
+            ]
+            gap = torch.clamp(mean, max=options.param("seq_ratio_log_cap"))
         kl = kl * torch.exp(gap)
-    return surrogate, o.kl_beta * kl
+    return surrogate, options.kl_beta * kl
 
 # %% ../../nbs/core/05_losses.ipynb #819c325a
 LossFn = Callable[[Sequence[Any], Sequence[Tensor]], tuple[Tensor, dict[str, float]]]
@@ -782,7 +838,7 @@ READS_ENTROPY = "reads_entropy"
 
 
 def reads_entropy(loss_fn: Callable[..., Any]) -> bool:
-    "Whether a loss is called with the entropies of the policy beside its logprobs."
+    "Whether a loss is called with the entropies of the policy as well as its logprobs."
     return bool(getattr(loss_fn, READS_ENTROPY, False))
 
 # %% ../../nbs/core/05_losses.ipynb #167550a5
@@ -795,124 +851,141 @@ def make_loss_fn(
     **changes: Any,  # fields of LossOptions
 ) -> LossFn:  # (datums, policy_logprobs) -> (scalar loss with gradient, metrics)
     "A loss function over exactly these datums."
-    o = replace(options, **changes) if options else LossOptions(**changes)
+    chosen = replace(options, **changes) if options else LossOptions(**changes)
     # imports it if it is named module:function: what it asks for is known from then on
-    policy_loss_fn(o)
-    side = SideData(datums, o)
+    policy_loss_fn(chosen)
+    side = SideData(datums, chosen)
 
     def loss_fn(
         _datums: Sequence[Any],
         policy_logprobs: Sequence[Tensor],
         entropies: Sequence[Tensor] | None = None,
     ) -> tuple[Tensor, dict[str, float]]:
-        t = side.with_policy(policy_logprobs)
-        t = replace(t, entropy=side.with_entropy(entropies)) if o.needs_entropy else t
-        surrogate, kl = loss_terms(t, o)
-        bonus = 0.0 if t.entropy is None else o.entropy_coeff * t.entropy
-        loss = aggregate(surrogate + kl - bonus, t, o, denominator)
-        return loss, {"loss": loss.item(), **loss_metrics(t, o, denominator)}
+        tokens = side.with_policy(policy_logprobs)
+        tokens = (
+            replace(tokens, entropy=side.with_entropy(entropies))
+            if chosen.needs_entropy
+            else tokens
+        )
+        surrogate, kl = loss_terms(tokens, chosen)
+        bonus = 0.0 if tokens.entropy is None else chosen.entropy_coeff * tokens.entropy
+        loss = aggregate(surrogate + kl - bonus, tokens, chosen, denominator)
+        return loss, {"loss": loss.item(), **loss_metrics(tokens, chosen, denominator)}
 
-    setattr(loss_fn, READS_ENTROPY, o.needs_entropy)
+    setattr(loss_fn, READS_ENTROPY, chosen.needs_entropy)
     return loss_fn
 
 # %% ../../nbs/core/05_losses.ipynb #1137e724
 def loss_metrics(
-    t: ActiveTokens, o: LossOptions, denominator: float | None = None
+    tokens: ActiveTokens, options: LossOptions, denominator: float | None = None
 ) -> dict[str, float]:
     "What the loss saw: counts, ratios, clipping, KL, correction, and who moved the policy."
-    leaf = replace(t, policy_logprobs=t.policy_logprobs.detach())
-    kept = trained_share(leaf, o)
-    out = {"num_loss_tokens": float(len(t.policy_logprobs)), "num_datums": float(len(t.lengths))}
-    if len(t.policy_logprobs) == 0:
+    leaf = replace(tokens, policy_logprobs=tokens.policy_logprobs.detach())
+    kept = trained_share(leaf, options)
+    out = {
+        "num_loss_tokens": float(len(tokens.policy_logprobs)),
+        "num_datums": float(len(tokens.lengths)),
+    }
+    if len(tokens.policy_logprobs) == 0:
         return out
-    out |= _ratio_metrics(leaf, o) | _gradient_shares(t, o, denominator)
-    if t.ref_logprobs is not None:
-        for k, name in (("k1", "kl/k1"), ("k3", "kl/k3"), (o.kl_estimator, "kl")):
-            out[name] = KL_ESTIMATORS[k](leaf.policy_logprobs, t.ref_logprobs).mean().item()
-    if t.sampler_logprobs is not None:
-        out |= _sampler_metrics(leaf, o)
+    out |= _ratio_metrics(leaf, options) | _gradient_shares(tokens, options, denominator)
+    if tokens.ref_logprobs is not None:
+        for k, name in (("k1", "kl/k1"), ("k3", "kl/k3"), (options.kl_estimator, "kl")):
+            out[name] = KL_ESTIMATORS[k](leaf.policy_logprobs, tokens.ref_logprobs).mean().item()
+    if tokens.sampler_logprobs is not None:
+        out |= _sampler_metrics(leaf, options)
     if isinstance(kept, Tensor):
         out["kept_tokens_frac"] = kept.double().mean().item()
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #ac39984f
-def _ratio_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
-    "The ratio before clipping, and how much of it was clipped (TRL's definitions; of our own losses)."
-    if o.policy_loss in SEQUENCE_RATIO:
-        r = sequence_ratio(t, o.knob("seq_ratio_log_cap"))
+def _ratio_metrics(tokens: ActiveTokens, options: LossOptions) -> dict[str, float]:
+    "The ratio before clipping, and how much of it was clipped (TRL's definitions; of built-in losses)."
+    if options.policy_loss in SEQUENCE_RATIO:
+        r = sequence_ratio(tokens, options.param("seq_ratio_log_cap"))
     else:
-        by_sampler = o.policy_loss == "reinforce" and t.sampler_logprobs is not None
-        anchored = replace(t, old_logprobs=t.sampler_logprobs) if by_sampler else t
-        r = torch.exp(log_ratio(anchored, o.knob("ratio_log_cap")))
+        by_sampler = options.policy_loss == "reinforce" and tokens.sampler_logprobs is not None
+        anchored = replace(tokens, old_logprobs=tokens.sampler_logprobs) if by_sampler else tokens
+        r = torch.exp(log_ratio(anchored, options.param("ratio_log_cap")))
     out = {"ratio/mean": r.mean().item(), "ratio/min": r.min().item(), "ratio/max": r.max().item()}
-    out["ppo_kl"] = KL_ESTIMATORS["k3"](t.old_logprobs, t.policy_logprobs).mean().item()
-    if o.policy_loss in SURROGATE_PARAMS and o.knob("eps_clip") is not None:
-        low, high = o.clip_range
-        is_low = (r < low) & (t.advantages < 0)
-        is_high = (r > high) & (t.advantages > 0)
+    out["ppo_kl"] = KL_ESTIMATORS["k3"](tokens.old_logprobs, tokens.policy_logprobs).mean().item()
+    if options.policy_loss in SURROGATE_PARAMS and options.param("eps_clip") is not None:
+        low, high = options.clip_range
+        is_low = (r < low) & (tokens.advantages < 0)
+        is_high = (r > high) & (tokens.advantages > 0)
         for name, clipped in (("low", is_low), ("high", is_high), ("region", is_low | is_high)):
             out[f"clip_ratio/{name}_mean"] = clipped.double().mean().item()
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #11bf108b
-def _sampler_metrics(t: ActiveTokens, o: LossOptions) -> dict[str, float]:
+def _sampler_metrics(tokens: ActiveTokens, options: LossOptions) -> dict[str, float]:
     "Trainer against sampler: gap, KL, perplexity, effective sample size; and the correction before and after its cap."
-    assert t.sampler_logprobs is not None
+    assert tokens.sampler_logprobs is not None
     # what this step's earlier updates moved is no mismatch
-    before = t.policy_logprobs if o.anchor == "rollout" else t.old_logprobs
-    log_ratio = (before - t.sampler_logprobs).double()
+    before = tokens.policy_logprobs if options.anchor == "rollout" else tokens.old_logprobs
+    log_ratio = (before - tokens.sampler_logprobs).double()
     gap = log_ratio.abs()
     both = torch.logsumexp(torch.stack([log_ratio, 2 * log_ratio]), dim=1)
     out = {
         f"sampling/sampling_logp_difference/{k}": v.item()
         for k, v in (("mean", gap.mean()), ("max", gap.max()))
     }
-    out["sampling/kl"] = KL_ESTIMATORS["k3"](t.sampler_logprobs, before).mean().item()
+    out["sampling/kl"] = KL_ESTIMATORS["k3"](tokens.sampler_logprobs, before).mean().item()
     out["sampling/perplexity_ratio"] = (-log_ratio.mean()).exp().item()
     out["sampling/ess"] = (2 * both[0] - both[1]).exp().item() / len(log_ratio)
-    if o.tis != "off":
-        raw = raw_tis_weights(t, o)
-        w = tis_weights(t, o)
+    if options.tis != "off":
+        raw = raw_tis_weights(tokens, options)
+        w = tis_weights(tokens, options)
         out |= {
             "tis/raw_min": raw.min().item(),
             "tis/raw_p50": raw.median().item(),
             "tis/raw_max": raw.max().item(),
         }
         out |= {"tis/raw_mean": raw.mean().item(), "tis/weight_mean": w.mean().item()}
-        out["tis/clip_frac"] = ((raw > o.tis_cap) | (raw < o.tis_floor)).double().mean().item()
+        out["tis/clip_frac"] = (
+            ((raw > options.tis_cap) | (raw < options.tis_floor)).double().mean().item()
+        )
         out["tis/ess"] = (w.sum() ** 2 / (len(w) * (w**2).sum()).clamp(min=1e-30)).item()
-        if o.icepop_threshold is not None:
-            out["tis/icepop_frac"] = outside_icepop(raw, o.icepop_threshold).double().mean().item()
+        if options.icepop_threshold is not None:
+            out["tis/icepop_frac"] = (
+                outside_icepop(raw, options.icepop_threshold).double().mean().item()
+            )
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #5374022f
 def _gradient_shares(
-    t: ActiveTokens, o: LossOptions, denominator: float | None
+    tokens: ActiveTokens, options: LossOptions, denominator: float | None
 ) -> dict[str, float]:
     "Shares of the sum of |dL/dp|: of tokens with positive advantage, and of the KL term."
     with torch.enable_grad():
-        leaf = replace(t, policy_logprobs=t.policy_logprobs.detach().requires_grad_())
-        surrogate, kl = loss_terms(leaf, o)
+        leaf = replace(tokens, policy_logprobs=tokens.policy_logprobs.detach().requires_grad_())
+        surrogate, kl = loss_terms(leaf, options)
         p = leaf.policy_logprobs
-        pg = torch.autograd.grad(aggregate(surrogate, leaf, o, denominator), p, allow_unused=True)[
-            0
-        ]
+        pg = torch.autograd.grad(
+            aggregate(surrogate, leaf, options, denominator), p, allow_unused=True
+        )[0]
         pull = (
-            torch.autograd.grad(aggregate(kl, leaf, o, denominator), p)[0]
+            torch.autograd.grad(aggregate(kl, leaf, options, denominator), p)[0]
             if kl.requires_grad
             else None
         )
-    pg = torch.zeros_like(t.old_logprobs) if pg is None else pg
+    pg = torch.zeros_like(tokens.old_logprobs) if pg is None else pg
     pull = torch.zeros_like(pg) if pull is None else pull
     total = (pg + pull).abs().sum().item()
     parts = (pg.abs().sum() + pull.abs().sum()).item()
-    positive = (pg + pull).abs()[t.advantages > 0].sum().item()
+    positive = (pg + pull).abs()[tokens.advantages > 0].sum().item()
     shares = {"positive_share": positive / total if total else 0.0}
     shares["kl_share"] = pull.abs().sum().item() / parts if parts else 0.0
     out = {"grad/abs_sum": total} | {f"grad/{name}": share for name, share in shares.items()}
-    own_clip = o.policy_loss not in SURROGATE_PARAMS and o.knob("eps_clip") is not None
-    if own_clip or o.knob("dppo_low") is not None:  # what such a loss leaves out has no gradient
-        out["clip_ratio/region_mean"] = ((pg == 0) & (t.advantages != 0)).double().mean().item()
+    has_custom_clip = (
+        options.policy_loss not in SURROGATE_PARAMS and options.param("eps_clip") is not None
+    )
+    if (
+        has_custom_clip or options.param("dppo_low") is not None
+    ):  # what such a loss leaves out has no gradient
+        out["clip_ratio/region_mean"] = (
+            ((pg == 0) & (tokens.advantages != 0)).double().mean().item()
+        )
     return out
 
 # %% ../../nbs/core/05_losses.ipynb #102f2b01
@@ -924,8 +997,8 @@ def _guide_samples(
 ) -> Iterator[tuple[Any, ...]]:
     "Of each sample its advantage and, at the targets of weight 1, the policy's logprobs and each of the series."
     rows = {"weights": [d.loss_fn_inputs["weights"].data for d in data], **series}
-    for name, found in rows.items():
-        got = [len(row) for row in found]
+    for name, all_rows in rows.items():
+        got = [len(row) for row in all_rows]
         expected = [len(p) for p in policy]
         if got != expected or len(got) != len(advantages):
             fix = f"One value per target, and one series for each of the {len(advantages)} rewards."
@@ -934,7 +1007,8 @@ def _guide_samples(
             )
     for i, (p, a) in enumerate(zip(policy, advantages, strict=True)):
         weights, *values = (
-            torch.as_tensor(np.asarray(found[i], dtype=np.float64)).to(p) for found in rows.values()
+            torch.as_tensor(np.asarray(all_rows[i], dtype=np.float64)).to(p)
+            for all_rows in rows.values()
         )
         if not bool(((weights == 0) | (weights == 1)).all()):
             raise LossError(

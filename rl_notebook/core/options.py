@@ -442,7 +442,7 @@ SURROGATE_PARAMS: dict[str, dict[str, Any]] = {
 SEQUENCE_RATIO = ("gspo",)  # surrogates whose ratio is one per sequence
 NO_RATIO = ("grpo", "reinforce")  # and those that have none
 SURROGATE_PARAM_NAMES = sorted(
-    {knob for defaults in SURROGATE_PARAMS.values() for knob in defaults}
+    {param for defaults in SURROGATE_PARAMS.values() for param in defaults}
 )
 
 # %% ../../nbs/core/04_options.ipynb #ae9afb9c
@@ -525,7 +525,7 @@ def loss_faults(
         if loss not in SURROGATE_PARAMS:
             value = getattr(o, unread[0])
             fix = f"If it does, say so: register_loss(fn, {unread[0]}={value!r}), or a parameter of that name."
-        expected = f"only {', '.join(read)}" if read else "no knob"
+        expected = f"only {', '.join(read)}" if read else "no parameter"
         yield LossError(
             f"policy_loss={loss!r} does not read {', '.join(unread)}", expected=expected, fix=fix
         )

@@ -134,7 +134,7 @@ def own_settings(batch: FrozenBatch) -> dict[str, Any]:
     counted = "live" if dead and not dead & {d.group for d in batch.datums} else "all"
     return (
         asdict(o)
-        | {k: o.knob(k) for k in SURROGATE_PARAM_NAMES}
+        | {k: o.param(k) for k in SURROGATE_PARAM_NAMES}
         | BESIDE
         | rule
         | {"counted": counted}
@@ -467,7 +467,7 @@ def compare_trainers(
 
     Raises `LossError` for a step without rewards, and for an unknown trainer or setting.
     """
-    if isinstance(source, StepRecord) and source.given:
+    if isinstance(source, StepRecord) and source.is_supervised:
         raise LossError(
             "compare_trainers",
             where=f"step {source.step}",

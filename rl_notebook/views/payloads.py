@@ -747,14 +747,14 @@ def _ratios(row: TokenRow) -> dict[str, np.ndarray]:
         return {}
     gap = (row.series["policy"] - row.series[anchor])[row.scored].astype(np.float64)
     if o.policy_loss in SEQUENCE_RATIO:
-        cap = o.knob("seq_ratio_log_cap")
+        cap = o.param("seq_ratio_log_cap")
         gap[:] = min(gap.mean(), 10.0 if cap is None else cap) if len(gap) else 0.0
     else:
-        reach = 20.0 if (cap := o.knob("ratio_log_cap")) is None else cap
+        reach = 20.0 if (cap := o.param("ratio_log_cap")) is None else cap
         gap = np.clip(gap, -reach, reach)
     raw = np.full(len(row.scored), np.nan)
     raw[row.scored] = np.exp(gap)
-    if o.knob("eps_clip") is None:
+    if o.param("eps_clip") is None:
         return {"ratio": raw}
     low, high = o.clip_range
     return {"ratio": raw, "ratio_clipped": np.clip(raw, low, high)}
@@ -904,7 +904,7 @@ def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) ->
     ]
     # those derived from them say it again
     holes = [s for s in series if s["bad"] and s["kind"] in ("logprob", "gradient")]
-    clip = options is not None and options.knob("eps_clip") is not None
+    clip = options is not None and options.param("eps_clip") is not None
     return {
         "where": row.where,
         "address": "" if row.step is None else address(row.step, row.group, row.sample),

@@ -84,7 +84,7 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
     def pick(name, value, choices):
         return ipywidgets.Dropdown(options=choices, value=value, description=name, **common)
 
-    clip = options.knob("eps_clip")
+    clip = options.param("eps_clip")
     clip = DEFAULT_CLIP if clip is None else clip
     betas = sorted({*KL_BETAS, options.kl_beta})
     return {
