@@ -79,7 +79,11 @@ def test_its_steps_are_steps_of_the_run(how, tmp_path):
         np.testing.assert_allclose(policy.values[spoken], sampler.values[spoken], atol=1e-4)
         later = await loop.step()
         run = Run.open(folder.path)
-        assert (later.consumed, later.is_supervised, run.record(4).is_supervised) == (3, False, True)
+        assert (later.consumed, later.is_supervised, run.record(4).is_supervised) == (
+            3,
+            False,
+            True,
+        )
         findings = xray(run.record(3), run.record(2))
         assert "cross-entropy of the given answers" in findings.sentence
         assert not findings.checks.failed

@@ -76,7 +76,11 @@ def target_from_completion(
     *,
     where: str | None = None,  # place named in an error
 ) -> np.ndarray:  # (N-1,) in target coordinates, NaN on prompt targets
-    "Put P-1 undefined entries in front of what the sampler reported."
+    """Put P-1 undefined entries in front of what the sampler reported.
+
+    Of a sequence of N tokens with a prompt of P: logprobs in nats, (N-P,) to (N-1,). Raises `AlignmentError` for another
+    length, and for a prompt of no tokens or longer than the sequence.
+    """
     _check_prompt_len(prompt_len, num_tokens, where)
     _check_len(
         series,
@@ -96,7 +100,11 @@ def completion_from_target(
     *,
     where: str | None = None,  # place named in an error
 ) -> np.ndarray:  # (N-P,) in completion coordinates
-    "Keep the entries that score sampled tokens; the first one is target P-1."
+    """Keep the entries that score sampled tokens; the first one is target P-1.
+
+    Logprobs in nats, (N-1,) to (N-P,); undoes `target_from_completion`. Raises `AlignmentError` for a prompt of no
+    tokens, or longer than the sequence.
+    """
     _check_prompt_len(prompt_len, len(series) + 1, where)
     return frozen_array(series, np.float64)[prompt_len - 1 :]
 

@@ -110,6 +110,9 @@ def datum_from_sample(
 ) -> Datum:
     """The training sequence of one graded sample, single- or multi-turn.
 
+    A sample of N tokens becomes a datum whose weights, advantages and logprobs (nats) are (N-1,): entry i is of token
+    i + 1. Several advantages, (turns,), are spread over the sampled tokens of their turns, so that the datum has (N-1,).
+
     Raises `DatumError` for a sample longer than `max_seq_len` under overlong="error", and for an
     unknown `overlong`.
     """
@@ -172,7 +175,10 @@ def attach(
     name: str,  # "ref_logprobs", "old_logprobs" or "sampler_logprobs"
     series: Sequence[Logprobs],  # one per datum
 ) -> list[Datum]:
-    "The same datums with one more logprob series."
+    """The same datums with one more logprob series: nats, (N-1,) in target coordinates for a datum of N tokens.
+
+    Raises `AlignmentError` for a series in other coordinates or of another length, and for another number of series.
+    """
     return [
         replace(d, **{name: s})
         for d, s in zip(datums, target_series(name, series, datums), strict=True)

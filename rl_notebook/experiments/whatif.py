@@ -505,7 +505,11 @@ def what_if(
     policy_logprobs: Sequence[Logprobs | np.ndarray]
     | None = None,  # of a later policy; None = the step's own
 ) -> WhatIf:
-    "What each variant's loss and gradient would have been; raises `LossError` for one that cannot be computed."
+    """What each variant's loss and gradient would have been, on the same datums and logprobs.
+
+    `policy_logprobs` are in nats, (N-1,) in target coordinates for each datum of N tokens; so are the derivatives of
+    the result. Raises `LossError` for a variant that cannot be computed, and for a step that trained nothing.
+    """
     if not isinstance(variants, Mapping):
         raise LossError(
             "variants", got=quoted(variants), expected="{'a name': {'policy_loss': 'ppo'}, ...}"
@@ -913,7 +917,11 @@ def attribution(
     *,
     tokenizer: Any = None,  # adds the text of each token
 ) -> Attribution:
-    "The share of the gradient by token, sample and group; raises `LossError` when nothing was trained."
+    """The share of the gradient by token, sample and group.
+
+    A token's share is its |dL/dlogprob| over the sum of all; `dlogprobs` are (N-1,) in target coordinates for each datum
+    of N tokens. Raises `LossError` when nothing was trained.
+    """
     batch = FrozenBatch.of(source)
     if dlogprobs is None and batch.recorded is None:
         raise LossError(
@@ -983,6 +991,9 @@ async def true_gradients(
     tokenizer: Any = None,  # adds the text of each token
 ) -> Attribution:
     """`attribution` with the true gradient norm of each sample, its cosine with the batch gradient, and its part in it.
+
+    Norms are over the trained weights; `dlogprobs` are (N-1,) in target coordinates for each datum of N tokens.
+    Costs a backward pass per sample.
 
     Raises `LossError` for a step of several updates.
     """

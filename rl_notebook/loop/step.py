@@ -246,7 +246,10 @@ async def score_datums(
     name: str,  # what the series is called in the cache
     cache: ScoreCache,  # of this step; grows
 ) -> list[Logprobs]:  # one per datum
-    "Logprobs of the datums' tokens, asking only for those that are not in the cache."
+    """Logprobs of the datums' tokens, asking only for those that are not in the cache.
+
+    One `Logprobs` per datum: nats, (N-1,) in target coordinates for a datum of N tokens.
+    """
     missing = {key: d for d in datums if (key := cache_key(name, d)) not in cache}
     if missing:
         found = await scorer.forward(list(missing.values()))
@@ -285,7 +288,11 @@ def evaluate_loss(
     policy_logprobs: Sequence[Logprobs],  # one per datum
     make: LossFactory,
 ) -> LossOutput:
-    "Value, metrics and dL/dlogprob of a loss at given policy logprobs."
+    """Value, metrics and dL/dlogprob of a loss at given policy logprobs.
+
+    For a datum of N tokens logprobs (nats) and derivatives are (N-1,) in target coordinates; derivatives are 0 outside
+    of the loss. Raises what the loss raises: `LossError`, `AlignmentError`.
+    """
     leaves = [torch.tensor(lp.values, requires_grad=True) for lp in policy_logprobs]
     loss_fn = make(datums, None)
     known = [lp.entropy for lp in policy_logprobs]

@@ -688,6 +688,9 @@ async def diagnose(
 ) -> Diagnosis:
     """Why trainer and sampler disagree. To be awaited: without `await` there is no diagnosis.
 
+    Logprobs are in nats and target coordinates: for a datum of N tokens (N-1,), entry i is of token i + 1, and entries
+    outside of the loss may be NaN.
+
     Raises RecordError for what is no record, DatumError, AlignmentError or ConfigError for what cannot be compared."""
     if isinstance(source, str) or not isinstance(source, Sequence):
         expect(source, StepRecord, "doctor")
