@@ -29,8 +29,15 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from pages import LINK, LOCAL, visible
 
-# at the top of the checkout; the examples' come with them
-EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")
+# pages that are no notebooks; the examples' come with them
+EXTRA = (
+    "CONTRIBUTING.md",
+    "docs/modules.md",
+    "docs/recipes.md",
+    "docs/testing.md",
+    "CHANGELOG.md",
+    "AGENTS.md",
+)
 HUBS = {  # the sections of `_quarto.yml` that are one entry of the sidebar: their pages, and what is there
     "Your own task": (
         "task.md",

@@ -1,6 +1,6 @@
 """GRPO you can step through. `import rl_notebook as rln` gives the names that a notebook starts with; each of them is
 imported when it is first used, so that the import itself takes milliseconds. All others are imported from their module:
-`from rl_notebook.core.losses import loss_terms`. CONTRIBUTING.md lists the modules."""
+`from rl_notebook.core.losses import loss_terms`. docs/modules.md lists the modules."""
 
 from importlib import import_module as _import_module
 from importlib.machinery import PathFinder as _PathFinder

@@ -528,7 +528,14 @@ def readme_is_what_the_index_makes(house: House) -> list[str]:
 def links_lead_somewhere(house: House) -> list[str]:
     "Links to files of the project, in notebooks and in the pages at the top, lead to files that exist."
     pages = [
-        (name, "", house.text(name)) for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+        (name, posixpath.dirname(name), house.text(name))
+        for name in (
+            "README.md",
+            "CONTRIBUTING.md",
+            "CHANGELOG.md",
+            "docs/modules.md",
+            "docs/recipes.md",
+        )
     ]
     for nb in house.notebooks:
         folder = nb.path.parent.relative_to(house.root).as_posix()

@@ -182,8 +182,9 @@ def test_what_trl_has_and_this_has_not_names_what_takes_its_place():
     assert "loss_type='dr_grpo'), which is {'policy_loss': 'ppo', 'agg" in refused(
         policy_loss="DR_GRPO"
     )
-    assert "take ppo, dapo, gspo, cispo, gmpo, clip_cov. It is TRL's epsilon, for 'ppo'" in refused(
-        epsilon=0.2
+    assert (
+        "take ppo, dapo, gspo, cispo, gmpo, clip_cov. It is TRL's epsilon: loss_type='grpo'"
+        in refused(epsilon=0.2)
     )
 
 

@@ -192,7 +192,7 @@ def test_the_page_of_150_lines_keeps_its_word(sources: ModuleType):
 
 
 def test_the_backend_of_the_recipe_makes_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    recipe = (ROOT / "CONTRIBUTING.md").read_text().split("### Add a backend")[1].split("```")[1]
+    recipe = (ROOT / "docs" / "recipes.md").read_text().split("## Add a backend")[1].split("```")[1]
     rows = [{"messages": [{"role": "user", "content": "1+1="}], "answer": "2"}]
     prompt = load_model("tiny")[1].apply_chat_template(
         rows[0]["messages"], add_generation_prompt=True
@@ -315,7 +315,7 @@ def test_a_notebook_is_edited_as_text_as_contributing_says(tmp_path: Path):
 
 
 def test_the_advantages_of_the_recipe_are_a_setting(tmp_path: Path):
-    lines = printed("CONTRIBUTING.md", "diff")[0].splitlines()
+    lines = printed("docs/recipes.md", "diff")[0].splitlines()
     package = tmp_path / "rl_notebook"
     shutil.copytree(
         ROOT / "rl_notebook", package, ignore=shutil.ignore_patterns("assets", "__pycache__")

@@ -521,7 +521,7 @@ def loss_faults(
         readers = [name for name, defaults in known.items() if unread[0] in defaults]
         fix = f"Leave it out, or take {', '.join(readers)}."
         if unread[0] == "eps_clip":
-            fix += " It is TRL's epsilon, for 'ppo'; the GRPO paper's loss has aggregation='sequence_mean' beside it."
+            fix += " It is TRL's epsilon: loss_type='grpo' sets TRL's clipped loss, policy_loss='ppo' the clip alone."
         if loss not in SURROGATE_PARAMS:
             value = getattr(o, unread[0])
             fix = f"If it does, say so: register_loss(fn, {unread[0]}={value!r}), or a parameter of that name."
