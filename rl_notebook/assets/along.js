@@ -5,7 +5,7 @@ import { ROLES, colour, form, height, known, runs, tint } from "./scale.js";
 
 const HEIGHT = 178;
 const DECADES = [-100, -10, -1, -0.1, 0, 0.1, 1, 10, 100]; // marks of an axis in decades
-const HALF = 0.3; // of a bar, in targets
+const HALF_BAR = 0.3; // of a bar, in targets
 const ALARM = "#b5179e";
 
 // Bars from the middle of the scale. Those of a colour are one outline, which plotly draws fast for thousands of tokens.
@@ -18,7 +18,7 @@ function bars(s, roles, palette) {
     if (!traces.has(color)) traces.set(color, { x: [], y: [], fillcolor: color, line: { color, width: 0.5 } });
     const { x, y } = traces.get(color);
     const end = height(s, v);
-    x.push(t - HALF, t - HALF, t + HALF, t + HALF);
+    x.push(t - HALF_BAR, t - HALF_BAR, t + HALF_BAR, t + HALF_BAR);
     y.push(middle, end, end, middle);
   });
   const look = { type: "scatter", mode: "lines", fill: "toself", hoverinfo: "skip" };
@@ -59,24 +59,24 @@ const level = (y, line) => ({ type: "line", xref: "paper", x0: 0, x1: 1, y0: y, 
 // Prompt and masked tokens, the noise floor, the clip of the loss, and the selected target.
 function marks({ payload, series: s, selected, palette }) {
   const ink = (alpha) => colour(palette, "ink", alpha);
-  const found = [];
+  const shapes = [];
   runs(payload.roles, (role, start, end) => {
     if (role === "s") return;
     const label = { text: ROLES[role], textposition: "top left", font: { size: 10, color: ink(0.6) } };
     const area = { x0: start - 1.5, x1: end - 1.5, yref: "paper", y0: 0, y1: 1 };
-    found.push({ type: "rect", layer: "below", fillcolor: ink(0.08), line: { width: 0 }, label, ...area });
+    shapes.push({ type: "rect", layer: "below", fillcolor: ink(0.08), line: { width: 0 }, label, ...area });
   });
   if (s.kind === "difference") {
     const area = { xref: "paper", x0: 0, x1: 1, y0: height(s, -s.floor), y1: height(s, s.floor) };
-    found.push({ type: "rect", layer: "below", fillcolor: ink(0.15), line: { width: 0 }, ...area });
+    shapes.push({ type: "rect", layer: "below", fillcolor: ink(0.15), line: { width: 0 }, ...area });
   }
   const clip = s.kind === "ratio" ? (payload.clip ?? []) : [];
-  for (const v of clip) found.push(level(v, { color: ink(0.6), width: 1, dash: "dash" }));
+  for (const v of clip) shapes.push(level(v, { color: ink(0.6), width: 1, dash: "dash" }));
   if (selected !== null) {
     const line = { color: ink(1), width: 1.5 };
-    found.push({ type: "line", x0: selected, x1: selected, yref: "paper", y0: 0, y1: 1, line });
+    shapes.push({ type: "line", x0: selected, x1: selected, yref: "paper", y0: 0, y1: 1, line });
   }
-  return found;
+  return shapes;
 }
 
 export function along(state, stops) {

@@ -68,8 +68,8 @@ function render({ model, el }) {
     live = false;
     const board = el.closest(".rld");
     if (!board || board.querySelector(".rld-gone")) return;
-    const said = "The kernel of this dashboard is gone: what it shows is from before. Run its cell again.";
-    const note = make("p", "rld-error rld-gone", said);
+    const text = "The kernel of this dashboard is gone: what it shows is from before. Run its cell again.";
+    const note = make("p", "rld-error rld-gone", text);
     note.setAttribute("role", "alert");
     board.prepend(note);
     for (const control of board.querySelectorAll("button, select, input")) {
@@ -78,13 +78,13 @@ function render({ model, el }) {
   }
   const kernel = model.widget_manager?.kernel; // JupyterLab's; only there is the end of a kernel reported
   kernel?.disposed.connect(gone);
-  const heard = { comm_live_update: gone, "change:table": drawTable, "change:completion": drawCompletion, "change:inspecting": drawClose };
-  for (const [event, run] of Object.entries(heard)) model.on(event, run);
+  const listeners = { comm_live_update: gone, "change:table": drawTable, "change:completion": drawCompletion, "change:inspecting": drawClose };
+  for (const [event, run] of Object.entries(listeners)) model.on(event, run);
   drawTable();
   drawCompletion();
   return () => {
     kernel?.disposed.disconnect(gone);
-    for (const [event, run] of Object.entries(heard)) model.off(event, run);
+    for (const [event, run] of Object.entries(listeners)) model.off(event, run);
   };
 }
 

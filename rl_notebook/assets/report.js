@@ -37,9 +37,9 @@ function makeCompletions({ columns, steps }) {
   const select = make("select");
   select.setAttribute("aria-label", "step of the completions");
   const line = make("span", "soft");
-  const beside = (by) => numbers[numbers.indexOf(chosen.step) + by];
-  const back = button("‹", "The step before", () => turnTo(beside(-1)));
-  const on = button("›", "The next step", () => turnTo(beside(1)));
+  const neighbour = (by) => numbers[numbers.indexOf(chosen.step) + by];
+  const back = button("‹", "The step before", () => turnTo(neighbour(-1)));
+  const on = button("›", "The next step", () => turnTo(neighbour(1)));
   fill(select, numbers.map((step) => [String(step), String(step)]), "");
   select.addEventListener("change", () => turnTo(Number(select.value)));
   bar.append(labelled("step", select), back, on, line);
@@ -52,7 +52,8 @@ function makeCompletions({ columns, steps }) {
   function choose(step) {
     chosen.step = step;
     select.value = String(step);
-    [back.disabled, on.disabled] = [beside(-1) === undefined, beside(1) === undefined];
+    back.disabled = neighbour(-1) === undefined;
+    on.disabled = neighbour(1) === undefined;
     line.textContent = steps[step].line;
     table.draw({ columns, rows: steps[step].rows });
   }
@@ -86,14 +87,14 @@ function named() {
 }
 
 function drawTokens({ id }, { first, ids, texts, roles }) {
-  const said = ids.map((token, i) => {
+  const links = ids.map((token, i) => {
     const link = make("a", roles[i] === "s" ? "" : "masked", texts?.[i] ?? String(token));
     link.href = `#${id}&token=${first + i}`;
     link.tabIndex = -1;
     return link;
   });
   strip.classList.toggle("ids", !texts);
-  strip.replaceChildren(...said.flatMap((link) => (link.textContent.endsWith("⏎") ? [link, make("br")] : [link])));
+  strip.replaceChildren(...links.flatMap((link) => (link.textContent.endsWith("⏎") ? [link, make("br")] : [link])));
 }
 
 function drawNumbers({ token }, { first, ids, texts, roles, series, values }, row) {
@@ -253,11 +254,11 @@ function drawFigures(Plotly, figures) {
 function makeControls(draw) {
   const bar = make("div", "bar");
   const range = Object.assign(make("input"), { type: "range", min: "0", max: "0.99", step: "0.01", value: String(chosen.smoothing) });
-  const said = make("output", "", chosen.smoothing.toFixed(2));
+  const output = make("output", "", chosen.smoothing.toFixed(2));
   const log = Object.assign(make("input"), { type: "checkbox", checked: chosen.log });
   range.addEventListener("input", () => {
     chosen.smoothing = Number(range.value);
-    said.textContent = chosen.smoothing.toFixed(2);
+    output.textContent = chosen.smoothing.toFixed(2);
     draw();
   });
   log.addEventListener("change", () => {
@@ -265,7 +266,7 @@ function makeControls(draw) {
     draw();
   });
   const hint = held.completions ? "Click a point to read the completions of its step." : "";
-  bar.append(labelled("smoothing", range), said, labelled("log scale", log), make("span", "soft", hint));
+  bar.append(labelled("smoothing", range), output, labelled("log scale", log), make("span", "soft", hint));
   range.title = "Weight of the moving average; pale: as measured";
   log.title = "0 and below have no place on it, and are left out";
   return bar;

@@ -8,7 +8,7 @@ import { ROLES, form, known, paint, palette, tint } from "./scale.js";
 import { strip } from "./strip.js";
 import { makeTable } from "./table.js";
 
-// What the parts share: the payload, what is selected and hovered, and who is told of a change.
+// What the parts share: the payload, what is selected and hovered, and the listeners to a change.
 function makeState(model) {
   const listeners = [];
   return {
@@ -87,12 +87,12 @@ function head(state) {
     const s = state.series;
     legend.replaceChildren();
     if (!s) return;
-    const said = (text, kind = "rlt-soft") => legend.append(make("span", kind, text));
+    const addText = (text, kind = "rlt-soft") => legend.append(make("span", kind, text));
     const shade = (v) => paint(state.palette, tint(s, v)) || "transparent";
     fill(series, state.payload.series.map((x) => [x.name, x.label]), s.name);
     if (s.kind === "class") {
       for (const v of [...new Set(s.values)].filter(known).sort((a, b) => a - b)) {
-        said(s.name === "mask" ? ["0 not scored", "1 scored"][v] : v ? `${s.label} ${v}` : "none", "rlt-chip");
+        addText(s.name === "mask" ? ["0 not scored", "1 scored"][v] : v ? `${s.label} ${v}` : "none", "rlt-chip");
         legend.lastChild.style.backgroundColor = shade(v);
       }
       return;
@@ -106,10 +106,10 @@ function head(state) {
     const beyond = s.values.filter((v) => known(v) && Math.abs(v - s.center) > s.limit).length;
     const clip = s.kind === "ratio" && state.payload.clip;
     legend.append(make("span", "", form(low)), bar, make("span", "", form(high)));
-    if (s.kind === "difference") said(`nats, in decades; none within ${form(s.floor, 2)}`);
-    if (clip) said(`the loss clips outside ${form(clip[0])} to ${form(clip[1])} (dashed)`);
-    if (beyond) said(`${beyond} beyond`);
-    if (s.bad.length) said(`${s.bad.length} not a number`, "rlt-alarm");
+    if (s.kind === "difference") addText(`nats, in decades; none within ${form(s.floor, 2)}`);
+    if (clip) addText(`the loss clips outside ${form(clip[0])} to ${form(clip[1])} (dashed)`);
+    if (beyond) addText(`${beyond} beyond`);
+    if (s.bad.length) addText(`${s.bad.length} not a number`, "rlt-alarm");
   };
   const drawFacts = () => {
     const { where, facts: known = [], notes = [] } = state.payload;
@@ -224,11 +224,11 @@ function render({ model, el, signal }) {
     wait.textContent = late ? "fetching the sample …" : "";
     if (late) timer = setTimeout(() => (wait.textContent = "No response from the kernel yet: it is busy, or it is gone."), 4000);
   };
-  const told = { item: ["items"], payload: ["payload", "items"] }; // what changes with a trait, besides what is called so
+  const affected = { item: ["items"], payload: ["payload", "items"] }; // the parts that change with a trait; else those of its name
   const changed = (name) => () => {
     if (name === "payload") [state.payload, state.hovered] = [model.get("payload"), null];
-    if (name in told) waiting();
-    state.tell(...(told[name] ?? [name]));
+    if (name in affected) waiting();
+    state.tell(...(affected[name] ?? [name]));
   };
   const events = ["payload", "item", "items", "overview", "series", "target", "shift"].map((name) => [`change:${name}`, changed(name)]);
   for (const [name, run] of events) model.on(name, run);

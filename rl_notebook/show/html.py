@@ -317,7 +317,9 @@ def token_strip(
 ) -> str:
     "Tokens one after the other, tinted; neighbours that look alike share an element."
     # a key may be cut into many tokens
-    if (said := "".join(texts)) != (masked := without_keys(said)):
+    text = "".join(texts)
+    masked = without_keys(text)
+    if masked != text:
         return tag("div", _cell(on_one_line(masked, 3 * most)), style=_TEXT)
     n = len(texts)
     first = 2 * most // 3
@@ -383,27 +385,29 @@ def grouped(
     "A table with a title and the first items of each group, as many as fit."
     rows = list[Sequence[str]]()
     for title, items, row_of in groups[:MOST_ITEMS]:
-        drawn = within(map(row_of, items), budget // min(len(groups), MOST_ITEMS))
-        rows += [[tag("div", title, style="padding-top:6px")], *drawn]
-        if len(drawn) < len(items):
-            rows += [[more(len(items) - len(drawn), what)]]
+        shown = within(map(row_of, items), budget // min(len(groups), MOST_ITEMS))
+        rows += [[tag("div", title, style="padding-top:6px")], *shown]
+        if len(shown) < len(items):
+            rows += [[more(len(items) - len(shown), what)]]
     return table(head, rows) + more(len(groups) - MOST_ITEMS, "groups")
 
 
 def _room(groups: int, budget: int = BUDGET) -> int:
-    "Tokens of a sequence that are drawn, so that about three of a group fit."
+    "Tokens of a sequence that are shown, so that about three of a group fit."
     return max(20, min(160, budget // (170 * max(1, min(groups, MOST_ITEMS)))))
 
 
-def _said(sample: RolloutSample, tokenizer: Any, most: int) -> str:
+def _completion_html(sample: RolloutSample, tokenizer: Any, most: int) -> str:
     "The tokens of a sample behind its prompt, tinted by logprob; its text where there is no tokenizer."
     if tokenizer is None:
         return tag("div", _cell(on_one_line(sample.text, 3 * most)), style=_TEXT)
     texts, _ = token_texts(sample.tokens[sample.prompt_len :], tokenizer)
-    drawn = sample.loss_mask[sample.prompt_len :] > 0
+    scored = sample.loss_mask[sample.prompt_len :] > 0
     values = sample.logprobs[sample.prompt_len :]
-    tints = [tint("violet", -v / SURPRISE) if d else "" for v, d in zip(values, drawn, strict=True)]
-    return token_strip(texts, tints, [not d for d in drawn], most)
+    tints = [
+        tint("violet", -v / SURPRISE) if d else "" for v, d in zip(values, scored, strict=True)
+    ]
+    return token_strip(texts, tints, [not d for d in scored], most)
 
 
 def completions_html(
@@ -413,7 +417,7 @@ def completions_html(
     most = _room(len(groups))
 
     def row(s: RolloutSample) -> list[str]:
-        drawn = s.logprobs[s.loss_mask > 0]
+        logprobs = s.logprobs[s.loss_mask > 0]
         end = (
             " ✂ cut"
             if s.truncated
@@ -422,22 +426,22 @@ def completions_html(
             else f" {_cell(s.finish_reason)}"
         )
         return [
-            _said(s, tokenizer, most),
+            _completion_html(s, tokenizer, most),
             f"{s.completion_len}{end}",
-            number(float(np.mean(drawn)), ".2f"),
+            number(float(np.mean(logprobs)), ".2f"),
         ]
 
     def lost(g):
         return "".join(f"<br>lost: {_cell(on_one_line(reason, 90))}" for reason in g.dropped[:2])
 
-    found = [(_asked(g) + lost(g), g.samples, row) for g in groups]
+    rows = [(_asked(g) + lost(g), g.samples, row) for g in groups]
     steps = [(-v, tint("violet", v / SURPRISE)) for v in range(5)]
     legend = (
         scale_html("logprob of the token when it was drawn, in nats:", steps, ".0f")
         if tokenizer
         else ""
     )
-    return legend + grouped(["completion", "tokens", "mean logprob"], found, "completions")
+    return legend + grouped(["completion", "tokens", "mean logprob"], rows, "completions")
 
 # %% ../../nbs/show/00_html.ipynb #c88b5ea0
 _PARTS = ("blue", "green", "violet", "orange")
@@ -547,8 +551,8 @@ NUMBERED = 200  # cells up to which a map is written in numbers
 
 def _farthest(groups: Sequence[PromptGroup]) -> float:
     "The largest size of an advantage; 0 where there is none."
-    found = (g.advantages for g in groups if g.advantages is not None)
-    return max((float(np.nanmax(np.abs(a), initial=0.0)) for a in found), default=0.0)
+    advantages = (g.advantages for g in groups if g.advantages is not None)
+    return max((float(np.nanmax(np.abs(a), initial=0.0)) for a in advantages), default=0.0)
 
 
 def _advantage_cells(group: PromptGroup, limit: float, numbered: bool) -> str:
@@ -673,11 +677,13 @@ def _by_group(
     budget: int = BUDGET,
 ) -> str:
     "Sequences under the keys and prompts of their groups."
-    found: dict[int, list[int]] = {}
+    by_group: dict[int, list[int]] = {}
     for i, d in enumerate(datums):
-        found.setdefault(d.group, []).append(i)
-    titles = {g: _trained_prompt(datums[at[0]], tokenizer) for g, at in found.items()}
-    return grouped(head, [(titles[g], at, row_of) for g, at in found.items()], "sequences", budget)
+        by_group.setdefault(d.group, []).append(i)
+    titles = {g: _trained_prompt(datums[at[0]], tokenizer) for g, at in by_group.items()}
+    return grouped(
+        head, [(titles[g], at, row_of) for g, at in by_group.items()], "sequences", budget
+    )
 
 
 def _tinted(datum: Datum, values: np.ndarray, limit: float, tokenizer: Any, most: int) -> str:
@@ -760,16 +766,16 @@ _NORMS = {"grad_norm": "gradient norm", "update_norm": "update norm"}
 
 def norms_html(metrics: Mapping[str, float], budget: int = BUDGET) -> str:
     "Gradient and update norm by layer, from metrics such as `grad_norm/layer_00`; empty where there are none."
-    found = {
+    by_kind = {
         kind: {k.split("/", 1)[1]: v for k, v in metrics.items() if k.startswith(f"{kind}/")}
         for kind in _NORMS
     }
-    kinds = [kind for kind, values in found.items() if values]
-    layers = list(dict.fromkeys(layer for kind in kinds for layer in found[kind]))
-    tops = {kind: max(found[kind].values()) or 1.0 for kind in kinds}
+    kinds = [kind for kind, values in by_kind.items() if values]
+    layers = list(dict.fromkeys(layer for kind in kinds for layer in by_kind[kind]))
+    tops = {kind: max(by_kind[kind].values()) or 1.0 for kind in kinds}
 
     def bar(kind: str, layer: str) -> list[str]:
-        value = found[kind].get(layer, 0.0)
+        value = by_kind[kind].get(layer, 0.0)
         colour = f"rgb({HUES['blue' if kind == 'grad_norm' else 'violet']})"
         wide = 160 * value / tops[kind] if math.isfinite(value / tops[kind]) else 0.0
         return [

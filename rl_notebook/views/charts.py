@@ -63,10 +63,20 @@ def label(text: str, limit: int = 60) -> str:
     return html.escape(escape_unseen(cut, keep=""))
 
 
-def tint(color: str, share: float) -> str:
+# opacities
+BAND = 0.15  # around a line
+RANGE_BAND = 0.12  # from the smallest to the largest value
+STALENESS_BAND = 0.2
+MIDDLE_HALF = 0.3  # between the quartiles
+
+
+def tint(color: str, opacity: float) -> str:
     "A colour of `COLORS`, translucent."
-    r, g, b = (int(COLORS[color][i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({r},{g},{b},{share})"
+    red, green, blue = (int(COLORS[color][i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+NO_SIGNAL_COLORS = {"high": tint("blue", 0.55), "low": tint("orange", 0.6)}  # by common reward
 
 # %% ../../nbs/views/02_charts.ipynb #6892bbf9
 AXIS = {
@@ -95,7 +105,7 @@ def y_axis(title: str, **options: Any) -> dict[str, Any]:
 
 def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
     "Traces with the common look; a note where there is nothing to draw."
-    drawn = any(len(t.get("x", ())) or len(t.get("z", ())) for t in data)
+    has_points = any(len(t.get("x", ())) or len(t.get("z", ())) for t in data)
     note = {
         "text": "nothing measured yet",
         "x": 0.5,
@@ -119,8 +129,8 @@ def figure_of(data: list[dict[str, Any]], y: str, **layout: Any) -> Figure:
         "legend": _LEGEND,
         "uirevision": "keep",
         "xaxis": _X | _step_ticks(data),
-        "yaxis": y_axis(y) | ({} if drawn else {"showticklabels": False}),
-        "annotations": [] if drawn else [note],
+        "yaxis": y_axis(y) | ({} if has_points else {"showticklabels": False}),
+        "annotations": [] if has_points else [note],
     }
     # the nearest step, however far
     if "hovermode" not in layout:
@@ -193,11 +203,11 @@ def _stretches(
     s: Mapping[str, list], gaps: Sequence[float]
 ) -> dict[int, list[tuple[float, float]]]:
     "The points of a series by the number of gaps before them."
-    found: dict[int, list[tuple[float, float]]] = {}
+    stretches: dict[int, list[tuple[float, float]]] = {}
     for x, y in zip(s["x"], s["y"], strict=True):
         if y is not None:
-            found.setdefault(bisect(gaps, x), []).append((x, y))
-    return found
+            stretches.setdefault(bisect(gaps, x), []).append((x, y))
+    return stretches
 
 # %% ../../nbs/views/02_charts.ipynb #ea0ec6e3
 def reward_figure(payload: Mapping[str, Any]) -> Figure:
@@ -205,7 +215,7 @@ def reward_figure(payload: Mapping[str, Any]) -> Figure:
     best reward. Where it closes, the completions of a prompt are equally good."""
     inside = payload["inside"]
     groups = payload["groups"]
-    data = band_trace(inside["low"], inside["high"], "± std in a group", tint("blue", 0.15))
+    data = band_trace(inside["low"], inside["high"], "± std in a group", tint("blue", BAND))
     if groups["q25"]["x"]:
         thin: dict[str, Any] = {"mode": "lines", "legendgroup": "quartiles"}
         data.append(line_trace(groups["q75"], "quartiles of group means", "grey", 1, **thin))
@@ -299,6 +309,11 @@ def _panel(
     return data, axes, title | {"xref": f"x{n} domain", "yref": f"y{n} domain"}
 
 
+def _columns(panels: Sequence[Any]) -> int:
+    "Up to three panels are in one row, more are in two columns."
+    return len(panels) if len(panels) <= 3 else 2
+
+
 def kl_figure(payload: Mapping[str, Any]) -> Figure:
     "Nats, each kind on its own scale. A grey band, where the noise floor is known, is what rounding makes."
     panels = payload["panels"]
@@ -309,8 +324,8 @@ def kl_figure(payload: Mapping[str, Any]) -> Figure:
     legend = _LEGEND | {"y": 1, "yref": "container", "yanchor": "top"}
     margin = {"l": 8, "r": 12, "t": 54 if len(panels) == 3 else 42, "b": 8}
     if panels:
-        beside = len(panels) if len(panels) <= 3 else 2
-        grid = {"pattern": "independent", "rows": -(-len(panels) // beside), "columns": beside}
+        columns = _columns(panels)
+        grid = {"pattern": "independent", "rows": -(-len(panels) // columns), "columns": columns}
         look = {"grid": grid | {"xgap": 0.28, "ygap": 0.5}, "legend": legend, "margin": margin}
         return figure_of(data, "nats", **axes, **look, annotations=titles)
     figure = figure_of(data, "nats")
@@ -362,14 +377,16 @@ def _shares(
 
 def dead_figure(payload: Mapping[str, Any]) -> Figure:
     "Groups whose completions are all equally good teach nothing: the prompts are too easy, or too hard."
-    about = {"high": ("all high", tint("blue", 0.55)), "low": ("all low", tint("orange", 0.6))}
+    about = {kind: (f"all {kind}", color) for kind, color in NO_SIGNAL_COLORS.items()}
     return _shares(payload, about, "share of groups")
 
 # %% ../../nbs/views/02_charts.ipynb #b174912f
 def advantage_spread_figure(payload: Mapping[str, Any]) -> Figure:
     "Ends, middle half and median. An end that runs away is one sample that outweighs the others."
-    data = band_trace(payload["min"], payload["max"], "smallest to largest", tint("violet", 0.12))
-    data += band_trace(payload["q25"], payload["q75"], "middle half", tint("violet", 0.3))
+    data = band_trace(
+        payload["min"], payload["max"], "smallest to largest", tint("violet", RANGE_BAND)
+    )
+    data += band_trace(payload["q25"], payload["q75"], "middle half", tint("violet", MIDDLE_HALF))
     return figure_of([*data, line_trace(payload["median"], "median", "violet")], "advantage")
 
 
@@ -383,10 +400,13 @@ def token_share_figure(payload: Mapping[str, Any]) -> Figure:
     return _shares(payload, about, "share of tokens")
 
 
+BAR_WIDTH = 0.9  # of the room for a bar
+
+
 def counts_figure(payload: Mapping[str, Any]) -> Figure:
     "How many samples earned what, by kind of group."
     kinds = {"live": "with signal", "high": "all high", "low": "all low"}
-    colors = {"live": COLORS["violet"], "high": tint("blue", 0.55), "low": tint("orange", 0.6)}
+    colors = {"live": COLORS["violet"], **NO_SIGNAL_COLORS}
     bars = [
         {
             "type": "bar",
@@ -395,7 +415,11 @@ def counts_figure(payload: Mapping[str, Any]) -> Figure:
             "name": name,
             "marker": {"color": colors[k]},
         }
-        | {"width": 0.9 * payload["width"], "hovertemplate": "%{y}", "showlegend": any(payload[k])}
+        | {
+            "width": BAR_WIDTH * payload["width"],
+            "hovertemplate": "%{y}",
+            "showlegend": any(payload[k]),
+        }
         for k, name in kinds.items()
     ]
     x = {
@@ -421,9 +445,9 @@ def advantage_map(payload: Mapping[str, Any]) -> Figure:
     values = payload["advantages"]
     total = payload["total"]
     what = payload.get("what", "advantage")
-    found = [v for row in values for v in row if v is not None]
-    limit = max(map(abs, found), default=0) or 1.0
-    low = -limit if what == "advantage" else min(0.0, *found) if found else 0.0
+    known = [v for row in values for v in row if v is not None]
+    limit = max(map(abs, known), default=0) or 1.0
+    low = -limit if what == "advantage" else min(0.0, *known) if known else 0.0
     named = zip(payload["groups"], payload["dead"], strict=True)
     names = [f"{label(key, 80)} {'all ' + dead if dead else ''}" for key, dead in named]
     signs = [
@@ -493,7 +517,9 @@ def staleness_figure(payload: Mapping[str, Any]) -> Figure:
     "Versions of the weights between the start of a group's rollouts and the update that it goes into."
     mean = payload["mean"]
     bound = payload["bound"]
-    data = band_trace(payload["min"], payload["max"], "smallest to largest", tint("blue", 0.2))
+    data = band_trace(
+        payload["min"], payload["max"], "smallest to largest", tint("blue", STALENESS_BAND)
+    )
     data.append(line_trace(mean, "mean", "blue"))
     if bound is not None and mean["x"]:
         dotted = {"mode": "lines", "line": {"color": COLORS["orange"], "width": 1.5, "dash": "dot"}}
@@ -561,7 +587,7 @@ def _lying(
     }
 
     def timed(bar):
-        return f"{bar['said']}<br>{bar['end'] - bar['begin']:.3g} s, from {bar['begin']:.4g} s on"
+        return f"{bar['text']}<br>{bar['end'] - bar['begin']:.3g} s, from {bar['begin']:.4g} s on"
 
     text = [bar.get("hover") or timed(bar) for bar in bars]
     look: dict[str, Any] = {
@@ -575,20 +601,23 @@ def _by_kind(
     bars: Sequence[Mapping[str, Any]], kinds: Mapping[Any, tuple[str, str]], **options: Any
 ) -> list[dict]:
     "A trace for every kind of which there is a bar."
-    found = {kind: [bar for bar in bars if bar["kind"] == kind] for kind in kinds}
+    by_kind = {kind: [bar for bar in bars if bar["kind"] == kind] for kind in kinds}
     return [
-        _lying(found[kind], name=n, color=c, **options)
+        _lying(by_kind[kind], name=n, color=c, **options)
         for kind, (n, c) in kinds.items()
-        if found[kind]
+        if by_kind[kind]
     ]
 
 
-def _row_said(bar: Mapping[str, Any]) -> str:
+def _row_text(bar: Mapping[str, Any]) -> str:
     "A row of the timeline in words."
     what = ROW_COLORS[bar["kind"]][0] if bar["age"] is None else _age(bar["age"])[0]
     return f"row {bar['row']}, {what}" + ("" if bar["step"] is None else f", step {bar['step']}")
 
 # %% ../../nbs/views/02_charts.ipynb #95e07f3f
+LANE_WIDTH = 0.84  # of the room for a bar that lies in a lane
+
+
 def _row_traces(payload: Mapping[str, Any], start: float) -> list[dict[str, Any]]:
     "The rows, by staleness and by kind."
     last = len(AGES) - 1
@@ -597,8 +626,8 @@ def _row_traces(payload: Mapping[str, Any], start: float) -> list[dict[str, Any]
     def kind(bar):
         return bar["kind"] if bar["age"] is None else min(bar["age"], last)
 
-    rows = [{**bar, "kind": kind(bar), "said": _row_said(bar)} for bar in payload["rows"]]
-    return _by_kind(rows, kinds | ROW_COLORS, start=start, width=0.84)
+    rows = [{**bar, "kind": kind(bar), "text": _row_text(bar)} for bar in payload["rows"]]
+    return _by_kind(rows, kinds | ROW_COLORS, start=start, width=LANE_WIDTH)
 
 
 def _step_marks(
@@ -632,15 +661,15 @@ def _label_places(
     payload: Mapping[str, Any],
 ) -> list[tuple[int, float]]:  # step, and where its number stands
     "The middle of the longest phase of each step, without those for which there is no room."
-    found = list[tuple[int, float]]()
+    places = list[tuple[int, float]]()
     room = 0.09 * (payload["end"] - payload["begin"])
     for step in payload["steps"]:
         bars = [bar for bar in payload["phases"] if bar["step"] == step]
         longest = max(bars, key=lambda bar: bar["end"] - bar["begin"])
         middle = (longest["begin"] + longest["end"]) / 2
-        if not found or middle - found[-1][1] >= room:
-            found += [(step, middle)]
-    return found
+        if not places or middle - places[-1][1] >= room:
+            places += [(step, middle)]
+    return places
 
 
 def timeline_figure(payload: Mapping[str, Any]) -> Figure:
@@ -656,7 +685,7 @@ def timeline_figure(payload: Mapping[str, Any]) -> Figure:
         return phase if phase in PHASE_COLORS else ""
 
     def about(bar):
-        return {"kind": kind(bar["phase"]), "said": f"{label(bar['phase'])}, step {bar['step']}"}
+        return {"kind": kind(bar["phase"]), "text": f"{label(bar['phase'])}, step {bar['step']}"}
 
     phases = [{**bar, **about(bar), "lane": -0.7 - high / 2} for bar in payload["phases"]]
     bottom = max(count - 0.5, -0.6)
@@ -684,11 +713,11 @@ def mismatch_figure(payload: Mapping[str, Any]) -> Figure:
     "Mean |trainer − sampler| by place, turn, class and likelihood of tokens."
     colors = {"depth": "blue", "turn": "violet", "class": "orange", "likelihood": "green"}
 
-    def said(bar):
+    def text_of(bar):
         return f"{bar['part']}: {bar['nats']:.3g} nats over {bar['tokens']} tokens"
 
     bars = [
-        b | {"begin": 0.0, "end": b["nats"], "lane": i, "hover": said(b)}
+        b | {"begin": 0.0, "end": b["nats"], "lane": i, "hover": text_of(b)}
         for i, b in enumerate(payload["bars"])
     ]
     kinds = {kind: (f"by {kind}", COLORS[color]) for kind, color in colors.items()}
@@ -827,7 +856,7 @@ def plot_map(
         "interpolation": "nearest",
         "aspect": "auto",
     }
-    drawn = axes.imshow(tiles, extent=ends, **look)
+    cells_image = axes.imshow(tiles, extent=ends, **look)
     for sign, mark in (("▲", "^"), ("▼", "v")):
         cells = [
             (i, y)
@@ -838,7 +867,7 @@ def plot_map(
         axes.plot(
             [i for i, _ in cells], [y for _, y in cells], mark, color=COLORS["grey"], markersize=8
         )
-    scale = axes.figure.colorbar(drawn, ax=axes, pad=0.02, fraction=0.05)
+    scale = axes.figure.colorbar(cells_image, ax=axes, pad=0.02, fraction=0.05)
     scale.solids.set_rasterized(True)  # pyright: ignore[reportOptionalMemberAccess]
     scale.outline.set_visible(False)
 
@@ -880,8 +909,10 @@ def _make_figure(sheet: Sheet, figure: Figure, title: str) -> None:
     "Panels with their traces and notes, and above them title and legend."
     layout = figure["layout"]
     panels = _panels(figure)
-    beside = len(panels) if len(panels) <= 3 else 2
-    places = iter(sheet.subplots(-(-len(panels) // beside), beside, squeeze=False).flat)
+    panel_columns = _columns(panels)
+    places = iter(
+        sheet.subplots(-(-len(panels) // panel_columns), panel_columns, squeeze=False).flat
+    )
     for name in [name for name in layout if name.startswith("yaxis")]:
         n = name[5:]
         y = layout[name]
@@ -904,8 +935,8 @@ def _make_figure(sheet: Sheet, figure: Figure, title: str) -> None:
             axes.text(0.5, 0.5, text, ha="center", transform=axes.transAxes)
         else:
             axes.set_title(text, loc="left")
-    drawn = [part for axes in sheet.axes for part in axes.get_legend_handles_labels()[0]]
-    shown: list[Any] = drawn if len(drawn) > 1 else []
+    handles = [part for axes in sheet.axes for part in axes.get_legend_handles_labels()[0]]
+    shown: list[Any] = handles if len(handles) > 1 else []
     columns = int(
         sheet.bbox.width / 7 / (5 + max((len(part.get_label()) for part in shown), default=1))
     )
@@ -918,12 +949,20 @@ def _make_figure(sheet: Sheet, figure: Figure, title: str) -> None:
         sheet.legend(handles=shown, title=title, ncols=max(1, columns), **look)
 
 # %% ../../nbs/views/02_charts.ipynb #1544f507
+PATH = re.compile(r'(?<= d=")[^"]+')  # the places of a path
+
+
+def _in_tenths(path: re.Match[str]) -> str:
+    "Its places in tenths of a pixel, which makes a picture small."
+    return re.sub(r"(\.\d)\d+", r"\1", path[0])
+
+
 def svg(figure: Figure, title: str = "", width: int = 640, height: int = 260) -> str:
     "A figure as a small self-contained picture, the same bytes each time."
     from matplotlib import rc_context, rcdefaults, rcParams
     from matplotlib.figure import Figure as Sheet
 
-    drawn = io.StringIO()
+    buffer = io.StringIO()
     with rc_context(), warnings.catch_warnings():
         # a sign that the font for measuring lacks; who looks has others
         warnings.simplefilter("ignore")
@@ -932,13 +971,11 @@ def svg(figure: Figure, title: str = "", width: int = 640, height: int = 260) ->
         sheet = Sheet((width / 72, height / 72), 72, layout="constrained")
         _make_figure(sheet, figure, html.unescape(title))
         sheet.savefig(
-            drawn, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
+            buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type"))
         )
 
-    def tenths(path):
-        return re.sub(r"(\.\d)\d+", r"\1", path[0])
-
-    return re.sub(r'(?<= d=")[^"]+', tenths, drawn.getvalue()[drawn.getvalue().index("<svg") :])
+    text = buffer.getvalue()
+    return PATH.sub(_in_tenths, text[text.index("<svg") :])
 
 # %% ../../nbs/views/02_charts.ipynb #a50131fd
 def picture_html(figure: Figure, title: str, width: int = 640, height: int = 260) -> str:
@@ -949,7 +986,7 @@ def picture_html(figure: Figure, title: str, width: int = 640, height: int = 260
 # %% ../../nbs/views/02_charts.ipynb #91c7499d
 @dataclass(frozen=True, eq=False)
 class Chart:
-    "A payload, how it is drawn, its title and how to read it."
+    "A payload, the function that makes its figure, its title and how to read it."
 
     title: str  # heading
     caption: str  # one sentence
@@ -991,7 +1028,7 @@ class Chart:
 
 # %% ../../nbs/views/02_charts.ipynb #6b90058a
 class Look(NamedTuple):
-    "How a payload is drawn; how to read it is what `draw` says about itself."
+    "The look of a chart; the docstring of `draw` is its caption."
 
     title: str
     draw: Callable[[Mapping[str, Any]], Figure]
@@ -1022,24 +1059,23 @@ def chart(
     tokenizer: Any = None,  # tells digits and white space in "mismatch"
 ) -> Chart:
     "One chart, over the steps or of the last of them; raises RecordError where there is none of that name."
-    found = {name: source} if isinstance(source, Mapping) else _payloads_of(source, tokenizer)
-    if name not in LOOKS or name not in found:
-        known = [n for n in LOOKS if n in (found or LOOKS)]
+    payloads = {name: source} if isinstance(source, Mapping) else _payloads_of(source, tokenizer)
+    if name not in LOOKS or name not in payloads:
+        known = [n for n in LOOKS if n in (payloads or LOOKS)]
         near = "" if name in LOOKS else nearest(name, known)
         expected = (
             None
-            if near or (name in LOOKS and not found)
+            if near or (name in LOOKS and not payloads)
             else f"one of {', '.join(map(repr, known))}"
         )
-        fix = near or ("" if found else "Take a step first: await loop.step().")
+        fix = near or ("" if payloads else "Take a step first: await loop.step().")
         raise RecordError("chart", got=repr(name), expected=expected, fix=fix)
     title, draw, wide = LOOKS[name]
     caption = " ".join(str(draw.__doc__).split())
-    caption += _equal(found[name])
-    caption = (
-        f"{said[0].upper()}{said[1:]}. {caption}" if (said := found[name].get("said")) else caption
-    )
-    return Chart(title, caption, draw, found[name], wide, name)
+    caption += _equal(payloads[name])
+    if sentence := payloads[name].get("said"):
+        caption = f"{sentence[0].upper()}{sentence[1:]}. {caption}"
+    return Chart(title, caption, draw, payloads[name], wide, name)
 
 
 def _equal(payload: Mapping[str, Any]) -> str:
@@ -1076,12 +1112,12 @@ def charts(
     payloads: Mapping[str, Mapping[str, Any]],  # of `run_payloads` or `step_payloads`
 ) -> dict[str, Chart]:
     "The charts that have something to show."
-    found = {name: chart(name, payload) for name, payload in payloads.items()}
+    shown = {name: chart(name, payload) for name, payload in payloads.items()}
     # the same line as the reward
     alone = len(payloads.get("functions", {}).get("functions", ())) < 2
     return {
         name: c
-        for name, c in found.items()
+        for name, c in shown.items()
         if any(len(t.get("x", ())) or len(t.get("z", ())) for t in c.figure["data"])
         and not (name == "functions" and alone)
     }
@@ -1111,7 +1147,7 @@ def plotly_script() -> str:
 
 # %% ../../nbs/views/02_charts.ipynb #68edfa17
 class LiveCharts(anywidget.AnyWidget):
-    "Charts in a grid, drawn by one plotly."
+    "Charts in a grid."
 
     _esm = module("charts.js")
     _css = asset("charts.css")

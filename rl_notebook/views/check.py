@@ -30,11 +30,11 @@ def checks_html(checks: Findings) -> str:
     "How many checks hold, those that do not by name, and a table for each outcome."
     done = texts_of_checks()
     tables = list[str]()
-    said = f"{checks.title} · {sum(f.ok is True for f in checks)} of {len(checks)} checks hold."
+    summary = f"{checks.title} · {sum(f.ok is True for f in checks)} of {len(checks)} checks hold."
     for ok, title in OUTCOMES.items():
-        if found := [f for f in checks if f.ok is ok]:
+        if matches := [f for f in checks if f.ok is ok]:
             if not ok:
-                said += f" {title}: {', '.join(f.name for f in found)}."
+                summary += f" {title}: {', '.join(f.name for f in matches)}."
             means = (
                 "what it means for training"
                 if ok is False
@@ -42,18 +42,18 @@ def checks_html(checks: Findings) -> str:
             )
             rows = [
                 (f"{f.mark} {f.name}", done.get(f.name, [""])[0], f.text, f.expected, f.fix)
-                for f in found
+                for f in matches
             ]
-            drawn = html_table(
+            table = html_table(
                 ["what was checked", "what was done", "what came back", "expected", means], rows
             )
-            tables += [tag("h2", title), tag("div", drawn, kind="card drawn")]
-    return tag("p", html.escape(said), kind="status") + "".join(tables)
+            tables += [tag("h2", title), tag("div", table, kind="card drawn")]
+    return tag("p", html.escape(summary), kind="status") + "".join(tables)
 
 # %% ../../nbs/views/08_check.ipynb #a9af5e9b
 def check_html(
     cfg: Config,  # that the service was opened with
-    found: Sequence[Findings],  # of `check_backend`: facts first, checks last
+    findings: Sequence[Findings],  # of `check_backend`: facts first, checks last
     command: str,  # that repeats the check
 ) -> str:
     "What a service was seen to do, as one self-contained HTML page."
@@ -68,10 +68,14 @@ def check_html(
     name = f"Check of {cfg.served_model or cfg.base_model} on {cfg.backend}"
     unknown = asset("unknown.txt").splitlines()
     shown = [tag("span", k, " ", tag("b", html.escape(v))) for k, v in about.items()]
-    parts = [tag("h1", html.escape(name)), tag("p", *shown, kind="facts"), checks_html(found[-1])]
+    parts = [
+        tag("h1", html.escape(name)),
+        tag("p", *shown, kind="facts"),
+        checks_html(findings[-1]),
+    ]
     parts += [
         tag("h2", "Facts") + tag("div", seen._repr_html_(), kind="card drawn")
-        for seen in found[:-1]
+        for seen in findings[:-1]
         if seen
     ]
     open_ = html_table(["what", "why it stays open"], [line.split(": ", 1) for line in unknown])

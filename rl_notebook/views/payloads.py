@@ -103,8 +103,8 @@ class History(dict[str, dict[int, float]]):
 
     def column(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         "Steps and values of a metric, empty if it was never measured."
-        found = self.get(name, {})
-        return np.array([*found], dtype=np.int64), np.array([*found.values()], dtype=np.float64)
+        column = self.get(name, {})
+        return np.array([*column], dtype=np.int64), np.array([*column.values()], dtype=np.float64)
 
     @property
     def steps(self) -> np.ndarray:
@@ -222,8 +222,8 @@ def kl_payload(
     panels = list[dict[str, Any]]()
     within = list[str]()
     for name, unit, columns, power, rounded in _PANELS:
-        found = {line: series(metrics, metric, limit) for line, metric in columns.items()}
-        lines = {line: s for line, s in found.items() if s["x"]}
+        all_lines = {line: series(metrics, metric, limit) for line, metric in columns.items()}
+        lines = {line: s for line, s in all_lines.items() if s["x"]}
         if any(lines.get("loss") == lines.get(line) for line in ("k1", "k3")):
             lines.pop("loss", None)
         band = None if floor is None else floor if power == 1 else floor**2 / 2
@@ -280,24 +280,29 @@ WITHIN = ("remember",)  # putting a state aside is part of another phase
 
 def time_payload(metrics: History, limit: int | None = None) -> dict[str, Any]:
     "Seconds of a step by phase."
-    found: dict[str, dict[int, float]] = {phase: {} for phase in (*TIMED, "")}
+    seconds_by_phase: dict[str, dict[int, float]] = {phase: {} for phase in (*TIMED, "")}
     for name in [name.removeprefix("seconds/") for name in metrics if name.startswith("seconds/")]:
         phase = "sample" if name == "refill" else name if name in TIMED else ""
         for step, seconds in (
             zip(*metrics.column(f"seconds/{name}"), strict=True) if name not in WITHIN else ()
         ):
-            found[phase][int(step)] = found[phase].get(int(step), 0.0) + float(seconds)
-    steps = sorted({step for spent in found.values() for step in spent})
+            seconds_by_phase[phase][int(step)] = seconds_by_phase[phase].get(
+                int(step), 0.0
+            ) + float(seconds)
+    steps = sorted({step for spent in seconds_by_phase.values() for step in spent})
     rows = History(
-        {"step": s, **{p: spent.get(s, 0.0) for p, spent in found.items()}} for s in steps
+        {"step": s, **{p: spent.get(s, 0.0) for p, spent in seconds_by_phase.items()}}
+        for s in steps
     )
     return {
-        phase: bar_means(rows, phase, limit and BARS) for phase, spent in found.items() if spent
+        phase: bar_means(rows, phase, limit and BARS)
+        for phase, spent in seconds_by_phase.items()
+        if spent
     }
 
 # %% ../../nbs/views/01_payloads.ipynb #846355f8
 def is_asynchronous(metrics: History) -> bool:
-    "Whether these are metrics of rollouts beside training."
+    "Whether these are metrics of asynchronous rollouts."
     return "async/version_offset_max" in metrics
 
 # %% ../../nbs/views/01_payloads.ipynb #2b17babb
@@ -310,12 +315,12 @@ Waiting = tuple[int, float, float, str]  # row, begin, end, and what it is: "in 
 
 def _same_clock(records: Sequence[StepRecord], steps: int) -> list[StepRecord]:
     "The last records with a timeline whose times rise."
-    found: list[StepRecord] = []
+    recent: list[StepRecord] = []
     for record in reversed([r for r in records if r.timeline]):
-        if len(found) == steps or (found and record.timeline[0][1] > found[0].timeline[0][1]):
+        if len(recent) == steps or (recent and record.timeline[0][1] > recent[0].timeline[0][1]):
             break
-        found.insert(0, record)
-    return found
+        recent.insert(0, record)
+    return recent
 
 
 def _phase_bars(record: StepRecord) -> list[dict[str, Any]]:
@@ -415,8 +420,8 @@ def run_payloads(
     limit: int | None = DRAWN,  # points of a line; None = all
     names: Collection[str] | None = None,  # of charts; None = all
 ) -> dict[str, dict[str, Any]]:
-    "What is drawn over the steps, by chart."
-    beside = ("waits", "staleness")
+    "The payloads over the steps, by chart."
+    of_async = ("waits", "staleness")
     bound = {"bound": settings.get("max_head_offpolicy_versions")}
     made: dict[str, Callable[[], dict[str, Any]]] = {
         "reward": lambda: reward_payload(metrics, limit),
@@ -425,7 +430,7 @@ def run_payloads(
         **{
             name: partial(plain_payload, metrics, name, limit)
             for name in PLAIN
-            if name not in beside
+            if name not in of_async
         },
         "time": lambda: time_payload(metrics, limit),
     }
@@ -470,8 +475,8 @@ def counts_payload(record: StepRecord, bins: int = 20) -> dict[str, Any]:
     none = np.zeros(0)
     for kind, mark in (("live", ""), ("high", "high"), ("low", "low")):
         marked = zip(record.groups, dead_marks(record.groups), strict=True)
-        found = np.concatenate([none, *(g.rewards for g, m in marked if m == mark)])
-        values[kind] = found[np.isfinite(found)].round(9)
+        rewards = np.concatenate([none, *(g.rewards for g, m in marked if m == mark)])
+        values[kind] = rewards[np.isfinite(rewards)].round(9)
     x = np.unique(np.concatenate([*values.values()]))
     width = float(np.diff(x).min()) if 1 < len(x) <= bins else 1.0
     if len(x) > bins:
@@ -491,9 +496,11 @@ def evidence_of(
     "What the doctor compares, over the datums that have both series; None where there is nothing to compare."
     record = source if isinstance(source, StepRecord) else None
     datums = source.datums if isinstance(source, StepRecord) else source
-    given = scored_first(record) if record and policy_logprobs is None else policy_logprobs
-    given = [d.old_logprobs for d in datums] if given is None or not len(given) else given
-    pairs = zip(datums, given, strict=True)
+    logprobs = scored_first(record) if record and policy_logprobs is None else policy_logprobs
+    logprobs = (
+        [d.old_logprobs for d in datums] if logprobs is None or not len(logprobs) else logprobs
+    )
+    pairs = zip(datums, logprobs, strict=True)
     both = [(d, own) for d, own in pairs if own is not None and d.sampler_logprobs is not None]
     kept = tuple(d for d, _ in both)
     trainer = [own for _, own in both]
@@ -510,7 +517,7 @@ def evidence_of(
 def step_payloads(
     record: StepRecord, start: int = 0, tokenizer: Any = None
 ) -> dict[str, dict[str, Any]]:
-    "What is drawn of one step, by chart."
+    "The payloads of one step, by chart."
     parts = {
         "advantages": advantages_payload(record, start, ROWS),
         "rewards counted": counts_payload(record),
@@ -562,10 +569,10 @@ def completions_table(record: StepRecord, columns: Sequence[Mapping[str, Any]]) 
         return utf8(v) if isinstance(v, str) else v
 
     places = [(g, i) for g in record.groups for i in range(len(g.samples))]
-    found = [(address(record.step, g.index, i), completion_row(g, i)) for g, i in places]
+    addressed = [(address(record.step, g.index, i), completion_row(g, i)) for g, i in places]
     return {
         "columns": [*columns],
-        "rows": [{"id": at} | {n: clean(row[n]) for n in names} for at, row in found],
+        "rows": [{"id": at} | {n: clean(row[n]) for n in names} for at, row in addressed],
     }
 
 # %% ../../nbs/views/01_payloads.ipynb #d8d9e673
@@ -666,11 +673,11 @@ def _series_of(record: StepRecord) -> dict[str, Sequence[Any]]:
     "What the loss of a record knows of every target, one array per datum; the entropy only if it is known of all."
     if record.loss is None:
         return {}
-    found: dict[str, Sequence[Any]] = {"policy": record.loss.logprobs}
+    series: dict[str, Sequence[Any]] = {"policy": record.loss.logprobs}
     if record.loss.dlogprobs:
-        found |= {"dlogprob": record.loss.dlogprobs}
+        series |= {"dlogprob": record.loss.dlogprobs}
     entropies = [lp.entropy for lp in record.loss.logprobs]
-    return found | (
+    return series | (
         {} if not entropies or any(h is None for h in entropies) else {"entropy": entropies}
     )
 
@@ -703,10 +710,12 @@ def token_rows(
         raise DatumError(
             "tokens to look at", got=wrong[0], expected="a StepRecord, or a list of Datum"
         )
-    given = _series_of(record) | dict(extra or {})
+    values_by_name = _series_of(record) | dict(extra or {})
     if policy_logprobs is not None:
-        given |= {"policy": policy_logprobs}
-    series = {name: target_series(name, values, record.datums) for name, values in given.items()}
+        values_by_name |= {"policy": policy_logprobs}
+    series = {
+        name: target_series(name, values, record.datums) for name, values in values_by_name.items()
+    }
     samples = sample_of(record.groups)
 
     def of(d, i):
@@ -768,26 +777,28 @@ def turns(scored: np.ndarray) -> np.ndarray:  # (N-1,) int
 
 def _differences(row: TokenRow) -> dict[str, np.ndarray]:
     "What trainer, sampler and reference disagree about, and the KL to the reference."
-    found = row.series
+    recorded = row.series
     trainer = trainer_of(row)
     pairs = [
         (trainer, other) for other in ("sampler", "old", "ref") if trainer and other != trainer
     ]
     out = {
-        f"{a}-{b}": found[a] - found[b] for a, b in pairs if b in found and (a, b) != ("old", "ref")
+        f"{a}-{b}": recorded[a] - recorded[b]
+        for a, b in pairs
+        if b in recorded and (a, b) != ("old", "ref")
     }
     if "policy-ref" in out and (row.options or {}).get("teacher_coeff"):
         out = {"ref-policy": -out.pop("policy-ref"), **out}
-    if {"policy", "ref"} <= found.keys():
-        gap = found["ref"] - found["policy"]
+    if {"policy", "ref"} <= recorded.keys():
+        gap = recorded["ref"] - recorded["policy"]
         out["kl"] = np.exp(gap) - gap - 1
     return out
 
 
 def all_series(row: TokenRow) -> dict[str, np.ndarray]:  # (N-1,) each
-    "Every series of a row, given and derived, by name."
-    given = ["policy", "old", "sampler", "sampler_raw", "ref"]
-    out = {name: row.series[name] for name in given if name in row.series}
+    "Every series of a row, recorded and derived, by name."
+    recorded = ["policy", "old", "sampler", "sampler_raw", "ref"]
+    out = {name: row.series[name] for name in recorded if name in row.series}
     out |= _differences(row) | _ratios(row)
     out |= {name: values for name, values in row.series.items() if name not in out}
     out["mask"] = row.scored.astype(np.float64)
@@ -885,11 +896,11 @@ def _first_look(series: Sequence[Mapping[str, Any]], row: TokenRow) -> str:
 def _facts(row: TokenRow, roles: str) -> list[str]:
     "What is known of a sample, in words; NaN is not left out, since it is known to be wrong."
 
-    def said(v):
+    def text(v):
         return shown_text(v).replace("·", " ") if isinstance(v, str) else f"{v:.4g}"
 
     counts = f"prompt {roles.count('p')} tokens, scored {roles.count('s')}, masked {roles.count('m')}, cut {row.cut}"
-    return [*(f"{name} {said(v)}" for name, v in row.facts.items() if v is not None), counts]
+    return [*(f"{name} {text(v)}" for name, v in row.facts.items() if v is not None), counts]
 
 
 def token_payload(row: TokenRow, tokenizer: Any = None, floor: float = NOISE) -> dict[str, Any]:

@@ -48,7 +48,7 @@ async def one_phase(
 
 # %% ../../nbs/views/00_player.ipynb #53513f67
 def by_windows(loop: Loop) -> bool:
-    "Whether the loop would now open a window: prompts of several steps, drawn together."
+    "Whether the loop would now open a window: prompts of several steps, sampled together."
     return loop.cfg.weight_sync_interval != 1 and not loop.state.values
 
 # %% ../../nbs/views/00_player.ipynb #ba867203
@@ -216,7 +216,7 @@ class Player:
         self.changed()
 
     def drain(self) -> asyncio.Task[None]:
-        "Pause, and wait for the rows that are in flight beside training."
+        "Pause, and wait for the rows that are in flight."
         if self.task is None or not self.doing or refusal(self, "drain"):
             return self.start("drain")
         self.draining = True
@@ -280,7 +280,7 @@ async def rest(player: Player) -> None:
 
 # %% ../../nbs/views/00_player.ipynb #f075715d
 async def release(player: Player) -> None:
-    "Let go of a window; what it has drawn and not trained on is lost."
+    "Let go of a window; what it has sampled and not trained on is lost."
     window = player.window
     player.window = None
     if window is not None:

@@ -105,7 +105,7 @@ PLACE = re.compile(
 )  # of a completion or of a token, as errors, checks and trends write it
 
 
-def _said(record: StepRecord, before: StepRecord | None) -> str:
+def _step_text(record: StepRecord, before: StepRecord | None) -> str:
     "What a step says about itself, and where a check failed."
     failed = [
         c.where for c in invariants(record, before) if c.ok is False and PLACE.search(c.where)
@@ -118,14 +118,14 @@ def _said(record: StepRecord, before: StepRecord | None) -> str:
 def sentences(records: Sequence[StepRecord]) -> tuple[tuple[int, str], ...]:
     "What each step says about itself; the first of several is there for the second."
     pairs = list(zip([None, *records], records, strict=False))
-    return tuple((r.step, _said(r, before)) for before, r in pairs)[-5:]
+    return tuple((r.step, _step_text(r, before)) for before, r in pairs)[-5:]
 
 
 def places(text: str, step: int | None = None) -> Iterable[tuple[int, int]]:  # step and group
     "The groups that a text names; where it says no step, they are of `step`."
-    for found in PLACE.finditer(text):
-        if (at := found["step"] or step) is not None:
-            yield int(at), int(found["group"])
+    for match in PLACE.finditer(text):
+        if (at := match["step"] or step) is not None:
+            yield int(at), int(match["group"])
 
 # %% ../../nbs/views/07_report.ipynb #58b35294
 READ_STEPS = 200  # whose completions are read at most
@@ -191,9 +191,9 @@ def _named(
     trends: Iterable[Trend], show: Iterable[str], steps: Sequence[int]
 ) -> dict[int, set[int]]:
     "The groups that trends and addresses name; raises RecordError for an address of a step that is not there."
-    found: dict[int, set[int]] = {}
+    groups: dict[int, set[int]] = {}
     for step, group in (place for t in trends for place in places(t.sentence)):
-        found.setdefault(step, set()).add(group)
+        groups.setdefault(step, set()).add(group)
     for text in show:
         numbers = re.fullmatch(r"(?:.*#)?step=(\d+)&group=(\d+)(?:&\w+=\d+)*", text)
         if numbers is None or int(numbers[1]) not in steps:
@@ -205,8 +205,8 @@ def _named(
             raise RecordError(
                 "address", got=repr(text), expected=f"such as '{address(1, 0, 2)}', {there}"
             )
-        found.setdefault(int(numbers[1]), set()).add(int(numbers[2]))
-    return found
+        groups.setdefault(int(numbers[1]), set()).add(int(numbers[2]))
+    return groups
 
 # %% ../../nbs/views/07_report.ipynb #78d3bce2
 def material(
@@ -221,8 +221,8 @@ def material(
         metrics = metrics_frame(history_row(read[s]) for s in steps)
         settings = dict(read[steps[0]].options) if steps else {}
         tables = {s: read[s].completions_table() for s in spaced(steps)}
-        told = _told(read, steps, _named(trends, show, steps))
-        return Material("run", settings, metrics, tables=tables, trends=trends, **told)
+        shown = _shown_records(read, steps, _named(trends, show, steps))
+        return Material("run", settings, metrics, tables=tables, trends=trends, **shown)
     metrics = source.metrics()
     known = known or Known()
     notes = [*source.notes]
@@ -239,7 +239,7 @@ def material(
     name = source.path.resolve().name
     settings = flat_settings(source.config)
     more = {"tables": tables, "about": source.about, "notes": tuple(notes), "trends": trends}
-    return Material(name, settings, metrics, **more, **_told(read, steps, named))
+    return Material(name, settings, metrics, **more, **_shown_records(read, steps, named))
 
 # %% ../../nbs/views/07_report.ipynb #77ed8927
 def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int, StepRecord]]:
@@ -269,7 +269,9 @@ def _read(run: Run, known: Known, notes: list[str]) -> tuple[list[int], dict[int
     return steps, read
 
 
-def _told(read: Mapping[int, StepRecord], steps: Sequence[int], named: Named) -> dict[str, Any]:
+def _shown_records(
+    read: Mapping[int, StepRecord], steps: Sequence[int], named: Named
+) -> dict[str, Any]:
     "The records whose completions are shown, the last ones, what these say, and the groups that are named."
     last = [read[s] for s in steps[-LAST:]]
     recent = sentences(last)
@@ -461,14 +463,14 @@ def tokens_payload(
 def linked(text: str, step: int | None = None) -> str:
     "A text as safe HTML; where it names a completion, a link. Where it says no step, it is of `step`."
 
-    def link(found: re.Match[str]) -> str:
-        if (at := found["step"] or step) is None:
-            return found[0]
-        token = None if found["target"] is None else int(found["target"]) + 1
+    def link(match: re.Match[str]) -> str:
+        if (at := match["step"] or step) is None:
+            return match[0]
+        token = None if match["target"] is None else int(match["target"]) + 1
         return tag(
             "a",
-            found[0],
-            href="#" + address(int(at), int(found["group"]), int(found["sample"]), token),
+            match[0],
+            href="#" + address(int(at), int(match["group"]), int(match["sample"]), token),
         )
 
     return PLACE.sub(link, html.escape(text))
@@ -532,10 +534,10 @@ class Status:
     text: str  # one sentence
 
 
-def _told_html(title: str, told: Iterable[tuple[int, str]]) -> str:
+def _sentences_html(title: str, sentences: Iterable[tuple[int, str]]) -> str:
     "What steps say about themselves, as safe HTML, the newest first."
     items = [
-        tag("li", tag("b", f"Step {step}"), tag("p", text)) for step, text in reversed([*told])
+        tag("li", tag("b", f"Step {step}"), tag("p", text)) for step, text in reversed([*sentences])
     ]
     return tag("h2", title) + tag("ul", *items, kind="card recent") if items else ""
 
@@ -550,15 +552,15 @@ def _top_html(m: Material, status: Status | None) -> str:
 def _completions_html(m: Material) -> tuple[str, dict[str, Any], dict[str, Any]]:
     "The place of the completions, and what is carried for it: completions by step, tokens by address."
     records = {record.step: record for record in (*m.samples, *m.more)}
-    found = {**m.tables, **{step: r.completions_table() for step, r in records.items()}}
-    found = {step: found[step] for step in sorted(found) if len(found[step])}
-    if not found:
+    tables = {**m.tables, **{step: r.completions_table() for step, r in records.items()}}
+    tables = {step: tables[step] for step in sorted(tables) if len(tables[step])}
+    if not tables:
         return "", {}, {}
     steps = dict[str, Any]()
     tokens = dict[str, Any]()
-    for step, table in found.items():
+    for step, table in tables.items():
         named = m.named.get(step, ())
-        limit = SHOWN_TEXT if step in records else min(SHOWN_TEXT, PAGE_TEXT // len(found))
+        limit = SHOWN_TEXT if step in records else min(SHOWN_TEXT, PAGE_TEXT // len(tables))
         steps[str(step)] = completions_payload(table, step, named, limit)
         if reason := m.metrics["reason"].get(step):
             steps[str(step)]["line"] += f"; nothing trained: {utf8(reason)}"
@@ -581,7 +583,9 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     idle = Counter(reason for reason in reasons if reason)
     parts = [_top_html(m, status)]
     parts.append(
-        _told_html("What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends))
+        _sentences_html(
+            "What changed over the last steps", ((t.step, linked(str(t))) for t in m.trends)
+        )
     )
     items = [tag("li", html.escape(f"{n} × {reason}")) for reason, n in idle.items()]
     if over_steps:
@@ -589,7 +593,7 @@ def _sections(m: Material, status: Status | None) -> tuple[str, dict[str, Any]]:
     if items and over_steps:
         parts += [tag("p", "Steps that trained nothing:") + tag("ul", *items)]
     parts.append(
-        _told_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent))
+        _sentences_html("The last steps, in words", ((n, linked(text, n)) for n, text in m.recent))
     )
     if last_step:
         parts += [tag("h2", "The last step"), _figures_html(last_step, len(over_steps))]
@@ -606,7 +610,7 @@ MADE = "Made by rl_notebook."
 
 def _page(name: str, body: str, carried: Mapping[str, Any], refresh: float | None = None) -> str:
     "A page with what it carries: figures by place, completions by step, tokens by address."
-    data = {name: found for name, found in carried.items() if found}
+    data = {name: payload for name, payload in carried.items() if payload}
     scripts = [module("report.js")] if data or refresh else []
     made = (
         f"{MADE} This page needs no network and lets nothing in it run but its charts and tables."
@@ -635,7 +639,7 @@ def report_html(
     source: Run | Iterable[StepRecord],  # a run on disk, or records in memory
     *,
     title: str | None = None,  # None = the name of the run folder
-    status: Status | None = None,  # said at the top
+    status: Status | None = None,  # shown at the top
     refresh: float | None = None,  # seconds after which the page reads itself again; None = never
     known: Known | None = None,  # of earlier pages of this run; filled
     tokenizer: Any = None,  # for the texts of tokens; None = their ids
@@ -722,7 +726,9 @@ async def follow(
     every: float = 5.0,  # seconds between two looks
     title: str | None = None,  # None = the name of the run folder
     patience: float = math.inf,  # seconds without a line after which a run that is not finished is left, too
-    say: Callable[[str], Any] = lambda line: None,  # told how the run stands whenever that changes
+    say: Callable[[str], Any] = lambda line: (
+        None
+    ),  # called with a line whenever the state of the run changes
     **options: Any,  # further ones of `report_html`
 ) -> Path:
     "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
@@ -785,13 +791,11 @@ PALETTE = ("blue", "orange", "green", "violet", "grey")
 def lines_figure(payload: Mapping[str, Any]) -> Figure:
     "A line a run, with its band where there is one."
     data = list[dict[str, Any]]()
-    for i, (name, drawn) in enumerate(payload["lines"].items()):
+    for i, (name, line) in enumerate(payload["lines"].items()):
         color = PALETTE[(i + payload.get("first", 0)) % len(PALETTE)]
-        if "low" in drawn:
-            data += band_trace(
-                drawn["low"], drawn["high"], f"{label(name)}, 95 %", tint(color, 0.15)
-            )
-        data.append(line_trace(drawn["mean"], name, color))
+        if "low" in line:
+            data += band_trace(line["low"], line["high"], f"{label(name)}, 95 %", tint(color, 0.15))
+        data.append(line_trace(line["mean"], name, color))
     return figure_of(data, payload["y"])
 
 # %% ../../nbs/views/07_report.ipynb #ad08c39a
@@ -819,7 +823,7 @@ def mean_between(differences: Any) -> tuple[float, float, float]:  # mean, ends 
 # %% ../../nbs/views/07_report.ipynb #a464fa6e
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    "Runs beside each other, and how far the rewards of each are from the first one's on the same rows."
+    "Runs compared, and how far the rewards of each are from the first one's on the same rows."
 
     metrics: Mapping[str, pd.DataFrame]  # by run
     rewards: Mapping[str, pd.DataFrame]  # by run: of `mean_rewards`
@@ -841,9 +845,9 @@ class Comparison:
         rows = []
         (first, *others) = self.metrics
         for name in others:
-            found = self.shared(name)
-            late = found[found["step"] > found["step"].max() * 2 / 3]
-            for over, part in (("all shared rows", found), ("those of the last third", late)):
+            shared = self.shared(name)
+            late = shared[shared["step"] > shared["step"].max() * 2 / 3]
+            for over, part in (("all shared rows", shared), ("those of the last third", late)):
                 rows.append(
                     [f"{name} - {first}", over, len(part), *mean_between(part["difference"])]
                 )
@@ -863,7 +867,7 @@ class Comparison:
 
     @property
     def charts(self) -> list[Chart]:
-        "What can be drawn: the difference, and each metric with a line a run."
+        "What can be drawn: the difference, and each metric with a line per run."
         steps = {
             name: self.shared(name).groupby("step")["difference"] for name in [*self.metrics][1:]
         }
@@ -882,28 +886,32 @@ class Comparison:
         }
         caption = "Mean over the rows that both drew; the band is its 95 % interval. Above 0: more than the first run."
         title = f"Difference of the reward to {next(iter(self.metrics))}, on the same rows"
-        drawn = {"lines": lines, "y": "difference", "first": 1}
-        found = (
-            [Chart(title, caption, lines_figure, drawn, wide=True)] if any(ends.values()) else []
+        payload = {"lines": lines, "y": "difference", "first": 1}
+        charts = (
+            [Chart(title, caption, lines_figure, payload, wide=True)] if any(ends.values()) else []
         )
         for metric, title in OVERLAID.items():
             there = {name: History(m[[metric]]) for name, m in self.metrics.items() if metric in m}
-            told = {name: {"mean": series(history, metric)} for name, history in there.items()}
-            if told:
-                found += [Chart(title, metric, lines_figure, {"lines": told, "y": title.lower()})]
-        return found
+            lines_by_run = {
+                name: {"mean": series(history, metric)} for name, history in there.items()
+            }
+            if lines_by_run:
+                charts += [
+                    Chart(title, metric, lines_figure, {"lines": lines_by_run, "y": title.lower()})
+                ]
+        return charts
 
     def page(self) -> str:
         "All of it as one HTML page."
         names = " and ".join(self.metrics)
-        drawn = self.charts
+        shown = self.charts
         head = [
             tag("h1", html.escape(names)),
             *(tag("div", t, kind="card scroll drawn") for t in self.tables_html()),
         ]
-        figures = {f"f{i}": c.figure for i, c in enumerate(drawn)}
+        figures = {f"f{i}": c.figure for i, c in enumerate(shown)}
         return _page(
-            names, "".join([*head, _figures_html(drawn, 0, over_steps=True)]), {"figures": figures}
+            names, "".join([*head, _figures_html(shown, 0, over_steps=True)]), {"figures": figures}
         )
 
     def __repr__(self) -> str:
@@ -925,14 +933,14 @@ class Comparison:
         return [
             *tables,
             html_table([*self.table.columns], rows),
-            *(tag("p", html.escape(said)) for said in self.notes),
+            *(tag("p", html.escape(note)) for note in self.notes),
         ]
 
 # %% ../../nbs/views/07_report.ipynb #fdd8d6bc
 def compare(
     *sources: Any,
 ) -> Comparison:  # run folders, `Run`s, loops or lists of records; two or more
-    "Runs beside each other; raises `ConfigError` for fewer than two, `RecordError` for what is no run."
+    "Compare runs; raises `ConfigError` for fewer than two, `RecordError` for what is no run."
     if len(sources) < 2:
         raise ConfigError("compare", got=f"{len(sources)} runs", expected="two or more")
     runs = [
@@ -950,8 +958,10 @@ def compare(
     flat = [
         flat_settings(r.config if isinstance(r, Run) else getattr(s, "cfg", {})) for s, r in pairs
     ]
-    told = {n: [f.get(n) for f in flat] for f in flat for n in f if n != "log_path"}
-    differ = {n: values for n, values in told.items() if any(v != values[0] for v in values)}
+    values_by_name = {n: [f.get(n) for f in flat] for f in flat for n in f if n != "log_path"}
+    differ = {
+        n: values for n, values in values_by_name.items() if any(v != values[0] for v in values)
+    }
     settings = pd.DataFrame.from_dict(differ, orient="index", columns=names)
     rewards = dict(zip(names, map(mean_rewards, runs), strict=True))
     return Comparison(dict(zip(names, tables, strict=True)), rewards, settings)

@@ -129,7 +129,7 @@ def deliver_to_main(widget: ipywidgets.Widget) -> None:
 
 # %% ../../nbs/views/03_tokens.ipynb #a2b4a9fb
 # nats that the rounding of bfloat16 explains at a token, as `tolerance` counts
-HALF = 2 * ROUNDING["bfloat16"].mean
+BFLOAT16_GAP = 2 * ROUNDING["bfloat16"].mean
 MOVED = ("shift", "rows permuted", "wrong group")  # move numbers about: all of the gap must go
 
 
@@ -158,8 +158,8 @@ def verdict_payload(e: Evidence, d: Diagnosis, syncs: str = "") -> dict[str, str
     most = float(np.nanmax(gap, initial=0.0))
     largest = f"largest gap {most:.2g} nats"
     cause = (
-        f"small, within the {HALF:.2g} nats of bfloat16; {cause}"
-        if state == "open" and most <= HALF
+        f"small, within the {BFLOAT16_GAP:.2g} nats of bfloat16; {cause}"
+        if state == "open" and most <= BFLOAT16_GAP
         else cause
     )
     text = f"All well: {close}, {largest}" if state == "well" else cause[0].upper() + cause[1:]
@@ -297,7 +297,7 @@ def overview_payload(
         "item": points["item"][int(far.argmax())] if len(far) and verdict["state"] != "well" else 0,
         "sides": sides_payload(source, e),
         "floor": tolerance(e),
-        "half": HALF,
+        "half": BFLOAT16_GAP,
         "points": points,
         "places": gap_by_place(_place(e)[finite], gap[finite]),
         "shift": shift_payload(e),
@@ -374,11 +374,11 @@ def strip_html(payload: Mapping[str, Any], series: Mapping[str, Any]) -> str:
         ),
     ]
     dim = [role != "s" for role in payload["roles"]]
-    asked, said = (
+    prompt_html, completion_html = (
         token_strip(lines[s], tints[s], dim[s], 300) for s in (slice(prompt), slice(prompt, None))
     )
     end = tag("i", f"✂ {cut} tokens cut off here", style=SOFT) if cut else ""
-    return folded(f"prompt, {prompt} tokens", asked if prompt else "") + said + end
+    return folded(f"prompt, {prompt} tokens", prompt_html if prompt else "") + completion_html + end
 
 # %% ../../nbs/views/03_tokens.ipynb #608dba58
 EDGES = {"well": "green", "found": "orange", "likely": "orange", "open": "violet"}  # of a verdict
@@ -509,18 +509,18 @@ def summary_html(overview: Mapping[str, Any]) -> str:
     gap = np.abs(np.subtract(points["y"], points["x"]))
     kept = keep_extremes(gap, STILL_DOTS)
     thinned = {name: np.array(values)[kept].tolist() for name, values in points.items()}
-    drawn = picture_html(scatter_figure(thinned), "Trainer against sampler", 360, 300)
+    picture = picture_html(scatter_figure(thinned), "Trainer against sampler", 360, 300)
     scope = overview["scopes"][0]
     quantiles = ", ".join(f"{name} {number(v)}" for name, v in scope["quantiles"].items())
     far = f"|trainer − sampler| over {scope['tokens']:,} tokens of {scope['name']}: {quantiles}."
     return tag(
-        "div", verdict_html(overview), drawn, tag("div", far, style=SOFT), style="font-size:13px"
+        "div", verdict_html(overview), picture, tag("div", far, style=SOFT), style="font-size:13px"
     )
 
 # %% ../../nbs/views/03_tokens.ipynb #6a4d10ea
 def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int = 6) -> str:
     "The targets farthest from the middle of the scale, with their logprobs; empty where there are none."
-    found = [*series["bad"], *series["worst"]][:most]
+    targets = [*series["bad"], *series["worst"]][:most]
     shown = [s for s in payload["series"] if s["kind"] == "logprob"][:3]
     if series not in shown:
         shown += [series]
@@ -531,7 +531,7 @@ def worst_html(payload: Mapping[str, Any], series: Mapping[str, Any], most: int 
     def value(s, t):
         return "not a number" if t in s["bad"] else number(s["values"][t])
 
-    rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in found]
+    rows = [[str(t), text(t), *(value(s, t) for s in shown)] for t in targets]
     head = ["target", "token", *(html.escape(s["label"]) for s in shown)]
     return (
         tag("div", f"Farthest from {number(series['center'])}:", table(head, rows)) if rows else ""
