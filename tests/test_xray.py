@@ -34,10 +34,9 @@ from rl_notebook.runs.records import StepRecord
 from rl_notebook.loop.step import evaluate_loss, loss_factory
 from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.experiments.preflight import preflight
-from rl_notebook.insight.xray import TERM_WORDS, failed_words, first_not_finite, invariants
-from rl_notebook.insight.xray import sentence, time_words, xray
+from rl_notebook.insight.xray import TERM_WORDS, first_not_finite, invariants
+from rl_notebook.insight.xray import sentence, xray
 from rl_notebook.core.findings import Finding
-from synthetic import synthetic_record
 from tiny_models import tiny, uneven
 
 SMALL: dict[str, Any] = {
@@ -490,35 +489,6 @@ def test_preflight_knows_stale_weights():
     check = named(look(backend=backend), "sampler")
     assert check.ok is False
     assert "Sync first" in check.fix
-
-
-# --- where the time went ---------------------------------------------------------------------------------------------
-
-READS = {
-    "perf/sampling_bytes_per_s": 7e9,
-    "perf/sampling_flops_per_s": 2e10,
-    "perf/sampling_floor_ratio": 1.4,
-}
-READS |= {"perf/roof_bytes_per_s": 1e10, "perf/roof_flops_per_s": 1e11}
-SPENT = {"sample": 7.8, "reference": 0.6, "backward": 1.6}
-
-
-def test_time_is_reported_last_and_only_where_nothing_failed():
-    slow = replace(synthetic_record(1), seconds=SPENT, speed=READS)
-    words = time_words(slow)
-    assert failed_words(slow) == []
-    assert sentence(slow).endswith(f" {words}.")
-    assert words.startswith(
-        "78% of the step is sampling, at 1.4 times its floor, which is reading the weights"
-    )
-    assert words.endswith("take at most 1.3 times as long")
-    broken = replace(slow, metrics={**slow.metrics, "grad_norm": math.nan})
-    assert failed_words(broken)
-    assert words not in sentence(broken)
-    assert words not in sentence(replace(slow, reason="nothing to learn"))
-    assert [c.name for c in invariants(slow)] == [
-        c.name for c in invariants(replace(slow, seconds={}))
-    ]
 
 
 @pytest.mark.parametrize("given", ["loop", "not awaited", "record"])

@@ -1200,40 +1200,6 @@ def failed_words(record: StepRecord, previous: StepRecord | None = None) -> list
     "The checks that do not hold, each as its name and its outcome."
     return [f"{c.name}: {c.text}" for c in invariants(record, previous) if c.ok is False]
 
-# %% ../../nbs/insight/00_xray.ipynb #9dc04d44
-MIN_STEP_SECONDS = 2.0  # seconds of a step below which its time is not worth a sentence
-# share of the tokens that may be padding, or of a step that may be spent on what is not used
-MAX_WASTED_SHARE = 0.25
-
-
-def time_words(record: StepRecord) -> str:
-    "Where the time of a step went, if that suggests a change; empty if it does not."
-    spent = sum(record.seconds.values())
-    speed = record.speed
-    o = record.options
-    if spent < MIN_STEP_SECONDS:
-        return ""
-    sampled, scoring = (record.seconds.get(phase, 0.0) / spent for phase in ("sample", "reference"))
-
-    def share_of_peak(rate):
-        return speed.get(f"perf/sampling_{rate}", 0.0) / speed.get(f"perf/roof_{rate}", math.inf)
-
-    reads = share_of_peak("bytes_per_s")
-    multiplies = share_of_peak("flops_per_s")
-    if sampled >= 0.5 and reads >= max(0.5, multiplies):
-        far = speed["perf/sampling_floor_ratio"]
-        most = 2 - min(reads, 1.0)
-        text = f"{sampled:.0%} of the step is sampling, at {far:.1f} times its floor, which is reading the weights"
-        more = "twice as many completions, sampled at once (max_concurrent)"
-        return f"{text}: {more}, take at most {most:.1f} times as long"
-    used = o.get("kl_beta") or o.get("teacher_coeff") or custom_loss(o) or len(record.updates) > 1
-    if scoring >= MAX_WASTED_SHARE and not used:
-        return f"{scoring:.0%} of the step is the reference, unused by the loss: kl_metric=False leaves it out"
-    if (padding := speed.get("perf/padding_ratio", 0.0)) >= MAX_WASTED_SHARE:
-        text = f"{padding:.0%} of the tokens that were computed are padding"
-        return f"{text}: open the backend with a smaller tokens_per_batch, so that lengths in a batch differ less"
-    return ""
-
 # %% ../../nbs/insight/00_xray.ipynb #b452d513
 def sentence(
     record: StepRecord,
@@ -1251,7 +1217,6 @@ def sentence(
     out += [f"{c.text[0].upper()}{c.text[1:]}" for c in checks if c.notable and c.ok is not False]
     if not record.reason:
         out += [loss_words(record, previous)]
-    out += [words for words in [time_words(record)] if words and not (failed or record.reason)]
     return " ".join(f"{words_of_one}." for words_of_one in out)
 
 # %% ../../nbs/insight/00_xray.ipynb #485815b6
