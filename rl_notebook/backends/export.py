@@ -37,12 +37,19 @@ def generation_config(
             if i is not None
         }
     )
-    how: dict[str, Any] = {"do_sample": params.temperature > 0}
+    settings: dict[str, Any] = {"do_sample": params.temperature > 0}
     if params.temperature > 0:
-        how |= {"temperature": params.temperature, "top_p": params.top_p, "top_k": params.top_k}
+        settings |= {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+        }
         if params.min_p:
-            how |= {"min_p": params.min_p}
-    how |= {"repetition_penalty": params.repetition_penalty, "max_new_tokens": params.max_tokens}
+            settings |= {"min_p": params.min_p}
+    settings |= {
+        "repetition_penalty": params.repetition_penalty,
+        "max_new_tokens": params.max_tokens,
+    }
     pad = (
         base.pad_token_id
         if base.pad_token_id is not None
@@ -53,7 +60,7 @@ def generation_config(
         "pad_token_id": pad,
         "eos_token_id": ends[0] if len(ends) == 1 else ends,
     }
-    return GenerationConfig(**own, **how)
+    return GenerationConfig(**own, **settings)
 
 # %% ../../nbs/backends/01_export.ipynb #05a173e3
 FIGURES = {
@@ -80,10 +87,10 @@ def figures_table(
     }
     rows = []
     for name, label in (FIGURES | known).items():
-        found = {at: m.get(name) for at, m in sorted(metrics.items()) if at <= step}
+        by_step = {at: m.get(name) for at, m in sorted(metrics.items()) if at <= step}
         values = [
             (at, v)
-            for at, v in found.items()
+            for at, v in by_step.items()
             if isinstance(v, int | float | np.number) and math.isfinite(v)
         ]
         if values:

@@ -300,34 +300,34 @@ def json_adam(params: Mapping[str, Any]) -> AdamParams:
 MAX_SAMPLES = 1024  # completions that one request may ask for
 
 
-def sample_params(given: Mapping[str, Any], n: int, max_tokens: int) -> SampleParams:
+def sample_params(fields: Mapping[str, Any], n: int, max_tokens: int) -> SampleParams:
     "How to sample, in the words of either service; raises `ConfigError`, `TypeError` or `ValueError`."
     if n > MAX_SAMPLES:
         raise ConfigError("n", where="the request", got=n, expected=f"at most {MAX_SAMPLES:,}")
-    stop = given.get("stop") or []
+    stop = fields.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     return SampleParams(
         n=n,
         max_tokens=max_tokens,
-        temperature=float(given.get("temperature", 1.0)),
-        top_p=float(given.get("top_p", 1.0)),
-        top_k=max(0, int(given.get("top_k", 0))),
-        min_p=float(given.get("min_p", 0.0)),
-        repetition_penalty=float(given.get("repetition_penalty", 1.0)),
+        temperature=float(fields.get("temperature", 1.0)),
+        top_p=float(fields.get("top_p", 1.0)),
+        top_k=max(0, int(fields.get("top_k", 0))),
+        min_p=float(fields.get("min_p", 0.0)),
+        repetition_penalty=float(fields.get("repetition_penalty", 1.0)),
         stop=tuple(x for x in stops if isinstance(x, str)),
         stop_token_ids=(
             *(x for x in stops if isinstance(x, int)),
-            *map(int, given.get("stop_token_ids") or ()),
+            *map(int, fields.get("stop_token_ids") or ()),
         ),
-        seed=None if given.get("seed") is None else int(given["seed"]),
+        seed=None if fields.get("seed") is None else int(fields["seed"]),
     )
 
 
 def json_sample_params(body: Mapping[str, Any], prompt: int, limit: int | None) -> SampleParams:
     "How a training service samples; raises likewise."
-    given = body.get("sampling_params") or {}
-    length = int(given.get("max_tokens") or max(1, (limit or 2048) - prompt))
-    return sample_params(given, int(body.get("num_samples") or 1), length)
+    fields = body.get("sampling_params") or {}
+    length = int(fields.get("max_tokens") or max(1, (limit or 2048) - prompt))
+    return sample_params(fields, int(body.get("num_samples") or 1), length)
 
 # %% ../../nbs/emulator/00_messages.ipynb #bf584938
 @dataclass(frozen=True, eq=False)

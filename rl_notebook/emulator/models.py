@@ -215,12 +215,12 @@ class SamplerPool:
                 if sampling.snapshot
                 else ""
             )
-            found = next((x for x in self.servings if x.name == tag), None)
-            if found is None:
-                found = await self.fetch(models, snapshots, sampling, tag)
-            self.servings = [*(x for x in self.servings if x is not found), found]
-            found.users += 1
-            return found
+            serving = next((x for x in self.servings if x.name == tag), None)
+            if serving is None:
+                serving = await self.fetch(models, snapshots, sampling, tag)
+            self.servings = [*(x for x in self.servings if x is not serving), serving]
+            serving.users += 1
+            return serving
 
     async def fetch(
         self, models: Models, snapshots: Snapshots, sampling: SamplingSession, tag: str

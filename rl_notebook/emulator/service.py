@@ -740,14 +740,14 @@ async def to_pool(site: EmulatorState, scope: Scope, receive: Receive, send: Sen
 
 async def pooled_server(site: EmulatorState, model: str) -> EmulatedServer:
     "The sampler of a session's snapshot, or of its base model; 404 for one that the session did not save."
-    found = POOLED.fullmatch(model)
+    match = POOLED.fullmatch(model)
     trainer = site.trainers["pool"]
     name = f"pool:{model}"
-    if not found or found[1] not in trainer.memory.sessions or found[2] not in (None, found[1]):
+    if not match or match[1] not in trainer.memory.sessions or match[2] not in (None, match[1]):
         raise HTTPException(404, f"{model!r} is no snapshot of a session that is open")
     if name not in site.servers:
-        if found[3] and found[3] not in trainer.snapshots.names():
-            raise HTTPException(404, f"the session has no snapshot {found[3]!r}")
+        if match[3] and match[3] not in trainer.snapshots.names():
+            raise HTTPException(404, f"the session has no snapshot {match[3]!r}")
         server = EmulatedServer(
             site.models, trainer.snapshots, base_model=site.models.name, name=name
         )
@@ -755,7 +755,7 @@ async def pooled_server(site: EmulatorState, model: str) -> EmulatedServer:
             x for x, known in site.servers.items() if x.startswith("pool:") and not known.running
         ]
         site.servers[name] = server
-        server.load.task = asyncio.create_task(run_load(server, found[3])) if found[3] else None
+        server.load.task = asyncio.create_task(run_load(server, match[3])) if match[3] else None
         for old in idle[: max(0, len(idle) + 1 - KEPT_POOLED)]:
             await site.end(old)
     if (server := site.servers[name]).load.task is not None:

@@ -83,8 +83,8 @@ class Promise:
             TypeError,
             ValueError,
         ) as reason:  # in what was asked for
-            said = "" if isinstance(reason, RLNotebookError) else f"{type(reason).__name__}: "
-            self.result = {"error": f"{said}{reason}", "category": "user"}
+            prefix = "" if isinstance(reason, RLNotebookError) else f"{type(reason).__name__}: "
+            self.result = {"error": f"{prefix}{reason}", "category": "user"}
         except asyncio.CancelledError:
             self.lost = True
             raise
@@ -230,8 +230,8 @@ STATE_PATHS = {
 def state_place(path: str, owner: str) -> tuple[str, str]:  # owner, name
     "Whose state a path means; `owner` where it does not say. Raises `BackendError`."
     for pattern in STATE_PATHS.values():
-        if found := re.fullmatch(pattern, path):
-            return folder_name(found.groupdict().get("owner", owner)), check_name(found["name"])
+        if match := re.fullmatch(pattern, path):
+            return folder_name(match.groupdict().get("owner", owner)), check_name(match["name"])
     raise BackendError("path", got=repr(path), expected=" or ".join(STATE_PATHS))
 
 # %% ../../nbs/emulator/02_trainer.ipynb #e2d9445d

@@ -494,12 +494,12 @@ def attend(
             band = torch.ones(steps, before + steps, dtype=torch.bool, device=q.device).tril(before)
             band = band if window is None else band.triu(before + 1 - window)
         k, v = for_heads(q, k, v, band)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "is_causal": band is None,
             "scale": scale,
             "enable_gqa": k.shape[1] != heads,
         }
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **how)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=band, **options)
         return out.transpose(1, 2).reshape(batch, steps, -1)
     stacked = q.reshape(batch, k.shape[1], -1, q.shape[-1])
     mask = cache.masks[window]

@@ -190,18 +190,20 @@ def tree_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # (1, T, heads, dim)
     "Causal attention along the branches of the tree that the model is reading."
-    if found := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
-        raise ValueError(f"attention with {found[0]}")
+    if unsupported := [name for name in _UNKNOWN if kwargs.get(name) is not None]:
+        raise ValueError(f"attention with {unsupported[0]}")
     tree = cast(Any, module.config).prefix_tree
     outputs = []
     for block in tree.blocks:
         mask = block.mask(sliding_window, query.dtype)
-        how: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "scale": scaling}
         q = gathered(query, block.queries)
         k = gathered(key, block.keys)
         v = gathered(value, block.keys)
         k, v = for_heads(q, k, v, mask)
-        out = F.scaled_dot_product_attention(q, k, v, enable_gqa=k.shape[1] != q.shape[1], **how)
+        out = F.scaled_dot_product_attention(
+            q, k, v, enable_gqa=k.shape[1] != q.shape[1], **options
+        )
         outputs.append(out.transpose(1, 2).flatten(2).flatten(0, 1))
     together = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
     return F.embedding(tree.home, together).unflatten(-1, (query.shape[1], -1))[None], None

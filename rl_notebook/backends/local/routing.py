@@ -106,17 +106,17 @@ class Routers:
 # %% ../../../nbs/backends/local/00_routing.ipynb #8cf8ba1f
 def find_routers(model: nn.Module, where: str | None = None) -> Routers:
     "All routers of a model; raises `ConfigError` when it has none, or one whose rule is not known."
-    found = {name: m for name, m in model.named_modules() if _looks_like_router(m)}
-    if not found:
+    routers = {name: m for name, m in model.named_modules() if _looks_like_router(m)}
+    if not routers:
         got = f"{type(model).__name__}, which has none"
         expected = "a mixture of experts as Qwen3-MoE, Mixtral or OLMoE"
         fix = "Leave router_replay out: without routers there is nothing to replay."
         raise ConfigError("routers", where=where, got=got, expected=expected, fix=fix)
-    sizes = {(int(m.num_experts), int(m.top_k)) for m in found.values()}  # type: ignore[arg-type]
-    rules = [find_rule(m) for m in found.values()]
+    sizes = {(int(m.num_experts), int(m.top_k)) for m in routers.values()}  # type: ignore[arg-type]
+    rules = [find_rule(m) for m in routers.values()]
     strange = [
         f"{name} ({type(m).__name__})"
-        for (name, m), rule in zip(found.items(), rules, strict=True)
+        for (name, m), rule in zip(routers.items(), rules, strict=True)
         if not rule
     ]
     if strange or len(sizes) > 1:
@@ -125,7 +125,7 @@ def find_routers(model: nn.Module, where: str | None = None) -> Routers:
         raise ConfigError(
             "routers", where=where, got=got, expected=expected, fix="Leave router_replay out."
         )
-    return Routers(tuple(found.values()), tuple(r for r in rules if r), *sizes.pop())
+    return Routers(tuple(routers.values()), tuple(r for r in rules if r), *sizes.pop())
 
 # %% ../../../nbs/backends/local/00_routing.ipynb #86bc578b
 def write_notes(routers: Routers, chosen: np.ndarray) -> tuple[str, ...]:
@@ -212,17 +212,17 @@ def noting(routers: Routers) -> Iterator[Notes]:
 # %% ../../../nbs/backends/local/00_routing.ipynb #46df8718
 @contextmanager
 def replaying(routers: Routers, chosen: Tensor) -> Iterator[None]:
-    "Let the routers choose what is given for all tokens of one pass, (T, L, k) expert ids, -1 = the router's own."
+    "Let the routers choose what is recorded for all tokens of one pass, (T, L, k) expert ids, -1 = the router's own."
 
     def exchange(layer: int, module: Any, args: Any, output: Any) -> tuple[Tensor, Tensor, Tensor]:
         logits, weights, own = output
-        given = chosen[:, layer]
-        if given.shape != own.shape:
+        recorded = chosen[:, layer]
+        if recorded.shape != own.shape:
             got = f"{len(own)} tokens"
-            expected = f"the {len(given)} that were announced"
+            expected = f"the {len(recorded)} that were announced"
             raise BackendError("router replay", where=f"layer {layer}", got=got, expected=expected)
-        known = (given >= 0).all(-1, keepdim=True)
-        index = torch.where(known, given, own)
+        known = (recorded >= 0).all(-1, keepdim=True)
+        index = torch.where(known, recorded, own)
         replayed = routers.rules[layer](logits, index).to(weights.dtype)
         return logits, torch.where(known, replayed, weights), index
 

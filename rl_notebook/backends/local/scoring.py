@@ -198,9 +198,9 @@ class Scoring:
         places, ids, back = (
             sent(x, causal.device) for x in (*divmod(once, causal.vocab_size), back)
         )
-        found = self.head(F.embedding(places, features), ids, entropy, graded)
+        distinct = self.head(F.embedding(places, features), ids, entropy, graded)
         logprobs, entropies = (
-            None if x is None else F.embedding(back, x[:, None])[:, 0] for x in found
+            None if x is None else F.embedding(back, x[:, None])[:, 0] for x in distinct
         )
         return logprobs, entropies  # type: ignore[return-value]
 
@@ -208,13 +208,13 @@ class Scoring:
         self, features: Tensor, targets: Tensor, entropy: bool, graded: bool
     ) -> tuple[Tensor, Tensor | None]:
         "Logprobs of targets and, if asked for, the entropies beside them."
-        found = filled = None
+        entropies = filled = None
         if graded:
-            found = head_entropy(features, self.causal.head, self.temperature)
+            entropies = head_entropy(features, self.causal.head, self.temperature)
         elif entropy:
             dtype = torch.promote_types(features.dtype, torch.float32)
-            found = filled = features.new_empty(len(targets), dtype=dtype)
-        return self.causal.logprobs(features, targets, self.temperature, filled), found
+            entropies = filled = features.new_empty(len(targets), dtype=dtype)
+        return self.causal.logprobs(features, targets, self.temperature, filled), entropies
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #2a757cf9
 def per_datum(
@@ -251,9 +251,9 @@ def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> l
     batches = scoring.batches(datums)
     note_pass(scoring, "scoring", batches)
     with torch.no_grad(), scoring.meter.timed("scoring"):
-        found = [scoring.forward(batch, entropy) for batch in batches]
+        outputs = [scoring.forward(batch, entropy) for batch in batches]
         synchronize(scoring.causal.device)
-    each = zip(*found, strict=True) if entropy else [[logprobs for logprobs, _ in found]]
+    each = zip(*outputs, strict=True) if entropy else [[logprobs for logprobs, _ in outputs]]
     return scoring.stamped(*[per_datum(scoring, datums, batches, [*flats]) for flats in each])
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #f3999433

@@ -132,10 +132,10 @@ class PolicyState:
         keep = sum(b.weight for b in batches) <= scoring.tokens_per_batch
         note_pass(scoring, "training", batches)
         with torch.set_grad_enabled(keep), scoring.meter.timed("training"):
-            found = [scoring.forward(batch, True, graded) for batch in batches]
+            outputs = [scoring.forward(batch, True, graded) for batch in batches]
             synchronize(scoring.causal.device)
         logprobs, entropies = (
-            per_datum(scoring, datums, batches, flats) for flats in zip(*found, strict=True)
+            per_datum(scoring, datums, batches, flats) for flats in zip(*outputs, strict=True)
         )
         leaves = [s.requires_grad_() for s in logprobs]
         read = [h.requires_grad_() for h in entropies] if graded else []
@@ -146,7 +146,7 @@ class PolicyState:
         if keep:
             passes = [
                 (b, flat, h if graded else None)
-                for b, (flat, h) in zip(batches, found, strict=True)
+                for b, (flat, h) in zip(batches, outputs, strict=True)
             ]
             self.graph = Graph(list(datums), deque(passes))
         saved = sum(sum(len(d.weights) for d in b.datums) - b.tokens for b in batches if b.tree)
@@ -203,11 +203,11 @@ class PolicyState:
 # %% ../../../nbs/backends/local/08_trainer.ipynb #7df7b978
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     "The parameters that learn, by name; raises `BackendError` where none does."
-    found = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not found:
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    if not parameters:
         fix = "Set requires_grad on some; load an adapter with PeftModel.from_pretrained(..., is_trainable=True)."
         raise BackendError("trainable parameters", where="open_local", got="none", fix=fix)
-    return found
+    return parameters
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #62ea96bb
 def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) -> int:
@@ -257,8 +257,8 @@ def adamw(state: PolicyState, adam: AdamParams) -> torch.optim.AdamW:
 # %% ../../../nbs/backends/local/08_trainer.ipynb #15328719
 def _layer_of(name: str) -> str:
     "The part of a model that a parameter belongs to: `embedding`, `layer_07`, `head`, `norm` or `other`."
-    if found := re.search(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.", name):
-        return f"layer_{int(found[1]):02d}"
+    if match := re.search(r"(?:^|\.)(?:layers|layer|h|blocks)\.(\d+)\.", name):
+        return f"layer_{int(match[1]):02d}"
     signs = {"emb": "embedding", "wte": "embedding", "head": "head", "norm": "norm"}
     return next((part for sign, part in signs.items() if sign in name), "other")
 
@@ -866,14 +866,14 @@ class LocalSampler:
                 await asyncio.sleep(0)
         except BaseException as reason:
             gone = isinstance(reason, asyncio.CancelledError)
-            told = (
+            error = (
                 BackendError("the sampler", got="a cancelled scheduler", fix="Ask again.")
                 if gone
                 else reason
             )
             for pending in waiting:
-                pending.resolve(told)
-            self.abandon(told)
+                pending.resolve(error)
+            self.abandon(error)
             if not isinstance(reason, Exception):
                 raise
 

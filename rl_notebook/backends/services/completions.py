@@ -132,8 +132,10 @@ def completion_ids(choice: Mapping[str, Any]) -> list[int] | None:
     for name in ("token_id", "id"):
         if content and all(entry.get(name) is not None for entry in content):
             return [int(entry[name]) for entry in content]
-    found = [re.fullmatch(r"token_id:(\d+)", str(token)) for token in logprobs.get("tokens") or ()]
-    return [int(match[1]) for match in found if match] if found and all(found) else None
+    matches = [
+        re.fullmatch(r"token_id:(\d+)", str(token)) for token in logprobs.get("tokens") or ()
+    ]
+    return [int(match[1]) for match in matches if match] if matches and all(matches) else None
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #fee1f4d4
 def reported(

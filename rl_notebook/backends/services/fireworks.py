@@ -604,11 +604,11 @@ async def in_thread(work: Callable[[threading.Event], Any]) -> Any:
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #6ed80b7d
 def infra_wishes(
-    cfg: Config, found: Mapping[str, Resource]
+    cfg: Config, attached: Mapping[str, Resource]
 ) -> dict[str, Any]:  # role -> what to attach to
     "What a config asks of `setup_infra`."
     deploy = cfg.deployment or DeployConfig()
-    if (serving := found.get("deployment")) is not None and deploy.deployment_id in (
+    if (serving := attached.get("deployment")) is not None and deploy.deployment_id in (
         None,
         serving.id,
     ):
@@ -621,8 +621,8 @@ def infra_wishes(
         "lora_rank": cfg.lora_rank,
         "max_seq_len": None if shaped.training_shape_id else cfg.max_seq_len,
         "learning_rate": cfg.learning_rate,
-        "policy_job_id": found["policy"].id if "policy" in found else None,
-        "reference_job_id": found["reference"].id if "reference" in found else None,
+        "policy_job_id": attached["policy"].id if "policy" in attached else None,
+        "reference_job_id": attached["reference"].id if "reference" in attached else None,
         "needs_reference": cfg.kl_beta > 0 or cfg.kl_metric,
         "needs_inference": True,
         "role_prefix": id_part(cfg.run_name or "grpo"),
@@ -722,9 +722,11 @@ async def open_fireworks(
     fix = "Look at base_url, or FIREWORKS_BASE_URL, and at the network."
     await asyncio.to_thread(check_reachable, rlor_mgr.base_url, fix)
     left = await asyncio.to_thread(settle_leftovers, cfg.log_path, leftover, secret)
-    found = {role: r for role, r in left.items() if await asyncio.to_thread(still_there, r, secret)}
-    attached = "policy" in found or bool(cfg.trainer and cfg.trainer.job_id)
-    await asyncio.to_thread(check_plan, cfg, rlor_mgr, attached)
+    attached = {
+        role: r for role, r in left.items() if await asyncio.to_thread(still_there, r, secret)
+    }
+    has_policy_job = "policy" in attached or bool(cfg.trainer and cfg.trainer.job_id)
+    await asyncio.to_thread(check_plan, cfg, rlor_mgr, has_policy_job)
     cleanup = ResourceCleanup(rlor_mgr, deploy_mgr, grace_s, folder=cfg.log_path)
     loop = asyncio.get_running_loop()
     tell = on_status or (lambda state: say(str(state)))
@@ -736,7 +738,7 @@ async def open_fireworks(
         for resource in left.values():  # what is gone leaves the list with them
             cleanup.hold(resource)
         cleanup.arm()
-        wishes = infra_wishes(cfg, found) | {
+        wishes = infra_wishes(cfg, attached) | {
             "rlor_mgr": rlor_mgr,
             "deploy_mgr": deploy_mgr,
             "cleanup": cleanup,
@@ -877,9 +879,9 @@ async def check_fireworks(
     rows = list[Finding]()
     doing = "set up"
 
-    def note(*found: Finding) -> None:
-        rows.extend(found)
-        for row in found:
+    def note(*findings: Finding) -> None:
+        rows.extend(findings)
+        for row in findings:
             say(repr(row))
 
     try:

@@ -494,8 +494,8 @@ def state_name(label: str, versions: Versions, tag: str, number: int) -> str:
 
 def version_in(path: str) -> tuple[int, bool] | None:
     "Policy version, and whether the weights are the published ones, from the path of a saved state."
-    found = re.search(r"-v(\d+)([pm])-[0-9a-f]{4}-\d+$", path)
-    return (int(found[1]), found[2] == "p") if found else None
+    match = re.search(r"-v(\d+)([pm])-[0-9a-f]{4}-\d+$", path)
+    return (int(match[1]), match[2] == "p") if match else None
 
 # %% ../../../nbs/backends/services/03_link.ipynb #4d58d1c8
 @dataclass(frozen=True)
@@ -816,8 +816,8 @@ def load_remotely(remote: ServiceTrainer, path: str, optimizer: bool) -> None:
         link.drop(link.text(error))
         raise
     remote.pending.clear()
-    found = version_in(path) if optimizer else None
-    versions.set_current(*(found or (versions.current, False)))
+    version = version_in(path) if optimizer else None
+    versions.set_current(*(version or (versions.current, False)))
 
 # %% ../../../nbs/backends/services/03_link.ipynb #77eacf10
 def snapshot_remotely(remote: ServiceTrainer, name: str) -> str:
@@ -929,13 +929,13 @@ def open_tokenizer(
 
     try:
         source, cached = find_model(name)
-        how: dict[str, Any] = {"revision": revision or "main", "local_files_only": cached}
-        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **how)
+        options: dict[str, Any] = {"revision": revision or "main", "local_files_only": cached}
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
     except (OSError, ValueError, BackendError) as error:
         fix = "Pass tokenizer=, a tokenizer or the name or folder of one."
         raise BackendError(
             "tokenizer", got=repr(name), expected="a name that can be loaded", fix=fix
         ) from error
     with suppress(OSError, ValueError):  # which may name further tokens that end a turn
-        loaded.generation_config = GenerationConfig.from_pretrained(source, **how)
+        loaded.generation_config = GenerationConfig.from_pretrained(source, **options)
     return loaded

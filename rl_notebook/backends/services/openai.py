@@ -357,14 +357,14 @@ async def open_openai(
     at = Endpoint(
         sampler.wire.root, served_model, sampler.wire.key.reveal() if sampler.wire.key else ""
     )
-    given: Any = {
+    arguments: Any = {
         "sampler": sampler,
         "sync": sender,
         "capabilities": can,
         "close": close,
         "endpoint": at,
     }
-    return replace(local, score_at=None, **given)
+    return replace(local, score_at=None, **arguments)
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #1f12e9c9
 async def check_openai(sampler: OpenAISampler) -> list[Findings]:

@@ -526,14 +526,14 @@ def as_sdk_datum(datum: Any) -> Any:  # ours, the SDK's or Tinker's
     if isinstance(datum, classes.Datum):
         return datum
     if not isinstance(datum, Datum):
-        given = datum.loss_fn_inputs
+        inputs = datum.loss_fn_inputs
         read = list(datum.model_input.to_ints())
-        targets = [int(t) for t in given["target_tokens"].data]
+        targets = [int(t) for t in inputs["target_tokens"].data]
         if read[1:] != targets[:-1]:
             raise DatumError(
                 "target_tokens", got="other tokens", expected="the input's tokens, shifted by one"
             )
-        weights = given["weights"].data if "weights" in given else np.zeros(len(targets))
+        weights = inputs["weights"].data if "weights" in inputs else np.zeros(len(targets))
         datum = Datum(tokens=np.array([*read, targets[-1]]), weights=np.asarray(weights))
     return sdk_datum(classes, datum, datum.weights)
 

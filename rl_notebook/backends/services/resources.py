@@ -181,15 +181,19 @@ def look(
     if response.status_code == 404:
         return None
     with contextlib.suppress(ValueError, RecursionError):
-        if response.is_success and isinstance(said := response.json(), dict):
-            return said
+        if response.is_success and isinstance(description := response.json(), dict):
+            return description
     return {}
 
 
 def still_there(resource: Resource, key: Secret) -> bool:
     "Whether a resource exists, running or stopped; raises `BackendError` when nothing responds."
-    said = look(resource, key)
-    return said is not None and state_of(said) not in ("DELETING", "DELETED", "ARCHIVED")
+    description = look(resource, key)
+    return description is not None and state_of(description) not in (
+        "DELETING",
+        "DELETED",
+        "ARCHIVED",
+    )
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #609d984e
 def release_resource(
@@ -200,8 +204,8 @@ def release_resource(
     response = ask(key, method, resource.link + suffix, json=body, headers=headers)
     if response.is_success or response.status_code == 404:
         return
-    said = look(resource, key, headers)
-    if said is None or state_of(said) in STOPPED:
+    description = look(resource, key, headers)
+    if description is None or state_of(description) in STOPPED:
         return
     got = f"HTTP {response.status_code} {one_line(response.text, key)}"
     raise BackendError(
@@ -305,18 +309,18 @@ def settle_leftovers(
     "What to attach to, by role, of what an earlier process left; raises `BackendError` when nothing was decided."
     if choice not in ("attach", "clean", "error"):
         raise ConfigError("leftover", got=repr(choice), expected="'attach', 'clean' or 'error'")
-    found = leftovers(folder) if folder is not None else []
-    if folder is None or not found:
+    listed = leftovers(folder) if folder is not None else []
+    if folder is None or not listed:
         return {}
     if choice == "attach":
-        return {r.role: r for r in found}
+        return {r.role: r for r in listed}
     if choice == "clean":
         clean_leftovers(folder, key=key)
         return {}
     what = "resources of an earlier process"
-    got = ", ".join(map(str, found))
+    got = ", ".join(map(str, listed))
     fix = "Open with leftover='attach' to go on with them, with leftover='clean' to release them, or do it by hand:"
-    by_hand = "".join(f"\n  {r.role}: {r.command}" for r in found)
+    by_hand = "".join(f"\n  {r.role}: {r.command}" for r in listed)
     raise BackendError(what, where=str(folder), got=got, expected="none", fix=fix + by_hand)
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #aaa95d08

@@ -437,14 +437,14 @@ async def draw(
     types = sampler.session.package.types
     sdk = link.sdk
     check_known(params, "Tinker")
-    given = {
+    options = {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,
         "seed": seed,
     }
     asked = types.SamplingParams(
-        **given, top_k=params.top_k or -1, stop=stops(params, sampler.tokenizer)
+        **options, top_k=params.top_k or -1, stop=stops(params, sampler.tokenizer)
     )
     return await ask(
         sampler, link, lambda c: c.sample(sdk.ModelInput.from_ints(list(prompt)), n, asked)
@@ -904,17 +904,17 @@ async def check_temperature(sampler: Sampler, tokens: list[int]) -> list[Finding
     hot, cold = [
         [c for c in await sampler.sample(tokens, params) if len(c.tokens)] for params in asked
     ]
-    told = {int(c.tokens[0]): float(c.logprobs[0]) for c in [*hot, *cold]}
-    other = sum(told[int(c.tokens[0])] < max(told.values()) - 0.05 for c in cold)
+    logprob_of = {int(c.tokens[0]): float(c.logprobs[0]) for c in [*hot, *cold]}
+    other = sum(logprob_of[int(c.tokens[0])] < max(logprob_of.values()) - 0.05 for c in cold)
     gain = sum(c.logprobs[0] for c in hot) / 2 + len(hot) * np.logaddexp.reduce(
-        np.array([*told.values()]) / 2
+        np.array([*logprob_of.values()]) / 2
     )
-    said = f"at 0, {other} of {len(cold)} were not the likeliest; at 2, {gain:+.0f} nats in favour of temperature 1"
+    text = f"at 0, {other} of {len(cold)} were not the likeliest; at 2, {gain:+.0f} nats in favour of temperature 1"
     return [
         Finding(
             "temperature",
             bool(not other and gain < 9.2),
-            said,
+            text,
             "0, and less than 9.2: 1 in 10,000 by chance",
         )
     ]
@@ -943,8 +943,12 @@ async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> 
         within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2)
     )
     drawn = await sampler.sample(toy.tokens[:-2], SampleParams(n=4, max_tokens=4, seed=3))
-    told = [(c.logprobs, toy_datum(c.full_tokens, len(c.tokens))) for c in drawn if len(c.tokens)]
-    gaps = [abs(s - (await toy.trainer.forward([d]))[0].values[-len(s) :]).mean() for s, d in told]
+    reported = [
+        (c.logprobs, toy_datum(c.full_tokens, len(c.tokens))) for c in drawn if len(c.tokens)
+    ]
+    gaps = [
+        abs(s - (await toy.trainer.forward([d]))[0].values[-len(s) :]).mean() for s, d in reported
+    ]
     rows.append(
         within("draws after a sync", float(max(gaps, default=math.nan)), VISIBLE / 2, " on average")
     )
