@@ -451,13 +451,13 @@ def new_task(folder: Path) -> list[Path]:  # the files
             fix="Choose another name.",
         )
     folder.mkdir(parents=True, exist_ok=True)
-    written = list[Path]()
+    paths = list[Path]()
     assets = (files("rl_notebook") / "assets" / "task").iterdir()
     for asset in sorted(assets, key=lambda file: file.name):
         target = folder / asset.name.removesuffix(".txt")
         target.write_text(asset.read_text(encoding="utf-8"), encoding="utf-8")
-        written.append(target)
-    return written
+        paths.append(target)
+    return paths
 
 # %% ../nbs/00_cli.ipynb #a32e94fc
 def run_new(args: Sequence[str]) -> int:  # exit code
@@ -616,7 +616,7 @@ async def diagnose_run(
     from rl_notebook.runs.run import Run, readable
 
     run = Run.open(path)
-    found = dict[int, tuple[Any, Any]]()
+    results = dict[int, tuple[Any, Any]]()
     seen = list[Any]()
     missing: AlignmentError | DatumError | None = None
     of_others = run.reader is not None or str(run.config.get("trainer", "")).startswith("trl ")
@@ -631,28 +631,28 @@ async def diagnose_run(
                     raise
                 missing = error  # not trained, or not yet, or one series alone
                 continue
-            found[record.step] = e, rank_causes(e)
-    agree = bool(found) and all(said.ok for _, said in found.values())
+            results[record.step] = e, rank_causes(e)
+    agree = bool(results) and all(diagnosis.ok for _, diagnosis in results.values())
     words = _words_of_others(run, seen, agree) if of_others else []
     asks = any(not line.startswith(("– versions", "– temperature")) for line in words)
     ending = "".join(f"\n{line}\n" for line in [*_not_regraded(seen, of_others), *words])
-    if not found:
+    if not results:
         if not of_others or not seen:
             raise _without_comparison(run, missing)
         say(f"{_in_order(seen, words)}{_not_compared(run, missing)}\n{ending}")
         return None, asks
-    if step is None and len(found) < len(run):
+    if step is None and len(results) < len(run):
         which = "those with both series; of a long run the last, and those with the largest gap by the metrics"
-        say(f"{len(found)} of {len(run)} steps: {which} (--step N)")
+        say(f"{len(results)} of {len(run)} steps: {which} (--step N)")
     synced = sync_truth([record for record in seen if record.step in first]) if first else None
-    differ = [n for n, (_, said) in found.items() if not said.ok]
+    differ = [n for n, (_, diagnosis) in results.items() if not diagnosis.ok]
     number = next(
-        (n for n in differ if found[n][1].certainty == "sure"), min(differ, default=max(found))
+        (n for n in differ if results[n][1].certainty == "sure"), min(differ, default=max(results))
     )
-    e = found[number][0]
+    e = results[number][0]
     name = f"step {number}"
-    if number in differ and found[number][1].certainty != "sure":
-        e = pooled([found[n][0] for n in found]) or e
+    if number in differ and results[number][1].certainty != "sure":
+        e = pooled([results[n][0] for n in results]) or e
         several = differ[:POOLED]
         name = f"steps {', '.join(map(str, several))} together" if len(several) > 1 else name
     shown = diagnose_evidence(e, run.tokenizer)
@@ -662,12 +662,12 @@ async def diagnose_run(
         shown = await diagnose_step(path, number, trust=trust)
     alone = name == f"step {number}"
     verdicts = {
-        n: _verdict(said, shown, number if alone and n != number else None)
-        for n, (_, said) in found.items()
+        n: _verdict(diagnosis, shown, number if alone and n != number else None)
+        for n, (_, diagnosis) in results.items()
     }
     width = max(18, *map(len, verdicts.values()))
-    for n, (_, said) in found.items():
-        say(f"step {n:4}  {verdicts[n]:<{width}} largest gap {said.largest:.2g} nats")
+    for n, (_, diagnosis) in results.items():
+        say(f"step {n:4}  {verdicts[n]:<{width}} largest gap {diagnosis.largest:.2g} nats")
     if synced:
         say(f"\n{synced}")
     say(f"\n{name}\n{shown}")
@@ -684,14 +684,14 @@ def _words_of_others(run: Run, seen: Sequence[Any], agree: bool) -> list[str]:
     words = steps_words(seen)
     samples = [s for record in seen for g in record.groups for s in g.samples]
     scored_at = run.reader.scored_at if run.reader else None
-    apart = sorted({s.temperature for s in samples} - {0.0, scored_at})
-    if scored_at is not None and apart:
-        text = f"completions were sampled at {apart[0]:g}, as recorded, and this trainer scores at {scored_at:g}"
+    temperatures = sorted({s.temperature for s in samples} - {0.0, scored_at})
+    if scored_at is not None and temperatures:
+        text = f"completions were sampled at {temperatures[0]:g}, as recorded, and this trainer scores at {scored_at:g}"
         words.append(
             f"✗ temperature: {text}: logprobs and ratios are not those of what was sampled"
         )
-    elif run.reader and apart and apart != [1.0]:
-        text = f"completions were sampled at {apart[0]:g}, as recorded"
+    elif run.reader and temperatures and temperatures != [1.0]:
+        text = f"completions were sampled at {temperatures[0]:g}, as recorded"
         words.append(
             f"– temperature: {text}; the files do not say at which temperature logprobs are"
         )
@@ -703,10 +703,10 @@ def _words_of_others(run: Run, seen: Sequence[Any], agree: bool) -> list[str]:
     return [*words, lie if agree else str(versions)]
 
 
-def _verdict(said: Diagnosis, shown: Diagnosis, number: int | None) -> str:
+def _verdict(diagnosis: Diagnosis, shown: Diagnosis, number: int | None) -> str:
     "A step in a few words that agree with what is shown of one step, or (None) of this one or of several together."
-    if said.ok or said.certainty == "sure":
-        return said.cause
+    if diagnosis.ok or diagnosis.certainty == "sure":
+        return diagnosis.cause
     if shown.ok or shown.certainty == "a guess":
         return "differs"
     if number is not None:
@@ -760,8 +760,10 @@ def _not_regraded(seen: Sequence[Any], of_others: bool) -> list[str]:
     "That rewards are taken as they are recorded, and what tells whether they belong to their completions."
     if all(s.reward is None for record in seen for g in record.groups for s in g.samples):
         return []
-    way = "rln.reward_lab(record, reward)" if of_others else "rl-notebook replay RUN STEP"
-    return [f"Rewards were not regraded: whether they belong to their completions, {way} tells."]
+    command = "rln.reward_lab(record, reward)" if of_others else "rl-notebook replay RUN STEP"
+    return [
+        f"Rewards were not regraded: whether they belong to their completions, {command} tells."
+    ]
 
 # %% ../nbs/00_cli.ipynb #5c27ae74
 STATUSES = """exit status:
@@ -973,7 +975,7 @@ def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str]:  # data, text
-    "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200, if not told."
+    "Verdict and metrics of every step, or of the last ones, and what changed lately; as text of 200 by default."
     from rl_notebook.runs.records import StepRecord
     from rl_notebook.runs.run import glance, readable, run_facts
     from rl_notebook.insight.trends import LAST_STEPS_READ, watch_run
@@ -986,15 +988,15 @@ def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str
     table = run.metrics(max(last or 0, LAST_STEPS_READ) if first else None)
     kept = table if last is None else table.tail(last)
     there = {*run.steps}
-    told = list[StepRecord]()
+    records = list[StepRecord]()
     for step, row in kept.to_dict("index").items():
         # without NaN
         known: dict[str, Any] = {name: value for name, value in row.items() if value == value}
         if step in there:
-            told += [StepRecord(step, reason=known.pop("reason", ""), metrics=known)]
+            records += [StepRecord(step, reason=known.pop("reason", ""), metrics=known)]
     data = {
         "run": str(run.path),
-        "steps": [{"step": r.step, "verdict": r.verdict} for r in told],
+        "steps": [{"step": r.step, "verdict": r.verdict} for r in records],
         "trends": trends,
     }
     if first:
@@ -1014,29 +1016,29 @@ def describe_run(run: Run, last: int | None = None) -> tuple[dict[str, Any], str
 
 # %% ../nbs/00_cli.ipynb #78f1060d
 def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
-    "The x-ray, the doctor's answer and the completions of a step."
+    "The x-ray, the doctor's diagnosis and the completions of a step."
     from rl_notebook.insight.doctor.doctor import diagnose_evidence
     from rl_notebook.insight.doctor.evidence import gather
     from rl_notebook.insight.xray import xray
 
     record, before = run.record(step), run.record(step - 1) if step - 1 in run.steps else None
-    said = xray(record, before)
+    report = xray(record, before)
     table = record.completions_table()
-    found = None
+    diagnosis = None
     unseen = ""
     try:
         if record.loss is not None or record.origin:
-            found = diagnose_evidence(gather(record), run.tokenizer)
+            diagnosis = diagnose_evidence(gather(record), run.tokenizer)
     except (AlignmentError, DatumError) as missing:
         unseen = f"doctor: {_not_compared(run, missing)}" if run.reader else f"doctor: {missing}"
     checks = [
-        {"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in said.checks
+        {"name": c.name, "ok": c.ok, "text": c.text, "details": c.details} for c in report.checks
     ]
-    data = {"step": step, "verdict": record.verdict, "sentence": said.sentence, "checks": checks}
+    data = {"step": step, "verdict": record.verdict, "sentence": report.sentence, "checks": checks}
     data |= {
         "doctor": None
-        if found is None
-        else {"cause": found.cause, "score": found.score, "text": found.sentence}
+        if diagnosis is None
+        else {"cause": diagnosis.cause, "score": diagnosis.score, "text": diagnosis.sentence}
     }
     data |= {
         "metrics": {
@@ -1044,7 +1046,11 @@ def describe_step(run: Run, step: int) -> tuple[dict[str, Any], str]:
         }
     }
     data |= {"options": dict(record.options), "completions": _rows(table)}
-    lines = [repr(record), repr(said), unseen if found is None else f"doctor: {found.sentence}"]
+    lines = [
+        repr(record),
+        repr(report),
+        unseen if diagnosis is None else f"doctor: {diagnosis.sentence}",
+    ]
     return data, "\n".join(
         [*lines, table.drop(columns="prompt").to_string(index=False, max_colwidth=60)]
     )

@@ -648,7 +648,7 @@ def test_a_client_that_hangs_up_has_never_asked() -> None:
                 watched.gate = asyncio.Event()
                 client = client_of(rollout)
                 pending = asyncio.create_task(ask(client, messages))
-                while not rollout._drawing:
+                while not rollout._sampling_tasks:
                     await asyncio.sleep(0.01)
             with pytest.raises(openai.APIStatusError) as refused:  # the end of the rollout ends it
                 await pending
@@ -668,7 +668,7 @@ def test_a_server_that_ends_lets_nobody_wait() -> None:
             rollout = server.rollout()
             client = client_of(rollout)
             pending = asyncio.create_task(ask(client, ASKED))
-            while not rollout._drawing:
+            while not rollout._sampling_tasks:
                 await asyncio.sleep(0.01)
             await server.close()
             with pytest.raises(openai.APIError):

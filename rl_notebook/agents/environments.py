@@ -31,7 +31,7 @@ Play = Callable[[dict[str, Any], ServedRollout], Any]
 
 
 def rollout_id(sample_prompt: Mapping[str, Any]) -> str:
-    "The same id for the same draw, so that records of a step that is made again are the same."
+    "The same id for the same sample, so that records of a step that is made again are the same."
     return f"draw-{sample_prompt['seed']}" if "seed" in sample_prompt else ""
 
 # %% ../../nbs/agents/02_environments.ipynb #af7c1f46
@@ -50,10 +50,10 @@ def agent_rollouts(
     read_calls: Calls = split_calls,  # how the policy writes a call
 ) -> RolloutFactory:
     "A rollout factory of what plays through an OpenAI client: an address for each rollout, one key for all."
-    how = {"read_calls": read_calls, "key": secrets.token_urlsafe(24)}
+    serve_options = {"read_calls": read_calls, "key": secrets.token_urlsafe(24)}
 
     async def play_agent(setup: RolloutSetup, sample_prompt: dict[str, Any]) -> RolloutRun:
-        async with serve(setup, **how) as server:
+        async with serve(setup, **serve_options) as server:
             with server.rollout(rollout_id(sample_prompt)) as rollout:
                 reward = await played(play, sample_prompt, rollout)
         return rollout.to_run(reward)
@@ -71,12 +71,12 @@ def tools_of(environment: Any) -> list[Callable[..., Any]]:
     ]
 
 
-def described(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
-    "Tools as the policy is told of them; raises `ConfigError` for a function without type hints or docstring."
+def describe_tools(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    "JSON schemas of tools, as the policy sees them; raises `ConfigError` for a function without type hints or docstring."
     try:
         return [get_json_schema(tool) for tool in tools]
     except Exception as reason:
-        # transformers has an error of its own for each part that is missing
+        # transformers has a separate error for each part that is missing
         fix = "Give it type hints, a docstring, and a line for each argument under `Args:`."
         raise ConfigError(
             "tool", got=str(reason), expected="a described function", fix=fix
@@ -131,51 +131,51 @@ async def first_messages(
     environment: Any, sample_prompt: Mapping[str, Any], several: bool = False
 ) -> tuple[list[Any], dict[str, Any]]:
     "The conversation before the policy's first turn, with what `reset` says behind it."
-    asked = [
+    prompt = [
         *(
             sample_prompt.get("messages")
             or [{"role": "user", "content": sample_prompt.get("prompt") or ""}]
         )
     ]
-    own = ("messages", "prompt_token_ids", "sample_index", "seed")
-    columns = {"prompt": asked} | {k: v for k, v in sample_prompt.items() if k not in own}
+    reserved = ("messages", "prompt_token_ids", "sample_index", "seed")
+    columns = {"prompt": prompt} | {k: v for k, v in sample_prompt.items() if k not in reserved}
     if environment is not None:
         seen = environment.reset(
             **{k: v for k, v in columns.items() if k != "environment" or not several}
         )
         seen = await seen if inspect.isawaitable(seen) else seen
-        asked[-1] = {**asked[-1], "content": asked[-1]["content"] + (seen or "")}
-    return asked, columns
+        prompt[-1] = {**prompt[-1], "content": prompt[-1]["content"] + (seen or "")}
+    return prompt, columns
 
 
 async def take_turns(
     rollout: ServedRollout,
-    asked: Sequence[Any],
+    prompt: Sequence[Any],
     tools: Sequence[Callable[..., Any]],
     rounds: int | None,
-) -> tuple[list[Any], dict[str, int]]:  # what was said, counts
+) -> tuple[list[Any], dict[str, int]]:  # messages, counts
     "Ask, make the calls, ask again, until there are none."
-    said = list[Any]()
+    messages = list[Any]()
     counts = {"tool_calls": 0, "tool_errors": 0}
     by_name = {tool.__name__: tool for tool in tools}
-    told = described(tools)
+    schemas = describe_tools(tools)
     while True:
-        body = {"messages": [*asked, *said], "tools": told}
+        body = {"messages": [*prompt, *messages], "tools": schemas}
         try:
             reply, _ = await rollout.answer(
-                json.dumps(body).encode(), str(len(said)), False, json.loads
+                json.dumps(body).encode(), str(len(messages)), False, json.loads
             )
         except DataError as error:
-            if said and error.what == "prompt too long":
-                return said, counts
+            if messages and error.what == "prompt too long":
+                return messages, counts
             raise
-        said.append(reply["choices"][0]["message"])
-        calls = said[-1].get("tool_calls") or ()
+        messages.append(reply["choices"][0]["message"])
+        calls = messages[-1].get("tool_calls") or ()
         rounds = None if rounds is None else rounds - 1
         if not calls or (rounds is not None and rounds < 0):
-            return said, counts
+            return messages, counts
         made = [await result_of(call, by_name) for call in calls]
-        said += [message for message, _ in made]
+        messages += [message for message, _ in made]
         failed = sum(failed for _, failed in made)
         counts = {
             "tool_calls": counts["tool_calls"] + len(made),
@@ -184,17 +184,21 @@ async def take_turns(
 
 # %% ../../nbs/agents/02_environments.ipynb #5604e450
 async def graded_run(
-    run: RolloutRun, said: Sequence[Any], row: Row, rewards: Sequence[RewardFn], environment: Any
+    run: RolloutRun,
+    messages: Sequence[Any],
+    row: Row,
+    rewards: Sequence[RewardFn],
+    environment: Any,
 ) -> RolloutRun:
     "A run with the total of its rewards, and each of them by name."
-    if (own := getattr(environment, "get_reward", None)) is not None:
+    if (method := getattr(environment, "get_reward", None)) is not None:
 
         async def get_reward(text: str) -> float | None:
-            value = own()
+            value = method()
             return await value if inspect.isawaitable(value) else value
 
         rewards = [*rewards, reward_fn(get_reward, name=type(environment).__name__)]
-    whole = replace(run.segments[-1], info={**run.segments[-1].info, "messages": list(said)})
+    whole = replace(run.segments[-1], info={**run.segments[-1].info, "messages": list(messages)})
     scores = await score([whole], row, list(rewards))
     segments: tuple[RolloutSample, ...] = tuple(
         replace(s, rewards=scores.rewards(0)) for s in run.segments
@@ -229,13 +233,13 @@ async def play_tools(
 ) -> RolloutRun:
     "One rollout with tools."
     name, environment = game.environment(sample_prompt)
-    asked, columns = await first_messages(environment, sample_prompt, several=name is not None)
+    prompt, columns = await first_messages(environment, sample_prompt, several=name is not None)
     tools = [*game.tools, *([] if environment is None else tools_of(environment))]
     server = PolicyServer("", lambda: setup, read_calls=game.read_calls)
     with server.rollout(rollout_id(sample_prompt)) as rollout:
-        said, counts = await take_turns(rollout, asked, tools, game.rounds)
+        messages, counts = await take_turns(rollout, prompt, tools, game.rounds)
     columns["environments"] = environment
-    row = Row("", messages=tuple(asked), answer=sample_prompt.get("answer"), data=columns)
-    run = await graded_run(rollout.to_run(**counts), said, row, game.rewards, environment)
+    row = Row("", messages=tuple(prompt), answer=sample_prompt.get("answer"), data=columns)
+    run = await graded_run(rollout.to_run(**counts), messages, row, game.rewards, environment)
     game.spare[name].append(environment)
     return run

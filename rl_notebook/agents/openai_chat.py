@@ -25,23 +25,24 @@ __all__ = []
 # %% ../../nbs/agents/00_openai_chat.ipynb #61f2521c
 def closed(schema: Any) -> Any:
     "A JSON schema whose objects have the properties that they list, unless it says otherwise or joins schemas."
-    found = [json.loads(json.dumps(schema))]
-    for part in found:  # and those that come behind it meanwhile
+    nodes = [json.loads(json.dumps(schema))]
+    for node in nodes:  # and those that are appended on the way
         parts = (
-            part.items()
-            if isinstance(part, dict)
-            else enumerate(part if isinstance(part, list) else ())
+            node.items()
+            if isinstance(node, dict)
+            else enumerate(node if isinstance(node, list) else ())
         )
-        found += [p for name, p in parts if name not in ("const", "enum", "default", "examples")]
-    own = [part for part in found if isinstance(part, dict)]
+        nodes += [p for name, p in parts if name not in ("const", "enum", "default", "examples")]
+    objects = [node for node in nodes if isinstance(node, dict)]
     joined = any(
-        "allOf" in s or ("properties" in s and {"anyOf", "oneOf", "$ref"} & s.keys()) for s in own
+        "allOf" in s or ("properties" in s and {"anyOf", "oneOf", "$ref"} & s.keys())
+        for s in objects
     )
     for listed in (
-        s for s in own if not joined and s.get("type") == "object" and s.get("properties")
+        s for s in objects if not joined and s.get("type") == "object" and s.get("properties")
     ):
         listed.setdefault("additionalProperties", False)
-    return found[0]
+    return nodes[0]
 
 
 def schema_rule(schema: Any) -> str:
@@ -96,13 +97,15 @@ def forced_tools(tools: Sequence[Any], choice: Any) -> list[Any]:
             {"type": "function", "name": name},
         )
 
-    found = [tool for tool in tools if choice in ("required", *named(tool["function"]["name"]))]
-    if not found:
+    callable_tools = [
+        tool for tool in tools if choice in ("required", *named(tool["function"]["name"]))
+    ]
+    if not callable_tools:
         expected = "auto, none, required or the name of a function that is offered"
         raise DataError(
             "tool_choice", where="the request", got=repr(choice)[:60], expected=expected
         )
-    return found
+    return callable_tools
 
 # %% ../../nbs/agents/00_openai_chat.ipynb #8c62d5f5
 KINDS = {"stop": str | list, "tools": list, "tool_choice": str | dict, "response_format": dict}
@@ -173,7 +176,7 @@ def read_chat(body: Any) -> ChatRequest:
     options = body.get("chat_template_kwargs") or {}
     if taken := {"messages", "tools", "where"} & options.keys():
         raise ConfigError(
-            "chat_template_kwargs", where=where, got=sorted(taken), expected="options of its own"
+            "chat_template_kwargs", where=where, got=sorted(taken), expected="other options"
         )
     grammar = reply_grammar(body.get("response_format") or {}, forced or tools, bool(forced))
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
@@ -186,7 +189,7 @@ def message_of(
     read_calls: Calls = split_calls,
     opened: str = "",  # what the prompt has written of this turn, see `opened_by`
 ) -> dict[str, Any]:
-    "What was drawn, as a message."
+    "The sampled text, as a message."
     content = text
     calls = list[dict[str, Any]]()
     if tools:
@@ -231,8 +234,8 @@ def reply_of(
     "The choices with what stands around them: the model, and how many tokens there are in prompt and choices."
     usage = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
     name = f"{('chat' if kind[0] == 'c' else '')}cmpl-{secrets.token_hex(8)}"
-    said = {"id": name, "object": kind, "created": int(time.time()), "model": model}
-    return said | {"choices": choices, "usage": usage}
+    header = {"id": name, "object": kind, "created": int(time.time()), "model": model}
+    return header | {"choices": choices, "usage": usage}
 
 # %% ../../nbs/agents/00_openai_chat.ipynb #7b0da39f
 PIECE = 4  # tokens in one piece of a stream
@@ -294,7 +297,7 @@ def deltas_of(
 def event_lines(
     reply: Mapping[str, Any], pieces: Sequence[Any], usage: bool, with_last: bool = False
 ) -> Iterator[str]:
-    "The pieces of the choices as server-sent events, usage in one of its own, or with the last piece."
+    "The pieces of the choices as server-sent events, usage in a separate event, or with the last piece."
     tail = {k: reply[k] for k in ("usage", "perf_metrics") if k in reply}
     head = {k: v for k, v in reply.items() if k not in tail}
     for i, piece in enumerate(pieces):

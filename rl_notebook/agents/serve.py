@@ -75,8 +75,8 @@ OWN = {
 }
 
 
-def check_draws(body: Mapping[str, Any], params: SampleParams) -> None:
-    "Raise `ConfigError` for what would be ignored, and for draws that are not those of the run."
+def check_sampling_fields(body: Mapping[str, Any], params: SampleParams) -> None:
+    "Raise `ConfigError` for fields that would be ignored, and for sampling settings other than those of the run."
     names = "temperature", *OFF
     allowed = {name: getattr(params, name) for name in names} | {"top_logprobs": 0}
     for name, value in body.items():
@@ -98,15 +98,15 @@ def check_draws(body: Mapping[str, Any], params: SampleParams) -> None:
 
 # %% ../../nbs/agents/01_serve.ipynb #dbecb01c
 @dataclass(frozen=True, eq=False)
-class Asked(ChatRequest):
+class TurnRequest(ChatRequest):
     "A request for the next turn."
 
     params: SampleParams
-    # what decides whether it goes on with a conversation: tools and options, then each message
+    # what decides whether it continues a conversation: tools and options, then each message
     seen: tuple[Any, ...]
 
 
-def as_said(message: Mapping[str, Any]) -> tuple[Any, ...]:
+def message_key(message: Mapping[str, Any]) -> tuple[Any, ...]:
     "A message without what clients add, drop or write differently when they send it again."
     calls = [call.get("function") or {} for call in message.get("tool_calls") or ()]
     return (
@@ -123,26 +123,30 @@ def _values(function: Mapping[str, Any]) -> str:
         return repr(function.get("arguments"))
 
 
-def read_asked(body: Any, params: SampleParams) -> Asked:
+def read_turn_request(body: Any, params: SampleParams) -> TurnRequest:
     "The request behind a body; raises `DataError` or `ConfigError`."
     chat = read_chat(body)
-    check_draws(body, params)
+    check_sampling_fields(body, params)
     count = body.get("n") or 1
     length = min(chat.max_tokens or params.max_tokens, params.max_tokens)
     if type(count) is not int or not 1 <= count <= 128:
         raise DataError(
             "n", where="the request", got=repr(count), expected="a whole number from 1 to 128"
         )
-    drawn = {
+    sampling = {
         "n": count,
         "max_tokens": length,
         "stop": (*params.stop, *chat.stop),
         "seed": body.get("seed"),
     }
-    own = replace(params, **drawn, grammar=chat.grammar or params.grammar)
-    how = json.dumps([chat.tools, chat.options], sort_keys=True)
+    sampling_params = replace(params, **sampling, grammar=chat.grammar or params.grammar)
+    options_key = json.dumps([chat.tools, chat.options], sort_keys=True)
     try:
-        return Asked(**vars(chat), params=own, seen=(how, *map(as_said, chat.messages)))
+        return TurnRequest(
+            **vars(chat),
+            params=sampling_params,
+            seen=(options_key, *map(message_key, chat.messages)),
+        )
     except (AttributeError, TypeError) as reason:
         raise DataError(
             "tool_calls", where="the request", got=str(reason), expected="a list of calls"
@@ -151,61 +155,59 @@ def read_asked(body: Any, params: SampleParams) -> Asked:
 # %% ../../nbs/agents/01_serve.ipynb #35c9efe9
 Read = Callable[[bytes], Any]  # a body, as what a chat completion asks for
 # the reply, and its pieces if they are asked for
-Answer = tuple[dict[str, Any], list[dict[str, Any]] | None]
+Reply = tuple[dict[str, Any], list[dict[str, Any]] | None]
 
 
 @dataclass(eq=False)
 class Turn:
     "A conversation up to the end of a turn that the policy took."
 
-    seen: tuple[Any, ...]  # `Asked.seen` with the reply
+    seen: tuple[Any, ...]  # `TurnRequest.seen` with the reply
     talk: Conversation  # with its tokens
-    continued: bool = False  # a later turn stands behind it, or is being drawn
-    parent: Turn | None = None  # that it goes on with, sampled tokens and all
-    apart: str = ""  # why its sequence is one of its own
+    continued: bool = False  # a later turn follows it, or is being sampled
+    parent: Turn | None = None  # that it continues, sampled tokens included
+    split_reason: str = ""  # why it begins its own sequence
 
 
-def as_given(talk: Conversation) -> Conversation:
+def mask_completions(talk: Conversation) -> Conversation:
     "The same tokens, none of them sampled: they are trained elsewhere."
     return replace(talk, spans=tuple(replace(span, completion=None) for span in talk.spans))
 
 
-def go_on(
-    turns: Sequence[Turn], asked: Asked, tokenizer: Any, where: str
+def match_conversation(
+    turns: Sequence[Turn], request: TurnRequest, tokenizer: Any, where: str
 ) -> tuple[Conversation, Turn | str]:
-    "The conversation to draw from, and the turn that it takes further, or why it is a sequence of its own."
-    seen = asked.seen
-    apart = ""
+    "The conversation to sample from, and the turn that it continues, or why it begins its own sequence."
+    seen = request.seen
+    reason = ""
     for turn in sorted(turns, key=lambda t: (-first_difference(seen, t.seen), t.continued)):
         same = first_difference(seen, turn.seen)
-        new = asked.messages[same - 1 :]
+        new = request.messages[same - 1 :]
         if same < len(turn.seen) or not new or any(m["role"] == "assistant" for m in new):
             other = (
                 f"other history from message {same - 1} on"
                 if same
                 else "other tools or template options"
             )
-            apart = apart or other
+            reason = reason or other
             continue
         try:
             talk = turn.talk.add_messages(*template_fields(tokenizer, new)[0])
         except AlignmentError as error:  # the template rewrites earlier turns
-            apart = str(error)
+            reason = str(error)
             continue
         if turn.continued:
-            return as_given(talk), f"a second branch from message {same - 1} on"
+            return mask_completions(talk), f"a second branch from message {same - 1} on"
         return talk, turn
-    messages, options = template_fields(tokenizer, asked.messages, asked.tools)
+    messages, options = template_fields(tokenizer, request.messages, request.tools)
     # of which none is a parameter of ours
-    row = Row(key=where, messages=tuple(messages), options=asked.options)
+    row = Row(key=where, messages=tuple(messages), options=request.options)
     try:
-        return start_conversation(tokenizer, row, **options), apart
+        return start_conversation(tokenizer, row, **options), reason
     except DataError as error:
         if not (turns and any(m["role"] == "assistant" for m in messages)):
             raise
-        raise TemplateMismatch(
-            str(error)
-        ) from error  # of what the policy said, there is no conversation
+        raise TemplateMismatch(str(error)) from error  # no conversation has what the policy wrote
 
 # %% ../../nbs/agents/01_serve.ipynb #0509161a
 QUIET = 30.0  # seconds without a request after which a rollout says so
@@ -229,21 +231,21 @@ def expect_request(url: str) -> threading.Timer:
 
 # %% ../../nbs/agents/01_serve.ipynb #b28106e8
 class ServedRollout:
-    "One rollout that an agent plays over HTTP: its address, and what was drawn for it."
+    "One rollout that an agent plays over HTTP: its address, and what was sampled for it."
 
     def __init__(self, server: PolicyServer, id: str):
         # url: `base_url` of a client
         self.id = id
         self.url = f"{server.url}/rollouts/{id}/v1"
         self.key = server.key
-        self.turns: list[Turn] = []  # in the order in which they were drawn
+        self.turns: list[Turn] = []  # in the order in which they were sampled
         self._server = server
         self._note = DRAW.get()
-        self._drawing: set[asyncio.Task[Any]] = set()
+        self._sampling_tasks: set[asyncio.Task[Any]] = set()
         # hash of the body, by the key of the request
-        self._answers: dict[str, tuple[str, asyncio.Task[Any]]] = {}
+        self._replies: dict[str, tuple[str, asyncio.Task[Any]]] = {}
         self._failed: Exception | None = None
-        self._refused = ""  # why the last request was refused
+        self._last_error = ""  # why the last request was rejected
         self._quiet = expect_request("")
 
     def __enter__(self) -> Self:
@@ -258,9 +260,9 @@ class ServedRollout:
             raise self._failed from error
 
     def close(self) -> list[asyncio.Task[Any]]:
-        "Cancel what is being drawn."
+        "Cancel what is being sampled."
         self._quiet.cancel()
-        tasks = [*self._drawing]
+        tasks = [*self._sampling_tasks]
         for task in tasks:
             task.cancel()
         return tasks
@@ -268,32 +270,34 @@ class ServedRollout:
     def to_run(self, reward: float | None = None, **info: Any) -> RolloutRun:
         """What a rollout function returns: a sample per sequence, with the same reward; None = unscorable.
 
-        `info` is kept beside `rollout`, the id, and `apart`, why the sequence is one of its own. Raises
-        `AlignmentError` if nothing was drawn."""
+        `info` is kept next to `rollout`, the id, and `apart`, why it is a separate sequence. Raises
+        `AlignmentError` if nothing was sampled."""
         parents = {id(turn.parent) for turn in self.turns}
         ends = [turn for turn in self.turns if id(turn) not in parents]
         if not ends:
             where = f"rollout {self.id!r}"
             fix = "Return None from the rollout to drop it."
             got = (
-                f"none; the last request was refused: {self._refused}" if self._refused else "none"
+                f"none; the last request was refused: {self._last_error}"
+                if self._last_error
+                else "none"
             )
             raise AlignmentError(
                 "turns", where=where, got=got, expected="at least one request", fix=fix
             )
 
         def sample(end):
-            return end.talk.to_sample(reward, rollout=self.id, apart=end.apart, **info)
+            return end.talk.to_sample(reward, rollout=self.id, apart=end.split_reason, **info)
 
         return RolloutRun(tuple(sample(end) for end in ends), reward)
 
-    async def answer(self, body: bytes, key: str, repeat: bool, read: Read) -> Answer:
-        "What a request gets; a repeat gets what the first one got. Raises for one that is refused."
+    async def answer(self, body: bytes, key: str, repeat: bool, read: Read) -> Reply:
+        "What a request gets; a repeat gets what the first one got. Raises for one that is rejected."
         task = asyncio.current_task()
         digest = hashlib.sha256(body).hexdigest()
         assert task is not None
-        if repeat and key in self._answers:
-            first, before = self._answers[key]
+        if repeat and key in self._replies:
+            first, before = self._replies[key]
             await asyncio.wait([before])
             if not before.cancelled() and before.exception() is None:
                 if first != digest:
@@ -303,37 +307,41 @@ class ServedRollout:
                         "Idempotency-Key", where="the request", got=got, expected=expected
                     )
                 return before.result()
-        self._answers[key] = digest, task
-        self._drawing.add(task)
+        self._replies[key] = digest, task
+        self._sampling_tasks.add(task)
         self._quiet.cancel()
         try:
             reply = await self._take_turn(*self._read(body, read))
             self._failed = None
             return reply
         except (DataError, ConfigError) as error:
-            self._refused = str(error)
+            self._last_error = str(error)
             raise
         except Exception as error:
             self._failed = error
             raise
         finally:
-            self._drawing.discard(task)
-            if not self._drawing and self.id in self._server.rollouts:
+            self._sampling_tasks.discard(task)
+            if not self._sampling_tasks and self.id in self._server.rollouts:
                 self._quiet = expect_request(self._server.url)
 
     def _read(
         self, body: bytes, read: Read
-    ) -> tuple[RolloutSetup, Asked, Conversation, Turn | str]:
-        "The request and the conversation to draw from; whatever is odd about a request is its sender's to mend."
+    ) -> tuple[RolloutSetup, TurnRequest, Conversation, Turn | str]:
+        "The request and the conversation to sample from; what is wrong with a request is for its sender to fix."
         setup = self._server.setup()
         try:
-            asked = read_asked(read(body), setup.params)
-            if self._server.read_calls is not split_calls and "<tool_call>" in asked.grammar:
+            request = read_turn_request(read(body), setup.params)
+            if self._server.read_calls is not split_calls and "<tool_call>" in request.grammar:
                 expected = "nothing: only `split_calls` reads the calls that it makes"
                 raise ConfigError(
                     "tool_choice", where="the request", got="a call by grammar", expected=expected
                 )
-            return setup, asked, *go_on(self.turns, asked, setup.tokenizer, f"rollout {self.id}")
+            return (
+                setup,
+                request,
+                *match_conversation(self.turns, request, setup.tokenizer, f"rollout {self.id}"),
+            )
         except (DataError, ConfigError, TemplateMismatch):
             raise
         except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as reason:
@@ -342,61 +350,71 @@ class ServedRollout:
             ) from reason
 
     async def _take_turn(
-        self, setup: RolloutSetup, asked: Asked, talk: Conversation, behind: Turn | str
-    ) -> Answer:
-        "Draw the next turn and record it; of several completions each has a sequence of its own."
+        self, setup: RolloutSetup, request: TurnRequest, talk: Conversation, behind: Turn | str
+    ) -> Reply:
+        "Sample the next turn and record it; each of several completions has its own sequence."
         most = self._server.max_seq_len or setup.max_seq_len
         check_fits(len(talk.tokens), most, 1, talk.row.where)
         room = (
-            asked.params.max_tokens
+            request.params.max_tokens
             if most is None
-            else min(asked.params.max_tokens, most - len(talk.tokens))
+            else min(request.params.max_tokens, most - len(talk.tokens))
         )
-        parent, apart = (behind, behind.apart) if isinstance(behind, Turn) else (None, behind)
+        parent, reason = (
+            (behind, behind.split_reason) if isinstance(behind, Turn) else (None, behind)
+        )
         if parent is not None:
             parent.continued = True
         DRAW.set(self._note)
         try:
-            drawn = await setup.sampler.sample(talk.tokens, replace(asked.params, max_tokens=room))
-            for completion in drawn:
+            completions = await setup.sampler.sample(
+                talk.tokens, replace(request.params, max_tokens=room)
+            )
+            for completion in completions:
                 if not len(completion.tokens) or completion.finish_reason == "abort":
                     got = f"{len(completion.tokens)} tokens, {completion.finish_reason!r}"
                     raise BackendError("sampler", where=talk.row.where, got=got, expected="a turn")
             talks = [
-                (talk if i == 0 else as_given(talk)).add_completion(c) for i, c in enumerate(drawn)
+                (talk if i == 0 else mask_completions(talk)).add_completion(c)
+                for i, c in enumerate(completions)
             ]
-            choices, pieces = await asyncio.to_thread(self._write, asked, talk, drawn)
+            choices, pieces = await asyncio.to_thread(self._write, request, talk, completions)
         except BaseException:
             if parent is not None:
                 parent.continued = False
             raise
         for i, (choice, ended) in enumerate(zip(choices, talks, strict=True)):
-            own = (
-                (parent, apart)
+            link = (
+                (parent, reason)
                 if i == 0
-                else (None, f"completion {i + 1} of {len(drawn)} for one request")
+                else (None, f"completion {i + 1} of {len(completions)} for one request")
             )
             self.turns.append(
-                Turn((*asked.seen, as_said(choice["message"])), ended, parent=own[0], apart=own[1])
+                Turn(
+                    (*request.seen, message_key(choice["message"])),
+                    ended,
+                    parent=link[0],
+                    split_reason=link[1],
+                )
             )
-        new = sum(len(c.tokens) for c in drawn)
-        model = str(asked.body.get("model") or "policy")
+        new = sum(len(c.tokens) for c in completions)
+        model = str(request.body.get("model") or "policy")
         return reply_of(choices, model, len(talk.tokens), new), pieces
 
     def _write(
-        self, asked: Asked, talk: Conversation, drawn: Sequence[Completion]
+        self, request: TurnRequest, talk: Conversation, completions: Sequence[Completion]
     ) -> tuple[list[Any], list[Any] | None]:
         "The choices of a reply, and its pieces if it is a stream; in a thread, for a long one takes a while."
         choices = list[Any]()
         tokenizer = talk.tokenizer
-        opened = opened_by(talk.spans[-1].text, answer_header(tokenizer)) if asked.tools else ""
-        for i, completion in enumerate(drawn):
-            message = message_of(completion.text, asked.tools, self._server.read_calls, opened)
-            logprobs = completion.logprobs if asked.body.get("logprobs") else None
+        opened = opened_by(talk.spans[-1].text, answer_header(tokenizer)) if request.tools else ""
+        for i, completion in enumerate(completions):
+            message = message_of(completion.text, request.tools, self._server.read_calls, opened)
+            logprobs = completion.logprobs if request.body.get("logprobs") else None
             choices.append(choice_of(i, message, completion, tokenizer, logprobs))
-        if not asked.body.get("stream"):
+        if not request.body.get("stream"):
             return choices, None
-        pairs = zip(choices, drawn, strict=True)
+        pairs = zip(choices, completions, strict=True)
         return choices, [
             piece
             for choice, completion in pairs
@@ -504,7 +522,7 @@ def as_response(reply: Mapping[str, Any]) -> dict[str, Any]:
         }
         for i, call in enumerate(message.get("tool_calls") or ())
     ]
-    said = {
+    message_item = {
         "type": "message",
         "id": name("msg", 0),
         "role": "assistant",
@@ -533,7 +551,7 @@ def as_response(reply: Mapping[str, Any]) -> dict[str, Any]:
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None
     }
     about |= {"usage": counts | details | {"total_tokens": usage["total_tokens"]}}
-    return about | {"output": [*[said] * bool(text["text"] or not calls), *calls]}
+    return about | {"output": [*[message_item] * bool(text["text"] or not calls), *calls]}
 
 
 def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -564,11 +582,18 @@ def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
             events.append({"type": "response.content_part.done", **at, "part": part})
         else:
-            said = item["arguments"]
-            told = {"name": item["name"]}
-            events.append({"type": "response.function_call_arguments.delta", **at, "delta": said})
+            message_item = item["arguments"]
+            function_name = {"name": item["name"]}
             events.append(
-                {"type": "response.function_call_arguments.done", **at, "arguments": said, **told}
+                {"type": "response.function_call_arguments.delta", **at, "delta": message_item}
+            )
+            events.append(
+                {
+                    "type": "response.function_call_arguments.done",
+                    **at,
+                    "arguments": message_item,
+                    **function_name,
+                }
             )
         events.append({"type": "response.output_item.done", "output_index": i, "item": item})
     events.append({"type": f"response.{response['status']}", "response": response})
@@ -584,11 +609,11 @@ def refusal_of(error: BaseException) -> tuple[int, dict[str, Any]]:
     if isinstance(error, BackendError | asyncio.CancelledError):
         status = 503
     code = "context_length_exceeded" if getattr(error, "what", "") == "prompt too long" else None
-    return status, refused(str(error) or type(error).__name__, code)
+    return status, error_body(str(error) or type(error).__name__, code)
 
 
-def refused(words: str, code: str | None = None) -> dict[str, Any]:
-    "The body of a refusal."
+def error_body(words: str, code: str | None = None) -> dict[str, Any]:
+    "The body of an error."
     return {
         "error": {"message": words, "type": "invalid_request_error", "param": None, "code": code}
     }
@@ -610,8 +635,8 @@ def model_named(name: str) -> dict[str, Any]:
 class ChatHandler(RequestHandler):
     "Every request to the address of a policy. The key is asked for before the body is read."
 
-    drawing: asyncio.Task[Any] | None = None
-    found: re.Match[str]  # the parts of the path
+    sampling_task: asyncio.Task[Any] | None = None
+    route: re.Match[str]  # the parts of the path
     refusal: tuple[int, dict[str, Any]] | None = None  # status and body
 
     def initialize(self, server: PolicyServer) -> None:
@@ -621,22 +646,24 @@ class ChatHandler(RequestHandler):
 
     def prepare(self) -> None:
         "Of a request without the key, or for what is not there, nothing is kept."
-        given = self.request.headers.get("Authorization", "").removeprefix("Bearer ")
-        found = PATHS.get(self.request.method or "", re.compile("(?!)")).fullmatch(
+        key = self.request.headers.get("Authorization", "").removeprefix("Bearer ")
+        route = PATHS.get(self.request.method or "", re.compile("(?!)")).fullmatch(
             self.request.path
         )
-        if not hmac.compare_digest(given.encode(), self.server.key.encode()):
+        if not hmac.compare_digest(key.encode(), self.server.key.encode()):
             self.refusal = (
                 401,
-                refused("The key is not that of this server: use rollout.key.", "invalid_api_key"),
+                error_body(
+                    "The key is not that of this server: use rollout.key.", "invalid_api_key"
+                ),
             )
-        elif found and found[1] in {None, *self.server.rollouts}:
-            self.found = found
+        elif route and route[1] in {None, *self.server.rollouts}:
+            self.route = route
         else:
             words = f"{self.request.method} {self.request.path}: {THERE_IS}"
-            words = f"rollout {found[1]!r} is not open" if found else words
+            words = f"rollout {route[1]!r} is not open" if route else words
             words = f"{words}. `with server.rollout() as rollout` opens one, at rollout.url."
-            self.refusal = 404, refused(words)
+            self.refusal = 404, error_body(words)
 
     def data_received(self, chunk: bytes) -> None:
         "Keep the next part of the body, as long as it may be a prompt that fits; a refusal waits for the end."
@@ -644,28 +671,28 @@ class ChatHandler(RequestHandler):
             self.body += chunk
             if len(self.body) > self.server.max_body:
                 words = f"the request: got more than {self.server.max_body:,} bytes, which max_seq_len has no room for"
-                self.refusal = 400, refused(words, "context_length_exceeded")
+                self.refusal = 400, error_body(words, "context_length_exceeded")
         else:
             self.body.clear()
 
     def on_connection_close(self) -> None:
         "The client has hung up."
-        if self.drawing is not None:
-            self.drawing.cancel()
+        if self.sampling_task is not None:
+            self.sampling_task.cancel()
 
     async def get(self) -> None:
         "The models, or one of them: the policy."
         if self.refusal is not None:
             return self.tell(*self.refusal)
         listed = {"object": "list", "data": [model_named("policy")]}
-        return self.tell(200, listed if self.found[2] is None else model_named(self.found[2]))
+        return self.tell(200, listed if self.route[2] is None else model_named(self.route[2]))
 
     async def post(self) -> None:
         "The next turn of a rollout."
         if self.refusal is not None:
             return self.tell(*self.refusal)
-        rollout = self.server.rollouts[self.found[1]]
-        chat = self.found[2] == "chat/completions"
+        rollout = self.server.rollouts[self.route[1]]
+        chat = self.route[2] == "chat/completions"
         named, count = (
             self.request.headers.get(name)
             for name in ("Idempotency-Key", "X-Stainless-Retry-Count")
@@ -676,8 +703,8 @@ class ChatHandler(RequestHandler):
             asking = rollout.answer(
                 body, named or hashlib.sha256(body).hexdigest(), bool(named) or count != "0", read
             )
-            self.drawing = asyncio.create_task(asking)
-            reply, pieces = await self.drawing
+            self.sampling_task = asyncio.create_task(asking)
+            reply, pieces = await self.sampling_task
         except (Exception, asyncio.CancelledError) as error:
             return self.tell(*refusal_of(error))
         if pieces is None:
@@ -703,7 +730,7 @@ class PolicyServer:
     "A policy behind an address of this machine, for agents that speak the API of OpenAI."
 
     url: str  # without a path
-    setup: Callable[[], RolloutSetup] = field(repr=False)  # how to draw; asked before each turn
+    setup: Callable[[], RolloutSetup] = field(repr=False)  # how to sample; called before each turn
     max_seq_len: int | None = None  # of a whole conversation; None = that of the setup
     read_calls: Calls = field(default=split_calls, repr=False)
     # for `Authorization: Bearer`
@@ -733,7 +760,7 @@ class PolicyServer:
         return self.rollouts[id]
 
     async def close(self) -> None:
-        "Refuse what comes, and cancel what is being drawn."
+        "Reject new requests, and cancel what is being sampled."
         self.closed = True
         tasks = [task for rollout in self.rollouts.values() for task in rollout.close()]
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -742,7 +769,7 @@ class PolicyServer:
 @asynccontextmanager
 async def serve(
     setup: RolloutSetup
-    | Callable[[], RolloutSetup],  # how to draw, or what says so before each turn
+    | Callable[[], RolloutSetup],  # how to sample, or a function that is called before each turn
     *,
     max_seq_len: int | None = None,  # of a whole conversation; None = that of the setup
     read_calls: Calls = split_calls,  # text -> content, tool calls

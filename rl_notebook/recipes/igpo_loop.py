@@ -110,7 +110,8 @@ def main(
     **options: Any,  # others of `train`
 ) -> RunResult:
     "Run a config from a script."
-    given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn}
+    problem_options = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn}
     return from_script(
-        train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)"
+        train(cfg, rollout_fn_factory=rollout_fn_factory, **problem_options, **options),
+        "train(cfg, ...)",
     )

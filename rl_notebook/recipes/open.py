@@ -135,9 +135,9 @@ async def open_backend(
         check_trusted(getattr(cfg, name), name)  # a service is sent your key
     if cfg.backend not in OPENERS:
         raise ConfigError("backend", got=repr(cfg.backend), expected=" or ".join(OPENERS))
-    own = {} if leftover == "error" else {"leftover": leftover}
-    if own and cfg.backend != "fireworks":
-        fix = "Leave it out: nothing of a killed process goes on here."
+    options = {} if leftover == "error" else {"leftover": leftover}
+    if options and cfg.backend != "fireworks":
+        fix = "Leave it out: nothing of a killed process continues here."
         raise ConfigError(
             "leftover",
             where=f"backend {cfg.backend}",
@@ -146,7 +146,7 @@ async def open_backend(
             fix=fix,
         )
     if cfg.teacher is None:
-        return await OPENERS[cfg.backend](cfg, say, **own)
+        return await OPENERS[cfg.backend](cfg, say, **options)
     off = {"teacher": None, "teacher_coeff": 0.0, "kl_beta": 0.0, "kl_metric": False}
     off |= {"kl_estimator": "k3", "kl_bias_correction": False}
     async with AsyncExitStack() as stack:
@@ -225,39 +225,47 @@ async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[F
 
 
 async def _check_frequencies(sampler: Sampler, tokens: list[int]) -> list[Finding]:
-    "Whether the next token is drawn as often as is said, at the most open places of a few completions."
+    "Whether the next token is sampled as often as its logprob says, at the least certain places of a few completions."
     from rl_notebook.insight.doctor.causes import sampled_otherwise
     from rl_notebook.insight.doctor.doctor import resample
     from rl_notebook.insight.doctor.evidence import gather
 
     async def sample(
         *asked: Any,
-    ) -> list[Completion]:  # what is drawn from has to be the raw logprobs
+    ) -> list[Completion]:  # sampling has to be from the raw logprobs
         return [replace(c, sampling_logprobs=None) for c in await sampler.sample(*asked)]
 
     bundle: Any = SimpleNamespace(sampler=SimpleNamespace(sample=sample))
-    drawn = await sample(tokens, SampleParams(n=16, max_tokens=8))
+    completions = await sample(tokens, SampleParams(n=16, max_tokens=8))
     datums = [
         Datum(np.array(c.full_tokens), np.arange(1, len(c.full_tokens)) >= c.prompt_len)
-        for c in drawn
+        for c in completions
     ]
-    told = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in drawn]
-    e = await resample(gather(datums, told, told), bundle, range(len(datums)), places=8, samples=48)
-    found = next(sampled_otherwise(e), None)
+    sampler_logprobs = [np.r_[np.full(c.prompt_len - 1, np.nan), c.logprobs] for c in completions]
+    e = await resample(
+        gather(datums, sampler_logprobs, sampler_logprobs),
+        bundle,
+        range(len(datums)),
+        places=8,
+        samples=48,
+    )
+    mismatch = next(sampled_otherwise(e), None)
     n = sum(int(r.counts.sum()) for r in e.resamples)
-    said = e.failed.get("resample") or (found.text if found else f"{n} draws as they should be")
+    text = e.failed.get("resample") or (
+        mismatch.text if mismatch else f"{n} draws as they should be"
+    )
     return [
         Finding(
             "drawn as often as said",
-            not found and not e.failed,
-            said,
+            not mismatch and not e.failed,
+            text,
             "no law that is much likelier",
         )
     ]
 
 
 async def _check_sampling(sampler: Sampler, tokenizer: Any, more: Any = None) -> list[Finding]:
-    "What is asked of a sampler beside its trainer; what cannot be asked is left open, by name."
+    "The checks of a sampler next to its trainer; one that cannot be made is left open, by name."
     from rl_notebook.backends.services.openai import CHECK_TEXT
     from rl_notebook.backends.services.tinker import check_endings, check_temperature, with_meanings
 
@@ -285,11 +293,11 @@ async def _check_tinker(cfg: Config, say: Callable[[str], Any]) -> list[Findings
 
     async with await open_tinker(**tinker_options(cfg), conformance="off", say=say) as backend:
         roles = backend.policy, backend.sampler, toy_tokens(backend.tokenizer), backend.sync
-        found = await check_contract(*roles, backend.capabilities)
-        found = Findings(
-            [*found, *await _check_sampling(backend.sampler, backend.tokenizer)], found.title
+        findings = await check_contract(*roles, backend.capabilities)
+        findings = Findings(
+            [*findings, *await _check_sampling(backend.sampler, backend.tokenizer)], findings.title
         )
-        return [backend.probes, found]
+        return [backend.probes, findings]
 
 
 async def _check_fireworks(cfg: Config, say: Callable[[str], Any]) -> list[Findings]:
@@ -320,7 +328,7 @@ class DeploymentCompletion(Completion):
 
     @property
     def inference_logprobs(self) -> list[float]:
-        "(C,) logprobs of the distribution drawn from, one per sampled token."
+        "(C,) logprobs of the distribution sampled from, one per sampled token."
         from rl_notebook.task.chat import completion_logprobs  # only here: it loads transformers
 
         return completion_logprobs(self).tolist()
@@ -346,8 +354,8 @@ class DeploymentSampler:
                 "sampling setting", got=", ".join(unknown), expected=f"some of {', '.join(known)}"
             )
         params = replace(self.params, **{"seed": None, **sample_kwargs, "n": n})
-        drawn = await self.sampler.sample(np.array(prompt_token_ids), params)
-        return [DeploymentCompletion(**vars(c)) for c in drawn if len(c.tokens)]
+        completions = await self.sampler.sample(np.array(prompt_token_ids), params)
+        return [DeploymentCompletion(**vars(c)) for c in completions if len(c.tokens)]
 
 
 def build_deployment_sampler(setup: Any) -> DeploymentSampler:

@@ -86,11 +86,11 @@ class Problem:
     rows: Sequence[Row]
     eval_rows: Sequence[Row]
     reward: Any  # reward functions, or a rollout function or factory
-    # True = train on it; None = live groups
+    # True = train on it; None = groups with signal
     dynamic_filter_fn: Callable[[PromptGroup], bool] | None = None
     # or its "module:function"; None = as the config says
     advantage_fn: AdvantageFn | str | None = None
-    # None = the held-out rows, answered and graded as in training
+    # None = the held-out rows, sampled and graded as in training
     evaluation_fn: EvaluationFn | None = None
     extras: Mapping[str, Any] | None = None  # handed to a rollout factory
     make_loss: LossFactory | None = None  # makes the whole loss function; None = the config's loss
@@ -166,9 +166,9 @@ def make_problem(
 ) -> Problem:
     "Rows, rollouts and filters of a run; raises ConfigError for parts that say the same twice."
     graders = {"reward": reward, "rollout_fn": rollout_fn, "rollout_fn_factory": rollout_fn_factory}
-    said = [name for name, given in graders.items() if given is not None]
-    if len(said) > 1:
-        raise ConfigError(said[0], got=f"a {said[1]} beside it", expected="one of the two")
+    names = [name for name, grader in graders.items() if grader is not None]
+    if len(names) > 1:
+        raise ConfigError(names[0], got=f"a {names[1]} beside it", expected="one of the two")
     graded: Any = reward if rollout_fn is None else as_rollout_fn(rollout_fn)
     if rollout_fn_factory is not None:
         graded = RolloutFactory(rollout_fn_factory)
@@ -177,14 +177,14 @@ def make_problem(
         rows = named.rows
         eval_rows = named.eval_rows
     graded = config_rewards(cfg) if graded is None else graded
-    own = dynamic_filter_fn, advantage_fn, evaluation_fn, rollout_extras, make_loss
+    functions = dynamic_filter_fn, advantage_fn, evaluation_fn, rollout_extras, make_loss
     read = [] if reward is None else columns_read(reward)
     held_out = as_rows(eval_rows, read) if len(eval_rows) else []
     if cfg.eval_interval > 0 and not held_out and evaluation_fn is None:
         raise ConfigError(
             "eval_interval", got=cfg.eval_interval, expected="eval_rows, or an evaluation_fn"
         )
-    return Problem(as_rows(rows, read), held_out, graded, *own)
+    return Problem(as_rows(rows, read), held_out, graded, *functions)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #d4dd749e
 def check_functions(cfg: Config, problem: Problem | None = None) -> None:
@@ -212,8 +212,9 @@ def check_measured(named: str, measured: Sequence[str]) -> None:
 class RunPlan:
     "How a run begins: what is known of it before a model is loaded."
 
-    begun: Run | None = None  # that goes on
-    found: Checkpoint | None = None  # to begin from: its last one, or the one that the config names
+    begun: Run | None = None  # to resume
+    # to begin from: the last one, or the one that the config names
+    checkpoint: Checkpoint | None = None
     # settings that were changed by hand up to there
     changed: Mapping[str, Any] = field(default_factory=dict)
 
@@ -225,7 +226,7 @@ def plan_run(
     problem: Problem | None = None,
     **parts: Any,
 ) -> RunPlan:
-    "Read how a run begins; raises if its folder cannot be begun or gone on with, or a function may not be imported."
+    "Read how a run begins; raises if its folder cannot be begun or resumed, or a function may not be imported."
     if not resume:
         if cfg.log_path is not None:
             check_folder_is_free(Path(cfg.log_path), cfg)
@@ -241,16 +242,16 @@ def plan_run(
     hold_folder(begun.path, trust)
     check_functions(cfg, problem)
     if problem is None:
-        check_given(begun.path, parts)
-    if (found := begun.latest_checkpoint()) is None:
+        check_parts(begun.path, parts)
+    if (checkpoint := begun.latest_checkpoint()) is None:
         return RunPlan(begun, named_checkpoint(cfg))
-    found.check(cfg)
-    changed = begun.record(found.step).changed if found.step in begun.steps else {}
+    checkpoint.check(cfg)
+    changed = begun.record(checkpoint.step).changed if checkpoint.step in begun.steps else {}
     # what the config says now, wins
-    began = flat_settings(begun.config_at(found.step))
+    began = flat_settings(begun.config_at(checkpoint.step))
     now = flat_settings(cfg)
     kept = {k: v for k, v in changed.items() if not names_code(k, v) and began.get(k) == now.get(k)}
-    return RunPlan(begun, found, kept)
+    return RunPlan(begun, checkpoint, kept)
 
 
 def named_checkpoint(cfg: Config) -> Checkpoint | None:
@@ -258,9 +259,9 @@ def named_checkpoint(cfg: Config) -> Checkpoint | None:
     named = cfg.resume
     if named is None or named.resume_from is None or resumes_there(cfg):
         return None
-    found = read_checkpoint(named.resume_from)
-    found.check(cfg)
-    return found if named.step_offset is None else replace(found, step=named.step_offset)
+    checkpoint = read_checkpoint(named.resume_from)
+    checkpoint.check(cfg)
+    return checkpoint if named.step_offset is None else replace(checkpoint, step=named.step_offset)
 
 
 def step_there(cfg: Config) -> int:
@@ -280,11 +281,13 @@ def step_there(cfg: Config) -> int:
 async def begin_run(
     loop: GRPOLoop, plan: RunPlan, say: Callable[[str], Any], trust: bool = False
 ) -> RunFolder | None:
-    "Put a loop where its run begins, and begin or go on with the folder; None without a `log_path`."
+    "Put a loop where its run begins, and begin or resume the folder; None without a `log_path`."
     cfg = loop.cfg
-    found = plan.found
-    if found is not None:
-        say(f"going on after step {await restore_checkpoint(loop, found)}, from {found.path}")
+    checkpoint = plan.checkpoint
+    if checkpoint is not None:
+        say(
+            f"going on after step {await restore_checkpoint(loop, checkpoint)}, from {checkpoint.path}"
+        )
     elif step := step_there(cfg):
         loop.set_position(step, loop.state.cursor, {})
         say(
@@ -301,7 +304,7 @@ async def begin_run(
     if differ := differing(plan.begun.config, cfg):
         say(f"settings that differ from those recorded in {cfg.log_path}:\n{differ}")
     run = RunFolder.resume(cfg.log_path, cfg, trust=trust)
-    done = found.step if found else 0
+    done = checkpoint.step if checkpoint else 0
     if not done:
         say("no checkpoint yet: starting at step 1")
     if aside := run.rewind(done):
@@ -351,20 +354,20 @@ def open_loop(cfg: Config, backend: Backend, problem: Problem) -> GRPOLoop:
             expected="an advantage_fn",
             fix=fix,
         )
-    given = {
+    options = {
         f.name: getattr(problem, f.name)
         for f in fields(problem)
         if f.name not in ("rows", "reward")
     }
-    return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **given)
+    return LOOPS[cfg.recipe](backend, problem.rows, problem.reward, cfg, keep_undo=0, **options)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #47d6acce
 def write_rows(
-    path: Path, rows: Sequence[Row], own: Sequence[str] = ()
-) -> None:  # names of functions beside them
+    path: Path, rows: Sequence[Row], functions: Sequence[str] = ()
+) -> None:  # names of functions passed with them
     "Rows as JSON lines that `read_rows` gives back exactly."
     lines = [
-        {"format": 1, "own": [*own]},
+        {"format": 1, "own": [*functions]},
         *({f.name: getattr(row, f.name) for f in fields(row)} for row in rows),
     ]
     write_file(path, "".join(json.dumps(encode(line, path.name)) + "\n" for line in lines))
@@ -372,7 +375,7 @@ def write_rows(
 
 def read_rows(
     path: Path,
-) -> tuple[list[Row], list[str]]:  # rows, names of functions that were passed beside them
+) -> tuple[list[Row], list[str]]:  # rows, names of functions that were passed with them
     "Rows that `write_rows` wrote; raises `RecordError` for another file."
     try:
         head, *lines = [decode(json.loads(line)) for line in read_file(path).splitlines()]
@@ -383,14 +386,14 @@ def read_rows(
         ) from error
 
 
-def check_given(path: str | Path, parts: Mapping[str, Any]) -> None:
-    "Raise where a run was given functions or rows that it is now resumed without; nothing else would tell."
+def check_parts(path: str | Path, parts: Mapping[str, Any]) -> None:
+    "Raise where a run was given functions or rows that it is now resumed without; nothing else would report it."
     if not (rows := Path(path) / "rows.jsonl").exists():
         return
     missing = [name for name in read_rows(rows)[1] or ["rows"] if parts.get(name) is None]
     if missing:
         got = f"a run with {' and '.join(missing)} of its own"
-        fix = "Go on with the script that began it, and --resume."
+        fix = "Resume with the script that began it, and --resume."
         raise ConfigError("resume", where=str(path), got=got, expected="the same again", fix=fix)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #f1299d8f
@@ -400,7 +403,7 @@ async def train(
     problem: Problem | None = None,  # None = what the config names
     backend: Backend
     | None = None,  # None = the one that the config names; one that is passed stays open
-    resume: bool = False,  # go on with the run in `log_path`
+    resume: bool = False,  # resume the run in `log_path`
     leftover: str = "error",  # Fireworks: trainers of a killed process in `log_path`: "attach", "clean" or "error"
     trust: bool = False,  # links that leave the folder of a run that was not started here may be followed
     say: Callable[[str], Any] = write_line,  # where the lines go
@@ -408,18 +411,20 @@ async def train(
     on_record: Sequence[Callable[[StepRecord], Any]] = (),  # called with every record
     opening: Sequence[
         Any
-    ] = (),  # said when model, functions and rows are found, before the model is loaded
+    ] = (),  # printed when model, functions and rows are found, before the model is loaded
     make: Callable[..., Problem] = make_problem,  # of the parts
     **parts: Any,  # of `make`, in the place of a problem: rows, rollout_fn_factory, dynamic_filter_fn, ...
 ) -> RunResult:
     """Run GRPO as a config says.
 
-    Raises `ConfigError` for rows or rewards beside a problem that has them.
+    Raises `ConfigError` for rows or rewards next to a problem that has them.
     """
     plan = plan_run(cfg, resume, trust, problem, **parts)  # before anything is set up
-    given = [name for name, part in parts.items() if part is not None]
-    if problem is not None and given:
-        raise ConfigError("problem", got=f"{', '.join(given)} beside it", expected="one of the two")
+    passed = [name for name, part in parts.items() if part is not None]
+    if problem is not None and passed:
+        raise ConfigError(
+            "problem", got=f"{', '.join(passed)} beside it", expected="one of the two"
+        )
     problem = problem or make(cfg, **parts)
     check_loss(cfg, problem.make_loss)
     # what one measures, its first call says
@@ -432,33 +437,33 @@ async def train(
     if problem.reward == ["gsm8k"] and not cfg.rewards:
         say(f"graded by gsm8k, which reads {cfg.dataset}'s answers: `rewards` names no other")
     async with contextlib.AsyncExitStack() as stack:
-        own = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
-        cfg = fitted(cfg, own, problem, say)
-        if note := plain_prompts(problem.rows, own.tokenizer):
+        opened = backend or await stack.enter_async_context(await open_backend(cfg, say, leftover))
+        cfg = fitted(cfg, opened, problem, say)
+        if note := plain_prompts(problem.rows, opened.tokenizer):
             say(note)
-        loop = open_loop(cfg, own, problem)
+        loop = open_loop(cfg, opened, problem)
         stack.push_async_callback(loop.close)
         run = await begin_run(loop, plan, say, trust)
         if run is not None and plan.begun is None:
             functions = {"rollout_fn_factory", "rollout_fn", "reward", "advantage_fn", "make_loss"}
-            if own_parts := [name for name in given if name in functions | {"rows"}]:
+            if custom_parts := [name for name in passed if name in functions | {"rows"}]:
                 write_rows(
                     Path(run.path) / "rows.jsonl",
                     problem.rows,
-                    [n for n in own_parts if n != "rows"],
+                    [n for n in custom_parts if n != "rows"],
                 )
-        if run is not None and own.boot_metrics:
+        if run is not None and opened.boot_metrics:
             run.log_metrics(
                 loop.state.number - 1,
-                {k: v for k, v in own.boot_metrics.items() if "/step" not in k},
+                {k: v for k, v in opened.boot_metrics.items() if "/step" not in k},
             )
         if run is not None:
             stack.callback(run.release)
         named = {"run_name": cfg.run_name, "log_path": cfg.log_path, "wandb": cfg.wandb}
         trackers = open_trackers(cfg.report_to, config=cfg.to_dict(), **named)
         stack.callback(finish_trackers, trackers)
-        told = [partial(_tell, tracker, cfg.log_completions) for tracker in trackers]
-        loop.outputs += [*([run.add] if run is not None else []), *told, *on_record]
+        tracker_outputs = [partial(_tell, tracker, cfg.log_completions) for tracker in trackers]
+        loop.outputs += [*([run.add] if run is not None else []), *tracker_outputs, *on_record]
         return await _train(loop, run, say, progress, trackers)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #787cb06c
@@ -466,11 +471,11 @@ def _tell(tracker: Tracker, completions: int, record: StepRecord) -> None:
     "Hand a tracker the numbers of a step that `metrics.jsonl` has, too, and its first completions."
     row = metrics_row(record)
     table = record.completions_table().head(completions)
-    told: dict[str, Any] = {name: row[name] for name in row.keys() - {"step", "reason"}}
+    metrics: dict[str, Any] = {name: row[name] for name in row.keys() - {"step", "reason"}}
     if len(table):
         table.insert(0, "step", record.step)
-        told["completions"] = table.rename(columns={"text": "completion"})
-    tracker.log(told, record.step)
+        metrics["completions"] = table.rename(columns={"text": "completion"})
+    tracker.log(metrics, record.step)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #ddebe0fb
 def fitted(cfg: Config, backend: Backend, problem: Problem, say: Callable[[str], Any]) -> Config:
@@ -572,17 +577,17 @@ async def _promote_what_is_there(loop: GRPOLoop, say: Callable[[str], Any]) -> N
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #f06e428d
 class Saver:
-    "Checkpoints of a run, at the places from which it can go on."
+    "Checkpoints of a run, at the places from which it can resume."
 
     def __init__(self, loop: GRPOLoop, run: RunFolder | None):
         self.loop = loop
         self.run = run
         self.last_boundary = loop.state.number - 1
         if run is not None and (best := read_best(run.path)) and best["step"] > self.last_boundary:
-            (Path(run.path) / BEST).unlink()  # of a step that was put aside
+            (Path(run.path) / BEST).unlink()  # of a step that was moved away
 
     async def boundary(self) -> None:
-        "Note a place to go on from, and save where one is due."
+        "Note a place to resume from, and save where one is due."
         self.last_boundary, every = self.loop.state.number - 1, self.loop.cfg.dcp_save_interval
         if self.run is not None and every:
             await save_checkpoint(self.loop, self.run, every=every)
@@ -597,7 +602,7 @@ class Saver:
         if self.run is None or named is None or not measured:
             return
         check_measured(named, measured)
-        # before the first step, or where no run can go on
+        # before the first step, or where no run can resume
         if not self.loop.state.number - 1 == step > 0:
             return
         best = read_best(self.run.path)
@@ -608,7 +613,7 @@ class Saver:
         write_best(self.run.path, step, named, metrics[named])
 
     async def save(self) -> None:
-        "Save the last finished step, if the run can go on from there."
+        "Save the last finished step, if the run can resume from there."
         finished = self.loop.state.number - 1
         if self.run is not None and finished == self.last_boundary and not self.loop.state.updated:
             await save_checkpoint(self.loop, self.run)
@@ -623,7 +628,7 @@ class Saver:
         say(self.message())
 
     def message(self) -> str:
-        "Where the run has ended before its end, and how it goes on."
+        "Where the run stopped early, and how to resume it."
         finished = self.loop.state.number - 1
         done = (
             f"stopped after step {finished}"
@@ -647,7 +652,7 @@ async def _held_out(
     trackers: Sequence[Tracker] = (),
     saver: Saver | None = None,
 ) -> float | None:
-    "Held-out reward after the last finished step, written beside its record, and told; None without held-out rows."
+    "Held-out reward after the last finished step, written next to its record, and logged; None without held-out rows."
     if not loop.evaluates:
         return None
     last = loop.records[-1].metrics if loop.records and loop.cfg.weight_sync_interval == 1 else {}
@@ -702,9 +707,14 @@ def main(
     **options: Any,  # others of `train`
 ) -> RunResult:
     "Run a config from a script."
-    given = {"rows": rows, "dynamic_filter_fn": dynamic_filter_fn, "evaluation_fn": evaluation_fn}
+    problem_options = {
+        "rows": rows,
+        "dynamic_filter_fn": dynamic_filter_fn,
+        "evaluation_fn": evaluation_fn,
+    }
     return from_script(
-        train(cfg, rollout_fn_factory=rollout_fn_factory, **given, **options), "train(cfg, ...)"
+        train(cfg, rollout_fn_factory=rollout_fn_factory, **problem_options, **options),
+        "train(cfg, ...)",
     )
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #c69eb5df
@@ -713,11 +723,11 @@ def recorded_problem(run: Run, cfg: Config) -> Problem:
     path = Path(run.path) / "rows.jsonl"
     if not path.exists():
         return load_problem(cfg)
-    rows, own = read_rows(path)
-    if own:
-        fix = f"Pass it: problem=make_problem(cfg, {own[0]}=..., rows=...)."
+    rows, functions = read_rows(path)
+    if functions:
+        fix = f"Pass it: problem=make_problem(cfg, {functions[0]}=..., rows=...)."
         raise ConfigError(
-            "problem", where=str(run.path), got=f"a run with a {own[0]} of its own", fix=fix
+            "problem", where=str(run.path), got=f"a run with a {functions[0]} of its own", fix=fix
         )
     return replace(load_problem(replace(cfg, eval_rows=0, eval_interval=0)), rows=rows)
 
@@ -748,19 +758,19 @@ async def loop_for(
 async def replay_step(
     path: str | os.PathLike[str],  # the `log_path` of a run
     step: int,  # a recorded step
-    **given: Any,  # `trust`, `problem` and `backend` of `loop_for`
+    **options: Any,  # `trust`, `problem` and `backend` of `loop_for`
 ) -> Replay:
     "Take a step of a recorded run again, and say which phase is the first that comes out otherwise."
-    async with loop_for(path, step, **given) as (run, loop):
+    async with loop_for(path, step, **options) as (run, loop):
         return await replay(run, step, loop)
 
 # %% ../../nbs/recipes/01_rl_loop.ipynb #0fe5f131
 async def diagnose_step(
     path: str | os.PathLike[str],  # the `log_path` of a run
     step: int,  # a recorded step
-    **given: Any,  # `trust`, `problem` and `backend` of `loop_for`
+    **options: Any,  # `trust`, `problem` and `backend` of `loop_for`
 ) -> Diagnosis:
     "Rebuild the weights before a recorded step, and let the doctor compare trainer and sampler on them."
-    async with loop_for(path, step, **given) as (run, loop):
+    async with loop_for(path, step, **options) as (run, loop):
         await loop.seek(step - 1, run)
         return await diagnose(run.record(step), backend=loop.backend)
