@@ -58,7 +58,7 @@ GROUP_SIZES = (2, 4, 8, 16)
 
 
 def dead_share(rewards: Sequence[float] | np.ndarray, size: int) -> float | None:
-    "Chance that a group of this size is dead, from (n,) rewards of one prompt; None = fewer were drawn."
+    "Chance that a group of this size is dead, from (n,) rewards of one prompt; None = fewer were sampled."
     if size > len(rewards):
         return None
     _, counts = np.unique(np.asarray(rewards, dtype=np.float64).round(6), return_counts=True)
@@ -68,10 +68,12 @@ def dead_share(rewards: Sequence[float] | np.ndarray, size: int) -> float | None
 def dead_shares(groups: Sequence[PromptGroup], sizes: Iterable[int]) -> dict[int, float | None]:
     "Expected share of dead groups by group size, averaged over prompts."
     each = {size: [dead_share(g.rewards, size) for g in groups] for size in sizes}
-    known = {size: [share for share in found if share is not None] for size, found in each.items()}
+    known = {
+        size: [share for share in shares if share is not None] for size, shares in each.items()
+    }
     return {
-        size: float(np.mean(found)) if len(found) == len(groups) else None
-        for size, found in known.items()
+        size: float(np.mean(shares)) if len(shares) == len(groups) else None
+        for size, shares in known.items()
     }
 
 # %% ../../nbs/experiments/03_preflight.ipynb #c3852601
@@ -168,28 +170,28 @@ def check_reward(rewards: np.ndarray) -> Finding:
 
 # %% ../../nbs/experiments/03_preflight.ipynb #85262995
 def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
-    "Reward functions that told nothing, and completions that could not be graded."
+    "Reward functions that gave no signal, and completions that could not be graded."
     samples = [s for g in groups for s in g.samples]
     checks = list[Finding]()
     lost = [f"{g.where}: {reason}" for g in groups for reason in g.dropped]
     for name in dict.fromkeys(name for s in samples for name in s.rewards):
-        given = [v for s in samples if (v := s.rewards.get(name)) is not None]
-        if has_no_signal(given):
-            said = (
-                f"gave {given[0]:g} to every completion"
-                if given
+        values = [v for s in samples if (v := s.rewards.get(name)) is not None]
+        if has_no_signal(values):
+            reason = (
+                f"gave {values[0]:g} to every completion"
+                if values
                 else "had no opinion on any completion"
             )
             checks.append(
-                Finding(f"reward {name}", None, f"whether it works could not be seen: it {said}")
+                Finding(f"reward {name}", None, f"whether it works could not be seen: it {reason}")
             )
     if lost:
-        drawn = len(lost) + len(samples)
+        total = len(lost) + len(samples)
         fix = "Call the rollout or reward function by hand on it."
-        few = None if len(lost) < MAX_TROUBLED_SHARE * drawn else False
+        few = None if len(lost) < MAX_TROUBLED_SHARE * total else False
         checks.append(
             Finding(
-                "lost", few, f"{len(lost)} of {drawn} completions were lost", got=lost[0], fix=fix
+                "lost", few, f"{len(lost)} of {total} completions were lost", got=lost[0], fix=fix
             )
         )
     return checks
@@ -204,18 +206,18 @@ async def check_reward_fns(
     "What the reward pays for nothing; none of one that waits for others."
     if reward_fns is None or any(fn.is_async for fn in reward_fns):
         return []
-    found = [*(await audit_rows(reward_fns, rows, limits)).findings]
+    findings = [*(await audit_rows(reward_fns, rows, limits)).findings]
     for fn in reward_fns if len(reward_fns) > 1 else ():
         alone = (await audit_rows([replace(fn, weight=1.0)], rows, limits)).findings.failed
         paid = ", ".join(f.text.rpartition(" earns")[0] for f in alone[:3])
         fix = "Right for a reward of form or length; one for the answer has to read the row, and ignore the rest."
         if paid:
-            found += [Finding(f"reward {fn.name}", None, f"alone, it pays for {paid}", fix=fix)]
-    return found
+            findings += [Finding(f"reward {fn.name}", None, f"alone, it pays for {paid}", fix=fix)]
+    return findings
 
 # %% ../../nbs/experiments/03_preflight.ipynb #752bf9b3
 def wilson(share: float, count: int) -> tuple[float, float]:
-    "The 95% interval of a share that was measured on so many prompts (Wilson, 1927)."
+    "The 95% interval of a share that was measured on `count` prompts (Wilson, 1927)."
     z = 1.96
     middle = (share + z**2 / (2 * count)) / (1 + z**2 / count)
     half = z / (1 + z**2 / count) * math.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
@@ -223,7 +225,7 @@ def wilson(share: float, count: int) -> tuple[float, float]:
 
 
 def check_dead(dead: Mapping[int, float | None], planned: int, prompts: int) -> Finding:
-    "At the planned group size, at least half of the groups carry signal; `dead` is a mean over so many prompts."
+    "At the planned group size, at least half of the groups carry signal; `dead` is a mean over `prompts` prompts."
     check = partial(Finding, "dead groups")
     share = dead[planned]
     if share is None:
@@ -243,23 +245,25 @@ def check_tokens(
     tokenizer: Any, prompts: Sequence[Prompt], groups: Sequence[PromptGroup]
 ) -> Finding:
     "Prompts and completions survive being decoded and encoded again."
-    drawn = [s.tokens for g in groups for s in g.samples]
-    asked = round_trip(tokenizer, [p.tokens for p in prompts])
-    said = round_trip(tokenizer, drawn)
-    if not asked and not said:
-        text = (
-            f"{len(prompts)} prompts and {len(drawn)} completions encode to the same tokens again"
-        )
+    completions = [s.tokens for g in groups for s in g.samples]
+    changed_prompts = round_trip(tokenizer, [p.tokens for p in prompts])
+    changed_completions = round_trip(tokenizer, completions)
+    if not changed_prompts and not changed_completions:
+        text = f"{len(prompts)} prompts and {len(completions)} completions encode to the same tokens again"
         return Finding("tokens", True, text)
-    changed = f"{len(asked)} of {len(prompts)} prompts and {len(said)} of {len(drawn)} completions"
+    changed = f"{len(changed_prompts)} of {len(prompts)} prompts and {len(changed_completions)} of {len(completions)} completions"
     fix = "No harm while tokens are handed on; a rollout of your own must not pass text."
     return Finding(
-        "tokens", None, f"{changed} encode to other tokens again", got=(said or asked)[0], fix=fix
+        "tokens",
+        None,
+        f"{changed} encode to other tokens again",
+        got=(changed_completions or changed_prompts)[0],
+        fix=fix,
     )
 
 # %% ../../nbs/experiments/03_preflight.ipynb #00066beb
 def check_agreement(
-    gap: Gap | None, noise_floor: float, allowed: Rounding, apart: Finding | None = None
+    gap: Gap | None, noise_floor: float, allowed: Rounding, mismatch: Finding | None = None
 ) -> list[Finding]:
     "Two batch shapes agree, and so do policy and sampler with identical weights, as far as rounding lets them."
     noise = f"the same weights in another batch shape differ by {short(noise_floor)} nats at most"
@@ -270,19 +274,19 @@ def check_agreement(
         checks = [
             Finding("noise floor", False, noise, got=short(noise_floor), expected=limit, fix=mask)
         ]
-    if gap is None or apart:
+    if gap is None or mismatch:
         text = "policy and sampler report logprobs of different distributions"
-        return [*checks, apart or Finding("sampler", None, text)]
+        return [*checks, mismatch or Finding("sampler", None, text)]
     text = (
         f"policy and sampler differ by {short(gap.mean)} nats a token, {short(gap.largest)} at most"
     )
     if allowed.explains(gap):
         return [*checks, Finding("sampler", True, text)]
     fix = "Sync first if the policy was trained already; else ask the alignment doctor (rln.diagnose)."
-    apart = Finding(
+    mismatch = Finding(
         "sampler", False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size
     )
-    return [*checks, apart]
+    return [*checks, mismatch]
 
 # %% ../../nbs/experiments/03_preflight.ipynb #177f1d34
 @dataclass(frozen=True, repr=False)
@@ -351,7 +355,7 @@ class Preflight:
     "What is known before a run."
 
     rendered: str  # the first prompt as the model reads it, special tokens included
-    groups: tuple[PromptGroup, ...]  # the completions that were drawn, graded
+    groups: tuple[PromptGroup, ...]  # the sampled completions, graded
     dead: Mapping[int, float | None]  # expected share of dead groups by group size
     planned: int  # completions_per_prompt of the config
     noise_floor: float  # nats
@@ -400,10 +404,10 @@ class Preflight:
 # %% ../../nbs/experiments/03_preflight.ipynb #b90fbb48
 async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[Finding]:
     "Whether a stop string cuts off what a reward looks for."
-    said = str(next(iter(reference_answers(row.answer)), ""))
-    found = dict[str, Finding]()
+    answer = str(next(iter(reference_answers(row.answer)), ""))
+    findings = dict[str, Finding]()
     for whole in (
-        (form.replace("{}", said) for form in FORMS) if stops and reward_fns is not None else ()
+        (form.replace("{}", answer) for form in FORMS) if stops and reward_fns is not None else ()
     ):
         at, stop = min(((whole.find(s), s) for s in stops if s in whole), default=(len(whole), ""))
         try:
@@ -414,10 +418,10 @@ async def check_stops(stops: Sequence[str], row: Row, reward_fns: Any) -> list[F
             earned, left = np.nan_to_num(values)
             if stop and left < earned:
                 text = f"{stop!r} is cut off with all behind it: {whole!r} earns {earned:g}, {whole[:at]!r} {left:g}"
-                found[fn.name] = Finding(
+                findings[fn.name] = Finding(
                     f"stop, reward {fn.name}", False, text, fix="Leave it out of stop."
                 )
-    return list(found.values())
+    return list(findings.values())
 
 # %% ../../nbs/experiments/03_preflight.ipynb #8ff94c2d
 async def first_completions(
@@ -431,16 +435,16 @@ async def first_completions(
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))
     with spent.timed("sample"):
-        drawn = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
+        rollouts = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
     with spent.timed("score"):
         groups = await together(
-            [score_group(r, task.reward_fns, limits=task.limits) for r in drawn]
+            [score_group(r, task.reward_fns, limits=task.limits) for r in rollouts]
         )
     require_some(groups)
-    how = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": task.part_weights}
+    advantage_kwargs = {"ddof": cfg.ddof, "eps": cfg.advantage_eps, "weights": task.part_weights}
     checks = [*await check_reward_fns(task.reward_fns, first, task.limits)]
     checks += await check_stops(cfg.stop, asked[0].row, task.reward_fns)
-    return asked, with_advantages(groups, scale=cfg.advantage_scale, **how), checks
+    return asked, with_advantages(groups, scale=cfg.advantage_scale, **advantage_kwargs), checks
 
 # %% ../../nbs/experiments/03_preflight.ipynb #75da3604
 async def rehearse(backend: Backend, datums: list[Datum], cfg: Config, spent: Spent) -> None:
@@ -490,7 +494,7 @@ async def preflight(
     del spent.seconds["policy"]  # a step scores the policy in its backward pass
     floor = await measure_noise_floor(backend.policy, datums[:: max(1, len(datums) // 8)][:8])
     allowed = rounding_of(policy)
-    apart = check_temperature("sampler", groups, datums, policy)
+    mismatch = check_temperature("sampler", groups, datums, policy)
     live = [g for g in groups if len(g.samples)]
     dead = dead_shares(live, sorted({*GROUP_SIZES, cfg.completions_per_prompt}))
     can = backend.capabilities
@@ -509,7 +513,7 @@ async def preflight(
         *rewarded,
         check_dead(dead, cfg.completions_per_prompt, len(live)),
         check_tokens(backend.tokenizer, asked, live),
-        *check_agreement(sampler_gap(groups, datums, policy), floor, allowed, apart),
+        *check_agreement(sampler_gap(groups, datums, policy), floor, allowed, mismatch),
         Finding("backend", True, known),
     )
     step = cfg.prompt_groups_per_step * cfg.completions_per_prompt

@@ -186,12 +186,12 @@ def encoded_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[in
     reasons = dict[int, str]()
     for g in record.groups:
         try:
-            found = [
+            encoded = [
                 p
                 for row in loop.intake.row(g.number)
                 for p in encode_prompts([row], loop.backend, loop.cfg, g.number)
             ]
-            prompts += [replace(p, index=g.index) for p in found]
+            prompts += [replace(p, index=g.index) for p in encoded]
         except DataError as error:
             reasons[g.number] = str(error)
     return prompts, reasons
@@ -267,14 +267,14 @@ def reward_pieces(ours: Sequence[PromptGroup], theirs: Sequence[PromptGroup]) ->
 
 
 async def replay_score(
-    loop: Loop, record: StepRecord, prompts: Sequence[Prompt], drawn: Sequence[Rollouts]
+    loop: Loop, record: StepRecord, prompts: Sequence[Prompt], rollouts: Sequence[Rollouts]
 ) -> PhaseComparison:
-    "Grade the recorded samples again; a rollout function has graded those that it has just drawn."
+    "Grade the recorded samples again; a rollout function has graded those that it has just sampled."
     if reason := other_grading(loop, record):
         return PhaseComparison("score", None, note=reason)
-    if loop.task.reward_fns is None and not drawn:
+    if loop.task.reward_fns is None and not rollouts:
         return PhaseComparison("score", None, note="graded by the rollout function while it drew")
-    source = drawn if loop.task.reward_fns is None else ungraded(record, prompts)
+    source = rollouts if loop.task.reward_fns is None else ungraded(record, prompts)
     calls = [
         score_group(r, loop.task.reward_fns, limits=loop.task.limits, min_group_size=1)
         for r in source
@@ -322,13 +322,13 @@ def replay_datums(loop: GRPOLoop, record: StepRecord) -> PhaseComparison:
     return compare("datums", datum_pieces(again, record.datums))
 
 # %% ../../nbs/experiments/02_replay.ipynb #d49e6bd0
-async def stand_before(
+async def rebuild_state_before(
     loop: GRPOLoop, record: StepRecord, run: Run
 ) -> tuple[list[PhaseComparison], str, str]:
-    "Go to the place before a step: the weights compared, why that was not possible, where they came from."
+    "Rebuild the state before a step: the weights compared, why that was not possible, where they came from."
     try:
-        way = plan_replay(loop, record.step - 1, run)
-        gap = await rebuild(loop, way, run)
+        plan = plan_replay(loop, record.step - 1, run)
+        gap = await rebuild(loop, plan, run)
         await sync_sampled_version(loop, record)
     except RecordError as error:
         cursor = replace(loop.cursor, consumed=record.consumed)
@@ -338,10 +338,10 @@ async def stand_before(
             {"pending": [*record.pending, *(g.number for g in record.groups)]},
         )
         return [], f"the weights before the step are not known: {error}", ""
-    base = f"checkpoint after step {way.base}" if way.checkpoint else "the beginning"
-    if not way.records:
+    base = f"checkpoint after step {plan.base}" if plan.checkpoint else "the beginning"
+    if not plan.records:
         return [], "", base
-    steps = f"step{'s' if len(way.records) > 1 else ''} {spans([r.step for r in way.records])}"
+    steps = f"step{'s' if len(plan.records) > 1 else ''} {spans([r.step for r in plan.records])}"
     piece = Piece(
         "policy logprobs", "nats", steps, gap, 0.0, "another model, or other settings, on the way"
     )
@@ -352,7 +352,7 @@ UNSCORABLE = re.compile(r"(?:sample|run) (\d+) is unscorable")  # as `assemble` 
 
 
 def find_sampling_obstacle(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> str:
-    "Why the samples of a step cannot be drawn again; empty when they can."
+    "Why a step cannot be sampled again; empty when it can."
     if loop.cfg.weight_sync_interval != 1:
         return "drawn ahead in a window, together with the prompts of other steps"
     if loop.cfg.refill and len(record.groups) > loop.cfg.prompt_groups_per_step:
@@ -375,9 +375,9 @@ def find_sampling_obstacle(loop: Loop, record: StepRecord, prompts: Sequence[Pro
     return other_grading(loop, record) if not reward_names(record.groups) else ""
 
 
-def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
+def sample_pieces(rollouts: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
     "Tokens and logprobs of all samples that were kept."
-    for r, g in zip(drawn, groups, strict=True):
+    for r, g in zip(rollouts, groups, strict=True):
         if any("min_group_size" in reason for reason in g.dropped):
             continue  # its samples were given up
         lost = {int(m[1]) for reason in g.dropped if (m := UNSCORABLE.fullmatch(reason))}
@@ -397,12 +397,12 @@ def sample_pieces(drawn: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> I
 
 async def replay_sample(
     loop: Loop, record: StepRecord, prompts: Sequence[Prompt], blocked: str
-) -> tuple[list[Rollouts], PhaseComparison]:  # what was drawn, if it could be
-    "Draw the samples of a step again."
+) -> tuple[list[Rollouts], PhaseComparison]:  # what was sampled, if it could be
+    "Sample a step again."
     if reason := blocked or find_sampling_obstacle(loop, record, prompts):
         return [], PhaseComparison("sample", None, note=reason)
-    drawn = await gather_groups(prompts, loop.sample_prompt, loop.cfg)
-    return drawn, compare("sample", sample_pieces(drawn, record.groups))
+    rollouts = await gather_groups(prompts, loop.sample_prompt, loop.cfg)
+    return rollouts, compare("sample", sample_pieces(rollouts, record.groups))
 
 # %% ../../nbs/experiments/02_replay.ipynb #906be119
 def load_record(loop: Loop, record: StepRecord, prompts: Sequence[Prompt]) -> None:
@@ -434,13 +434,13 @@ async def replay_reference(loop: Loop, record: StepRecord) -> PhaseComparison:
     if loop.backend.reference is None:
         return PhaseComparison("reference", None, note="the backend was opened without a reference")
     cache = ScoreCache()
-    found = []
+    ref_logprobs = []
     passes = [chunk for update in updates_of(record) for chunk in update]
     # scored in one call where they were trained in one
     for chunk in passes if loop.overlaps else [record.datums]:
-        found += await score_datums(loop.backend.reference, chunk, "ref", cache)
+        ref_logprobs += await score_datums(loop.backend.reference, chunk, "ref", cache)
     theirs = [np.zeros(0) if series is None else series for series in recorded]
-    pairs = zip(record.datums, found, theirs, strict=True)
+    pairs = zip(record.datums, ref_logprobs, theirs, strict=True)
     return compare(
         "reference", [Piece("logprobs", "nats", d.where, a.values, b) for d, a, b in pairs]
     )
@@ -565,11 +565,11 @@ async def replay(
         take_settings(loop, settings, {})
     loop.rest()
     async with loop.weights.turn():
-        phases, blocked, base = await stand_before(loop, record, run)
+        phases, blocked, base = await rebuild_state_before(loop, record, run)
         prompts, reasons = encoded_again(loop, record)
         phases.append(compare("prompts", prompt_pieces(loop, record, prompts, reasons)))
-        drawn, sampled = await replay_sample(loop, record, prompts, blocked)
-        phases += [sampled, await replay_score(loop, record, prompts, drawn)]
+        rollouts, sampled = await replay_sample(loop, record, prompts, blocked)
+        phases += [sampled, await replay_score(loop, record, prompts, rollouts)]
         phases += [replay_advantages(loop, record), replay_datums(loop, record)]
         load_record(loop, record, prompts)
         phases += [

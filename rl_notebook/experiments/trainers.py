@@ -39,7 +39,7 @@ from rl_notebook.experiments.whatif import (
 from rl_notebook.experiments.whatif import (
     gradient_row,
     make_variant,
-    own_output,
+    recorded_output,
     recorded_scale,
     with_scale,
 )
@@ -54,7 +54,7 @@ TERMS: Mapping[str, tuple[str, ...]] = {
     "masks and bonus": ("off_policy_mask_threshold", "top_entropy_quantile", "entropy_coeff"),
     "KL": ("kl_beta", "kl_estimator", "kl_bias_correction", "kl_to", "kl_aggregation"),
 }
-BESIDE = {
+COMPARISON_SETTINGS = {
     "counted": "all",
     "micro_batch": None,
     "dppo_mask": None,
@@ -65,7 +65,7 @@ BESIDE = {
 TOKEN_RATIO = ("ppo", "dapo", "importance_sampling")
 
 # %% ../../nbs/experiments/01_trainers.ipynb #9d073d59
-BASE = asdict(LossOptions(policy_loss="ppo", eps_clip=0.2)) | BESIDE
+BASE = asdict(LossOptions(policy_loss="ppo", eps_clip=0.2)) | COMPARISON_SETTINGS
 BASE |= {"advantage_scale": "std", "ddof": 1, "advantage_eps": 1e-8}
 _COUNTED = {
     "all": "of all groups",
@@ -93,8 +93,8 @@ NOT_HERE: Mapping[str, str] = {  # what a trainer does by default and no term of
 }
 
 
-def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    "Every setting of a trainer, with those that are given over its defaults; raises `LossError` for an unknown name."
+def trainer_settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    "Every setting of a trainer: its defaults with `overrides`; raises `LossError` for an unknown name."
     if name not in TRAINERS:
         raise LossError(
             "trainer",
@@ -103,12 +103,12 @@ def trainer_settings(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             fix=nearest(name, [*TRAINERS]),
         )
     known = sorted({k for names in TERMS.values() for k in names} | {*SURROGATE_PARAM_NAMES})
-    if unknown := sorted(given.keys() - {*known}):
+    if unknown := sorted(overrides.keys() - {*known}):
         fix = nearest(unknown[0], known)
         raise LossError(
             "setting", where=name, got=", ".join(unknown), expected=", ".join(known), fix=fix
         )
-    s = {**BASE, **TRAINERS[name], **given}
+    s = {**BASE, **TRAINERS[name], **overrides}
     # raises what is out of range
     LossOptions(**{f: s[f] for f in asdict(LossOptions()) if f not in SURROGATE_PARAM_NAMES})
     for setting, values in (("counted", [*_COUNTED]), ("kl_to", ["reference", "sampler"])):
@@ -124,7 +124,7 @@ def dead_groups(batch: FrozenBatch) -> set[int]:
     return {g.index for g in batch.groups if has_no_signal(g.rewards)}
 
 
-def own_settings(batch: FrozenBatch) -> dict[str, Any]:
+def recorded_settings(batch: FrozenBatch) -> dict[str, Any]:
     "Every setting of the step itself; `advantage_scale` is None if its advantages follow no known rule."
     o = LossOptions(**batch.options)
     dead = dead_groups(batch)
@@ -135,7 +135,7 @@ def own_settings(batch: FrozenBatch) -> dict[str, Any]:
     return (
         asdict(o)
         | {k: o.param(k) for k in SURROGATE_PARAM_NAMES}
-        | BESIDE
+        | COMPARISON_SETTINGS
         | rule
         | {"counted": counted}
     )
@@ -165,7 +165,7 @@ _LEVEL = {
 _OUTSIDE = {"truncate": "cut to", "mask": "0 outside", "reject": "0 outside and 1 within"}
 
 
-def in_words(term: str, s: Mapping[str, Any]) -> str:
+def describe_term(term: str, s: Mapping[str, Any]) -> str:
     "What a term is under given settings."
     loss = str(s["policy_loss"])
     low = s["eps_clip"]
@@ -177,9 +177,9 @@ def in_words(term: str, s: Mapping[str, Any]) -> str:
             limit = f" ({s['max_completion_tokens']})" if s["aggregation"] == "constant" else ""
             return f"{_DIVISOR[s['aggregation']]}{limit} {_COUNTED[s['counted']]}{each}"
         case "advantage":
-            said = _ADVANTAGE.get(s["advantage_scale"], f"scale {s['advantage_scale']!r}, eps")
-            said = said.replace("eps", f"{s['advantage_eps']:g}").replace("+ 0)", "+ eps)")
-            return said + (
+            formula = _ADVANTAGE.get(s["advantage_scale"], f"scale {s['advantage_scale']!r}, eps")
+            formula = formula.replace("eps", f"{s['advantage_eps']:g}").replace("+ 0)", "+ eps)")
+            return formula + (
                 " with divisor K"
                 if not s["ddof"] and s["advantage_scale"] not in WITHOUT_STD
                 else ""
@@ -187,11 +187,11 @@ def in_words(term: str, s: Mapping[str, Any]) -> str:
         case "ratio":
             to = "the sampler" if s["anchor"] == "rollout" else "the policy before the step"
             defaults = POLICY_LOSSES.get(loss, (None, {}))[1]
-            knobs = ", ".join(
+            params = ", ".join(
                 f"{k}={s[k]}" for k, usual in defaults.items() if s.get(k) not in (None, usual)
             )
-            own = f"as in {loss} ({knobs})," if knobs else f"as in {loss},"
-            form = "of each token" if loss in TOKEN_RATIO else own
+            loss_form = f"as in {loss} ({params})," if params else f"as in {loss},"
+            form = "of each token" if loss in TOKEN_RATIO else loss_form
             return "none (REINFORCE)" if loss == "grpo" else f"{form} to {to}"
         case "clip" if loss in ("ppo", "dapo"):
             high = low if s["eps_clip_high"] is None else s["eps_clip_high"]
@@ -215,11 +215,11 @@ def in_words(term: str, s: Mapping[str, Any]) -> str:
                 or "none"
             )
         case "KL" if s["kl_beta"]:
-            own = {None: "", s["aggregation"]: ""}.get(
+            aggregation = {None: "", s["aggregation"]: ""}.get(
                 s["kl_aggregation"], f", by {_DIVISOR.get(s['kl_aggregation'])}"
             )
             times = " × ratio" * s["kl_bias_correction"]
-            return f"{s['kl_beta']:g} × {s['kl_estimator']}{times} to the {s['kl_to']}{own}"
+            return f"{s['kl_beta']:g} × {s['kl_estimator']}{times} to the {s['kl_to']}{aggregation}"
     return "none"
 
 # %% ../../nbs/experiments/01_trainers.ipynb #5004762c
@@ -242,7 +242,7 @@ def lacking(batch: FrozenBatch, theirs: Mapping[str, Any]) -> dict[str, str]:
 
 
 def path(
-    own: Mapping[str, Any], theirs: Mapping[str, Any]
+    recorded: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     "Each term that differs: theirs and the step's in words, and all settings that are other once it is switched."
     loss = theirs["policy_loss"]
@@ -250,8 +250,8 @@ def path(
     reads = POLICY_LOSSES.get(loss, (None, {}))[1]
     other = loss not in TOKEN_RATIO
     for term, names in TERMS.items():
-        new_words = in_words(term, theirs)
-        words = in_words(term, own)
+        new_words = describe_term(term, theirs)
+        words = describe_term(term, recorded)
         if new_words == words or (term == "clip" and other):
             continue
         new = {k: theirs[k] for k in names if k not in SURROGATE_PARAM_NAMES or k in reads}
@@ -261,7 +261,9 @@ def path(
             new |= {k: theirs[k] for k in reads}
         elif term == "ratio":
             new["policy_loss"] = (
-                own["policy_loss"] if own["policy_loss"] in TOKEN_RATIO else "importance_sampling"
+                recorded["policy_loss"]
+                if recorded["policy_loss"] in TOKEN_RATIO
+                else "importance_sampling"
             )
         elif term == "clip":
             new["policy_loss"] = loss
@@ -296,21 +298,25 @@ def counted_share(
 ) -> float:
     "What the datums are divided by, over what a trainer divides by."
     left_out = dead_groups(batch) - {d.group for d in datums}
-    own = [(d.num_loss_tokens, d.group) for d in datums]
+    trained = [(d.num_loss_tokens, d.group) for d in datums]
     more = [
         (s.completion_len, g.index) for g in batch.groups if g.index in left_out for s in g.samples
     ]
-    theirs = [*own, *more] if counted == "all" else [one for one in own if one[0] or not counted]
+    theirs = (
+        [*trained, *more] if counted == "all" else [one for one in trained if one[0] or not counted]
+    )
     size = [
         natural_denominator([n for n, _ in rows], [g for _, g in rows], aggregation)
-        for rows in (own, theirs)
+        for rows in (trained, theirs)
     ]
     return size[0] / size[1]
 
 
 def output_of(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:
     "Loss and dL/dlogprob of the batch under the step's settings with these changed."
-    variant = make_variant(batch, "a trainer's", {k: v for k, v in s.items() if k not in BESIDE})
+    variant = make_variant(
+        batch, "a trainer's", {k: v for k, v in s.items() if k not in COMPARISON_SETTINGS}
+    )
     o = variant.options
     datums = adapted(batch, variant, s)
     by = s.get("kl_aggregation")
@@ -340,7 +346,7 @@ def output_of(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:
     total = [np.zeros(len(d.weights)) for d in datums]
     seen = dict[str, float]()
     for ds, options in parts:
-        found = evaluate_variant(replace(batch, datums=ds, updates=updates), Variant("", options))[
+        output = evaluate_variant(replace(batch, datums=ds, updates=updates), Variant("", options))[
             1
         ]
         # each micro-batch divides by its own tokens
@@ -348,14 +354,14 @@ def output_of(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:
         share = counted_share(
             batch, ds, "sample_mean" if by_rows else options.aggregation, s.get("counted")
         )
-        loss += share * found.loss
-        seen = seen or {k: v for k, v in found.metrics.items() if k.startswith("clip_ratio/")}
+        loss += share * output.loss
+        seen = seen or {k: v for k, v in output.metrics.items() if k.startswith("clip_ratio/")}
         share /= len(updates) if size else 1
-        total = [t + g * share for t, g in zip(total, found.dlogprobs, strict=True)]
+        total = [t + g * share for t, g in zip(total, output.dlogprobs, strict=True)]
     return LossOutput(loss, seen, batch.policy_logprobs, tuple(total))
 
 # %% ../../nbs/experiments/01_trainers.ipynb #84976fb9
-SMALL = 1e-3  # of a gradient: what is below it is not told
+MIN_CHANGE_SHOWN = 1e-3  # share of a gradient; smaller changes have no line
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -367,60 +373,70 @@ class TrainerComparison(WhatIf):
     # by trainer, in words
     not_compared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
-    def said(self, name: str) -> list[str]:
+    def describe_trainer(self, name: str) -> list[str]:
         "How a trainer's gradient differs, and why, line by line."
         rows = [r for r in self.causes.to_dict("records") if r["trainer"] == name]
         lines = [f"{name}: {self.table.loc[name, 'note']}"]
-        turned = self.table.loc[name, "cosine"] < 1 - SMALL**2 / 2
+        turned = self.table.loc[name, "cosine"] < 1 - MIN_CHANGE_SHOWN**2 / 2
         for r in rows:
             turn = f"turn {round(r['turn'], 2) + 0.0:>4.0%}  " if turned else ""
             lost = f"; tokens that lose their gradient: {r['silenced']}" if r["silenced"] else ""
             why = f"{r['term']}: {r['theirs']} (recorded: {r['recorded']}){lost}"
-            if r["change"] > SMALL:
+            if r["change"] > MIN_CHANGE_SHOWN:
                 lines += [f"  length × {r['length']:<7.4g} {turn}{why}"]
-        small = ", ".join(f"{r['term']} ({r['theirs']})" for r in rows if r["change"] <= SMALL)
+        small = ", ".join(
+            f"{r['term']} ({r['theirs']})" for r in rows if r["change"] <= MIN_CHANGE_SHOWN
+        )
         if small:
-            lines += [f"  no effect on this step (below {SMALL:.1%}): {small}"]
+            lines += [f"  no effect on this step (below {MIN_CHANGE_SHOWN:.1%}): {small}"]
         return lines + [f"  not compared: {what}" for what in self.not_compared[name]]
 
-    def told(self) -> str:
+    def describe_all(self) -> str:
         "Every trainer in words."
         legend = "length: factor on the norm; turn: share of the change of direction; terms switched in this order."
         return "\n\n".join(
-            [legend, *("\n".join(self.said(str(name))) for name in self.table.index.drop(RECORDED))]
+            [
+                legend,
+                *(
+                    "\n".join(self.describe_trainer(str(name)))
+                    for name in self.table.index.drop(RECORDED)
+                ),
+            ]
         )
 
     def __repr__(self) -> str:
-        return f"{super().__repr__()}\n\n{self.told()}"
+        return f"{super().__repr__()}\n\n{self.describe_all()}"
 
     def _repr_html_(self) -> str:
-        return f'{super()._repr_html_()}<pre style="white-space:pre-wrap">{html.escape(self.told())}</pre>'
+        return f'{super()._repr_html_()}<pre style="white-space:pre-wrap">{html.escape(self.describe_all())}</pre>'
 
 # %% ../../nbs/experiments/01_trainers.ipynb #c8176340
-def apart(gradient: np.ndarray, recorded: np.ndarray) -> str:
+def describe_difference(gradient: np.ndarray, recorded: np.ndarray) -> str:
     "How a gradient differs from the recorded one, in words."
     if np.isnan(likeness := cosine(gradient, recorded)):
         return "no gradient here" if recorded.any() else "the step had no gradient"
     times = float(np.linalg.norm(gradient) / np.linalg.norm(recorded))
     angle = np.arccos(min(likeness, 1.0))
-    if angle < SMALL and abs(times - 1) < SMALL:
+    if angle < MIN_CHANGE_SHOWN and abs(times - 1) < MIN_CHANGE_SHOWN:
         return "the recorded gradient"
-    way = "same direction" if angle < SMALL else f"turned by {np.degrees(angle):.2g}°"
-    return f"{times:.4g} times as long, {way}"
+    direction = (
+        "same direction" if angle < MIN_CHANGE_SHOWN else f"turned by {np.degrees(angle):.2g}°"
+    )
+    return f"{times:.4g} times as long, {direction}"
 
 # %% ../../nbs/experiments/01_trainers.ipynb #a7ad09c2
 def explained(
     batch: FrozenBatch, name: str, theirs: Mapping[str, Any], first: LossOutput
 ) -> tuple[LossOutput, list[dict[str, Any]], tuple[str, ...]]:
     "A trainer's loss on a batch, a row per term that differs, and what could not be compared."
-    own = own_settings(batch)
+    recorded = recorded_settings(batch)
     missing = lacking(batch, theirs)
     dead = dead_groups(batch)
-    kept = {k: own[k] for term in missing for k in TERMS[term] if k != "policy_loss"}
+    kept = {k: recorded[k] for term in missing for k in TERMS[term] if k != "policy_loss"}
     theirs = {**theirs, **kept} | (
         {} if dead or theirs["counted"] != "live" else {"counted": "all"}
     )
-    steps = list(path(own, theirs))
+    steps = list(path(recorded, theirs))
     steps = (
         [("loss", "its own", batch.custom, steps[-1][-1] if steps else {})]
         if batch.custom
@@ -429,14 +445,14 @@ def explained(
     outputs = [first, *(output_of(batch, changes) for *_, changes in steps)]
     gradients = [flat(batch.datums, out.dlogprobs) for out in outputs]
     sizes = [float(np.linalg.norm(g)) for g in gradients]
-    ways = [g / (size or 1.0) for g, size in zip(gradients, sizes, strict=True)]
-    whole = ways[-1] - ways[0]
+    directions = [g / (size or 1.0) for g, size in zip(gradients, sizes, strict=True)]
+    whole = directions[-1] - directions[0]
     rows = []
     for i, (term, new, old, _) in enumerate(steps):
         before, after = gradients[i : i + 2]
         row = {"trainer": name, "term": term, "theirs": new, "recorded": old}
         row |= {"length": sizes[i + 1] / (sizes[i] or np.nan)}
-        row |= {"turn": float((ways[i + 1] - ways[i]) @ whole / (whole @ whole or 1.0))}
+        row |= {"turn": float((directions[i + 1] - directions[i]) @ whole / (whole @ whole or 1.0))}
         row |= {"change": float(np.linalg.norm(after - before)) / (sizes[i + 1] or 1.0)}
         rows.append(row | {"silenced": int(((before != 0) & (after == 0)).sum())})
     notes = [
@@ -480,20 +496,22 @@ def compare_trainers(
         raise LossError(
             "trainers", got=quoted(asked), expected="{'verl': {'kl_beta': 0.001}, 'SkyRL': {}}"
         )
-    own, output = own_output(batch)
+    step_variant, output = recorded_output(batch)
     outputs = {RECORDED: output}
     causes = []
     notes = {}
-    for name, given in asked.items():
+    for name, overrides in asked.items():
         outputs[name], terms, notes[name] = explained(
-            batch, name, trainer_settings(name, given), output
+            batch, name, trainer_settings(name, overrides), output
         )
         causes += terms
-    found = {name: gradient_row(batch.datums, o) for name, o in outputs.items()}
+    rows = {name: gradient_row(batch.datums, o) for name, o in outputs.items()}
     first, *others = [flat(batch.datums, o.dlogprobs) for o in outputs.values()]
-    table = {k: [row[k] for row in found.values()] for k in ("loss", "dlogprob_norm")}
+    table = {k: [row[k] for row in rows.values()] for k in ("loss", "dlogprob_norm")}
     table |= {"cosine": [cosine(g, first) for g in (first, *others)]}
-    told = pd.DataFrame(table | {"note": ["", *(apart(g, first) for g in others)]}, index=[*found])
-    used = {RECORDED: own} if own else {}
+    frame = pd.DataFrame(
+        table | {"note": ["", *(describe_difference(g, first) for g in others)]}, index=[*rows]
+    )
+    used = {RECORDED: step_variant} if step_variant else {}
     datums = dict.fromkeys(outputs, batch.datums)
-    return TrainerComparison(batch, used, datums, outputs, told, pd.DataFrame(causes), notes)
+    return TrainerComparison(batch, used, datums, outputs, frame, pd.DataFrame(causes), notes)

@@ -89,15 +89,15 @@ class FrozenBatch:
             d if d.old_logprobs is not None else replace(d, old_logprobs=lp.values)
             for d, lp in both
         ]
-        options, custom = own_options(source.options, where)
+        options, custom = recorded_options(source.options, where)
         facts = {"custom": custom, "step": source.step, "updates": source.updates}
         return cls(tuple(anchored), loss.logprobs, options, source.groups, loss, **facts)
 
     def moved(self, policy_logprobs: Sequence[Logprobs | np.ndarray]) -> FrozenBatch:
         "The same batch under a later policy; ratios are counted from where the step began."
-        found = [lp if isinstance(lp, Logprobs) else Logprobs(lp) for lp in policy_logprobs]
-        check_finite("policy_logprobs", self.datums, found, self.where)
-        return replace(self, policy_logprobs=tuple(found), recorded=None)
+        series = [lp if isinstance(lp, Logprobs) else Logprobs(lp) for lp in policy_logprobs]
+        check_finite("policy_logprobs", self.datums, series, self.where)
+        return replace(self, policy_logprobs=tuple(series), recorded=None)
 
     @property
     def log_ratios(self) -> np.ndarray:
@@ -150,7 +150,7 @@ def check_finite(
 LOSS_SETTINGS = tuple(f.name for f in fields(LossOptions))
 
 
-def own_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
+def recorded_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, Any], str]:
     "A record's loss options, and the name of its loss if that is not one that can be computed here."
     unknown = sorted(set(options) - {*LOSS_SETTINGS, "make_loss"})
     if unknown:
@@ -192,7 +192,7 @@ class Variant:
     advantage_scale: str | None = None  # None = the advantages that the step had
     ddof: int = 1  # of the standard deviation, where there is one
     advantage_eps: float = 1e-8  # added to it
-    # of your own, or its "module:function", in place of a scale
+    # a custom rule, or its "module:function", in place of a scale
     advantage_fn: AdvantageFn | str | None = None
 
 
@@ -210,7 +210,7 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
         options = LossOptions(**inherited(batch.options, loss) | loss)
     except LossError as e:
         raise LossError(str(e), where=where) from e
-    if (own := changes.get("advantage_fn")) is None:
+    if (advantage_fn := changes.get("advantage_fn")) is None:
         return Variant(name, options, *variant_scale(batch, changes, where))
     if other := sorted({*ADVANTAGE_SETTINGS[:3]} & changes.keys()):
         raise LossError(
@@ -219,7 +219,7 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
             got=f"{', '.join(other)} beside it",
             expected="one of the two",
         )
-    return Variant(name, options, advantage_fn=own)
+    return Variant(name, options, advantage_fn=advantage_fn)
 
 # %% ../../nbs/experiments/00_whatif.ipynb #51a71096
 def recorded_scale(
@@ -290,17 +290,17 @@ def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
     if variant.advantage_scale is None and variant.advantage_fn is None:
         return batch.datums
     if variant.advantage_fn is not None:
-        compared = advantages_by(variant.advantage_fn, batch.groups)
+        groups = advantages_by(variant.advantage_fn, batch.groups)
     else:
         rule: dict[str, Any] = {
             "scale": variant.advantage_scale,
             "ddof": variant.ddof,
             "eps": variant.advantage_eps,
         }
-        compared = with_advantages(batch.groups, **rule)
-    found = {(g.index, i): float(a) for g in compared for i, a in enumerate(g.advantages)}  # type: ignore[arg-type]
+        groups = with_advantages(batch.groups, **rule)
+    advantages = {(g.index, i): float(a) for g in groups for i, a in enumerate(g.advantages)}  # type: ignore[arg-type]
     for d in batch.datums:
-        if isinstance(d.advantage, np.ndarray) or (d.group, d.sample) not in found:
+        if isinstance(d.advantage, np.ndarray) or (d.group, d.sample) not in advantages:
             got = (
                 "one per token"
                 if isinstance(d.advantage, np.ndarray)
@@ -310,7 +310,7 @@ def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
             raise LossError(
                 "advantages", where=where, got=got, expected="one per sample of a group"
             )
-    return tuple(replace(d, advantage=found[d.group, d.sample]) for d in batch.datums)
+    return tuple(replace(d, advantage=advantages[d.group, d.sample]) for d in batch.datums)
 
 # %% ../../nbs/experiments/00_whatif.ipynb #de4d74cb
 def check_series(batch: FrozenBatch, variant: Variant) -> None:
@@ -466,7 +466,7 @@ def reproduction_error(
     )
 
 # %% ../../nbs/experiments/00_whatif.ipynb #918bd7b2
-def own_output(batch: FrozenBatch) -> tuple[Variant | None, LossOutput]:
+def recorded_output(batch: FrozenBatch) -> tuple[Variant | None, LossOutput]:
     "The step's own loss on the batch: computed, or as it was recorded if the loss was a custom one."
     if not batch.custom:
         variant = make_variant(batch, RECORDED, {})
@@ -527,8 +527,8 @@ def what_if(
     else:
         batch = FrozenBatch.of(source)
         batch = batch if policy_logprobs is None else batch.moved(policy_logprobs)
-        own, output = own_output(batch)
-        used = {RECORDED: own} if own else {}
+        step_variant, output = recorded_output(batch)
+        used = {RECORDED: step_variant} if step_variant else {}
         datums = {RECORDED: batch.datums}
         outputs = {RECORDED: output}
     if taken := outputs.keys() & variants.keys():
@@ -604,8 +604,8 @@ async def regrade(
     "A recorded group graded again."
     if not group.samples:
         return replace(group, advantages=None), []
-    how = {"group": group.index, "step": step, "limits": limits}
-    scores = await score(group.samples, saved_row(group), reward_fns, **how)
+    score_kwargs = {"group": group.index, "step": step, "limits": limits}
+    scores = await score(group.samples, saved_row(group), reward_fns, **score_kwargs)
     samples = list(graded(group.samples, scores))
     lost = [f"sample {i} is unscorable" for i, s in enumerate(samples) if s.reward is None]
     kept = tuple(s for s in samples if s.reward is not None)
@@ -736,11 +736,11 @@ def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
     "Rows and the texts of their completions as groups without rewards."
     groups = []
     for i, pair in enumerate(pairs):
-        given, texts = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, ())
-        if not isinstance(given, Row | Mapping) or isinstance(texts, str) or len(texts) < 2:
+        source, texts = pair if isinstance(pair, tuple | list) and len(pair) == 2 else (None, ())
+        if not isinstance(source, Row | Mapping) or isinstance(texts, str) or len(texts) < 2:
             expected = "a row and a list of two texts or more"
             raise RewardError("reward lab", where=f"pair {i}", got=quoted(pair), expected=expected)
-        row = given if isinstance(given, Row) else make_row(given, i)
+        row = source if isinstance(source, Row) else make_row(source, i)
         # an empty completion is the token of its end
         masks = [np.arange(0 if text else 2) for text in texts]
         samples = tuple(
@@ -754,10 +754,10 @@ def _graded_by(
     fns: Sequence[RewardFn], groups: Sequence[PromptGroup], step: Any, rule: Mapping[str, Any]
 ) -> Any:
     "Groups with other rewards and their advantages, without what is unscorable; and all samples of each."
-    found = blocking(lambda limits: together([regrade(g, fns, step, limits) for g in groups]))
+    regraded = blocking(lambda limits: together([regrade(g, fns, step, limits) for g in groups]))
     weights = {f.name: f.weight for f in fns}
-    return with_advantages([g for g, _ in found], **rule, weights=weights), [
-        samples for _, samples in found
+    return with_advantages([g for g, _ in regraded], **rule, weights=weights), [
+        samples for _, samples in regraded
     ]
 
 # %% ../../nbs/experiments/00_whatif.ipynb #76c44b28
@@ -785,15 +785,15 @@ def reward_lab(
             got="no rewards",
             expected="two graders: pass against= as well",
         )
-    found = recorded_scale(old) if recorded else ("std", 1, 1e-8)
-    if found is None and advantage_scale is None:
+    recorded_rule = recorded_scale(old) if recorded else ("std", 1, 1e-8)
+    if recorded_rule is None and advantage_scale is None:
         got = "ones that follow no known rule"
         fix = "Pass advantage_scale."
         raise RewardError("advantages", where=where, got=got, expected=f"{SCALES}", fix=fix)
-    scale, own_ddof, eps = found or ("std", 1, 1e-8)
+    scale, recorded_ddof, eps = recorded_rule or ("std", 1, 1e-8)
     rule = {
         "scale": advantage_scale or scale,
-        "ddof": own_ddof if ddof is None else ddof,
+        "ddof": recorded_ddof if ddof is None else ddof,
         "eps": eps,
     }
     asked: list[Any] = []
@@ -960,16 +960,16 @@ def check_trainer(trainer: Any) -> GradientTrainer:
     return trainer
 
 # %% ../../nbs/experiments/00_whatif.ipynb #1c863f27
-AT_THE_STEP = 1e-3  # nats; more than rounding, less than an update
+MAX_LOGPROB_GAP = 1e-3  # nats; more than rounding, less than an update
 
 
 def check_place(
-    batch: FrozenBatch, found: Sequence[Logprobs], tolerance: float = AT_THE_STEP
+    batch: FrozenBatch, series: Sequence[Logprobs], tolerance: float = MAX_LOGPROB_GAP
 ) -> None:
     "Raises `BackendError` when logprobs are not those that the batch was trained from, before its first update."
     trained = zip(batch.datums, batch.policy_logprobs, strict=True)
     began = [d.old_logprobs if batch.updates else p.values for d, p in trained]
-    gap = flat(batch.datums, [f.values - b for f, b in zip(found, began, strict=True)])
+    gap = flat(batch.datums, [f.values - b for f, b in zip(series, began, strict=True)])
     if not (largest := np.abs(gap).max()) <= tolerance:
         what = "the trainer's weights are not those of the step"
         got = f"logprobs up to {largest:.3g} nats off"
@@ -1004,10 +1004,10 @@ async def true_gradients(
         raise LossError(
             "true gradients", where=a.batch.where, got=got, expected="one update a step", fix=fix
         )
-    found, norms, products = await check_trainer(trainer).sample_gradients(
+    policy_logprobs, norms, products = await check_trainer(trainer).sample_gradients(
         a.batch.datums, a.dlogprobs, before
     )
-    check_place(a.batch, found)
+    check_place(a.batch, policy_logprobs)
     size = float(np.sqrt(max(products.sum(), 0.0)))
     rows = np.asarray(a.by_sample["datum"], dtype=int)
     with np.errstate(invalid="ignore", divide="ignore"):

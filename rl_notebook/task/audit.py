@@ -55,7 +55,7 @@ class Tried:
 
     row: Row
     question: str
-    said: str  # the row's answer
+    answer: str  # the row's reference answer
     other: str  # an answer of another row, which is not this one's
     all: tuple[str, ...]  # the answers of all rows, the usual one last
     form: tuple[str, str] = ("", "")  # what stands in front of a right answer, and behind it
@@ -84,7 +84,7 @@ def _numbers(t: Tried) -> list[str]:
 
 
 def _expression(t: Tried) -> str:
-    "What the question asks to compute, as it stands there."
+    "What the question asks to compute, as it is written there."
     return max(
         re.findall(r"\(*\d[\d. ()]*(?:[-+*/^][ (]*\d[\d. ()]*)+", t.question),
         key=len,
@@ -108,19 +108,21 @@ TOO_MUCH: dict[str, Text] = {
     "not a number": lambda t: t.put("nan"),
 }
 MORE: dict[str, Text] = {
-    "a right answer after many words": lambda t: f"{_WORDS * 20}\n{t.put(t.said)}",
+    "a right answer after many words": lambda t: f"{_WORDS * 20}\n{t.put(t.answer)}",
 }
 TOO_LITTLE: dict[str, Text] = {
     "a thought in front": lambda t: (
-        f"First I look at the numbers, then I add what is missing.\n{t.put(t.said)}"
+        f"First I look at the numbers, then I add what is missing.\n{t.put(t.answer)}"
     ),
-    "a full stop": lambda t: t.put(f"{t.said}."),
-    "bold": lambda t: t.put(f"**{t.said}**"),
+    "a full stop": lambda t: t.put(f"{t.answer}."),
+    "bold": lambda t: t.put(f"**{t.answer}**"),
 }
 
 # %% ../../nbs/task/04_audit.ipynb #907b1788
-ENOUGH = 0.75  # of what a right answer earns: an attack that earns as much will be learned
-MOST = 32  # rows that are tried
+MIN_LEARNED_SHARE = (
+    0.75  # of what a right answer earns: an attack that earns as much will be learned
+)
+MAX_ROWS_TRIED = 32  # rows that are tried
 
 
 def _tries(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Tried]:
@@ -130,13 +132,15 @@ def _tries(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Tried]:
         t if row.answer is None else reference_answers(row.answer)
         for row, t in zip(rows, texts, strict=True)
     ]
-    answers = [list(map(str, found)) or [""] for found in known]
+    answers = [list(map(str, references)) or [""] for references in known]
     counted = Counter(a[0] for a in answers).most_common()
     every = tuple(answer for answer, _ in reversed(counted))
     tries = []
-    for i, (row, said) in enumerate(zip(rows, answers, strict=True)):
-        later = [a[0] for a in answers[i:] + answers[:i] if a[0] not in said]
-        tries.append(Tried(row, asked(row), said[0], later[0] if later else f"{said[0]}1", every))
+    for i, (row, references) in enumerate(zip(rows, answers, strict=True)):
+        later = [a[0] for a in answers[i:] + answers[:i] if a[0] not in references]
+        tries.append(
+            Tried(row, asked(row), references[0], later[0] if later else f"{references[0]}1", every)
+        )
     return tries
 
 
@@ -225,14 +229,14 @@ def audit_reward(
     rows: Any,  # as for `GRPOLoop`; the first 32 are tried
     weights: Sequence[float] | None = None,  # of several functions
     right: Callable[[Row], str]
-    | None = None,  # what a right completion looks like; None = found among usual forms
+    | None = None,  # what a right completion looks like; None = one of the usual forms
 ) -> Audit:
-    """Break into a reward: attacks that earn nothing by right, and right answers said otherwise.
+    """Attack a reward: texts that should earn nothing, and right answers in another form.
 
     Raises RewardError for one that cannot grade a text at all, DataError for rows that cannot be read."""
     fns = as_reward_fns(reward, weights)
-    given = isinstance(rows, Sequence) and rows and isinstance(rows[0], Row)
-    read = rows[:MOST] if given else load_rows(rows, max_rows=MOST)
+    are_rows = isinstance(rows, Sequence) and rows and isinstance(rows[0], Row)
+    read = rows[:MAX_ROWS_TRIED] if are_rows else load_rows(rows, max_rows=MAX_ROWS_TRIED)
     return blocking(lambda limits: audit_rows(fns, read, limits, right))
 
 # %% ../../nbs/task/04_audit.ipynb #6833aafd
@@ -247,22 +251,22 @@ async def audit_rows(
         for c in ([()] if known or right else [*((c,) for c in reads), tuple(reads)])
     ]
     forms: dict[str, Text] = {
-        form: lambda t, form=form: form.replace("{}", t.said) for form in forms_of(fns)
+        form: lambda t, form=form: form.replace("{}", t.answer) for form in forms_of(fns)
     }
     forms["the row's answer in full"] = lambda t: str(t.row.answer)
     forms = forms if right is None else {"as given": lambda t: right(t.row)}
-    found = [await _earned(tries, forms, fns, limits) for tries in trials]
-    if np.isnan(found).all():  # say why
+    trial_rewards = [await _earned(tries, forms, fns, limits) for tries in trials]
+    if np.isnan(trial_rewards).all():  # say why
         await score([forms[next(iter(forms))](trials[0][0])], rows[0], fns, limits=limits)
-    earned = np.nan_to_num(found).mean(axis=1)
+    earned = np.nan_to_num(trial_rewards).mean(axis=1)
     trial, form = np.unravel_index(earned.argmax(), earned.shape)
     tries = trials[trial]
     best = [*forms][form]
     most = float(earned.max())
-    parts = [(t, forms[best](t).rpartition(t.said or "{}")) for t in tries]
+    parts = [(t, forms[best](t).rpartition(t.answer or "{}")) for t in tries]
     tries = [
-        replace(t, form=(before, behind) if said else ("", ""))
-        for t, (before, said, behind) in parts
+        replace(t, form=(before, behind) if answer else ("", ""))
+        for t, (before, answer, behind) in parts
     ]
     attacks = TOO_MUCH | MORE | TOO_LITTLE
     paid = np.nan_to_num(await _earned(tries, attacks, fns, limits))
@@ -276,9 +280,11 @@ async def audit_rows(
             Outcome(kind, name, means[name], share, make(tries[int(column.argmax())])[:200])
         )
     title = f"A right answer earns {most:.3g} on average, said as {best!r}"
-    said = any(t.said for t in tries) and (known or most > means["the answer of another row"])
-    told = right is not None or said or (bool(reads) and means["nothing"] > 0)
-    findings = _found(outcomes, told and most > least, told)
+    rewards_answers = any(t.answer for t in tries) and (
+        known or most > means["the answer of another row"]
+    )
+    has_answers = right is not None or rewards_answers or (bool(reads) and means["nothing"] > 0)
+    findings = _list_findings(outcomes, has_answers and most > least, has_answers)
     if all(map(_reads_text_alone, fns)):  # nothing else can be expected of it
         findings = [replace(f, ok=None, fix=FORM_ALONE) if f.ok is False else f for f in findings]
     return Audit(tuple(outcomes), Findings(findings, title), best)
@@ -293,24 +299,28 @@ def _reads_text_alone(fn: RewardFn) -> bool:
     return fn.style == "native" and all(p.name in ("tokens", "log_metric") for p in others)
 
 # %% ../../nbs/task/04_audit.ipynb #b639dffb
-def _found(outcomes: Sequence[Outcome], tells: bool, told: bool) -> list[Finding]:
-    "What follows for a run: `tells`, whether a right answer earns more than a wrong one, `told`, whether one is known."
-    if not tells:
+def _list_findings(
+    outcomes: Sequence[Outcome], separates: bool, has_answers: bool
+) -> list[Finding]:
+    "What follows for a run: `separates`, whether a right answer earns more than a wrong one; `has_answers`, whether one is known."
+    if not separates:
         most = max(outcomes, key=lambda o: o.earns)
         paid = most.earns > min(0.0, *(o.earns for o in outcomes))
         text = (
             "a right answer in any usual form earns no more than a wrong one"
-            if told
+            if has_answers
             else "the rows have no answers"
         )
         text += f", and {most.attack} earns {most.earns:.3g}" * paid
         fix = "Show a right completion with right=, a function of the row. If that earns no more, it tells nothing."
-        return [Finding("reward", False if paid and told else None, text, fix=fix)]
+        return [Finding("reward", False if paid and has_answers else None, text, fix=fix)]
     over = [
-        o for o in outcomes if o.share >= {"too much": ENOUGH, "more": 1.01}.get(o.kind, np.inf)
+        o
+        for o in outcomes
+        if o.share >= {"too much": MIN_LEARNED_SHARE, "more": 1.01}.get(o.kind, np.inf)
     ]
-    under = [o for o in outcomes if o.kind == "too little" and o.share <= 1 - ENOUGH]
-    found = [
+    under = [o for o in outcomes if o.kind == "too little" and o.share <= 1 - MIN_LEARNED_SHARE]
+    findings = [
         Finding(
             "reward",
             False,
@@ -318,17 +328,17 @@ def _found(outcomes: Sequence[Outcome], tells: bool, told: bool) -> list[Finding
             got=quoted(o.example, 60),
             fix="" if n else FIX,
         )
-        for n, o in enumerate(sorted(over, key=lambda o: -o.share)[:WORST])
+        for n, o in enumerate(sorted(over, key=lambda o: -o.share)[:MAX_ATTACKS_SHOWN])
     ]
     if not over:
-        text = f"none of {len(TOO_MUCH) + len(MORE)} attacks earns {ENOUGH:.0%} of what a right answer does"
-        found.append(Finding("reward", True, text))
+        text = f"none of {len(TOO_MUCH) + len(MORE)} attacks earns {MIN_LEARNED_SHARE:.0%} of what a right answer does"
+        findings.append(Finding("reward", True, text))
     text = "a right answer with {} earns {:.3g}"
-    return found + [
+    return findings + [
         Finding("strict", None, text.format(o.attack, o.earns), got=quoted(o.example, 60))
         for o in under
     ]
 
 
-WORST = 5  # attacks that are told; the table has all
+MAX_ATTACKS_SHOWN = 5  # the table has all
 FIX = "Let it read the answer at one place, compare it with the row's, and pay nothing where there is none."

@@ -114,9 +114,9 @@ def is_special(tokenizer: Any, token: int) -> bool:
 
 def template_end(tokenizer: Any) -> int | None:
     "The special token that the chat template writes behind an answer, if it writes one."
-    said = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    messages = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     try:
-        text = apply_template(tokenizer, said) if tokenizer.chat_template else ""
+        text = apply_template(tokenizer, messages) if tokenizer.chat_template else ""
     except Exception:  # a template that rejects this conversation does not say
         return None
     behind = _encode(tokenizer, text.rpartition("answer")[2].lstrip())[:1]
@@ -177,12 +177,12 @@ def render(
         text.encode()  # half of a surrogate pair is no text
     except Exception as e:  # a template is a program: it raises, divides by zero, does not end
         roles = ", ".join(str(m.get("role")) for m in messages[:20])
-        said = (
+        reason = (
             plain_text(e)[:300]
             if isinstance(e, jinja2.TemplateError | TypeError | TimeoutError)
             else quoted(e, 300)
         )
-        got = f"{said} for roles {roles}"
+        got = f"{reason} for roles {roles}"
         raise DataError("chat template", where=where, got=got, expected="a rendering") from e
     return text
 
@@ -193,17 +193,17 @@ def with_template(
     "A copy of the tokenizer that renders so, or the tokenizer itself where nothing is set; raises `ConfigError`."
     if file is None and not options:
         return tokenizer
-    own = copy.copy(tokenizer)
+    copied = copy.copy(tokenizer)
     if file is not None:
         check_trusted(file, "chat_template")
         try:
-            own.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
+            copied.chat_template = Path(file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             expected = "a file with a Jinja template"
             raise ConfigError("chat_template", got=f"{file}: {error}", expected=expected) from error
-    check_template_options(own, options or {})
-    own.apply_chat_template = partial(own.apply_chat_template, **options or {})
-    return own
+    check_template_options(copied, options or {})
+    copied.apply_chat_template = partial(copied.apply_chat_template, **options or {})
+    return copied
 
 # %% ../../nbs/task/02_chat.ipynb #ad10a0f9
 def _rendered(
@@ -302,23 +302,23 @@ def encode_prompt(
 
 # %% ../../nbs/task/02_chat.ipynb #ec50712e
 def encode_target(tokenizer: Any, row: Row) -> list[int]:
-    "The tokens that a row wants to be said after its prompt; raises `DataError` where it gives no text."
-    told: Any = row.data.get("completion", row.data.get("messages"))
-    if told is not None and not isinstance(told, str):
-        last = read_messages(told, row.where)[-1]
-        told = last["content"] if last["role"] == "assistant" else None
-    said = row.answer if told is None else told
-    if not isinstance(said, str | int | float) or not str(said).strip():
+    "The tokens that a row wants the policy to write after its prompt; raises `DataError` where it gives no text."
+    completion: Any = row.data.get("completion", row.data.get("messages"))
+    if completion is not None and not isinstance(completion, str):
+        last = read_messages(completion, row.where)[-1]
+        completion = last["content"] if last["role"] == "assistant" else None
+    target = row.answer if completion is None else completion
+    if not isinstance(target, str | int | float) or not str(target).strip():
         fix = "Give it as `completion`, as the assistant's last message, or as `answer`."
         raise DataError(
             "answer",
             where=row.where,
-            got=quoted(said),
+            got=quoted(target),
             expected="a text for the policy to say",
             fix=fix,
         )
     end = None if row.messages is None else template_end(tokenizer)
-    return [*_encode(tokenizer, str(said)), tokenizer.eos_token_id if end is None else end]
+    return [*_encode(tokenizer, str(target)), tokenizer.eos_token_id if end is None else end]
 
 # %% ../../nbs/task/02_chat.ipynb #a4303a08
 def completion_logprobs(completion: Completion, where: str = "completion") -> np.ndarray:  # (C,)
@@ -361,8 +361,8 @@ def sample_from_spans(
 
     Raises `AlignmentError` for turns of different temperatures.
     """
-    said = [c for _, c in spans if c is not None]
-    temperatures = sorted({c.params.temperature for c in said})
+    completions = [c for _, c in spans if c is not None]
+    temperatures = sorted({c.params.temperature for c in completions})
     if len(temperatures) > 1:
         raise AlignmentError(
             "temperature", got=temperatures, expected="one for all turns of a sample"
@@ -379,11 +379,11 @@ def sample_from_spans(
         raw_logprobs=np.concatenate([blank(t) if c is None else c.logprobs for t, c in spans]),
         loss_mask=np.concatenate([np.full(len(t), int(c is not None)) for t, c in spans]),
         reward=reward,
-        finish_reason=said[-1].finish_reason,
+        finish_reason=completions[-1].finish_reason,
         text=text,
-        policy_version=min(c.policy_version for c in said),
+        policy_version=min(c.policy_version for c in completions),
         temperature=temperatures[0],
-        processed=any(c.params.processed for c in said),
+        processed=any(c.params.processed for c in completions),
         info=info,
         routing=_routing(spans),
     )
@@ -398,7 +398,7 @@ _THINK = re.compile(r"<think(?:\s[^<>]*)?>")
 
 
 def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
-    "The first place at which two sequences differ; where one ends and the other goes on, that place."
+    "The first place at which two sequences differ; where one is the beginning of the other, its end."
     differ = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differ, min(len(a), len(b)))
 
@@ -431,13 +431,13 @@ def opened_by(prompt: str, header: str = "") -> str:  # header: see `answer_head
 
 
 def opened_info(
-    opened: str, said: str, text: str, grammar: str = ""
+    opened: str, raw_text: str, text: str, grammar: str = ""
 ) -> dict[str, Any]:  # for the `info` of a sample
     """What its prompt opened, and whether a thought among it is never closed; a grammar writes no thoughts.
 
-    `said`: the completion with its special tokens; where `text` has lost the end of the thought, nothing is opened."""
+    `raw_text`: the completion with its special tokens; where `text` has lost the end of the thought, nothing is opened."""
     thinks = bool(_THINK.search(opened.rpartition("</think>")[2]))
-    closed = "</think>" in said
+    closed = "</think>" in raw_text
     if not opened or grammar or (thinks and closed and "</think>" not in text):
         return {}
     return {"opened": opened} | ({"unfinished_thinking": True} if thinks and not closed else {})
@@ -478,7 +478,7 @@ def _text_of(
     )
 
 
-def _spoken_tokens(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[int]:
+def _without_end_token(tokenizer: PreTrainedTokenizerBase, completion: Completion) -> list[int]:
     "The sampled tokens without the one that ended the turn."
     tokens = completion.tokens.tolist()
     if completion.finish_reason != "stop" or not tokens:
@@ -517,7 +517,7 @@ class Conversation:
 
     tokenizer: PreTrainedTokenizerBase
     row: Row  # the task; its messages are the beginning
-    messages: tuple[Mapping[str, Any], ...]  # said since then
+    messages: tuple[Mapping[str, Any], ...]  # added since then
     spans: tuple[Span, ...]  # all tokens, in order
     options: Mapping[str, Any] = field(default_factory=dict)  # of the chat template
 
@@ -539,8 +539,8 @@ class Conversation:
     @property
     def noncanonical_turns(self) -> int:
         "Sampled turns that the tokenizer would have cut into other tokens."
-        said = [span for span in self.spans if span.completion is not None]
-        return sum(tuple(_encode(self.tokenizer, span.text)) != span.tokens for span in said)
+        sampled = [span for span in self.spans if span.completion is not None]
+        return sum(tuple(_encode(self.tokenizer, span.text)) != span.tokens for span in sampled)
 
     def add_completion(self, completion: Completion) -> Conversation:
         "With a turn of the policy, sampled from exactly `tokens`."
@@ -551,17 +551,18 @@ class Conversation:
                 "turn", where=where, got="two completions in a row", expected="messages in between"
             )
         before = c.tokens
-        given = completion.prompt_tokens.tolist()
-        if before != given:
-            at = first_difference(before, given)
+        prompt_tokens = completion.prompt_tokens.tolist()
+        if before != prompt_tokens:
+            at = first_difference(before, prompt_tokens)
             what = f"prompt of turn {c.turns} differs at token {at}"
             fix = "Sample from conversation.tokens."
             got, expected = (
-                f"{tokens_around(c.tokenizer, x, at)} ({len(x)} tokens)" for x in (given, before)
+                f"{tokens_around(c.tokenizer, x, at)} ({len(x)} tokens)"
+                for x in (prompt_tokens, before)
             )
             raise AlignmentError(what, where=where, got=got, expected=expected, fix=fix)
         tokens = completion.tokens.tolist()
-        content = _text_of(c.tokenizer, before, _spoken_tokens(c.tokenizer, completion))
+        content = _text_of(c.tokenizer, before, _without_end_token(c.tokenizer, completion))
         span = Span(tuple(tokens), _text_of(c.tokenizer, before, tokens), completion)
         return replace(
             c,
@@ -570,7 +571,7 @@ class Conversation:
         )
 
     def add_messages(self, *messages: Mapping[str, Any]) -> Conversation:
-        "With what user, tools or environment say, up to where the policy is to go on."
+        "With messages of user, tools or environment, up to where the policy is to continue."
         c = self
         where = self.row.where
         if not messages or any(m.get("role") == "assistant" for m in messages):
@@ -581,9 +582,11 @@ class Conversation:
             raise AlignmentError(
                 "turn", where=where, got="messages", expected="a completion: the policy is next"
             )
-        said = (*c.messages, *read_messages(list(messages), where))
+        all_messages = (*c.messages, *read_messages(list(messages), where))
         try:
-            rendered = _rendered(c.tokenizer, [*(c.row.messages or ()), *said], where, c.options)
+            rendered = _rendered(
+                c.tokenizer, [*(c.row.messages or ()), *all_messages], where, c.options
+            )
         except DataError as error:  # two turns of one role in a row, half a character, ...
             raise TemplateMismatch(str(error)) from error
         spans = _ended_as_rendered(c, rendered)
@@ -591,17 +594,17 @@ class Conversation:
         _check_prefix(shown, rendered, f"{where}, turn {c.turns}")
         rest = rendered[len(shown) :]
         return replace(
-            c, messages=said, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest))
+            c, messages=all_messages, spans=(*spans, Span(tuple(_encode(c.tokenizer, rest)), rest))
         )
 
     def to_sample(self, reward: float | None = None, **info: Any) -> RolloutSample:
-        "As one sample; `text` is the last turn, `info['messages']` everything said, `info` what else is given."
+        "As one sample; `text` is the last turn, `info['messages']` all messages, `info` whatever else is passed."
         c = self
         if not c.turns:
             expected = "at least one completion to learn from"
             raise AlignmentError("turns", where=c.row.where, got="none", expected=expected)
         last = [m["content"] for m in c.messages if m["role"] == "assistant"][-1]
-        asked, drawn = [
+        asked, last_completion = [
             (before, span.completion) for before, span in pairwise(c.spans) if span.completion
         ][-1]
         spans = [(list(span.tokens), span.completion) for span in c.spans]
@@ -610,9 +613,9 @@ class Conversation:
             "turns": c.turns,
             "noncanonical_turns": c.noncanonical_turns,
         }
-        held = sum(said is not None and said.params.grammar != "" for _, said in spans)
+        held = sum(turn is not None and turn.params.grammar != "" for _, turn in spans)
         opened = opened_by(asked.text, answer_header(c.tokenizer))
-        kept |= opened_info(opened, last, last, drawn.params.grammar)
+        kept |= opened_info(opened, last, last, last_completion.params.grammar)
         kept |= {**({"grammar_turns": held} if held else {}), **info}
         return sample_from_spans(spans, reward, last, kept)
 
@@ -683,41 +686,43 @@ def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
     return *given, replace(last, rendered=content + _text_of(c.tokenizer, [], end))
 
 # %% ../../nbs/task/02_chat.ipynb #3266d6a5
-def in_words(
+def write_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     "Messages with tools for a template that does not know them; responses to calls of one turn are one message."
-    told = list[dict[str, Any]]()
+    converted = list[dict[str, Any]]()
     for i, m in enumerate(messages):
         response = f"<tool_response>{m['content']}</tool_response>"
         if m["role"] == "tool" and i and messages[i - 1]["role"] == "tool":
-            told[-1]["content"] += f"\n{response}"
+            converted[-1]["content"] += f"\n{response}"
         elif m["role"] == "tool":
-            told.append({"role": "user", "content": response})
+            converted.append({"role": "user", "content": response})
         else:
             calls = [_call_text(call) for call in m.get("tool_calls") or ()]
             content = "\n".join([*([m["content"]] if m["content"] else []), *calls])
-            told.append(
+            converted.append(
                 {name: v for name, v in m.items() if name != "tool_calls"} | {"content": content}
             )
     if tools:
         shapes = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
-        how = 'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
-        text = f"Functions:\n{shapes}\n{how}"
-        if told[0]["role"] == "system":
-            told[0]["content"] += f"\n\n{text}"
+        instruction = (
+            'To call one, write <tool_call>{"name": "...", "arguments": {...}}</tool_call>.'
+        )
+        text = f"Functions:\n{shapes}\n{instruction}"
+        if converted[0]["role"] == "system":
+            converted[0]["content"] += f"\n\n{text}"
         else:
-            told.insert(0, {"role": "system", "content": text})
-    return told
+            converted.insert(0, {"role": "system", "content": text})
+    return converted
 
 
 def _call_text(call: Mapping[str, Any]) -> str:
     "A call as the policy writes one; arguments that are JSON already, as they are."
     function = _with_values(call)["function"]
-    given = call["function"].get("arguments")
+    raw_arguments = call["function"].get("arguments")
     arguments = (
-        given
-        if given and isinstance(given, str)
+        raw_arguments
+        if raw_arguments and isinstance(raw_arguments, str)
         else json.dumps(function["arguments"], ensure_ascii=False)
     )
     return f'<tool_call>{{"name": {json.dumps(function["name"])}, "arguments": {arguments}}}</tool_call>'
@@ -726,12 +731,14 @@ def _call_text(call: Mapping[str, Any]) -> str:
 def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
     "A tool call whose arguments are values, not JSON."
     function = call["function"]
-    given = function.get("arguments") or {}
+    raw_arguments = function.get("arguments") or {}
     return {
         **call,
         "function": {
             **function,
-            "arguments": json.loads(given) if isinstance(given, str) else given,
+            "arguments": json.loads(raw_arguments)
+            if isinstance(raw_arguments, str)
+            else raw_arguments,
         },
     }
 
@@ -753,12 +760,12 @@ def template_fields(
                 for m in map(dict, messages)
             ]
         if "tools" not in template:
-            return in_words(messages, tools), {}
+            return write_tools_as_text(messages, tools), {}
         calls = [[_with_values(call) for call in m.get("tool_calls") or ()] for m in messages]
-        told = [
+        converted = [
             {**m, **({"tool_calls": c} if c else {})} for m, c in zip(messages, calls, strict=True)
         ]
-        return told, {"tools": list(tools)} if tools else {}
+        return converted, {"tools": list(tools)} if tools else {}
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as reason:
         got = f"{type(reason).__name__}: {reason}"
         expected = "functions with a name, and arguments"
@@ -791,7 +798,7 @@ _NO_CALL = (
 _NO_CALL += (StopIteration,)  # of `_SCAN`, where no value begins
 
 
-def _refuse_constant(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
@@ -802,8 +809,8 @@ def _finite(digits: str) -> float:
     return value
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite)
-_RULES: Any = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant, parse_float=_finite)
+_RULES: Any = json.JSONDecoder(parse_constant=_reject_constant)
 _SCAN = make_scanner(_RULES)  # which does not count the lines at an error
 
 
@@ -881,12 +888,12 @@ def _read_json(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
         parts[name] = value, text[start:end]
         if text[end := _after_space(text, end)] not in ",}":
             raise ValueError("neither another field nor the end")
-    given, written = parts.get("arguments") or parts.get("parameters") or ({}, "{}")
-    if isinstance(given, str):  # JSON in JSON
-        given, written = _DECODER.decode(given or "{}"), given
-    if not isinstance(given or {}, dict):
+    arguments, source = parts.get("arguments") or parts.get("parameters") or ({}, "{}")
+    if isinstance(arguments, str):  # JSON in JSON
+        arguments, source = _DECODER.decode(arguments or "{}"), arguments
+    if not isinstance(arguments or {}, dict):
         raise TypeError("arguments that are no object")
-    return [(parts["name"][0], written if given else "{}")], _CLOSE.match(text, end + 1).end()  # type: ignore[union-attr]
+    return [(parts["name"][0], source if arguments else "{}")], _CLOSE.match(text, end + 1).end()  # type: ignore[union-attr]
 
 
 def _after_space(text: str, at: int) -> int:
@@ -952,16 +959,16 @@ def _read_python(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
         raise ValueError("an argument without a name")
     data = source.encode()
     lines = [0, *(end_of_line.end() for end_of_line in re.finditer(rb"\r\n|\r|\n", data))]
-    written = [
+    keywords = [
         {k.arg: _literal_json(k.value, data, lines) for k in call.keywords} for call in made.elts
     ]
     arguments = [
         ", ".join(f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in each.items())
-        for each in written
+        for each in keywords
     ]
     end += len("<|tool_call_end|>") * text.startswith("<|tool_call_end|>", end)
     return [
-        (call.func.id, f"{{{own}}}") for call, own in zip(made.elts, arguments, strict=True)
+        (call.func.id, f"{{{pairs}}}") for call, pairs in zip(made.elts, arguments, strict=True)
     ], end
 
 
@@ -989,11 +996,11 @@ def split_calls(
     content = ""
     value_ends = [end.start() for end in _VALUE_END.finditer(whole)]
     at = 0
-    said_from = len(opened)
+    content_start = len(opened)
     passed = set[int]()
-    while found := _NEXT.search(whole, at):
-        at = found.end()
-        if found[0].startswith("<think"):
+    while match := _NEXT.search(whole, at):
+        at = match.end()
+        if match[0].startswith("<think"):
             closed = whole.find("</think>", at)
             at = len(whole) if closed < 0 else closed
             continue
@@ -1008,14 +1015,14 @@ def split_calls(
             at += 1
             continue
         if all(isinstance(name, str) for name, _ in read):
-            content += whole[said_from : found.start()]
-            said_from = at = max(end, len(opened))
+            content += whole[content_start : match.start()]
+            content_start = at = max(end, len(opened))
             functions = [{"name": name, "arguments": arguments} for name, arguments in read]
             calls += [
                 {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": f}
                 for f in functions
             ]
-    content += whole[said_from:]
+    content += whole[content_start:]
     return (content.strip() or None) if calls else content, calls
 
 

@@ -141,8 +141,10 @@ def find_answer(record: Mapping[str, Any], column: str | None = None) -> Any:
     if name := _first(record, [column] if column else ANSWER_COLUMNS):
         return record[name]
     nested = record.get("reward_model")
-    told = nested.get("ground_truth") if column is None and isinstance(nested, Mapping) else None
-    return told if _present(told) else None
+    ground_truth = (
+        nested.get("ground_truth") if column is None and isinstance(nested, Mapping) else None
+    )
+    return ground_truth if _present(ground_truth) else None
 
 # %% ../../nbs/task/00_data.ipynb #0e8c431c
 def _messages(value: Any, where: str, name: str = "messages") -> tuple[Mapping[str, Any], ...]:
@@ -250,8 +252,8 @@ def _with_system(form: dict[str, Any], system_prompt: str | None, where: str) ->
 UNSEEN = ("images", "image", "videos", "video", "audios", "audio")  # columns
 
 
-def _listed(value: Any, name: str, where: str) -> list[dict[str, Any]]:
-    "A list of mappings, which may be told in JSON."
+def _parse_mappings(value: Any, name: str, where: str) -> list[dict[str, Any]]:
+    "Read a list of mappings, which may be written as JSON."
     with suppress(ValueError, RecursionError):  # a text that is no JSON
         value = json.loads(value) if isinstance(value, str) else plain_values(value)
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
@@ -273,15 +275,17 @@ def _template_options(
         )
     options: dict[str, Any] = {}
     if _present(record.get("tools")):
-        tools = _listed(record["tools"], "tools", where)
+        tools = _parse_mappings(record["tools"], "tools", where)
         options["tools"] = [
             tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
         ]
-    if _present(told := record.get("chat_template_kwargs")):
-        [own] = _listed(
-            [told] if isinstance(told, Mapping) else f"[{told}]", "chat_template_kwargs", where
+    if _present(template_kwargs := record.get("chat_template_kwargs")):
+        [parsed] = _parse_mappings(
+            [template_kwargs] if isinstance(template_kwargs, Mapping) else f"[{template_kwargs}]",
+            "chat_template_kwargs",
+            where,
         )
-        options |= own
+        options |= parsed
     if options and "messages" not in form:
         got = f"{', '.join(options)} beside {next(iter(form))}"
         raise DataError(
@@ -313,13 +317,13 @@ def check_columns(
     "Raise `DataError` for a row that lacks columns; names all of them."
     answers = f"something in {', '.join(ANSWER_COLUMNS)}"
     lost = dict(lost or {})
-    told = {
+    is_present = {
         "answer": answer is not None,
         "answer?": answer is not None or any(n in data for n in ANSWER_COLUMNS),
     }
     for column, readers in read_by(require).items():
-        if not told.get(column, column in data):
-            name = "answer" if column in told else column
+        if not is_present.get(column, column in data):
+            name = "answer" if column in is_present else column
             looked_for = answers if name == "answer" else f"a column {name}"
             lost[name] = looked_for + (f" (read by {readers})" if readers else "")
     if lost or gone:
@@ -600,13 +604,13 @@ def _hub_records(
         if not here and (trouble := hub_trouble(name, "dataset")):
             raise ConnectionError(trouble)
         if not saved:
-            found: Any = datasets.load_dataset(name, config, split=split, streaming=streaming)
+            dataset: Any = datasets.load_dataset(name, config, split=split, streaming=streaming)
         elif config is None:
-            found = datasets.load_from_disk(name)  # one data set, or several splits
-            found = (
-                found[split]
-                if isinstance(found, dict)
-                else {"train": found, str(found.split): found}[split]
+            dataset = datasets.load_from_disk(name)  # one data set, or several splits
+            dataset = (
+                dataset[split]
+                if isinstance(dataset, dict)
+                else {"train": dataset, str(dataset.split): dataset}[split]
             )
         else:
             raise ValueError("a folder of save_to_disk has no configurations")
@@ -617,7 +621,7 @@ def _hub_records(
         raise DataError(
             "hub", where=quoted(name), got=got, expected="a data set of the hub", fix=fix
         ) from e
-    for i, record in enumerate(found):
+    for i, record in enumerate(dataset):
         yield f"{name}, {split}, record {i}", record
 
 # %% ../../nbs/task/00_data.ipynb #1b82c1f2
@@ -625,14 +629,14 @@ def _records(source: Any, **hub: Any) -> Iterator[tuple[str, Mapping[str, Any]]]
     "Records of any source, each with its place; hub: of `_hub_records`."
     path = source if isinstance(source, str | os.PathLike) else None
     if path is not None and on_hub(str(path)):
-        found = _hub_records(str(path), **hub)
-    elif said := [name for name, value in hub.items() if value]:
+        records = _hub_records(str(path), **hub)
+    elif hub_options := [name for name, value in hub.items() if value]:
         raise DataError(
-            said[0], where="load_rows", got=quoted(source), expected="a data set of the hub"
+            hub_options[0], where="load_rows", got=quoted(source), expected="a data set of the hub"
         )
     else:
-        found = _object_records(source) if path is None else _file_records(*_opened(path))
-    for where, record in found:
+        records = _object_records(source) if path is None else _file_records(*_opened(path))
+    for where, record in records:
         if not isinstance(record, Mapping) or None in record:  # cells of a CSV without a name
             raise DataError(
                 "record", where=where, got=quoted(record), expected='a mapping, as {"question": …}'
@@ -662,8 +666,8 @@ def _check_rows(rows: Sequence[Row], source: Any) -> None:
 def load_rows(
     source: Any,  # path or address of JSON, CSV or parquet, name on the hub, DataFrame, iterable, HF dataset
     *,
-    max_rows: int | None = None,  # the first so many
-    require_answer: bool = False,  # reject rows that do not say what is right
+    max_rows: int | None = None,  # at most this many, from the start
+    require_answer: bool = False,  # reject rows without a reference answer
     require: Collection[
         str
     ] = (),  # columns that rows must have; a mapping also says what reads each
@@ -683,9 +687,11 @@ def load_rows(
             expected="1 or more, or None for all",
         )
     needed = {**dict.fromkeys(["answer"] * require_answer, ""), **read_by(require)}
-    how = {"columns": columns, "require": needed, "system_prompt": system_prompt}
+    row_kwargs = {"columns": columns, "require": needed, "system_prompt": system_prompt}
     records = islice(_records(source, config=config, split=split, streaming=streaming), max_rows)
-    rows = [make_row(record, i, where=where, **how) for i, (where, record) in enumerate(records)]
+    rows = [
+        make_row(record, i, where=where, **row_kwargs) for i, (where, record) in enumerate(records)
+    ]
     _check_rows(rows, source)
     return rows
 
@@ -775,12 +781,12 @@ class Cursor:
         return not self.positions(1)
 
     def index(self, position: int) -> int:
-        "Which row of the data set stands at a position counted over all epochs."
+        "The index of the row at a position counted over all epochs."
         epoch, i = divmod(position, n := len(self.rows))
         return epoch_order(n, self.seed, epoch)[i] if self.shuffle else i
 
     def comes(self, position: int) -> bool:
-        "Whether the row at a position comes, or is passed over this time: drawn from seed and position alone."
+        "Whether the row at a position comes, or is skipped this time: decided by a random number from seed and position alone."
         if self.floor is None or (known := self.seen.get(self.index(position))) is None:
             return True
         return np.random.default_rng([self.seed, position, 1]).random() < coming_share(
@@ -788,7 +794,7 @@ class Cursor:
         )
 
     def positions(self, n: int) -> list[int]:
-        "Where the next `n` rows stand, fewer at the very end; those that are passed over are not among them."
+        "The positions of the next `n` rows, fewer at the very end; skipped rows are left out."
         ahead = range(self.consumed, int(self.total)) if self.epochs else count(self.consumed)
         return list(islice((position for position in ahead if self.comes(position)), n))
 
@@ -899,6 +905,6 @@ class Rollouts:
     prompt: Prompt
     samples: tuple[RolloutSample, ...] = ()  # graded already, if they come from a rollout function
     dropped: tuple[str, ...] = ()  # reasons of samples that failed
-    # the draw that each sample is a segment of; () = each sample is a draw of its own
+    # the rollout that each sample is a segment of; () = each sample is a whole rollout
     runs: tuple[int, ...] = ()
     redrawn: tuple[str, ...] = ()  # reasons of samples that failed and were sampled again

@@ -216,12 +216,15 @@ def load_model(
     ):
         try:
             with no_bars(quiet=Path(source).is_dir()):
-                # no code of its own
-                how: dict[str, Any] = {"trust_remote_code": False, "local_files_only": cached}
-                tokenizer = AutoTokenizer.from_pretrained(source, **how)
-                how |= {"dtype": dtype, "output_loading_info": True}
-                how |= {"ignore_mismatched_sizes": True}  # `_check_loaded` names them
-                loaded: Any = AutoModelForCausalLM.from_pretrained(source, **how)
+                # a model's custom code is never run
+                load_kwargs: dict[str, Any] = {
+                    "trust_remote_code": False,
+                    "local_files_only": cached,
+                }
+                tokenizer = AutoTokenizer.from_pretrained(source, **load_kwargs)
+                load_kwargs |= {"dtype": dtype, "output_loading_info": True}
+                load_kwargs |= {"ignore_mismatched_sizes": True}  # `_check_loaded` names them
+                loaded: Any = AutoModelForCausalLM.from_pretrained(source, **load_kwargs)
         except Exception as error:  # transformers raises every kind for files that others wrote
             if is_out_of_memory(error):
                 raise

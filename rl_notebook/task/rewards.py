@@ -73,15 +73,15 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\[{}]|[{}]")
 def last_boxed(text: str) -> str | None:
     "The content of the last closed `\\boxed{…}`."
     open_at: list[int | None] = []
-    found = None
+    span = None
     for m in _BRACES.finditer(text):
         if m[0] in ("\\{", "\\}"):
             continue
         if m[0] != "}":
             open_at.append(m.end() if len(m[0]) > 1 else None)
         elif open_at and (start := open_at.pop()) is not None:
-            found = start, m.start()
-    return None if found is None else text[slice(*found)].strip()
+            span = start, m.start()
+    return None if span is None else text[slice(*span)].strip()
 
 # %% ../../nbs/task/01_rewards.ipynb #27e97830
 _OPEN, _CLOSE = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
@@ -118,8 +118,8 @@ def gsm8k_reward(
     truths = [t for t in reference_answers(answer) if parse_number(t) is not None]
     if not truths:
         return None
-    given = final_answer(text)
-    return float(given is not None and any(numeric_equal(given, t) for t in truths))
+    prediction = final_answer(text)
+    return float(prediction is not None and any(numeric_equal(prediction, t) for t in truths))
 
 # %% ../../nbs/task/01_rewards.ipynb #f8fda8e7
 def tagged_integer(text: Any) -> str | None:
@@ -132,9 +132,11 @@ def tagged_integer(text: Any) -> str | None:
 # %% ../../nbs/task/01_rewards.ipynb #94bb9a88
 def tagged_integer_reward(text: str, answer: Any) -> float:
     "1 when completion and answer carry the same `tagged_integer`, else 0."
-    given = tagged_integer(text)
+    prediction = tagged_integer(text)
     several = answer if isinstance(answer, list | tuple) else [answer]
-    return float(given is not None and given in [tagged_integer(truth) for truth in several])
+    return float(
+        prediction is not None and prediction in [tagged_integer(truth) for truth in several]
+    )
 
 # %% ../../nbs/task/01_rewards.ipynb #c0d142b0
 def make_format_reward(*tags: str) -> Callable[[str], float]:
@@ -232,12 +234,14 @@ def countdown_reward(
     "1 when the final answer is an expression over `nums`, each used at most once, that makes `target`, else 0."
     goal = _column_number("target", target)
     allowed = Counter(_column_number("nums", n) for n in _column_list(nums))
-    said = (final_answer(text) or "").partition("=")[0].strip()[:201]
-    used = Counter(Fraction(digits) for digits in re.findall(r"\d+", said))
+    expression = (final_answer(text) or "").partition("=")[0].strip()[:201]
+    used = Counter(Fraction(digits) for digits in re.findall(r"\d+", expression))
     arithmetic = (
-        len(said) <= 200 and re.fullmatch(r"[\d+\-*/()\s]+", said, re.ASCII) and "**" not in said
+        len(expression) <= 200
+        and re.fullmatch(r"[\d+\-*/()\s]+", expression, re.ASCII)
+        and "**" not in expression
     )
-    return float(bool(arithmetic) and used <= allowed and evaluated(said) == goal)
+    return float(bool(arithmetic) and used <= allowed and evaluated(expression) == goal)
 
 # %% ../../nbs/task/01_rewards.ipynb #b3de72ce
 T = TypeVar("T")
@@ -301,7 +305,7 @@ def run_until(loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> Non
             asyncio.tasks._enter_task(loop, task)
 
 # %% ../../nbs/task/01_rewards.ipynb #56faeb8b
-_JUDGE = """
+_WORKER_CODE = """
 import json, logging, resource, signal, sys
 from math_verify import parse, verify
 
@@ -333,7 +337,7 @@ _OPERATION = re.compile(rf"[-+*/^!|×÷·√]|\d\s+\d|\\(?!{_LAYOUT})[a-zA-Z]")
 
 
 class MathVerify:
-    "Symbolic equality of the final answer and the row's, judged in a process of its own; use it as a reward function."
+    "Symbolic equality of the final answer and the row's, decided in a separate process; use it as a reward function."
 
     def __init__(self, timeout: float = 5.0):  # seconds for one completion
         with needs("math", "the math_verify reward"):
@@ -359,7 +363,9 @@ class MathVerify:
                     "stdout": subprocess.PIPE,
                     "stderr": subprocess.DEVNULL,
                 }
-                self._worker = subprocess.Popen([sys.executable, "-c", _JUDGE], text=True, **pipes)
+                self._worker = subprocess.Popen(
+                    [sys.executable, "-c", _WORKER_CODE], text=True, **pipes
+                )
                 if not self._worker.stdout.readline():
                     fix = 'See what `python -c "import math_verify"` says.'
                     raise RewardError(
@@ -390,9 +396,11 @@ class MathVerify:
         """1 when the final answer equals the row's, or one of them, 0 when not, None when that cannot be decided.
 
         Raises TimeoutError where that takes longer than a `reward_timeout` below the object's own limit."""
-        if (given := final_answer(text)) is None:
+        if (prediction := final_answer(text)) is None:
             return 0.0
-        truths = {str(truth): _equal_numbers(given, truth) for truth in reference_answers(answer)}
+        truths = {
+            str(truth): _equal_numbers(prediction, truth) for truth in reference_answers(answer)
+        }
         verdicts = set(truths.values())
         unsure = [truth for truth, same in truths.items() if same is None]
         if unsure and True not in verdicts:
@@ -400,16 +408,20 @@ class MathVerify:
                 None if reward_timeout is None or reward_timeout >= self.timeout else reward_timeout
             )
             is_figure = (
-                parse_figure(given) is not None or not _OPERATION.search(given) or given in unsure
+                parse_figure(prediction) is not None
+                or not _OPERATION.search(prediction)
+                or prediction in unsure
             )
             call = functools.partial(self.compare, is_figure=is_figure, seconds=seconds)
-            boxed = [f"\\boxed{{{t}}}" for t in (given, *unsure)]
+            boxed = [f"\\boxed{{{t}}}" for t in (prediction, *unsure)]
             verdicts.add(await call_in_thread(functools.partial(call, *boxed)))
         return None if verdicts <= {None} else float(True in verdicts)
 
 
-def _equal_numbers(given: str, truth: Any) -> bool | None:  # None = for math-verify to say
-    return None if _NOT_NUMBERS.search(f"{given} {truth}") else numeric_equal(given, truth)
+def _equal_numbers(prediction: str, truth: Any) -> bool | None:  # None = for math-verify to say
+    return (
+        None if _NOT_NUMBERS.search(f"{prediction} {truth}") else numeric_equal(prediction, truth)
+    )
 
 # %% ../../nbs/task/01_rewards.ipynb #6a6215c0
 def innermost(function: Any) -> Any:
@@ -489,8 +501,8 @@ _shared = functools.cache(lambda kind: kind())
 def _named_function(name: str) -> Callable[..., Any]:
     "The reward function behind a name of `REWARDS` or `module:function`."
     if name in REWARDS:
-        found = REWARDS[name]
-        return _shared(found) if isinstance(found, type) else found
+        reward = REWARDS[name]
+        return _shared(reward) if isinstance(reward, type) else reward
     if not NAMED.fullmatch(name):
         fix = "Write module:function for one of your own."
         raise RewardError(
@@ -513,14 +525,16 @@ def reward_fn(
     Raises `RewardError` for what is neither a function nor the name of one.
     """
     if isinstance(source, RewardFn):
-        given = {"name": name, "style": style, "weight": weight}
-        return replace(source, **{k: v for k, v in given.items() if v is not None})
+        overrides = {"name": name, "style": style, "weight": weight}
+        return replace(source, **{k: v for k, v in overrides.items() if v is not None})
     function = _named_function(source) if isinstance(source, str) else source
     if not callable(function):
         raise RewardError("reward", got=quoted(function), expected="a function, or the name of one")
     inner = getattr(function, "func", function)  # of a functools.partial
-    own = source if isinstance(source, str) else getattr(inner, "__name__", type(inner).__name__)
-    called: str = name or own.rpartition(":")[2]
+    full_name = (
+        source if isinstance(source, str) else getattr(inner, "__name__", type(inner).__name__)
+    )
+    called: str = name or full_name.rpartition(":")[2]
     return RewardFn(
         called, function, style or reward_style(function, called), 1.0 if weight is None else weight
     )
@@ -595,12 +609,14 @@ def _make_group(
         texts.append(text)
         prefixes.append("" if opened else str(info.get("opened") or ""))
         tokens.append([int(t) for t in ids])
-        said = list(info.get("messages") or [{"role": "assistant", "content": text}])
+        conversation = list(info.get("messages") or [{"role": "assistant", "content": text}])
         for k in [
-            k for k, message in enumerate(said) if opened and message.get("role") == "assistant"
+            k
+            for k, message in enumerate(conversation)
+            if opened and message.get("role") == "assistant"
         ][-1:]:
-            said[k] = {**said[k], "content": text}
-        messages.append(said)
+            conversation[k] = {**conversation[k], "content": text}
+        messages.append(conversation)
     turns = any(isinstance(c, RolloutSample) and "messages" in c.info for c in completions)
     return _Group(
         row,
@@ -617,14 +633,14 @@ def _make_group(
 # %% ../../nbs/task/01_rewards.ipynb #1ae139ad
 @dataclass(frozen=True)
 class _Logs:
-    "What reward functions say on the side."
+    "What reward functions log next to their rewards."
 
     extra: dict[str, list[Any]] = field(default_factory=dict)  # columns, one value per sample
     metrics: dict[str, list[float]] = field(default_factory=dict)  # values to be averaged
     late: dict[int, str] = field(default_factory=dict)  # by sample: which function took too long
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        "Keep a column of one value per completion beside the rewards."
+        "Keep a column of one value per completion next to the rewards."
         self.extra[column] = list(values)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -646,18 +662,18 @@ def _state(group: _Group, i: int) -> dict[str, Any]:
     info = group.row.data.get("info") or {}
     with suppress(ValueError):
         info = json.loads(info) if isinstance(info, str) else info
-    said = group.messages[i]
+    conversation = group.messages[i]
     return {
         "prompt": group.prompt,
-        "completion": said if group.chat else group.texts[i],
+        "completion": conversation if group.chat else group.texts[i],
         "info": info,
         "task": group.row.data.get("task") or "default",
-        "turn": sum(message.get("role") == "assistant" for message in said),
+        "turn": sum(message.get("role") == "assistant" for message in conversation),
         **({} if group.row.answer is None else {"answer": group.row.answer}),
     }
 
 # %% ../../nbs/task/01_rewards.ipynb #55cedb73
-def _last_said(completion: Any) -> str | None:
+def _last_reply(completion: Any) -> str | None:
     "The last message of the policy."
     if isinstance(completion, str):
         return completion
@@ -667,7 +683,7 @@ def _last_said(completion: Any) -> str | None:
 
 
 # what functions of verifiers read a completion with
-PARSER = SimpleNamespace(parse=str, parse_answer=_last_said)
+PARSER = SimpleNamespace(parse=str, parse_answer=_last_reply)
 
 # %% ../../nbs/task/01_rewards.ipynb #14ac0727
 def _trl_arguments(
@@ -701,35 +717,35 @@ def _sample_arguments(
     row, data = group.row, group.row.data
     answer = {} if row.answer is None else {"answer": row.answer, "ground_truth": row.answer}
     if style == "verl":
-        own = data.get("reward_model")
-        told = data.get("extra_info")
+        reward_model = data.get("reward_model")
+        extra_info = data.get("extra_info")
         truth = (
-            {"ground_truth": own["ground_truth"]}
-            if isinstance(own, Mapping) and "ground_truth" in own
+            {"ground_truth": reward_model["ground_truth"]}
+            if isinstance(reward_model, Mapping) and "ground_truth" in reward_model
             else answer
         )
         extra = {
-            **(told if isinstance(told, Mapping) else {}),
+            **(extra_info if isinstance(extra_info, Mapping) else {}),
             "num_turns": len(group.messages[i]) + 1,
         }
-        given = {
+        arguments = {
             "data_source": data.get("data_source"),
             "solution_str": group.texts[i],
             "extra_info": extra,
         }
-        return given | {k: v for k, v in truth.items() if k == "ground_truth"}
+        return arguments | {k: v for k, v in truth.items() if k == "ground_truth"}
     columns = {
         k: v for k, v in columns.items() if k not in ANSWER_COLUMNS or row.answer is not None
     }
     if style == "native":
-        own = {"row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
-        return {"opened": group.opened[i], **columns, **answer, **own}
+        sample_values = {"row": row, "tokens": group.tokens[i], "log_metric": logs.log_metric}
+        return {"opened": group.opened[i], **columns, **answer, **sample_values}
     state = _state(group, i)
     return {"parser": PARSER, **columns, **state, "state": {**columns, **state}}
 
 
 def _arguments(fn: RewardFn, group: _Group, logs: _Logs) -> list[dict[str, Any]]:
-    "What a function is offered: once for the group, or for each sample."
+    "The arguments that a function may take: once for the group, or for each sample."
     names = _parameters(fn.function, fn.name)
     columns = _columns(group, names)
     if fn.style == "trl":
@@ -848,7 +864,7 @@ class Limits:
     # the caller waits: plain functions are called in its thread
     blocking: bool = field(default=False, repr=False)
     # the event loop ends with the call: async functions need one that stays
-    own_loop: bool = field(default=False, repr=False)
+    temporary_loop: bool = field(default=False, repr=False)
     _room: tuple[Any, Any] = field(default=(None, None), repr=False)  # event loop, its semaphore
 
     @asynccontextmanager
@@ -874,7 +890,7 @@ LIMITS = Limits()
 _HAS_ROOM: contextvars.ContextVar[bool] = contextvars.ContextVar("_HAS_ROOM", default=False)
 # `async` functions that were called while a script waited, and stay in the shared event loop
 _IN_SHARED_LOOP: set[Any] = set()
-LATE = object()  # in place of a reward that did not come in time
+TIMED_OUT = object()  # in place of a reward whose call timed out
 
 # %% ../../nbs/task/01_rewards.ipynb #1b2c786b
 def call_outside_loop(call: Callable[[], T]) -> T:
@@ -898,7 +914,7 @@ async def _result(fn: RewardFn, call: Callable[[], Any], limits: Limits) -> Any:
     if not isinstance(result, Awaitable):
         return result
     function = innermost(fn.function)
-    if limits.own_loop:
+    if limits.temporary_loop:
         _IN_SHARED_LOOP.add(function)
     return await (await_in_shared_loop(result) if function in _IN_SHARED_LOOP else result)
 
@@ -915,7 +931,7 @@ def _traceback_of(error: BaseException, function: Any) -> TracebackType | None:
 async def _call(
     fn: RewardFn, group: _Group, i: int | None, arguments: Mapping[str, Any], limits: Limits
 ) -> Any:
-    "One call, with its exceptions named; `LATE` when it took too long."
+    "Call a function once; exceptions name it, and `TIMED_OUT` is returned when it took too long."
     text = group.texts[i or 0]
     read = group.opened[i or 0] + text if is_ours(fn.function) else text
     first = [read] if fn.style == "native" else []
@@ -930,12 +946,12 @@ async def _call(
             async with clock:
                 result = await _result(fn, call, limits)
                 is_late = asyncio.get_running_loop().time() > (clock.when() or math.inf)
-                return LATE if is_late else result
+                return TIMED_OUT if is_late else result
         except KeyboardInterrupt:
             raise
         except BaseException as e:  # whatever a user's function raises, sys.exit() too
             if clock.expired() or (limits_itself and isinstance(e, TimeoutError)):
-                return LATE
+                return TIMED_OUT
             task = asyncio.current_task()
             if isinstance(e, asyncio.CancelledError) and task is not None and task.cancelling():
                 raise  # it is this coroutine that is cancelled
@@ -967,7 +983,7 @@ async def _values(
     n = len(group.texts)
     if fn.style == "trl":
         result = await _call(fn, group, None, offered[0], limits)
-        results = [LATE] * n if result is LATE else _group_values(result, fn, group)
+        results = [TIMED_OUT] * n if result is TIMED_OUT else _group_values(result, fn, group)
     else:
         calls = [_call(fn, group, i, arguments, limits) for i, arguments in enumerate(offered)]
         results = [_score_of_dict(r, logs) for r in await together(calls)]
@@ -975,9 +991,9 @@ async def _values(
         reason = f"{fn.name} took longer than {limits.timeout} s (reward_timeout)"
         if limits.in_thread(fn):
             reason += "; its thread cannot be stopped and runs until the call returns"
-        logs.late.update({i: reason for i, r in enumerate(results) if r is LATE})
+        logs.late.update({i: reason for i, r in enumerate(results) if r is TIMED_OUT})
     checked = [
-        _number(None if r is LATE else r, fn, group.where(i), group.texts[i])
+        _number(None if r is TIMED_OUT else r, fn, group.where(i), group.texts[i])
         for i, r in enumerate(results)
     ]
     return frozen_array(checked, np.float64)
@@ -1118,9 +1134,9 @@ def _wait_within(loop: asyncio.AbstractEventLoop, job: Job[T]) -> T:
 
 
 def _wait_alone(job: Job[T]) -> T:
-    "The result of a job in an event loop of its own."
+    "Run a job in a new event loop."
     loop = asyncio.new_event_loop()
-    task = loop.create_task(job(Limits(blocking=True, own_loop=True)))
+    task = loop.create_task(job(Limits(blocking=True, temporary_loop=True)))
     try:
         return loop.run_until_complete(task)
     except BaseException:

@@ -23,10 +23,10 @@ SPLITS = ("train", "heldout", "hard")  # of `toy_rows`
 _ASK = ("What is {plus}?", "{plus} = ?", "Add up {list}.")
 
 
-def _ask(terms: Sequence[int], way: int) -> str:
+def _ask(terms: Sequence[int], form: int) -> str:
     "The sum of `terms` as a question."
     digits = [str(t) for t in terms]
-    return _ASK[way].format(plus="+".join(digits), list=", ".join(digits))
+    return _ASK[form].format(plus="+".join(digits), list=", ".join(digits))
 
 # %% ../../nbs/task/05_toy.ipynb #366ff137
 def is_heldout(terms: Sequence[int]) -> bool:
@@ -71,7 +71,7 @@ _SHAPE = re.compile(r"(\d+ )*#### \d+")
 
 
 def toy_reward(
-    completion_text: str,  # what the model said
+    completion_text: str,  # what the model wrote
     answer: str,  # the right number, bare or after "####"
 ) -> float:
     "1.0 if the number after the last `####` is the answer, else 0.0; raises `RewardError` if `answer` is no number."
@@ -81,12 +81,12 @@ def toy_reward(
         raise RewardError(
             "answer", where="toy_reward", got=repr(answer), expected="an integer"
         ) from None
-    said = _FINAL.findall(completion_text)
-    return float(bool(said) and int(said[-1]) == right)
+    numbers = _FINAL.findall(completion_text)
+    return float(bool(numbers) and int(numbers[-1]) == right)
 
 # %% ../../nbs/task/05_toy.ipynb #72f9da4f
 def toy_format_reward(
-    completion_text: str,  # what the model said
+    completion_text: str,  # what the model wrote
 ) -> float:
     "1.0 if the completion is running sums (or none) and then one `#### n`, right or wrong, else 0.0."
     return float(_SHAPE.fullmatch(completion_text.strip()) is not None)
