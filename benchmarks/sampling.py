@@ -34,7 +34,7 @@ from rl_notebook.core.types import SampleParams
 from rl_notebook.task.data import Row, load_rows
 from rl_notebook.backends.work import ModelSize
 from rl_notebook.loop.rollouts import encode_rows
-from rl_notebook.loop.step import draw
+from rl_notebook.loop.step import sample_group
 from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_rows
 
@@ -94,7 +94,9 @@ class Ours:
     async def _sample(self, seed: int) -> list[Any]:
         prompts = encode_rows(self.case.questions, self.tokenizer)
         params = SampleParams(n=COMPLETIONS, max_tokens=self.case.tokens, seed=seed)
-        sampled = await asyncio.gather(*(draw(p, self.backend.sampler, params) for p in prompts))
+        sampled = await asyncio.gather(
+            *(sample_group(p, self.backend.sampler, params) for p in prompts)
+        )
         return [s for rollouts in sampled for s in rollouts.samples]
 
     def close(self) -> None:

@@ -583,7 +583,7 @@ def test_a_branch_gives_what_it_gives_alone():
             ours.append(await branch.step())
         assert numbers(ours)[:1] == numbers(others)[:1] == numbers(theirs)[:1]
         assert_same_training(ours, theirs)
-        async with branch.weights.turn():
+        async with branch.weights.lease():
             assert same(weights(branch), weights(alone))
 
     run(main())

@@ -318,7 +318,9 @@ def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(writt
     )
     assert len(scripted.texts) == 6, "a request that was refused is not made again by the client"
     with pytest.raises(AlignmentError, match="no bad words"):
-        asyncio.run(sample_rollouts(agent_rollouts(play)(setup), prompt, 1, unfit="raise"))
+        asyncio.run(
+            sample_rollouts(agent_rollouts(play)(setup), prompt, 1, on_template_mismatch="raise")
+        )
 
 
 def test_rewards_of_functions_and_of_the_environment_are_added():

@@ -104,7 +104,7 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
             loop.prompts()
         others = await asyncio.gather(first, loop.step(), loop.step())
         assert [r.step for r in others] == [1, 2, 3]
-        assert (loop.weights.shared.holder, loop.weights.shared.turn, LEASES.get()) == (
+        assert (loop.weights.shared.holder, loop.weights.shared.lease, LEASES.get()) == (
             None,
             None,
             (),
@@ -375,11 +375,11 @@ def test_what_the_backend_or_the_loop_refuses_is_refused_when_it_is_asked_for():
     async def main():
         loop = make_loop(rows=12, keep=ALL)
         await up_to(loop, "sync")
-        before = (loop.cfg, loop.next_settings, loop.given, loop.advantage_fn)
+        before = (loop.cfg, loop.next_settings, loop.arguments, loop.advantage_fn)
         for settings, said in IMPOSSIBLE:
             with pytest.raises((ConfigError, LossError), match=said):
                 loop.change(**settings)
-            assert (loop.cfg, loop.next_settings, loop.given, loop.advantage_fn) == before
+            assert (loop.cfg, loop.next_settings, loop.arguments, loop.advantage_fn) == before
         assert [(await loop.step()).step for _ in range(2)] == [1, 2]
 
     run(main())

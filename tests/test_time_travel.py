@@ -269,10 +269,10 @@ def test_two_branches_give_what_each_gives_alone():
             theirs.append(await branch.step())
             ours.append(await loop.step())
         assert_same_records(ours, (expected := await alone({}, "batch", 2, lora_rank=4))[0])
-        async with loop.weights.turn():
+        async with loop.weights.lease():
             assert same(weights(loop), expected[1])
         assert_same_records(theirs, (expected := await alone(CHANGES, "batch", 2, lora_rank=4))[0])
-        async with branch.weights.turn():
+        async with branch.weights.lease():
             assert same(weights(branch), expected[1])
 
     run(main())

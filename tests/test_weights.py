@@ -137,7 +137,7 @@ class WeightsInAnyOrder(RuleBasedStateMachine):
         "Whether the work was done, in a turn of the loop; a failure or a cancellation is noticed, not lost."
 
         async def act() -> None:
-            async with loop.weights.turn():
+            async with loop.weights.lease():
                 self.backend.to_fail = failing
                 try:
                     await loop.weights.complete(work())

@@ -55,7 +55,7 @@ from rl_notebook.agents.openai_chat import (
 from .openai_chat import message_of, read_chat, reply_of
 from ..loop.setup import rollout_setup
 from ..loop.state import Loop
-from ..loop.rollouts import DRAW, RolloutSetup
+from ..loop.rollouts import CURRENT_TRACE, RolloutSetup
 
 # %% auto #0
 __all__ = ['ServedRollout', 'PolicyServer', 'serve']
@@ -240,7 +240,7 @@ class ServedRollout:
         self.key = server.key
         self.turns: list[Turn] = []  # in the order in which they were sampled
         self._server = server
-        self._note = DRAW.get()
+        self._trace = CURRENT_TRACE.get()
         self._sampling_tasks: set[asyncio.Task[Any]] = set()
         # hash of the body, by the key of the request
         self._replies: dict[str, tuple[str, asyncio.Task[Any]]] = {}
@@ -365,7 +365,7 @@ class ServedRollout:
         )
         if parent is not None:
             parent.continued = True
-        DRAW.set(self._note)
+        CURRENT_TRACE.set(self._trace)
         try:
             completions = await setup.sampler.sample(
                 talk.tokens, replace(request.params, max_tokens=room)
@@ -797,7 +797,7 @@ async def serve_loop(loop: Loop, **options: Any) -> AsyncIterator[PolicyServer]:
     "The policy of a loop; see `GRPOLoop.serve`."
 
     def setup():
-        return rollout_setup(loop.backend, loop.cfg, loop.given["extras"], loop.sampler)
+        return rollout_setup(loop.backend, loop.cfg, loop.arguments["extras"], loop.sampler)
 
     async with serve(setup, **options) as server:
         try:

@@ -40,7 +40,7 @@ from ..core.retries import together
 from ..task.rewards import Limits, score, reference_answers
 from ..backends.work import peak_memory
 from ..loop.rollouts import bounded, require_some
-from ..loop.step import backward, draw, loss_factory, score_group
+from ..loop.step import backward, loss_factory, sample_group, score_group
 from ..loop.weights import borrowed
 from ..core.gaps import Gap, Rounding, short, rounding_of
 from rl_notebook.insight.xray import (
@@ -435,7 +435,9 @@ async def first_completions(
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))
     with spent.timed("sample"):
-        rollouts = await together([draw(p, sampler, params, task.rollout_fn) for p in asked])
+        rollouts = await together(
+            [sample_group(p, sampler, params, task.rollout_fn) for p in asked]
+        )
     with spent.timed("score"):
         groups = await together(
             [score_group(r, task.reward_fns, limits=task.limits) for r in rollouts]

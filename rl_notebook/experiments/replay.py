@@ -564,7 +564,7 @@ async def replay(
     if settings.diff(loop.settings):
         take_settings(loop, settings, {})
     loop.rest()
-    async with loop.weights.turn():
+    async with loop.weights.lease():
         phases, blocked, base = await rebuild_state_before(loop, record, run)
         prompts, reasons = encoded_again(loop, record)
         phases.append(compare("prompts", prompt_pieces(loop, record, prompts, reasons)))

@@ -271,7 +271,7 @@ class AsyncGRPOLoop(GRPOLoop):
         return {"metrics": {**self.batch.gate, **self.wait_metrics()}, "timeline": tuple(rows)}
 
     @property
-    def draws_ahead(self) -> bool:
+    def samples_ahead(self) -> bool:
         "Whether prompts of later steps are sampled, graded and compared already."
         return True
 
@@ -318,8 +318,8 @@ class AsyncGRPOLoop(GRPOLoop):
             other.state = StepState(self.state.number, self.state.cursor)
         batch = other.state.numbers if "sample" in other.state.values else []
         pending = {*extra["pending"]} - {*batch}
-        other.intake.stand(replace(cursor, epochs=other.cfg.epochs), pending)
-        other.producer.gate.stand(other.state.number - 1, other.batch.useful if batch else 0)
+        other.intake.reset_to(replace(cursor, epochs=other.cfg.epochs), pending)
+        other.producer.gate.reset_to(other.state.number - 1, other.batch.useful if batch else 0)
         return other
 
     def check_nothing_in_flight(self, what: str) -> None:
@@ -339,18 +339,18 @@ class AsyncGRPOLoop(GRPOLoop):
         self.intake.cursor = replace(self.intake.cursor, seen=self.state.cursor.seen)
         version = self.state.number - 1
         self.producer.cancel_newer_than(newer_than=version)
-        self.producer.gate.stand(version, self.batch.useful + len(self.producer.ready))
+        self.producer.gate.reset_to(version, self.batch.useful + len(self.producer.ready))
 
     def set_position(self, step: int, cursor: Cursor, extra: Mapping[str, Any]) -> None:
         "Take the place after a finished step."
         super().set_position(step, cursor, extra)
-        self.producer.gate.stand(step)
+        self.producer.gate.reset_to(step)
 
     def take_as_recorded(self, record: StepRecord) -> None:
         "Have taken the rows that a recorded step had taken; those that were in flight will be sampled."
         cursor = replace(self.cursor, consumed=record.consumed)
         self.set_position(record.step - 1, cursor, {"pending": record.pending})
-        self.producer.gate.stand(record.step - 1, len({d.group for d in record.datums}))
+        self.producer.gate.reset_to(record.step - 1, len({d.group for d in record.datums}))
 
     async def close(self) -> None:
         "Cancel what is in flight, and wait until it has ended; a loop that continues samples it again."

@@ -129,7 +129,7 @@ async def save_checkpoint(
     save = loop.backend.policy.save_state
     version = loop.policy_version
     cursor, extra = loop.resume_state()
-    async with loop.weights.turn():
+    async with loop.weights.lease():
         saving = run.save_checkpoint(
             step, save, cursor.state(), policy_version=version, extra=extra
         )
@@ -152,7 +152,7 @@ async def restore_checkpoint(
         if loop.cfg.weight_sync_interval:
             await loop.weights.sync()
 
-    async with loop.weights.turn():
+    async with loop.weights.lease():
         await loop.weights.complete(load())
     return last
 

@@ -23,7 +23,7 @@ from rl_notebook.loop.setup import (
     as_task,
     check_backend,
     check_loss,
-    own_advantages,
+    load_advantage_fn,
     rollout_setup,
 )
 from .state import PHASES, Loop
@@ -36,7 +36,7 @@ READ_BY_UPDATE = (
     "learning_rate", "lr_scheduler_type", "warmup_steps", "warmup_ratio", "min_lr_rate", "adam_beta1", "adam_beta2",
     "adam_eps", "weight_decay", "weight_decay_on", "grad_clip_norm",
 )  # fmt: skip
-DRAWN_WITHOUT = (  # what can change while rows are drawn and graded ahead
+CHANGEABLE_AHEAD = (  # what can change while rows are sampled and graded ahead
     *(f.name for f in (*fields(LossSettings), *fields(UpdateSettings))), "make_loss",
     *(name for phase in PHASES[PHASES.index("datums") :] for name in marked(Config, phase)),
 )  # fmt: skip
@@ -69,7 +69,7 @@ def check_not_opened(rows: Iterable[tuple[str, Any, Any]], where: str) -> None:
 
 def check_not_ahead(loop: Loop, name: str) -> None:
     "Raise ConfigError for a setting that rows in flight depend on."
-    if loop.draws_ahead and name.partition(".")[0] not in DRAWN_WITHOUT:
+    if loop.samples_ahead and name.partition(".")[0] not in CHANGEABLE_AHEAD:
         fix = "Stop, and branch with at='start', or open another loop; or let the window end."
         got = "a change, while rows are drawn and graded ahead"
         raise ConfigError(
@@ -78,7 +78,7 @@ def check_not_ahead(loop: Loop, name: str) -> None:
 
 
 def check_changeable(loop: Loop, cfg: Config) -> None:
-    "Raise ConfigError for settings that the backend would ignore; some can be told to score at another temperature."
+    "Raise ConfigError for settings that the backend would ignore; some can be set to score at another temperature."
     backend, scored = loop.backend, loop.backend.capabilities.policy_temperature
     if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
         if loop.weights.several:
@@ -94,7 +94,7 @@ def score_at(loop: Loop, temperature: float) -> None:
     backend = loop.backend
     if temperature not in (backend.capabilities.policy_temperature, 0.0):
         check_changeable(loop, replace(loop.settings, temperature=temperature))
-        tell: Any = backend.score_at  # there, or it would have been refused
+        tell: Any = backend.score_at  # there, or `check_changeable` would have raised
         tell(temperature)
         backend.capabilities = replace(backend.capabilities, policy_temperature=temperature)
 
@@ -107,7 +107,10 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
     cfg = changes if isinstance(changes, Config) else Config.from_dict(old.to_dict(), changes)
     rows = [
         *old.diff(cfg).rows,
-        *((n, called(loop.given[n]), called(given)) for n, given in functions.items()),
+        *(
+            (n, function_names(loop.arguments[n]), function_names(function))
+            for n, function in functions.items()
+        ),
     ]
     check_not_opened(rows, loop.place)
     for name, *_ in rows:
@@ -121,7 +124,7 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
             got="a step that is updated",
             fix=fix,
         )
-    what_follows(loop, cfg, functions)  # refused here, and not when the step ends
+    what_follows(loop, cfg, functions)  # raises here, and not when the step ends
     begun = bool(state.values)
     at_once = dict[str, Any]()
     if state.rejected and "optimize" not in state.values:  # the update is to be tried again
@@ -140,35 +143,35 @@ def change_settings(loop: Loop, changes: Config | Mapping[str, Any], **functions
 
 
 def arguments_for(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> dict[str, Any]:
-    "What a loop is given with these settings: a reward or a comparison that they name takes the place of its own."
-    given = loop.given | dict(functions)
+    "The arguments of a loop with these settings: a reward or a comparison that they name replaces its current one."
+    arguments = loop.arguments | dict(functions)
     if cfg.rewards != loop.settings.rewards and "reward" not in functions:
-        given["reward"] = list(cfg.rewards)
+        arguments["reward"] = list(cfg.rewards)
     if cfg.advantage_fn != loop.settings.advantage_fn:
-        given["advantage_fn"] = None  # the config's
-    return given
+        arguments["advantage_fn"] = None  # the config's
+    return arguments
 
 
 def what_follows(
     loop: Loop, cfg: Config, functions: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Task, AdvantageFn | None]:
-    "What a loop is given, its task and its comparison of rewards with these settings; raises where they are refused."
+    "The arguments of a loop, its task and its comparison of rewards with these settings; raises for invalid ones."
     check_changeable(loop, cfg)
-    given = arguments_for(loop, cfg, functions)
-    setup = rollout_setup(loop.backend, cfg, given["extras"], loop.sampler)
-    task = as_task(given["reward"], cfg, setup)
-    return given, task, own_advantages(given["advantage_fn"] or cfg.advantage_fn)
+    arguments = arguments_for(loop, cfg, functions)
+    setup = rollout_setup(loop.backend, cfg, arguments["extras"], loop.sampler)
+    task = as_task(arguments["reward"], cfg, setup)
+    return arguments, task, load_advantage_fn(arguments["advantage_fn"] or cfg.advantage_fn)
 
 
 def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None:
-    "Put settings into a loop, and all that follows from them; nothing is changed where they are refused."
-    given, task, compare = what_follows(loop, cfg, functions)
+    "Put settings into a loop, and all that follows from them; nothing is changed if they are invalid."
+    arguments, task, compare = what_follows(loop, cfg, functions)
     score_at(loop, cfg.temperature)
     loop.next_settings = cfg
     if functions or loop.settings.diff(cfg):
         loop.task = task
-        loop.given = given
-        loop.make_loss = given["make_loss"]
+        loop.arguments = arguments
+        loop.make_loss = arguments["make_loss"]
         loop.settings = cfg
         loop.advantage_fn = compare
         loop.sampler = bounded(loop.sampler, completions_at_once(cfg))
@@ -177,20 +180,22 @@ def take_settings(loop: Loop, cfg: Config, functions: Mapping[str, Any]) -> None
         loop.intake.cursor = replace(loop.cursor, epochs=cfg.epochs)
 
 # %% ../../nbs/loop/06_change.ipynb #e14f9568
-def called(given: Any) -> Any:
+def function_names(functions: Any) -> Any:
     "Reward functions or a loss by name, as a record keeps them."
-    several = given if isinstance(given, list | tuple) else [given]
+    several = functions if isinstance(functions, list | tuple) else [functions]
     names = [
         g if isinstance(g, str) else getattr(g, "name", getattr(g, "__name__", repr(g)))
         for g in several
     ]
-    return None if given is None else ", ".join(names)
+    return None if functions is None else ", ".join(names)
 
 
 def changed_since_opened(loop: Loop) -> dict[str, Any]:
     "What differs from the settings that a loop was opened with, by dotted name."
     settings = {name: now for name, _, now in loop.began_with.diff(loop.settings).rows}
-    other = [n for n in ("reward", "make_loss") if loop.given[n] is not loop.opened_with[n]]
+    other = [n for n in ("reward", "make_loss") if loop.arguments[n] is not loop.opened_with[n]]
     return settings | {
-        n: called(loop.given[n]) for n in other if n != "reward" or "rewards" not in settings
+        n: function_names(loop.arguments[n])
+        for n in other
+        if n != "reward" or "rewards" not in settings
     }

@@ -107,7 +107,7 @@ async def custom_evaluation(loop: Loop, evaluation_fn: EvaluationFn) -> dict[str
         finished = loop.state.number - (not loop.state.updated)
         metrics = evaluation_fn(finished, evaluation_rollouts(loop))
     else:
-        extras = loop.given["extras"]
+        extras = loop.arguments["extras"]
         metrics = evaluation_fn(rollout_setup(loop.backend, loop.cfg, extras, loop.sampler))
     metrics = await metrics if inspect.isawaitable(metrics) else metrics
     metrics = {} if metrics is None else metrics

@@ -28,10 +28,10 @@ class Gate:
     groups_per_step: int  # rows of an optimizer step
     completions_per_prompt: int  # samples of a row
     max_head_offpolicy_versions: int = 0  # O
-    max_concurrency: int | None = None  # samples in flight; None = no limit of its own
+    max_concurrency: int | None = None  # samples in flight; None = no limit
     last_version: int | None = None  # versions that will be published in all; None = no end
     steps_per_sync: int = 1  # N
-    refills: bool = True  # whether a row that teaches nothing releases its place
+    refills: bool = True  # whether a row without signal releases its place
     version: int = 0  # published so far
     running: int = 0  # samples of rows in flight
     accepted: int = 0  # samples of rows that keep their place
@@ -87,7 +87,7 @@ class Gate:
         self.accepted += self.completions_per_prompt * (not self.refills)
 
     def give_up(self, in_flight: int = 0, useful: int = 0, useless: int = 0) -> None:
-        "Rows will be drawn again: some in flight, some that came back."
+        "Rows will be sampled again: some in flight, some that came back."
         self.running -= in_flight * self.completions_per_prompt
         self.accepted -= (useful + useless * (not self.refills)) * self.completions_per_prompt
 
@@ -95,8 +95,8 @@ class Gate:
         "The sampler serves these weights."
         self.version = version
 
-    def stand(self, version: int, rows: int = 0) -> None:
-        "Go to where a version had just been published, with so many rows behind it that keep their place."
+    def reset_to(self, version: int, rows: int = 0) -> None:
+        "Reset to just after a version was published, with this number of later rows that keep their place."
         self.version, self.accepted = (
             version,
             version * self.batch + rows * self.completions_per_prompt,
@@ -143,13 +143,13 @@ class ScoredGroup:
 # %% ../../nbs/loop/00_groups.ipynb #fc0f00f2
 @dataclass(eq=False)
 class Producer(Generic[T]):
-    "Keeps as many rows in flight as the gate admits; at the end of an `async with` it gives up what is left."
+    "Keeps as many rows in flight as the gate admits; at the end of an `async with` it cancels what is left."
 
     gate: Gate
     take: Callable[[], int | None]  # number of the next row; None = there is none now
-    run: Callable[[int], Awaitable[T]]  # draws and grades a row
+    run: Callable[[int], Awaitable[T]]  # samples and grades a row
     useful: Callable[[T], bool]  # whether it can be trained on
-    # rows that have to be drawn again
+    # rows that have to be sampled again
     requeue: Callable[[Iterable[int]], None] = lambda numbers: None
     clock: Callable[[], float] = time.perf_counter  # seconds
     in_flight: dict[int, InFlight] = field(default_factory=dict)  # by number
@@ -228,19 +228,19 @@ class Producer(Generic[T]):
         raise_failure(self)
 
     def cancel_newer_than(self, newer_than: int = -1) -> None:
-        "Give up rows that were started after a version, also those that have come back; they will be drawn again."
+        "Give up rows that were started after a version, also those that have come back; they will be sampled again."
         late = [f for f in self.in_flight.values() if f.version > newer_than]
         for flight in late:
             del self.in_flight[flight.number]
             flight.task.cancel()
-        back = [row for row in self.ready if row.version > newer_than]
-        gone = [row for row in self.rejected if row.version > newer_than]
-        self.gate.give_up(len(late), len(back), len(gone))
+        ready = [row for row in self.ready if row.version > newer_than]
+        rejected = [row for row in self.rejected if row.version > newer_than]
+        self.gate.give_up(len(late), len(ready), len(rejected))
         self.ready = [row for row in self.ready if row.version <= newer_than]
         self.rejected = [row for row in self.rejected if row.version <= newer_than]
         self.idle_since = self.clock() if late and not self.in_flight else self.idle_since
         self.changed.set()
-        self.requeue(row.number for row in (*late, *back, *gone))
+        self.requeue(row.number for row in (*late, *ready, *rejected))
 
     async def close(self) -> None:
         "Give up everything that is in no batch, and wait until its tasks have ended."
@@ -266,12 +266,12 @@ class Producer(Generic[T]):
 
 # %% ../../nbs/loop/00_groups.ipynb #8499ffea
 async def one_row(producer: Producer[T], number: int) -> T:
-    "Draw and grade a row; nothing is begun if it is given up before its first turn."
+    "Sample and grade a row; nothing starts if the task is cancelled before it first runs."
     return await producer.run(number)
 
 
 def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
-    "A task has ended: settle its row, and start the next."
+    "A task has ended: accept or reject its row, and start the next."
     # asking for it marks it as seen
     p = producer
     failed = None if task.cancelled() else task.exception()
@@ -346,10 +346,10 @@ def kept(producer: Producer[T], rows: list[Finished[T]]) -> Iterator[None]:
 # %% ../../nbs/loop/00_groups.ipynb #7ea25c11
 @dataclass
 class RowQueue:
-    "Which rows come next: first those that have to be drawn again, then those behind the cursor."
+    "Which rows come next: first those that have to be sampled again, then those behind the cursor."
 
     cursor: Cursor  # behind the rows that were taken
-    # numbers before it that have to be drawn again, in order
+    # numbers before it that have to be sampled again, in order
     waiting: deque[int] = field(default_factory=deque)
 
     @property
@@ -371,13 +371,15 @@ class RowQueue:
         return [*again, *self.cursor.positions(count - len(again))]
 
     def requeue(self, numbers: Iterable[int]) -> None:
-        "Have rows drawn again; the cursor goes back over those that were taken last."
+        "Have rows sampled again; the cursor goes back over those that were taken last."
         self.waiting = deque(sorted({*self.waiting, *numbers}))
         while self.waiting and self.waiting[-1] == self.cursor.consumed - 1:
             self.cursor = replace(self.cursor, consumed=self.waiting.pop())
 
-    def stand(self, cursor: Cursor, pending: Iterable[int] = (), taken: Iterable[int] = ()) -> None:
-        "Go to a place, or to behind rows that were taken from there."
+    def reset_to(
+        self, cursor: Cursor, pending: Iterable[int] = (), taken: Iterable[int] = ()
+    ) -> None:
+        "Reset to a cursor and the pending numbers before it, or to after rows that were taken from there."
         end = max([cursor.consumed, *(number + 1 for number in taken)])
         self.cursor = replace(cursor, consumed=end)
         between = (number for number in range(cursor.consumed, end) if cursor.comes(number))

@@ -113,7 +113,7 @@ from rl_notebook.loop.step import (
     list_rollouts,
     score_group,
 )
-from .weights import SamplerWeights, Snapshot, join_turn
+from .weights import SamplerWeights, Snapshot, join_lease
 from ..runs.records import StepRecord
 from ..runs.run import Run, spans
 from ..task.data import Cursor, Prompt, Rollouts, Row
@@ -133,7 +133,7 @@ def run_exclusively(
     @functools.wraps(method)
     async def run(loop: AnyLoop, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            async with loop.weights.turn():
+            async with loop.weights.lease():
                 return await method(loop, *args, **kwargs)
         except (asyncio.CancelledError, KeyboardInterrupt) as error:
             shown_as(error, f"Interrupted. await loop.step() goes on from here: {loop.place}")
@@ -412,7 +412,7 @@ class GRPOLoop(Loop):
 
     def trains_on(self, group: PromptGroup) -> bool:
         "Whether a group becomes training sequences; with a teacher each does, unless the user filters."
-        has_teacher = self.cfg.teacher_coeff > 0 and self.given["dynamic_filter_fn"] is None
+        has_teacher = self.cfg.teacher_coeff > 0 and self.arguments["dynamic_filter_fn"] is None
         return bool(group.samples) and (self.keep(group) or has_teacher or not self.cfg.drop_dead)
 
     def group_datums(
@@ -430,7 +430,7 @@ class GRPOLoop(Loop):
 
     async def _score_and_wait(self, reward_fns: Any) -> PhaseResult[PromptGroup]:
         "Score the samples while nothing else takes the backend or the step."
-        async with self.weights.turn():
+        async with self.weights.lease():
             rollouts = enter(self.state, "score")
             with self.timed("score"):
                 groups = await score_groups(
@@ -840,10 +840,10 @@ class GRPOLoop(Loop):
         "Run the rest of the current step, one step, or the steps up to the next weight sync."
         if self.cfg.weight_sync_interval != 1 and not self.state.values:
             window = self.window(self.window_length(left))
-            async with self.weights.turn() as turn, aclosing(window) as records:
+            async with self.weights.lease() as lease, aclosing(window) as records:
                 async for record in records:
                     yield record
-                    join_turn(turn)
+                    join_lease(lease)
         elif (record := await self.continue_step()) is not None:
             await self.reach_boundary()
             yield record
@@ -939,8 +939,8 @@ class GRPOLoop(Loop):
 
     def use_answers(self, rows: Sequence[Row]) -> PhaseResult[Datum]:
         "The phases of a fresh step up to `reference`, on the answers of these rows; raises `DataError` and `PhaseError`."
-        if self.state.values or self.draws_ahead:
-            got = "rows that are drawn ahead" if self.draws_ahead else "a step that has begun"
+        if self.state.values or self.samples_ahead:
+            got = "rows that are drawn ahead" if self.samples_ahead else "a step that has begun"
             fix = "Finish the step with await loop.step(); warm up in a GRPOLoop before an AsyncGRPOLoop over its backend."
             raise PhaseError("warm_up", where=self.place, got=got, expected="a fresh step", fix=fix)
         made = [answer_group(row, i, self.backend, self.cfg) for i, row in enumerate(rows)]

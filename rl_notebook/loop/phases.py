@@ -424,7 +424,7 @@ def sources_of(
     loop: Loop, options: Mapping[str, Any]
 ) -> dict[str, str]:  # "reward close_enough": hash
     "The functions that are not ours, each with a hash of its source."
-    given = loop.given["reward"]
+    given = loop.arguments["reward"]
 
     def name(fn):
         return getattr(fn, "__name__", type(fn).__name__)

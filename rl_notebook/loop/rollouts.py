@@ -51,7 +51,7 @@ def prompt_seed(seed: int, number: int) -> int:
 
 # %% ../../nbs/loop/01_rollouts.ipynb #973c72c3
 def sampling_seed(seed: int, number: int, index: int, round: int = 0) -> int:
-    "The seed of one draw of a prompt."
+    "The seed of one sample of a prompt."
     if round == 0:
         return prompt_seed(seed, number) + index
     return int(np.random.SeedSequence([seed, number, index, round]).generate_state(1)[0])
@@ -103,16 +103,16 @@ def is_retryable(error: BaseException) -> bool:
 
 # %% ../../nbs/loop/01_rollouts.ipynb #2da0baee
 class CircuitBreaker:
-    "Ends a run that loses more than a share (1 = any) of its last draws; nothing is decided before half a window."
+    "Ends a run that loses more than a share (1 = any) of its last rollouts; nothing is decided before half a window."
 
     def __init__(self, limit: float, window: int = 64):
         self.limit = limit
         self.window = window
-        # reasons of the last draws; "" = it came through
+        # reasons of the last rollouts; "" = it came through
         self.recent: deque[str] = deque(maxlen=window)
 
     def note(self, reason: str = "") -> None:
-        "Count one draw; raises `BackendError` with the last reasons once too many are lost."
+        "Count one rollout; raises `BackendError` with the last reasons once too many are lost."
         self.recent.append(reason)
         lost = [r for r in self.recent if r]
         if 2 * len(self.recent) >= self.window and len(lost) > self.limit * len(self.recent):
@@ -124,51 +124,53 @@ class CircuitBreaker:
             raise BackendError(what, got=got, expected=expected, fix=fix)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #ce289205
-Segments = tuple[RolloutSample, ...]  # what one draw left behind
+Segments = tuple[RolloutSample, ...]  # the samples of one rollout
 
 
 @dataclass(frozen=True)
 class Lost:
-    "A draw that came to nothing."
+    "A rollout that left no sample."
 
     reason: str
 
 
-async def in_rounds(
-    draw: Callable[[list[int], int], Awaitable[Sequence[Segments | Lost]]], n: int, again: int = 0
+async def sample_in_rounds(
+    sample_missing: Callable[[list[int], int], Awaitable[Sequence[Segments | Lost]]],
+    n: int,
+    retries: int = 0,
 ) -> tuple[dict[int, Segments | Lost], tuple[str, ...]]:
-    "Make n draws, lost ones up to `again` times more: the result of each, and the reasons of those made again."
-    found: dict[int, Segments | Lost] = {}
-    redrawn: list[str] = []
-    for round in range(1 + again):
-        before = {i: found.get(i) for i in range(n)}
+    "Sample n rollouts, lost ones up to `retries` times more: the result of each, and the reasons of those sampled again."
+    results: dict[int, Segments | Lost] = {}
+    resampled: list[str] = []
+    for round in range(1 + retries):
+        before = {i: results.get(i) for i in range(n)}
         missing = [i for i, result in before.items() if not isinstance(result, tuple)]
         if not missing:
             break
-        redrawn += [result.reason for result in before.values() if isinstance(result, Lost)]
-        found.update(zip(missing, await draw(missing, round), strict=True))
-    return found, tuple(redrawn)
+        resampled += [result.reason for result in before.values() if isinstance(result, Lost)]
+        results.update(zip(missing, await sample_missing(missing, round), strict=True))
+    return results, tuple(resampled)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #70ea7964
 def gather_completions(
-    prompt: Prompt, found: Mapping[int, Segments | Lost], redrawn: Sequence[str] = ()
+    prompt: Prompt, results: Mapping[int, Segments | Lost], resampled: Sequence[str] = ()
 ) -> Rollouts:
-    "The draws of a prompt, in their order whatever the order of their arrival."
-    draws = sorted(found.items())
-    kept = {i: draw for i, draw in draws if isinstance(draw, tuple)}
+    "The rollouts of a prompt by their index, in whatever order they arrived."
+    ordered = sorted(results.items())
+    kept = {i: result for i, result in ordered if isinstance(result, tuple)}
     several = any(len(segments) != 1 for segments in kept.values())
     return Rollouts(
         prompt,
         samples=tuple(s for segments in kept.values() for s in segments),
-        dropped=tuple(draw.reason for _, draw in draws if isinstance(draw, Lost)),
+        dropped=tuple(result.reason for _, result in ordered if isinstance(result, Lost)),
         runs=tuple(i for i, segments in kept.items() for _ in segments) if several else (),
-        redrawn=tuple(redrawn),
+        redrawn=tuple(resampled),
     )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #9c4fb3cd
 def check_sample(sample: RolloutSample, where: str) -> None:
-    "Raise for what no sampler can have drawn, and for what no loss can use."
-    drawn = sample.loss_mask == 1
+    "Raise for what no sampler can have sampled, and for what no loss can use."
+    is_sampled = sample.loss_mask == 1
     raw = sample.logprobs if sample.raw_logprobs is None else sample.raw_logprobs
     unknown = (
         "Put the mask to 0 where nothing was sampled, or use a sampler that reports every logprob."
@@ -192,8 +194,8 @@ def check_sample(sample: RolloutSample, where: str) -> None:
         ("tokens", sample.tokens, sample.tokens < 0, "ids from 0", None),
     )
     for name, values, wrong, expected, fix in series:
-        if len(found := np.flatnonzero(wrong & (drawn | (name == "tokens")))):
-            got = f"{values[found[0]]:g} at token {found[0]}" + (
+        if len(positions := np.flatnonzero(wrong & (is_sampled | (name == "tokens")))):
+            got = f"{values[positions[0]]:g} at token {positions[0]}" + (
                 ", where loss_mask is 1" if name != "tokens" else ""
             )
             raise AlignmentError(name, where=where, got=got, expected=expected, fix=fix)
@@ -230,33 +232,35 @@ def is_reward(value: Any) -> bool:
         return False
 
 # %% ../../nbs/loop/01_rollouts.ipynb #358279d3
-async def sampled(
+async def call_sampler(
     sampler: Sampler, prompt_tokens: Any, params: SampleParams, where: str = ""
 ) -> list[Completion]:
     "What a sampler returns, which may be a user's; raises `BackendError` for anything but a list of completions."
     returned = sampler.sample(prompt_tokens, params)
-    refuse = partial(BackendError, f"{type(sampler).__name__}.sample", where=where or None)
+    sampler_error = partial(BackendError, f"{type(sampler).__name__}.sample", where=where or None)
     if not inspect.isawaitable(returned):
-        raise refuse(
+        raise sampler_error(
             got=quoted(returned), expected="something to await", fix="Write `async def sample`."
         )
     completions = await returned
     if not isinstance(completions, list | tuple):
-        raise refuse(got=quoted(completions), expected=f"a list of {params.n} Completion")
+        raise sampler_error(got=quoted(completions), expected=f"a list of {params.n} Completion")
     for i, completion in enumerate(completions):
         if not isinstance(completion, Completion):
-            raise refuse(got=f"{quoted(completion)} as completion {i}", expected="a Completion")
+            raise sampler_error(
+                got=f"{quoted(completion)} as completion {i}", expected="a Completion"
+            )
     return [*completions]
 
 # %% ../../nbs/loop/01_rollouts.ipynb #96e84c6b
 def _from_completion(completion: Completion, i: int, prompt: Prompt) -> Segments | Lost:
-    "A completion as a draw."
+    "A completion as the sample of a rollout."
     if not len(completion.tokens):
         return Lost(f"completion {i} is empty")
     sample = sample_from_completion(completion)
     check_sample(sample, f"{prompt.where}, completion {i}")
-    said = prompt.decode(completion.tokens.tolist())
-    info = opened_info(prompt.opened, said, completion.text, completion.params.grammar)
+    text = prompt.decode(completion.tokens.tolist())
+    info = opened_info(prompt.opened, text, completion.text, completion.params.grammar)
     return (replace(sample, info=info),)
 
 
@@ -266,7 +270,7 @@ async def sample_completions(
     params: SampleParams,  # n = completions per prompt; its seed is that of the run
     *,
     retries: int = 0,  # of the request, after a transient failure
-    group_retries: int = 0,  # rounds in which empty completions are drawn again
+    group_retries: int = 0,  # rounds in which empty completions are sampled again
     breaker: CircuitBreaker
     | None = None,  # watches lost requests; without one, a request that stays lost is an error
     sleep: Sleep = asyncio.sleep,
@@ -279,23 +283,26 @@ async def sample_completions(
 
     async def request(missing: list[int], round: int) -> Sequence[Segments | Lost]:
         seed = sampling_seed(params.seed or 0, prompt.number, missing[0] if round else 0, round)
-        own = replace(params, n=len(missing), seed=seed)
+        request_params = replace(params, n=len(missing), seed=seed)
         try:
-            patience = Retries(1 + retries, deadline_s=math.inf, seed=seed)
+            retry_options = Retries(1 + retries, deadline_s=math.inf, seed=seed)
 
             def call():
-                return sampled(sampler, prompt.tokens, own, prompt.where)
+                return call_sampler(sampler, prompt.tokens, request_params, prompt.where)
 
-            drawn = await with_retries(call, patience, is_retryable, sleep=sleep)
+            completions = await with_retries(call, retry_options, is_retryable, sleep=sleep)
         except TRANSIENT as error:
             if breaker is None or not is_transient(error):
                 raise
-            return [_lost("the request", error, breaker)] * len(missing)
-        if len(drawn) != own.n:
+            return [_count_lost("the request", error, breaker)] * len(missing)
+        if len(completions) != request_params.n:
             raise BackendError(
-                "sampler", where=prompt.where, got=f"{len(drawn)} completions", expected=f"{own.n}"
+                "sampler",
+                where=prompt.where,
+                got=f"{len(completions)} completions",
+                expected=f"{request_params.n}",
             )
-        for i, c in enumerate(drawn):
+        for i, c in enumerate(completions):
             if not np.array_equal(c.prompt_tokens, prompt.tokens):
                 where = f"{prompt.where}, completion {i}"
                 got = f"{len(c.prompt_tokens)} ids, and not those sent"
@@ -310,13 +317,13 @@ async def sample_completions(
                 )
         if breaker is not None:
             breaker.note()
-        return [_from_completion(c, i, prompt) for i, c in zip(missing, drawn, strict=True)]
+        return [_from_completion(c, i, prompt) for i, c in zip(missing, completions, strict=True)]
 
-    return gather_completions(prompt, *await in_rounds(request, params.n, group_retries))
+    return gather_completions(prompt, *await sample_in_rounds(request, params.n, group_retries))
 
 
-def _lost(what: str, error: BaseException, breaker: CircuitBreaker | None) -> Lost:
-    "A draw that the connection took, counted."
+def _count_lost(what: str, error: BaseException, breaker: CircuitBreaker | None) -> Lost:
+    "A rollout that was lost to the connection, counted."
     lost = Lost(f"{what} raised {type(error).__name__}: {error}")
     if breaker is not None:
         breaker.note(lost.reason)
@@ -325,37 +332,39 @@ def _lost(what: str, error: BaseException, breaker: CircuitBreaker | None) -> Lo
 # %% ../../nbs/loop/01_rollouts.ipynb #f75e15eb
 @dataclass(eq=False)
 class RolloutTrace:
-    "What is known of the draw in flight."
+    "The seed and the completions of the rollout in flight."
 
-    seed: int  # of the draw
+    seed: int  # of the rollout
     requests: int = 0  # made without a seed so far
-    drawn: list[Completion] = field(default_factory=list)  # in the order in which they came back
+    completions: list[Completion] = field(
+        default_factory=list
+    )  # in the order in which they came back
 
     def next_seed(self) -> int:
-        "The draw's own seed for its first request, another for each one after it."
+        "The rollout's seed for its first request, another for each one after it."
         self.requests += 1
         if self.requests == 1:
             return self.seed
         return int(np.random.SeedSequence([self.seed, self.requests]).generate_state(1)[0])
 
 
-# each draw is a task, with a note of its own
-DRAW: ContextVar[RolloutTrace | None] = ContextVar("draw", default=None)
+# each rollout is a task, with a trace
+CURRENT_TRACE: ContextVar[RolloutTrace | None] = ContextVar("rollout_trace", default=None)
 
 
 @dataclass(frozen=True)
 class RecordingSampler:
-    "A sampler that tells the draw in flight what it drew."
+    "A sampler that adds its completions to the trace of the rollout in flight."
 
     sampler: Sampler
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
-        "As the sampler does, with a seed from the draw if there is none."
-        if (note := DRAW.get()) is None:
-            return await sampled(self.sampler, prompt_tokens, params)
-        seed = note.next_seed() if params.seed is None else params.seed
-        completions = await sampled(self.sampler, prompt_tokens, replace(params, seed=seed))
-        note.drawn += completions
+        "As the sampler does, with a seed from the trace if there is none."
+        if (trace := CURRENT_TRACE.get()) is None:
+            return await call_sampler(self.sampler, prompt_tokens, params)
+        seed = trace.next_seed() if params.seed is None else params.seed
+        completions = await call_sampler(self.sampler, prompt_tokens, replace(params, seed=seed))
+        trace.completions += completions
         return completions
 
     async def logprobs(self, tokens: Any) -> Any:
@@ -367,7 +376,7 @@ class RecordingSampler:
 
 # %% ../../nbs/loop/01_rollouts.ipynb #d567aebe
 class BoundedSampler:
-    "A sampler with so many completions in flight, at most; the first request is served first."
+    "A sampler with a maximum number of completions in flight; the first request is served first."
 
     def __init__(self, sampler: Sampler, most: int):
         self.sampler = sampler
@@ -382,7 +391,7 @@ class BoundedSampler:
 
     async def sample(self, prompt_tokens: Any, params: SampleParams) -> list[Completion]:
         "As the sampler does, once there is room."
-        found = list[Completion]()
+        completions = list[Completion]()
         most = self.most
         for first in range(0, params.n, most):
             n = min(most, params.n - first)
@@ -390,8 +399,10 @@ class BoundedSampler:
             if first and seed is not None:
                 seed = int(np.random.SeedSequence([seed % 2**64, first]).generate_state(1)[0])
             async with self.limit.slot(n):
-                found += await sampled(self.sampler, prompt_tokens, replace(params, n=n, seed=seed))
-        return found
+                completions += await call_sampler(
+                    self.sampler, prompt_tokens, replace(params, n=n, seed=seed)
+                )
+        return completions
 
     def __getattr__(self, name: str) -> Any:
         return getattr(object.__getattribute__(self, "sampler"), name)
@@ -414,13 +425,13 @@ RolloutFn = Callable[..., Awaitable[RolloutSample | RolloutRun | None]]
 class RolloutSetup:
     "What a rollout factory is given."
 
-    sampler: Sampler  # draws from the policy
+    sampler: Sampler  # samples from the policy
     tokenizer: Any  # shared by policy and sampler
-    params: SampleParams  # how to draw; n is 1
+    params: SampleParams  # sampling settings; n is 1
     completions_per_prompt: int  # K
-    extras: Mapping[str, Any] = field(default_factory=dict)  # anything of your own
+    extras: Mapping[str, Any] = field(default_factory=dict)  # anything that your rollout needs
     tokenizer_id: str = ""  # hub name or folder of the tokenizer
-    # for requests of your own; None = the sampler is not reached over HTTP
+    # for requests that you send yourself; None = the sampler is not reached over HTTP
     endpoint: Endpoint | None = None
     max_seq_len: int | None = None  # of a whole conversation; None = no limit
 
@@ -428,7 +439,7 @@ class RolloutSetup:
         if not isinstance(self.sampler, RecordingSampler):
             object.__setattr__(self, "sampler", RecordingSampler(self.sampler))
 
-    def _answers_at(self, name: str) -> Endpoint:
+    def _require_endpoint(self, name: str) -> Endpoint:
         if self.endpoint is None:
             fix = "Draw with setup.sampler, which every backend has; over HTTP there are Fireworks and OpenAI servers."
             raise ConfigError(f"setup.{name}", got="a sampler that has no address", fix=fix)
@@ -437,17 +448,17 @@ class RolloutSetup:
     @property
     def inference_base_url(self) -> str:
         "Address of the sampler, without `/v1`; raises `ConfigError` where it has none."
-        return self._answers_at("inference_base_url").url
+        return self._require_endpoint("inference_base_url").url
 
     @property
     def model(self) -> str:
         "The name that the sampler is asked for by; raises `ConfigError` where it has no address."
-        return self._answers_at("model").model
+        return self._require_endpoint("model").model
 
     @property
     def api_key(self) -> str:
         "The key for the address; raises `ConfigError` where there is none."
-        return self._answers_at("api_key").key
+        return self._require_endpoint("api_key").key
 
     @property
     def sample_kwargs(self) -> dict[str, Any]:
@@ -458,21 +469,21 @@ class RolloutSetup:
             for name, ends in (("stop", p.stop), ("stop_token_ids", p.stop_token_ids))
             if ends
         }
-        said = {
+        settings = {
             "max_tokens": p.max_tokens,
             "temperature": p.temperature,
             "top_p": p.top_p,
             "top_k": p.top_k,
         }
         return (
-            said
+            settings
             | {name: value for name, off in OFF.items() if (value := getattr(p, name)) != off}
             | stops
         )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #3b8c5a02
 def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict[str, Any]:
-    "What a rollout function is called with: the row's columns, the prompt's tokens, and which draw of it this is."
+    "What a rollout function is called with: the row's columns, the prompt's tokens, and which sample of it this is."
     row = prompt.row
     named = {"messages": row.messages, "prompt": row.prompt, "answer": row.answer}
     return {
@@ -484,17 +495,17 @@ def sample_prompt(prompt: Prompt, index: int, seed: int, round: int = 0) -> dict
     }
 
 # %% ../../nbs/loop/01_rollouts.ipynb #e93b1ee1
-def with_origin(sample: RolloutSample, drawn: Sequence[Completion]) -> RolloutSample:
-    "A sample that does not say how it was drawn, with what its completions say."
-    if not drawn or sample.raw_logprobs is not None:
+def with_origin(sample: RolloutSample, completions: Sequence[Completion]) -> RolloutSample:
+    "A sample that does not say how it was sampled, with what its completions say."
+    if not completions or sample.raw_logprobs is not None:
         return sample
     tokens = sample.tokens.tolist()
-    version = min(c.policy_version for c in drawn)
-    if [tokens[a:b] for a, b in sample.turns] != [c.tokens.tolist() for c in drawn]:
+    version = min(c.policy_version for c in completions)
+    if [tokens[a:b] for a, b in sample.turns] != [c.tokens.tolist() for c in completions]:
         return replace(sample, policy_version=version)
     ends = [0, *(end for _, end in sample.turns)]
     spans: list[tuple[list[int], Completion | None]] = []
-    for last, (first, end), completion in zip(ends[:-1], sample.turns, drawn, strict=True):
+    for last, (first, end), completion in zip(ends[:-1], sample.turns, completions, strict=True):
         spans += [(tokens[last:first], None), (tokens[first:end], completion)]
     whole = sample_from_spans(
         [*spans, (tokens[ends[-1] :], None)], sample.reward, sample.text, sample.info
@@ -503,13 +514,13 @@ def with_origin(sample: RolloutSample, drawn: Sequence[Completion]) -> RolloutSa
     return replace(sample, **{name: getattr(whole, name) for name in names})
 
 
-def with_origins(segments: Segments, drawn: Sequence[Completion]) -> Segments:
+def with_origins(segments: Segments, completions: Sequence[Completion]) -> Segments:
     "The same for the segments of a run, which share its completions in their order."
     ends = np.cumsum([0, *(len(s.turns) for s in segments)]).tolist()
-    if ends[-1] != len(drawn):
-        return tuple(with_origin(s, drawn) for s in segments)
+    if ends[-1] != len(completions):
+        return tuple(with_origin(s, completions) for s in segments)
     return tuple(
-        with_origin(s, drawn[a:b]) for s, (a, b) in zip(segments, pairwise(ends), strict=True)
+        with_origin(s, completions[a:b]) for s, (a, b) in zip(segments, pairwise(ends), strict=True)
     )
 
 # %% ../../nbs/loop/01_rollouts.ipynb #4e13b034
@@ -619,8 +630,8 @@ async def _called(
     fn: BoundRollout, called_with: dict[str, Any], context: Mapping[str, Any], where: str
 ) -> tuple[Any, list[Completion]]:  # what it returned, what was sampled for it
     "Call a rollout function once; what it raises gets its place, unless the connection is to blame."
-    note = RolloutTrace(called_with["seed"])
-    DRAW.set(note)  # for the task of this draw, which ends with it
+    trace = RolloutTrace(called_with["seed"])
+    CURRENT_TRACE.set(trace)  # for the task of this rollout, which ends with it
     task = asyncio.current_task()
     cancelled = task.cancelling() if task else 0
     try:
@@ -631,9 +642,9 @@ async def _called(
             raise RewardError(
                 "rollout_fn", where=where, got=got, expected="something to await", fix=fix
             )
-        return await returned, note.drawn
+        return await returned, trace.completions
     except asyncio.CancelledError as error:
-        if task is None or task.cancelling() > cancelled:  # the draw was cancelled from outside
+        if task is None or task.cancelling() > cancelled:  # the rollout was cancelled from outside
             raise
         raise RewardError(
             "rollout_fn cancelled itself", where=where, fix="Catch it, and return None."
@@ -659,14 +670,14 @@ async def run_rollout(
     | None = None,  # `epoch` and `evaluation`, for functions that ask for them
     retries: int = 0,  # after a transient failure
     breaker: CircuitBreaker | None = None,  # ends the run when too many connections are lost
-    unfit: str = "drop",  # a turn that the chat template does not continue: the draw is lost; "raise" = an error
+    on_template_mismatch: str = "drop",  # drop the rollout, or "raise"
     sleep: Sleep = asyncio.sleep,  # takes seconds
 ) -> Segments | Lost:
-    "One draw of a rollout function: what it left behind, or why there is nothing."
+    "One rollout: its samples, or why there are none."
     where = (
         f"group {prompt.index} (row {prompt.row.key!r}, number {prompt.number}), rollout {index}"
     )
-    given = {
+    call_context = {
         "epoch": 0,
         "evaluation": False,
         **(context or {}),
@@ -677,41 +688,41 @@ async def run_rollout(
     try:
 
         def call():
-            return _called(fn, dict(called_with), given, where)
+            return _called(fn, dict(called_with), call_context, where)
 
-        patience = Retries(1 + retries, deadline_s=math.inf, seed=called_with["seed"])
-        returned, drawn = await with_retries(call, patience, is_retryable, sleep=sleep)
+        retry_options = Retries(1 + retries, deadline_s=math.inf, seed=called_with["seed"])
+        returned, completions = await with_retries(call, retry_options, is_retryable, sleep=sleep)
     except Exception as error:  # a connection, a turn of the policy, or an error that has its place
-        if isinstance(error, TemplateMismatch) and unfit == "drop":
+        if isinstance(error, TemplateMismatch) and on_template_mismatch == "drop":
             return Lost(f"rollout {index} cannot go on (unfit_turns: drop): {error}")
         if not is_transient(error):
             raise
-        return _lost(f"rollout {index}", error, breaker)
+        return _count_lost(f"rollout {index}", error, breaker)
     if breaker is not None:
         breaker.note()
     if (segments := segments_of(returned, where)) is None:
         return Lost(f"rollout {index} returned None")
-    return with_origins(segments, drawn)
+    return with_origins(segments, completions)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #1546b50f
 async def sample_rollouts(
     rollout_fn: RolloutFn,
     prompt: Prompt,
-    n: int,  # draws
+    n: int,  # samples
     seed: int = 0,  # of the run
     *,
-    group_retries: int = 0,  # rounds in which lost draws are made again
-    **how: Any,  # `context`, `retries`, `breaker`, `unfit` and `sleep` of `run_rollout`
+    group_retries: int = 0,  # rounds in which lost samples are sampled again
+    **rollout_kwargs: Any,  # `context`, `retries`, `breaker`, `on_template_mismatch` and `sleep` of `run_rollout`
 ) -> Rollouts:
-    "Call a rollout function n times at once for one prompt; lost draws become reasons, other failures are raised."
+    "Call a rollout function n times at once for one prompt; lost samples become reasons, other failures are raised."
     fn = as_rollout_fn(rollout_fn)
 
-    async def draw(missing: list[int], round: int) -> Sequence[Segments | Lost]:
+    async def sample_missing(missing: list[int], round: int) -> Sequence[Segments | Lost]:
         return await together(
-            [run_rollout(fn, prompt, i, seed=seed, round=round, **how) for i in missing]
+            [run_rollout(fn, prompt, i, seed=seed, round=round, **rollout_kwargs) for i in missing]
         )
 
-    return gather_completions(prompt, *await in_rounds(draw, n, group_retries))
+    return gather_completions(prompt, *await sample_in_rounds(sample_missing, n, group_retries))
 
 # %% ../../nbs/loop/01_rollouts.ipynb #771d9250
 def why_unscorable(sample: RolloutSample) -> str:

@@ -43,7 +43,7 @@ EvaluationFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Task:
-    "How completions are drawn and graded."
+    "How completions are sampled and graded."
 
     reward_fns: Any = None  # with the weights that count; None = rollouts grade themselves
     rollout_fn: RolloutFn | None = None  # None = completions straight from the sampler
@@ -59,20 +59,20 @@ class Task:
         )
 
 # %% ../../nbs/loop/04_setup.ipynb #0e4044de
-def as_task(given: Any, cfg: Config, setup: RolloutSetup) -> Task:
-    "Reward functions, a rollout function or a rollout factory, told apart by type, else by their first parameter."
-    if isinstance(given, RolloutFactory) or first_parameter(given) == "setup":
-        given = as_rollout_fn(given(setup))
+def as_task(grader: Any, cfg: Config, setup: RolloutSetup) -> Task:
+    "Reward functions, a rollout function or a rollout factory, distinguished by type, else by their first parameter."
+    if isinstance(grader, RolloutFactory) or first_parameter(grader) == "setup":
+        grader = as_rollout_fn(grader(setup))
     limits = Limits(cfg.max_concurrent_rewards, cfg.reward_timeout)
-    if is_rollout_fn(given):
+    if is_rollout_fn(grader):
         for name in ("overlong_buffer", "reward_weights"):
             if getattr(cfg, name):
                 fix = "Weigh rewards, and call `rewards.make_soft_overlong`, inside your rollout."
                 raise ConfigError(
                     name, got=getattr(cfg, name), expected="unset with a rollout function", fix=fix
                 )
-        return Task(rollout_fn=as_rollout_fn(given), limits=limits)
-    fns = [*given] if isinstance(given, list | tuple) else [given]
+        return Task(rollout_fn=as_rollout_fn(grader), limits=limits)
+    fns = [*grader] if isinstance(grader, list | tuple) else [grader]
     weights = cfg.reward_weights
     if cfg.overlong_buffer:
         fns.append(make_soft_overlong(cfg.max_completion_tokens, cfg.overlong_buffer))
@@ -165,15 +165,15 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
 
 # %% ../../nbs/loop/04_setup.ipynb #8d5c2764
 def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
-    "Refuse what is in another order than backend, rows, reward, config, and settings that this backend would ignore."
+    "Reject arguments in another order than backend, rows, reward, config, and settings that this backend would ignore."
     order = "They come in this order: backend, rows, reward, cfg; nbs/tutorials/403 has them beside TRL's."
     kinds = (
         ("backend", backend, isinstance(backend, Backend), "a Backend"),
         ("rows", rows, not callable(rows), "rows"),
     )
-    for name, given, fits, kind in (*kinds, ("cfg", cfg, isinstance(cfg, Config), "a Config")):
-        if not fits:
-            raise ConfigError(name, got=quoted(given, 40), expected=kind, fix=order)
+    for name, value, is_valid, kind in (*kinds, ("cfg", cfg, isinstance(cfg, Config), "a Config")):
+        if not is_valid:
+            raise ConfigError(name, got=quoted(value, 40), expected=kind, fix=order)
     for what, got, expected, fix in _mismatches(cfg, backend):
         raise ConfigError(
             what, where=f"backend {backend.capabilities.name}", got=got, expected=expected, fix=fix
@@ -181,7 +181,7 @@ def check_backend(cfg: Config, backend: Backend, rows: Any = ()) -> None:
 
 
 def check_recipe(cfg: Config, recipes: Sequence[str], loop: str) -> None:
-    "Refuse a config that was written for another loop."
+    "Reject a config that was written for another loop."
     if cfg.recipe not in recipes:
         fix = (
             "Open an AsyncGRPOLoop."
@@ -197,13 +197,13 @@ def check_recipe(cfg: Config, recipes: Sequence[str], loop: str) -> None:
         )
 
 
-def own_advantages(given: AdvantageFn | str | None) -> AdvantageFn | None:
-    "A function in place of the config's comparison of rewards, imported if it is named."
-    return named_function(given, "advantage_fn", LossError) if isinstance(given, str) else given
+def load_advantage_fn(named: AdvantageFn | str | None) -> AdvantageFn | None:
+    "The function that computes advantages, imported if it is named."
+    return named_function(named, "advantage_fn", LossError) if isinstance(named, str) else named
 
 
 def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
-    "Refuse a loss that cannot be found or called, and a custom one where the service computes its own."
+    "Reject a loss that cannot be found or called, and a custom one where the service computes its own."
     options = LossOptions(**cfg.loss_options())
     policy_loss_fn(options)
     if options.needs_ref and not (cfg.kl_beta > 0 or cfg.teacher_coeff > 0 or cfg.kl_metric):
@@ -228,7 +228,7 @@ def check_loss(cfg: Config, make_loss: LossFactory | None) -> None:
 
 
 def check_takes(role: str, function: Any, names: Sequence[str]) -> None:
-    "Refuse a function that cannot be called with these arguments, in this order."
+    "Reject a function that cannot be called with these arguments, in this order."
     try:
         inspect.signature(function).bind(*names)
     except TypeError as error:
@@ -297,8 +297,8 @@ def run_tokenizer(backend: Backend, cfg: Config) -> Any:
 
 
 def encode_for(
-    rows: Sequence[Row], backend: Backend, cfg: Config, **how: Any
-) -> list[Prompt]:  # how: of `encode_rows`
+    rows: Sequence[Row], backend: Backend, cfg: Config, **encode_kwargs: Any
+) -> list[Prompt]:  # encode_kwargs: of `encode_rows`
     "Rows as the prompts of a run; raises `ConfigError` for a prompt that its template would not render."
     named = next((n for n in ("chat_template", "chat_template_kwargs") if getattr(cfg, n)), None)
     plain = next((row for row in rows if row.messages is None), None)
@@ -307,7 +307,7 @@ def encode_for(
         raise ConfigError(
             named, where=plain.where, got="a prompt that no template renders", fix=fix
         )
-    return encode_rows(rows, run_tokenizer(backend, cfg), **how)
+    return encode_rows(rows, run_tokenizer(backend, cfg), **encode_kwargs)
 
 
 def rollout_setup(
@@ -328,7 +328,9 @@ def rollout_setup(
     longest = min(
         (n for n in (cfg.max_seq_len, backend.capabilities.max_seq_len) if n), default=None
     )
-    own = {"tokenizer_id": words, "endpoint": backend.endpoint, "max_seq_len": longest}
+    setup_kwargs = {"tokenizer_id": words, "endpoint": backend.endpoint, "max_seq_len": longest}
     sampler = sampler or backend.sampler
     K = cfg.completions_per_prompt
-    return RolloutSetup(sampler, run_tokenizer(backend, cfg), params, K, extras or {}, **own)
+    return RolloutSetup(
+        sampler, run_tokenizer(backend, cfg), params, K, extras or {}, **setup_kwargs
+    )

@@ -35,7 +35,7 @@ from ..backends.work import Work, work_between, work_together
 from ..runs.records import StepRecord
 from .groups import ScoredGroup, RowQueue, Producer
 from .rollouts import CircuitBreaker, bounded
-from .step import LossFactory, LossReport, ScoreCache, draw
+from .step import LossFactory, LossReport, ScoreCache, sample_group
 from .weights import Weights
 from rl_notebook.loop.setup import (
     EvaluationFn,
@@ -45,7 +45,7 @@ from rl_notebook.loop.setup import (
     check_loss,
     check_recipe,
 )
-from .setup import first_cursor, own_advantages, rollout_setup
+from .setup import first_cursor, load_advantage_fn, rollout_setup
 
 # %% ../../nbs/loop/05_state.ipynb #b31efaab
 PHASES = (
@@ -66,7 +66,7 @@ class StepState:
     cursor: Cursor  # before the step
     # numbers of rows before the cursor that had yet to be trained on, before the step
     pending: tuple[int, ...] = ()
-    ahead: bool = False  # whether its groups were drawn together with those of the steps before
+    ahead: bool = False  # whether its groups were sampled together with those of the steps before
     values: dict[str, Any] = field(default_factory=dict)  # by phase
     seconds: dict[str, float] = field(default_factory=dict)  # by phase
     # that the backend did while phases were running
@@ -74,7 +74,7 @@ class StepState:
     # (phase, begin, end) on the clock of `time`
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     cache: ScoreCache = field(default_factory=dict)  # logprobs scored in this step
-    policy_version: int = 0  # that the sampler served when the step's samples were drawn
+    policy_version: int = 0  # that the sampler served when the step's samples were sampled
     # fields of LossOptions that `loss()` was last asked for
     changes: Mapping[str, Any] = field(default_factory=dict)
     normalization: GradNormalization = "none"  # by which the optimizer has to divide the gradient
@@ -100,11 +100,11 @@ class StepState:
         return value
 
     def copied(self) -> Self:
-        "The step as it stands, which later phases leave alone."
-        own = {
+        "A copy of the step that later phases do not change."
+        copies = {
             name: copy.copy(getattr(self, name)) for name in ("values", "seconds", "work", "spans")
         }
-        return replace(self, **own)
+        return replace(self, **copies)
 
     @contextmanager
     def measured(self, what: str) -> Iterator[None]:
@@ -172,7 +172,7 @@ MARK_STYLE = {"✓": "color:#1a7f37", "▶": "font-weight:bold", "○": "color:#
 
 # %% ../../nbs/loop/05_state.ipynb #13f2c9da
 def without_progress_bar(wanted: bool = True) -> bool | None:  # tqdm's `disable`
-    "Bars are drawn in notebooks and terminals, not into files and pipes."
+    "Bars are shown in notebooks and terminals, not into files and pipes."
     return (
         (False if IN_NOTEBOOK else None) if wanted and not os.environ.get("TQDM_DISABLE") else True
     )
@@ -190,7 +190,7 @@ SILENT = tqdm_text(disable=True)  # as the bar of a loop that something else sho
 @contextmanager
 def progress_line(
     what: str, doing: str, meter: Meter, bar: Any = None
-) -> Iterator[None]:  # None = a line of its own
+) -> Iterator[None]:  # None = another line
     "While inside, a bar says what is done, for how long, and how many tokens were sampled; a line after two seconds."
     begun = meter.tokens_sampled
     file = sys.stdout if IN_NOTEBOOK else None
@@ -207,9 +207,9 @@ def progress_line(
 
         async def beat() -> None:
             while await asyncio.sleep(1, True):
-                drawn = meter.tokens_sampled - begun
+                sampled = meter.tokens_sampled - begun
                 shown.set_postfix_str(
-                    f"{doing}, {drawn} tokens" if drawn else doing, refresh=bar is not None
+                    f"{doing}, {sampled} tokens" if sampled else doing, refresh=bar is not None
                 )
                 shown.update(0)
 
@@ -241,9 +241,9 @@ class Loop:
         *,
         eval_rows: Any = (),  # held out, for `evaluate`
         evaluation_fn: EvaluationFn
-        | None = None,  # evaluates in place of drawing and grading on `eval_rows`
+        | None = None,  # evaluates instead of sampling and grading `eval_rows`
         dynamic_filter_fn: Callable[[PromptGroup], bool]
-        | None = None,  # True = train on it; None = live groups
+        | None = None,  # True = train on it; None = groups with signal
         make_loss: LossFactory | None = None,  # None = the config's loss
         advantage_fn: AdvantageFn
         | str
@@ -256,7 +256,7 @@ class Loop:
         ] = (),  # called with the last step that still holds: `run.rewind`
         keep_undo: int = 1,  # steps that can be undone; 0 = none, at no cost
         extras: Mapping[str, Any] | None = None,  # handed to a rollout factory
-        name: str = "main",  # told apart by it from its branches
+        name: str = "main",  # distinguishes it from its branches
         family: list[str]
         | None = None,  # names of the loop that this one is a branch of, and of its other branches
     ):
@@ -267,14 +267,17 @@ class Loop:
         check_backend(self.cfg, backend, rows)
         check_recipe(self.cfg, self.recipes, type(self).__name__)
         check_loss(self.cfg, make_loss)
-        self.given = {
+        self.arguments = {
             "reward": reward,
             "dynamic_filter_fn": dynamic_filter_fn,
             "make_loss": make_loss,
         }
-        self.given |= {"advantage_fn": advantage_fn, "evaluation_fn": evaluation_fn}
+        self.arguments |= {"advantage_fn": advantage_fn, "evaluation_fn": evaluation_fn}
         # for branches
-        self.opened_with = self.given = self.given | {"extras": extras, "keep_undo": keep_undo}
+        self.opened_with = self.arguments = self.arguments | {
+            "extras": extras,
+            "keep_undo": keep_undo,
+        }
         self.evaluation_fn = evaluation_fn
         self.sampler = bounded(backend.sampler, completions_at_once(self.cfg))
         self.task = as_task(
@@ -285,7 +288,7 @@ class Loop:
         self.eval_rows = as_rows(eval_rows, read) if len(eval_rows) else []
         self.keep = dynamic_filter_fn or (lambda group: not has_no_signal(group.rewards))
         self.make_loss = make_loss
-        self.advantage_fn = own_advantages(advantage_fn or self.cfg.advantage_fn)
+        self.advantage_fn = load_advantage_fn(advantage_fn or self.cfg.advantage_fn)
         self.outputs = list(outputs)
         self.on_undo = list(on_undo)
         self.state = StepState(1, first_cursor(self.rows, self.cfg))
@@ -353,7 +356,7 @@ class Loop:
         "Raise PhaseError where another loop must not have the backend now."
 
     async def close(self) -> None:
-        "Give up what is in flight."
+        "Cancel what is in flight."
 
     async def sample_prompt(
         self,
@@ -366,13 +369,13 @@ class Loop:
         if context is None:
             context = {"epoch": prompt.number // len(self.rows), "evaluation": False}
         rollout_fn = self.task.rollout_fn
-        return await draw(
+        return await sample_group(
             prompt,
             self.sampler,
             params or c.sample_params(seed=c.seed),
             rollout_fn,
             context=context,
-            unfit=c.unfit_turns,
+            on_template_mismatch=c.unfit_turns,
             retries=c.rollout_retries,
             group_retries=c.max_incomplete_group_retries,
             # a sampler that stays away is an error, unless a rollout function calls it
@@ -408,7 +411,7 @@ class Loop:
         return not self.state.values and (over or not self.rows_left)
 
     @property
-    def draws_ahead(self) -> bool:
+    def samples_ahead(self) -> bool:
         "Whether prompts of later steps are sampled, graded and compared already."
         return self.weights.in_window
 
@@ -416,18 +419,18 @@ class Loop:
         "Stepping has stopped, for now."
 
     def rewind_data(self, taken: Iterable[int] = ()) -> None:
-        "Let the data stand where they stood before the step, or behind rows of it; what is in flight is given up."
+        "Reset the data to before the step, or to after rows of it; what is in flight is cancelled."
         if self.producer is not None:
             self.producer.cancel_newer_than()
-        self.intake.stand(self.state.cursor, self.state.pending, taken)
+        self.intake.reset_to(self.state.cursor, self.state.pending, taken)
 
     def reclaim(self, before: StepState) -> None:
-        "The data stand where the step stands that was gone back to; `before` is the state that was left."
+        "Reset the data to the step that was restored; `before` is the state that was left."
         self.rewind_data(self.state.numbers)
 
     def take_as_recorded(self, record: StepRecord) -> None:
         "Have taken the rows that a recorded step had taken."
-        self.intake.stand(replace(self.cursor, consumed=record.consumed), record.pending)
+        self.intake.reset_to(replace(self.cursor, consumed=record.consumed), record.pending)
 
     def extra_record_fields(
         self,
@@ -437,7 +440,7 @@ class Loop:
 
     def resume_state(self) -> tuple[Cursor, dict[str, Any]]:  # cursor, and what else resuming needs
         "What a checkpoint keeps of a loop besides the trainer's state: the rows that were taken and are in no record."
-        # not those given back
+        # not those that were requeued
         step = {number for number in self.state.numbers if number < self.cursor.consumed}
         more = {} if self.state.bonus is None else {"bonus": [*self.state.bonus]}
         return self.cursor, {"pending": sorted({*self.pending, *step})} | more

@@ -141,7 +141,7 @@ def list_prompts(
     )
 
 # %% ../../nbs/loop/02_step.ipynb #4c79b596
-async def draw(
+async def sample_group(
     prompt: Prompt,
     sampler: Sampler,
     params: SampleParams,  # n = completions per prompt, seed = that of the run
@@ -149,14 +149,18 @@ async def draw(
     *,
     context: Mapping[str, Any]
     | None = None,  # `epoch` and `evaluation`, for rollout functions that ask for them
-    unfit: str = "drop",  # turns of rollout functions, see `rollouts.sample_rollouts`
-    **patience: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.sample_rollouts`
+    on_template_mismatch: str = "drop",  # of rollout functions, see `rollouts.run_rollout`
+    **retry_kwargs: Any,  # `retries`, `group_retries`, `breaker` and `sleep` of `rollouts.sample_rollouts`
 ) -> Rollouts:
     "All completions of one prompt."
     if rollout_fn is None:
-        return await sample_completions(sampler, prompt, params, **patience)
-    how = {"context": context, "unfit": unfit, **patience}
-    return await sample_rollouts(rollout_fn, prompt, params.n, params.seed or 0, **how)
+        return await sample_completions(sampler, prompt, params, **retry_kwargs)
+    rollout_kwargs = {
+        "context": context,
+        "on_template_mismatch": on_template_mismatch,
+        **retry_kwargs,
+    }
+    return await sample_rollouts(rollout_fn, prompt, params.n, params.seed or 0, **rollout_kwargs)
 
 # %% ../../nbs/loop/02_step.ipynb #16386d5a
 def _rollouts_row(r: Rollouts) -> dict[str, Any]:
@@ -173,7 +177,7 @@ def _rollouts_row(r: Rollouts) -> dict[str, Any]:
 # %% ../../nbs/loop/02_step.ipynb #67fb0b44
 def list_rollouts(
     rollouts: Sequence[Rollouts],
-    tokenizer: Any = None,  # draws the tokens; None = texts only
+    tokenizer: Any = None,  # shows the tokens; None = texts only
 ) -> PhaseResult[Rollouts]:
     "Completions per prompt: how many, how long, how many ran out of room, and the first of them."
     samples = [s for r in rollouts for s in r.samples]
@@ -222,10 +226,10 @@ def list_groups(groups: Sequence[PromptGroup]) -> PhaseResult[PromptGroup]:
     dead = sum(has_no_signal(g.rewards) for g in groups)
     mean = f"mean reward {np.mean(rewards):.3f}" if rewards else "no rewards"
     headline = f"{len(rewards)} graded samples, {mean}, {dead} of {len(groups)} groups dead"
-    compared = any(g.advantages is not None for g in groups)
+    has_advantages = any(g.advantages is not None for g in groups)
 
     def drawing():
-        return advantages_html(groups) if compared else rewards_html(groups)
+        return advantages_html(groups) if has_advantages else rewards_html(groups)
 
     return PhaseResult(
         groups, headline, lambda: pd.DataFrame([_group_row(g) for g in groups]), drawing
@@ -252,18 +256,18 @@ async def score_datums(
     """
     missing = {key: d for d in datums if (key := cache_key(name, d)) not in cache}
     if missing:
-        found = await scorer.forward(list(missing.values()))
-        cache.update(zip(missing, found, strict=True))
+        logprobs = await scorer.forward(list(missing.values()))
+        cache.update(zip(missing, logprobs, strict=True))
     return [cache[cache_key(name, d)] for d in datums]
 
 # %% ../../nbs/loop/02_step.ipynb #b3acee93
 def list_datums(
     datums: Sequence[Datum],
-    tokenizer: Any = None,  # draws the tokens; None = ids
+    tokenizer: Any = None,  # shows the tokens; None = ids
     policy_logprobs: Sequence[Logprobs]
     | None = None,  # one per datum, to compare with the reference's
 ) -> PhaseResult[Datum]:
-    "Training sequences, one per row, with what they carry; drawn against the reference once it has scored them."
+    "Training sequences, one per row, with what they carry; compared with the reference once it has scored them."
     tokens = sum(d.num_loss_tokens for d in datums)
     cut = sum(d.truncated_tokens > 0 for d in datums)
     headline = f"{len(datums)} datums, {tokens} tokens in the loss, {cut} truncated"
@@ -279,7 +283,7 @@ LossFactory = Callable[[Sequence[Datum], float | None], LossFn]
 
 
 def loss_factory(options: LossOptions) -> LossFactory:
-    "Makes loss functions with these options; pass one of your own wherever a `LossFactory` is taken."
+    "Makes loss functions with these options; pass a custom one wherever a `LossFactory` is taken."
     return lambda datums, denominator: make_loss_fn(datums, options, denominator=denominator)
 
 # %% ../../nbs/loop/02_step.ipynb #560223cc
@@ -296,12 +300,12 @@ def evaluate_loss(
     leaves = [torch.tensor(lp.values, requires_grad=True) for lp in policy_logprobs]
     loss_fn = make(datums, None)
     known = [lp.entropy for lp in policy_logprobs]
-    beside = (
+    entropy_args = (
         [[torch.tensor(h) for h in known]]
         if reads_entropy(loss_fn) and all(h is not None for h in known)
         else []
     )
-    loss, metrics = loss_fn(datums, leaves, *beside)
+    loss, metrics = loss_fn(datums, leaves, *entropy_args)
     loss.backward()
     grads = [np.zeros(len(p)) if p.grad is None else p.grad.numpy() for p in leaves]
     return LossOutput(loss.item(), metrics, tuple(policy_logprobs), tuple(grads))
@@ -313,7 +317,7 @@ class LossReport:
 
     output: LossOutput
     datums: tuple[Datum, ...]  # one per entry of `output.logprobs`
-    tokenizer: Any = None  # draws the tokens; None = ids
+    tokenizer: Any = None  # shows the tokens; None = ids
 
     @property
     def headline(self) -> str:

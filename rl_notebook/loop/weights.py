@@ -59,25 +59,25 @@ class Snapshot:
 # %% ../../nbs/loop/03_weights.ipynb #c7e9207d
 @dataclass(frozen=True)
 class Probe:
-    "What both sides said of a row, in nats, when they had the same weights or should have."
+    "Logprobs of a row by policy and sampler, in nats, when they had the same weights or should have."
 
     datum: Datum
     policy: np.ndarray  # (N-1,)
     sampler: np.ndarray  # (N-1,)
-    least: float  # nats that rounding is taken to be, at least
+    min_rounding: float  # nats that rounding is taken to be, at least
 
     @property
     def gap(self) -> float:
         "Mean difference between the two."
-        return apart(self.policy, self.sampler)
+        return mean_abs_diff(self.policy, self.sampler)
 
 
-def apart(a: np.ndarray, b: np.ndarray) -> float:
+def mean_abs_diff(a: np.ndarray, b: np.ndarray) -> float:
     "Mean absolute difference of two series."
     return float(np.abs(a - b).mean())
 
 
-async def policy_says(backend: Backend, datum: Datum) -> Logprobs:
+async def score_policy(backend: Backend, datum: Datum) -> Logprobs:
     "The policy's logprobs of a datum at temperature 1, at which a sampler scores given tokens; raises `BackendError`."
     at = backend.capabilities.policy_temperature
     if at == 1:
@@ -93,22 +93,24 @@ async def policy_says(backend: Backend, datum: Datum) -> Logprobs:
         backend.score_at(at)
 
 
-async def probed(backend: Backend, datum: Datum) -> Probe:
-    "Ask both sides, the sampler first, since it may refuse; raises what they raise, and `BackendError` for no numbers."
-    async with asyncio.timeout(PATIENCE):
+async def take_probe(backend: Backend, datum: Datum) -> Probe:
+    "Score a row on both sides, the sampler first, since it may not support it; raises what they raise, and `BackendError` for no numbers."
+    async with asyncio.timeout(PROBE_TIMEOUT):
         sampler = await backend.sampler.logprobs(datum.tokens)
-        policy = await policy_says(backend, datum)
-    least = max(LEAST.get(said.dtype, LEAST["bfloat16"]) for said in (sampler, policy))
-    found = Probe(datum, np.asarray(policy.values), np.asarray(sampler.values), least)
-    if not np.isfinite(found.gap):
+        policy = await score_policy(backend, datum)
+    rounding = max(
+        MIN_ROUNDING.get(logprobs.dtype, MIN_ROUNDING["bfloat16"]) for logprobs in (sampler, policy)
+    )
+    probe = Probe(datum, np.asarray(policy.values), np.asarray(sampler.values), rounding)
+    if not np.isfinite(probe.gap):
         raise BackendError("a probe", got="logprobs that are no numbers", expected="finite ones")
-    return found
+    return probe
 
 
-SHORT = 16  # tokens of a row that tells too little
-PATIENCE = 60.0  # seconds for an answer
+MIN_PROBE_TOKENS = 16  # of a row to probe, if the step has one as long
+PROBE_TIMEOUT = 60.0  # seconds for both replies
 # nats: mean rounding, at least; of others as of bfloat16
-LEAST = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 0.02}
+MIN_ROUNDING = {"float64": 1e-9, "float32": 1e-6, "bfloat16": 0.02}
 
 # %% ../../nbs/loop/03_weights.ipynb #9f2f6831
 class Audit:
@@ -117,15 +119,15 @@ class Audit:
     def __init__(self, backend: Backend):
         self.backend = backend
         self.probe: Probe | None = None  # as of the last sync; None = the next one is not looked at
-        self.refused = False  # by one of the two: it is not asked again
+        self.failed = False  # one of the two could not score: it is not asked again
         # least gap while both had the same weights; of the policy, scored twice
         self.floor = math.inf
         self.noise = 0.0
         self.report: SyncReport | None = None  # of the last sync, if it was looked at
 
     @property
-    def own_reports(self) -> Sequence[SyncReport] | None:
-        "What a sync that looks itself has found; None = it does not look."
+    def sync_reports(self) -> Sequence[SyncReport] | None:
+        "Reports of a sync that audits itself; None = it does not."
         return getattr(self.backend.sync, "reports", None)
 
     async def before(
@@ -134,44 +136,44 @@ class Audit:
         "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
         if not rows:
             self.probe = None
-        if not rows or self.probe or self.refused or not alike or self.own_reports is not None:
+        if not rows or self.probe or self.failed or not alike or self.sync_reports is not None:
             return
-        self.refused = True
-        shortest = min(rows, key=lambda d: (len(d.weights) < SHORT, len(d.weights)))
+        self.failed = True
+        shortest = min(rows, key=lambda d: (len(d.weights) < MIN_PROBE_TOKENS, len(d.weights)))
         with suppress(Exception):
-            probe = await probed(
+            probe = await take_probe(
                 self.backend, Datum(shortest.tokens, np.ones(len(shortest.weights)))
             )
-            again = await policy_says(self.backend, probe.datum)
-            self.noise = max(self.noise, apart(np.asarray(again.values), probe.policy))
-            self.floor = max(probe.least, min(self.floor, probe.gap))
+            again = await score_policy(self.backend, probe.datum)
+            self.noise = max(self.noise, mean_abs_diff(np.asarray(again.values), probe.policy))
+            self.floor = max(probe.min_rounding, min(self.floor, probe.gap))
             self.probe = probe
-            self.refused = False
+            self.failed = False
 
     async def after(self, version: int) -> None:
         "After a sync: ask both sides of the probe again, and say what that shows."
         then = self.probe
-        own = self.own_reports
-        self.report = own[-1] if own else None
+        reports = self.sync_reports
+        self.report = reports[-1] if reports else None
         self.probe = None
         if then is None:
             return
         with suppress(Exception):
-            now = await probed(self.backend, then.datum)
-            moves = apart(now.policy, then.policy), apart(now.sampler, then.sampler)
+            now = await take_probe(self.backend, then.datum)
+            moves = mean_abs_diff(now.policy, then.policy), mean_abs_diff(now.sampler, then.sampler)
             tolerance = max(4 * self.floor, 4 * self.noise, moves[0] / 1000)
-            behind = apart(now.sampler, then.policy)
+            behind = mean_abs_diff(now.sampler, then.policy)
             self.report = SyncReport(version, now.gap, *moves, tolerance, self.noise, behind)
             self.probe = now
 
 # %% ../../nbs/loop/03_weights.ipynb #8619e4f0
 R = TypeVar("R")
-# that this task is in
+# that this task holds
 LEASES: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar("turns", default=())
 
 # %% ../../nbs/loop/03_weights.ipynb #12b87a45
 class SharedBackend:
-    "Whose weights a backend has loaded, and whose turn it is."
+    "Whose weights a backend has loaded, and which loop holds the lease."
 
     def __init__(self) -> None:
         # whose weights it has; None = no loop's, after a change that failed
@@ -184,14 +186,14 @@ class SharedBackend:
     def released(self) -> None:
         "No loop is at work."
         self.holder: Weights | None = None  # of the loop at work
-        self.task: asyncio.Task[Any] | None = None  # that its turn began in
-        self.turn: object | None = None  # tasks in it have it in `LEASES`
-        self.depth = 0  # how many calls of the turn lie inside each other
+        self.task: asyncio.Task[Any] | None = None  # that acquired the lease
+        self.lease: object | None = None  # tasks that hold it have it in `LEASES`
+        self.depth = 0  # how many calls under the lease are nested
         # what is begun and will be finished: see `complete`
         self.section: asyncio.Future[Any] | None = None
 
     def join(self, weights: Weights) -> int:  # the number of the loop
-        "Let a loop in, under a number of its own; the first has the weights that are there."
+        "Register a loop under a new number; the first has the weights that are there."
         self.loaded = self.loaded or weights
         used = {other.loop_id for other in self.loops}
         self.loops.add(weights)
@@ -199,15 +201,15 @@ class SharedBackend:
 
     def claim(self, weights: Weights) -> asyncio.Lock:
         "The lock to wait for; raises PhaseError where waiting would never end, or not before a window does."
-        # by an interrupt, before its holder was noted
-        torn = self.holder is None and self.lock.locked()
+        # by an interrupt, before its holder was set
+        interrupted = self.holder is None and self.lock.locked()
         # the one before has ended, with all in it
-        if torn or self.event_loop is not asyncio.get_running_loop():
+        if interrupted or self.event_loop is not asyncio.get_running_loop():
             self.lock = asyncio.Lock()
             self.event_loop = asyncio.get_running_loop()
             self.released()
         if self.holder not in (None, weights) and (
-            self.task is asyncio.current_task() or self.turn in LEASES.get()
+            self.task is asyncio.current_task() or self.lease in LEASES.get()
         ):
             got = f"a turn of {self.holder.owner.name!r} that waits for this"
             fix = "Let it end first, or put the two loops into tasks of their own."
@@ -235,19 +237,19 @@ async def borrowed(backend: Backend) -> AsyncIterator[None]:
     if (loaded := shared_by(backend).loaded) is None:
         yield
         return
-    async with loaded.turn():
+    async with loaded.lease():
         await loaded.discard()
         yield
 
 # %% ../../nbs/loop/03_weights.ipynb #696a9327
-def join_turn(turn: object) -> None:
-    "Go on with a turn, in whichever task one is now."
-    if turn not in LEASES.get():
-        LEASES.set((*LEASES.get(), turn))
+def join_lease(lease: object) -> None:
+    "Continue under a lease, in whichever task is current."
+    if lease not in LEASES.get():
+        LEASES.set((*LEASES.get(), lease))
 
 # %% ../../nbs/loop/03_weights.ipynb #da62fefd
 class Weights:
-    "Where the weights of a loop stand. Only this page writes it down."
+    "The state of the weights of a loop. Only this page writes it."
 
     def __init__(
         self, backend: Backend, owner: Any, keep_undo: int = 1, family: list[str] | None = None
@@ -262,7 +264,7 @@ class Weights:
         self.family.append(owner.name)
         self.shared = shared_by(backend)
         self.loop_id = self.shared.join(self)
-        # the loop whose turn took scores and gradient from the current step, until this one is told
+        # the loop that discarded scores and gradient of the current step, until this one raises an error
         self.lost_to = ""
         self.version = int(getattr(backend.sampler, "policy_version", 0))  # that the sampler serves
         self.sampler = SamplerWeights.CURRENT  # which weights it has
@@ -337,7 +339,7 @@ class Weights:
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        "While inside, syncs wait, and the turn continues from step to step."
+        "While inside, syncs wait, and the lease continues from step to step."
         self.in_window = True
         try:
             yield
@@ -346,13 +348,13 @@ class Weights:
 
     @property
     def has_lease(self) -> bool:
-        "Whether the caller may use the backend now: in a turn of this loop, or between two steps of its window."
+        "Whether the caller may use the backend now: under a lease of this loop, or between two steps of its window."
         s = self.shared
         between = self.in_window and self.shared.depth == 1 and not self.owner.running
-        return s.holder is self and (s.turn in LEASES.get() or between)
+        return s.holder is self and (s.lease in LEASES.get() or between)
 
     def check_not_leased(self, what: str, fix: str) -> None:
-        "Raise PhaseError in the middle of a turn of another cell or a dashboard."
+        "Raise PhaseError in the middle of a lease of another cell or a dashboard."
         if self.shared.holder is self and not self.has_lease:
             got = f"{self.owner.running or 'a step'} is running, begun in another cell or by a dashboard"
             raise PhaseError(what, where=self.owner.place, got=got, fix=fix)
@@ -394,17 +396,17 @@ class Weights:
         self.keep(before)
         return measured
 
-    async def restore(self, found: Snapshot, name: str, *, sampler: bool = True) -> None:
+    async def restore(self, snapshot: Snapshot, name: str, *, sampler: bool = True) -> None:
         "Put weights and optimizer back, and, if it has changed, what the sampler serves."
         policy = self.backend.policy
-        behind = found.served if sampler else None
-        self.audit.probe, self.audit.floor, self.audit.noise = found.known
+        behind = snapshot.served if sampler else None
+        self.audit.probe, self.audit.floor, self.audit.noise = snapshot.known
         if behind is not None:  # two states: that of the sampler first
             await policy.load_state(behind.path)
             self.version = await sync_weights(self.backend, name)
-        await policy.load_state(found.saved.path)
-        self.sampler = found.sampler
-        self.served = found.served
+        await policy.load_state(snapshot.saved.path)
+        self.sampler = snapshot.sampler
+        self.served = snapshot.served
         self.gradient = False
         # it had the same; or older weights that are nowhere saved, then it gets these
         if sampler and behind is None:
@@ -493,7 +495,7 @@ class Weights:
         shared.loaded = self
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[object]:  # the turn, for `join_turn`
+    async def lease(self) -> AsyncIterator[object]:  # the lease, for `join_lease`
         "Hold the backend, with these weights loaded, once no section is changing what it has."
         shared, lock = self.shared, self.shared.claim(self)
         held = inside = False  # an interrupt may come between any two lines
@@ -502,18 +504,18 @@ class Weights:
                 held = await lock.acquire()
                 shared.holder = self
                 shared.task = asyncio.current_task()
-                shared.turn = object()
-                join_turn(shared.turn)
+                shared.lease = object()
+                join_lease(shared.lease)
             shared.depth = shared.depth + 1
             inside = True
             if shared.section not in (None, asyncio.current_task()):
                 await asyncio.wait([shared.section])
             if shared.loaded is not self:
                 await self.complete(self._swap())
-            yield shared.turn
+            yield shared.lease
         finally:
             shared.depth -= inside
             if not shared.depth and (held or inside):
-                LEASES.set(tuple(turn for turn in LEASES.get() if turn is not shared.turn))
-                shared.holder = shared.task = shared.turn = None
+                LEASES.set(tuple(lease for lease in LEASES.get() if lease is not shared.lease))
+                shared.holder = shared.task = shared.lease = None
                 lock.release()

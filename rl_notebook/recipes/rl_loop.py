@@ -47,7 +47,7 @@ from rl_notebook.loop.setup import (
     as_rows,
     check_loss,
     encode_for,
-    own_advantages,
+    load_advantage_fn,
     plain_prompts,
 )
 from ..loop.state import without_progress_bar, write_line
@@ -196,7 +196,7 @@ def check_functions(cfg: Config, problem: Problem | None = None) -> None:
     )
     check_trusted(named, "config")
     check_loss(cfg, None if problem is None else problem.make_loss)
-    own_advantages(cfg.advantage_fn)
+    load_advantage_fn(cfg.advantage_fn)
 
 
 def check_measured(named: str, measured: Sequence[str]) -> None:

@@ -244,7 +244,7 @@ def reward_functions(loop: Loop) -> list[RewardFn]:
     "The reward functions of a loop with the weights that count; none where rollouts are scored by their function."
     if loop.task.rollout_fn is not None:
         return []
-    fns = list(as_reward_fns(loop.given["reward"]))
+    fns = list(as_reward_fns(loop.arguments["reward"]))
     weights = loop.cfg.reward_weights
     if not weights:
         return fns
@@ -373,7 +373,7 @@ def loop_parts(
     rows_file: str = "rows.jsonl",  # what the config calls rows that need a file
 ) -> LoopParts:
     "What a script needs to make the steps of a loop; its functions are added to `sources`."
-    arguments = loop.given
+    arguments = loop.arguments
     keywords = dict[str, str]()
     cfg = fit_length(loop, loop.next_settings)
     with_rows = config_with_rows(cfg, loop.rows, loop.eval_rows)

@@ -32,7 +32,7 @@ async def one_phase(
     loop: GRPOLoop,
 ) -> StepRecord | None:  # the record, when this was the last phase of its step
     "Run the next phase as a step runs it, in a turn of its loop, and leave the backend to other loops after the last."
-    async with loop.weights.turn():
+    async with loop.weights.lease():
         if loop.overlaps and not loop.state.values:
             return await loop.train_on_arrival()
         if loop.state.current != "finish":
@@ -332,7 +332,7 @@ async def act(player: Player, action: str) -> None:
             if other.task is not None:
                 await asyncio.wait([other.task])
         if action in ("play", "phase", "step") and isinstance(loop, AsyncGRPOLoop):
-            async with loop.weights.turn():
+            async with loop.weights.lease():
                 loop.resume()  # rows start again, with this loop's weights on the backend
         await work(player, action)
         await come_to_rest(player)
