@@ -183,16 +183,16 @@ def with_advantages(
             raise RewardError(
                 "group size", where=g.where, got="1 sample", expected="at least 2", fix=fix
             )
-    compared = [g for g in groups if len(g.run_starts) > 1]
-    rewards = [g.rewards[g.run_starts] for g in compared]
+    comparable = [g for g in groups if len(g.run_starts) > 1]
+    rewards = [g.rewards[g.run_starts] for g in comparable]
     tokens = [
-        np.add.reduceat([s.completion_len for s in g.samples], g.run_starts) for g in compared
+        np.add.reduceat([s.completion_len for s in g.samples], g.run_starts) for g in comparable
     ]
     if scale in BY_LENGTH:
-        for g in compared:
+        for g in comparable:
             _check_lengths(g, scale)
     if scale in ("parts", "gdpo"):
-        made = [parts_advantages(g, weights or {}, ddof, eps) for g in compared]
+        made = [parts_advantages(g, weights or {}, ddof, eps) for g in comparable]
     elif scale == "opo":
         pairs = zip((_checked(r, scale) for r in rewards), tokens, strict=True)
         made = [np.zeros_like(r) if has_no_signal(r) else r - n @ r / n.sum() for r, n in pairs]
@@ -204,9 +204,9 @@ def with_advantages(
         made = whitened(
             made, tokens if scale == "whiten" else [np.ones(len(r)) for r in rewards], ddof, eps
         )
-    found = iter(made)
+    values = iter(made)
     return [
-        _of_runs(g, next(found) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts)))
+        _of_runs(g, next(values) if len(g.run_starts) > 1 else np.zeros(len(g.run_starts)))
         for g in groups
     ]
 
@@ -275,7 +275,7 @@ def advantages_by(function: AdvantageFn | str, groups: Sequence[PromptGroup]) ->
         if isinstance(function, str)
         else getattr(function, "__name__", type(function).__name__)
     )
-    refuse = partial(LossError, f"advantage_fn {name!r}")
+    make_error = partial(LossError, f"advantage_fn {name!r}")
     try:
         results = call(groups)
     except RLNotebookError:
@@ -288,10 +288,10 @@ def advantages_by(function: AdvantageFn | str, groups: Sequence[PromptGroup]) ->
     if made is None or [getattr(g, "index", None) for g in made] != [g.index for g in groups]:
         got = type(results).__name__ if made is None else f"{len(made)} values"
         fix = "Return [replace(g, advantages=...) for g in groups]."
-        raise refuse(got=got, expected=f"the {len(groups)} groups in their order", fix=fix)
+        raise make_error(got=got, expected=f"the {len(groups)} groups in their order", fix=fix)
     for g in made:
         a = np.zeros(0) if g.advantages is None else g.advantages
         if len(a) != len(g.samples) or not np.isfinite(a).all():
             got = "none" if g.advantages is None else str(a.tolist())[:80]
-            raise refuse(where=g.where, got=got, expected=f"{len(g.samples)} finite numbers")
+            raise make_error(where=g.where, got=got, expected=f"{len(g.samples)} finite numbers")
     return made

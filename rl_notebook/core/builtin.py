@@ -94,9 +94,9 @@ _HERE = "Compute it here: loss_path='client'"
 _HINTS = {"reinforce": "It is importance_sampling with anchor='rollout'"}
 
 # %% ../../nbs/core/09_builtin.ipynb #e1fb2fe8
-_SAID: dict[
+_SERVICE_SETTINGS: dict[
     str, tuple[str, Callable[[LossOptions], Any]]
-] = {  # setting of a service: (our knob, value)
+] = {  # setting of a service: (our parameter, value)
     "clip_low_threshold": ("eps_clip", lambda o: o.clip_range[0]),
     "clip_high_threshold": ("eps_clip_high", lambda o: o.clip_range[1]),
     "ratio_log_cap": ("ratio_log_cap", lambda o: o.param("ratio_log_cap")),
@@ -119,29 +119,29 @@ def builtin_loss(o: LossOptions, service: str = "fireworks") -> tuple[str, dict[
         what = "a service cannot compute this loss: policy_loss"
         raise LossError(what, got=repr(o.policy_loss), expected=expected, fix=f"{fix}.")
     check_builtin_options(o)
-    name, said = known[o.policy_loss]
+    name, sent_names = known[o.policy_loss]
     if o.eps_clip_c is not None and service == "fireworks" and o.policy_loss in ("ppo", "dapo"):
         name = "dapo"
-        said = (*said, "eps_clip_c")
+        sent_names = (*sent_names, "eps_clip_c")
     defaults = POLICY_LOSSES[o.policy_loss][1]
-    heard = {_SAID[s][0] for s in said}
-    unheard = [k for k in defaults if k not in heard and o.param(k) != defaults[k]]
-    if unheard:
-        got = f"{unheard[0]}={o.param(unheard[0]):g}"
+    read_names = {_SERVICE_SETTINGS[s][0] for s in sent_names}
+    unread_names = [k for k in defaults if k not in read_names and o.param(k) != defaults[k]]
+    if unread_names:
+        got = f"{unread_names[0]}={o.param(unread_names[0]):g}"
         fix = f"{name!r} at {service} does not read it. Leave it out, or compute the loss here."
         raise LossError(
             "a service cannot compute this loss",
             got=got,
-            expected=f"{defaults[unheard[0]]}",
+            expected=f"{defaults[unread_names[0]]}",
             fix=fix,
         )
-    return name, {s: float(_SAID[s][1](o)) for s in said}
+    return name, {s: float(_SERVICE_SETTINGS[s][1](o)) for s in sent_names}
 
 # %% ../../nbs/core/09_builtin.ipynb #ee7802d1
 def builtin_inputs(
     datums: Sequence[Datum], o: LossOptions, denominator: float | None = None
 ) -> list[dict[str, np.ndarray]]:
-    "What a service's loss reads of each datum beside targets, (N-1,) by name; raises `LossError`, `AlignmentError`."
+    "What a service's loss reads of each datum next to targets, (N-1,) by name; raises `LossError`, `AlignmentError`."
     check_builtin_options(o)
     anchor = "sampler_logprobs" if o.anchor == "rollout" else "old_logprobs"
     if o.policy_loss != "grpo" or o.tis != "off":

@@ -155,12 +155,12 @@ def datums_from_groups(
         for i, (sample, advantage) in enumerate(
             zip(g.samples, g.turn_advantages or g.advantages, strict=True)
         ):
-            how: dict[str, Any] = {
+            kwargs: dict[str, Any] = {
                 "max_seq_len": max_seq_len,
                 "overlong": overlong,
                 "advantage": advantage,
             }
-            datums.append(datum_from_sample(sample, **how, group=g.index, sample=i, key=g.key))
+            datums.append(datum_from_sample(sample, **kwargs, group=g.index, sample=i, key=g.key))
     warn_truncated(datums, max_seq_len)
     return datums
 

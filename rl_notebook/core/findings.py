@@ -23,7 +23,7 @@ class Finding:
     "What was looked at, and what was found."
 
     name: str  # short, the same each time
-    ok: bool | None  # None = could not be told; `text` says why
+    ok: bool | None  # None = could not be checked; `text` says why
     text: str  # the outcome as a sentence, without its full stop
     expected: str = ""  # what would have been right
     fix: str = ""  # how to fix it, or what it means for a run

@@ -56,16 +56,20 @@ def gap_between(datums: Sequence[Datum], ours: Sequence[Any], theirs: Sequence[A
         return None
     a, b = (np.concatenate([np.asarray(row[k], np.float64) for row in both]) for k in (1, 2))
     with np.errstate(invalid="ignore"):
-        apart = np.abs(a - b)
-    known = np.flatnonzero(np.isfinite(apart) & np.concatenate([d.active for d, *_ in both]))
+        differences = np.abs(a - b)
+    known = np.flatnonzero(np.isfinite(differences) & np.concatenate([d.active for d, *_ in both]))
     if not len(known):
         return None
-    worst = int(known[np.argmax(apart[known])])
+    worst = int(known[np.argmax(differences[known])])
     ends = np.cumsum([len(d.weights) for d, *_ in both])
     row = int(np.searchsorted(ends, worst, side="right"))
     datum = both[row][0]
     place = worst - int(ends[row]) + len(datum.weights)
-    return Gap(float(apart[known].mean()), float(apart[worst]), f"{datum.where}, target {place}")
+    return Gap(
+        float(differences[known].mean()),
+        float(differences[worst]),
+        f"{datum.where}, target {place}",
+    )
 
 # %% ../../nbs/core/12_gaps.ipynb #562acdb1
 @dataclass(frozen=True)

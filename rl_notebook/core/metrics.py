@@ -28,11 +28,11 @@ def reward_names(groups: Sequence[PromptGroup]) -> list[str]:
 
 
 def _per_function(groups: Sequence[PromptGroup]) -> dict[str, float]:
-    "`rewards/NAME/mean` and `/std` over samples that the function could judge."
+    "`rewards/NAME/mean` and `/std` over samples that the function could score."
     out: dict[str, float] = {}
     for name in reward_names(groups):
-        found = [s.rewards.get(name) for g in groups for s in g.samples]
-        values = np.array([v for v in found if v is not None], dtype=np.float64)
+        scores = [s.rewards.get(name) for g in groups for s in g.samples]
+        values = np.array([v for v in scores if v is not None], dtype=np.float64)
         out[f"rewards/{name}/mean"] = _mean(values)
         out[f"rewards/{name}/std"] = float(values.std(ddof=1)) if len(values) > 1 else 0.0
     return out
@@ -96,7 +96,7 @@ def exact_entropy(datums: Sequence[Datum], loss: LossOutput | None) -> dict[str,
 def pass_at_k(
     n: int,  # completions of a prompt
     c: int,  # of them right
-    k: int,  # drawn from them, at most n
+    k: int,  # picked from them, at most n
 ) -> float:
     """Probability that one of k completions is right: unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, eq. 1).
 
@@ -119,14 +119,14 @@ def pass_metrics(groups: Sequence[PromptGroup], asked: int, passing: float) -> d
     # the segments of a run share theirs
     rewards = [g.rewards[g.run_starts] for g in groups if g.samples]
     counts = [(len(r), int((r >= passing).sum())) for r in rewards]
-    found = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in pass_sizes(asked)}
+    by_k = {k: [pass_at_k(n, c, k) for n, c in counts if n >= k] for k in pass_sizes(asked)}
     return {f"eval/avg@{asked}": _mean([c / n for n, c in counts])} | {
-        f"eval/pass@{k}": _mean(values) for k, values in found.items()
+        f"eval/pass@{k}": _mean(values) for k, values in by_k.items()
     }
 
 # %% ../../nbs/core/07_metrics.ipynb #c328a26b
 def evaluation_names(asked: int) -> list[str]:
-    "The metrics of an evaluation with so many completions of each prompt."
+    "The metrics of an evaluation with this number of completions of each prompt."
     names = ["eval/reward", "eval/mean_length", "eval/clipped_ratio", "eval/num_samples"]
     return names + [f"eval/avg@{asked}", *(f"eval/pass@{k}" for k in pass_sizes(asked))] * (
         asked > 1

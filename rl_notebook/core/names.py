@@ -35,7 +35,7 @@ NAMED = re.compile(r"[^\W\d][\w.]*:[^\W\d]\w*")  # module:function
 
 
 class NameFromFile(str):
-    "What a run folder would have imported, or connected to: text to be shown, and refused wherever it would be used."
+    "What a run folder would have imported, or connected to: text to be shown, and rejected wherever it would be used."
 
     folder: str  # that holds it
 
@@ -116,7 +116,7 @@ def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Cal
     "The function behind the module:function of a setting; raises `RecordError` for one of a run folder, else `error`."
     check_trusted(name, setting)
     module, _, attribute = name.partition(":")
-    refuse = functools.partial(error, setting, got=repr(name))
+    make_error = functools.partial(error, setting, got=repr(name))
     with _working_directory_first() if module not in sys.modules else nullcontext("") as here:
         looked = f"Looked in the working directory {here}, then in {', '.join(p for p in sys.path if p and p != here)}."
         try:
@@ -124,14 +124,16 @@ def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Cal
         except (Exception, SystemExit) as e:  # whatever the module does
             missing = isinstance(e, ModuleNotFoundError) and f"{module}.".startswith(f"{e.name}.")
             if missing:
-                raise refuse(expected=f"an importable module:function ({e})", fix=looked) from None
+                raise make_error(
+                    expected=f"an importable module:function ({e})", fix=looked
+                ) from None
             what = f"{setting} {name!r}: importing {module} raised"
             got = f"{type(e).__name__}: {e}"
             raise error(what, got=got, expected="an importable module:function") from e
     function = getattr(module_object, attribute, None)
     if not callable(function):
         if hasattr(module_object, attribute):
-            refuse = functools.partial(
+            make_error = functools.partial(
                 error, setting, got=f"{name!r}, which is of type {type(function).__name__}"
             )
         has = [
@@ -141,7 +143,7 @@ def named_function(name: str, setting: str, error: type[RLNotebookError]) -> Cal
         ]
         where = getattr(module_object, "__file__", None) or "built in"
         expected = f"a function of {module} ({where}), which has {', '.join(has) or 'none'}"
-        raise refuse(expected=expected)
+        raise make_error(expected=expected)
     source_hash(function)  # as it is now
     return function
 

@@ -32,7 +32,7 @@ from .types import ConfigError, LossError, RLNotebookError, quoted
 from .names import NAMED, named_function
 
 # %% auto #0
-__all__ = ['MEANT', 'TRL_PRESETS', 'nearest']
+__all__ = ['SETTING_BY_ALIAS', 'TRL_PRESETS', 'nearest']
 
 # %% ../../nbs/core/04_options.ipynb #f53643cc
 def _number(value: Any) -> Any:
@@ -144,7 +144,7 @@ def marked(cls: type, *marks: str) -> tuple[str, ...]:
     )
 
 # %% ../../nbs/core/04_options.ipynb #e33c0569
-_MEANT = {  # setting: what it is called elsewhere
+_ALIASES = {  # setting: what it is called elsewhere
     "eps_clip": "clip clip_low clip_eps clip_epsilon clip_range cliprange clip_ratio clip_ratio_low eps eps_low "
     "epsilon epsilon_low ppo_clip",
     "eps_clip_high": "clip_high clip_eps_high clip_ratio_high cliprange_high eps_high epsilon_high",
@@ -163,13 +163,13 @@ _MEANT = {  # setting: what it is called elsewhere
     "advantage_scale": "adv_estimator advantage_estimator",
     "ppo_n_minibatches": "ppo_mini_batch_size mini_batch_size ppo_epochs",
 }
-MEANT = {theirs: ours for ours, names in _MEANT.items() for theirs in names.split()}
+SETTING_BY_ALIAS = {theirs: ours for ours, names in _ALIASES.items() for theirs in names.split()}
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
     "A question that names the known setting that is meant, or the nearest spelling, or nothing."
-    if MEANT.get(name) in known:
-        return f"Did you mean {MEANT[name]!r}?"
+    if SETTING_BY_ALIAS.get(name) in known:
+        return f"Did you mean {SETTING_BY_ALIAS[name]!r}?"
     by_key = {k.casefold(): k for k in reversed(known)}
     # letters in another order
     close = [k for k in by_key if sorted(k) == sorted(str(name).casefold())]
@@ -248,18 +248,18 @@ def expected_value(hint: Any, element: bool = False) -> str:
     return _KINDS.get(typing.get_origin(hint) or hint, "a sub-config or a mapping") + _range(marks)
 
 
-def _complaint(cls: type, found: Mapping[str, Any]) -> str:
+def _complaint(cls: type, detail: Mapping[str, Any]) -> str:
     "One thing that pydantic found, with what was got, what was expected and the fix."
-    parts = [part for part in found["loc"] if isinstance(part, str)]
-    value = found["input"]
+    parts = [part for part in detail["loc"] if isinstance(part, str)]
+    value = detail["input"]
     dotted = ".".join(parts[:2])
     name = dotted if dotted in leaf_types(cls) else next(iter(parts), "a value without a name")
     expected = expected_value(
-        leaf_types(cls, ranges=True).get(name), any(isinstance(p, int) for p in found["loc"])
+        leaf_types(cls, ranges=True).get(name), any(isinstance(p, int) for p in detail["loc"])
     )
-    if found["type"] in _BOUNDS:
-        expected = f"{_BOUNDS[found['type']]} {next(iter(found['ctx'].values())):.10g}"
-    elif "not in float32" in found["msg"]:
+    if detail["type"] in _BOUNDS:
+        expected = f"{_BOUNDS[detail['type']]} {next(iter(detail['ctx'].values())):.10g}"
+    elif "not in float32" in detail["msg"]:
         expected += (
             ", from 1e-37 to 1e38 in size"
             if " above 0" in expected
@@ -276,32 +276,34 @@ def _complaint(cls: type, found: Mapping[str, Any]) -> str:
 def _where_it_goes(name: str, value: Any) -> str:
     "How a function is given that was given as a setting; empty for what is no function."
     mine = getattr(value, "__name__", "it")
-    ways = {
+    hints = {
         "rewards": f"Pass it to the loop, or to loop.change and loop.branch, as reward={mine}, or",
         "advantage_fn": f"Pass it when the loop is made, GRPOLoop(..., advantage_fn={mine}), or",
     }
     return (
-        f"{ways.get(name, 'Here')} name it 'module:function' of a file." if callable(value) else ""
+        f"{hints.get(name, 'Here')} name it 'module:function' of a file." if callable(value) else ""
     )
 
 
 def _our_error(cls: type, e: ValidationError, error: type[RLNotebookError]) -> RLNotebookError:
     "What pydantic found, as one error."
-    found = e.errors(include_url=False)
-    own = found[0].get("ctx", {}).get("error")
-    if isinstance(own, RLNotebookError):  # of the class's own checks
-        return own
+    details = e.errors(include_url=False)
+    cause = details[0].get("ctx", {}).get("error")
+    if isinstance(cause, RLNotebookError):  # of the class's own checks
+        return cause
     where = cls.__name__ if error is ConfigError else None
     known = [f.name for f in fields(cls)]
-    unknown = [str(one["loc"][-1]) for one in found if one["type"] == "unexpected_keyword_argument"]
+    unknown = [
+        str(one["loc"][-1]) for one in details if one["type"] == "unexpected_keyword_argument"
+    ]
     if unknown:
         return unknown_settings(
             cls.__name__, {name: nearest(name, known) for name in unknown}, error
         )
-    return listed([_complaint(cls, one) for one in found], where, error)
+    return listed([_complaint(cls, one) for one in details], where, error)
 
 # %% ../../nbs/core/04_options.ipynb #2d377681
-def _refuse_assignment(self: Any, name: str, value: Any = None) -> None:
+def _reject_assignment(self: Any, name: str, value: Any = None) -> None:
     "Instead of the dataclass's own words: what is frozen, and how another one is made."
     fix = f"Make a changed one: dataclasses.replace(cfg, {name}=...)."
     raise ConfigError(
@@ -322,22 +324,22 @@ def option_class(
         return functools.partial(option_class, kw_only=kw_only, finite=finite, error=error)
     for name in {"__dataclass_fields__", "__setattr__", "__delattr__"} & vars(cls).keys():
         delattr(cls, name)  # of a `@dataclass` that was there before
-    how: Any = {"kw_only": kw_only, "repr": cls.__repr__ is object.__repr__}
+    kwargs: Any = {"kw_only": kw_only, "repr": cls.__repr__ is object.__repr__}
     made: Any = pydantic_dataclass(
-        cls, frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=not finite), **how
+        cls, frozen=True, config=ConfigDict(extra="forbid", allow_inf_nan=not finite), **kwargs
     )
     init = made.__init__
 
     @functools.wraps(init)
-    def __init__(self: Any, *values: Any, **given: Any) -> None:
+    def __init__(self: Any, *values: Any, **named: Any) -> None:
         try:
-            init(self, *values, **given)
+            init(self, *values, **named)
         except ValidationError as e:
             raise _our_error(made, e, error) from None
 
     made.__init__ = __init__
-    made.__setattr__ = _refuse_assignment
-    made.__delattr__ = _refuse_assignment
+    made.__setattr__ = _reject_assignment
+    made.__delattr__ = _reject_assignment
     return made
 
 # %% ../../nbs/core/04_options.ipynb #27a3ea96
@@ -487,12 +489,12 @@ def _without_companion(o: LossParams) -> Iterator[LossError]:
     if o.icepop_threshold is not None and o.tis != "token":
         fix = "It leaves out single tokens."
         yield LossError(
-            "icepop_threshold", got=o.icepop_threshold, expected="tis='token' beside it", fix=fix
+            "icepop_threshold", got=o.icepop_threshold, expected="tis='token' with it", fix=fix
         )
     for name in ("tis_anchor", "tis_mode"):
         if o.tis == "off" and getattr(o, name) != getattr(LossParams, name):
             yield LossError(
-                name, got=getattr(o, name), expected="a correction beside it: tis='token', say"
+                name, got=getattr(o, name), expected="a correction with it: tis='token', say"
             )
     if o.tis in ("sequence", "product") and loss == "vespo":
         fix = "It multiplies the weights of a sample's tokens itself."
@@ -505,9 +507,9 @@ def loss_faults(
     "Everything that is wrong with the settings of a loss; `known` are the surrogates, with defaults of their parameters."
     loss = str(o.policy_loss)
     if loss not in known and not NAMED.fullmatch(loss):
-        own = "One of your own is passed as a function, registered by register_loss(fn), or named 'module:function'."
+        custom = "A custom loss is passed as a function, registered by register_loss(fn), or named 'module:function'."
         word = loss.casefold()
-        fix = nearest(loss, [*known]) or own
+        fix = nearest(loss, [*known]) or custom
         if word in TRL_PRESETS.keys() - known.keys():
             fix = f"TRL's loss of this name is Config(loss_type={word!r}), which is {dict(TRL_PRESETS[word])}; "
             fix += f"on the command line --loss-type {word}."

@@ -93,7 +93,7 @@ class AdaptiveLimit:
         self.window = min(self.most, self.window + 1 / self.window)
 
     def refused(self, generation: int) -> None:
-        "One request that set out in this generation was refused."
+        "One request that set out in this generation was rejected."
         if generation == self.cuts:
             self.window, self.cuts = max(self.least, self.window / 2), self.cuts + 1
 
@@ -177,9 +177,9 @@ def _policy(
         spent = (state.seconds_since_start or 0.0) - in_line_s + state.upcoming_sleep
         return state.attempt_number >= (retries.attempts or math.inf) or spent >= retries.deadline_s
 
-    given_up = None if over is None else lambda state: over(error_of(state))
-    told = {"retry": retry_if_exception(again), "wait": wait, "stop": stop}
-    return told | {"reraise": True, "retry_error_callback": given_up}
+    on_give_up = None if over is None else lambda state: over(error_of(state))
+    kwargs = {"retry": retry_if_exception(again), "wait": wait, "stop": stop}
+    return kwargs | {"reraise": True, "retry_error_callback": on_give_up}
 
 # %% ../../nbs/core/08_retries.ipynb #3f1a8775
 async def with_retries(
@@ -206,10 +206,10 @@ def with_retries_blocking(
     again: Judge = is_passing,
     *,
     sleep: Any = time.sleep,
-    **how: Any,
+    **options: Any,
 ) -> T:
-    "`with_retries` for a call that blocks, from a thread of its own; `how`: its `over` and `rng`."
-    return Retrying(sleep=sleep, **_policy(retries, again, **how))(call)
+    "`with_retries` for a call that blocks, from its own thread; `options`: its `over` and `rng`."
+    return Retrying(sleep=sleep, **_policy(retries, again, **options))(call)
 
 # %% ../../nbs/core/08_retries.ipynb #7c37c562
 async def together(

@@ -61,7 +61,7 @@ def without_keys(text: str) -> str:
 
 # %% ../../nbs/core/00_types.ipynb #a824c9a4
 def quoted(value: Any, limit: int = 80) -> str:
-    "A value as a message quotes it: its repr, or what it is where that fails, cut to so many characters."
+    "A value as a message quotes it: its repr, or what it is where that fails, cut to `limit` characters."
     try:
         text = repr(value[: limit + 1] if isinstance(value, str | bytes) else value)
     except Exception as error:  # a foreign repr, or a number of thousands of digits
@@ -77,12 +77,12 @@ _OTHERS = re.compile(r"[^ -~]")
 def escape_unseen(text: str, keep: str = "\n\t") -> str:
     "A text in which characters that act and do not show are written out by number, for pages, terminals and logs."
 
-    def written(match: re.Match[str]) -> str:
+    def escape(match: re.Match[str]) -> str:
         char = match[0]
         acts = unicodedata.category(char) in UNSEEN and char not in keep
         return f"\\u{ord(char):04x}" if acts else char
 
-    return _OTHERS.sub(written, text)
+    return _OTHERS.sub(escape, text)
 
 
 def plain_text(value: Any) -> str:
@@ -569,7 +569,7 @@ class PromptGroup:
     advantages: np.ndarray | None = None  # (len(samples),)
     dropped: tuple[str, ...] = ()  # reasons of rollouts that failed or were unscorable
     number: int = 0  # position of the prompt in the run, which decides its random numbers
-    # the run that each sample is a segment of; () = each sample is a run of its own
+    # the run that each sample is a segment of; () = each sample is its own run
     runs: tuple[int, ...] = ()
     # per sample one value per turn, where turns are compared
     turn_advantages: tuple[np.ndarray, ...] | None = None
