@@ -210,7 +210,7 @@ class AsyncGRPOLoop(GRPOLoop):
         return self.state.batch
 
     def _return_batch(self) -> None:
-        "Give the batch of the current step back: its rows are ready, or rejected, as before."
+        "Return the batch of the current step: its rows are ready, or rejected, as before."
         if "sample" in self.state.values:
             self._return_rows(self.batch.rows)
             self.state.batch = None

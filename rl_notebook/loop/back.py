@@ -88,10 +88,14 @@ def branch_place(loop: Loop, at: str | None) -> str:
     if loop.weights.in_window:
         fix = "Let the window end, or stop the loop."
         raise PhaseError(
-            "branch", where=where, got="a running window", expected="a step of its own", fix=fix
+            "branch",
+            where=where,
+            got="a running window",
+            expected="a step outside of a window",
+            fix=fix,
         )
     if state.updated:
-        fix = "Go back with await loop.undo(), or go on with await loop.step()."
+        fix = "Go back with await loop.undo(), or continue with await loop.step()."
         raise PhaseError(
             "branch",
             where=where,
@@ -139,16 +143,16 @@ async def save_checkpoint(
 # %% ../../nbs/loop/10_back.ipynb #d2637499
 async def restore_checkpoint(
     loop: Loop,  # fresh
-    found: Checkpoint,  # of `RunFolder.latest_checkpoint` or `read_checkpoint`
+    checkpoint: Checkpoint,  # of `RunFolder.latest_checkpoint` or `read_checkpoint`
     step: int | None = None,  # number of the last finished step; None = what the checkpoint says
 ) -> int:  # the step after which the loop continues
-    "Put a fresh loop where a checkpoint stands."
-    last = found.step if step is None else step
-    cursor = restore_cursor(loop.cursor, found.cursor)
+    "Put a fresh loop into the state of a checkpoint."
+    last = checkpoint.step if step is None else step
+    cursor = restore_cursor(loop.cursor, checkpoint.cursor)
 
     async def load() -> None:
-        await loop.weights.load(found.state)
-        loop.set_position(last, cursor, found.extra)
+        await loop.weights.load(checkpoint.state)
+        loop.set_position(last, cursor, checkpoint.extra)
         if loop.cfg.weight_sync_interval:
             await loop.weights.sync()
 
@@ -259,7 +263,7 @@ async def repeat_backward(loop: Loop, record: StepRecord, update: int = 0) -> Lo
 
 
 async def sync_sampled_version(loop: Loop, record: StepRecord) -> None:
-    "Sync if a recorded step was drawn from newer weights than the sampler serves: a window ended before it."
+    "Sync if a recorded step was sampled from newer weights than the sampler serves: a window ended before it."
     if (
         max((s.policy_version or 0 for g in record.groups for s in g.samples), default=0)
         > loop.policy_version

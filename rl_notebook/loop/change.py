@@ -71,7 +71,7 @@ def check_not_ahead(loop: Loop, name: str) -> None:
     "Raise ConfigError for a setting that rows in flight depend on."
     if loop.samples_ahead and name.partition(".")[0] not in CHANGEABLE_AHEAD:
         fix = "Stop, and branch with at='start', or open another loop; or let the window end."
-        got = "a change, while rows are drawn and graded ahead"
+        got = "a change, while rows are sampled and graded ahead"
         raise ConfigError(
             name, where=loop.place, got=got, expected="a setting of the loss or the update", fix=fix
         )
@@ -83,7 +83,7 @@ def check_changeable(loop: Loop, cfg: Config) -> None:
     if cfg.temperature not in (scored, 0.0) and backend.score_at is not None:
         if loop.weights.several:
             expected = "that of the loops that share the backend"
-            fix = "Open a backend of its own for another."
+            fix = "Open another backend for it."
             raise ConfigError("temperature", got=cfg.temperature, expected=expected, fix=fix)
         cfg = replace(cfg, temperature=scored)
     check_backend(cfg, backend)
@@ -94,8 +94,8 @@ def score_at(loop: Loop, temperature: float) -> None:
     backend = loop.backend
     if temperature not in (backend.capabilities.policy_temperature, 0.0):
         check_changeable(loop, replace(loop.settings, temperature=temperature))
-        tell: Any = backend.score_at  # there, or `check_changeable` would have raised
-        tell(temperature)
+        set_temperature: Any = backend.score_at  # there, or `check_changeable` would have raised
+        set_temperature(temperature)
         backend.capabilities = replace(backend.capabilities, policy_temperature=temperature)
 
 # %% ../../nbs/loop/06_change.ipynb #94ac8ffe

@@ -84,7 +84,7 @@ def wants_rollouts(evaluation_fn: EvaluationFn) -> bool:
 
 
 def evaluation_rollouts(loop: Loop) -> RolloutFn:
-    "The loop's own rollouts, or a completion and its reward: takes a row, returns None for a sample that was lost."
+    "The loop's rollouts, or a completion and its reward: takes a row, returns None for a sample that was lost."
     places = itertools.count(HELD_OUT)
 
     async def rollout_fn(

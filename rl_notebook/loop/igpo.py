@@ -35,9 +35,9 @@ __all__ = ['with_information_gain', 'information_gain', 'turn_advantages', 'igpo
 
 # %% ../../nbs/loop/13_igpo.ipynb #57e9f23b
 class AnswerTokens(NamedTuple):
-    "The right answer, as it is put after what was said."
+    "The right answer, as it is appended to a prefix."
 
-    lead: tuple[int, ...]  # ids in front of it, given and not scored
+    lead: tuple[int, ...]  # ids in front of it, not scored
     tokens: tuple[int, ...]  # ids that are scored
 
 
@@ -57,8 +57,8 @@ def answer_tokens(
 
     ids = encode(lead + text)
     before = encode(lead) if lead else []
-    given = min(first_difference(ids, before), len(ids) - 1)
-    return AnswerTokens(tuple(ids[:given]), tuple(ids[given:]))
+    lead_len = min(first_difference(ids, before), len(ids) - 1)
+    return AnswerTokens(tuple(ids[:lead_len]), tuple(ids[lead_len:]))
 
 # %% ../../nbs/loop/13_igpo.ipynb #4566d298
 def right_answer(sample_prompt: Mapping[str, Any]) -> Any:
@@ -73,19 +73,19 @@ def prefix_ends(sample: RolloutSample) -> list[int]:  # T + 1 numbers of tokens,
 
 # %% ../../nbs/loop/13_igpo.ipynb #971ca54d
 class Scored(NamedTuple):
-    "What came of a request."
+    "The score of a request, and the weights that made it."
 
     score: float  # mean logprob of the answer's tokens, at most 0
     version: int | None  # of the weights that scored it; None = the sampler does not say
 
 
-def mean_of_answer(found: Logprobs, num_tokens: int, answer: AnswerTokens) -> float:
+def mean_of_answer(logprobs: Logprobs, num_tokens: int, answer: AnswerTokens) -> float:
     "Mean logprob of the last tokens of a sequence; raises `AlignmentError` unless all of them are there."
     if not answer.tokens:
         raise AlignmentError("tokens of the answer", got="none", expected="at least one")
-    values = found.values[-len(answer.tokens) :]
-    if len(found) != num_tokens - 1:
-        got = f"{len(found)} for {num_tokens} tokens"
+    values = logprobs.values[-len(answer.tokens) :]
+    if len(logprobs) != num_tokens - 1:
+        got = f"{len(logprobs)} for {num_tokens} tokens"
         raise AlignmentError(
             "logprobs of prefix and answer", got=got, expected=f"{num_tokens - 1}, one per target"
         )
@@ -98,8 +98,8 @@ def mean_of_answer(found: Logprobs, num_tokens: int, answer: AnswerTokens) -> fl
 async def score_answer(sampler: Sampler, prefix: np.ndarray, answer: AnswerTokens) -> Scored:
     "Mean raw logprob of an answer after a prefix, from the weights that the sampler serves."
     tokens = np.concatenate([prefix, np.array([*answer.lead, *answer.tokens], dtype=np.int64)])
-    found = await sampler.logprobs(tokens)
-    return Scored(mean_of_answer(found, len(tokens), answer), found.policy_version)
+    logprobs = await sampler.logprobs(tokens)
+    return Scored(mean_of_answer(logprobs, len(tokens), answer), logprobs.policy_version)
 
 # %% ../../nbs/loop/13_igpo.ipynb #aaf65dba
 class AnswerScorer:
@@ -164,13 +164,13 @@ async def sample_scores(
     "(T + 1) scores, before the first turn of a sample and after each, from the same weights."
     prefixes = [sample.tokens[:end] for end in prefix_ends(sample)]
     scorer.enter(max(sample.policy_version, getattr(scorer.sampler, "policy_version", 0)))
-    found: Sequence[Scored] = ()
+    scored: Sequence[Scored] = ()
     for _ in range(ATTEMPTS):
-        found = await asyncio.gather(*(scorer.score(prefix, answer) for prefix in prefixes))
-        if len({s.version for s in found}) == 1:
-            return [s.score for s in found]
-        scorer.forget_before(max(s.version or 0 for s in found))
-    got = f"versions {[s.version for s in found]}"
+        scored = await asyncio.gather(*(scorer.score(prefix, answer) for prefix in prefixes))
+        if len({s.version for s in scored}) == 1:
+            return [s.score for s in scored]
+        scorer.forget_before(max(s.version or 0 for s in scored))
+    got = f"versions {[s.version for s in scored]}"
     fix = "Sync less often, or score with more workers."
     raise BackendError(
         "scores of a sample", got=got, expected=f"one version within {ATTEMPTS} attempts", fix=fix
@@ -180,14 +180,16 @@ async def sample_scores(
 Rollout = RolloutSample | RolloutRun
 
 
-async def with_scores(scorer: AnswerScorer, found: Rollout, answer: AnswerTokens) -> Rollout:
+async def with_scores(scorer: AnswerScorer, rollout: Rollout, answer: AnswerTokens) -> Rollout:
     "A rollout with the scores of its answer in `info['answer_scores']` of each sample."
-    samples = found.segments if isinstance(found, RolloutRun) else (found,)
+    samples = rollout.segments if isinstance(rollout, RolloutRun) else (rollout,)
     each = await asyncio.gather(*(sample_scores(scorer, s, answer) for s in samples))
     scored = [
         replace(s, info={**s.info, "answer_scores": v}) for s, v in zip(samples, each, strict=True)
     ]
-    return replace(found, segments=tuple(scored)) if isinstance(found, RolloutRun) else scored[0]
+    return (
+        replace(rollout, segments=tuple(scored)) if isinstance(rollout, RolloutRun) else scored[0]
+    )
 
 # %% ../../nbs/loop/13_igpo.ipynb #6cca45b6
 def with_information_gain(
@@ -212,8 +214,12 @@ def with_information_gain(
             if context.get("evaluation"):
                 return await call()
             answer = answer_tokens(setup.tokenizer, answer_of(sample_prompt), options.answer_lead)
-            found = await call()
-            return None if found is None else await with_scores(scorer, found, answer)
+            rollout_result = await call()
+            return (
+                None
+                if rollout_result is None
+                else await with_scores(scorer, rollout_result, answer)
+            )
 
         return scored_rollout
 
@@ -314,8 +320,8 @@ def compare_turns(group: PromptGroup, igpo: IGPOConfig) -> PromptGroup:
         np.append(np.zeros(len(g) - 1), group.rewards[run[0]])
         for g, run in zip(gains, runs, strict=True)
     ]
-    found = turn_advantages(gains, outcomes, gamma=igpo.gamma, ig_weight=igpo.ig_weight)
-    chain = np.concatenate([np.zeros(0), *found])
+    advantages = turn_advantages(gains, outcomes, gamma=igpo.gamma, ig_weight=igpo.ig_weight)
+    chain = np.concatenate([np.zeros(0), *advantages])
     ends = np.cumsum([len(s.turns) for s in group.samples])
     turns = (
         [frozen_array(part, np.float64) for part in np.split(chain, ends[:-1])] if len(ends) else []
@@ -362,8 +368,10 @@ def _turn_rows(group: PromptGroup, run: Sequence[int]) -> list[dict[str, Any]]:
                 "ig": scores[t + 1] - scores[t],
                 "outcome": 0.0,
             }
-            given = None if group.turn_advantages is None else float(group.turn_advantages[i][t])
-            rows.append(place | gain | {"advantage": given})
+            advantage = (
+                None if group.turn_advantages is None else float(group.turn_advantages[i][t])
+            )
+            rows.append(place | gain | {"advantage": advantage})
     rows[-1]["outcome"] = group.rewards[run[0]]
     return rows
 

@@ -183,7 +183,7 @@ def why_ended(loop: Loop, steps: int | None, made: int) -> str:
     if made == steps or (steps is None and made and not loop.stop_requested):
         return ""
     if loop.stop_requested and not loop.done:
-        return f"stopped as requested ({loop.place}); run and step go on from there"
+        return f"stopped as requested ({loop.place}); run and step continue from there"
     if not loop.rows_left:
         rows = f"{len(loop.rows)} rows, epochs={loop.cfg.epochs}"
         return f"all {loop.cursor.consumed} prompts are used up ({rows}); raise epochs, or pass more rows"
@@ -204,8 +204,8 @@ class RunRecords(list[StepRecord]):
     def __repr__(self) -> str:
         which = f", steps {spans([r.step for r in self])}" if self else ""
         count = f"{len(self)} record{('s' if len(self) != 1 else '')}{which}"
-        said = () if self.shown else (*verdict_lines(self), self.ended)
-        return "\n".join([*filter(None, said), count])
+        lines = () if self.shown else (*verdict_lines(self), self.ended)
+        return "\n".join([*filter(None, lines), count])
 
 # %% ../../nbs/loop/11_loop.ipynb #7805bd1c
 CHECKS = [failed_words]  # each gives, in words, what did not hold in a step
@@ -399,7 +399,7 @@ class GRPOLoop(Loop):
     def compute_advantages(
         self, groups: Sequence[PromptGroup], scale: str | None = None
     ) -> list[PromptGroup]:
-        "Groups with advantages: by the loop's own function, or as the config says."
+        "Groups with advantages: by the loop's function, or as the config says."
         if self.advantage_fn is not None and scale is None:
             return advantages_by(self.advantage_fn, groups)
         return with_advantages(
@@ -651,7 +651,7 @@ class GRPOLoop(Loop):
         self.counts["no_signal"] = 0 if has_signal else self.counts["no_signal"] + 1
         if self.counts["no_signal"] == NO_SIGNAL_BATCHES * self.cfg.prompt_groups_per_step:
             group = scored.group
-            text = f"{self.counts['no_signal']} rows in a row taught nothing, and further ones are drawn; the last"
+            text = f"{self.counts['no_signal']} rows in a row had no signal, and further ones are sampled; the last"
             warnings.warn(f"{text}: {group.where}, rewards {group.rewards.tolist()}", stacklevel=2)
         return has_signal
 
@@ -694,7 +694,7 @@ class GRPOLoop(Loop):
 
     @run_exclusively
     async def refill(self, attempts: int = 10) -> int:  # groups added
-        """Sample further prompts until the step has its full number of live groups, the rows end, or attempts run out.
+        """Sample further prompts until the step has its full number of groups with signal, the rows end, or attempts run out.
 
         An attempt is as many prompts as groups are missing."""
         groups = enter(self.state, "datums")
@@ -1035,7 +1035,7 @@ class GRPOLoop(Loop):
     async def seek(self, step: int, run: Run) -> SeekResult:
         """Go to where a recorded run was after a step: weights, optimizer, cursor, sampler; warns if these are others.
 
-        The run folder is not touched. To record there what comes next, put later steps aside: `run.rewind(step)`."""
+        The run folder is not touched. To record there what comes next, move later steps away: `run.rewind(step)`."""
         plan = plan_seek(self, step, run)
         gap = await rebuild(self, plan, run)
         if gap > MAX_GAP:

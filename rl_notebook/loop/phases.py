@@ -106,9 +106,9 @@ def encode_numbers(
 
 # %% ../../nbs/loop/07_phases.ipynb #b009b492
 def max_in_flight(cfg: Config) -> int | None:  # samples
-    """What of a loop that takes turns with its sampler may be in flight: `max_concurrent` rows; None = everything.
+    """Samples in flight of a loop that alternates with its sampler: those of `max_concurrent` rows; None = no limit.
 
-    How many completions are drawn at once is bounded by the sampler itself; this bounds rollouts of the user."""
+    How many completions are sampled at once is bounded by the sampler itself; this bounds rollouts of the user."""
     return cfg.max_concurrent * cfg.completions_per_prompt or None
 
 
@@ -424,22 +424,22 @@ def sources_of(
     loop: Loop, options: Mapping[str, Any]
 ) -> dict[str, str]:  # "reward close_enough": hash
     "The functions that are not ours, each with a hash of its source."
-    given = loop.arguments["reward"]
+    grader = loop.arguments["reward"]
 
     def name(fn):
         return getattr(fn, "__name__", type(fn).__name__)
 
     # what a RolloutFactory or a BoundRollout holds
-    given = getattr(given, "make", getattr(given, "fn", given))
+    grader = getattr(grader, "make", getattr(grader, "fn", grader))
     by_rollout = loop.task.rollout_fn is not None
-    used: dict[str, Any] = {f"rollout {name(given)}": given} if by_rollout else {}
+    used: dict[str, Any] = {f"rollout {name(grader)}": grader} if by_rollout else {}
     if not by_rollout:
         used |= {f"reward {fn.name}": fn.function for fn in as_reward_fns(loop.task.reward_fns)}
     used |= {f"advantage_fn {name(fn)}": fn for fn in [loop.advantage_fn] if fn is not None}
     used |= {f"make_loss {name(fn)}": fn for fn in [loop.make_loss] if fn is not None}
     if "make_loss" not in options and options["policy_loss"] in POLICY_LOSSES:
         used[f"policy_loss {options['policy_loss']}"] = POLICY_LOSSES[options["policy_loss"]][0]
-    return {what: found for what, fn in used.items() if (found := source_hash(fn))}
+    return {what: digest for what, fn in used.items() if (digest := source_hash(fn))}
 
 
 def other_sources(record: StepRecord, now: Mapping[str, str]) -> list[str]:

@@ -200,7 +200,7 @@ def check_sample(sample: RolloutSample, where: str) -> None:
             )
             raise AlignmentError(name, where=where, got=got, expected=expected, fix=fix)
     if sample.finish_reason not in ENDS:
-        fix = "A completion that was cut at its budget is 'length': it may be masked. Any end of its own is 'stop'."
+        fix = "A completion that was cut at its budget is 'length': it may be masked. Any other end is 'stop'."
         got = quoted(sample.finish_reason)
         raise AlignmentError("finish_reason", where=where, got=got, expected=str(ENDS), fix=fix)
     if not isinstance(sample.policy_version, int | np.integer) or sample.policy_version < 0:

@@ -160,7 +160,7 @@ def _mismatches(cfg: Config, backend: Backend) -> Iterator[tuple[str, Any, str, 
                 name,
                 getattr(cfg, name),
                 f"{neutral:g}",
-                f"{can.name} cannot report what it drew from.",
+                f"{can.name} cannot report the distribution that it sampled from.",
             )
 
 # %% ../../nbs/loop/04_setup.ipynb #8d5c2764

@@ -212,7 +212,7 @@ class SharedBackend:
             self.task is asyncio.current_task() or self.lease in LEASES.get()
         ):
             got = f"a turn of {self.holder.owner.name!r} that waits for this"
-            fix = "Let it end first, or put the two loops into tasks of their own."
+            fix = "Let it end first, or run the two loops in separate tasks."
             raise PhaseError(
                 f"a turn for {weights.owner.name!r}",
                 got=got,
@@ -481,7 +481,7 @@ class Weights:
         if by := self.lost_to:
             self.lost_to = ""
             got = f"no scores and no gradient: another loop over its backend took a turn, {by}"
-            fix = "Run await loop.reference() to go on. Let loops over one backend take turns by whole steps, or open two."
+            fix = "Run await loop.reference() to continue. Let loops over one backend take turns by whole steps, or open two."
             raise PhaseError(
                 f"a turn for {self.owner.name!r}", where=self.owner.place, got=got, fix=fix
             )
