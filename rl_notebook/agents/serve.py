@@ -30,7 +30,7 @@ from rl_notebook.task.chat import (
     first_difference,
 )
 from rl_notebook.task.chat import (
-    answer_header,
+    reply_header,
     opened_by,
     split_calls,
     start_conversation,
@@ -407,7 +407,7 @@ class ServedRollout:
         "The choices of a reply, and its pieces if it is a stream; in a thread, for a long one takes a while."
         choices = list[Any]()
         tokenizer = talk.tokenizer
-        opened = opened_by(talk.spans[-1].text, answer_header(tokenizer)) if request.tools else ""
+        opened = opened_by(talk.spans[-1].text, reply_header(tokenizer)) if request.tools else ""
         for i, completion in enumerate(completions):
             message = message_of(completion.text, request.tools, self._server.read_calls, opened)
             logprobs = completion.logprobs if request.body.get("logprobs") else None

@@ -197,7 +197,7 @@ def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
     return checks
 
 # %% ../../nbs/experiments/03_preflight.ipynb #a95ef258
-AUDITED = 8  # rows
+AUDITED_ROWS = 8  # rows
 
 
 async def check_reward_fns(
@@ -229,7 +229,7 @@ def check_dead(dead: Mapping[int, float | None], planned: int, prompts: int) -> 
     check = partial(Finding, "dead groups")
     share = dead[planned]
     if share is None:
-        return check(None, f"fewer than {planned} completions were drawn", fix="Raise samples.")
+        return check(None, f"fewer than {planned} completions were sampled", fix="Raise samples.")
     low, high = wilson(share, prompts)
     interval = f"95% interval {low:.0%} to {high:.0%}, from {prompts} prompt{('s' if prompts != 1 else '')}"
     text = f"with {planned} completions per prompt, {share:.0%} of the groups are expected to be dead ({interval})"
@@ -430,7 +430,7 @@ async def first_completions(
     "The first prompts of a run, their graded completions, what earns for nothing, and what a stop string cuts off."
     task = as_task(reward, cfg, rollout_setup(backend, cfg))
     room = {"max_seq_len": cfg.max_seq_len, "max_completion_tokens": cfg.max_completion_tokens}
-    first = first_cursor(as_rows(rows), cfg).peek(max(prompts, AUDITED))
+    first = first_cursor(as_rows(rows), cfg).peek(max(prompts, AUDITED_ROWS))
     asked = encode_for(first[:prompts], backend, cfg, **room)
     params = cfg.sample_params(n=samples, seed=cfg.seed)
     sampler = bounded(backend.sampler, completions_at_once(cfg))

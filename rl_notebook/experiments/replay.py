@@ -180,7 +180,7 @@ class Replay:
 _MARKS = {True: "=", False: "≠", None: "?"}  # the same, not the same, not compared
 
 # %% ../../nbs/experiments/02_replay.ipynb #5aebee9a
-def encoded_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[int, str]]:
+def encode_again(loop: Loop, record: StepRecord) -> tuple[list[Prompt], dict[int, str]]:
     "The prompts of a recorded step that can be encoded, and by position why others cannot."
     prompts = list[Prompt]()
     reasons = dict[int, str]()
@@ -219,7 +219,7 @@ def prompt_pieces(
             )
 
 # %% ../../nbs/experiments/02_replay.ipynb #1fedc0ab
-def other_grading(loop: Loop, record: StepRecord) -> str:
+def find_grading_obstacle(loop: Loop, record: StepRecord) -> str:
     "Why the samples of a record cannot be graded again; empty when they can."
     if loop.task.rollout_fn is not None or not any(g.samples for g in record.groups):
         return ""
@@ -270,10 +270,12 @@ async def replay_score(
     loop: Loop, record: StepRecord, prompts: Sequence[Prompt], rollouts: Sequence[Rollouts]
 ) -> PhaseComparison:
     "Grade the recorded samples again; a rollout function has graded those that it has just sampled."
-    if reason := other_grading(loop, record):
+    if reason := find_grading_obstacle(loop, record):
         return PhaseComparison("score", None, note=reason)
     if loop.task.reward_fns is None and not rollouts:
-        return PhaseComparison("score", None, note="graded by the rollout function while it drew")
+        return PhaseComparison(
+            "score", None, note="graded by the rollout function while it sampled"
+        )
     source = rollouts if loop.task.reward_fns is None else ungraded(record, prompts)
     calls = [
         score_group(r, loop.task.reward_fns, limits=loop.task.limits, min_group_size=1)
@@ -356,7 +358,7 @@ def find_sampling_obstacle(loop: Loop, record: StepRecord, prompts: Sequence[Pro
     if loop.cfg.weight_sync_interval != 1:
         return "drawn ahead in a window, together with the prompts of other steps"
     if loop.cfg.refill and len(record.groups) > loop.cfg.prompt_groups_per_step:
-        return "drawn in several rounds (refill)"
+        return "sampled in several rounds (refill)"
     versions = {
         s.policy_version for g in record.groups for s in g.samples if s.policy_version is not None
     }
@@ -372,7 +374,7 @@ def find_sampling_obstacle(loop: Loop, record: StepRecord, prompts: Sequence[Pro
         return "drawn in other company, beside rows of other steps or one after the other"
     if len(prompts) < len(record.groups):
         return "not all of its prompts could be encoded again"
-    return other_grading(loop, record) if not reward_names(record.groups) else ""
+    return find_grading_obstacle(loop, record) if not reward_names(record.groups) else ""
 
 
 def sample_pieces(rollouts: Sequence[Rollouts], groups: Sequence[PromptGroup]) -> Iterator[Piece]:
@@ -469,12 +471,17 @@ def output_pieces(
 def metric_pieces(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Iterator[Piece]:
     "Metrics by name, but for those that say how it was computed."
     for name in dict.fromkeys([*theirs, *ours]):
-        if name.startswith(NOT_AGAIN):
+        if name.startswith(UNREPEATABLE_METRICS):
             continue
         yield Piece(name, "", "metrics", ours.get(name, np.nan), theirs.get(name, np.nan))
 
 
-NOT_AGAIN = ("eval/", "async/", "perf/", "sync/")  # metrics of what is not done again, and of times
+UNREPEATABLE_METRICS = (
+    "eval/",
+    "async/",
+    "perf/",
+    "sync/",
+)  # metrics of what is not done again, and of times
 
 
 async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> PhaseComparison:
@@ -566,7 +573,7 @@ async def replay(
     loop.rest()
     async with loop.weights.lease():
         phases, blocked, base = await rebuild_state_before(loop, record, run)
-        prompts, reasons = encoded_again(loop, record)
+        prompts, reasons = encode_again(loop, record)
         phases.append(compare("prompts", prompt_pieces(loop, record, prompts, reasons)))
         rollouts, sampled = await replay_sample(loop, record, prompts, blocked)
         phases += [sampled, await replay_score(loop, record, prompts, rollouts)]

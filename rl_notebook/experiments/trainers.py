@@ -41,7 +41,7 @@ from rl_notebook.experiments.whatif import (
     make_variant,
     recorded_output,
     recorded_scale,
-    with_scale,
+    apply_advantages,
 )
 
 # %% ../../nbs/experiments/01_trainers.ipynb #c6a03b6c
@@ -119,7 +119,7 @@ def trainer_settings(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
     return s
 
 # %% ../../nbs/experiments/01_trainers.ipynb #77ec1219
-def dead_groups(batch: FrozenBatch) -> set[int]:
+def find_zero_variance_groups(batch: FrozenBatch) -> set[int]:
     "Indices of the groups whose rewards are all the same."
     return {g.index for g in batch.groups if has_no_signal(g.rewards)}
 
@@ -127,7 +127,7 @@ def dead_groups(batch: FrozenBatch) -> set[int]:
 def recorded_settings(batch: FrozenBatch) -> dict[str, Any]:
     "Every setting of the step itself; `advantage_scale` is None if its advantages follow no known rule."
     o = LossOptions(**batch.options)
-    dead = dead_groups(batch)
+    dead = find_zero_variance_groups(batch)
     rule = dict(
         zip(TERMS["advantage"], recorded_scale(batch.groups) or (None, 1, 0.0), strict=True)
     )
@@ -223,7 +223,7 @@ def describe_term(term: str, s: Mapping[str, Any]) -> str:
     return "none"
 
 # %% ../../nbs/experiments/01_trainers.ipynb #5004762c
-def lacking(batch: FrozenBatch, theirs: Mapping[str, Any]) -> dict[str, str]:
+def list_missing_terms(batch: FrozenBatch, theirs: Mapping[str, Any]) -> dict[str, str]:
     "Terms that cannot be switched on this batch: what it would take."
     sampler = "the sampler's logprobs" * any(d.sampler_logprobs is None for d in batch.datums)
     ref = "the reference's logprobs" * any(d.ref_logprobs is None for d in batch.datums)
@@ -241,7 +241,7 @@ def lacking(batch: FrozenBatch, theirs: Mapping[str, Any]) -> dict[str, str]:
     return {term: what for term, what in missing.items() if what}
 
 
-def path(
+def list_term_changes(
     recorded: Mapping[str, Any], theirs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
     "Each term that differs: theirs and the step's in words, and all settings that are other once it is switched."
@@ -271,12 +271,12 @@ def path(
         yield term, new_words, words, changes
 
 # %% ../../nbs/experiments/01_trainers.ipynb #e7ddbfa5
-def adapted(batch: FrozenBatch, variant: Variant, s: Mapping[str, Any]) -> tuple[Datum, ...]:
+def adapt_datums(batch: FrozenBatch, variant: Variant, s: Mapping[str, Any]) -> tuple[Datum, ...]:
     "The datums of a variant, with what a trainer masks, leaves out and pulls to."
     counted = s.get("counted", "all")
-    dead = dead_groups(batch)
+    dead = find_zero_variance_groups(batch)
     out = []
-    for d, p in zip(with_scale(batch, variant), batch.policy_logprobs, strict=True):
+    for d, p in zip(apply_advantages(batch, variant), batch.policy_logprobs, strict=True):
         if (counted == "live" and d.group in dead) or (
             counted == "nonzero" and not np.any(d.advantage)
         ):
@@ -297,7 +297,7 @@ def counted_share(
     batch: FrozenBatch, datums: Sequence[Datum], aggregation: str, counted: str | None
 ) -> float:
     "What the datums are divided by, over what a trainer divides by."
-    left_out = dead_groups(batch) - {d.group for d in datums}
+    left_out = find_zero_variance_groups(batch) - {d.group for d in datums}
     trained = [(d.num_loss_tokens, d.group) for d in datums]
     more = [
         (s.completion_len, g.index) for g in batch.groups if g.index in left_out for s in g.samples
@@ -312,13 +312,13 @@ def counted_share(
     return size[0] / size[1]
 
 
-def output_of(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:
+def compute_output(batch: FrozenBatch, s: Mapping[str, Any]) -> LossOutput:
     "Loss and dL/dlogprob of the batch under the step's settings with these changed."
     variant = make_variant(
         batch, "a trainer's", {k: v for k, v in s.items() if k not in COMPARISON_SETTINGS}
     )
     o = variant.options
-    datums = adapted(batch, variant, s)
+    datums = adapt_datums(batch, variant, s)
     by = s.get("kl_aggregation")
     parts = [(datums, o)]
     if by and o.kl_beta:
@@ -425,24 +425,24 @@ def describe_difference(gradient: np.ndarray, recorded: np.ndarray) -> str:
     return f"{times:.4g} times as long, {direction}"
 
 # %% ../../nbs/experiments/01_trainers.ipynb #a7ad09c2
-def explained(
+def explain_difference(
     batch: FrozenBatch, name: str, theirs: Mapping[str, Any], first: LossOutput
 ) -> tuple[LossOutput, list[dict[str, Any]], tuple[str, ...]]:
     "A trainer's loss on a batch, a row per term that differs, and what could not be compared."
     recorded = recorded_settings(batch)
-    missing = lacking(batch, theirs)
-    dead = dead_groups(batch)
+    missing = list_missing_terms(batch, theirs)
+    dead = find_zero_variance_groups(batch)
     kept = {k: recorded[k] for term in missing for k in TERMS[term] if k != "policy_loss"}
     theirs = {**theirs, **kept} | (
         {} if dead or theirs["counted"] != "live" else {"counted": "all"}
     )
-    steps = list(path(recorded, theirs))
+    steps = list(list_term_changes(recorded, theirs))
     steps = (
         [("loss", "its own", batch.custom, steps[-1][-1] if steps else {})]
         if batch.custom
         else steps
     )
-    outputs = [first, *(output_of(batch, changes) for *_, changes in steps)]
+    outputs = [first, *(compute_output(batch, changes) for *_, changes in steps)]
     gradients = [flat(batch.datums, out.dlogprobs) for out in outputs]
     sizes = [float(np.linalg.norm(g)) for g in gradients]
     directions = [g / (size or 1.0) for g, size in zip(gradients, sizes, strict=True)]
@@ -501,7 +501,7 @@ def compare_trainers(
     causes = []
     notes = {}
     for name, overrides in asked.items():
-        outputs[name], terms, notes[name] = explained(
+        outputs[name], terms, notes[name] = explain_difference(
             batch, name, trainer_settings(name, overrides), output
         )
         causes += terms

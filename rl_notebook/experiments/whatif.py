@@ -171,16 +171,18 @@ ADVANTAGE_SETTINGS = ("advantage_scale", "ddof", "advantage_eps", "advantage_fn"
 _OF_TIS = ("tis_mode", "tis_cap", "tis_floor", "tis_anchor", "icepop_threshold")
 
 
-def inherited(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def inherit_options(recorded: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     "Those of a step's own loss options that still mean something after the changes."
-    other_loss = changes.get("policy_loss", own.get("policy_loss")) != own.get("policy_loss")
+    other_loss = changes.get("policy_loss", recorded.get("policy_loss")) != recorded.get(
+        "policy_loss"
+    )
     left = {
         *(SURROGATE_PARAM_NAMES if other_loss else ()),
         *(_OF_TIS if changes.get("tis") == "off" else ()),
     }
     if changes.get("policy_loss") in NO_RATIO:
         left |= {"anchor"}
-    return {k: v for k, v in own.items() if k not in left}
+    return {k: v for k, v in recorded.items() if k not in left}
 
 # %% ../../nbs/experiments/00_whatif.ipynb #a9c71456
 @dataclass(frozen=True)
@@ -207,11 +209,11 @@ def make_variant(batch: FrozenBatch, name: str, changes: Mapping[str, Any]) -> V
         raise LossError("setting", where=where, got=got, expected=", ".join(known), fix=fix)
     loss = {k: v for k, v in changes.items() if k not in ADVANTAGE_SETTINGS}
     try:
-        options = LossOptions(**inherited(batch.options, loss) | loss)
+        options = LossOptions(**inherit_options(batch.options, loss) | loss)
     except LossError as e:
         raise LossError(str(e), where=where) from e
     if (advantage_fn := changes.get("advantage_fn")) is None:
-        return Variant(name, options, *variant_scale(batch, changes, where))
+        return Variant(name, options, *choose_scale(batch, changes, where))
     if other := sorted({*ADVANTAGE_SETTINGS[:3]} & changes.keys()):
         raise LossError(
             "advantage_fn",
@@ -254,7 +256,7 @@ def recorded_scale(
     return None
 
 # %% ../../nbs/experiments/00_whatif.ipynb #559650e1
-def variant_scale(
+def choose_scale(
     batch: FrozenBatch, changes: Mapping[str, Any], where: str
 ) -> tuple[str | None, int, float]:
     "Scale, ddof and eps that a variant asks for; (None, 1, 1e-8) when it keeps the step's advantages."
@@ -285,7 +287,7 @@ def variant_scale(
     return scale, ddof, eps
 
 # %% ../../nbs/experiments/00_whatif.ipynb #e259a98e
-def with_scale(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
+def apply_advantages(batch: FrozenBatch, variant: Variant) -> tuple[Datum, ...]:
     "The batch's datums with the advantages that a variant asks for."
     if variant.advantage_scale is None and variant.advantage_fn is None:
         return batch.datums
@@ -487,7 +489,7 @@ def recorded_output(batch: FrozenBatch) -> tuple[Variant | None, LossOutput]:
 def evaluate_variant(batch: FrozenBatch, variant: Variant) -> tuple[tuple[Datum, ...], LossOutput]:
     "The datums of a variant, and its loss, metrics and dL/dlogprob."
     check_series(batch, variant)
-    datums = with_scale(batch, variant)
+    datums = apply_advantages(batch, variant)
     make = loss_factory(variant.options)
     ends = np.cumsum(batch.updates or (len(datums),)).tolist()
     parts = [slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)]
@@ -628,7 +630,7 @@ def rank_correlation(groups: Sequence[Mapping[str, Any]]) -> float:
     return cosine(before[known], now[known])
 
 
-def _places(old: np.ndarray, new: np.ndarray) -> list[str]:
+def _mark_sign_changes(old: np.ndarray, new: np.ndarray) -> list[str]:
     "What became of the sign of each advantage; empty where there was none."
     words: dict[tuple[int | None, int | None], str]
     words = {
@@ -671,7 +673,7 @@ def compare_group(
     return columns | {
         "advantage": before,
         "new_advantage": advantages,
-        "sign": _places(before, advantages),
+        "sign": _mark_sign_changes(before, advantages),
     }
 
 # %% ../../nbs/experiments/00_whatif.ipynb #3335ce5d
@@ -697,13 +699,13 @@ def group_row(old: PromptGroup, new: PromptGroup, columns: Mapping[str, Any]) ->
     }
 
 # %% ../../nbs/experiments/00_whatif.ipynb #353dc23d
-def lab_summary(
+def summarize_lab(
     rows: Sequence[Mapping[str, Any]], samples: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
     "A whole step before and after, from its groups' rows and columns."
 
     def mean(name):
-        return float(np.mean(x)) if len(x := _known(samples, name)) else float("nan")
+        return float(np.mean(x)) if len(x := _known_values(samples, name)) else float("nan")
 
     def share(*signals):
         return sum(r["signal"] in signals for r in rows) / len(rows)
@@ -726,13 +728,13 @@ def lab_summary(
     }
 
 
-def _known(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
+def _known_values(samples: Sequence[Mapping[str, Any]], name: str) -> np.ndarray:
     "A column over all groups, without NaN."
     values = np.concatenate([columns[name] for columns in samples])
     return values[~np.isnan(values)]
 
 # %% ../../nbs/experiments/00_whatif.ipynb #1871a28e
-def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
+def _make_ungraded_groups(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
     "Rows and the texts of their completions as groups without rewards."
     groups = []
     for i, pair in enumerate(pairs):
@@ -750,7 +752,7 @@ def _ungraded(pairs: Sequence[tuple[Any, Sequence[str]]]) -> list[PromptGroup]:
     return groups
 
 
-def _graded_by(
+def _grade_with(
     fns: Sequence[RewardFn], groups: Sequence[PromptGroup], step: Any, rule: Mapping[str, Any]
 ) -> Any:
     "Groups with other rewards and their advantages, without what is unscorable; and all samples of each."
@@ -776,7 +778,7 @@ def reward_lab(
     recorded = isinstance(record, StepRecord)
     if isinstance(record, str) or not isinstance(record, Sequence):
         expect(record, StepRecord, "reward lab")
-    step, old = (record.step, record.groups) if recorded else (None, _ungraded(record))
+    step, old = (record.step, record.groups) if recorded else (None, _make_ungraded_groups(record))
     where = f"step {step}" if recorded else "rows with completions"
     if not recorded and against is None:
         raise RewardError(
@@ -798,12 +800,12 @@ def reward_lab(
     }
     asked: list[Any] = []
     if against is not None:
-        old, asked = _graded_by(as_reward_fns(against), old, step, rule)
+        old, asked = _grade_with(as_reward_fns(against), old, step, rule)
     if not any(g.samples for g in old):
         raise RewardError(
             "reward lab", where=where, got="no graded completion", expected="at least one"
         )
-    new, everyone = _graded_by(fns, old, step, rule)
+    new, everyone = _grade_with(fns, old, step, rule)
     samples = [compare_group(o, n, s) for o, n, s in zip(old, new, everyone, strict=True)]
     rows = [group_row(o, n, c) for o, n, c in zip(old, new, samples, strict=True)]
     # without what `against` cannot judge
@@ -812,7 +814,7 @@ def reward_lab(
         row["unscorable"] += len(group) - len(columns["sample"])
     filled = [c for c in samples if c["sample"]]
     table = pd.DataFrame({name: [v for c in filled for v in c[name]] for name in filled[0]})
-    return RewardLab(table, pd.DataFrame(rows), lab_summary(rows, samples), tuple(new))
+    return RewardLab(table, pd.DataFrame(rows), summarize_lab(rows, samples), tuple(new))
 
 # %% ../../nbs/experiments/00_whatif.ipynb #8517cf56
 @dataclass(frozen=True, eq=False, repr=False)
@@ -963,7 +965,7 @@ def check_trainer(trainer: Any) -> GradientTrainer:
 MAX_LOGPROB_GAP = 1e-3  # nats; more than rounding, less than an update
 
 
-def check_place(
+def check_step_weights(
     batch: FrozenBatch, series: Sequence[Logprobs], tolerance: float = MAX_LOGPROB_GAP
 ) -> None:
     "Raises `BackendError` when logprobs are not those that the batch was trained from, before its first update."
@@ -1007,7 +1009,7 @@ async def true_gradients(
     policy_logprobs, norms, products = await check_trainer(trainer).sample_gradients(
         a.batch.datums, a.dlogprobs, before
     )
-    check_place(a.batch, policy_logprobs)
+    check_step_weights(a.batch, policy_logprobs)
     size = float(np.sqrt(max(products.sum(), 0.0)))
     rows = np.asarray(a.by_sample["datum"], dtype=int)
     with np.errstate(invalid="ignore", divide="ignore"):

@@ -22,7 +22,7 @@ import numpy as np
 from ..backends.base import Endpoint, Sampler
 from rl_notebook.task.chat import (
     TemplateMismatch,
-    answer_header,
+    reply_header,
     encode_prompt,
     opened_by,
     opened_info,
@@ -67,7 +67,7 @@ def encode_rows(
 ) -> list[Prompt]:
     "Prompts of a step, in the order of the rows; one that leaves no room for its completion is a `DataError`."
     prompts = []
-    header = answer_header(tokenizer)
+    header = reply_header(tokenizer)
     for i, row in enumerate(rows):
         tokens = encode_prompt(tokenizer, row, max_seq_len=max_seq_len, room=max_completion_tokens)
         ending = str(tokenizer.decode(tokens[-200:]))

@@ -50,7 +50,7 @@ FORMS = (
 
 
 @dataclass(frozen=True)
-class Tried:
+class AttackRow:
     "A row, and what an attack may use."
 
     row: Row
@@ -65,7 +65,7 @@ class Tried:
         return answer.join(self.form)
 
 
-def asked(row: Row) -> str:
+def prompt_text(row: Row) -> str:
     "The prompt of a row as text."
     if row.messages is not None:
         return "\n".join(
@@ -74,16 +74,16 @@ def asked(row: Row) -> str:
     return row.prompt or str(row.data.get("question", ""))
 
 # %% ../../nbs/task/04_audit.ipynb #1acc2957
-Text = Callable[[Tried], str]
+Text = Callable[[AttackRow], str]
 _WORDS = "It is simply a matter of looking at the question again with care and patience. "
 
 
-def _numbers(t: Tried) -> list[str]:
+def _numbers(t: AttackRow) -> list[str]:
     "The numbers of the question; 0 where it has none."
     return re.findall(r"-?\d+(?:\.\d+)?", t.question) or ["0"]
 
 
-def _expression(t: Tried) -> str:
+def _expression(t: AttackRow) -> str:
     "What the question asks to compute, as it is written there."
     return max(
         re.findall(r"\(*\d[\d. ()]*(?:[-+*/^][ (]*\d[\d. ()]*)+", t.question),
@@ -125,7 +125,7 @@ MIN_LEARNED_SHARE = (
 MAX_ROWS_TRIED = 32  # rows that are tried
 
 
-def _tries(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Tried]:
+def _make_attack_rows(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[AttackRow]:
     "The rows with what their attacks use, in no form yet; `columns` stand for the answer that a row does not have."
     texts = [[" ".join(str(row.data.get(c, "")) for c in columns).strip()] for row in rows]
     known = [
@@ -135,16 +135,22 @@ def _tries(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[Tried]:
     answers = [list(map(str, references)) or [""] for references in known]
     counted = Counter(a[0] for a in answers).most_common()
     every = tuple(answer for answer, _ in reversed(counted))
-    tries = []
+    attack_rows = []
     for i, (row, references) in enumerate(zip(rows, answers, strict=True)):
         later = [a[0] for a in answers[i:] + answers[:i] if a[0] not in references]
-        tries.append(
-            Tried(row, asked(row), references[0], later[0] if later else f"{references[0]}1", every)
+        attack_rows.append(
+            AttackRow(
+                row,
+                prompt_text(row),
+                references[0],
+                later[0] if later else f"{references[0]}1",
+                every,
+            )
         )
-    return tries
+    return attack_rows
 
 
-def source_of(function: Any, depth: int = 2) -> str:
+def collect_source(function: Any, depth: int = 2) -> str:
     "The source of a function, with the texts, patterns and functions that it names."
     text = ""
     with suppress(OSError, TypeError):  # it has no source here
@@ -160,34 +166,41 @@ def source_of(function: Any, depth: int = 2) -> str:
             else ""
         )
         if inspect.isfunction(value) and depth:
-            text += source_of(value, depth - 1)
+            text += collect_source(value, depth - 1)
     return text
 
 
-def forms_of(fns: Sequence[RewardFn]) -> list[str]:
+def list_forms(fns: Sequence[RewardFn]) -> list[str]:
     "The usual forms, and those of the tags that stand in the source of reward functions."
-    tags = [tag for fn in fns for tag in re.findall(r"<(\w+)>", source_of(innermost(fn.function)))]
+    tags = [
+        tag for fn in fns for tag in re.findall(r"<(\w+)>", collect_source(innermost(fn.function)))
+    ]
     *first, last = [*dict.fromkeys(tags)] or ["answer"]
     before = "".join(f"<{tag}>\nI work it out.\n</{tag}>\n" for tag in first)
     return [*FORMS, f"{before}<{last}>{{}}</{last}>", f"{before}<{last}>\n{{}}\n</{last}>\n"]
 
 
-async def _earned(
-    tries: Sequence[Tried], texts: Mapping[str, Text], fns: Any, limits: Limits
+async def _score_attacks(
+    attack_rows: Sequence[AttackRow], texts: Mapping[str, Text], fns: Any, limits: Limits
 ) -> np.ndarray:
     "(rows, texts) what each text earns in each row; NaN where the reward had no opinion, or could not be called."
     return np.array(
-        [await _paid([make(t) for make in texts.values()], t.row, fns, limits) for t in tries]
+        [
+            await _score_texts([make(t) for make in texts.values()], t.row, fns, limits)
+            for t in attack_rows
+        ]
     )
 
 
-async def _paid(texts: list[str], row: Row, fns: Any, limits: Limits) -> np.ndarray:
+async def _score_texts(texts: list[str], row: Row, fns: Any, limits: Limits) -> np.ndarray:
     "The rewards of texts, or of each alone where one of them cannot be graded."
     try:
         return (await score(texts, row, fns, limits=replace(limits))).totals
     except RewardError:
         return np.concatenate(
-            [await _paid([t], row, fns, limits) for t in texts] if len(texts) > 1 else [[np.nan]]
+            [await _score_texts([t], row, fns, limits) for t in texts]
+            if len(texts) > 1
+            else [[np.nan]]
         )
 
 
@@ -247,29 +260,31 @@ async def audit_rows(
     reads = [c for c in columns_read(list(fns)) if c in rows[0].data and c not in PROMPT_COLUMNS]
     known = any(row.answer is not None for row in rows)
     trials = [
-        _tries(rows, c)
+        _make_attack_rows(rows, c)
         for c in ([()] if known or right else [*((c,) for c in reads), tuple(reads)])
     ]
     forms: dict[str, Text] = {
-        form: lambda t, form=form: form.replace("{}", t.answer) for form in forms_of(fns)
+        form: lambda t, form=form: form.replace("{}", t.answer) for form in list_forms(fns)
     }
     forms["the row's answer in full"] = lambda t: str(t.row.answer)
     forms = forms if right is None else {"as given": lambda t: right(t.row)}
-    trial_rewards = [await _earned(tries, forms, fns, limits) for tries in trials]
+    trial_rewards = [
+        await _score_attacks(attack_rows, forms, fns, limits) for attack_rows in trials
+    ]
     if np.isnan(trial_rewards).all():  # say why
         await score([forms[next(iter(forms))](trials[0][0])], rows[0], fns, limits=limits)
     earned = np.nan_to_num(trial_rewards).mean(axis=1)
     trial, form = np.unravel_index(earned.argmax(), earned.shape)
-    tries = trials[trial]
+    attack_rows = trials[trial]
     best = [*forms][form]
     most = float(earned.max())
-    parts = [(t, forms[best](t).rpartition(t.answer or "{}")) for t in tries]
-    tries = [
+    parts = [(t, forms[best](t).rpartition(t.answer or "{}")) for t in attack_rows]
+    attack_rows = [
         replace(t, form=(before, behind) if answer else ("", ""))
         for t, (before, answer, behind) in parts
     ]
     attacks = TOO_MUCH | MORE | TOO_LITTLE
-    paid = np.nan_to_num(await _earned(tries, attacks, fns, limits))
+    paid = np.nan_to_num(await _score_attacks(attack_rows, attacks, fns, limits))
     means = dict(zip(attacks, paid.mean(axis=0).tolist(), strict=True))
     least = min(0.0, means["nothing"], means["the answer of another row"])
     outcomes = []
@@ -277,10 +292,10 @@ async def audit_rows(
         kind = "too much" if name in TOO_MUCH else "more" if name in MORE else "too little"
         share = (means[name] - least) / (most - least) if most > least else np.nan
         outcomes.append(
-            Outcome(kind, name, means[name], share, make(tries[int(column.argmax())])[:200])
+            Outcome(kind, name, means[name], share, make(attack_rows[int(column.argmax())])[:200])
         )
     title = f"A right answer earns {most:.3g} on average, said as {best!r}"
-    rewards_answers = any(t.answer for t in tries) and (
+    rewards_answers = any(t.answer for t in attack_rows) and (
         known or most > means["the answer of another row"]
     )
     has_answers = right is not None or rewards_answers or (bool(reads) and means["nothing"] > 0)

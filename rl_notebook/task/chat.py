@@ -403,7 +403,7 @@ def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int:
     return next(differ, min(len(a), len(b)))
 
 
-def answer_header(tokenizer: Any) -> str:
+def reply_header(tokenizer: Any) -> str:
     "What the chat template writes before any answer of the policy; empty where that cannot be determined."
     asked = [{"role": "user", "content": "question"}]
     answer = {"role": "assistant", "content": "answer"}
@@ -420,7 +420,7 @@ def answer_header(tokenizer: Any) -> str:
     return header[: header.rfind("<")] if header.rfind("<") > header.rfind(">") else header
 
 
-def opened_by(prompt: str, header: str = "") -> str:  # header: see `answer_header`
+def opened_by(prompt: str, header: str = "") -> str:  # header: see `reply_header`
     "What the end of a prompt opens of the policy's turn, from `<think>` or the like on; empty where it closes all."
     if header.strip() and header in prompt:
         begun = prompt.rpartition(header)[2]
@@ -589,7 +589,7 @@ class Conversation:
             )
         except DataError as error:  # two turns of one role in a row, half a character, ...
             raise TemplateMismatch(str(error)) from error
-        spans = _ended_as_rendered(c, rendered)
+        spans = _end_as_rendered(c, rendered)
         shown = "".join(span.rendered or span.text for span in spans)
         _check_prefix(shown, rendered, f"{where}, turn {c.turns}")
         rest = rendered[len(shown) :]
@@ -614,7 +614,7 @@ class Conversation:
             "noncanonical_turns": c.noncanonical_turns,
         }
         held = sum(turn is not None and turn.params.grammar != "" for _, turn in spans)
-        opened = opened_by(asked.text, answer_header(c.tokenizer))
+        opened = opened_by(asked.text, reply_header(c.tokenizer))
         kept |= opened_info(opened, last, last, last_completion.params.grammar)
         kept |= {**({"grammar_turns": held} if held else {}), **info}
         return sample_from_spans(spans, reward, last, kept)
@@ -668,11 +668,11 @@ def start_conversation(
     return Conversation(tokenizer, row, (), (Span(tuple(ids), text),), options)
 
 # %% ../../nbs/task/02_chat.ipynb #d5a0a745
-def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
+def _end_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
     "The spans; the last one knows it if the template ends it with another token than the policy did."
-    *given, last = c.spans
+    *earlier, last = c.spans
     content = c.messages[-1]["content"]
-    before = "".join(span.rendered or span.text for span in given)
+    before = "".join(span.rendered or span.text for span in earlier)
     known = (
         last.text == content
         or rendered.startswith(before + last.text)
@@ -683,7 +683,7 @@ def _ended_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
     end = _encode(c.tokenizer, rendered[len(before + content) :])[:1]
     if not end or not is_special(c.tokenizer, end[0]):
         return c.spans
-    return *given, replace(last, rendered=content + _text_of(c.tokenizer, [], end))
+    return *earlier, replace(last, rendered=content + _text_of(c.tokenizer, [], end))
 
 # %% ../../nbs/task/02_chat.ipynb #3266d6a5
 def write_tools_as_text(

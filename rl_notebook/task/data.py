@@ -158,10 +158,12 @@ def _messages(value: Any, where: str, name: str = "messages") -> tuple[Mapping[s
 
 # %% ../../nbs/task/00_data.ipynb #8358c9ec
 # the beginning of one
-_TALK = re.compile(r"""\s*(?:array\(\s*)?\[\s*\{\s*['"](?:role|content|from)['"]\s*:""")
+_CONVERSATION_START = re.compile(
+    r"""\s*(?:array\(\s*)?\[\s*\{\s*['"](?:role|content|from)['"]\s*:"""
+)
 
 
-def _talk(value: Any) -> list[Any] | None:  # None = no conversation
+def _as_conversation(value: Any) -> list[Any] | None:  # None = no conversation
     "The messages that a value holds: a list of them, a mapping with such a list as `messages`, or one message."
     value = value.get("messages", [value]) if isinstance(value, Mapping) else value
     parts = value.tolist() if isinstance(value, np.ndarray) else value
@@ -174,13 +176,13 @@ def _talk(value: Any) -> list[Any] | None:  # None = no conversation
     )
 
 
-def _read_talk(text: str, where: str, name: str) -> list[Any] | None:  # None = plain text
+def _parse_conversation(text: str, where: str, name: str) -> list[Any] | None:  # None = plain text
     "The messages in a text: JSON, or what Python prints of a list; raises `DataError` for what only begins as some."
     for read in (json.loads, ast.literal_eval) if text.lstrip()[:1] in ("[", "{") else ():
         with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            if (talk := _talk(read(text.strip()))) is not None:
-                return talk
-    if name != "messages" and not _TALK.match(text):
+            if (conversation := _as_conversation(read(text.strip()))) is not None:
+                return conversation
+    if name != "messages" and not _CONVERSATION_START.match(text):
         return None
     expected = "a conversation, as JSON or as a list of messages"
     fix = "Write the column with json.dumps."
@@ -196,8 +198,12 @@ def _prompt(
         form: dict[str, Any] = {"prompt_tokens": _token_ids(value, name, where)}
     elif isinstance(value, list | tuple | np.ndarray):
         form = {"messages": _messages(value, where, name)}
-    elif talk := _read_talk(value, where, name) if isinstance(value, str) else _talk(value):
-        form = {"messages": _messages(talk, where, name)}
+    elif (
+        conversation := _parse_conversation(value, where, name)
+        if isinstance(value, str)
+        else _as_conversation(value)
+    ):
+        form = {"messages": _messages(conversation, where, name)}
     elif isinstance(value, str):
         form = (
             {"messages": ({"role": "user", "content": value},)}
@@ -249,7 +255,7 @@ def _with_system(form: dict[str, Any], system_prompt: str | None, where: str) ->
     )
 
 # %% ../../nbs/task/00_data.ipynb #e2c74e9c
-UNSEEN = ("images", "image", "videos", "video", "audios", "audio")  # columns
+UNSUPPORTED_COLUMNS = ("images", "image", "videos", "video", "audios", "audio")  # columns
 
 
 def _parse_mappings(value: Any, name: str, where: str) -> list[dict[str, Any]]:
@@ -268,7 +274,7 @@ def _template_options(
     record: Mapping[str, Any], form: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
     "What a record tells the chat template; raises `DataError` for what would be left out of the prompt."
-    for name in filter(lambda n: _present(record.get(n)), UNSEEN):
+    for name in filter(lambda n: _present(record.get(n)), UNSUPPORTED_COLUMNS):
         fix = "If the prompt does without, drop the column."
         raise DataError(
             name, where=where, got=quoted(record[name]), expected="prompts of text alone", fix=fix
@@ -311,12 +317,13 @@ def check_columns(
     require: Collection[
         str
     ],  # "answer", "answer?" = or null in its column, or others; a mapping says what reads each
-    lost: Mapping[str, str] | None = None,  # known to be missing, by name: where it was looked for
-    gone: Sequence[str] = (),  # columns that were named, and are not there
+    missing: Mapping[str, str]
+    | None = None,  # known to be missing, by name: where it was looked for
+    unknown_names: Sequence[str] = (),  # columns that were named, and are not there
 ) -> None:
     "Raise `DataError` for a row that lacks columns; names all of them."
     answers = f"something in {', '.join(ANSWER_COLUMNS)}"
-    lost = dict(lost or {})
+    missing = dict(missing or {})
     is_present = {
         "answer": answer is not None,
         "answer?": answer is not None or any(n in data for n in ANSWER_COLUMNS),
@@ -325,17 +332,20 @@ def check_columns(
         if not is_present.get(column, column in data):
             name = "answer" if column in is_present else column
             looked_for = answers if name == "answer" else f"a column {name}"
-            lost[name] = looked_for + (f" (read by {readers})" if readers else "")
-    if lost or gone:
+            missing[name] = looked_for + (f" (read by {readers})" if readers else "")
+    if missing or unknown_names:
         what = ", ".join(
-            [*gone, *(f"no {'prompt' if name == 'question' else name}" for name in lost)]
+            [
+                *unknown_names,
+                *(f"no {'prompt' if name == 'question' else name}" for name in missing),
+            ]
         )
         got = f"columns {', '.join(map(plain_text, data)) or '(none)'}"
-        expected = ", and ".join([*["to be there"] * bool(gone), *lost.values()])
-        named = f"columns={dict.fromkeys(lost, 'its name')} of load_rows, which is dataset_columns in a config."
-        fixes = ["Correct the name."] * bool(gone) + [f"Name it: {named}"] * bool(lost)
-        fixes += [near for name in lost if (near := nearest(name, [*map(str, data)]))]
-        fixes += ["Or use a reward that needs no answer."] * ("answer" in lost)
+        expected = ", and ".join([*["to be there"] * bool(unknown_names), *missing.values()])
+        named = f"columns={dict.fromkeys(missing, 'its name')} of load_rows, which is dataset_columns in a config."
+        fixes = ["Correct the name."] * bool(unknown_names) + [f"Name it: {named}"] * bool(missing)
+        fixes += [near for name in missing if (near := nearest(name, [*map(str, data)]))]
+        fixes += ["Or use a reward that needs no answer."] * ("answer" in missing)
         raise DataError(what, where=where, got=got, expected=expected, fix=" ".join(fixes))
 
 # %% ../../nbs/task/00_data.ipynb #123dfbec
@@ -351,10 +361,10 @@ def make_row(
 ) -> Row:
     "A record as a `Row`; raises `DataError` that names everything that is missing."
     columns = columns or {}
-    gone = {ours: theirs for ours, theirs in columns.items() if theirs not in record}
+    unknown_names = {ours: theirs for ours, theirs in columns.items() if theirs not in record}
     data = {
         **record,
-        **{ours: record[theirs] for ours, theirs in columns.items() if ours not in gone},
+        **{ours: record[theirs] for ours, theirs in columns.items() if ours not in unknown_names},
     }
     key = plain_text(data[name]) if (name := _first(data, KEY_COLUMNS)) else str(index)
     place = where or f"row {key!r}"
@@ -362,7 +372,7 @@ def make_row(
     prompts = [n for n in known if n in columns][:1] or known
     name = _first(data, prompts)
     answer = find_answer(data, next((n for n in ANSWER_COLUMNS if n in columns), None))
-    if name is None and not gone and (empty := [n for n in prompts if n in data]):
+    if name is None and not unknown_names and (empty := [n for n in prompts if n in data]):
         fix = "Give the row a prompt, or drop it."
         column = columns.get(empty[0], empty[0])
         raise DataError(
@@ -372,14 +382,16 @@ def make_row(
             expected="a prompt that is not empty",
             fix=fix,
         )
-    lost = (
+    missing = (
         {}
-        if name or prompts[0] in gone
+        if name or prompts[0] in unknown_names
         else {"question": f"something in {', '.join([*prompts[2:], prompts[0]])}"}
     )
-    named = [f"column {theirs!r} (for {ours!r})" for ours, theirs in gone.items()]
-    needed = {name: readers for name, readers in read_by(require).items() if name not in gone}
-    check_columns(data, answer, place, needed, lost, named)
+    named = [f"column {theirs!r} (for {ours!r})" for ours, theirs in unknown_names.items()]
+    needed = {
+        name: readers for name, readers in read_by(require).items() if name not in unknown_names
+    }
+    check_columns(data, answer, place, needed, missing, named)
     form = _prompt(data, place, name or "", system_prompt)
     _check_text(form, name or "", place)
     return Row(

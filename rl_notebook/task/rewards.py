@@ -342,9 +342,8 @@ class MathVerify:
     def __init__(self, timeout: float = 5.0):  # seconds for one completion
         with needs("math", "the math_verify reward"):
             import math_verify  # noqa: F401
-        # of them: comparisons that were given up
         self.timeout = timeout
-        self.timeouts = 0
+        self.timeouts = 0  # comparisons that were stopped
         self._lock = threading.Lock()
         self._worker: Any = None  # subprocess.Popen
 
@@ -454,7 +453,7 @@ def reward_style(function: Callable[..., Any], name: str = "reward") -> str:
     return "verifiers" if names & {"completion", "state"} and "row" not in names else "native"
 
 # %% ../../nbs/task/01_rewards.ipynb #8fb527dd
-LARGEST = 1e30  # of a reward: its square, times anything, is finite
+MAX_REWARD = 1e30  # of a reward: its square, times anything, is finite
 
 # %% ../../nbs/task/01_rewards.ipynb #d2c88f6c
 _STYLES = ("native", "trl", "verl", "verifiers")
@@ -473,8 +472,8 @@ class RewardFn:
         where = f"reward function {self.name!r}"
         if self.style not in _STYLES:
             raise RewardError("style", where=where, got=self.style, expected=f"one of {_STYLES}")
-        if not isinstance(self.weight, int | float) or not abs(self.weight) <= LARGEST:
-            expected = f"a finite number, at most {LARGEST:g} in size"
+        if not isinstance(self.weight, int | float) or not abs(self.weight) <= MAX_REWARD:
+            expected = f"a finite number, at most {MAX_REWARD:g} in size"
             raise RewardError("weight", where=where, got=quoted(self.weight), expected=expected)
         _parameters(self.function, self.name)
 
@@ -504,7 +503,7 @@ def _named_function(name: str) -> Callable[..., Any]:
         reward = REWARDS[name]
         return _shared(reward) if isinstance(reward, type) else reward
     if not NAMED.fullmatch(name):
-        fix = "Write module:function for one of your own."
+        fix = "Write module:function for a custom one."
         raise RewardError(
             "reward", got=repr(name), expected=f"one of {', '.join(REWARDS)}", fix=fix
         )
@@ -650,8 +649,8 @@ class _Logs:
 # %% ../../nbs/task/01_rewards.ipynb #9ac80938
 def _columns(group: _Group, names: Mapping[str, Any]) -> dict[str, Any]:
     "The row's columns, and its answer under each answer column that the function names."
-    own = {"prompt", "prompts", "completion", "completions", "completion_ids"}
-    columns = {str(k): v for k, v in group.row.data.items() if k not in own}
+    reserved = {"prompt", "prompts", "completion", "completions", "completion_ids"}
+    columns = {str(k): v for k, v in group.row.data.items() if k not in reserved}
     if group.row.answer is None:
         return columns
     return {**{n: group.row.answer for n in ANSWER_COLUMNS if n in names}, **columns}
@@ -798,10 +797,10 @@ def _number(value: Any, fn: RewardFn, where: str, text: str) -> float:  # NaN = 
     with suppress(Exception):  # of a foreign value
         # a numpy or torch scalar
         number = value.item() if getattr(value, "ndim", None) == 0 else value
-        if isinstance(number, int | float) and abs(number) <= LARGEST:
+        if isinstance(number, int | float) and abs(number) <= MAX_REWARD:
             return float(number)
     got = f"{quoted(number)} for completion {text[:80]!r}"
-    expected = f"a finite number, at most {LARGEST:g} in size, or None for unscorable"
+    expected = f"a finite number, at most {MAX_REWARD:g} in size, or None for unscorable"
     raise RewardError(f"reward function {fn.name!r}", where=where, got=got, expected=expected)
 
 # %% ../../nbs/task/01_rewards.ipynb #f7e621ed
@@ -810,7 +809,7 @@ def _score_of_dict(value: Any, logs: _Logs) -> Any:
     if not isinstance(value, Mapping) or "score" not in value:
         return value
     for k, v in value.items():
-        if k != "score" and isinstance(v, int | float) and abs(v) <= LARGEST:
+        if k != "score" and isinstance(v, int | float) and abs(v) <= MAX_REWARD:
             logs.log_metric(plain_text(k), v)
     return value["score"]
 
@@ -1035,8 +1034,10 @@ def weighted_total(values: Sequence[np.ndarray], weights: Sequence[float]) -> np
     "(n,) weighted sums over the functions that gave a value, of (n,) values each; NaN = none with a weight did."
     table = np.array(values, dtype=np.float64)
     w = np.array(weights, dtype=np.float64)
-    spoke = ~np.isnan(table) & (w != 0)[:, None]
-    return np.where(spoke.any(axis=0), np.where(spoke, table * w[:, None], 0.0).sum(axis=0), np.nan)
+    has_value = ~np.isnan(table) & (w != 0)[:, None]
+    return np.where(
+        has_value.any(axis=0), np.where(has_value, table * w[:, None], 0.0).sum(axis=0), np.nan
+    )
 
 # %% ../../nbs/task/01_rewards.ipynb #812088b5
 def as_reward_fns(source: Any, weights: Sequence[float] | None = None) -> tuple[RewardFn, ...]:
