@@ -341,18 +341,18 @@ def test_a_later_turn_is_read_from_where_the_last_one_ended(family):
     prompt = [*drawn(engine, [5, 6, 7], SampleParams(max_tokens=4, seed=0))[0].full_tokens, 9]
     drawn(engine, prompt, SampleParams(max_tokens=4, seed=0))
     assert engine.prefilled_tokens == before + 20 + 3 + 2
-    assert engine.pasts.used == sum(
-        t.nbytes for past in engine.pasts.known.values() for p in past.pairs.values() for t in p
+    assert engine.prefixes.used == sum(
+        t.nbytes for past in engine.prefixes.known.values() for p in past.pairs.values() for t in p
     )
 
 
 def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
     engine = endless()
     conversation(engine)
-    one = engine.pasts.used // len(engine.pasts.known)
-    monkeypatch.setattr("rl_notebook.backends.local.engine.PAST_BYTES", 4 * one)
+    one = engine.prefixes.used // len(engine.prefixes.known)
+    monkeypatch.setattr("rl_notebook.backends.local.engine.PREFIX_CACHE_BYTES", 4 * one)
     conversation(engine, turns=6)
-    assert 0 < engine.pasts.used <= 4 * one
+    assert 0 < engine.prefixes.used <= 4 * one
 
 
 def test_buffers_grow_past_a_block():

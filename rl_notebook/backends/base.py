@@ -51,7 +51,7 @@ class Sampler(Protocol):
 
     What it cannot sample is a `BackendError`, which ends the step; a sample of a rollout function is counted as lost. Two
     attributes are read where it has them: `policy_version`, that it serves when a loop is opened, and the method
-    `at_most(completions)`, told how many may be in flight: without it a larger group comes in parts, with other seeds.
+    `at_most(completions)`, which limits how many are in flight: without it a larger group comes in parts, with other seeds.
     """
 
     async def sample(
@@ -115,7 +115,7 @@ class Trainer(Scorer, Protocol):
 # %% ../../nbs/backends/02_base.ipynb #2a67d21f
 @runtime_checkable
 class BuiltinTrainer(Trainer, Protocol):
-    "A trainer whose service computes losses of its own."
+    "A trainer whose service computes losses itself."
 
     async def forward_backward_builtin(
         self, datums: Sequence[Datum], options: LossOptions, *, denominator: float | None = None
@@ -166,17 +166,19 @@ class SyncReport:
         "The same in words."
         sync = f"sync {self.version}"
         moved = f"the policy moved by {self.policy_moved:.2g}"
-        apart = f"policy and sampler differ by {self.gap:.2g} nats a token on a probe"
+        difference = f"policy and sampler differ by {self.gap:.2g} nats a token on a probe"
         if self.nothing:
             by = f"by {self.sampler_moved:.2g}" if self.sampler_moved else "not at all"
             return f"{sync} changed nothing: {moved} nats a token on a probe, the sampler {by}"
         if self.ok:
-            return f"{sync} arrived: {apart}; {moved}"
+            return f"{sync} arrived: {difference}; {moved}"
         if self.ok is None:
-            return f"{sync}: {apart}, which may be rounding and hides whether it arrived: {moved}"
+            return (
+                f"{sync}: {difference}, which may be rounding and hides whether it arrived: {moved}"
+            )
         if self.behind <= self.tolerance:
             return f"{sync} is late: the sampler says of a probe what the policy said before its update; {moved}"
-        return f"{sync} did not bring these weights: {apart}; {moved}, the sampler by {self.sampler_moved:.2g}"
+        return f"{sync} did not bring these weights: {difference}; {moved}, the sampler by {self.sampler_moved:.2g}"
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -197,23 +197,23 @@ def loss_options(name: str, config: Mapping[str, Any]) -> LossOptions:
         closed = "What it computes is not published, so it is not served. Take importance_sampling, or ppo."
         fix = closed if name == "stable_reinforce" else None
         raise LossError("loss_fn", got=repr(name), expected=" or ".join(SERVED_LOSSES), fix=fix)
-    knobs: dict[str, Any] = {
+    loss_params: dict[str, Any] = {
         LOSS_PARAMS[k]: float(v) for k, v in config.items() if k in LOSS_PARAMS
     }
     clip = {
         k: float(v) for k, v in config.items() if k in ("clip_low_threshold", "clip_high_threshold")
     }
     if "clip_low_threshold" in clip:
-        knobs["eps_clip"] = 1 - clip["clip_low_threshold"]
+        loss_params["eps_clip"] = 1 - clip["clip_low_threshold"]
     if "clip_high_threshold" in clip:
-        knobs["eps_clip_high"] = clip["clip_high_threshold"] - 1
+        loss_params["eps_clip_high"] = clip["clip_high_threshold"] - 1
     unknown = sorted(set(config) - set(LOSS_PARAMS) - set(clip))
     if unknown:
         raise LossError(
             "loss_fn_config", got=unknown, expected=f"some of {sorted([*LOSS_PARAMS, *clip])}"
         )
     return LossOptions(
-        policy_loss="grpo" if name == "cross_entropy" else name, aggregation="sum", **knobs
+        policy_loss="grpo" if name == "cross_entropy" else name, aggregation="sum", **loss_params
     )
 
 # %% ../../nbs/emulator/00_messages.ipynb #1359dc54
@@ -234,7 +234,7 @@ def tensor_series(
 def cross_entropy(
     datums: Sequence[Any], logprobs: Sequence[Tensor]
 ) -> tuple[Tensor, dict[str, float]]:
-    "-sum w log p; a datum without weights weighs 1 everywhere, or where its mask is."
+    "-sum w log p; a datum without weights has weight 1 everywhere, or where its mask is."
     weights = torch.stack([tensor_series(datums, name, 1.0) for name in ("weights", *_MASKS)]).prod(
         0
     )
@@ -511,10 +511,10 @@ async def on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RLNotebookError):
         return error_reply(request.url.path, getattr(error, "status", 400), str(error))
     last = traceback.extract_tb(error.__traceback__)[-1]
-    said = f"{type(error).__name__}: {error}"
-    place = plain_text(f"{request.url.path}: {said} ({last.filename}:{last.lineno})")
+    message = f"{type(error).__name__}: {error}"
+    place = plain_text(f"{request.url.path}: {message} ({last.filename}:{last.lineno})")
     logging.getLogger(__name__).error("%s", place)
-    return error_reply(request.url.path, 500, f"the emulator failed: {said}")
+    return error_reply(request.url.path, 500, f"the emulator failed: {message}")
 
 
 ON_ERROR: dict[Any, Any] = dict.fromkeys((HTTPException, RLNotebookError, Exception), on_error)

@@ -49,7 +49,7 @@ class Models:
         self.name = model if isinstance(model, str) else "given"
         self.dtype = dtype
         self.pair = None if isinstance(model, str) else model
-        self.lock = threading.RLock()  # adapters are drawn from a generator that all threads share
+        self.lock = threading.RLock()  # all threads initialize adapters from one generator
 
     def original(self) -> tuple[nn.Module, Any]:
         "The model as it was loaded, and its tokenizer."

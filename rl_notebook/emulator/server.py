@@ -45,11 +45,11 @@ class Wanted:
 
     prompt: tuple[int, ...]  # (P,) ids
     params: SampleParams
-    draw: bool = True  # False: only score the prompt
+    sample: bool = True  # False: only score the prompt
     echo: bool = False
     layout: Literal["none", "content", "lists"] = "none"  # of logprobs
     prompt_logprobs: bool = False  # scores of the prompt as vLLM sends them
-    # as it came: which ids and measurements are told
+    # as it came: which ids and measurements to report
     body: Mapping[str, Any] = field(default_factory=dict)
 
 # %% ../../nbs/emulator/03_server.ipynb #960d4b17
@@ -114,7 +114,7 @@ def read_length(body: Mapping[str, Any], prompt_len: int, max_seq_len: int) -> i
 
 # %% ../../nbs/emulator/03_server.ipynb #e162363b
 def read_wanted(body: Mapping[str, Any], style: Style, tokenizer: Any, max_seq_len: int) -> Wanted:
-    "The request behind a JSON body, for a model that takes so many tokens; raises `Refusal`."
+    "The request behind a JSON body, for a model that takes `max_seq_len` tokens; raises `Refusal`."
     check_fields(body, style)
     prompt = read_prompt(body.get("prompt"), tokenizer)
     echo = bool(body.get("echo"))
@@ -138,7 +138,7 @@ class Shown:
 
     tokens: list[int]
     raw: list[float | None]  # logprob per token, None for the first token of a prompt
-    drawn: list[float | None]  # of the distribution sampled from, None on the prompt
+    used: list[float | None]  # of the distribution sampled from, None on the prompt
     text: str
     finish_reason: str
 
@@ -148,7 +148,7 @@ def shown(
 ) -> Shown:
     "What to show of a completion; None = nothing was sampled."
     raw: list[float | None] = []
-    drawn: list[float | None] = []
+    used: list[float | None] = []
     tokens = []
     text = ""
     if wanted.echo:
@@ -157,9 +157,9 @@ def shown(
         raw = [None] * len(tokens)
         if scores is not None:
             raw = [None, *token_from_target(scores).tolist()[1:]]
-        drawn = [None] * len(tokens)
+        used = [None] * len(tokens)
     if completion is None:
-        return Shown(tokens, raw, drawn, text, "length")
+        return Shown(tokens, raw, used, text, "length")
     sampling = (
         completion.logprobs
         if completion.sampling_logprobs is None
@@ -168,21 +168,21 @@ def shown(
     tokens = tokens + completion.tokens.tolist()
     raw = raw + completion.logprobs.tolist()
     return Shown(
-        tokens, raw, drawn + sampling.tolist(), text + completion.text, completion.finish_reason
+        tokens, raw, used + sampling.tolist(), text + completion.text, completion.finish_reason
     )
 
 # %% ../../nbs/emulator/03_server.ipynb #acd515e4
 def content_logprobs(part: Shown, tokenizer: Any) -> dict[str, Any]:
     "Fireworks' layout: one record a token, 0.0 for the token that has none."
-    each = zip(part.tokens, part.raw, part.drawn, strict=True)
+    each = zip(part.tokens, part.raw, part.used, strict=True)
 
-    def more(token, drawn):
-        return {"token_id": token, "sampling_logprob": drawn, "top_logprobs": []}
+    def more(token, used):
+        return {"token_id": token, "sampling_logprob": used, "top_logprobs": []}
 
     return {
         "content": [
-            token_record(tokenizer, token, raw or 0.0) | more(token, drawn)
-            for token, raw, drawn in each
+            token_record(tokenizer, token, raw or 0.0) | more(token, used)
+            for token, raw, used in each
         ]
     }
 
@@ -190,8 +190,8 @@ def content_logprobs(part: Shown, tokenizer: Any) -> dict[str, Any]:
 def list_logprobs(part: Shown, tokenizer: Any, spelled: bool, processed: bool) -> dict[str, Any]:
     "The older layout: parallel lists, null for the token that has none."
     values = [
-        raw if drawn is None or not processed else drawn
-        for raw, drawn in zip(part.raw, part.drawn, strict=True)
+        raw if used is None or not processed else used
+        for raw, used in zip(part.raw, part.used, strict=True)
     ]
     texts = [f"token_id:{i}" if spelled else tokenizer.decode([i]) for i in part.tokens]
     offsets = np.cumsum([0, *map(len, texts)])[:-1].tolist()
@@ -204,8 +204,8 @@ def vllm_extras(wanted: Wanted, part: Shown, scores: np.ndarray | None) -> dict[
         ("stop_reason", "prompt_logprobs", "token_ids", "prompt_token_ids")
     )
     if wanted.body.get("return_token_ids"):
-        drawn = part.tokens[len(wanted.prompt) :] if wanted.echo else part.tokens
-        extras |= {"token_ids": drawn, "prompt_token_ids": list(wanted.prompt)}
+        completion_ids = part.tokens[len(wanted.prompt) :] if wanted.echo else part.tokens
+        extras |= {"token_ids": completion_ids, "prompt_token_ids": list(wanted.prompt)}
     if wanted.prompt_logprobs and scores is not None:
         rows = [
             {str(i): {"logprob": v}}
@@ -486,15 +486,15 @@ async def completions(server: EmulatedServer, request: Request, style: Style = "
     waited = time.monotonic() - started
     server.running = server.running + 1
     try:
-        drawn, scores = await while_connected(request, sample_requested(serving, wanted))
+        sampled, scores = await while_connected(request, sample_requested(serving, wanted))
     finally:
         server.running -= 1
-    new = sum(len(c.tokens) for c in drawn if c is not None)
+    new = sum(len(c.tokens) for c in sampled if c is not None)
     model = body.get("model", server.base_model)
     whole = reply_of([], model, len(wanted.prompt), new, "text_completion")
     if body.get("perf_metrics_in_response"):
         whole["perf_metrics"] = measured(server, wanted, waited, time.monotonic() - started)
-    parts = [shown(wanted, c, scores, tokenizer) for c in drawn]
+    parts = [shown(wanted, c, scores, tokenizer) for c in sampled]
     processed = server.processed and style == "vllm"
     choices = [
         choice_of(wanted, p, i, scores, style, tokenizer, processed) for i, p in enumerate(parts)
@@ -519,7 +519,7 @@ async def sample_requested(
             if len(wanted.prompt) < 2
             else (await sampler.logprobs(wanted.prompt)).values
         )
-    if not wanted.draw:
+    if not wanted.sample:
         return [None], scores
     return list(await sampler.sample(wanted.prompt, wanted.params)), scores
 

@@ -156,7 +156,7 @@ class Learner:
     order: InOrder
     owner: str  # whose names its saved states have
     tinker: bool  # whether paths are spelled tinker://
-    frozen: bool = False  # a reference: it scores, and refuses to learn
+    frozen: bool = False  # a reference: it scores, and does not learn
     passes: int = 0  # forward_backward calls since the last update
     loss_tokens: int = 0  # positions with a derivative, likewise
     sequences: int = 0  # sequences with a derivative, likewise
@@ -185,12 +185,12 @@ def run_pass(learner: Learner, batch: Batch) -> PassResult:
         return PassResult(
             tuple(series), loss_fn(batch.datums, [torch.from_numpy(s) for s in series])[0].item()
         )
-    found, _ = state.evaluate(batch.datums, loss_fn)
-    state.backpropagate(batch.datums, found.dlogprobs)
+    output, _ = state.evaluate(batch.datums, loss_fn)
+    state.backpropagate(batch.datums, output.dlogprobs)
     learner.passes += 1
-    learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in found.dlogprobs)
-    learner.sequences += sum(bool(np.any(s)) for s in found.dlogprobs)
-    return PassResult(tuple(s.values.astype(np.float32) for s in found.logprobs), found.loss)
+    learner.loss_tokens += sum(int(np.count_nonzero(s)) for s in output.dlogprobs)
+    learner.sequences += sum(bool(np.any(s)) for s in output.dlogprobs)
+    return PassResult(tuple(s.values.astype(np.float32) for s in output.logprobs), output.loss)
 
 # %% ../../nbs/emulator/02_trainer.ipynb #91162d41
 def run_step(learner: Learner, adam: AdamParams, normalization: str | None) -> dict[str, float]:
@@ -338,7 +338,7 @@ class EmulatedTrainer:
         snapshots: Snapshots,  # for samplers; shared by all trainers of a service
         folder: str | Path,  # of states; shared by all trainers that may load each other's
         *,
-        forward_only: bool = False,  # a reference: it scores, and refuses to learn
+        forward_only: bool = False,  # a reference: it scores, and does not learn
         name: str = "",  # of the trainer job
         poll_s: float = 20.0,  # longest wait for a result before "try again"
         patience_s: float = 60.0,  # longest wait for a missing seq_id
@@ -366,10 +366,10 @@ class EmulatedTrainer:
     def routes(self) -> list[Route]:
         "The endpoints, relative to the trainer's base URL."
         tables = {"POST": POSTS, "GET": GETS, "DELETE": DELETES}
-        rows = [(way, name, table) for way, table in tables.items() for name in table]
+        rows = [(method, name, table) for method, table in tables.items() for name in table]
         own = [
-            Route(f"/api/v1/{name}", partial(respond, self, table, name), methods=[way])
-            for way, name, table in rows
+            Route(f"/api/v1/{name}", partial(respond, self, table, name), methods=[method])
+            for method, name, table in rows
         ]
         return [
             *own,
@@ -397,15 +397,15 @@ class EmulatedTrainer:
     def checkpoints(self) -> list[dict[str, Any]]:
         "What can be listed: name, created, kind and whether it can be promoted; oldest first."
         pages = (self.folder / "states").glob("*/[!.]*/state.json")
-        found = [(page.parent.name, "TRAINING", json.loads(page.read_text())) for page in pages]
+        listed = [(page.parent.name, "TRAINING", json.loads(page.read_text())) for page in pages]
         for name in self.snapshots.names():
             meta = self.snapshots.meta(name)
             kind = "INFERENCE_DELTA" if meta.get("checkpoint_type") == "delta" else "INFERENCE_BASE"
-            found.append((name, "LORA" if meta["lora_rank"] else kind, meta))
+            listed.append((name, "LORA" if meta["lora_rank"] else kind, meta))
         rows = [
             {"name": name, "kind": kind, "promotable": kind in ("INFERENCE_BASE", "LORA")}
             | {key: meta[key] for key in ("created", "owner", "run")}
-            for name, kind, meta in found
+            for name, kind, meta in listed
             if meta.get("trainer") == self.name and not meta.get("unnamed")
         ]
         return sorted(rows, key=lambda row: (row["created"], row["name"]))
@@ -457,7 +457,7 @@ class Call:
 Endpoint = Callable[[Call], Any]
 
 
-def in_turn(work: Callable[[Call, Learner], Awaitable[Any]]) -> Endpoint:
+def in_order(work: Callable[[Call, Learner], Awaitable[Any]]) -> Endpoint:
     "The endpoint that has work done for a model, in the order of seq_id."
 
     @wraps(work)
@@ -560,7 +560,7 @@ def create_model(call: Call) -> Promise:
     return call.memory.start(f"{model_id}:create", work, model_id=model_id)
 
 # %% ../../nbs/emulator/02_trainer.ipynb #b9b5a504
-@in_turn
+@in_order
 async def forward_backward(call: Call, learner: Learner) -> PassResult:
     "Score a batch, and accumulate its gradient unless only a forward was asked for."
     assert call.read is not None
@@ -570,7 +570,7 @@ async def forward_backward(call: Call, learner: Learner) -> PassResult:
     return await learner.run(run_pass, learner, batch)
 
 # %% ../../nbs/emulator/02_trainer.ipynb #61d4c62b
-@in_turn
+@in_order
 async def optim_step(call: Call, learner: Learner) -> dict[str, Any]:
     "One update."
     if learner.frozen:
@@ -599,7 +599,7 @@ def page_of(call: Call, learner: Learner) -> dict[str, Any]:
     }
 
 # %% ../../nbs/emulator/02_trainer.ipynb #50869159
-@in_turn
+@in_order
 async def save_weights(call: Call, learner: Learner) -> dict[str, Any]:
     "Save a state under a name of the owner."
     name = check_name(call.body["path"], label=not learner.tinker)
@@ -610,7 +610,7 @@ async def save_weights(call: Call, learner: Learner) -> dict[str, Any]:
     return {"type": "save_weights", "path": path}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #c0894d36
-@in_turn
+@in_order
 async def load_weights(call: Call, learner: Learner) -> dict[str, Any]:
     "Go back to a state."
     saved = call.trainer.state_at(call.body["path"], learner.owner)
@@ -631,7 +631,7 @@ def weights_info(call: Call) -> dict[str, Any]:
     return {"base_model": page["base_model"], "is_lora": rank > 0, "lora_rank": rank or None}
 
 # %% ../../nbs/emulator/02_trainer.ipynb #e540cc2c
-@in_turn
+@in_order
 async def save_weights_for_sampler(call: Call, learner: Learner) -> dict[str, Any]:
     "Save a snapshot that a sampler can serve."
     path = call.body.get("path")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base import Meter
-from .fast import NOTHING, Past, SlotCache
+from .fast import EMPTY_PREFIX, CachedPrefix, SlotCache
 from .model import CausalModel, RecordedStep, decode_step, padded, prefill
 from .prefixes import sent
 from .routing import Routers, noting, write_notes
@@ -47,12 +47,12 @@ class Uniforms:
     def __post_init__(self):
         entropy = None if self.seed is None else [self.seed % 2**64, self.index]
         self._rng = np.random.default_rng(entropy)
-        self._drawn: list[float] = []
+        self._numbers: list[float] = []
 
     def __getitem__(self, position: int) -> float:
-        while position >= len(self._drawn):
-            self._drawn += self._rng.random(64).tolist()
-        return self._drawn[position]
+        while position >= len(self._numbers):
+            self._numbers += self._rng.random(64).tolist()
+        return self._numbers[position]
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #0c1ae5d2
 SUMS = {"cuda": torch.float64}  # precision that probabilities are added up in; elsewhere their own
@@ -70,7 +70,7 @@ def sample_tokens(logprobs: Tensor, uniforms: Tensor) -> Tensor:
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #5400a0ee
 @dataclass(frozen=True, eq=False)
-class DrawPlan:
+class SamplingPlan:
     "The sampling settings of the rows of a batch, as columns."
 
     temperature: Tensor | None  # (B, 1), 1 where greedy; None = 1 everywhere
@@ -79,12 +79,12 @@ class DrawPlan:
     top_p: Tensor | None  # (B, 1); None = 1 everywhere
     min_p: Tensor | None = None  # (B, 1); None = 0 everywhere
     penalty: Tensor | None = None  # (B, 1) of repetition; None = 1 everywhere
-    seen: Tensor | None = None  # (B, V) bool: what it falls on; `draw` adds what it sampled
+    seen: Tensor | None = None  # (B, V) bool: what it falls on; `sample_next` adds what it sampled
     # (B, V) bool: what the rows' grammars let follow; None = every token
     allowed: Tensor | None = None
 
     @classmethod
-    def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> DrawPlan:
+    def of(cls, params: Sequence[SampleParams], device: torch.device | str = "cpu") -> SamplingPlan:
         "The columns of one row per entry of `params`."
 
         def column(read: Callable[[SampleParams], Any], off: Any) -> Any:
@@ -106,7 +106,7 @@ class DrawPlan:
         )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #66eaa7e5
-def cut_off(logprobs: Tensor, plan: DrawPlan) -> Tensor:
+def cut_off(logprobs: Tensor, plan: SamplingPlan) -> Tensor:
     "(B, V) logprobs with top-k, then top-p, then min-p applied and renormalised; -inf where cut."
     if plan.top_k is not None or plan.top_p is not None:
         ranked, order = logprobs.sort(-1, descending=True)
@@ -138,7 +138,7 @@ def seen_tokens(
     return seen.to(device)
 
 
-def penalised(logits: Tensor, plan: DrawPlan) -> Tensor:
+def penalised(logits: Tensor, plan: SamplingPlan) -> Tensor:
     "(B, V) logits of which those of seen tokens are divided by the penalty, or multiplied where they are below 0."
     if plan.penalty is None or plan.seen is None:
         return logits
@@ -147,7 +147,9 @@ def penalised(logits: Tensor, plan: DrawPlan) -> Tensor:
     )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #4777dc59
-def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def sample_next(
+    logits: Tensor, plan: SamplingPlan, uniforms: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     "One token for every row of logits (B, V): (B,) ids, raw logprobs, and those of the distribution sampled from."
     raw = logits.log_softmax(-1)
     scored = penalised(logits, plan)
@@ -173,30 +175,30 @@ def draw(logits: Tensor, plan: DrawPlan, uniforms: Tensor) -> tuple[Tensor, Tens
     return tokens, raw_picked, used_picked
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #d7073268
-PAST_BYTES = 2**28  # of what is kept for later turns
+PREFIX_CACHE_BYTES = 2**28  # of what is kept for later turns
 
 
 class PrefixCaches:
     "What the model kept of sequences that were read, for prompts that continue from them."
 
     def __init__(self):
-        self.known: dict[tuple[int, ...], Past] = {}  # by tokens, oldest first
+        self.known: dict[tuple[int, ...], CachedPrefix] = {}  # by tokens, oldest first
         self.used = 0  # bytes
         self.weights: Any = None  # what they were computed with
 
     def keep(self, tokens: tuple[int, ...], cache: SlotCache, row: int) -> None:
         "Copy what is kept of a row that has read these tokens."
         self.forget(tokens)
-        self.known[tokens] = cache.past_of(row, len(tokens))
+        self.known[tokens] = cache.prefix_of(row, len(tokens))
         self.used += self.known[tokens].nbytes
-        while self.used > PAST_BYTES:
+        while self.used > PREFIX_CACHE_BYTES:
             self.forget(next(iter(self.known)))
 
     def forget(self, tokens: tuple[int, ...]) -> None:
         "Drop one of them, if it is known."
-        self.used -= self.known.pop(tokens, NOTHING).nbytes
+        self.used -= self.known.pop(tokens, EMPTY_PREFIX).nbytes
 
-    def find(self, prompt: tuple[int, ...], weights: Any) -> Past:
+    def find(self, prompt: tuple[int, ...], weights: Any) -> CachedPrefix:
         "What is known of the longest beginning of a prompt, its last token apart."
         if weights != self.weights:
             self.known = {}
@@ -205,7 +207,7 @@ class PrefixCaches:
         for length in sorted({len(tokens) for tokens in self.known}, reverse=True):
             if length < len(prompt) and prompt[:length] in self.known:
                 return self.known[prompt[:length]]
-        return NOTHING
+        return EMPTY_PREFIX
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #db97efc2
 @dataclass(eq=False)
@@ -288,7 +290,7 @@ def check_tokens(
     new: int = 0,
     least: int = 1,
 ) -> tuple[int, ...]:
-    "The ids as ints; raises `BackendError` for too few, too many beside `new` ones, or one outside the vocabulary."
+    "The ids as ints; raises `BackendError` for too few, too many with `new` ones, or one outside the vocabulary."
     ids = tuple(map(int, tokens))
     size = vocab_size or 2**31
     if not ids:
@@ -323,7 +325,7 @@ class Engine:
     tokens_per_batch: int = 16384  # padded tokens of one prefill or scoring pass
     # None = those of model, tokenizer and chat template
     eos_token_ids: frozenset[int] | None = None
-    policy_version: int = 0  # stamped on what is sampled
+    policy_version: int = 0  # recorded with what is sampled
     routers: Routers | None = None  # note which experts read each token; None = nothing is noted
     note_prompt: bool = True  # also for the tokens of the prompt before its last
     words: Any = None  # the vocabulary as grammars see it, made with the first one
@@ -348,7 +350,7 @@ class Engine:
         self.waiting: deque[tuple[Request, int]] = deque()
         self.rows: list[Row] = []
         self.abort()
-        self.pasts = PrefixCaches()
+        self.prefixes = PrefixCaches()
         self.prefilled_tokens = 0  # prompt tokens that really went through the model
         self.meter = Meter()  # counts what is sampled
 
@@ -379,7 +381,7 @@ class Engine:
         self.waiting.clear()
         self.rows.clear()
         self.cache = SlotCache()
-        self.course: DecodeState | None = None  # of the rows as they are; None = they have changed
+        self.decode_state: DecodeState | None = None  # None = the rows have changed
         recorded = self.causal.device.type == "cuda" and self.causal.route == "fast"
         self.step = (
             RecordedStep(self.causal, self.cache)
@@ -489,28 +491,28 @@ def admit(engine: Engine) -> list[Request]:
         if new
         else None
     )
-    past = {p: engine.pasts.find(p, weights) for p in new}
+    cached = {p: engine.prefixes.find(p, weights) for p in new}
     done = list[Request]()
-    prompts = [p for p in new if not past[p].length]
+    prompts = [p for p in new if not cached[p].length]
     split_gain = 1 if engine.causal.keeps_state else math.inf  # a state would read the padding, too
     plan = plan_batches([*map(len, prompts)], engine.tokens_per_batch, split_gain)
     for chosen in [
         *([prompts[i] for i in group] for group in plan),
-        *([p] for p in new if past[p].length),
+        *([p] for p in new if cached[p].length),
     ]:
-        done += join(engine, chosen, [row for p in chosen for row in new[p]], past[chosen[0]])
+        done += join(engine, chosen, [row for p in chosen for row in new[p]], cached[chosen[0]])
     return done
 
 
 def join(
-    engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], past: Past
+    engine: Engine, prompts: Sequence[tuple[int, ...]], rows: Sequence[Row], prefix: CachedPrefix
 ) -> list[Request]:
     "Read prompts and give each of their rows a place and a first token; returns the requests that this completed."
     longest = max(map(len, prompts))
-    read = sum(map(len, prompts)) - past.length
-    padded_to = len(prompts) * longest - past.length
+    read = sum(map(len, prompts)) - prefix.length
+    padded_to = len(prompts) * longest - prefix.length
     features, experts = watched(
-        engine, partial(prefill, engine.causal, engine.cache, prompts, past)
+        engine, partial(prefill, engine.causal, engine.cache, prompts, prefix)
     )
     engine.prefilled_tokens += read
     engine.meter.note(
@@ -522,21 +524,23 @@ def join(
     where = sent(source, features.device)
     engine.cache.add_rows(where, longest)
     engine.rows += rows
-    engine.course = None
+    engine.decode_state = None
     if experts is not None:
         notes = on_host(engine, experts.unflatten(0, (len(prompts), -1)))
         for i, row in zip(source, rows, strict=True):
             row.chosen.append(notes[i][: len(row.request.prompt)])
     [uniforms] = numbers_of(rows, 1, features.device)
     return emit(
-        engine, draw(engine.causal.logits(features)[where], plan_of(engine, rows), uniforms), start
+        engine,
+        sample_next(engine.causal.logits(features)[where], plan_of(engine, rows), uniforms),
+        start,
     )
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #1925efb2
-def plan_of(engine: Engine, rows: Sequence[Row]) -> DrawPlan:
+def plan_of(engine: Engine, rows: Sequence[Row]) -> SamplingPlan:
     "How rows are sampled."
     device = engine.causal.device
-    plan = DrawPlan.of([row.request.params for row in rows], device)
+    plan = SamplingPlan.of([row.request.params for row in rows], device)
     plan = replace(plan, allowed=allowed_next(rows, engine.causal.vocab_size, device))
     if plan.penalty is None:
         return plan
@@ -565,14 +569,14 @@ def check_sampled(row: Row, raw: float, used: float) -> None:
 
 def emit(
     engine: Engine,
-    drawn: tuple[Tensor, Tensor, Tensor],
+    sampled: tuple[Tensor, Tensor, Tensor],
     start: int = 0,
     experts: np.ndarray | None = None,
 ) -> list[Request]:
     """Give the rows from `start` on what was sampled (ids, raw and used logprobs); returns the completed requests.
 
     Raises `DivergedError`."""
-    series = torch.stack([part.double() for part in drawn]).tolist()
+    series = torch.stack([part.double() for part in sampled]).tolist()
     rows = engine.rows[start:]
     ended = dict[int, str]()
     engine.meter.tokens_sampled += len(rows)
@@ -601,7 +605,7 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
     row = engine.rows[i]
     causal = engine.causal
     if engine.routers is None and causal.goes_on:
-        engine.pasts.keep((*row.request.prompt, *row.tokens[:-1]), engine.cache, i)
+        engine.prefixes.keep((*row.request.prompt, *row.tokens[:-1]), engine.cache, i)
     drop(engine, i)
     request = row.request
     text = final_text(row, engine.tokenizer)
@@ -626,7 +630,7 @@ def retire(engine: Engine, i: int, reason: str) -> Request:
 def drop(engine: Engine, i: int) -> None:
     "Remove row `i` from batch and cache; the last row takes its place."
     last = engine.rows.pop()
-    engine.course = None
+    engine.decode_state = None
     if i < len(engine.rows):
         engine.rows[i] = last
     engine.cache.drop_row(i)
@@ -645,7 +649,7 @@ def forget_cancelled(engine: Engine) -> None:
 class DecodeState:
     "How the rows of a batch continue, as long as they are the same ones."
 
-    plan: DrawPlan
+    plan: SamplingPlan
     tokens: Tensor  # (rows,) newest ids, which the next step reads
     at: Tensor  # (rows,) their positions
     longest: int  # the largest of these
@@ -655,33 +659,41 @@ class DecodeState:
 UNIFORMS_AHEAD = 16  # steps whose uniform numbers are brought at once
 
 
-def course_of(engine: Engine) -> DecodeState:
-    "The course of the rows, with numbers for at least one step."
+def decode_state_of(engine: Engine) -> DecodeState:
+    "The decode state of the rows, with numbers for at least one step."
     rows = engine.rows
-    course = engine.course
-    if course is None:
+    decode_state = engine.decode_state
+    if decode_state is None:
         lengths = [row.cached for row in rows]
         tokens, at = sent([[row.tokens[-1] for row in rows], lengths], engine.causal.device).unbind(
             0
         )
-        course = DecodeState(plan_of(engine, rows), tokens, at, max(lengths), [])
-    course.uniforms = course.uniforms or numbers_of(rows, UNIFORMS_AHEAD, engine.causal.device)
-    return course
+        decode_state = DecodeState(plan_of(engine, rows), tokens, at, max(lengths), [])
+    decode_state.uniforms = decode_state.uniforms or numbers_of(
+        rows, UNIFORMS_AHEAD, engine.causal.device
+    )
+    return decode_state
 
 
 def advance(engine: Engine) -> list[Request]:
     "A decode step for every row; returns the requests that it completed."
-    course = course_of(engine)
-    engine.course = None
+    decode_state = decode_state_of(engine)
+    engine.decode_state = None
     features, experts = watched(
-        engine, partial(engine.step, course.tokens, course.at, course.longest)
+        engine, partial(engine.step, decode_state.tokens, decode_state.at, decode_state.longest)
     )
-    drawn = draw(engine.causal.logits(features), course.plan, course.uniforms.pop(0))
-    course.tokens, course.at, course.longest = drawn[0], course.at + 1, course.longest + 1
+    sampled = sample_next(
+        engine.causal.logits(features), decode_state.plan, decode_state.uniforms.pop(0)
+    )
+    decode_state.tokens, decode_state.at, decode_state.longest = (
+        sampled[0],
+        decode_state.at + 1,
+        decode_state.longest + 1,
+    )
     engine.meter.note("sampling", pass_work(engine.causal.size, len(engine.rows), len(engine.rows)))
-    if course.plan.allowed is None:  # else another grammar's mask is due
-        engine.course = course
-    return emit(engine, drawn, experts=None if experts is None else on_host(engine, experts))
+    if decode_state.plan.allowed is None:  # else another grammar's mask is due
+        engine.decode_state = decode_state
+    return emit(engine, sampled, experts=None if experts is None else on_host(engine, experts))
 
 # %% ../../../nbs/backends/local/05_engine.ipynb #42e60559
 def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> list[Logprobs]:
@@ -703,5 +715,5 @@ def echo(engine: Engine, sequences: Sequence[Sequence[int] | np.ndarray]) -> lis
             for i, part in zip(group, parts, strict=True):
                 results[i] = part.numpy()
     dtype = str(engine.causal.dtype).removeprefix("torch.")
-    stamp = {"source": "sampler", "policy_version": engine.policy_version, "dtype": dtype}
-    return [Logprobs(values, **stamp) for values in results]  # type: ignore[arg-type]
+    provenance = {"source": "sampler", "policy_version": engine.policy_version, "dtype": dtype}
+    return [Logprobs(values, **provenance) for values in results]  # type: ignore[arg-type]

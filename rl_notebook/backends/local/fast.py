@@ -28,7 +28,7 @@ States = dict[tuple[str, int, int], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Past:
+class CachedPrefix:
     "What a model keeps of the tokens of one sequence."
 
     length: int = 0  # tokens that were read
@@ -43,7 +43,7 @@ class Past:
         )
 
 
-NOTHING = Past()
+EMPTY_PREFIX = CachedPrefix()
 
 
 class StateCache(Cache):
@@ -55,7 +55,7 @@ class StateCache(Cache):
         self.states: States = {}  # each (slots, ...)
         self.fresh_states: States = {}  # what the current prefill made
         self.filling = False  # prefill, or decode step
-        self.past = NOTHING  # what the current prefill continues from
+        self.prefix = EMPTY_PREFIX  # what the current prefill continues from
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         "The last inputs of a layer's convolution (rows, channels, width); None where nothing was read."
@@ -104,7 +104,7 @@ class StateCache(Cache):
         self, layer_idx: int | None = None, state_idx: int | None = None
     ) -> bool:
         "Whether a layer has read something."
-        return not self.filling or self.past.length > 0
+        return not self.filling or self.prefix.length > 0
 
     def is_recording_past(self, layer_idx: int) -> bool:
         "Whether states before the newest are kept: they are not."
@@ -135,8 +135,8 @@ class SlotCache(StateCache):
     ) -> tuple[Tensor, Tensor]:
         "Store new keys and values (B, heads, S, dim); returns all of them. A model's own attention calls it."
         if self.filling:
-            if self.past.pairs:
-                keys, values = self.past.pairs[layer_idx]
+            if self.prefix.pairs:
+                keys, values = self.prefix.pairs[layer_idx]
                 key_states = torch.cat((keys, key_states), 2)
                 value_states = torch.cat((values, value_states), 2)
             self.fresh[layer_idx] = (key_states, value_states)
@@ -162,7 +162,7 @@ class SlotCache(StateCache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         "Columns before the tokens of this pass."
-        return self.past.length if self.filling else self.longest - 1
+        return self.prefix.length if self.filling else self.longest - 1
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         "Position of the first token of this pass, for masks that a model makes itself."
@@ -170,7 +170,7 @@ class SlotCache(StateCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         "Number of columns and where they begin, for masks that a model makes itself."
-        return (self.past.length + query_length if self.filling else self.longest), 0
+        return (self.prefix.length + query_length if self.filling else self.longest), 0
 
     def reserve(self, rows: int, columns: int) -> None:
         "Grow the buffers to at least `rows` slots of `columns` columns, keeping what is in them."
@@ -208,19 +208,19 @@ class SlotCache(StateCache):
         self.fresh = {}
         self.fresh_states = {}
 
-    def past_of(self, row: int, length: int) -> Past:
-        "A copy of what is kept of a row that has read so many tokens."
+    def prefix_of(self, row: int, length: int) -> CachedPrefix:
+        "A copy of what is kept of a row that has read `length` tokens."
         own = slice(row, row + 1), slice(None), slice(length)
         pairs = {layer: (k[own].clone(), v[own].clone()) for layer, (k, v) in self.buffers.items()}
-        return Past(
+        return CachedPrefix(
             length, pairs, {key: state[own[0]].clone() for key, state in self.states.items()}
         )
 
-    def begin_prefill(self, past: Past) -> None:
-        "Prepare to read prompts that continue from a past."
+    def begin_prefill(self, prefix: CachedPrefix) -> None:
+        "Prepare to read prompts that continue from a prefix."
         self.filling = True
-        self.past = past
-        self.fresh_states = {key: state.clone() for key, state in past.states.items()}
+        self.prefix = prefix
+        self.fresh_states = {key: state.clone() for key, state in prefix.states.items()}
 
     def begin_step(
         self, lengths: Tensor, longest: int, windows: Iterable[int | None] = (None,)
@@ -428,7 +428,7 @@ def linears_fn(
 def head_norm_fn(
     norms: Sequence[nn.Module | None], heads: Sequence[int]
 ) -> Callable[[Tensor], Tensor]:
-    "The norms of so many heads each, side by side in (..., heads, dim), as one function."
+    "The norms of groups of heads, next to each other in (..., heads, dim), as one function."
     if not any(norms):
         return lambda x: x
     eps: set[Any] = {getattr(n, "variance_epsilon", None) for n in norms}

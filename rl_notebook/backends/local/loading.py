@@ -212,8 +212,8 @@ def find_device(device: str | torch.device | None) -> torch.device:  # None = a 
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        found = torch.device(device)
-        torch.zeros(1, device=found).item()
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen).item()
     except Exception as reason:
         # AssertionError, RuntimeError, ImportError: another one for each kind of device
         accelerator, count = (
@@ -229,7 +229,7 @@ def find_device(device: str | torch.device | None) -> torch.device:  # None = a 
             expected=expected,
             fix="Set device='cpu'.",
         ) from reason
-    return found
+    return chosen
 
 # %% ../../../nbs/backends/local/07_loading.ipynb #150e65c0
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

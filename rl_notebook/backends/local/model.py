@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from .fast import NOTHING, FastDecoder, Past, SlotCache, linears_fn
+from .fast import EMPTY_PREFIX, CachedPrefix, FastDecoder
+from .fast import SlotCache, linears_fn
 from .prefixes import prefix_tree, reading, sent
 from .routing import find_routers, noting, replaying
 from ..work import model_size
@@ -31,7 +32,7 @@ CHUNK = {"cuda": 2**27}  # logits that may exist at once: 512 MB in float32, els
 
 
 def rows_at_once(where: Tensor, width: int, chunk: int | None = None) -> int:
-    "How many rows of so many logits a chunk has."
+    "The number of rows of logits in a chunk."
     return max(1, (chunk or CHUNK.get(where.device.type, 2**24)) // width)
 
 
@@ -231,7 +232,7 @@ class CausalModel:
         self.unknown = frozenset[int]()  # ids that have no share in its logprobs
 
     def over(self, copied: nn.Module) -> CausalModel:
-        "The same over a copy of the model, which needs no probe of its own."
+        "The same over a copy of the model, which needs no further probe."
         made = CausalModel(copied, self.route)
         made.no_tree = self.no_tree
         return mask_ids(made, sorted(self.unknown))
@@ -324,12 +325,15 @@ def padded(
 
 # %% ../../../nbs/backends/local/04_model.ipynb #b2ef5418
 def prefill(
-    model: CausalModel, cache: SlotCache, prompts: Sequence[Sequence[int]], past: Past = NOTHING
+    model: CausalModel,
+    cache: SlotCache,
+    prompts: Sequence[Sequence[int]],
+    prefix: CachedPrefix = EMPTY_PREFIX,
 ) -> Tensor:
-    "(B, D) features of each prompt's last token, keys, values in `cache.fresh`; `past`: what a single one begins with."
-    cache.begin_prefill(past)
-    begun = past.length
-    unread = [p[past.length :] for p in prompts]
+    "(B, D) features of each prompt's last token, keys, values in `cache.fresh`; `prefix`: what a single one begins with."
+    cache.begin_prefill(prefix)
+    begun = prefix.length
+    unread = [p[prefix.length :] for p in prompts]
     ids = padded(unread, model.device)
     rows, ends = sent([range(len(unread)), [len(p) - 1 for p in unread]], model.device)
     positions = torch.arange(begun, begun + ids.shape[1], device=model.device)[None]
@@ -377,14 +381,14 @@ class RecordedStep:
             self.inputs = tokens.new_zeros(2, cache.slots)
         self.inputs[:, :rows] = torch.stack((tokens, lengths))
         self.inputs[:, rows:] = 0
-        if self.found() != self.recorded:
+        if self.dependencies() != self.recorded:
             self.record()
-            self.recorded = self.found()
+            self.recorded = self.dependencies()
         self.graph.replay()
         cache.hidden = None
         return self.features[:rows]
 
-    def found(self) -> tuple:
+    def dependencies(self) -> tuple:
         "All that a recording holds on to."
         weights = ((p.data_ptr(), p._version) for p in self.model.model.parameters())
         return self.cache.slots, self.cache.capacity, len(self.model.fast.rotary.cos), *weights  # type: ignore[union-attr]
@@ -392,15 +396,15 @@ class RecordedStep:
     def record(self) -> None:
         "Make a step once, so that all it needs is there, and once for the recording."
         self.graph = torch.cuda.CUDAGraph()
-        apart = torch.cuda.Stream()
+        side_stream = torch.cuda.Stream()
         here = torch.cuda.current_stream()
-        apart.wait_stream(here)
-        with torch.cuda.stream(apart):
+        side_stream.wait_stream(here)
+        with torch.cuda.stream(side_stream):
             step_of_all(self.model, self.cache, *self.inputs)
             self.graph.capture_begin(capture_error_mode="thread_local")
             self.features = step_of_all(self.model, self.cache, *self.inputs)
             self.graph.capture_end()
-        here.wait_stream(apart)
+        here.wait_stream(side_stream)
 
 # %% ../../../nbs/backends/local/04_model.ipynb #71522ad9
 # of a model run otherwise
@@ -450,7 +454,7 @@ def _stepwise(causal: CausalModel, ids: Tensor, choosing: Choosing) -> list[tupl
     ends = [n + 5 for n in starts]
     for i, n in enumerate(ends):
         with choosing(place[i, n : n + 2]):
-            later.append(prefill(causal, cache, [ids[i, : n + 2].tolist()], cache.past_of(i, n)))
+            later.append(prefill(causal, cache, [ids[i, : n + 2].tolist()], cache.prefix_of(i, n)))
     return [*results, (torch.cat(later), sent([n + 1 for n in ends], ids.device))]
 
 # %% ../../../nbs/backends/local/04_model.ipynb #8f4759d9

@@ -36,7 +36,7 @@ def by_prefix(sequences: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
     return order, [0, *(shared_length(sequences[a], sequences[b]) for a, b in pairwise(order))]
 
 # %% ../../../nbs/backends/local/01_prefixes.ipynb #3353bbee
-COPIES = 3  # copied keys and values of so many tokens take the memory of one token that is computed
+COPIES = 3  # this number of tokens, copied, takes the memory of one that is computed
 
 
 def plan_trees(sequences: Sequence[np.ndarray], budget: int) -> list[tuple[list[int], int, int]]:
@@ -162,7 +162,7 @@ _HALF = (torch.bfloat16, torch.float16)
 def for_heads(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    "Keys and values (B, heads, S, dim) as a fast kernel takes them beside queries of more heads."
+    "Keys and values (B, heads, S, dim) as a fast kernel takes them with queries of more heads."
     groups = query.shape[1] // key.shape[1]
     if groups == 1 or query.device.type == "cpu" or (mask is None and query.dtype in _HALF):
         return key, value

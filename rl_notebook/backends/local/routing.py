@@ -63,21 +63,23 @@ def _looks_like_router(module: nn.Module) -> bool:
 # %% ../../../nbs/backends/local/00_routing.ipynb #9ff77d04
 def find_rule(router: Any) -> Rule | None:
     "The rule that a router follows on random tokens; None if it follows none or does not return three parts."
-    twin = copy.deepcopy(router).float().eval()
+    router_copy = copy.deepcopy(router).float().eval()
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(64, twin.weight.shape[1], generator=generator)
+    hidden = torch.randn(64, router_copy.weight.shape[1], generator=generator)
     with torch.no_grad():
-        twin.weight.copy_(
-            2 * torch.randn(twin.weight.shape, generator=generator) / twin.weight.shape[1] ** 0.5
+        router_copy.weight.copy_(
+            2
+            * torch.randn(router_copy.weight.shape, generator=generator)
+            / router_copy.weight.shape[1] ** 0.5
         )
         try:
-            logits, weights, chosen = twin(hidden.to(twin.weight))
+            logits, weights, chosen = router_copy(hidden.to(router_copy.weight))
         except (TypeError, ValueError, RuntimeError):
             return None
-    expected = (64, twin.num_experts), (64, twin.top_k), (64, twin.top_k)
+    expected = (64, router_copy.num_experts), (64, router_copy.top_k), (64, router_copy.top_k)
     if tuple(getattr(part, "shape", None) for part in (logits, weights, chosen)) != expected:
         return None
-    scale = getattr(twin, "routed_scaling_factor", None) or 1.0
+    scale = getattr(router_copy, "routed_scaling_factor", None) or 1.0
     rules = [replace(r, scale=s) for s in {1.0, float(scale)} for r in RULES]
     return next(
         (r for r in rules if torch.allclose(r(logits, chosen), weights.float(), 1e-3, 1e-5)), None
@@ -189,7 +191,7 @@ class Notes:
 # %% ../../../nbs/backends/local/00_routing.ipynb #21045ea6
 @contextmanager
 def _hooked(routers: Routers, hook: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-    "Every router under a forward hook of its own."
+    "One forward hook per router."
     handles = [m.register_forward_hook(hook(layer)) for layer, m in enumerate(routers.modules)]
     try:
         yield

@@ -143,19 +143,19 @@ class Scoring:
                     fix=fix,
                 )
 
-    def stamped(
+    def with_provenance(
         self, logprobs: Sequence[Tensor], entropies: Sequence[Tensor] | None = None
     ) -> list[Logprobs]:
-        "Logprobs, and entropies beside them where there are any, with their provenance."
+        "Logprobs, and entropies where there are any, with their provenance."
         dtype = str(self.causal.dtype).removeprefix("torch.")
-        stamp: Any = {
+        provenance: Any = {
             "source": self.source,
             "policy_version": self.versions.current,
             "temperature": self.temperature,
         }
         pairs = zip(logprobs, entropies or [None] * len(logprobs), strict=True)
         return [
-            Logprobs(array(s), **stamp, dtype=dtype, entropy=None if h is None else array(h))
+            Logprobs(array(s), **provenance, dtype=dtype, entropy=None if h is None else array(h))
             for s, h in pairs
         ]
 
@@ -207,7 +207,7 @@ class Scoring:
     def head(
         self, features: Tensor, targets: Tensor, entropy: bool, graded: bool
     ) -> tuple[Tensor, Tensor | None]:
-        "Logprobs of targets and, if asked for, the entropies beside them."
+        "Logprobs of targets and, if asked for, the entropies too."
         entropies = filled = None
         if graded:
             entropies = head_entropy(features, self.causal.head, self.temperature)
@@ -254,7 +254,9 @@ def score(scoring: Scoring, datums: Sequence[Datum], entropy: bool = False) -> l
         outputs = [scoring.forward(batch, entropy) for batch in batches]
         synchronize(scoring.causal.device)
     each = zip(*outputs, strict=True) if entropy else [[logprobs for logprobs, _ in outputs]]
-    return scoring.stamped(*[per_datum(scoring, datums, batches, [*flats]) for flats in each])
+    return scoring.with_provenance(
+        *[per_datum(scoring, datums, batches, [*flats]) for flats in each]
+    )
 
 # %% ../../../nbs/backends/local/06_scoring.ipynb #f3999433
 def not_finite(
@@ -293,13 +295,13 @@ def loss_and_dlogprobs(
     if not loss.isfinite().all():
         raise not_finite(datums, series, prompt_logprobs, "loss", loss.item())
     leaves = [*series, *entropies]
-    found = (
+    gradients = (
         torch.autograd.grad(loss, leaves, allow_unused=True)
         if loss.requires_grad
         else [None] * len(leaves)
     )
-    dlogprobs = found[: len(series)]
-    for h, dentropy in zip(entropies, found[len(series) :], strict=True):
+    dlogprobs = gradients[: len(series)]
+    for h, dentropy in zip(entropies, gradients[len(series) :], strict=True):
         h.grad = dentropy
     results = []
     for d, dlogprob in zip(datums, dlogprobs, strict=True):

@@ -154,8 +154,8 @@ class PolicyState:
         dentropies = [
             array(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num()) for h in read
         ]
-        stamped = tuple(scoring.stamped(logprobs, entropies))
-        return LossOutput(value, metrics, stamped, tuple(dlogprobs)), dentropies
+        provided = tuple(scoring.with_provenance(logprobs, entropies))
+        return LossOutput(value, metrics, provided, tuple(dlogprobs)), dentropies
 
     def backpropagate(
         self,
@@ -211,7 +211,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #62ea96bb
 def divisor(normalization: GradNormalization, loss_tokens: int, sequences: int) -> int:
-    "What a gradient of so many tokens and sequences is divided by; raises `BackendError`."
+    "What a gradient of these numbers of tokens and sequences is divided by; raises `BackendError`."
     known = {"none": 1, "num_loss_tokens": loss_tokens, "num_sequences": sequences}
     if normalization not in known:
         what = "grad_accumulation_normalization"
@@ -493,11 +493,11 @@ def restore(
     state.versions.set_current(meta["version"], meta["published"])
     for name, target in zip(state.params, state.targets, strict=True):
         if f"adam/step/{name}" in tensors:
-            found = {
+            saved = {
                 key: tensors[f"adam/{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")
             }
             adamw(state, AdamParams()).state[target] = {
-                k: t.to(target.device, copy=True) for k, t in found.items()
+                k: t.to(target.device, copy=True) for k, t in saved.items()
             }
     torch.set_rng_state(tensors["rng/cpu"].cpu())
     if "rng/cuda" in tensors and state.scoring.causal.device.type == "cuda":
@@ -621,7 +621,7 @@ class LocalTrainer:
         return self.state.scoring.causal.vocab_size
 
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
-        "Policy logprobs and the entropies beside them, target coordinates (N-1,), NaN where not scored."
+        "Policy logprobs and entropies, target coordinates (N-1,), NaN where not scored."
         return await self.run(score, self.state.scoring, list(datums), True)
 
     async def loss(self, datums: Sequence[Datum], loss_fn: LossFn) -> LossOutput:
@@ -669,10 +669,10 @@ class LocalTrainer:
 
 def loss_and_backward(state: PolicyState, datums: list[Datum], loss_fn: LossFn) -> LossOutput:
     "Loss, then the backward pass of its derivatives, with norms of the gradient by layer."
-    found, dentropies = state.evaluate(datums, loss_fn)
-    state.backpropagate(datums, found.dlogprobs, dentropies)
+    output, dentropies = state.evaluate(datums, loss_fn)
+    state.backpropagate(datums, output.dlogprobs, dentropies)
     norms = _layer_norms("grad_norm", state.params, [t.grad for t in state.targets])
-    return replace(found, metrics={**found.metrics, **norms})
+    return replace(output, metrics={**output.metrics, **norms})
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #b6b69a15
 @contextmanager
@@ -913,7 +913,7 @@ class LocalSync:
 
 # %% ../../../nbs/backends/local/08_trainer.ipynb #cde8407e
 def export_weights(state: PolicyState, tokenizer: Any, folder: Path, to: str | None = None) -> None:
-    "Write the policy as it stands now, `to` one of the kinds; raises `ConfigError`, `BackendError` or `RecordError`."
+    "Write the current policy, `to` one of the kinds; raises `ConfigError`, `BackendError` or `RecordError`."
     adapter = hasattr(state.module, "peft_config")
     model = state.scoring.causal.model
     if to not in (None, "hf") and not (adapter and to in ("adapter", "merged")):
@@ -977,7 +977,7 @@ def open_local(
     inline: bool = False,  # compute on the calling thread, for debuggers
     threads: int
     | None = None,  # of torch, on a CPU; None = one where layers are small, else as torch is set
-    beside: bool = False,  # the sampler computes in a worker of its own: rollouts continue while the policy trains
+    beside: bool = False,  # the sampler computes in a separate worker: rollouts continue while the policy trains
     max_batch: int = 256,  # completions sampled at once
     max_seq_len: int | None = None,  # None = the model's context
     tokens_per_batch: int = 16384,  # padded tokens of one forward pass
@@ -1019,7 +1019,7 @@ def open_local(
         engine.causal.size, engine.causal.decoder.config.num_hidden_layers, threads, inline
     )
     run = Worker(inline, count)
-    draws = Worker(threads=count) if beside else run
+    sampling_worker = Worker(threads=count) if beside else run
     if router_replay:
         engine.routers = find_routers(served)
         engine.note_prompt = not router_replay_completion_only
@@ -1032,7 +1032,7 @@ def open_local(
     if gradient_checkpointing:
         checkpoint_layers(module)
     policy = LocalTrainer(state, run)
-    sampler = LocalSampler(engine, draws)
+    sampler = LocalSampler(engine, sampling_worker)
     can = Capabilities(
         "local",
         prompt_logprobs=prompt_logprobs,
@@ -1053,8 +1053,8 @@ def open_local(
         "size": state.scoring.causal.size,
         "opened": opened,
     }
-    more["export"] = lambda folder, to=None, told=tokenizer: run(
-        export_weights, state, told, Path(folder), to
+    more["export"] = lambda folder, to=None, saved_tokenizer=tokenizer: run(
+        export_weights, state, saved_tokenizer, Path(folder), to
     )
-    close = partial(sampler.close, run, draws)
+    close = partial(sampler.close, run, sampling_worker)
     return Backend(policy, judge, sampler, sync, tokenizer, can, close, engine.meter, **more)

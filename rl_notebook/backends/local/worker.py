@@ -43,7 +43,7 @@ _SET_MKL = _openmp("MKL_Set_Num_Threads_Local") or (lambda count: 0)  # 0 = as m
 
 
 def set_threads(count: int) -> None:
-    "Torch on so many threads where the calling thread computes, and nowhere else."
+    "Torch on this number of threads where the calling thread computes, and nowhere else."
     torch.get_num_threads()  # a thread's first call sets the number that it begins with
     _SET(count)
     _SET_MKL(count)

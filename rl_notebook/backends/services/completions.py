@@ -19,7 +19,8 @@ import numpy as np
 
 from ..base import Meter, check_known
 from ..local.engine import check_tokens
-from .wire import ODD, Refused, Secret, HttpClient, one_line
+from .wire import RESPONSE_ERRORS, HttpClient, Refused
+from .wire import Secret, one_line
 from ...core.align import completion_from_target, target_from_echo
 from ...core.findings import Finding, Findings
 from ...core.retries import Retries, together
@@ -52,7 +53,7 @@ class Dialect:
     neutral: Mapping[str, Any]  # settings that switch off what the server would do by itself
     sample: Mapping[str, Any]  # asks for ids and logprobs of what is sampled
     prefill: Mapping[str, Any]  # asks for logprobs of the prompt; empty = it has none
-    how: str = ""  # to switch on ids, for the error when none came back
+    ids_hint: str = ""  # to switch on ids, for the error when none came back
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #e2881de4
 DIALECTS = {
@@ -61,7 +62,7 @@ DIALECTS = {
         {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
         {"logprobs": 1, "return_token_ids": True, "return_tokens_as_token_ids": True},
         {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "return_token_ids": True},
-        how="vLLM sends them with return_token_ids, older versions with return_tokens_as_token_ids.",
+        ids_hint="vLLM sends them with return_token_ids, older versions with return_tokens_as_token_ids.",
     ),
     "sglang": Dialect(
         "/v1/completions",
@@ -74,28 +75,28 @@ DIALECTS = {
             "logprobs": 1,
             "return_token_ids": True,
         },
-        how="SGLang sends them with return_token_ids; its older versions have them at /generate alone.",
+        ids_hint="SGLang sends them with return_token_ids; its older versions have them at /generate alone.",
     ),
     "llama.cpp": Dialect(
         "/v1/completions",
         {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repeat_penalty": 1.0, "typical_p": 1.0},
         {"logprobs": 1},
         {},
-        how="llama.cpp's server sends them with the logprobs.",
+        ids_hint="llama.cpp's server sends them with the logprobs.",
     ),
     "fireworks": Dialect(
         "/inference/v1/completions",
         {"top_p": 1.0, "top_k": 0},
         {"logprobs": True, "raw_output": True},
         {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": True, "raw_output": True},
-        how="Fireworks sends them with raw_output.",
+        ids_hint="Fireworks sends them with raw_output.",
     ),
     "echo": Dialect(
         "/v1/completions",
         {},
         {"logprobs": 1, "return_tokens_as_token_ids": True},
         {"max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1},
-        how="The server must return ids with return_token_ids, return_tokens_as_token_ids or raw_output.",
+        ids_hint="The server must return ids with return_token_ids, return_tokens_as_token_ids or raw_output.",
     ),
 }
 
@@ -145,9 +146,9 @@ def reported(
     logprobs = choice.get("logprobs") or {}
     if logprobs.get("content"):
         content = logprobs["content"]
-        drawn = [entry.get("sampling_logprob") for entry in content]
-        return [entry.get("logprob") for entry in content], drawn if any(
-            v is not None for v in drawn
+        sampling = [entry.get("sampling_logprob") for entry in content]
+        return [entry.get("logprob") for entry in content], sampling if any(
+            v is not None for v in sampling
         ) else None
     return logprobs.get("token_logprobs"), None
 
@@ -167,9 +168,9 @@ def scores_by_id(
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #b3aa52e3
 def echoed_scores(
-    choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str
+    choice: Mapping[str, Any], tokens: Sequence[int], sampled: int, where: str
 ) -> list[float | None]:
-    "Logprobs of the (N,) ids of an echoed prompt, null for the first; beyond them, `drawn` more may come."
+    "Logprobs of the (N,) ids of an echoed prompt, null for the first; beyond them, `sampled` more may come."
     values = reported(choice)[0] or []
     if not values:
         fix = "vLLM offers prompt_logprobs, others echo; some servers offer neither."
@@ -181,17 +182,17 @@ def echoed_scores(
         raise AlignmentError(
             "echo", where=where, got="other tokens than were sent", expected="the same ids"
         )
-    values = values[: len(tokens)] if 0 < len(values) - len(tokens) <= drawn else values
+    values = values[: len(tokens)] if 0 < len(values) - len(tokens) <= sampled else values
     return [None, *values[1:]] if (choice.get("logprobs") or {}).get("content") else values
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #7cce4ba8
 def prompt_scores(
-    choice: Mapping[str, Any], tokens: Sequence[int], drawn: int, where: str
+    choice: Mapping[str, Any], tokens: Sequence[int], sampled: int, where: str
 ) -> np.ndarray:
     "(N-1,) logprobs of a prompt in target coordinates, whatever the layout; raises `BackendError` or `AlignmentError`."
     rows = choice.get("prompt_logprobs")
     values = (
-        scores_by_id(rows, tokens, where) if rows else echoed_scores(choice, tokens, drawn, where)
+        scores_by_id(rows, tokens, where) if rows else echoed_scores(choice, tokens, sampled, where)
     )
     missing = [i for i, value in enumerate(values) if i and value is None]
     if missing:
@@ -211,7 +212,7 @@ def check_choice(
     "The ids and the finish reason of a choice; raises `BackendError`."
     ids = completion_ids(choice)
     if ids is None:
-        fix = f"{dialect.how} Text is not tokenised again: the ids could differ from those drawn."
+        fix = f"{dialect.ids_hint} Text is not tokenised again: the ids could differ from those drawn."
         got = f"a choice with {sorted(k for k, v in choice.items() if v is not None)}"
         raise BackendError(
             "no token ids came back",
@@ -248,7 +249,7 @@ def reading(where: str) -> Iterator[None]:
         yield
     except RLNotebookError:
         raise
-    except ODD as e:
+    except RESPONSE_ERRORS as e:
         got = f"fields of another shape ({quoted(e, 200)})"
         expected = "those of an OpenAI-compatible server"
         raise BackendError("the response", where=where, got=got, expected=expected) from e
@@ -259,16 +260,16 @@ Kind = Literal["raw", "processed", "both", "unknown"]
 
 def sort_logprobs(
     values: Sequence[float | None],
-    drawn: Sequence[float | None] | None,
+    sampling: Sequence[float | None] | None,
     params: SampleParams,
     kind: Kind,
 ) -> tuple[Sequence[float | None] | None, Sequence[float | None] | None]:
     "Raw logprobs, or None when they must be asked for; and those of the distribution sampled from, or None."
     point = [0.0] * len(values) if params.temperature == 0 else None
     if params.draws_from_raw:
-        return values, values if drawn is None else drawn
-    if drawn is not None or kind == "both":
-        return values, point or drawn
+        return values, values if sampling is None else sampling
+    if sampling is not None or kind == "both":
+        return values, point or sampling
     if kind == "processed":
         return None, point or values
     return (values if kind == "raw" else None), point
@@ -307,7 +308,7 @@ class OpenAISampler:
         self.dialect = dialect if isinstance(dialect, Dialect) else DIALECTS[dialect or "vllm"]
         # name and version, as far as it says
         self.server = _UNKNOWN
-        self.as_found = dialect is None
+        self.detects_dialect = dialect is None
         self.max_seq_len = max_seq_len
         self.vocab_size = vocab_size
         self.meter = meter or Meter()
@@ -327,13 +328,18 @@ class OpenAISampler:
         )
         seeds = [request_seed(params.seed, i) for i in range(params.n)]
         return await together(
-            [self.draw(prompt, params, secrets.randbits(31) if s is None else s) for s in seeds]
+            [
+                self.sample_one(prompt, params, secrets.randbits(31) if s is None else s)
+                for s in seeds
+            ]
         )
 
     async def logprobs(self, tokens: Sequence[int] | np.ndarray) -> Logprobs:
         "Raw logprobs of given tokens (N-1,), from the weights that the server has."
-        drawn = int(self.dialect.prefill.get("max_tokens", 0))
-        ids = check_tokens(tokens, self.vocab_size, "tokens", self.max_seq_len, new=drawn, least=2)
+        sampled = int(self.dialect.prefill.get("max_tokens", 0))
+        ids = check_tokens(
+            tokens, self.vocab_size, "tokens", self.max_seq_len, new=sampled, least=2
+        )
         values, version = await self.score(ids)
         return Logprobs(values, source="sampler", policy_version=version)
 
@@ -380,7 +386,9 @@ class OpenAISampler:
         with reading(where):
             return prompt_scores(choice, tokens, int(body["max_tokens"]), where), version
 
-    async def draw(self, prompt: Sequence[int], params: SampleParams, seed: int) -> Completion:
+    async def sample_one(
+        self, prompt: Sequence[int], params: SampleParams, seed: int
+    ) -> Completion:
         "One completion of a prompt, (P,) ids, with its logprobs sorted."
         where = self.wire.root
         choice, version = await self.complete(
@@ -388,13 +396,13 @@ class OpenAISampler:
         )
         with reading(where):
             ids, reason = check_choice(choice, prompt, self.dialect, where)
-            values, reported_drawn = reported(choice)
+            values, reported_sampling = reported(choice)
             if not values:
                 fix = "Does the server report logprobs, and is it allowed to?"
                 raise BackendError(
                     "no logprobs came back", where=where, expected="one per token", fix=fix
                 )
-            raw, drawn = sort_logprobs(values, reported_drawn, params, self.kind)
+            raw, sampling = sort_logprobs(values, reported_sampling, params, self.kind)
             text = choice.get("text") or ""
             end = next(
                 (i + 1 for i, token in enumerate(ids) if token in params.stop_token_ids), len(ids)
@@ -402,17 +410,17 @@ class OpenAISampler:
             if end < len(ids) == len(values):  # a server without `stop_token_ids` keeps sampling
                 ids = ids[:end]
                 raw = raw and raw[:end]
-                drawn = drawn and drawn[:end]
+                sampling = sampling and sampling[:end]
                 text = self.tokenizer.decode(ids[:-1], skip_special_tokens=True)
                 reason = "stop"
         if raw is None:
             scores, at = await self.score([*prompt, *ids])
             raw = completion_from_target(scores, len(prompt))
             if at != version:  # new weights came in between
-                return await self.draw(prompt, params, seed)
+                return await self.sample_one(prompt, params, seed)
         self.meter.tokens_sampled += len(ids)
         with reading(where):
-            return Completion(prompt, ids, raw, drawn, text, reason, version, params)  # type: ignore[arg-type]
+            return Completion(prompt, ids, raw, sampling, text, reason, version, params)  # type: ignore[arg-type]
 
     async def close(self) -> None:
         "Close the connections; later calls are rejected."
@@ -516,7 +524,7 @@ async def _describe(sampler: OpenAISampler) -> int | None:
         name, dialect, path, field = _SERVERS[owner]
         version = (await wire.look(path))[1].get(field, "of a version that it does not say")
         sampler.server = one_line(f"{name} {version}")
-        sampler.dialect = DIALECTS[dialect] if sampler.as_found else sampler.dialect
+        sampler.dialect = DIALECTS[dialect] if sampler.detects_dialect else sampler.dialect
     meta: Any = entry.get("meta") if isinstance(entry.get("meta"), dict) else {}
     longest = [
         entry.get("max_model_len"),
@@ -538,11 +546,11 @@ async def probe(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int =
     )
     same = all(c[0].tokens.tolist() == alone.tokens.tolist() for c in (crowd[0], crowd[2]))
     gap = math.nan
-    ways = [sampler.dialect.prefill]
-    if sampler.as_found and sampler.server == _UNKNOWN:
-        ways += [DIALECTS["echo"].prefill, {}]
-    for way in ways:
-        sampler.dialect = replace(sampler.dialect, prefill=way)
+    prefills = [sampler.dialect.prefill]
+    if sampler.detects_dialect and sampler.server == _UNKNOWN:
+        prefills += [DIALECTS["echo"].prefill, {}]
+    for prefill in prefills:
+        sampler.dialect = replace(sampler.dialect, prefill=prefill)
         with suppress(BackendError, AlignmentError):
             gap = await _gap_when_scored(sampler, alone)
             break
@@ -556,10 +564,12 @@ async def probe(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int =
     )
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #4d5b2f1c
-async def _gap_when_scored(sampler: OpenAISampler, drawn: Completion) -> float:
+async def _gap_when_scored(sampler: OpenAISampler, completion: Completion) -> float:
     "Largest difference between the logprobs of a completion and its raw scores."
-    scores, _ = await sampler.score(drawn.full_tokens)
-    return float(np.abs(completion_from_target(scores, drawn.prompt_len) - drawn.logprobs).max())
+    scores, _ = await sampler.score(completion.full_tokens)
+    return float(
+        np.abs(completion_from_target(scores, completion.prompt_len) - completion.logprobs).max()
+    )
 
 # %% ../../../nbs/backends/services/01_completions.ipynb #34fe1f84
 async def _kind(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int, gap: float) -> Kind:
@@ -568,13 +578,13 @@ async def _kind(sampler: OpenAISampler, prompt: Sequence[int], max_tokens: int, 
     body = request_body(sampler.dialect, sampler.model, prompt, params, 1)
     choice, version = await sampler.complete(body)
     ids, reason = check_choice(choice, prompt, sampler.dialect, sampler.wire.root)
-    values, drawn = reported(choice)
-    if drawn is not None:
+    values, sampling = reported(choice)
+    if sampling is not None:
         return "both"
     if np.isnan(gap) or not values:
         return "unknown"
     hot = Completion(prompt, ids, values, None, "", reason, version, params)  # type: ignore[arg-type]
-    apart = await _gap_when_scored(sampler, hot)
-    if apart <= max(1e-3, 3 * gap):
+    gap_at_2 = await _gap_when_scored(sampler, hot)
+    if gap_at_2 <= max(1e-3, 3 * gap):
         return "raw"
-    return "processed" if apart > max(0.05, 10 * gap) else "unknown"
+    return "processed" if gap_at_2 > max(0.05, 10 * gap) else "unknown"

@@ -85,7 +85,7 @@ from ...core.retries import AdaptiveLimit, Retries, together, with_retries_block
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #f6b7ba7c
 def completion_of(
-    drawn: Any,
+    sampled: Any,
     prompt: Sequence[int],
     params: SampleParams,
     policy_version: int = 0,
@@ -94,39 +94,39 @@ def completion_of(
     """The SDK's SampledCompletion of a prompt, (P,) ids, as ours, echoed or not.
 
     With `completion_only`, what was noted of the prompt is blank. Raises `BackendError` and `AlignmentError`."""
-    if list(drawn.full_tokens[: drawn.prompt_len]) != list(prompt):
-        got = f"a prompt of {drawn.prompt_len} ids"
+    if list(sampled.full_tokens[: sampled.prompt_len]) != list(prompt):
+        got = f"a prompt of {sampled.prompt_len} ids"
         sent = f"the {len(prompt)} ids that were sent"
         raise BackendError("the deployment read another prompt", got=got, expected=sent)
-    if drawn.inference_logprobs is None:
+    if sampled.inference_logprobs is None:
         fix = "Does the deployment report a number for every token? One null hides them all."
         raise BackendError(
             "no logprobs came back", where="deployment", expected="one per token", fix=fix
         )
-    if drawn.finish_reason not in FINISH:
+    if sampled.finish_reason not in FINISH:
         raise BackendError(
-            "finish_reason", got=repr(drawn.finish_reason), expected=" or ".join(FINISH)
+            "finish_reason", got=repr(sampled.finish_reason), expected=" or ".join(FINISH)
         )
-    if drawn.routing_matrices is not None and not isinstance(drawn.routing_matrices, list):
-        got = f"{type(drawn.routing_matrices).__name__}, which say where the choices are stored"
+    if sampled.routing_matrices is not None and not isinstance(sampled.routing_matrices, list):
+        got = f"{type(sampled.routing_matrices).__name__}, which say where the choices are stored"
         fix = "Set router_replay=False: only choices that come with the response are carried."
         raise BackendError("expert choices", where="deployment", got=got, expected="text", fix=fix)
-    skip = drawn.echoed_prompt_logprob_count if drawn.logprobs_echoed else 0
-    read = len(drawn.full_tokens) - 1
-    sampling = drawn.sampling_logprobs
+    skip = sampled.echoed_prompt_logprob_count if sampled.logprobs_echoed else 0
+    read = len(sampled.full_tokens) - 1
+    sampling = sampled.sampling_logprobs
     known = None if sampling is None or None in sampling[skip:] else sampling[skip:]
-    raw, own = sort_logprobs(drawn.inference_logprobs[skip:], known, params, "both")
+    raw, own = sort_logprobs(sampled.inference_logprobs[skip:], known, params, "both")
     series = (
         np.asarray(raw, dtype=np.float64),
         None if own is None else np.asarray(own, dtype=np.float64),
     )
-    tokens = np.array(drawn.full_tokens[drawn.prompt_len :])
-    reason = FINISH[drawn.finish_reason]
+    tokens = np.array(sampled.full_tokens[sampled.prompt_len :])
+    reason = FINISH[sampled.finish_reason]
     routing = align_routing(
-        drawn.routing_matrices, drawn.prompt_len, read, completion_only, where="deployment"
+        sampled.routing_matrices, sampled.prompt_len, read, completion_only, where="deployment"
     )
     return Completion(
-        np.array(prompt), tokens, *series, drawn.text, reason, policy_version, params, routing
+        np.array(prompt), tokens, *series, sampled.text, reason, policy_version, params, routing
     )
 
 # %% ../../../nbs/backends/services/07_fireworks.ipynb #c4a09f7c
@@ -228,15 +228,15 @@ async def sample_from(
     notice = sampler.scorer.wire.notice
     async with sampler.room.slot():
         with as_backend_errors("deployment"), notice.awaits("completions"):
-            drawn = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
+            results = await sampler.drawer.sample_with_prompt_tokens(prompt, n=1, **size, **options)
     notice.heard()
-    if len(drawn) != 1:
+    if len(results) != 1:
         raise BackendError(
-            "completions", where="deployment", got=len(drawn), expected="1, as asked"
+            "completions", where="deployment", got=len(results), expected="1, as asked"
         )
-    sampler.meter.tokens_sampled += drawn[0].completion_len
+    sampler.meter.tokens_sampled += results[0].completion_len
     completion = completion_of(
-        drawn[0], prompt, params, version, completion_only=sampler.routing == "completion"
+        results[0], prompt, params, version, completion_only=sampler.routing == "completion"
     )
     if sampler.routing != "none" and completion.routing is None:
         fix = "Is the model a mixture of experts? Without one, leave router_replay out."
@@ -343,14 +343,14 @@ class Hotloads:
         self.trouble = None
         began = time.monotonic()
         where: Any = (deployment_id, base_model, snapshot_identity)
-        patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=self.poll_interval_s)
+        retries = Retries(HOTLOAD_ATTEMPTS, first_wait_s=self.poll_interval_s)
         broken = httpx.TransportError
         try:
 
             def ask_for_it():
                 return self.manager.hotload(*where, **options)
 
-            with_retries_blocking(ask_for_it, patience, lambda error: isinstance(error, broken))
+            with_retries_blocking(ask_for_it, retries, lambda error: isinstance(error, broken))
         except httpx.HTTPStatusError as reason:
             got = f"HTTP {reason.response.status_code} {one_line(reason.response.text, self.manager.api_key)}"
             self.trouble = SyncError("rejected", snapshot_identity, got)
@@ -508,9 +508,9 @@ def has_weights(sync: FireworksSync) -> bool:
         with as_backend_errors("deployment"):
             return sync.hotloads.hotload_check_status(*where).get("replicas") or []
 
-    patience = Retries(HOTLOAD_ATTEMPTS, first_wait_s=sync.hotloads.poll_interval_s)
-    replicas = with_retries_blocking(look, patience, lambda error: isinstance(error, BackendError))
-    allowed |= {sync.served, sync.loading}  # a sync may have gone on meanwhile
+    retries = Retries(HOTLOAD_ATTEMPTS, first_wait_s=sync.hotloads.poll_interval_s)
+    replicas = with_retries_blocking(look, retries, lambda error: isinstance(error, BackendError))
+    allowed |= {sync.served, sync.loading}  # a sync may have continued meanwhile
     return bool(replicas) and all(
         not allowed.isdisjoint(snapshots_of(replica)) for replica in replicas
     )

@@ -33,7 +33,7 @@ from rl_notebook.backends.local.scoring import (
 )
 from ..local.trainer import divisor
 from ..local.worker import Worker
-from .wire import ODD, WaitNotice, one_line
+from .wire import RESPONSE_ERRORS, WaitNotice, one_line
 from rl_notebook.core.types import (
     AdamParams,
     BackendError,
@@ -116,13 +116,13 @@ def sdk_datum(sdk: Sdk, datum: Datum, weights: np.ndarray) -> Any:
     return with_side(sdk, bare_datum(sdk, datum), {"weights": weights})
 
 # %% ../../../nbs/backends/services/03_link.ipynb #6be2a5ce
-COUNTED = 1e-30  # the weight of an active position whose derivative is zero
+MIN_ACTIVE_WEIGHT = 1e-30  # the weight of an active position whose derivative is zero
 
 
 def loss_weights(datum: Datum, dlogprob: np.ndarray, divided_by: float = 1.0) -> np.ndarray:
     "(N-1,) weights under which cross entropy has the gradient of a loss with this derivative, divided."
     weights = 0.0 - np.asarray(dlogprob, dtype=np.float64) / divided_by
-    return np.where(datum.active & (weights == 0), COUNTED, weights)
+    return np.where(datum.active & (weights == 0), MIN_ACTIVE_WEIGHT, weights)
 
 # %% ../../../nbs/backends/services/03_link.ipynb #95f7c8c2
 @dataclass(frozen=True)
@@ -206,14 +206,14 @@ def causes(error: BaseException) -> list[BaseException]:
 # %% ../../../nbs/backends/services/03_link.ipynb #2cbfcc6b
 def status_of(error: BaseException) -> int | None:
     "The HTTP status behind an error, if there is one."
-    found = [s for e in causes(error) if isinstance(s := getattr(e, "status_code", None), int)]
-    return found[0] if found else None
+    statuses = [s for e in causes(error) if isinstance(s := getattr(e, "status_code", None), int)]
+    return statuses[0] if statuses else None
 
 
 def category_of(error: BaseException) -> str | None:
     "Who is to blame, as the service says: user, server or unknown; None if the request never became a job."
-    found = [c for e in causes(error) if (c := getattr(e, "category", None)) is not None]
-    return str(getattr(found[0], "value", found[0])).lower() if found else None
+    categories = [c for e in causes(error) if (c := getattr(e, "category", None)) is not None]
+    return str(getattr(categories[0], "value", categories[0])).lower() if categories else None
 
 # %% ../../../nbs/backends/services/03_link.ipynb #850da93b
 # HTTP states that another attempt does not change
@@ -259,7 +259,7 @@ class Link:
         self.made = int(client is not None)  # clients so far; the number of the present one
         self.opened = client is not None  # whether there was a client before
         self.why = ""  # the last client is not used any more
-        self.refused = False  # it was there and said no, so that nothing was lost
+        self.rejected = False  # it was there and said no, so that nothing was lost
         self.reconnects = 0
         self.closing = threading.Event()
         self.notice = WaitNotice(sdk.name, say)
@@ -267,11 +267,18 @@ class Link:
     @property
     def caught(self) -> tuple[type[BaseException], ...]:
         "What the SDK's calls may raise."
-        return (*self.sdk.errors, *ODD, RuntimeError, OSError, TimeoutError, CancelledError)
+        return (
+            *self.sdk.errors,
+            *RESPONSE_ERRORS,
+            RuntimeError,
+            OSError,
+            TimeoutError,
+            CancelledError,
+        )
 
     def call(self, fn: Callable[[Any], Any]) -> Any:
         "`fn(client)`; again with a fresh client if the service was lost. Raises `BackendError`."
-        tries = Tries(self)
+        retry_state = RetryState(self)
 
         def once() -> Any:
             response = fn(fresh_client(self))
@@ -279,14 +286,14 @@ class Link:
             return response
 
         with self.notice.awaits("a call of the trainer"):
-            options = {"over": tries.over, "rng": self.rng, "sleep": tries.pause}
-            return with_retries_blocking(once, self.retries, tries.again, **options)
+            options = {"over": retry_state.over, "rng": self.rng, "sleep": retry_state.pause}
+            return with_retries_blocking(once, self.retries, retry_state.again, **options)
 
-    def drop(self, why: str = "", refused: bool = False) -> None:
+    def drop(self, why: str = "", rejected: bool = False) -> None:
         "Do not use the present client again: it is lost, or a request that was rejected left a gap in its numbers."
         self.client = None
         self.why = why
-        self.refused = refused
+        self.rejected = rejected
 
     def text(self, error: BaseException) -> str:
         "An error as one line, without the key."
@@ -303,26 +310,26 @@ def fresh_client(link: Link) -> Any:
     if link.prepare is not None:
         client, done = link.prepare(client)
     link.client = client
-    if link.opened and (not link.refused or done):
-        link.reconnects += not link.refused
-        what = "a fresh client" if link.refused else "reconnected"
+    if link.opened and (not link.rejected or done):
+        link.reconnects += not link.rejected
+        what = "a fresh client" if link.rejected else "reconnected"
         line = f"{link.sdk.name}: {what}{f' after {link.why}' if link.why else ''}{f'; {done}' if done else ''}"
         link.say(line) if link.say is not None else warnings.warn(line, stacklevel=2)
     link.opened = True
     link.why = ""
-    link.refused = False
+    link.rejected = False
     return client
 
 # %% ../../../nbs/backends/services/03_link.ipynb #3c17559d
 def unleaked(link: Link, error: BaseException) -> BaseException | None:
     "The error as a cause, unless it would show the key."
-    said = "".join(f"{e!r}{e}" for e in causes(error))
-    if without_keys(said) != said or (link.secret and link.secret.reveal() in said):
+    text = "".join(f"{e!r}{e}" for e in causes(error))
+    if without_keys(text) != text or (link.secret and link.secret.reveal() in text):
         return None
     return error
 
 # %% ../../../nbs/backends/services/03_link.ipynb #4b712f10
-class Tries:
+class RetryState:
     "The attempts of one call: which failures may pass, and what to say when none is left."
 
     def __init__(self, link: Link):
@@ -344,7 +351,7 @@ class Tries:
             f"{sum(self.seen.values()) + 1} attempts failed, the last with {self.why}"
         )
         if category_of(error) != "user" and (self.client is None or link.client is self.client):
-            link.drop(self.why, refused=not is_lost(error))
+            link.drop(self.why, rejected=not is_lost(error))
         self.seen[status] = self.seen.get(status, 0) + 1
         if not is_lost(error) or (status == 404 and self.seen[404] > 1):
             raise BackendError(f"{link.sdk.name} refused", got=self.why) from self.cause
@@ -524,7 +531,9 @@ def score_remotely(
     return values
 
 # %% ../../../nbs/backends/services/03_link.ipynb #c02f9290
-def stamped(values: Sequence[np.ndarray], source: str, version: int, dtype: str) -> list[Logprobs]:
+def with_provenance(
+    values: Sequence[np.ndarray], source: str, version: int, dtype: str
+) -> list[Logprobs]:
     "Arrays as `Logprobs` with their provenance."
     return [Logprobs(v, source=source, policy_version=version, dtype=dtype) for v in values]
 
@@ -547,7 +556,7 @@ class ServiceReference:
     async def forward(self, datums: Sequence[Datum]) -> list[Logprobs]:
         "Reference logprobs, target coordinates (N-1,), NaN where not scored."
         values = await self.run(score_remotely, self.link, list(datums), self.limits, self.meter)
-        return stamped(values, "reference", 0, self.limits.dtype)
+        return with_provenance(values, "reference", 0, self.limits.dtype)
 
 # %% ../../../nbs/backends/services/03_link.ipynb #5fcdb9c5
 def save_for_sampler(link: Link, client: Any, name: str) -> str:
@@ -660,7 +669,7 @@ class ServiceTrainer:
 
     def of_policy(self, values: Sequence[np.ndarray]) -> list[Logprobs]:
         "Arrays as the policy's logprobs."
-        return stamped(values, "policy", self.versions.current, self.limits.dtype)
+        return with_provenance(values, "policy", self.versions.current, self.limits.dtype)
 
     def output_of(self, value: float, metrics: dict, series: list, dlogprobs: list) -> LossOutput:
         "The result of a loss."
@@ -821,7 +830,7 @@ def load_remotely(remote: ServiceTrainer, path: str, optimizer: bool) -> None:
 
 # %% ../../../nbs/backends/services/03_link.ipynb #77eacf10
 def snapshot_remotely(remote: ServiceTrainer, name: str) -> str:
-    "Save weights for the sampler under a name of their own; returns the path."
+    "Save weights for the sampler under a new name; returns the path."
 
     def make():
         return f"{label_of(name)}-{remote.tag}-{next(remote.numbers)}"
@@ -841,7 +850,7 @@ def builtin_request(
         if options.policy_loss != "dro":  # whose quadratic term would come with it
             series = {
                 **series,
-                push: np.where(d.active & (series[push] == 0), COUNTED, series[push]),
+                push: np.where(d.active & (series[push] == 0), MIN_ACTIVE_WEIGHT, series[push]),
             }
         data.append(with_side(sdk, bare_datum(sdk, d), series))
     return data

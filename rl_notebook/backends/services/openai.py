@@ -126,7 +126,7 @@ async def steer(
             return {}
         fix = "Start vLLM with VLLM_SERVER_DEV_MODE=1; for adapters with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True too."
         raise BackendError(
-            "weight sync", where=where, got=f"status 404: {reason.said}", fix=fix
+            "weight sync", where=where, got=f"status 404: {reason.server_text}", fix=fix
         ) from reason
 
 

@@ -54,7 +54,7 @@ from ...core.retries import Retries
 from ...core.types import BackendError, ConfigError, Datum, DatumError, LossError
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #53655332
-# what the guides import beside the functions
+# what the guides import besides the functions
 _all_ = ["DeployConfig", "HotloadConfig", "InfraConfig", "TrainerConfig"]
 _all_ += ["WandBConfig", "WeightSyncConfig", "WeightSyncScope"]
 _all_ += ["ResourceCleanup", "ResourceFile", "clean_leftovers", "leftovers"]
@@ -615,12 +615,12 @@ class ReconnectableClient:
         self.unsaved = 0
         self.saved_at = None
         self.service = service  # the SDK's FiretitanServiceClient
-        ways: Any = {
+        link_options: Any = {
             "prepare": partial(load_saved, self),
             "timeout_s": default_timeout,
             "secret": self.key,
         }
-        self.link = Link(partial(training_client, self), sdk_classes(), **ways)
+        self.link = Link(partial(training_client, self), sdk_classes(), **link_options)
         fresh_client(self.link)
 
     @property
@@ -682,7 +682,7 @@ class ReconnectableClient:
         "One forward, your loss, its gradient accumulated."
         failed: list[Exception] = []
 
-        def as_given(_: Any, logprobs: Any) -> Any:
+        def call_loss(_: Any, logprobs: Any) -> Any:
             try:
                 return loss_fn(datums, logprobs)
             except Exception as error:  # the caller's own code: no trainer was lost
@@ -694,7 +694,7 @@ class ReconnectableClient:
                 self,
                 "forward_backward_custom",
                 [as_sdk_datum(d) for d in datums],
-                as_given,
+                call_loss,
                 **options,
             )
         raise failed[0]

@@ -22,7 +22,7 @@ import httpx
 
 from .link import fireworks_sdk
 from rl_notebook.backends.services.wire import (
-    ODD,
+    RESPONSE_ERRORS,
     Secret,
     key_from_env,
     one_line,
@@ -162,7 +162,7 @@ def as_backend_errors(where: str) -> Iterator[None]:
         yield
     except RLNotebookError:
         raise
-    except (*ODD, *sdk_errors) as error:
+    except (*RESPONSE_ERRORS, *sdk_errors) as error:
         raise BackendError(
             "Fireworks", where=where, got=one_line(error) or type(error).__name__
         ) from error

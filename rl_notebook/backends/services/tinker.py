@@ -42,7 +42,7 @@ from rl_notebook.backends.services.link import (
     Sdk,
     ServiceReference,
     ServiceTrainer,
-    Tries,
+    RetryState,
 )
 from rl_notebook.backends.services.link import (
     SdkAdapter,
@@ -330,7 +330,7 @@ class TinkerSampler:
         )
         each = params.n if params.seed is None else 1
         responses = await asyncio.gather(
-            *(draw(self, link, prompt, params, each, seed) for seed in seeds)
+            *(request_samples(self, link, prompt, params, each, seed) for seed in seeds)
         )
         sequences = [s for response in responses for s in response.sequences]
         if len(sequences) != params.n:
@@ -353,21 +353,23 @@ class TinkerSampler:
 # %% ../../../nbs/backends/services/04_tinker.ipynb #9b666b1a
 async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any]) -> Any:
     "The response to `request(client)`; again with a fresh client if it was lost. Raises `BackendError`."
-    tries = Tries(link)
+    retry_state = RetryState(link)
 
     async def once() -> Any:
         if link.closing.is_set():
             raise BackendError(
                 "the backend", got="a call after it was closed", fix="Open it again."
             )
-        tries.client = link.client or await asyncio.to_thread(sampler.ready, link)
-        future = asyncio.wrap_future(as_future(request(tries.client)))
+        retry_state.client = link.client or await asyncio.to_thread(sampler.ready, link)
+        future = asyncio.wrap_future(as_future(request(retry_state.client)))
         response = await asyncio.wait_for(future, link.retries.attempt_s)
         link.notice.heard()
         return response
 
     with link.notice.awaits("a request of the sampler"):
-        return await with_retries(once, link.retries, tries.again, over=tries.over, rng=link.rng)
+        return await with_retries(
+            once, link.retries, retry_state.again, over=retry_state.over, rng=link.rng
+        )
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #9a1e7951
 def shifted(values: Any, num_tokens: int) -> np.ndarray:
@@ -400,7 +402,7 @@ def ends(params: SampleParams, tokenizer: Any) -> list[int]:
 
 
 def stops(params: SampleParams, tokenizer: Any) -> list[str] | list[int] | None:
-    """What a service is told to stop at: strings if there are some, else ids.
+    """Where a service is to stop: strings if there are some, else ids.
 
     The two do not go together. With strings a service may keep sampling past the end of text; `ended` cuts that off."""
     if params.stop and params.stop_token_ids:
@@ -425,7 +427,7 @@ def ended(sequence: Any, end_ids: Sequence[int]) -> tuple[list[int], np.ndarray,
     return tokens[: last + 1], logprobs[: last + 1], "stop"
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #1d5e9512
-async def draw(
+async def request_samples(
     sampler: TinkerSampler,
     link: Link,
     prompt: Sequence[int],
@@ -460,9 +462,9 @@ async def completion(
     version: int,
 ) -> Completion:
     "A sampled sequence as a `Completion`."
-    tokens, drawn, reason = ended(sequence, ends(params, sampler.tokenizer))
+    tokens, logprobs, reason = ended(sequence, ends(params, sampler.tokenizer))
     sampler.meter.tokens_sampled += len(sequence.tokens)
-    raw = sampling = drawn
+    raw = sampling = logprobs
     if not params.draws_from_raw:
         sampling = np.zeros(len(tokens)) if params.temperature == 0 else None
         if not sampler.raw_always:
@@ -515,9 +517,9 @@ def toy_datum(tokens: Sequence[int], trained: int | None = None) -> Datum:
     return Datum(np.array(tokens), weights)
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #5f078af3
-def within(name: str, gap: float, least: float, how: str = "") -> Finding:
+def within(name: str, gap: float, least: float, suffix: str = "") -> Finding:
     "Whether logprobs that should be one differ by less than `least` nats."
-    return Finding(name, bool(gap < least), nats(gap) + how, f"less than {least:g}")
+    return Finding(name, bool(gap < least), nats(gap) + suffix, f"less than {least:g}")
 
 
 def with_meanings(rows: Sequence[Finding]) -> list[Finding]:
@@ -564,8 +566,8 @@ def probe_prompt_positions(trainer: ServiceTrainer, tokens: list[int]) -> Findin
 async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1.0) -> Finding:
     "Whether the same seed samples the same tokens; where it is hot, chance would not."
     params = SampleParams(n=2, max_tokens=8, seed=11, temperature=temperature)
-    drawn = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
-    same = drawn[0] == drawn[1]
+    runs = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
+    same = runs[0] == runs[1]
     meaning = "Runs repeat." if same else "Undo and resume draw other tokens than before."
     return Finding(
         "seed",
@@ -582,10 +584,12 @@ async def probe_temperature(sampler: TinkerSampler, tokens: list[int]) -> Findin
     name = "raw logprobs at any temperature"
     try:
         sequence = (
-            await draw(sampler, link, tokens, SampleParams(max_tokens=6, temperature=0.5), 1, 5)
+            await request_samples(
+                sampler, link, tokens, SampleParams(max_tokens=6, temperature=0.5), 1, 5
+            )
         ).sequences[0]
-        drawn = [int(t) for t in sequence.tokens]
-        raw = (await prefilled(sampler, link, [*tokens, *drawn]))[len(tokens) - 1 :]
+        ids = [int(t) for t in sequence.tokens]
+        raw = (await prefilled(sampler, link, [*tokens, *ids]))[len(tokens) - 1 :]
         gap = float(np.abs(np.array(sequence.logprobs, dtype=np.float64) - raw).max())
     except (BackendError, TypeError, ValueError) as error:
         return Finding(name, None, str(error), fix="Sample at temperature 1.")
@@ -794,22 +798,27 @@ async def check_optimizer(toy: Toy, h: float) -> list[Finding]:
     return [momentum, within("optimizer in a state", abs(seen[1] - seen[0]), VISIBLE / 2)]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #aca043a2
-async def check_draws(sampler: Sampler, tokens: list[int]) -> list[Finding]:
+async def check_samples(sampler: Sampler, tokens: list[int]) -> list[Finding]:
     "Whether completions are as long as they have to be, with their last token, and have the logprobs of scored ones."
     asked = SampleParams(n=4, max_tokens=4, seed=3)
-    drawn = [c for c in await sampler.sample(tokens[:-2], asked) if len(c.tokens)]
-    scored = [(await sampler.logprobs(c.full_tokens)).values[len(tokens) - 3 :] for c in drawn]
+    completions = [c for c in await sampler.sample(tokens[:-2], asked) if len(c.tokens)]
+    scored = [
+        (await sampler.logprobs(c.full_tokens)).values[len(tokens) - 3 :] for c in completions
+    ]
     gap = max(
-        [float(np.abs(c.logprobs - s).mean()) for c, s in zip(drawn, scored, strict=True)],
+        [float(np.abs(c.logprobs - s).mean()) for c, s in zip(completions, scored, strict=True)],
         default=math.nan,
     )
-    if any(len(c.tokens) > 4 or (len(c.tokens) < 4 and c.finish_reason == "length") for c in drawn):
+    if any(
+        len(c.tokens) > 4 or (len(c.tokens) < 4 and c.finish_reason == "length")
+        for c in completions
+    ):
         gap = math.inf
-    stops = tuple({int(c.tokens[0]) for c in drawn})
+    stops = tuple({int(c.tokens[0]) for c in completions})
     known = {
         *stops,
         *turn_ends(getattr(sampler, "tokenizer", None)),
-        *(int(c.tokens[-1]) for c in drawn),
+        *(int(c.tokens[-1]) for c in completions),
     }
     ended = await sampler.sample(tokens[:-2], replace(asked, stop_token_ids=stops))
     kept = sum(
@@ -827,7 +836,7 @@ LONGEST = 8192  # tokens that are tried; a longer context is not
 async def check_length(
     policy: Scorer, sampler: Sampler, tokens: list[int], longest: int
 ) -> Finding:
-    "Whether policy and sampler take a sequence as long as is said, whole, also where a token is sampled behind it."
+    "Whether policy and sampler take a sequence of the stated length, whole, also where a token is sampled behind it."
     whole = (tokens * (longest // len(tokens) + 1))[: min(longest, LONGEST) - 1]
     try:
         scored = await policy.forward([toy_datum(whole)])
@@ -889,10 +898,10 @@ async def check_endings(tokenizer: Any, sampler: Sampler, tokens: list[int]) -> 
         own = [says(ids), says(c.full_tokens).removeprefix(says(c.prompt_tokens))]
         if c.text.rstrip("\ufffd") not in [text.rstrip("\ufffd") for text in own]:
             other.append(f"{c.text!r} for {own[0]!r}")
-    said = ["; ".join(bad[:1]) or "as it should be" for bad in (odd, other)]
+    details = ["; ".join(bad[:1]) or "as it should be" for bad in (odd, other)]
     return [
-        Finding("how it ended", not odd, said[0], "as asked"),
-        Finding("text", not other, said[1], "of the ids"),
+        Finding("how it ended", not odd, details[0], "as asked"),
+        Finding("text", not other, details[1], "of the ids"),
     ]
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #c2413573
@@ -942,9 +951,9 @@ async def check_sync(toy: Toy, sampler: Sampler, sync: WeightSync, h: float) -> 
     rows.append(
         within("sampler before a sync", abs(early.values[-1] - toy.logprobs[-1]), VISIBLE / 2)
     )
-    drawn = await sampler.sample(toy.tokens[:-2], SampleParams(n=4, max_tokens=4, seed=3))
+    completions = await sampler.sample(toy.tokens[:-2], SampleParams(n=4, max_tokens=4, seed=3))
     reported = [
-        (c.logprobs, toy_datum(c.full_tokens, len(c.tokens))) for c in drawn if len(c.tokens)
+        (c.logprobs, toy_datum(c.full_tokens, len(c.tokens))) for c in completions if len(c.tokens)
     ]
     gaps = [
         abs(s - (await toy.trainer.forward([d]))[0].values[-len(s) :]).mean() for s, d in reported
@@ -976,7 +985,7 @@ async def check_contract(
         gap = float(np.abs((await sampler.logprobs(tokens)).values - toy.logprobs).mean())
         rows += [
             within("policy and sampler", gap, 0.2, " on average"),
-            *await check_draws(sampler, tokens),
+            *await check_samples(sampler, tokens),
         ]
     except BackendError as error:
         rows.append(Finding("policy and sampler", None, str(error), "a logprob per token"))

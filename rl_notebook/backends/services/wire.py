@@ -95,7 +95,7 @@ def key_from_env(*names: str, key: Secret | str | None = None) -> Secret:
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #fabcb7aa
 def one_line(text: Any, key: Secret | str | None = None, longest: int = 600) -> str:
-    "What a service or an SDK said, in one line of at most `longest` characters, without the key."
+    "The message of a service or an SDK, in one line of at most `longest` characters, without the key."
     # where to search, as Fireworks' SDK ends
     line = plain_text(" ".join(str(text).split())).split(" Agent debug: ")[0]
     hidden = key.reveal() if isinstance(key, Secret) else key
@@ -164,7 +164,7 @@ class Refused(BackendError):
     "The server rejected a request for good."
 
     status: int = 0  # of HTTP
-    said: str = ""  # by the server
+    server_text: str = ""  # what the server wrote
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #29fb9605
 def server_message(text: str) -> str:
@@ -197,7 +197,7 @@ def judge(response: httpx.Response, text: str, where: str) -> AskAgain:
     got = f"status {status}: {words or 'no words'}"
     error = Refused("refused", where=where, got=got, **({"fix": fix} if fix else {}))
     error.status = status
-    error.said = words
+    error.server_text = words
     raise error
 
 
@@ -206,7 +206,7 @@ _NOT_SUCH = "Is base_url the own address of an OpenAI-compatible server?"
 # %% ../../../nbs/backends/services/00_wire.ipynb #5a280050
 _DAMAGED = "a damaged response"
 # raised over a response of another shape
-ODD = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+RESPONSE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 
 MAX_REPLY = 2**24  # bytes of a response
@@ -407,7 +407,7 @@ class HttpClient:
         again: Judge = is_passing,  # whether a failure may pass; one that may not is raised as it is
     ) -> dict[str, Any]:
         "A request until it is answered; each attempt moves the window. Raises `BackendError`."
-        attempts = Attempts(self, f"{method} {self.root}{path}")
+        retry_state = RetryState(self, f"{method} {self.root}{path}")
         ready = self.ready if limited else None
 
         async def once() -> dict[str, Any]:
@@ -425,14 +425,16 @@ class HttpClient:
                         response = await self.send(method, path, body, params)
                     except AskAgain as reason:
                         reason.in_line_s = in_line_s
-                        attempts.failed(reason, generation)
+                        retry_state.failed(reason, generation)
                         raise
                     if limited:
                         self.limit.answered()
                     return response
 
         with self.notice.awaits(f"{method} {path}"):
-            return await with_retries(once, self.retries, again, over=attempts.over, rng=self._rng)
+            return await with_retries(
+                once, self.retries, again, over=retry_state.over, rng=self._rng
+            )
 
     async def close(self) -> None:
         "Close the connections."
@@ -444,10 +446,10 @@ class HttpClient:
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #7f7a67bf
 _DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
-_DAMAGED_OFTEN = 3  # times in one request, and another attempt will not mend it
+_DAMAGED_OFTEN = 3  # times in one request, and another attempt will not help
 
 
-class Attempts:
+class RetryState:
     "The failed attempts of one request: what they change, and the error when none is left."
 
     def __init__(self, wire: HttpClient, where: str):
