@@ -82,10 +82,10 @@ SKYRL_SCRIPT = """\
 import json, pickle, sys, numpy as np
 for path in sys.argv[1:]:
     b, step = pickle.load(open(path, "rb")), int(path.split("global_step_")[1].split("_")[0])
-    real, said = (b[k].numpy() > 0 for k in ("attention_mask", "response_mask"))
+    real, sampled = (b[k].numpy() > 0 for k in ("attention_mask", "response_mask"))
     def flat(values):  # right-aligned, as wide as the responses: end to end, NaN on the prompts
         out = np.full(real.shape, np.nan)
-        out[:, -said.shape[1] :] = np.where(said, b[values].float().numpy(), np.nan)
+        out[:, -sampled.shape[1] :] = np.where(sampled, b[values].float().numpy(), np.nan)
         return out[real]
     names = dict(old_logprobs="action_log_probs", ref_logprobs="base_action_log_probs", advantages="advantages",
                  sampler_logprobs="rollout_logprobs", loss_mask="loss_mask")

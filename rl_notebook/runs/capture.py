@@ -223,11 +223,11 @@ class TinkerCookbook(Reader):
         by_session = [session for _, session, _ in calls]
         sessions = dict(zip(dict.fromkeys(by_session), self.steps, strict=False))
         counts = {step: sum(len(s["steps"]) for s in self._lines(step)) for step in self.steps}
-        in_turn = [step for step, count in counts.items() for _ in range(count)]
+        in_order = [step for step, count in counts.items() for _ in range(count)]
         guessed = [sessions.get(session, -1) for session in by_session]
         # a session has served several
-        if len(sessions) < len(self.steps) and len(in_turn) <= len(calls):
-            guessed = in_turn + [-1] * (len(calls) - len(in_turn))
+        if len(sessions) < len(self.steps) and len(in_order) <= len(calls):
+            guessed = in_order + [-1] * (len(calls) - len(in_order))
         for (number, _, iteration), guess in zip(calls, guessed, strict=True):
             numbers.setdefault(guess if iteration is None else iteration, []).append(number)
         return numbers

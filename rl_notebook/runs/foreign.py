@@ -465,12 +465,12 @@ class Reader:
         path = self.path / self.logged
         by_step = dict[str, dict[str, float]]()
         for line in parsed(text_lines(path), path) if path.is_file() else ():
-            written = {
+            numbers = {
                 n: v
                 for n, v in line.items()
                 if isinstance(v, int | float) and n not in ("step", "time")
             }
-            by_step.setdefault(str(line.get("step")), {}).update(written)
+            by_step.setdefault(str(line.get("step")), {}).update(numbers)
         return by_step
 
     def _about(self, step: int) -> dict[str, Any]:  # further arguments of `record_of`

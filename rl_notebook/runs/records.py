@@ -51,7 +51,7 @@ __all__ = ['StepRecord']
 # %% ../../nbs/runs/00_records.ipynb #47e7b542
 @dataclass(frozen=True, eq=False, repr=False)
 class StepRecord:
-    "One finished step: what was drawn, what was trained, what it did."
+    "One finished step: what was sampled, what was trained, what changed."
 
     step: int  # number of the step, from 1
     groups: tuple[PromptGroup, ...] = ()  # all of them, those without signal too
@@ -292,7 +292,7 @@ def begins(record: StepRecord) -> bool:
 
 
 def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | None:
-    "Whether the samples were drawn from the very weights that the step trained; None = the versions do not tell."
+    "Whether the samples come from the very weights that the step trained; None = the versions do not say."
     start = version_at_start(record)
     if start is None:
         return None
@@ -451,7 +451,7 @@ def _loss_json(loss: LossOutput) -> dict[str, Any]:
 
 # %% ../../nbs/runs/00_records.ipynb #fa36c250
 RECORD_FORMAT = "rl_notebook.record/2"  # raised when an older reader would misread a record
-# What reading can raise where a file holds JSON, but not what was written: other types, too few, numbers without end.
+# What reading can raise where a file holds JSON, but not what was written: other types, too few, infinite numbers.
 MISFITS = (
     ValueError,
     TypeError,
@@ -710,7 +710,7 @@ def read_described(folder: Path, name: str, format: str) -> dict[str, Any]:
     if version != format:
         fix = "Read it with the version of rl_notebook that wrote it."
         raise RecordError("format", where=str(path), got=version, expected=format, fix=fix)
-    fix = "Put the file back from a copy, or go on without this step: the others are whole."
+    fix = "Put the file back from a copy, or continue without this step: the others are whole."
     if plain.pop("sha256", None) not in (None, _digest(plain)):
         got = "text that does not fit its checksum"
         expected = "the text that was written"
@@ -765,7 +765,7 @@ ALWAYS_UNPACKED = 2**28
 
 
 def check_unpacked(packed: int, unpacked: float) -> None:
-    "Raise ValueError where a file of so many bytes becomes more than it may."
+    "Raise ValueError where a file of `packed` bytes becomes larger than it may."
     limit = min(MAX_FILE, max(ALWAYS_UNPACKED, UNPACKED * packed))
     if unpacked > limit:
         raise ValueError(f"{packed:,} bytes become more than {limit:,}")

@@ -150,8 +150,10 @@ def differing(
     "The settings in which two configs differ, apart from where the run is kept and resumed from."
     old = flat_settings(recorded)
     new = flat_settings(now)
-    own = [n for n in old.keys() | new.keys() if n == "log_path" or n.split(".")[0] == "resume"]
-    recorded_, now_ = ({k: v for k, v in c.items() if k not in own} for c in (old, new))
+    excluded = [
+        n for n in old.keys() | new.keys() if n == "log_path" or n.split(".")[0] == "resume"
+    ]
+    recorded_, now_ = ({k: v for k, v in c.items() if k not in excluded} for c in (old, new))
     return compared(recorded_, now_, ("recorded", "now"))
 
 

@@ -558,7 +558,7 @@ PHASE_COLORS = {
 
 
 def time_figure(payload: Mapping[str, Any]) -> Figure:
-    "How long each phase took. Sampling is waiting for a batch where rollouts run beside training."
+    "How long each phase took. Sampling is waiting for a batch where rollouts are asynchronous."
     about = PHASE_COLORS | {"sample": ("sampling", COLORS["blue"])}
     bars = [
         {"type": "bar", **s, "name": about[phase][0], "hovertemplate": "%{y:.3g} s"}
@@ -900,7 +900,7 @@ def _dress(axes: Axes, x: Mapping[str, Any], y: Mapping[str, Any]) -> None:
 
 
 def _panels(figure: Figure) -> list[str]:
-    "The vertical axes that have a place of their own."
+    "The vertical axes that have a separate place."
     axes = {name: axis for name, axis in figure["layout"].items() if name.startswith("yaxis")}
     return [name for name, axis in axes.items() if "overlaying" not in axis]
 

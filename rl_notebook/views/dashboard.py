@@ -66,7 +66,7 @@ from .tokens import WithFallback, close_all, deliver_to_main, inspect_tokens
 from ..insight.xray import failed_words, sentence
 
 # %% ../../nbs/views/04_dashboard.ipynb #e7160be4
-COUNTED = {
+METER_COUNTS = {
     "sample": "tokens_sampled",
     "evaluate": "tokens_sampled",
     "reference": "datums_scored",
@@ -80,7 +80,7 @@ def upper_bound(loop: Loop, phase: str) -> int | None:
     values = loop.state.values
     if phase in ("reference", "backward"):
         return sum(d.num_loss_tokens > 0 for d in values["datums"]) if "datums" in values else None
-    if loop.task.rollout_fn is not None or phase not in COUNTED:
+    if loop.task.rollout_fn is not None or phase not in METER_COUNTS:
         return None
     asked = (
         len(loop.eval_rows)
@@ -100,7 +100,7 @@ class Watch:
     meter: Meter = field(default_factory=Meter)  # at the beginning
 
     def look(self, loop: Loop, phase: str) -> None:
-        "Begin anew when another phase is running than last time."
+        "Begin again when another phase is running than last time."
         if (phase, loop.state.number) != (self.phase, self.step):
             self.phase = phase
             self.step = loop.state.number
@@ -129,8 +129,8 @@ def progress_of(loop: Loop, watch: Watch) -> dict[str, Any] | None:  # None when
                 "bound": rows,
                 "unit": "rows of the batch",
             }
-    name = COUNTED.get(watch.phase)
-    # of an evaluation beside rollouts nothing is known
+    name = METER_COUNTS.get(watch.phase)
+    # the progress of an evaluation during rollouts is not known
     if name is None or (out["rows"] and watch.phase == "evaluate"):
         return out
     count = getattr(loop.backend.meter, name) - getattr(watch.meter, name)
@@ -190,13 +190,13 @@ def step_table(record: StepRecord | None) -> dict[str, Any]:
 # %% ../../nbs/views/04_dashboard.ipynb #5853c606
 def completion_of(record: StepRecord, group: int, sample: int, tokenizer: Any) -> dict[str, Any]:
     "One completion in full; raises PhaseError when the step has no such sample."
-    found = next(
+    prompt_group = next(
         (g for g in record.groups if g.index == group and 0 <= sample < len(g.samples)), None
     )
-    if found is None:
+    if prompt_group is None:
         got = f"group {group}, completion {sample}"
         raise PhaseError("no such completion", where=f"step {record.step}", got=got)
-    row = completion_row(found, sample, tokenizer)
+    row = completion_row(prompt_group, sample, tokenizer)
     rewards = (
         {f"· {name}": value for name, value in row["rewards"].items()}
         if len(row["rewards"]) > 1
@@ -234,7 +234,7 @@ def current_record(loop: Loop) -> StepRecord | None:  # None before there are sa
     v = loop.state.values
     if "sample" not in v:
         return None
-    drawn = [
+    sampled = [
         PromptGroup(
             r.samples,
             r.prompt.row.data,
@@ -245,7 +245,7 @@ def current_record(loop: Loop) -> StepRecord | None:  # None before there are sa
         )
         for r in v["sample"]
     ]
-    groups = tuple(v.get("advantages", v.get("score", drawn)))
+    groups = tuple(v.get("advantages", v.get("score", sampled)))
     report = v.get("backward", v.get("loss"))
     report = report if isinstance(report, LossReport) else None
     listed = v.get("reference", v.get("datums", ()))
@@ -257,12 +257,12 @@ def current_record(loop: Loop) -> StepRecord | None:  # None before there are sa
 def value_html(loop: Loop, phase: str) -> str:
     "What a phase of the current step has returned, as it displays itself."
     value = loop.state.values[phase]
-    drawn = (
+    shown = (
         getattr(value, "_repr_html_", lambda: None)()
         or f"<pre>{html.escape(utf8(repr(value)))}</pre>"
     )
     look = "rld-drawn rld-compact" if phase == "score" else "rld-drawn"
-    return f"<h4>Step {loop.state.number}, after {phase}</h4><div class='{look}'>{drawn}</div>"
+    return f"<h4>Step {loop.state.number}, after {phase}</h4><div class='{look}'>{shown}</div>"
 
 
 HINT = "Click a cell of the map, or a row of the table, to read that completion here."
@@ -287,9 +287,9 @@ def words_html(record: StepRecord | None, previous: StepRecord | None) -> str:
         return ""
     failed = "; ".join(failed_words(record, previous))
     lead = f"✗ {failed}." if failed else ""
-    said = sentence(record, previous).removeprefix(lead).strip()
+    text = sentence(record, previous).removeprefix(lead).strip()
     warned = f'<p class="rld-warnings">{html.escape(lead)}</p>' if lead else ""
-    return f'{warned}<p class="rld-sentence"><b>Step {record.step}.</b> {html.escape(said)}</p>'
+    return f'{warned}<p class="rld-sentence"><b>Step {record.step}.</b> {html.escape(text)}</p>'
 
 # %% ../../nbs/views/04_dashboard.ipynb #f657de1e
 def error_html(error: BaseException, standing: str) -> str:
@@ -312,9 +312,11 @@ SPEEDS = (
 )
 
 # %% ../../nbs/views/04_dashboard.ipynb #b391420e
-def make_buttons(press: Callable[[str], Any], beside: bool = True) -> dict[str, ipywidgets.Button]:
+def make_buttons(
+    press: Callable[[str], Any], is_async: bool = True
+) -> dict[str, ipywidgets.Button]:
     "A button for every action."
-    about = {a: look for a, look in ACTIONS.items() if beside or a != "drain"}
+    about = {a: look for a, look in ACTIONS.items() if is_async or a != "drain"}
     buttons = {
         a: ipywidgets.Button(description=a.capitalize(), icon=i, tooltip=t)
         for a, (i, t) in about.items()
@@ -328,8 +330,8 @@ def make_buttons(press: Callable[[str], Any], beside: bool = True) -> dict[str, 
 MAIN = ("reward", "kl", "advantages")
 MORE = ("rewards counted", "dead", "functions", "token share", "advantage spread")
 MORE += ("length", "time")
-# of rollouts beside training, after the second of the others
-BESIDE_MAIN = ("timeline", "staleness", "waits")
+# of asynchronous rollouts, after the second of the others
+ASYNC_MAIN = ("timeline", "staleness", "waits")
 WIDE = ("timeline",)  # over the whole width
 STEP_CHARTS = ("advantages", "rewards counted")  # the others are over steps
 POINTS = 400  # of a line, in a chart half as wide as the page
@@ -337,8 +339,8 @@ POINTS = 400  # of a line, in a chart half as wide as the page
 
 def chart_names(history: History, more: bool = False) -> tuple[str, ...]:
     "The charts of a run."
-    beside = is_asynchronous(history)
-    main = (*MAIN, *BESIDE_MAIN) if beside else MAIN
+    is_async = is_asynchronous(history)
+    main = (*MAIN, *ASYNC_MAIN) if is_async else MAIN
     return (*main, *MORE) if more else main
 
 # %% ../../nbs/views/04_dashboard.ipynb #fb091e2d
@@ -365,9 +367,9 @@ def waiting_rows(loop: Loop) -> list[Waiting]:  # in seconds since the loop was 
 # %% ../../nbs/views/04_dashboard.ipynb #090c0c24
 def map_payload(record: StepRecord, start: int = 0) -> dict[str, Any]:
     "The map of a step: its advantages, before there are any its rewards, and before those its lengths in tokens."
-    found = advantages_payload(record, start, ROWS)
-    if found["total"] or not any(g.samples for g in record.groups):
-        return found
+    payload = advantages_payload(record, start, ROWS)
+    if payload["total"] or not any(g.samples for g in record.groups):
+        return payload
     graded = any(s.reward is not None for g in record.groups for s in g.samples)
     what, value = (
         ("reward", lambda s: s.reward) if graded else ("tokens", lambda s: s.completion_len)
@@ -421,13 +423,13 @@ class SettingsPane:
         # what the loop has; what waits for the next step as it will be
         self.known: dict[str, Any] = {}
         self.button = ipywidgets.Button(description="Change", icon="check")
-        self.said = ipywidgets.HTML()
+        self.message = ipywidgets.HTML()
         self.button.on_click(lambda _: change())
         self.shown = ipywidgets.ToggleButton(
             description="Settings", icon="sliders", tooltip="Change them while paused"
         )
         self.box = box_of(
-            [*self.fields.values(), self.button, self.said], "rld-settings", display="none"
+            [*self.fields.values(), self.button, self.message], "rld-settings", display="none"
         )
         self.shown.observe(
             lambda c: setattr(self.box.layout, "display", "flex" if c["new"] else "none"), "value"
@@ -567,10 +569,10 @@ def apply_settings(dashboard: Dashboard) -> None:
     pane = dashboard.screen.settings
     loop = dashboard.loop
     try:
-        said = refusal(dashboard, "change") or repr(loop.change(**pane.typed()))
+        message = refusal(dashboard, "change") or repr(loop.change(**pane.typed()))
     except RLNotebookError as e:
-        said = str(e)
-    pane.said.value = f'<p class="rld-sentence">{html.escape(said)}</p>'
+        message = str(e)
+    pane.message.value = f'<p class="rld-sentence">{html.escape(message)}</p>'
     dashboard.refresh()
 
 # %% ../../nbs/views/04_dashboard.ipynb #a3b495d7
@@ -597,8 +599,10 @@ def show_charts(dashboard: Dashboard) -> None:
     d = dashboard
     record = dashboard.shown
     names = () if record is None else chart_names(d.history, d.screen.more.value)
-    drawn = [chart(*found) for found in d.payloads(names, start=d.screen.rows.value or 0).items()]
-    d.screen.charts.draw(*(named(c, d.after if record is d.partial else "") for c in drawn))
+    shown = [
+        chart(*payload) for payload in d.payloads(names, start=d.screen.rows.value or 0).items()
+    ]
+    d.screen.charts.draw(*(named(c, d.after if record is d.partial else "") for c in shown))
 
 # %% ../../nbs/views/04_dashboard.ipynb #076888ca
 TICK = 0.25  # seconds
@@ -645,9 +649,9 @@ async def find_words(dashboard: Dashboard) -> None:
         words = await asyncio.to_thread(words_html, record, d.previous)
     except Exception as e:  # any error of the x-ray is shown
         words = ""
-        d.stumble(e)
+        d.report_view_error(e)
     if record is d.record and not d.closed:
-        d.said = record
+        d.described = record
         d.screen.words.value = words
         d.stale = True
 
@@ -718,16 +722,16 @@ def show_record(dashboard: Dashboard) -> None:
         d.screen.close_completion()
     show_samples(d)
     if d.home is None or d.record is None:
-        d.said, d.screen.words.value = d.record, words_html(d.record, d.previous)
-    elif d.said is not d.record:
+        d.described, d.screen.words.value = d.record, words_html(d.record, d.previous)
+    elif d.described is not d.record:
         # `follow` will find them; until then the words of another step would be wrong
-        d.said, d.screen.words.value = None, pending_words_html(d.record)
+        d.described, d.screen.words.value = None, pending_words_html(d.record)
     refresh_head(d)
     d.stale = True
 
 # %% ../../nbs/views/04_dashboard.ipynb #6b798b76
 def tick(dashboard: Dashboard) -> None:
-    "Look what the loop is doing, whoever runs it."
+    "Look what the loop is doing, also when the dashboard does not run it."
     d = dashboard
     listen()
     was = d.elsewhere
@@ -740,7 +744,7 @@ def tick(dashboard: Dashboard) -> None:
         if not passing:  # else what is drawn is the last step, all of it
             show_step(d)
     except Exception as e:  # any error of a view: the phase itself is sound
-        d.stumble(e)
+        d.report_view_error(e)
     refresh_head(d)
     if not (d.doing or elsewhere) or time.monotonic() - d.pictured > STILL_SECONDS:
         d.refresh_still()
@@ -750,7 +754,7 @@ async def follow(dashboard: Dashboard) -> None:
     "Keep up with the loop until the dashboard is closed."
     while not dashboard.closed:
         tick(dashboard)
-        if dashboard.said is not dashboard.record:
+        if dashboard.described is not dashboard.record:
             await find_words(dashboard)
         await asyncio.sleep(TICK)
 
@@ -765,15 +769,15 @@ def still_html(dashboard: Dashboard) -> str:
     "The dashboard as HTML without script."
     d = dashboard
     record = dashboard.shown
-    said = d.screen.words.value if d.said is d.record else words_html(d.record, d.previous)
-    words = f"<p>{html.escape(d.loop.place)}</p>{d.screen.now.value}{said}"
+    text = d.screen.words.value if d.described is d.record else words_html(d.record, d.previous)
+    words = f"<p>{html.escape(d.loop.place)}</p>{d.screen.now.value}{text}"
     if record is None:
         return words + d.screen.value.value
-    found = d.payloads((*chart_names(d.history), "functions"), STILL_POINTS)
-    beside = "flex:1 1 400px;max-width:660px;min-width:0"
+    payloads = d.payloads((*chart_names(d.history), "functions"), STILL_POINTS)
+    column_style = "flex:1 1 400px;max-width:660px;min-width:0"
     after = d.after if record is d.partial else ""
-    drawn = [named(c, after).static_html() for c in charts(found).values()]
-    pictures = "".join(f'<div style="{beside}">{picture}</div>' for picture in drawn)
+    images = [named(c, after).static_html() for c in charts(payloads).values()]
+    pictures = "".join(f'<div style="{column_style}">{picture}</div>' for picture in images)
     pictures = f'<div style="display:flex;flex-wrap:wrap;gap:12px">{pictures}</div>'
     rows = completions_table(record, COLUMNS)["rows"]
 
@@ -820,7 +824,7 @@ class Dashboard(Player):
         self.partial: StepRecord | None = None  # the current step, as far as it is
         self.values: tuple[Any, ...] = ()  # of the current step, as they were drawn
         self.error: BaseException | None = None  # what is shown in the error box
-        self.said: StepRecord | None = None  # what the words on the screen are about
+        self.described: StepRecord | None = None  # what the words on the screen are about
         self.stumbled: BaseException | None = None  # the last error of drawing
         # what another caller runs; the last phase of the current step
         self.elsewhere = ""
@@ -859,12 +863,12 @@ class Dashboard(Player):
     ) -> dict[str, dict[str, Any]]:
         "What the charts of these names draw; `start` is the first group of the map."
         record = self.shown or StepRecord(0)
-        found = run_payloads(
+        payloads = run_payloads(
             self.history, flat_settings(self.loop.cfg), self.noise_floor, limit, names
         )
-        found |= step_payloads(record) | {"advantages": map_payload(record, start)}
-        found["timeline"] = timeline_payload(tuple(self.recent), waiting_rows(self.loop))
-        return {name: found[name] for name in names}
+        payloads |= step_payloads(record) | {"advantages": map_payload(record, start)}
+        payloads["timeline"] = timeline_payload(tuple(self.recent), waiting_rows(self.loop))
+        return {name: payloads[name] for name in names}
 
     def add(self, record: StepRecord) -> None:
         "Take a record into the history; what was there from its step on is replaced."
@@ -888,7 +892,7 @@ class Dashboard(Player):
         try:
             self.update(record)
         except Exception as e:  # any error of a view: the step itself is finished and sound
-            self.stumble(e)
+            self.report_view_error(e)
 
     def forget(self, last: int) -> None:
         "Take back every step after the last one that holds; for `loop.on_undo`."
@@ -910,7 +914,7 @@ class Dashboard(Player):
         self.error = error
         self.screen.trouble.value = error_html(error, self.loop.place) if error else ""
 
-    def stumble(self, error: Exception) -> None:
+    def report_view_error(self, error: Exception) -> None:
         "Show what went wrong in drawing; the step itself is finished and sound."
         self.stumbled = error
         self.show_error(error)

@@ -341,18 +341,18 @@ def _phase_bars(record: StepRecord) -> list[dict[str, Any]]:
 
 
 def _row_bars(record: StepRecord) -> list[dict[str, Any]]:
-    "The rows of a record; their age is None where they taught nothing."
+    "The rows of a record; their age is None where they were not trained."
     trained = {d.group for d in record.datums}
     ages = {
         g.number: record.step - 1 - g.submitted for g in record.groups if g.submitted is not None
     }
-    taught = {g.number for g in record.groups if g.index in trained}
+    trained_rows = {g.number for g in record.groups if g.index in trained}
     rows = [
         (int(what[4:]), b, e) for what, b, e in record.timeline if re.fullmatch(r"row \d+", what)
     ]
 
     def age(n):
-        return ages.get(n) if n in taught else None
+        return ages.get(n) if n in trained_rows else None
 
     return [
         {"step": record.step, "row": n, "begin": b, "end": e, "age": age(n), "kind": ""}
@@ -408,9 +408,9 @@ def timeline_payload(
     while max(lane := packed_lanes(kept := bars[::every]), default=0) >= lanes:
         every += 1
     end = max((bar["end"] for bar in (*phases, *bars)), default=begin)
-    drawn = [bar | {"lane": i} for bar, i in zip(kept, lane, strict=True)]
+    placed = [bar | {"lane": i} for bar, i in zip(kept, lane, strict=True)]
     about = {"steps": sorted({p["step"] for p in phases}), "begin": begin, "end": end}
-    return about | {"phases": phases, "rows": drawn, "every": every, "total": len(bars)}
+    return about | {"phases": phases, "rows": placed, "every": every, "total": len(bars)}
 
 # %% ../../nbs/views/01_payloads.ipynb #9c82c4cf
 def run_payloads(
@@ -614,32 +614,32 @@ def _about(sample: RolloutSample | None) -> dict[str, Any]:
 
 
 def _raw(sample: RolloutSample | None, size: int) -> dict[str, np.ndarray]:
-    "The sampler's raw logprobs where they are not those that it drew from."
+    "The sampler's raw logprobs where they are not those that it sampled from."
     if sample is None or sample.raw_logprobs is None:
         return {}
     raw = sample.raw_logprobs[1:][:size]
-    drawn = sample.logprobs[1:][:size]
-    return {} if np.array_equal(raw, drawn, equal_nan=True) else {"sampler_raw": raw}
+    processed = sample.logprobs[1:][:size]
+    return {} if np.array_equal(raw, processed, equal_nan=True) else {"sampler_raw": raw}
 
 
 def _datum_row(
     datum: Datum, others: Mapping[str, np.ndarray], sample: RolloutSample | None
 ) -> TokenRow:
     "A row from a datum, series about it, and its sample if there is a record."
-    found = {
+    series = {
         "policy": others.get("policy"),
         "old": datum.old_logprobs,
         "sampler": datum.sampler_logprobs,
     }
-    found |= {"ref": datum.ref_logprobs} | _raw(sample, len(datum.weights)) | dict(others)
+    series |= {"ref": datum.ref_logprobs} | _raw(sample, len(datum.weights)) | dict(others)
     scalar = not isinstance(datum.advantage, np.ndarray)
     if not scalar:
-        found |= {"advantage": datum.advantage}
+        series |= {"advantage": datum.advantage}
     first = int(np.argmax(datum.active)) + 1 if datum.active.any() else 0
     return TokenRow(
         tokens=datum.tokens,
         scored=datum.active,
-        series={name: np.asarray(values) for name, values in found.items() if values is not None},
+        series={name: np.asarray(values) for name, values in series.items() if values is not None},
         prompt_len=min(sample.prompt_len, len(datum.tokens)) if sample else first,
         group=datum.group,
         sample=datum.sample,

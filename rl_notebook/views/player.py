@@ -166,7 +166,7 @@ class Player:
         self.window: AsyncGenerator[StepRecord, None] | None = None  # that it is in the middle of
 
     def start(self, action: str, steps: int | None = None) -> asyncio.Task[None]:
-        "Begin an action in a task of its own; raises PhaseError with the reason when it makes no sense now."
+        "Begin an action in its own task; raises PhaseError with the reason when it makes no sense now."
         if why := refusal(self, action):
             fix = "Wait for it, or press stop." if self.doing or run_elsewhere(self.loop) else ""
             raise PhaseError(action, where="dashboard", got=why.rstrip("."), fix=fix)
@@ -185,7 +185,7 @@ class Player:
         return self.task
 
     async def play(self, steps: int | None = None) -> None:
-        "Play so many steps (None = to the end, or what a pause left of the last number); an interrupt pauses."
+        "Play a number of steps (None = to the end, or what a pause left of the last number); an interrupt pauses."
         with stop_on_interrupt(self.loop):
             await self.start("play", steps)
 

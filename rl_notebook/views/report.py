@@ -528,7 +528,7 @@ def _settings_html(settings: Mapping[str, Any]) -> str:
 # %% ../../nbs/views/07_report.ipynb #79431629
 @dataclass(frozen=True)
 class Status:
-    "Whether a run goes on, as far as its folder tells."
+    "Whether a run continues, as far as its folder tells."
 
     state: str  # "running", "quiet" or "finished"
     text: str  # one sentence
@@ -543,7 +543,7 @@ def _sentences_html(title: str, sentences: Iterable[tuple[int, str]]) -> str:
 
 
 def _top_html(m: Material, status: Status | None) -> str:
-    "Head of the page: name and numbers, whether the run goes on, what is damaged."
+    "Head of the page: name and numbers, whether the run continues, what is damaged."
     notes = [tag("p", html.escape(f"Note: {note}"), kind="soft") for note in m.notes]
     where = tag("p", html.escape(status.text), kind=f"status {status.state}") if status else ""
     return header_html(m) + where + "".join(notes)
@@ -694,8 +694,8 @@ def run_status(
     run: Run,
     now: float | None = None,  # seconds since the epoch; None = now
 ) -> Status:
-    "Whether a run goes on, as far as its folder tells."
-    if run.reader:  # whose trainer is not asked whether it goes on
+    "Whether a run continues, as far as its folder tells."
+    if run.reader:  # whose trainer is not asked whether it continues
         return Status("finished", f"{run.reader.origin}: {len(run)} steps so far.")
     metrics = run.metrics()
     done, where = _planned(run, metrics)
@@ -740,7 +740,7 @@ async def follow(
     ended = threading.Event()
 
     def write(status: Status, refresh: float | None) -> None:
-        # a thread goes on when its task is cancelled, and its page must not be the last
+        # a thread continues when its task is cancelled, and its page must not be the last
         with alone:
             if refresh is None or not ended.is_set():
                 write_report(
