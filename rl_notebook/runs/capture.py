@@ -193,7 +193,7 @@ class TinkerCookbook(Reader):
     signature = "iteration_*/train_rollout_summaries.jsonl"
     number = r"iteration_(\d+)"
     logged = "metrics.jsonl"
-    told = "the sampler's side only; temperatures are those that were asked for"
+    caveats = "the sampler's side only; temperatures are those that were asked for"
     scored_at = 1.0  # by the service
     hook = "wrap TrainingClient.forward_backward: advantages and policy logprobs, examples/bundles/tinker_bundle.py"
 
