@@ -224,7 +224,7 @@ async def attach_logprobs(
     cfg: Config,
     cache: ScoreCache,
     policy: bool,  # whether the policy is scored, too
-) -> tuple[list[Datum], list[Logprobs] | None]:  # the datums, and what the policy thinks of them
+) -> tuple[list[Datum], list[Logprobs] | None]:  # the datums, and the policy's logprobs of them
     "Datums with the logprobs that the loss needs; with several updates a batch, those of the policy before the first."
     attached = await attach_reference(datums, backend.reference, cfg, cache)
     several = cfg.ppo_n_minibatches > 1

@@ -86,7 +86,7 @@ TRANSIENT: tuple[type[Exception], ...] = (
 
 
 def is_transient(error: BaseException) -> bool:
-    "Whether a failure is the other side's, so that another try may help."
+    "Whether a failure is the other side's, so that a retry may help."
     if isinstance(error, BaseExceptionGroup):
         return all(is_transient(e) for e in error.exceptions)
     if isinstance(error, httpx.HTTPStatusError):
@@ -98,7 +98,7 @@ Sleep = Callable[[float], Awaitable[Any]]
 
 
 def is_retryable(error: BaseException) -> bool:
-    "Whether a call is worth another try: a transient failure, unless it is a backend's, which has made its own tries."
+    "Whether to retry a call: after a transient failure, unless it is a backend's, which has retried already."
     return is_transient(error) and not isinstance(error, BackendError)
 
 # %% ../../nbs/loop/01_rollouts.ipynb #2da0baee

@@ -194,7 +194,7 @@ async def score_group(
     rollouts: Rollouts,
     reward_fns: Any = None,  # as for `rewards.score`; None = the rollout graded itself
     *,
-    min_group_size: int = 1,  # samples that a group needs; with fewer it gives up those it has
+    min_group_size: int = 1,  # samples that a group needs; with fewer they are dropped
     **options: Any,  # `weights` and `step` of `rewards.score`
 ) -> PromptGroup:
     "The graded group of one prompt."

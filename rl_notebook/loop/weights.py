@@ -49,7 +49,7 @@ class Saved:
 class Snapshot:
     "A place to go back to."
 
-    state: Any  # the step as it stood, of the loop
+    state: Any  # the `StepState` at that time
     saved: Saved  # the trainer's state
     policy_version: int  # that the sampler served
     sampler: SamplerWeights = SamplerWeights.CURRENT
@@ -331,7 +331,7 @@ class Weights:
         return Saved(await self.backend.policy.save_state(name), slot)
 
     def snapshot(self, saved: Saved) -> Snapshot:
-        "Where the loop stands now."
+        "The current state of the loop, to go back to."
         known = self.audit.probe, self.audit.floor, self.audit.noise
         return Snapshot(
             self.owner.state.copied(), saved, self.version, self.sampler, self.served, known
@@ -451,7 +451,7 @@ class Weights:
         await self.discard()
 
     async def fork(self, other: Weights) -> None:
-        "Let another loop begin where this one stands; it has not the backend yet."
+        "Save the state from which another loop begins; it does not hold the backend yet."
         try:
             other.parked = await self.save(f"branch-{other.loop_id}")
         except BaseException:  # cancelled, too: it was never here
