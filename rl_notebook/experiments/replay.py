@@ -493,7 +493,7 @@ async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> Phase
         return PhaseComparison("backward", True, note="nothing to train")
     try:
         report = await repeat_backward(loop, record)
-    except RecordError as error:  # a loss that only code can tell
+    except RecordError as error:  # a loss that only its code defines
         return PhaseComparison("backward", None, note=str(error))
     loop.state.values["backward"] = report
     loop.state.normalization = record.divided_by

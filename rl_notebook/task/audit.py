@@ -58,7 +58,7 @@ class AttackRow:
     answer: str  # the row's reference answer
     other: str  # an answer of another row, which is not this one's
     all: tuple[str, ...]  # the answers of all rows, the usual one last
-    form: tuple[str, str] = ("", "")  # what stands in front of a right answer, and behind it
+    form: tuple[str, str] = ("", "")  # the text in front of a right answer, and behind it
 
     def put(self, answer: str) -> str:
         "An answer in the form of a right one."
@@ -171,7 +171,7 @@ def collect_source(function: Any, depth: int = 2) -> str:
 
 
 def list_forms(fns: Sequence[RewardFn]) -> list[str]:
-    "The usual forms, and those of the tags that stand in the source of reward functions."
+    "The usual forms, and those of the tags in the source of reward functions."
     tags = [
         tag for fn in fns for tag in re.findall(r"<(\w+)>", collect_source(innermost(fn.function)))
     ]

@@ -496,7 +496,7 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], at:
 
 # %% ../../nbs/task/02_chat.ipynb #d275f8b2
 class TemplateMismatch(AlignmentError):
-    "What the policy said cannot be continued under its chat template."
+    "A turn of the policy cannot be continued under its chat template."
 
 
 def _check_prefix(seen: str, rendered: str, where: str) -> None:
@@ -689,7 +689,7 @@ def _end_as_rendered(c: Conversation, rendered: str) -> tuple[Span, ...]:
 def write_tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    "Messages with tools for a template that does not know them; responses to calls of one turn are one message."
+    "Messages with tools for a template without tool support; responses to calls of one turn are one message."
     converted = list[dict[str, Any]]()
     for i, m in enumerate(messages):
         response = f"<tool_response>{m['content']}</tool_response>"
@@ -861,7 +861,7 @@ def json_kind(value: Any) -> str:
 
 
 def argument_json(text: str, kinds: Set[str]) -> str:  # kinds: the declared types
-    "What stands in a tag, as JSON: a string with the very text, unless another type is declared and the text is one."
+    "The content of a tag, as JSON: a string with the very text, unless another type is declared and the text is one."
     others = kinds - {"string"}
     if "number" in kinds:
         others |= {"integer"}
@@ -876,7 +876,7 @@ def argument_json(text: str, kinds: Set[str]) -> str:  # kinds: the declared typ
 
 
 def _read_json(text: str, at: int) -> tuple[list[tuple[Any, str]], int]:
-    "A call in JSON at a place of a text: its name, the arguments as they stand there, and where it ends."
+    "A call in JSON at a place of a text: its name, the arguments as written there, and where it ends."
     parts = dict[str, tuple[Any, str]]()
     end = at
     while text[end] != "}":
@@ -990,7 +990,7 @@ def split_calls(
     tools: Sequence[Mapping[str, Any]] = (),  # offered; they declare what type a value in a tag has
     opened: str = "",  # what the prompt has already written of this turn
 ) -> tuple[str | None, list[dict[str, Any]]]:  # content, tool calls
-    "What a text says, and which tools it calls, outside of its thoughts."
+    "The content of a text and its tool calls, outside of its thoughts."
     whole = opened + text
     calls = list[dict[str, Any]]()
     content = ""

@@ -137,7 +137,7 @@ def _first(record: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 # %% ../../nbs/task/00_data.ipynb #622f8f67
 def find_answer(record: Mapping[str, Any], column: str | None = None) -> Any:
-    "What a record says is right, in this column or the first of `ANSWER_COLUMNS`; None = it does not say."
+    "The reference answer of a record, from this column or the first of `ANSWER_COLUMNS`; None = it has none."
     if name := _first(record, [column] if column else ANSWER_COLUMNS):
         return record[name]
     nested = record.get("reward_model")
@@ -273,7 +273,7 @@ def _parse_mappings(value: Any, name: str, where: str) -> list[dict[str, Any]]:
 def _template_options(
     record: Mapping[str, Any], form: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-    "What a record tells the chat template; raises `DataError` for what would be left out of the prompt."
+    "The options of a record for the chat template; raises `DataError` for what would be left out of the prompt."
     for name in filter(lambda n: _present(record.get(n)), UNSUPPORTED_COLUMNS):
         fix = "If the prompt does without, drop the column."
         raise DataError(
@@ -312,7 +312,7 @@ def read_by(
 
 def check_columns(
     data: Mapping[str, Any],  # the columns of a row
-    answer: Any,  # what is right, wherever it stood
+    answer: Any,  # the reference answer, from whichever column
     where: str,
     require: Collection[
         str
@@ -821,7 +821,7 @@ class Cursor:
         return [self.rows[self.index(position)] for position in taken], behind
 
     def state(self) -> dict[str, Any]:
-        "Where the cursor stands, as plain JSON values; see `restore_cursor`."
+        "The position of the cursor, as plain JSON values; see `restore_cursor`."
         names: dict[str, Any] = {
             name: getattr(self, name) for name in ("seed", "shuffle", "consumed")
         }

@@ -544,7 +544,7 @@ class _Group:
     "The completions of one prompt, as reward functions see them."
 
     row: Row  # the task
-    texts: list[str]  # what the policy said
+    texts: list[str]  # what the policy wrote
     tokens: list[list[int]]  # sampled ids
     messages: list[list[Mapping[str, Any]]]  # the same as conversations
     index: int | None = None  # of the group in the step
@@ -657,7 +657,7 @@ def _columns(group: _Group, names: Mapping[str, Any]) -> dict[str, Any]:
 
 # %% ../../nbs/task/01_rewards.ipynb #eb1c11f8
 def _state(group: _Group, i: int) -> dict[str, Any]:
-    "A rollout as functions of verifiers know it."
+    "A rollout in the form that functions of verifiers take."
     info = group.row.data.get("info") or {}
     with suppress(ValueError):
         info = json.loads(info) if isinstance(info, str) else info
