@@ -497,7 +497,7 @@ def test_a_server_that_was_restarted_gets_its_weights_again(tmp_path):
             # another process at the address, with the first weights
             backend.sampler.wire.root = urls[1]
             backend.sync.check_after_s = 60.0
-            backend.sampler.wire.answered_at -= 61.0  # the last answer was a minute ago
+            backend.sampler.wire.last_response_at -= 61.0  # the last answer was a minute ago
             with pytest.warns(UserWarning, match="lost its weights"):
                 got = await backend.sampler.sample(PROMPT, SampleParams(n=3, max_tokens=6, seed=5))
             assert ids(got) == ids(want)

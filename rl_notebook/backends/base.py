@@ -235,7 +235,7 @@ def check_known(params: SampleParams, where: str, known: Collection[str] = ()) -
     "Raise `BackendError` for a setting that not every sampler knows, and this one does not."
     for name in ("min_p", "repetition_penalty"):
         if (got := getattr(params, name)) != (off := OFF[name]) and name not in known:
-            fix = "Leave it out, or draw with the local engine or vLLM."
+            fix = "Leave it out, or sample with the local engine or vLLM."
             raise BackendError(
                 name, where=where, got=got, expected=f"{off:g}: it has no such setting", fix=fix
             )

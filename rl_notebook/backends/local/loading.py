@@ -298,7 +298,7 @@ def find_unknown_tokens(tokenizer: Any, vocab_size: int, mask: bool = True) -> l
         which = ", ".join(map(str, unknown[:3])) + (", ..." if len(unknown) > 3 else "")
         many = f"{len(unknown)} ids of the model have no token in the tokenizer ({which})"
         warnings.warn(
-            f"{many}: none is drawn or has a share in logprobs; mask_unknown=False keeps them",
+            f"{many}: none is sampled or has a share in logprobs; mask_unknown=False keeps them",
             stacklevel=3,
         )
     return unknown

@@ -967,7 +967,7 @@ LOWER_TO_OPEN = (
 # %% ../../../nbs/backends/local/08_trainer.ipynb #e005fe82
 def open_local(
     model: Any,  # Hugging Face causal LM; becomes the policy and its weights change; under LoRA they do not
-    tokenizer: Any = ...,  # its tokenizer; not given = `model` is a name for `load_model`, or what that returns
+    tokenizer: Any = ...,  # its tokenizer; left out = `model` is a name for `load_model`, or what that returns
     *,
     lora_rank: int = 0,  # 0 = train every parameter that requires grad
     lora_alpha: float = 32,  # the adapter is scaled by alpha / rank

@@ -531,7 +531,7 @@ def load_again(sync: FireworksSync) -> bool:
         return False
     saved = sync.saved[lost]
     chain = [lost]
-    again = f"{lost} is loaded again, and what was drawn without it is drawn again"
+    again = f"{lost} is loaded again, and what was sampled without it is sampled again"
     warnings.warn(f"the deployment lost its weights, as after a restart: {again}", stacklevel=2)
     sync.syncer.reset_delta_chain()
     if saved.kind == "delta" and saved.marker == weights_marker(sync.trainer):

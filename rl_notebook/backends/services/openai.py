@@ -165,7 +165,7 @@ async def swap(sync: VLLMSync, name: str) -> None:
             try:
                 await load(sync, sync.served or name)
             except BackendError:
-                fix = "The server may have no weights now, and a request would end it: it stays paused. Start it anew."
+                fix = "The server may have no weights now, and a request would end it: it stays paused. Restart it."
                 bare = True
                 raise BackendError("weight sync", got=str(reason), fix=fix) from reason
             await steer(sync, "/resume", optional=True)
@@ -231,7 +231,7 @@ async def check_served(sync: VLLMSync, version: int, expected: np.ndarray) -> No
 def suspicious(sync: VLLMSync) -> bool:
     "Whether the server could have been restarted since the last response."
     wire = sync.sampler.wire
-    return wire.lost or time.monotonic() - wire.answered_at > CHECK_AFTER_S
+    return wire.lost or time.monotonic() - wire.last_response_at > CHECK_AFTER_S
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #2966581e
 async def heal(sync: VLLMSync) -> None:
@@ -257,7 +257,7 @@ async def heal(sync: VLLMSync) -> None:
             )
             await serve(sync, sync.served or "", sync.sampler.policy_version, sync.expected)
         wire.lost = False
-        wire.answered_at = time.monotonic()
+        wire.last_response_at = time.monotonic()
 
 # %% ../../../nbs/backends/services/02_openai.ipynb #e97c5a65
 async def start(sync: VLLMSync) -> None:

@@ -139,7 +139,7 @@ class Session:
         self.rest: Any = None
 
     def fresh(self) -> Any:
-        "A service client with a session of its own."
+        "A service client with its own session."
         return self.package.ServiceClient(base_url=self.base_url, api_key=self.key.reveal())
 
     def get(self) -> Any:
@@ -188,7 +188,7 @@ class PooledSession(Session):
         self.sampling["tokenizer"] = tokenizer
 
     def fresh(self) -> Any:
-        "A service client with a session of its own."
+        "A service client with its own session."
         return self.package.FiretitanServiceClient(
             base_url=self.base_url, api_key=self.key.reveal()
         )
@@ -568,7 +568,7 @@ async def probe_seed(sampler: Sampler, tokens: list[int], temperature: float = 1
     params = SampleParams(n=2, max_tokens=8, seed=11, temperature=temperature)
     runs = [[c.tokens.tolist() for c in await sampler.sample(tokens, params)] for _ in range(2)]
     same = runs[0] == runs[1]
-    meaning = "Runs repeat." if same else "Undo and resume draw other tokens than before."
+    meaning = "Runs repeat." if same else "Undo and resume sample other tokens than before."
     return Finding(
         "seed",
         same,

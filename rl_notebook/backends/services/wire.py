@@ -332,7 +332,7 @@ class HttpClient:
         # whether the connection broke since the last check
         self.lost = False
         self.closed = False
-        self.answered_at = time.monotonic()  # the last response
+        self.last_response_at = time.monotonic()
         self.notice = WaitNotice(self.root)
         # is awaited before a request stands in line
         self.ready: Callable[[], Awaitable[None]] | None = None
@@ -383,7 +383,7 @@ class HttpClient:
         except httpx.TransportError as reason:
             raise AskAgain(f"{type(reason).__name__} {reason}".strip(), lost=True) from None
         value = json_of(response, where, self.key)
-        self.answered_at = time.monotonic()
+        self.last_response_at = time.monotonic()
         self.notice.heard()
         return value
 
@@ -445,7 +445,7 @@ class HttpClient:
             await client.aclose()
 
 # %% ../../../nbs/backends/services/00_wire.ipynb #7f7a67bf
-_DOWN = "Is the server up? What was drawn so far is not lost: run the phase again when it is."
+_DOWN = "Is the server up? What was sampled so far is not lost: run the phase again when it is."
 _DAMAGED_OFTEN = 3  # times in one request, and another attempt will not help
 
 
