@@ -198,9 +198,9 @@ async def _check_openai(cfg: Config, say: Callable[[str], Any]) -> list[Findings
 async def _check_weights(cfg: Config, sampler: Any, tokens: list[int]) -> list[Finding]:
     "Whether a server has the weights of the base model, where they are at hand, and takes a sequence whole."
     from rl_notebook.backends.local.trainer import open_local
-    from rl_notebook.backends.services.tinker import check_draws, check_length, toy_datum, within
+    from rl_notebook.backends.services.tinker import check_samples, check_length, toy_datum, within
 
-    rows = await check_draws(sampler, tokens)
+    rows = await check_samples(sampler, tokens)
     if not Path(model_source(cfg.base_model)).is_dir():
         return [
             *rows,
