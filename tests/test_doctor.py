@@ -32,7 +32,7 @@ from rl_notebook.core.types import (
 )
 from rl_notebook.insight.doctor.causes import MIN_GAIN, resample_gains
 from rl_notebook.insight.doctor.doctor import Diagnosis, diagnose
-from rl_notebook.insight.doctor.evidence import LIKELY, Evidence, Resample
+from rl_notebook.insight.doctor.evidence import MIN_LIKELY, Evidence, Resample
 from rl_notebook.insight.xray import ROUNDING, check_ratio
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.rollouts import assemble, sample_completions, encode_rows
@@ -188,7 +188,7 @@ def test_claims_count_where_numbers_are_missing(bench: Bench) -> None:
     newer = tuple(replace(lp, policy_version=3) for lp in noisy.loss.logprobs)  # type: ignore[union-attr]
     verdict = ask(replace(noisy, loss=replace(record.loss, logprobs=newer)))
     assert verdict.cause in ("stale weights", "dropout")
-    assert next(f for f in verdict.findings if f.cause == "stale weights").score >= LIKELY
+    assert next(f for f in verdict.findings if f.cause == "stale weights").score >= MIN_LIKELY
 
 
 def test_without_sync_the_sampler_is_left_alone(bench: Bench) -> None:

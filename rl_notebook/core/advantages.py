@@ -81,7 +81,7 @@ def group_advantages(
     """Group-relative advantages of one prompt.
 
     Raises `RewardError` for a negative reward under "maxrl", and `LossError` for a scale that needs
-    the samples ("opo", "whiten", parts) and not their rewards alone.
+    more than the rewards of one group ("opo", "whiten", "batch", "parts", "gdpo").
 
     Sources: GRPO (arXiv:2402.03300), section 4.1.2, for "std"; Dr. GRPO (arXiv:2503.20783) for "none";
     RLOO (arXiv:2402.14740) for "loo"; MaxRL (arXiv:2602.02710) for "maxrl".

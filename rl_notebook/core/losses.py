@@ -602,7 +602,10 @@ LOSS_PARAMETERS = (
     "options",
     *SURROGATE_PARAM_NAMES,
 )
-_EARLIER_PARAMETERS = ("t", "o")  # tokens, options: as our own losses call them
+_EARLIER_PARAMETERS = (
+    "t",
+    "o",
+)  # tokens, options: as losses written for an earlier version call them
 _ELSEWHERE = {  # as other trainers call them
     **dict.fromkeys(
         ("logprobs", "logps", "log_probs", "log_prob", "per_token_logps"), "policy_logprobs"

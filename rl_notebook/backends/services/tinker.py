@@ -1039,7 +1039,8 @@ async def open_tinker(
 ) -> TinkerBackend:  # policy ServiceTrainer, reference ServiceReference, sampler TinkerSampler
     """Policy, reference, sampler and sync on a Tinker-compatible service.
 
-    Raises `ConfigError` for a `max_seq_len` that is missing or longer than the model's context.
+    Raises `ConfigError` for a model whose context is too short, and for a service that cannot do what is asked;
+    `BackendError` when a check of the service fails.
     """
     url = base_url or os.environ.get("TINKER_BASE_URL") or None
     words = open_tokenizer(tokenizer, base_model)

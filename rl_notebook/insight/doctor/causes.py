@@ -16,9 +16,9 @@ import pandas as pd
 from rl_notebook.insight.doctor.evidence import (
     MAX_CHANCE,
     MIN_TOKENS_OFF,
-    LIKELY,
-    PLAUSIBLE,
-    SURE,
+    MIN_LIKELY,
+    AMBIGUOUS_SCORE,
+    MIN_SURE,
     Evidence,
     Cause,
     Resample,
@@ -95,13 +95,14 @@ def mask_leak(e: Evidence) -> Iterator[Cause]:
         yield Cause("mask leak", 1.0, text, {"positions": leaked})
         return
     # 0 is right for a token that is certain
-    empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(SURE))
+    empty = (~np.isfinite(e.s) | (e.s == 0)) & ~(e.p > np.log(MIN_SURE))
     first = np.diff(e.row, prepend=-1) > 0
     begins = (
-        empty[first].mean() > LIKELY and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - SURE
+        empty[first].mean() > MIN_LIKELY
+        and empty[~first & ~np.r_[False, empty[:-1]]].mean() < 1 - MIN_SURE
     )
     # which leaves the first token empty, too
-    if begins and not any(cause.score >= SURE for cause in shift(e)):
+    if begins and not any(cause.score >= MIN_SURE for cause in shift(e)):
         text = f"{empty[first].mean():.0%} of the rows begin with tokens that the sampler has no value for"
         shows = {"positions": int(empty.sum())}, tuple(np.flatnonzero(empty).tolist())
         for cause, score, why in leaked_or_sampled(e, empty, first):
@@ -117,14 +118,14 @@ def leaked_or_sampled(
         for row, past in zip(e.row[first], e.prefix_hashes(False)[first], strict=True)
     ]
     table: Any = pd.DataFrame({"prompt": of, "token": e.token[first], "p": e.p[first]})
-    if np.r_[empty[1:] & ~first[1:], False][first].mean() > LIKELY:  # more than one token each
+    if np.r_[empty[1:] & ~first[1:], False][first].mean() > MIN_LIKELY:  # more than one token each
         return [("mask leak", 1.0, "")]
     if table.groupby("prompt")["token"].nunique().max() > 1:
         return [("filled in", 1.0, ", different ones behind the same prompt: they were sampled")]
     # the policy would not sample the same first token this often
     if np.exp(table["p"][table.duplicated("prompt")].sum()) <= MAX_CHANCE:
         return [("mask leak", 1.0, ", the same ones behind the same prompt")]
-    return [(cause, PLAUSIBLE, ", sampled or not") for cause in ("mask leak", "filled in")]
+    return [(cause, AMBIGUOUS_SCORE, ", sampled or not") for cause in ("mask leak", "filled in")]
 
 
 def non_finite(e: Evidence) -> Iterator[Cause]:
@@ -162,9 +163,12 @@ def other_tokens(e: Evidence) -> Iterator[Cause]:
         yield Cause("wrong group", 1.0, text, {"datums": len(groups)})
     elif e.foreign:
         text = f"{len(e.foreign)} of {len(e.datums)} datums have other tokens than their sample"
-        yield Cause("BOS or template", PLAUSIBLE, text, {"datums": len(e.foreign)})
+        yield Cause("BOS or template", AMBIGUOUS_SCORE, text, {"datums": len(e.foreign)})
         yield Cause(
-            "wrong group", LIKELY, f"{text}, of another step perhaps", {"datums": len(e.foreign)}
+            "wrong group",
+            MIN_LIKELY,
+            f"{text}, of another step perhaps",
+            {"datums": len(e.foreign)},
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #e292d380
@@ -214,9 +218,9 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
     off = np.flatnonzero((np.abs(left) > tolerance(e)).any(axis=1))[:limit].tolist()
     for row in off:
         tried = np.concatenate([s[row] - p, from_place(e, row, width) - p[row]])
-        doubtful = np.repeat([s[row] < np.log(SURE), p[row] < np.log(SURE)], len(p), axis=0)
+        doubtful = np.repeat([s[row] < np.log(MIN_SURE), p[row] < np.log(MIN_SURE)], len(p), axis=0)
         best = source_of_row(e, row, tried, doubtful)
-        if best != row and explained(left[row], tried[best], tolerance(e)) >= SURE:
+        if best != row and explained(left[row], tried[best], tolerance(e)) >= MIN_SURE:
             moved[row], left[row] = best % len(p), tried[best]
 
     def different(rows):
@@ -227,7 +231,7 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
     # a coarse precision lets some row fit a token or two
     clear = fits + len(moved) * np.log(len(p)) < np.log(MAX_CHANCE)
     # by chance, some are taken twice
-    if moved and clear and different(moved.values()) > LIKELY * different(moved):
+    if moved and clear and different(moved.values()) > MIN_LIKELY * different(moved):
         place = {
             row: (e.datums[row].group, e.datums[row].sample)
             for pair in moved.items()
@@ -246,7 +250,7 @@ def moved_rows(e: Evidence, limit: int = 64, width: int = 128) -> Iterator[Cause
             e, cause, flat, f"rows paired differently ({pairs})", True, rows=len(moved)
         )
         # what is longer than its source was filled up
-        least = PLAUSIBLE if len(moved) > LIKELY * len(off) else 0.0
+        least = AMBIGUOUS_SCORE if len(moved) > MIN_LIKELY * len(off) else 0.0
         yield replace(result, score=max(result.score, least))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5e2b35a8
@@ -269,7 +273,7 @@ def wrong_number_format(e: Evidence) -> Iterator[Cause]:
     }
     for name, series in tried.items():
         result = score_prediction(e, NONE, e.s - series, f"the sampler's numbers are {name}")
-        if result.score >= SURE:
+        if result.score >= MIN_SURE:
             yield result
     off = np.abs(e.gap) > tolerance(e)
     if (
@@ -279,7 +283,9 @@ def wrong_number_format(e: Evidence) -> Iterator[Cause]:
     ):
         value = float(e.s[off][0])
         text = f"all that is off says {value:.4g}: a number that was filled in, or a limit"
-        yield Cause("filled in" if value == 0 else NONE, 1.0 if value < 0 else PLAUSIBLE, text)
+        yield Cause(
+            "filled in" if value == 0 else NONE, 1.0 if value < 0 else AMBIGUOUS_SCORE, text
+        )
     reported = e.s[np.isfinite(e.s) & (e.s != 0)]
     for digits in range(5):
         if (
@@ -353,7 +359,7 @@ def other_logits(e: Evidence) -> Iterator[Cause]:
     sharpness = sharpness_of(places)
     # without a shared number it is another logarithm
     possible = sharpness > 1 / MAX_TEMPERATURE and beyond(shared, floor(e))
-    if gone >= SURE and possible and by_chance(places) <= MAX_CHANCE:
+    if gone >= MIN_SURE and possible and by_chance(places) <= MAX_CHANCE:
         t = 1 / sharpness
         text = f"the sampler sampled at temperature {t:.2f}; scoring at {t:.2f} closes the gap"
         yield Cause(
@@ -376,7 +382,7 @@ def one_level(e: Evidence, level: np.ndarray) -> Iterator[Cause]:
             text = f"tokens of one place are higher for the {side} by one number, as if up to {most:.0%} were cut"
             # and not the signs of many
             noise = high.max() <= floor(e).largest and 2.0 ** -(high > tol).sum() > MAX_CHANCE
-            score = max(0.0, 1 - below) * (PLAUSIBLE if noise else 1)
+            score = max(0.0, 1 - below) * (AMBIGUOUS_SCORE if noise else 1)
             yield Cause("top-p or top-k", score, text, {"below": below, "kept": 1 - most})
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #5c0a361e
@@ -399,11 +405,13 @@ def from_series(e: Evidence) -> Iterator[Cause]:
         if x is not None
     }
     if len(claimed) > 1:
-        yield Cause("temperature", PLAUSIBLE, f"sampled and scored at {sorted(claimed)}")
-    elif explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= SURE:  # a cut lowers none
+        yield Cause("temperature", AMBIGUOUS_SCORE, f"sampled and scored at {sorted(claimed)}")
+    elif explained(e.gap, e.flat(e.raw) - e.p, tolerance(e)) >= MIN_SURE:  # a cut lowers none
         cause = "temperature" if beyond(np.minimum(e.gap, 0), floor(e)) else "top-p or top-k"
         yield Cause(
-            cause, PLAUSIBLE, "the sampler's raw logprobs are the trainer's, and its others are not"
+            cause,
+            AMBIGUOUS_SCORE,
+            "the sampler's raw logprobs are the trainer's, and its others are not",
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
@@ -548,7 +556,7 @@ def vocabulary(e: Evidence) -> Iterator[Cause]:
     if differs(e) and absurd.sum() >= MIN_TOKENS_OFF:
         at = np.flatnonzero(absurd).tolist()
         text = f"{len(at)} tokens are less likely than 1 in {ids} for the trainer, which is {share:.0%} of the gap"
-        yield Cause("vocabulary", PLAUSIBLE * share, text, {"tokens": len(at)}, tuple(at))
+        yield Cause("vocabulary", AMBIGUOUS_SCORE * share, text, {"tokens": len(at)}, tuple(at))
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2232c9eb
 # how many times the difference of two scorings a gap may be: both are means of a few large values
@@ -594,9 +602,9 @@ def repeated(e: Evidence) -> Iterator[Cause]:
             "rows scored alone say what the sampler says",
         )
         yield result
-        if result.score < SURE:
+        if result.score < MIN_SURE:
             text = "rows alone and among others differ, and neither is the sampler's: a fixed seed, perhaps"
-            yield Cause("dropout", LIKELY, text)
+            yield Cause("dropout", MIN_LIKELY, text)
 
 
 def self_contradiction(e: Evidence) -> Iterator[Cause]:
@@ -611,14 +619,14 @@ def self_contradiction(e: Evidence) -> Iterator[Cause]:
         text = f"the same token behind the same prefix differs by up to {max(same, other):.2g} nats for the trainer"
         yield Cause(
             "dropout" if same > allowed else "padding side",
-            PLAUSIBLE,
+            AMBIGUOUS_SCORE,
             text,
             {"largest": max(same, other)},
         )
     if beyond(off, floor(e)) and not differs(e):
         same, other = max_pair_diff(pairs, e.flat(e.gradients))
         text = f"with the same weights the pass with gradients differs by up to {size(off).largest:.2g} nats"
-        yield Cause("padding side" if same <= allowed < other else "dropout", PLAUSIBLE, text)
+        yield Cause("padding side" if same <= allowed < other else "dropout", AMBIGUOUS_SCORE, text)
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #878dc9b7
 def stale_weights(e: Evidence) -> Iterator[Cause]:
@@ -639,49 +647,50 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
         recorded = (
             raw - before if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(before, t, e.s)
         )
-        if excess(after - before, tol) > LIKELY * excess(e.gap, tol):
+        if excess(after - before, tol) > MIN_LIKELY * excess(e.gap, tol):
             text = "the sampler says it until a sync, and after it what the trainer says"
             yield score_prediction(
                 e, "stale weights", recorded + nearest_at(after, t, today) - today, text
             )
-        if excess(after - before, tol) > (1 - SURE) * excess(e.gap, tol):
+        if excess(after - before, tol) > (1 - MIN_SURE) * excess(e.gap, tol):
             moved = size(after - before).mean
             text = f"a sync changes what the sampler says, by {moved:.2g} nats per token: it was behind"
-            yield Cause("stale weights", LIKELY, text)
+            yield Cause("stale weights", MIN_LIKELY, text)
     since = explained(e.gap, nearest_at(e.flat("sampler"), t, today) - today, tol)
     scored = np.where(
         np.isfinite(e.flat("sampler synced")), e.flat("sampler synced"), e.flat("sampler")
     )
     # of a token that is sampled again; NaN = not known
     resampled_change = e.flat("sampler resampled") - scored
-    if since >= SURE and any(
+    if since >= MIN_SURE and any(
         np.logaddexp.reduce(r.claimed) > coarsest(e).largest for r in e.resamples
     ):
         yield Cause(
             NONE,
-            PLAUSIBLE,
+            AMBIGUOUS_SCORE,
             "what the sampler says of the tokens of one place adds up to more than 1",
         )
     elif (
-        since >= SURE
-        and size(resampled_change).mean > LIKELY * size(e.gap[np.isfinite(resampled_change)]).mean
+        since >= MIN_SURE
+        and size(resampled_change).mean
+        > MIN_LIKELY * size(e.gap[np.isfinite(resampled_change)]).mean
     ):
         text = "it scores given tokens as the trainer does; when it samples, it reads another prompt, or changes the odds"
-        yield Cause("BOS or template", LIKELY, text)
+        yield Cause("BOS or template", MIN_LIKELY, text)
         if not e.provenance.untrained:
             yield Cause(
                 "stale weights",
                 GUESS_SCORE,
                 "when it samples, it may read a cache that older weights have filled",
             )
-    elif since >= SURE:
+    elif since >= MIN_SURE:
         text = "the sampler says today what the trainer says, and not what it sampled with"
-        yield Cause("stale weights", LIKELY, text)
+        yield Cause("stale weights", MIN_LIKELY, text)
     versions = {
         x for x in (e.provenance.trainer_version, e.provenance.sampler_version) if x is not None
     }
     if len(versions) > 1 and differs(e) and "sampler" not in e.controls:
-        yield Cause("stale weights", PLAUSIBLE, f"versions {sorted(versions)} of the weights")
+        yield Cause("stale weights", AMBIGUOUS_SCORE, f"versions {sorted(versions)} of the weights")
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #3ee7f404
 GUESS_SCORE = 0.3  # nothing speaks against it
@@ -719,14 +728,14 @@ def dtype_or_batching(e: Evidence) -> Iterator[Cause]:
             and by_step.max() < MAX_STEP_RATIO * by_step.min()
             and not beyond(gap, HALF_PRECISION_GAP)
         )
-        where = (
-            "in every step, as where one side is in 16 bits"
-            if alike
-            else f"({' and '.join(dtypes)})"
-        )
-        text = f"small, and without a direction: {size(gap).mean:.2g} nats on average {where}"
+        where = ""
+        if alike:
+            where = " in every step, as where one side is in 16 bits"
+        elif dtypes:
+            where = f" ({' and '.join(dtypes)})"
+        text = f"small, and without a direction: {size(gap).mean:.2g} nats on average{where}"
         known = "policy" in e.controls or len(dtypes) > 1 or alike
-        yield Cause("dtype or batching", PLAUSIBLE if known else GUESS_SCORE, text)
+        yield Cause("dtype or batching", AMBIGUOUS_SCORE if known else GUESS_SCORE, text)
 
 
 def unexplained_gap(e: Evidence) -> Iterator[Cause]:
@@ -747,7 +756,7 @@ def unexplained_gap(e: Evidence) -> Iterator[Cause]:
     if len(a) < MIN_TOKENS_OFF or beyond(e.p[a] - e.p[b], floor(e)):
         left.append("dropout")
     for k, cause in enumerate(left):
-        score = GUESS_SCORE / 2 if k else PLAUSIBLE if e.provenance.agreed else GUESS_SCORE
+        score = GUESS_SCORE / 2 if k else AMBIGUOUS_SCORE if e.provenance.agreed else GUESS_SCORE
         prompt = (
             ", as another prompt makes it: BOS, template or system message"
             if left == ["BOS or template"]

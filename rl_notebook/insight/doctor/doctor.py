@@ -58,9 +58,9 @@ from rl_notebook.core.types import (
     SampleParams,
 )
 from rl_notebook.insight.doctor.evidence import (
-    LIKELY,
-    PLAUSIBLE,
-    SURE,
+    MIN_LIKELY,
+    AMBIGUOUS_SCORE,
+    MIN_SURE,
     Evidence,
     Cause,
     Resample,
@@ -163,7 +163,13 @@ class Diagnosis:
     @property
     def certainty(self) -> str:
         "`sure`, `likely` or `a guess`."
-        return "sure" if self.score >= SURE else "likely" if self.score >= LIKELY else "a guess"
+        return (
+            "sure"
+            if self.score >= MIN_SURE
+            else "likely"
+            if self.score >= MIN_LIKELY
+            else "a guess"
+        )
 
     @property
     def sentence(self) -> str:
@@ -272,10 +278,10 @@ def departs(e: Evidence) -> str:
 
 def none_of_these(e: Evidence, best: float) -> Iterator[Cause]:
     "What is said when experiments were made, as far as no cause explains the gap."
-    if differs(e) and "policy" in e.controls and best < SURE:
+    if differs(e) and "policy" in e.controls and best < MIN_SURE:
         text = f"{size(e.gap).mean:.2g} nats per token are left, and what comes nearest explains {best:.0%}; {departs(e)}"
         # not all prompts that a server might read were tried
-        yield Cause(NONE, min(1 - best, PLAUSIBLE), text)
+        yield Cause(NONE, min(1 - best, AMBIGUOUS_SCORE), text)
 
 
 def rank_causes(e: Evidence) -> Diagnosis:
@@ -292,7 +298,7 @@ def rank_causes(e: Evidence) -> Diagnosis:
     close = [
         f.cause
         for f in others
-        if f.score >= (SURE if best.score >= SURE else best.score / 2) and f.score > 0
+        if f.score >= (MIN_SURE if best.score >= MIN_SURE else best.score / 2) and f.score > 0
     ]
     return Diagnosis(
         cause=best.cause,
@@ -556,7 +562,7 @@ async def context(e: Evidence, backend: Backend, rows: Sequence[int]) -> Evidenc
 # %% ../../../nbs/insight/doctor/02_doctor.ipynb #f4c13aa3
 def always_same_token(resamples: Sequence[Resample]) -> bool:
     "Whether one request gets one token, however often it is sampled, and not always the likeliest."
-    doubtful = [half for r in resamples if r.claimed[0] < np.log(SURE) for half in r.counts]
+    doubtful = [half for r in resamples if r.claimed[0] < np.log(MIN_SURE) for half in r.counts]
     alike = all((counts > 0).sum() == 1 for counts in doubtful)
     return len(doubtful) > 2 and alike and any(counts[0] == 0 for counts in doubtful)
 

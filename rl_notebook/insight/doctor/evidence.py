@@ -209,16 +209,16 @@ class Cause:
     "A cause, and what speaks for it."
 
     cause: str  # a key of FIXES
-    score: float  # 0 to 1: share of the gap that it explains
+    score: float  # 0 to 1: share of the gap that it explains, or how sure a sign without a prediction is
     text: str  # in a few words
     numbers: Mapping[str, float] = field(default_factory=dict)
     positions: tuple[int, ...] = ()  # compared positions that show it; empty = the largest gaps
 
 # %% ../../../nbs/insight/doctor/00_evidence.ipynb #b2f3d891
-SURE = 0.9  # share of the gap that a prediction must explain to be right
+MIN_SURE = 0.9  # share of the gap that a prediction must explain to be right
 # what counts a sign that other causes may leave, too, such as the best fit of a curve
-PLAUSIBLE = 0.6
-LIKELY = 0.5  # and what is below is a guess
+AMBIGUOUS_SCORE = 0.6
+MIN_LIKELY = 0.5  # and what is below is a guess
 MIN_TOKENS_OFF = 3  # tokens beyond the tolerance that a prediction needs to be scored
 
 
@@ -232,7 +232,7 @@ def score_prediction(
     since = size(e.flat("policy") - e.p)
     allowed = coarsest(e)
     most = Rounding(max(allowed.mean, 2 * since.mean), max(allowed.largest, 2 * since.largest))
-    right = gone >= SURE and (noisy or not beyond(left, most))
+    right = gone >= MIN_SURE and (noisy or not beyond(left, most))
     return Cause(
         cause, gone if right else gone / 2, f"{text}: {gone:.0%} of the gap is gone", numbers
     )
