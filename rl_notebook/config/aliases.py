@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import yaml
 
-from ..core.types import ConfigError, check_own, normalize_off, quoted, without_keys
+from ..core.types import ConfigError, check_replaceable, normalize_off
+from ..core.types import quoted, without_keys
 from ..core.names import from_file, read_file, trusted_names, write_file
 from ..core.options import SURROGATE_PARAMS, TRL_PRESETS, LossParams, leaf_types
 from ..core.options import nearest, option_class, sub_configs, unknown_settings
@@ -924,7 +925,7 @@ class Stored:
         "All settings as YAML text, written to `path` if one is given; a file that something else wrote is left alone."
         text = yaml_text(self.to_dict())
         if path is not None:
-            check_own(path, OWN_YAML, "to_yaml")
+            check_replaceable(path, OWN_YAML, "to_yaml")
             write_file(Path(path), f"{OWN_YAML}\n{text}")
         return text
 

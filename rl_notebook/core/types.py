@@ -254,7 +254,7 @@ def needs(extra: str, what: str) -> Iterator[None]:
         raise MissingExtra(what, got=got, fix=f"pip install 'rl-notebook[{extra}]'") from reason
 
 # %% ../../nbs/core/00_types.ipynb #6b3f3b74
-def check_own(path: str | os.PathLike[str], mark: str, what: str) -> None:
+def check_replaceable(path: str | os.PathLike[str], mark: str, what: str) -> None:
     "Raise `ConfigError` before something is replaced that does not bear our mark."
     if os.path.lexists(path):
         text = Path(path).read_bytes() if os.path.isfile(path) else b""

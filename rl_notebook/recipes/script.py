@@ -21,7 +21,7 @@ from typing import Any
 
 from .open import local_options
 from ..config.config import Config
-from ..core.types import ConfigError, RLNotebookError, check_own, quoted
+from ..core.types import ConfigError, RLNotebookError, check_replaceable, quoted
 from ..task.data import Row
 from ..core.losses import POLICY_LOSSES
 from ..core.names import NAMED, names_in
@@ -544,10 +544,10 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
                 file = path.with_suffix(f".{name}.jsonl")
                 row_files[file] = rows
                 keywords[name] = f"read_rows(HERE / {file.name!r})[0]"
-    check_own(path, HEAD.splitlines()[0], "to_script")
-    check_own(yaml_file, OWN_YAML, "to_script")
+    check_replaceable(path, HEAD.splitlines()[0], "to_script")
+    check_replaceable(yaml_file, OWN_YAML, "to_script")
     for file in row_files:
-        check_own(file, '{"format": 1, "own": ', "to_script")
+        check_replaceable(file, '{"format": 1, "own": ', "to_script")
     path.parent.mkdir(parents=True, exist_ok=True)
     for file, rows in row_files.items():
         write_rows(file, rows)

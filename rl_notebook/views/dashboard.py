@@ -410,7 +410,7 @@ def box_of(children: Sequence[ipywidgets.Widget], *kinds: str, **layout: str) ->
 
 # %% ../../nbs/views/04_dashboard.ipynb #cd3bbd62
 class SettingsPane:
-    "A field for each setting that is changed here, a button, and what became of the last change."
+    "A field for each setting that is changed here, a button, and the result of the last change."
 
     def __init__(self, change: Callable[[], Any]):  # what the button does
         numbers = ("learning_rate", "kl_beta", "temperature")
@@ -502,7 +502,7 @@ class Screen:
         deliver_to_main(self.root)
 
     def open(self, record: StepRecord, group: int, sample: int, tokenizer: Any) -> None:
-        "Show a completion beside the table."
+        "Show a completion next to the table."
         self.pane.completion = completion_of(record, group, sample, tokenizer)
         self.opened = record, group, sample
 

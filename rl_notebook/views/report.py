@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from ..core.types import ConfigError, RecordError, check_own
+from ..core.types import ConfigError, RecordError, check_replaceable
 from ..show.html import html_table, number, rewards_html, tag, token_texts
 from ..runs.records import StepRecord, expect_records, read_table, replace_text, utf8
 from ..runs.run import Run, flat_settings, metrics_frame, metrics_row
@@ -666,7 +666,7 @@ def write_report(
 
 def place_for(path: str | os.PathLike[str]) -> Path:
     "A path that a page may be written to, with its folder; raises RecordError or ConfigError where there is none."
-    check_own(path, MADE, "report")
+    check_replaceable(path, MADE, "report")
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
     except OSError as e:
