@@ -81,7 +81,7 @@ GALLERY: dict[str, list[tuple[str, str, str]]] = {
         (
             "Before the first step",
             "experiments/03_preflight.ipynb",
-            "In a notebook the same is drawn. Here with",
+            "In a notebook the same is shown as HTML. Here with",
         ),
     ],
     "Trainer and sampler disagree": [

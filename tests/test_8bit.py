@@ -274,7 +274,7 @@ def test_a_mixture_of_experts_is_rejected():
         ({}, "load_in_8bit: lora_rank=0 trains the base itself"),
         (
             {"lora_rank": 4, "backend": "tinker", "kl_beta": 0.0},
-            "load_in_8bit: backend='tinker' samples from a base of",
+            "load_in_8bit: backend='tinker' samples from another base",
         ),
         (
             {"lora_rank": 4, "backend": "openai", "base_url": "http://127.0.0.1:1"},
