@@ -29,15 +29,10 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from pages import LINK, LOCAL, visible
 
-# pages that are no notebooks; the examples' come with them
-EXTRA = (
-    "CONTRIBUTING.md",
-    "docs/modules.md",
-    "docs/recipes.md",
-    "docs/testing.md",
-    "CHANGELOG.md",
-    "AGENTS.md",
-)
+# pages at the top of the checkout; the examples' come with them
+EXTRA = ("CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md")
+# for those who change the package: pages of the section Reference
+CONTRIBUTOR_PAGES = ("docs/modules.md", "docs/recipes.md", "docs/testing.md")
 HUBS = {  # the sections of `_quarto.yml` that are one entry of the sidebar: their pages, and what is there
     "Your own task": (
         "task.md",
@@ -55,7 +50,13 @@ HUBS = {  # the sections of `_quarto.yml` that are one entry of the sidebar: the
 }
 EXTRA_LINKS = {  # pages that are no notebooks
     "Your own task": ["- [Examples](/examples/README.md): scripts and task folders that run."],
-    "Reference": ["- [All settings](/settings.md)", "- [Names and signatures](/api/index.md)"],
+    "Reference": [
+        "- [All settings](/settings.md)",
+        "- [Names and signatures](/api/index.md)",
+        "- [Modules](/docs/modules.md): every module and page in reading order.",
+        "- [Recipes](/docs/recipes.md): adding an estimator, a loss, a backend or a setting.",
+        "- [Test environments](/docs/testing.md): oldest versions, a vLLM server, a browser.",
+    ],
 }
 FIRST = 4  # tutorials of the section Start that the start page names
 # `name`, `rln.name` or `name()`
@@ -133,7 +134,9 @@ class Checkout:
         "Where a file of the checkout stands on the site; `None` if it is no page and no picture."
         if path.startswith("nbs/") and path.endswith((".ipynb", ".png", ".webp", ".svg")):
             return path.removeprefix("nbs/")
-        if path in EXTRA or (path.startswith("examples/") and path.endswith(("README.md", ".svg"))):
+        if path in (*EXTRA, *CONTRIBUTOR_PAGES) or (
+            path.startswith("examples/") and path.endswith(("README.md", ".svg"))
+        ):
             return path
         return "index.ipynb" if path == "README.md" else None
 
@@ -310,7 +313,7 @@ def write_hubs(site: Checkout, target: Path) -> None:
         p.relative_to(site.root).as_posix() for p in (site.root / "examples").rglob("README.md")
     )
     first = {"Reference": ["settings.md", "api/index.md"]}
-    last = {"Your own task": examples}
+    last = {"Your own task": examples, "Reference": CONTRIBUTOR_PAGES}
     for section, pages in site.sidebar():
         if section in HUBS:
             page, text = HUBS[section]
@@ -444,7 +447,7 @@ def write_site(root: Path, target: Path) -> None:
     for path in site.notebooks():
         write_notebook(site, path, target, names)
     examples = [p for pattern in ("README.md", "*.svg") for p in (root / "examples").rglob(pattern)]
-    for path in [*map(root.joinpath, EXTRA), *examples]:
+    for path in [*map(root.joinpath, (*EXTRA, *CONTRIBUTOR_PAGES)), *examples]:
         name = path.relative_to(root).as_posix()
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         if path.suffix == ".md":
