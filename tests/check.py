@@ -57,12 +57,20 @@ def check(notebook: Path) -> None:
         run("pyright", source)
     run("python", "tests/notebooks.py", "--n_workers", "1", "--path", notebook)
     tests = [file.relative_to(ROOT) for file in tests_of(module)]
-    recorded = [*(ROOT / "tests" / "golden").glob(f"*{singular(module)}*.json")]
+    word = re.compile(rf"(^|_){singular(module)}(e?s)?(_|$)")
+    golden = (ROOT / "tests" / "golden").glob("*.json")
+    recorded = sorted(file.stem for file in golden if word.search(file.stem))
     if tests:
         run("pytest", "-q", "-p", "no:cacheprovider", *tests)
     if recorded:
         run(
-            "pytest", "-q", "-p", "no:cacheprovider", "tests/test_golden.py", "-k", singular(module)
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/test_golden.py",
+            "-k",
+            " or ".join(recorded),
         )
     if not tests and not recorded:
         print(f"No test file is about {module} alone: `make test` has its tests.")

@@ -72,8 +72,6 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
             byte_tokenizer(),
             device=DEVICE,
             inline=True,
-            prompt_logprobs=True,
-            tokens_per_batch=64,
         )
         assert not books.strays
         books.forget()
@@ -84,7 +82,7 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
         await backend.reference.forward(datums)
         note("reference")
         output = await backend.policy.forward_backward_custom(datums, summed)
-        assert output.metrics["perf/prefix_tokens_saved"] == 0  # not with passes this small
+        assert output.metrics["perf/prefix_tokens_saved"] > 0
         note("training")
         await backend.policy.optim_step(AdamParams(learning_rate=1e-3))
         note("update")
@@ -100,7 +98,7 @@ def test_a_step_of_the_backend_stays_on_its_device(monkeypatch):
         asyncio.run(step(books))
     assert not books.strays
     assert result["sampling"] <= 9 + 1  # a look at the tokens of each step
-    batches = 4
+    batches = 1
     # one read back, and transformers looks once at the positions of a pass
     assert result["reference"] <= 1 + batches
     assert result["training"] <= 3 + 2 * batches

@@ -174,28 +174,18 @@ def test_raw_and_sampling_logprobs_are_kept_apart(site, processed_site, local, k
 
 
 class Moody:
-    "A server that answers its first requests for completions with statuses of a list, and then behaves."
+    "A server that responds to its first requests for completions with the statuses of a list, and then as usual."
 
     def __init__(self, server, moods):
         self.inner = app_of(server)
         self.moods = list(moods)
         self.times = []
-        self.most = 0
-        self.now = 0
 
     async def __call__(self, scope, receive, send):
         if scope["type"] != "http" or not scope["path"].endswith("/completions"):
             return await self.inner(scope, receive, send)
         self.times.append(time.monotonic())
         mood = self.moods.pop(0) if self.moods else ""
-        self.now += 1
-        self.most = max(self.most, self.now)
-        try:
-            await self.act(mood, scope, receive, send)
-        finally:
-            self.now -= 1
-
-    async def act(self, mood, scope, receive, send):
         if mood:
             return await JSONResponse({"error": {"message": "moody"}}, int(mood))(
                 scope, receive, send

@@ -113,18 +113,18 @@ def test_two_cells_that_step_the_same_loop_take_turns_and_a_phase_that_cannot_wa
     run(main())
 
 
-def two_over_one(second=lambda backend: backend):
+def two_over_one():
     "Two loops that were opened apart from each other over one backend, with different rows."
     one = make_loop(rows=24, reward=LENGTH)
     rows = load_rows(toy_rows(24, seed=9))
-    return one, GRPOLoop(second(one.backend), rows, LENGTH, one.cfg, name="other")
+    return one, GRPOLoop(one.backend, rows, LENGTH, one.cfg, name="other")
 
 
 def test_two_loops_over_one_backend_that_are_stepped_at_once_train_one_after_the_other():
     async def main():
-        one, other = two_over_one(lambda b: b)
+        one, other = two_over_one()
         await asyncio.gather(one.run(2, progress=False), other.run(2, progress=False))
-        apart, beside = two_over_one(lambda b: b)
+        apart, beside = two_over_one()
         for loop in (apart, beside, apart, beside):
             await loop.step()
         assert same(weights(one), weights(apart))

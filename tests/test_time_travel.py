@@ -63,11 +63,6 @@ def assert_equal(ours, theirs, rel=0.0):
 # --- the phase under way --------------------------------------------------------------------------------------------
 
 
-# some groups are dead
-def SOME(text, question):
-    return float(len(text)) if "?" in question else 1.0
-
-
 BREAKS = {  # phase: (owner of the method that fails, its name)
     "prompts": (lambda loop: loop.backend.tokenizer, "apply_chat_template"),
     "sample": (lambda loop: loop.backend.sampler, "sample"),

@@ -101,7 +101,7 @@ def test_its_steps_are_steps_of_the_run(how, tmp_path):
         assert (loop.state.number, loop.cursor.consumed) == (1, 0)
         assert same(weights(loop), begun)
         with pytest.raises(
-            PhaseError, match="got rows that are drawn ahead; expected a fresh step"
+            PhaseError, match="got rows that are sampled ahead; expected a fresh step"
         ):
             await AsyncGRPOLoop(loop.backend, ROWS, len, Config(recipe="async_rl_loop")).warm_up(
                 ROWS

@@ -265,7 +265,6 @@ def test_groups_that_are_spread_over_processes_are_refused_before_anything_is_ge
     assert not (tmp_path / "run").exists()
 
 
-KINDS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 MORE = {
     "grpo": {"importance_sampling_level": "sequence"},
     "cispo": {"epsilon_high": 5.0},

@@ -380,27 +380,11 @@ class Notebook:
             )
             self.page.wait_for_timeout(100)
 
-    def save(self) -> dict[str, Any]:
-        "Save it through the menu; what its file now holds."
-        self.menu("File", "Save Notebook")
-        self.page.wait_for_function(
-            f"() => !{PANEL}.context.model.dirty && {PANEL}.context.contentsModel !== null"
-        )
-        return json.loads(self.path.read_text(encoding="utf-8"))
-
     def shut_down(self) -> None:
         "End its kernel."
         for session in self.lab.request("GET", "api/sessions"):
             if session["path"] == self.name:
                 self.lab.request("DELETE", f"api/sessions/{session['id']}")
-
-    def theme(self, name: str) -> None:
-        "light or dark, for every notebook that is open."
-        theme = f"JupyterLab {name.title()}"
-        self.page.evaluate(
-            "t => window.jupyterapp.commands.execute('apputils:change-theme', {theme: t})", theme
-        )
-        self.page.wait_for_function("t => document.body.dataset.jpThemeName === t", arg=theme)
 
     def width(self, width: int, height: int = 900) -> None:
         "Resize the window."

@@ -106,5 +106,9 @@ def test_tokens_are_inspected_without_a_kernel(
         expect(other.locator(".rlt-coords")).to_contain_text(
             "entry i is of target i, which is token i + 1"
         )
+        charts = other.locator(".js-plotly-plot .main-svg")
+        expect(other.locator(".js-plotly-plot")).to_have_count(3)
+        expect(charts.first).to_be_visible()
+        expect(other.locator(".rlt-along .js-plotly-plot .main-svg").first).to_be_visible()
         other.screenshot(path=SHOTS / "html_manager_tokens.png", full_page=True)
         other.close()

@@ -17,62 +17,25 @@ from rl_notebook.insight.xray import scored_first
 
 from .lab import PANEL, Lab, Notebook
 
-BROKEN = ("Error displaying widget", "model not found", "Error creating widget", "Loading widget")
 CELLS = {
     "record": """
-import ipywidgets
-from IPython.display import display
 from synthetic import synthetic_record
-from rl_notebook.views.charts import charts
-from rl_notebook.views.payloads import History, history_row, run_payloads, step_payloads
-from rl_notebook.views.tokens import inspect_tokens, WithFallback
-from rl_notebook.insight.xray import xray
+from rl_notebook.views.tokens import inspect_tokens
 
-records = [synthetic_record(step) for step in range(1, 6)]
-record = records[2]
+record = synthetic_record(3)
 record""",
-    "fallback": 'WithFallback(ipywidgets.Button(description="live"), "<b>still</b>")',
-    "xray": "xray(record)",
-    "charts": """
-history = History(history_row(r) for r in records)
-drawn = charts(run_payloads(history, {})) | charts(step_payloads(record))
-display(*drawn.values())""",
-    "live": """
-live = drawn["reward"].live()
-WithFallback(live, drawn["reward"].static_html())""",
     "inspector": "inspector = inspect_tokens(record)\ninspector",
-    "diagnosis": "from rl_notebook.insight.doctor.doctor import diagnose\nawait diagnose(record)",
-    "what-if": "from rl_notebook.views.whatif import WhatIfPanel\nWhatIfPanel(record)",
-    "dashboard": """
-from rl_notebook.backends.local.trainer import open_local
-from rl_notebook.config.config import Config
-from rl_notebook.loop.loop import GRPOLoop
-from rl_notebook.task.models import load_model
-from rl_notebook.task.toy import toy_reward, toy_rows
-from rl_notebook.views.dashboard import Dashboard
-
-dashboard = Dashboard(GRPOLoop(open_local(*load_model("tiny")), toy_rows(4), toy_reward, Config()))
-for r in records:
-    dashboard.update(r)
-dashboard""",
 }
 
 
 @pytest.fixture(scope="module")
 def notebook(lab: Lab) -> Iterator[Notebook]:
-    "The inspector, displayed; charts and dashboard have a file of their own, stills of others are in the tutorials."
+    "The inspector, displayed; charts and dashboard have another file."
     notebook = lab.open(list(CELLS.values()), "views.ipynb")
-    notebook.run_cells(*(list(CELLS).index(name) for name in ("record", "inspector")))
+    notebook.run_all()
     assert notebook.failures() == []
     yield notebook
     notebook.close()
-
-
-@pytest.fixture(scope="module")
-def all_views(notebook: Notebook) -> None:
-    "Every view, displayed once."
-    notebook.run_all()
-    assert notebook.failures() == []
 
 
 def view(notebook: Notebook, name: str) -> Locator:
