@@ -568,7 +568,7 @@ def schedule_table(part: Sequence[Overlap]) -> str:
     return "\n".join(lines)
 
 
-def real_table(result: Sequence[Real]) -> str:
+def real_table(results: Sequence[Real]) -> str:
     "One line a kind: ratios, median and range over the turns."
 
     def shown(values):
@@ -576,7 +576,7 @@ def real_table(result: Sequence[Real]) -> str:
 
     head = f"{'':<40}{'sync / max':>22}{'async / max':>22}{'sync / async':>22}{'idle: trainer':>15}{'sampler':>9}"
     lines = [head]
-    for r in result:
+    for r in results:
         idle = [
             statistics.median(getattr(t, f"{who}_idle") for t in r.runs["asynchronous"])
             for who in ("trainer", "sampler")

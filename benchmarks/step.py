@@ -41,8 +41,9 @@ from transformers import (
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
 )
-from roofline import gemm_rate, read_rate, threads
 from transformers.utils import logging as transformers_logging
+
+from roofline import gemm_rate, read_rate, threads
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config

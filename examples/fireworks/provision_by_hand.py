@@ -86,7 +86,7 @@ def build_grpo_datums(completions, max_seq_len=8192):
     ]
 
 
-def interleave_losses(loss_fns, sizes):
+def mean_of_losses(loss_fns, sizes):
     "Step 3: one loss of several prompts. Each group is compared with itself only, not with those next to it."
 
     def loss_fn(data, logprobs):
@@ -145,7 +145,7 @@ def train(dep_info, policy_client, reference_client) -> None:
 
         batch = [datum for datums, _, _ in prompt_buffer for datum in datums]
         earned = [reward for _, rewards, _ in prompt_buffer for reward in rewards]
-        loss_fn = interleave_losses(
+        loss_fn = mean_of_losses(
             [fn for _, _, fn in prompt_buffer], [len(r) for _, r, _ in prompt_buffer]
         )
         result = policy_client.forward_backward_custom(batch, loss_fn).result()

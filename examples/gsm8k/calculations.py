@@ -1,6 +1,6 @@
 """Rewards for the right calculations: those of the reference solution, which GSM8K marks as `<<6*24=144>>`.
 
-What to calculate is one thing, and to do it in the head another. A calculation is recognized here by the result that a
+What to calculate is one thing, and to calculate it without a calculator another. A calculation is recognized here by the result that a
 calculator has for it; whether the text has the same one is a second question. Where its numbers come from is not asked,
 and what is written in another way (brackets, `**144**`) is not found: short reference solutions themselves earn 0.80.
 """
