@@ -249,11 +249,19 @@ def show_options(words: Sequence[str] = ()) -> None:
     parser.parse_args(["--help"])
 
 
+# settings that learn the built-in task: 30 steps, most groups with a signal
+TOY: dict[str, Any] = {
+    "prompt_groups_per_step": 16,
+    "completions_per_prompt": 8,
+    "learning_rate": 1e-4,
+    "max_rows": 480,
+}
 TRAIN = (
     "Train as a config says: the settings of a YAML file, of the command line, or of a run that is resumed. "
     "Functions of a file are named module:function, as --rewards my_rewards:fn or --policy-loss my_losses:fn; the "
     "working directory is searched first. Without --log-path a run is kept in runs/<date>-<name>. For the built-in "
-    "task and model the defaults are 16 prompts of 8 completions a step, a learning rate of 1e-4 and 480 rows. "
+    f"task and model the defaults are {TOY['prompt_groups_per_step']} prompts of {TOY['completions_per_prompt']} "
+    f"completions a step, a learning rate of {TOY['learning_rate']:g} and {TOY['max_rows']} rows. "
     "--help WORD lists only the options with this word, such as loss or learning_rate."
 )
 TRUST = (
@@ -304,16 +312,6 @@ def parse_train(
     if chosen.get("dataset", "toy") == "toy" and chosen.get("base_model", "tiny") == "tiny":
         defaults = {name: value for name, value in TOY.items() if name not in chosen}
     return Config.from_dict(defaults | settings), options
-
-
-TOY: dict[
-    str, Any
-] = {  # settings that learn the built-in task: 30 steps, most groups with a signal
-    "prompt_groups_per_step": 16,
-    "completions_per_prompt": 8,
-    "learning_rate": 1e-4,
-    "max_rows": 480,
-}
 
 
 def run_folder(cfg: Config) -> Path:

@@ -176,7 +176,10 @@ def read_chat(body: Any) -> ChatRequest:
     options = body.get("chat_template_kwargs") or {}
     if taken := {"messages", "tools", "where"} & options.keys():
         raise ConfigError(
-            "chat_template_kwargs", where=where, got=sorted(taken), expected="other options"
+            "chat_template_kwargs",
+            where=where,
+            got=sorted(taken),
+            expected="options of the template, without messages, tools and where",
         )
     grammar = reply_grammar(body.get("response_format") or {}, forced or tools, bool(forced))
     stops = (stop,) if isinstance(stop, str) else tuple(stop or ())

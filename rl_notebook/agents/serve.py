@@ -582,17 +582,16 @@ def events_of(response: Mapping[str, Any]) -> list[dict[str, Any]]:
             )
             events.append({"type": "response.content_part.done", **at, "part": part})
         else:
-            message_item = item["arguments"]
-            function_name = {"name": item["name"]}
+            arguments = item["arguments"]
             events.append(
-                {"type": "response.function_call_arguments.delta", **at, "delta": message_item}
+                {"type": "response.function_call_arguments.delta", **at, "delta": arguments}
             )
             events.append(
                 {
                     "type": "response.function_call_arguments.done",
                     **at,
-                    "arguments": message_item,
-                    **function_name,
+                    "arguments": arguments,
+                    "name": item["name"],
                 }
             )
         events.append({"type": "response.output_item.done", "output_index": i, "item": item})

@@ -135,11 +135,8 @@ def synchronize(device: torch.device | str) -> None:
         torch.accelerator.synchronize(device)
 
 # %% ../../nbs/backends/00_work.ipynb #f13d575c
-METRIC_NAMES = {
-    "sampling": "sampling",
-    "scoring": "ref",
-    "training": "train",
-}  # kind of work -> name
+# name in metrics by kind of work
+METRIC_NAMES = {"sampling": "sampling", "scoring": "ref", "training": "train"}
 
 
 def work_metrics(work: AllWork) -> dict[str, float]:

@@ -82,9 +82,8 @@ else:
             return self.tis != "off"
 
 # %% ../../nbs/config/01_aliases.ipynb #d03497cf
-OTHER_NAMES: dict[
-    str, str
-] = {  # ours: those of the cookbook over time, of TRL, Tinker, vLLM and PEFT
+# ours: those of the cookbook over time, of TRL, Tinker, vLLM and PEFT
+OTHER_NAMES: dict[str, str] = {
     "max_head_offpolicy_versions": "max_head_off_policy_versions",
     "pipeline_chunks_per_step": "training_chunks_per_step",
     "eval_interval": "evaluation_interval eval_steps",
@@ -178,9 +177,8 @@ def words_for(sources: Iterable[str]) -> Callable[[str], str]:  # names in `Step
     return in_words_of_trl if any(name.startswith("trl.") for name in sources) else str
 
 # %% ../../nbs/config/01_aliases.ipynb #2e285b5e
-OTHER_WORDS: dict[
-    str, Mapping[Any, Mapping[str, Any]]
-] = {  # theirs: what each of its words is here
+# theirs: what each of its words is here
+OTHER_WORDS: dict[str, Mapping[Any, Mapping[str, Any]]] = {
     "loss_type": TRL_PRESETS,
     "importance_sampling_level": {"token": {}, "sequence": {"policy_loss": "gspo"}},
     "vllm_importance_sampling_mode": {
@@ -211,9 +209,8 @@ OTHER_WORDS: dict[
     "bf16": {None: {}, True: {"dtype": "bfloat16"}, False: {"dtype": "float32"}},
     "anchor_logp": {"old_policy": {"anchor": "old"}, "rollout": {"anchor": "rollout"}},
 }
-_SO_HERE: dict[
-    str, dict[str, Any]
-] = {  # what is so here: names of others, with the only value that is accepted
+# what is so here: names of others, with the only value that is accepted
+_SO_HERE: dict[str, dict[str, Any]] = {
     "each sample is trained on once. ppo_n_minibatches splits the samples of a step into several updates": {
         "num_iterations": 1
     },

@@ -44,9 +44,8 @@ def predicted_dead_fraction(
 AdvantageScale = Literal["std", "none", "loo", "maxrl", "opo", "batch", "whiten", "parts", "gdpo"]
 SCALES = get_args(AdvantageScale)
 WITHOUT_STD = ("none", "loo", "maxrl", "opo")  # they divide by no standard deviation
-DIVISORS: dict[
-    str, Callable[[np.ndarray, int, float], float]
-] = {  # of (rewards of one group, ddof, eps)
+# of (rewards of one group, ddof, eps)
+DIVISORS: dict[str, Callable[[np.ndarray, int, float], float]] = {
     "std": lambda r, ddof, eps: r.std(ddof=ddof) + eps,
     "none": lambda r, ddof, eps: 1.0,
     "loo": lambda r, ddof, eps: 1 - 1 / len(r),

@@ -29,9 +29,8 @@ __all__ = []
 
 # %% ../../nbs/core/09_builtin.ipynb #526b6d72
 _CLIP = ("clip_low_threshold", "clip_high_threshold")
-BUILTIN_LOSSES: dict[
-    str, dict[str, tuple[str, tuple[str, ...]]]
-] = {  # service: our loss: (its name, its settings)
+# service: our loss: (its name, its settings)
+BUILTIN_LOSSES: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "fireworks": {
         "grpo": ("cross_entropy", ()),
         "ppo": ("ppo", (*_CLIP, "ratio_log_cap")),
@@ -94,9 +93,8 @@ _HERE = "Compute it here: loss_path='client'"
 _HINTS = {"reinforce": "It is importance_sampling with anchor='rollout'"}
 
 # %% ../../nbs/core/09_builtin.ipynb #e1fb2fe8
-_SERVICE_SETTINGS: dict[
-    str, tuple[str, Callable[[LossOptions], Any]]
-] = {  # setting of a service: (our parameter, value)
+# setting of a service: (our parameter, value)
+_SERVICE_SETTINGS: dict[str, tuple[str, Callable[[LossOptions], Any]]] = {
     "clip_low_threshold": ("eps_clip", lambda o: o.clip_range[0]),
     "clip_high_threshold": ("eps_clip_high", lambda o: o.clip_range[1]),
     "ratio_log_cap": ("ratio_log_cap", lambda o: o.param("ratio_log_cap")),

@@ -317,9 +317,8 @@ def clip_cov(tokens: ActiveTokens, tis: Tensor, options: LossOptions) -> Tensor:
     return clipped_surrogate(r, tokens, options) * kept * tis
 
 # %% ../../nbs/core/05_losses.ipynb #2d4e9651
-PolicyLoss = Callable[
-    ..., Tensor
-]  # ours take (tokens, tis, options); custom ones ask by name, see `register_loss`
+# ours take (tokens, tis, options); custom ones ask by name, see `register_loss`
+PolicyLoss = Callable[..., Tensor]
 
 POLICY_LOSSES: dict[str, tuple[PolicyLoss, dict[str, Any]]] = {
     name: (function, SURROGATE_PARAMS[name])
@@ -602,10 +601,8 @@ LOSS_PARAMETERS = (
     "options",
     *SURROGATE_PARAM_NAMES,
 )
-_EARLIER_PARAMETERS = (
-    "t",
-    "o",
-)  # tokens, options: as losses written for an earlier version call them
+# tokens, options: as losses written for an earlier version call them
+_EARLIER_PARAMETERS = ("t", "o")
 _ELSEWHERE = {  # as other trainers call them
     **dict.fromkeys(
         ("logprobs", "logps", "log_probs", "log_prob", "per_token_logps"), "policy_logprobs"
@@ -983,9 +980,8 @@ def _gradient_shares(
     has_custom_clip = (
         options.policy_loss not in SURROGATE_PARAMS and options.param("eps_clip") is not None
     )
-    if (
-        has_custom_clip or options.param("dppo_low") is not None
-    ):  # what such a loss leaves out has no gradient
+    # what such a loss leaves out has no gradient
+    if has_custom_clip or options.param("dppo_low") is not None:
         out["clip_ratio/region_mean"] = (
             ((pg == 0) & (tokens.advantages != 0)).double().mean().item()
         )

@@ -283,9 +283,8 @@ def _freeze(obj: Any, **arrays: Any) -> None:
             object.__setattr__(obj, name, frozen_array(value, dtype))
 
 # %% ../../nbs/core/00_types.ipynb #6957cc99
-MIN_TEMPERATURE = (
-    1e-4  # the lowest temperature above 0: logits divided by it are finite in every precision
-)
+# the lowest temperature above 0: logits divided by it are finite in every precision
+MIN_TEMPERATURE = 1e-4
 _TEMPERATURES = f"at least 0; between 0 and {MIN_TEMPERATURE:g}, take 0"
 
 

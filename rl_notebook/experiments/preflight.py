@@ -197,7 +197,7 @@ def check_functions(groups: Sequence[PromptGroup]) -> list[Finding]:
     return checks
 
 # %% ../../nbs/experiments/03_preflight.ipynb #a95ef258
-AUDITED_ROWS = 8  # rows
+AUDITED_ROWS = 8
 
 
 async def check_reward_fns(
@@ -304,7 +304,7 @@ class Cost:
 
     @property
     def step_seconds(self) -> dict[str, float]:
-        "Estimated seconds of a step by phase."
+        "Estimated seconds of a step by phase, without update and sync."
         return {
             phase: s * self.step_completions / max(self.completions, 1)
             for phase, s in self.seconds.items()

@@ -476,12 +476,8 @@ def metric_pieces(ours: Mapping[str, float], theirs: Mapping[str, float]) -> Ite
         yield Piece(name, "", "metrics", ours.get(name, np.nan), theirs.get(name, np.nan))
 
 
-UNREPEATABLE_METRICS = (
-    "eval/",
-    "async/",
-    "perf/",
-    "sync/",
-)  # metrics of what is not done again, and of times
+# metrics of what is not done again, and of times
+UNREPEATABLE_METRICS = ("eval/", "async/", "perf/", "sync/")
 
 
 async def replay_backward(loop: Loop, record: StepRecord, blocked: str) -> PhaseComparison:

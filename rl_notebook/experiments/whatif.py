@@ -631,7 +631,7 @@ def rank_correlation(groups: Sequence[Mapping[str, Any]]) -> float:
 
 
 def _mark_sign_changes(old: np.ndarray, new: np.ndarray) -> list[str]:
-    "What became of the sign of each advantage; empty where there was none."
+    "How the sign of each advantage changed; empty where it had none before."
     words: dict[tuple[int | None, int | None], str]
     words = {
         (1, -1): "+ → −",

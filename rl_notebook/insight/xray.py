@@ -878,9 +878,8 @@ def check_old(record: StepRecord) -> Finding:
     return check(False, text, expected=str(allowed), fix=fix, where=gap.where, got=gap.size)
 
 # %% ../../nbs/insight/00_xray.ipynb #c81ff8c4
-MAX_POLICY_DISTANCE = (
-    1.0  # nats per token between policy and reference from which they are far apart
-)
+# nats per token between policy and reference from which they are far apart
+MAX_POLICY_DISTANCE = 1.0
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
@@ -1022,9 +1021,8 @@ def check_clipping(record: StepRecord) -> Finding:
 MIN_UPDATE_NORM = 1e-8  # norm of an update that does nothing
 # how many times smaller than in the step before learning rate and update must be to be reported
 MIN_COLLAPSE_FACTOR = 100.0
-MAX_LEARNING_RATE = (
-    0.02  # learning rate: AdamW moves a weight by about this, and few weights are much larger
-)
+# learning rate: AdamW moves a weight by about this, and few weights are much larger
+MAX_LEARNING_RATE = 0.02
 
 
 def learning_rate_drop(record: StepRecord, previous: StepRecord | None) -> str:
@@ -1217,7 +1215,7 @@ def sentence(
     out += [f"{c.text[0].upper()}{c.text[1:]}" for c in checks if c.notable and c.ok is not False]
     if not record.reason:
         out += [loss_words(record, previous)]
-    return " ".join(f"{words_of_one}." for words_of_one in out)
+    return " ".join(f"{text}." for text in out)
 
 # %% ../../nbs/insight/00_xray.ipynb #485815b6
 class XRay(Findings):

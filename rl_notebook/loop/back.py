@@ -386,9 +386,8 @@ async def restore_base(loop: Loop, plan: ReplayPlan) -> None:
     loop.records.extend(before)
 
 # %% ../../nbs/loop/10_back.ipynb #77fddab6
-MAX_GAP = (
-    1e-3  # nats; more than another machine or batch shape makes of the same weights in float32
-)
+# nats; more than another machine or batch shape makes of the same weights in float32
+MAX_GAP = 1e-3
 
 # %% ../../nbs/loop/10_back.ipynb #ae3126e6
 @dataclass(frozen=True)

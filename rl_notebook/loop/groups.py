@@ -272,11 +272,11 @@ async def one_row(producer: Producer[T], number: int) -> T:
 
 def on_row_done(producer: Producer[Any], number: int, task: asyncio.Task[Any]) -> None:
     "A task has ended: accept or reject its row, and start the next."
-    # asking for it marks it as seen
     p = producer
+    # asking for the exception marks it as seen
     failed = None if task.cancelled() else task.exception()
     flight = p.in_flight.get(number)
-    if flight is None or flight.task is not task:  # recalled
+    if flight is None or flight.task is not task:  # cancelled
         return
     del p.in_flight[number]
     p.idle_since = p.clock()
@@ -309,7 +309,7 @@ def pick(producer: Producer[T], places: int) -> list[Finished[T]]:
     for row in p.ready:
         left = places - len(taken) - 1  # in this step, without this row
 
-        # places before too late
+        # places that are left before a row of this version is too stale
         def until(version, left=left):
             return left + (version + bound - gate.version) * per_step
 

@@ -940,7 +940,7 @@ class GRPOLoop(Loop):
     def use_answers(self, rows: Sequence[Row]) -> PhaseResult[Datum]:
         "The phases of a fresh step up to `reference`, on the answers of these rows; raises `DataError` and `PhaseError`."
         if self.state.values or self.samples_ahead:
-            got = "rows that are drawn ahead" if self.samples_ahead else "a step that has begun"
+            got = "rows that are sampled ahead" if self.samples_ahead else "a step that has begun"
             fix = "Finish the step with await loop.step(); warm up in a GRPOLoop before an AsyncGRPOLoop over its backend."
             raise PhaseError("warm_up", where=self.place, got=got, expected="a fresh step", fix=fix)
         made = [answer_group(row, i, self.backend, self.cfg) for i, row in enumerate(rows)]

@@ -336,9 +336,8 @@ class RolloutTrace:
 
     seed: int  # of the rollout
     requests: int = 0  # made without a seed so far
-    completions: list[Completion] = field(
-        default_factory=list
-    )  # in the order in which they came back
+    # in the order in which they came back
+    completions: list[Completion] = field(default_factory=list)
 
     def next_seed(self) -> int:
         "The rollout's seed for its first request, another for each one after it."
@@ -441,7 +440,7 @@ class RolloutSetup:
 
     def _require_endpoint(self, name: str) -> Endpoint:
         if self.endpoint is None:
-            fix = "Draw with setup.sampler, which every backend has; over HTTP there are Fireworks and OpenAI servers."
+            fix = "Sample with setup.sampler, which every backend has; over HTTP there are Fireworks and OpenAI servers."
             raise ConfigError(f"setup.{name}", got="a sampler that has no address", fix=fix)
         return self.endpoint
 
@@ -620,7 +619,7 @@ def blame(error: BaseException, where: str) -> AlignmentError | RewardError:
         return TemplateMismatch(str(error), where=where)
     if isinstance(error, AlignmentError):  # a sample that could not be made
         return AlignmentError(str(error), where=where)
-    fix = "Call it by hand on this row. To drop a draw, return None."
+    fix = "Call it by hand on this row. To drop a rollout, return None."
     return RewardError(
         f"rollout_fn raised {type(error).__name__}: {plain_text(error)}", where=where, fix=fix
     )

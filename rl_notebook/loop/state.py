@@ -189,8 +189,11 @@ SILENT = tqdm_text(disable=True)  # as the bar of a loop that something else sho
 
 @contextmanager
 def progress_line(
-    what: str, doing: str, meter: Meter, bar: Any = None
-) -> Iterator[None]:  # None = another line
+    what: str,
+    doing: str,
+    meter: Meter,
+    bar: Any = None,  # None = another line
+) -> Iterator[None]:
     "While inside, a bar says what is done, for how long, and how many tokens were sampled; a line after two seconds."
     begun = meter.tokens_sampled
     file = sys.stdout if IN_NOTEBOOK else None

@@ -131,8 +131,10 @@ class Audit:
         return getattr(self.backend.sync, "reports", None)
 
     async def before(
-        self, rows: Sequence[Datum], alike: bool
-    ) -> None:  # whether both should have the same weights
+        self,
+        rows: Sequence[Datum],
+        alike: bool,  # whether both should have the same weights
+    ) -> None:
         "Before an update: take a probe from these rows, if there is none; without rows the next sync is not looked at."
         if not rows:
             self.probe = None
@@ -414,8 +416,9 @@ class Weights:
             self.sampler = SamplerWeights.CURRENT
 
     async def undo(
-        self, forget: Callable[[Snapshot], Any]
-    ) -> Snapshot:  # called when all is as it was
+        self,
+        forget: Callable[[Snapshot], Any],  # called when all is as it was
+    ) -> Snapshot:
         "Back to before the last update, what the sampler serves too if it was synced since; returns where that is."
         last = self.undoable[-1]
         name = f"undo-{self.loop_id}-{last.state.number:05d}"

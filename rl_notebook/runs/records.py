@@ -282,8 +282,8 @@ def version_at_start(record: StepRecord) -> int | None:
     lag = record.metrics.get("staleness/mean", math.nan)
     if known_versions and math.isfinite(lag):
         return round(float(np.mean(known_versions)) + lag)
-    known_versions = {lp.policy_version for lp in record.loss.logprobs} if record.loss else set()
-    return known_versions.pop() if len(known_versions) == 1 else None
+    trained_versions = {lp.policy_version for lp in record.loss.logprobs} if record.loss else set()
+    return trained_versions.pop() if len(trained_versions) == 1 else None
 
 # %% ../../nbs/runs/00_records.ipynb #4b8cf193
 def begins(record: StepRecord) -> bool:
@@ -310,9 +310,8 @@ def on_policy(record: StepRecord, previous: StepRecord | None = None) -> bool | 
     return True if previous.step == 1 else None
 
 # %% ../../nbs/runs/00_records.ipynb #e3945a10
-_TAGGED: dict[
-    str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]
-] = {  # tag: kind, to JSON, from JSON
+# tag: kind, to JSON, from JSON
+_TAGGED: dict[str, tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$timestamp": (
         (pd.Timestamp, type(pd.NaT)),
         lambda v: "NaT" if v is pd.NaT else v.isoformat(),

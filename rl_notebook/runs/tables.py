@@ -187,17 +187,17 @@ _BATCH = {"response_mask": "loss_mask", "rollout_log_probs": "sampler_logprobs"}
 
 
 def _of_batch(
-    field: Mapping[str, np.ndarray], tag: Mapping[str, Any], texts: Row | None, group: str
+    field: Mapping[str, np.ndarray], tag: Mapping[str, Any], text_row: Row | None, group: str
 ) -> Row:
     "A row from fields of the response; scores are at the token that they belong to."
     text = (
         {}
-        if texts is None
+        if text_row is None
         else {
-            "text": texts.text,
-            "prompt": texts.prompt,
-            "info": texts.info,
-            "reward": texts.reward,
+            "text": text_row.text,
+            "prompt": text_row.prompt,
+            "info": text_row.info,
+            "reward": text_row.reward,
         }
     )
     scored = {"reward": float(field["rm_scores"].sum())} if "rm_scores" in field else {}

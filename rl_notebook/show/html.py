@@ -437,7 +437,7 @@ def completions_html(
     rows = [(_asked(g) + lost(g), g.samples, row) for g in groups]
     steps = [(-v, tint("violet", v / SURPRISE)) for v in range(5)]
     legend = (
-        scale_html("logprob of the token when it was drawn, in nats:", steps, ".0f")
+        scale_html("logprob of the token when it was sampled, in nats:", steps, ".0f")
         if tokenizer
         else ""
     )

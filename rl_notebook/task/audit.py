@@ -119,10 +119,9 @@ TOO_LITTLE: dict[str, Text] = {
 }
 
 # %% ../../nbs/task/04_audit.ipynb #907b1788
-MIN_LEARNED_SHARE = (
-    0.75  # of what a right answer earns: an attack that earns as much will be learned
-)
-MAX_ROWS_TRIED = 32  # rows that are tried
+# of what a right answer earns: an attack that earns as much will be learned
+MIN_LEARNED_SHARE = 0.75
+MAX_ROWS_TRIED = 32
 
 
 def _make_attack_rows(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[AttackRow]:

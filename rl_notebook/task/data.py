@@ -470,14 +470,15 @@ def _file_records(file: IO[bytes], name: str) -> _Records:
         raise DataError(
             "packed file", where=name, got=kind, expected="JSON, CSV or parquet", fix=fix
         )
-    place = "the beginning"
+    place = ""  # of the last record that could be read
     try:
         for place, record in _READERS.get(kind, _json_lines)(file, name):
             yield place, record
     except DataError:
         raise
     except Exception as e:  # whatever a parser says of what is no such file
-        got = f"{type(e).__name__} after {place}: {plain_text(e)[:200]}"
+        after = f" after {place}" if place else ""
+        got = f"{type(e).__name__}{after}: {plain_text(e)[:200]}"
         expected = f"a {kind or '.jsonl'} file"
         raise DataError("unreadable file", where=name, got=got, expected=expected) from e
 

@@ -291,7 +291,9 @@ async def await_in_shared_loop(awaitable: Awaitable[T]) -> T:
 def run_until(loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> None:
     "Let a running event loop continue from within one of its own calls."
     queue = loop._ready  # type: ignore[attr-defined]
-    least = len(queue)  # calls that the interrupted round counts on
+    # The round that was interrupted will take this number of calls from the queue, so it must be as long again when
+    # this returns: `_run_once` counts them before it calls the first.
+    expected_calls = len(queue)
     task = asyncio.current_task(loop)
     if task is not None:
         asyncio.tasks._leave_task(loop, task)
@@ -299,8 +301,8 @@ def run_until(loop: asyncio.AbstractEventLoop, ready: Callable[[], bool]) -> Non
         while not ready():
             loop._run_once()  # type: ignore[attr-defined]
     finally:
-        for _ in range(least - len(queue)):
-            loop.call_soon(int)
+        for _ in range(expected_calls - len(queue)):
+            loop.call_soon(int)  # a call that does nothing
         if task is not None:
             asyncio.tasks._enter_task(loop, task)
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure as Sheet
 
 # %% auto #0
-__all__ = ['line_trace', 'band_trace', 'Chart', 'chart', 'charts']
+__all__ = ['Chart', 'chart', 'charts']
 
 # %% ../../nbs/views/02_charts.ipynb #85989238
 COLORS = {

@@ -600,7 +600,8 @@ def show_charts(dashboard: Dashboard) -> None:
     record = dashboard.shown
     names = () if record is None else chart_names(d.history, d.screen.more.value)
     shown = [
-        chart(*payload) for payload in d.payloads(names, start=d.screen.rows.value or 0).items()
+        chart(name, payload)
+        for name, payload in d.payloads(names, start=d.screen.rows.value or 0).items()
     ]
     d.screen.charts.draw(*(named(c, d.after if record is d.partial else "") for c in shown))
 

@@ -20,10 +20,7 @@ __all__ = []
 # %% ../../nbs/views/00_player.ipynb #a6f275f7
 from ..loop.async_loop import AT_REST, AsyncGRPOLoop
 from ..core.types import PhaseError
-from rl_notebook.loop.loop import (
-    GRPOLoop,
-    stop_on_interrupt,
-)
+from ..loop.loop import GRPOLoop, stop_on_interrupt
 from ..loop.state import SILENT, Loop
 from ..runs.records import StepRecord
 
@@ -94,7 +91,7 @@ def refusal(player: Player, action: str) -> str:  # a sentence; empty when the a
         held = action == "stop" and player.window is not None
         return "" if player.doing or elsewhere or held else "Nothing is running."
     if action == "drain" and not isinstance(loop, AsyncGRPOLoop):
-        return "Nothing runs beside training here."
+        return "This loop has no rows in flight during training."
     if elsewhere:
         return f"The loop is being run elsewhere ({elsewhere})."
     if player.doing and (action != "drain" or player.draining):

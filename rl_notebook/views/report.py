@@ -726,9 +726,8 @@ async def follow(
     every: float = 5.0,  # seconds between two looks
     title: str | None = None,  # None = the name of the run folder
     patience: float = math.inf,  # seconds without a line after which a run that is not finished is left, too
-    say: Callable[[str], Any] = lambda line: (
-        None
-    ),  # called with a line whenever the state of the run changes
+    # called with a line whenever the state of the run changes
+    say: Callable[[str], Any] = lambda line: None,
     **options: Any,  # further ones of `report_html`
 ) -> Path:
     "Keep the page of a run up to date until the run is finished; raises RecordError when the run cannot be read."
@@ -884,7 +883,7 @@ class Comparison:
             name: {k: line(name, i) for i, k in enumerate(("mean", "low", "high"))}
             for name in between
         }
-        caption = "Mean over the rows that both drew; the band is its 95 % interval. Above 0: more than the first run."
+        caption = "Mean over the rows that both sampled; the band is its 95 % interval. Above 0: more than the first run."
         title = f"Difference of the reward to {next(iter(self.metrics))}, on the same rows"
         payload = {"lines": lines, "y": "difference", "first": 1}
         charts = (

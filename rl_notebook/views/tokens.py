@@ -49,7 +49,7 @@ from rl_notebook.views.payloads import (
 from .payloads import trainer_of
 
 # %% auto #0
-__all__ = ['SMALLEST_GAP', 'LARGEST_GAP', 'GAP_TICKS', 'gap_figure', 'inspector_figures', 'TokenInspector', 'inspect_tokens']
+__all__ = ['TokenInspector', 'inspect_tokens']
 
 # %% ../../nbs/views/03_tokens.ipynb #f5a82cad
 _STILL = ".jp-OutputArea-child:has(> .jp-OutputArea-output > [data-rln-static])"

@@ -69,8 +69,10 @@ def result_html(result: WhatIf) -> str:
 KL_BETAS = (0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 DEFAULT_CLIP = 0.2  # where the loss of the record has none
 MIN_CLIP = 0.01
+CLIP_STEP = 0.01
 MAX_CLIP = 0.5
 MIN_CAP = 0.5
+CAP_STEP = 0.5
 MAX_CAP = 10.0
 AS_RECORDED = "as recorded"
 _WIDE = {"description_width": "92px"}
@@ -96,7 +98,7 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
             value=min(max(clip, MIN_CLIP), MAX_CLIP),
             min=MIN_CLIP,
             max=MAX_CLIP,
-            step=MIN_CLIP,
+            step=CLIP_STEP,
             description="clip",
             **common,
         ),
@@ -112,7 +114,7 @@ def make_controls(options: LossOptions) -> dict[str, Any]:
             value=min(options.tis_cap, MAX_CAP),
             min=MIN_CAP,
             max=MAX_CAP,
-            step=MIN_CAP,
+            step=CAP_STEP,
             description="its cap",
             **common,
         ),

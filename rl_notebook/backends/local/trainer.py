@@ -154,8 +154,8 @@ class PolicyState:
         dentropies = [
             array(torch.zeros_like(h) if h.grad is None else h.grad.nan_to_num()) for h in read
         ]
-        provided = tuple(scoring.with_provenance(logprobs, entropies))
-        return LossOutput(value, metrics, provided, tuple(dlogprobs)), dentropies
+        policy_logprobs = tuple(scoring.with_provenance(logprobs, entropies))
+        return LossOutput(value, metrics, policy_logprobs, tuple(dlogprobs)), dentropies
 
     def backpropagate(
         self,

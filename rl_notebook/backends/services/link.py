@@ -278,7 +278,7 @@ class Link:
 
     def call(self, fn: Callable[[Any], Any]) -> Any:
         "`fn(client)`; again with a fresh client if the service was lost. Raises `BackendError`."
-        retry_state = RetryState(self)
+        retry_state = CallRetries(self)
 
         def once() -> Any:
             response = fn(fresh_client(self))
@@ -329,7 +329,7 @@ def unleaked(link: Link, error: BaseException) -> BaseException | None:
     return error
 
 # %% ../../../nbs/backends/services/03_link.ipynb #4b712f10
-class RetryState:
+class CallRetries:
     "The attempts of one call: which failures may pass, and what to say when none is left."
 
     def __init__(self, link: Link):
@@ -340,7 +340,7 @@ class RetryState:
         self.cause: BaseException | None = None
 
     def again(self, error: BaseException) -> bool:
-        "Whether a fresh client may do better; raises `BackendError` if the service has rejected."
+        "Whether a fresh client may do better; raises `BackendError` if the service has rejected the request."
         link = self.link
         status = status_of(error)
         if isinstance(error, RLNotebookError) or not isinstance(error, link.caught):

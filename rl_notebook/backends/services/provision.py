@@ -443,14 +443,6 @@ def prepare_deployment(
     return DeploymentPart(deploy_mgr, resource, request, timeout_s, info, replicas)
 
 # %% ../../../nbs/backends/services/06_provision.ipynb #ccbc9af6
-def check_deployment(deploy_mgr: Any, deploy: DeployConfig) -> None:
-    "Raises `ConfigError` when there is no manager of deployments, or no tokenizer is named."
-    if deploy_mgr is None:
-        fix = "needs_inference=True asks for one."
-        raise ConfigError("deploy_mgr", got="None", expected="a DeploymentManager", fix=fix)
-    check_tokenizer(deploy)
-
-
 def check_tokenizer(deploy: DeployConfig | None) -> None:
     "Raises `ConfigError` when no tokenizer is named."
     if deploy is None or deploy.tokenizer_model is None:
@@ -833,7 +825,10 @@ def setup_infra(
     began = time.monotonic()
     deploy = deploy_cfg or DeployConfig()
     if needs_inference:
-        check_deployment(deploy_mgr, deploy)
+        if deploy_mgr is None:
+            fix = "needs_inference=True asks for one."
+            raise ConfigError("deploy_mgr", got="None", expected="a DeploymentManager", fix=fix)
+        check_tokenizer(deploy)
     per_deployment = needs_inference and deploy.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
     if per_deployment and deploy.deployment_id is None:
         deploy = replace(deploy, deployment_id=new_id(base_model.rsplit("/", 1)[-1]))

@@ -48,9 +48,8 @@ def open_managers(key: Secret | str | None = None, base_url: str | None = None) 
     return sdk.TrainerJobManager(**where), sdk.DeploymentManager(**where)
 
 # %% ../../../nbs/backends/services/05_resources.ipynb #66729cd8
-RELEASE_ACTIONS: dict[
-    str, tuple[str, str, dict[str, int] | None]
-] = {  # action -> method, suffix of the path, body
+# action -> method, suffix of the path, body
+RELEASE_ACTIONS: dict[str, tuple[str, str, dict[str, int] | None]] = {
     "cancel": ("POST", ":cancel", None),
     "delete": ("DELETE", "", None),
     "delete_deployment": ("DELETE", "?ignoreChecks=true&hard=true", None),

@@ -42,7 +42,7 @@ from rl_notebook.backends.services.link import (
     Sdk,
     ServiceReference,
     ServiceTrainer,
-    RetryState,
+    CallRetries,
 )
 from rl_notebook.backends.services.link import (
     SdkAdapter,
@@ -353,7 +353,7 @@ class TinkerSampler:
 # %% ../../../nbs/backends/services/04_tinker.ipynb #9b666b1a
 async def ask(sampler: TinkerSampler, link: Link, request: Callable[[Any], Any]) -> Any:
     "The response to `request(client)`; again with a fresh client if it was lost. Raises `BackendError`."
-    retry_state = RetryState(link)
+    retry_state = CallRetries(link)
 
     async def once() -> Any:
         if link.closing.is_set():
@@ -715,9 +715,8 @@ async def visible_step(toy: Toy) -> tuple[float, np.ndarray, dict[str, float]]:
     return h, change, metrics
 
 # %% ../../../nbs/backends/services/04_tinker.ipynb #9ba100cc
-WAYS: dict[
-    str, tuple[float, float, dict[str, Any]]
-] = {  # dL/dlogprob, share of the step, options of `perturb`
+# dL/dlogprob, share of the step, options of `perturb`
+WAYS: dict[str, tuple[float, float, dict[str, Any]]] = {
     "twice the derivative": (-2.0, 0.5, {}),
     "two sequences": (-0.5, 1.0, {"copies": 2}),
     "idle positions": (-1.0, 1.0, {"trained": None}),

@@ -415,15 +415,13 @@ def from_series(e: Evidence) -> Iterator[Cause]:
         )
 
 # %% ../../../nbs/insight/doctor/01_causes.ipynb #2cab0719
-MAX_FALSE_ALARMS = 1e-4  # probability of what is not put down to chance
-MIN_GAIN = -float(np.log(MAX_FALSE_ALARMS))  # nats
+MAX_FALSE_ALARM_RATE = 1e-4  # probability that chance alone looks like a cause
+MIN_GAIN = -float(np.log(MAX_FALSE_ALARM_RATE))  # nats
 INVERSE_TEMPERATURES = np.delete(np.geomspace(1 / 8, 64, 109), 36)  # 1/T, without 1
-KEPT_OF_OTHERS = np.array(
-    [0.5, 0.1, 0.02, 0.001]
-)  # share of "something else" that is still sampled
-DIRICHLET_CONCENTRATIONS = np.array(
-    [3.0, 10.0, 30.0, 100.0]
-)  # other odds: Dirichlet laws around what is claimed
+# share of "something else" that is still sampled
+KEPT_OF_OTHERS = np.array([0.5, 0.1, 0.02, 0.001])
+# other odds: Dirichlet laws around what is claimed
+DIRICHLET_CONCENTRATIONS = np.array([3.0, 10.0, 30.0, 100.0])
 
 
 log_gamma = np.vectorize(math.lgamma)
@@ -644,13 +642,13 @@ def stale_weights(e: Evidence) -> Iterator[Cause]:
         before = e.flat("sampler")
         after = e.flat("sampler synced")
         raw = e.flat(e.raw)
-        recorded = (
+        recorded_change = (
             raw - before if t != 1 and np.isfinite(raw).any() else e.s - nearest_at(before, t, e.s)
         )
         if excess(after - before, tol) > MIN_LIKELY * excess(e.gap, tol):
             text = "the sampler says it until a sync, and after it what the trainer says"
             yield score_prediction(
-                e, "stale weights", recorded + nearest_at(after, t, today) - today, text
+                e, "stale weights", recorded_change + nearest_at(after, t, today) - today, text
             )
         if excess(after - before, tol) > (1 - MIN_SURE) * excess(e.gap, tol):
             moved = size(after - before).mean
