@@ -27,7 +27,7 @@ from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_rows
 
 ROWS = 15  # of a run, if nothing else is said
-SMALL = {
+SMALL_RUN = {
     "prompt_groups_per_step": 3,
     "completions_per_prompt": 4,
     "max_completion_tokens": 8,
@@ -56,7 +56,7 @@ def begin(reward=SOME, rows=ROWS, kind=AsyncGRPOLoop, keep=None, backend=None, *
     "A loop over the toy task, with a backend of its own."
     options = {name: settings.pop(name) for name in (*OPTIONS,) if name in settings}
     recipe = {"recipe": "async_rl_loop"} if kind is AsyncGRPOLoop else {}
-    cfg = Config(**SMALL | recipe | settings)
+    cfg = Config(**SMALL_RUN | recipe | settings)
     model, tokenizer = load_model("tiny")
     backend = backend or open_local(
         model, tokenizer, lora_rank=cfg.lora_rank, reference=cfg.kl_beta > 0

@@ -30,7 +30,7 @@ from rl_notebook.task.toy import toy_rows
 from errors import failed
 from tiny_models import byte_tokenizer, one_thread, tiny_model, uneven  # noqa: F401 (the fixture is used by every test)
 
-SMALL: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "max_rows": 6,
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 4,
@@ -100,7 +100,7 @@ DATA: dict[str, tuple[list[dict[str, Any]], dict[str, str]]] = {  # rows, and th
 @pytest.mark.parametrize("case", DATA)
 def test_data(case, tmp_path, capsys):
     rows, parts = DATA[case]
-    settings = SMALL | {"dataset": data_set(tmp_path, *rows), "log_path": str(tmp_path / "run")}
+    settings = SMALL_RUN | {"dataset": data_set(tmp_path, *rows), "log_path": str(tmp_path / "run")}
     settings["eval_rows"] = 2 if case == "only rows to evaluate" else 0
     failed(lambda: run(Config(**settings)), **parts)
     assert not (tmp_path / "run").exists()  # so the same command works once the data are right
@@ -139,7 +139,7 @@ REWARDS: dict[str, tuple[Callable[..., Any], dict[str, str]]] = {
 @pytest.mark.parametrize("case", REWARDS)
 def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
     reward, parts = REWARDS[case]
-    loop = GRPOLoop(backend(), toy().rows, reward, Config(**SMALL))
+    loop = GRPOLoop(backend(), toy().rows, reward, Config(**SMALL_RUN))
     failed(loop.step, **parts, kind=RewardError)
     sampled = loop.state.values["sample"]  # the answers are still there
     loop.score(uneven)
@@ -151,7 +151,7 @@ def test_a_reward_that_is_none_and_a_loop_that_goes_on(case):
 
 
 def test_a_reward_that_nobody_knows_is_refused_before_anything_is_begun(tmp_path):
-    cfg = Config(**SMALL, rewards=["gsm8kk"], log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, rewards=["gsm8kk"], log_path=str(tmp_path / "run"))
     failed(
         lambda: run(cfg), "reward", got="'gsm8kk'", expected="one of gsm8k, ", fix="module:function"
     )
@@ -181,7 +181,7 @@ def test_a_misspelt_model_is_named_before_the_hub_is_asked(monkeypatch):
 def test_what_is_given_in_another_order_is_said_at_once():
     backend = open_local("tiny")
     rows = load_rows(toy_rows(6))
-    cfg = Config(**SMALL)
+    cfg = Config(**SMALL_RUN)
     order = "They come in this order: backend, rows, reward, cfg"
     for opened in (GRPOLoop, preflight):
         failed(
@@ -206,7 +206,7 @@ def test_what_is_given_in_another_order_is_said_at_once():
 
 def test_a_tokenizer_without_chat_template(tmp_path):
     bare = backend(chat_template=None)
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"))
     failed(
         lambda: run(cfg, backend=bare),
         "chat_template",
@@ -217,11 +217,11 @@ def test_a_tokenizer_without_chat_template(tmp_path):
     assert not (tmp_path / "run").exists()
     plain = Problem(load_rows([{"prompt": "1+1=", "answer": "2"}] * 1), [], uneven)
     # as the message says
-    assert run(Config(**SMALL), backend=bare, problem=plain)[-1].startswith("done (1 steps")
+    assert run(Config(**SMALL_RUN), backend=bare, problem=plain)[-1].startswith("done (1 steps")
 
 
 def test_a_tokenizer_without_eos(tmp_path):
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"))
     failed(
         lambda: run(cfg, backend=backend(eos_token=None)),
         "eos_token",
@@ -245,7 +245,7 @@ def test_a_reference_with_another_vocabulary(vocab, tmp_path):
     mixed = replace(backend(), reference=other.reference)
 
     def opened():
-        return GRPOLoop(mixed, toy().rows, uneven, Config(**SMALL, kl_beta=0.1))
+        return GRPOLoop(mixed, toy().rows, uneven, Config(**SMALL_RUN, kl_beta=0.1))
 
     failed(opened, "reference vocabulary", got=f"{vocab} tokens", expected="264")
 
@@ -254,7 +254,7 @@ def test_a_reference_with_another_vocabulary(vocab, tmp_path):
 
 
 def test_a_loop_that_is_stepped_says_that_its_log_path_stays_empty(tmp_path, recwarn):
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"))
 
     def opened(**more):
         return GRPOLoop(backend(), toy().rows, uneven, cfg, **more)
@@ -271,12 +271,12 @@ def test_a_loop_that_is_stepped_says_that_its_log_path_stays_empty(tmp_path, rec
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "A run of three steps with a checkpoint after each."
     folder = tmp_path_factory.mktemp("finished") / "run"
-    run(Config(**SMALL, log_path=str(folder), dcp_save_interval=1), problem=toy())
+    run(Config(**SMALL_RUN, log_path=str(folder), dcp_save_interval=1), problem=toy())
     return folder
 
 
 def test_a_checkpoint_of_another_model_by_its_settings(finished, tmp_path):
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"), lora_rank=4)
+    cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"), lora_rank=4)
     named = replace(cfg, resume={"resume_from": str(finished / "checkpoints" / "00003")})
     parts = {
         "what": "another run's checkpoint",
@@ -292,7 +292,7 @@ def test_a_checkpoint_of_another_model_by_its_settings(finished, tmp_path):
 
 
 def test_a_checkpoint_on_other_data(finished, tmp_path):
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"))
     cfg = replace(cfg, resume={"resume_from": str(finished / "checkpoints" / "00003")})
     other = Problem(toy().rows[:5], [], uneven)
     failed(lambda: run(cfg, problem=other), "rows of the data", got="5", expected="6, as recorded")
@@ -301,7 +301,7 @@ def test_a_checkpoint_on_other_data(finished, tmp_path):
 
 def test_a_folder_that_holds_another_run(finished, capsys):
     before = files(finished)
-    cfg = Config(**SMALL | {"learning_rate": 1e-4}, log_path=str(finished), dcp_save_interval=1)
+    cfg = Config(**SMALL_RUN | {"learning_rate": 1e-4}, log_path=str(finished), dcp_save_interval=1)
     settings = "3 steps of a run with other settings: learning_rate (recorded 0.001, now 0.0001)"
     failed(
         lambda: run(cfg),
@@ -319,7 +319,7 @@ def test_a_folder_that_holds_something_else(tmp_path):
     (tmp_path / "steps" / "notes.txt").write_text("mine")
 
     def folder(path):
-        return run(Config(**SMALL, log_path=str(path)), problem=toy())
+        return run(Config(**SMALL_RUN, log_path=str(path)), problem=toy())
 
     failed(
         lambda: folder(tmp_path),
@@ -362,7 +362,7 @@ FULL = r"(cannot write|save_state): got .*File too large.*Free some space"
 
 
 def test_a_disk_that_fills_up_under_a_run(tmp_path):
-    whole = Config(**SMALL, log_path=str(tmp_path / "whole"), dcp_save_interval=2)
+    whole = Config(**SMALL_RUN, log_path=str(tmp_path / "whole"), dcp_save_interval=2)
     run(whole, problem=toy())
     cfg = replace(whole, log_path=str(tmp_path / "run"))
     lines = []

@@ -32,13 +32,15 @@ def script(name: str) -> ModuleType:
 # --- memory.py ---------------------------------------------------------------------------------------------------
 
 memory = script("memory")
-SMALL = memory.Case(vocabulary=500, length=24, sequences=3, hidden=16)
+SMALL_CASE = memory.Case(vocabulary=500, length=24, sequences=3, hidden=16)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 def test_both_passes_leave_the_same_gradients():
-    measured = {variant: (1.0, memory.measure(variant, SMALL)[1]) for variant in memory.VARIANTS}
-    result = memory.compare(measured, SMALL)
+    measured = {
+        variant: (1.0, memory.measure(variant, SMALL_CASE)[1]) for variant in memory.VARIANTS
+    }
+    result = memory.compare(measured, SMALL_CASE)
     assert result["logits_mb"] == pytest.approx(3 * 23 * 500 * 4 / 1e6)
     assert "500" in memory.table([result])
 

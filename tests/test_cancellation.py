@@ -70,7 +70,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "async-ahead": {"recipe": "async_rl_loop", "max_head_offpolicy_versions": 1},
     "async-chunks": {"recipe": "async_rl_loop", "pipeline_chunks_per_step": 2},
 }
-SMALL = {
+SMALL_RUN = {
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 3,
     "max_completion_tokens": 4,
@@ -86,7 +86,7 @@ def begin(backend: Backend, kind: str) -> GRPOLoop:
     "A loop over a few sums, every group of which is trained on."
     lora = backend.capabilities.lora_rank
     cfg = Config(
-        **SMALL, lora_rank=lora, learning_rate=1e-3, kl_beta=0.05, epochs=100, **KINDS[kind]
+        **SMALL_RUN, lora_rank=lora, learning_rate=1e-3, kl_beta=0.05, epochs=100, **KINDS[kind]
     )
     rows = load_rows([{"prompt": f"{i}+{i * i} ="} for i in range(8)])
     cls = AsyncGRPOLoop if cfg.recipe == "async_rl_loop" else GRPOLoop
@@ -514,7 +514,7 @@ def test_a_rollout_that_hangs_ends_with_its_step(
             await loop.close()
         return len(asyncio.all_tasks()) - 1
 
-    cfg = Config(**SMALL, kl_beta=0.0, **KINDS[kind])
+    cfg = Config(**SMALL_RUN, kl_beta=0.0, **KINDS[kind])
     cls = AsyncGRPOLoop if kind == "async" else GRPOLoop
     loop = cls(
         open_local(tiny_model(), byte_tokenizer()),

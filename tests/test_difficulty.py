@@ -19,7 +19,7 @@ from rl_notebook.runs.run import Run
 from rl_notebook.task.models import load_model
 
 ROWS = load_rows([{"prompt": f"{i}+{i}=", "kind": i % 3, "id": f"q{i}"} for i in range(6)])
-SMALL = {
+SMALL_RUN = {
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 4,
     "max_completion_tokens": 3,
@@ -41,7 +41,7 @@ def opened():
 
 
 def make(kind=GRPOLoop, **settings):
-    return kind(opened(), ROWS, by_kind, Config(**SMALL | settings))
+    return kind(opened(), ROWS, by_kind, Config(**SMALL_RUN | settings))
 
 
 def came(records):
@@ -113,7 +113,7 @@ def test_undo_branch_and_phases_again_give_the_same_rows():
 
 
 def test_a_run_that_is_resumed_sought_and_replayed_has_the_same_rows(tmp_path):
-    cfg = Config(**SMALL, steps=8, dcp_save_interval=3, log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, steps=8, dcp_save_interval=3, log_path=str(tmp_path / "run"))
     quiet = {"say": lambda line: None, "progress": False, "problem": Problem(ROWS, [], by_kind)}
 
     async def main():

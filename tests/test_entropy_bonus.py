@@ -115,7 +115,7 @@ def test_calls_of_a_step_add_up():
         assert torch.allclose(g, results[1][name], rtol=1e-6, atol=1e-12)
 
 
-SMALL = {
+SMALL_RUN = {
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 4,
     "max_completion_tokens": 8,
@@ -125,7 +125,7 @@ SMALL = {
 
 def test_a_step_says_what_the_bonus_took_off():
     async def main():
-        cfg = Config(**SMALL, kl_beta=0.0, entropy_coeff=0.02, drop_dead=False)
+        cfg = Config(**SMALL_RUN, kl_beta=0.0, entropy_coeff=0.02, drop_dead=False)
         backend = open_local(*load_model("tiny"), reference=False)
         loop = GRPOLoop(backend, toy_rows(16, seed=3), lambda text: float(len(text)), cfg)
         for phase in (
@@ -164,7 +164,7 @@ def test_a_step_says_what_the_bonus_took_off():
 
 
 ADAPTS = {
-    **SMALL,
+    **SMALL_RUN,
     "kl_beta": 0.0,
     "entropy_coeff": 0.01,
     "entropy_coeff_step": 0.004,
@@ -239,5 +239,5 @@ def test_what_cannot_compute_it_is_refused_by_name():
     elsewhere = replace(backend, capabilities=replace(backend.capabilities, entropy=False))
     with pytest.raises(ConfigError, match=r"entropy_coeff: got 0\.01; expected 0"):
         GRPOLoop(
-            elsewhere, toy_rows(4), toy_reward, Config(**SMALL, kl_beta=0.0, entropy_coeff=0.01)
+            elsewhere, toy_rows(4), toy_reward, Config(**SMALL_RUN, kl_beta=0.0, entropy_coeff=0.01)
         )

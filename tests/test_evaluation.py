@@ -16,7 +16,7 @@ from rl_notebook.recipes.rl_loop import Problem, train
 from rl_notebook.runs.run import read_best
 from rl_notebook.task.toy import toy_reward, toy_rows
 
-SMALL = {
+SMALL_RUN = {
     "kl_beta": 0.0, "prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 16,
     "max_rows": 64, "learning_rate": 2e-4,
 }  # fmt: skip
@@ -36,14 +36,14 @@ def test_held_out_rows_are_sampled_as_the_evaluation_says():
     held_out = toy_rows(6, split="heldout")
     draws = {"eval_samples": 4, "eval_sampling": {"temperature": 0.0, "max_completion_tokens": 24}}
     greedy = rln.GRPOLoop(
-        backend, toy_rows(8), toy_reward, Config(**SMALL, **draws), eval_rows=held_out
+        backend, toy_rows(8), toy_reward, Config(**SMALL_RUN, **draws), eval_rows=held_out
     )
     result = asyncio.run(greedy.evaluate())
     # four times the same
     assert result["eval/pass@1"] == result["eval/pass@4"] == result["eval/avg@4"]
     assert result["eval/num_samples"] == 24
     wider = Config(
-        **SMALL, eval_samples=8, eval_sampling={"temperature": 1.0, "max_completion_tokens": 24}
+        **SMALL_RUN, eval_samples=8, eval_sampling={"temperature": 1.0, "max_completion_tokens": 24}
     )
     loop = rln.GRPOLoop(backend, toy_rows(8), toy_reward, wider, eval_rows=held_out)
     result = asyncio.run(loop.evaluate())
@@ -52,7 +52,7 @@ def test_held_out_rows_are_sampled_as_the_evaluation_says():
     assert curve[0] < curve[-1]
     assert result["eval/avg@8"] == pytest.approx(curve[0])
     assert asyncio.run(loop.evaluate()) == result  # the same samples again
-    alone = rln.GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL), eval_rows=held_out)
+    alone = rln.GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL_RUN), eval_rows=held_out)
     assert not any("@" in name for name in asyncio.run(alone.evaluate()))
 
 
@@ -75,7 +75,7 @@ def test_what_would_not_be_done_is_rejected():
 def run(folder, scores, resume=False, **settings):
     "A run whose evaluations come out as told, step by step, from step 0."
     cfg = Config(
-        **SMALL
+        **SMALL_RUN
         | {"log_path": str(folder), "eval_interval": 1, "keep_best": "eval/score"}
         | settings
     )
@@ -132,11 +132,11 @@ def test_what_can_be_kept_is_what_is_measured(tmp_path, samples):
         "log_path": str(tmp_path / "run"),
     }
     loop = rln.GRPOLoop(
-        rln.open_local(*rln.load_model("tiny"), inline=True), toy_rows(4), toy_reward, Config(**SMALL | settings),
+        rln.open_local(*rln.load_model("tiny"), inline=True), toy_rows(4), toy_reward, Config(**SMALL_RUN | settings),
         eval_rows=toy_rows(2, split="heldout"),
     )  # fmt: skip
     assert [*asyncio.run(loop.evaluate())] == evaluation_names(samples)
-    cfg = Config(**SMALL | settings, keep_best="eval/rewards")
+    cfg = Config(**SMALL_RUN | settings, keep_best="eval/rewards")
     with pytest.raises(ConfigError, match=r"one of eval/reward, .*Did you mean 'eval/reward'"):
         asyncio.run(train(cfg, backend=object()))  # before anything is asked of a backend
     assert not (tmp_path / "run").exists()

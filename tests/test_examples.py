@@ -32,7 +32,14 @@ from rl_notebook.task.models import build_tokenizer, load_model
 from tiny_models import tiny_model
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SMALL = ["--steps", "2", "--prompt-groups-per-step", "2", "--completions-per-prompt", "4"]
+SMALL_RUN_OPTIONS = [
+    "--steps",
+    "2",
+    "--prompt-groups-per-step",
+    "2",
+    "--completions-per-prompt",
+    "4",
+]
 
 emulator = emulator_fixture(scope="module")
 
@@ -67,7 +74,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     def run(folder: str, *options: str) -> str:
         with at_home(folder):
             script = str(EXAMPLES / folder / "train.py")
-            monkeypatch.setattr(sys, "argv", [script, *SMALL, *options])
+            monkeypatch.setattr(sys, "argv", [script, *SMALL_RUN_OPTIONS, *options])
             runpy.run_path(script, run_name="__main__")
         return capsys.readouterr().out
 
@@ -157,7 +164,9 @@ def test_the_tool_example_trains_on_the_emulator(
         "--deployment.tokenizer-model",
         "tiny",
     ]
-    cfg = example.train.Config.from_dict(example.train.SETTINGS, option_values([*SMALL, *service]))
+    cfg = example.train.Config.from_dict(
+        example.train.SETTINGS, option_values([*SMALL_RUN_OPTIONS, *service])
+    )
     result = asyncio.run(example.train.run(cfg, warm_steps=2, say=lambda line: None, held_out=4))
     assert len(result) == 3
     paths = [entry.path for entry in emulator.emulator.log if entry.status == 200]
@@ -180,7 +189,7 @@ def test_an_agent_of_openais_api_trains_here(openai_agent: SimpleNamespace, monk
     train = openai_agent.train
     lines = list[str]()
     monkeypatch.setattr(train.rln, "gsm8k_reward", odd_is_right)
-    cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL))
+    cfg = train.rln.Config.from_dict(train.SETTINGS, option_values(SMALL_RUN_OPTIONS))
     result = asyncio.run(train.run(cfg, 30, openai_agent.agent.solve, lines.append, held_out=4))
     assert len(result) == 3
     assert [line[:8].strip() for line in lines] == [
@@ -399,7 +408,7 @@ def test_an_environment_of_another_library_trains_here(script: str):
     with at_home("environments"):
         module = environment(script)
         lines = []
-        rewards = asyncio.run(module.main([*SMALL, "--seed", "1"], lines.append))
+        rewards = asyncio.run(module.main([*SMALL_RUN_OPTIONS, "--seed", "1"], lines.append))
     assert len(rewards) == 2
     assert re.match(r"step   1  reward \d\.\d{3}  turns \d\.\d\d", lines[-1])
 

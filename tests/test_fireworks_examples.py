@@ -21,7 +21,16 @@ from rl_notebook.emulator.service import RunningEmulator, start_emulator
 from rl_notebook.task.models import load_model
 
 FOLDER = Path(__file__).parent.parent / "examples" / "fireworks"
-SMALL = ["--tokenizer", "tiny", "--rows", "toy", "--max-tokens", "24", "--learning-rate", "1e-3"]
+SMALL_RUN_OPTIONS = [
+    "--tokenizer",
+    "tiny",
+    "--rows",
+    "toy",
+    "--max-tokens",
+    "24",
+    "--learning-rate",
+    "1e-3",
+]
 LINE = re.compile(r"^step (\d+): reward (\S+) loss (\S+) (.*)synced (\S+)$", re.MULTILINE)
 
 
@@ -59,7 +68,14 @@ def run(emulator: RunningEmulator, script: str, deployment: str, *options: str) 
     before = {job.name for job in site.resources.all("rlorTrainerJobs")}
     inherited = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     quick = {"FW_TRAINER_CANCEL_GRACE_PERIOD_S": "0", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(FOLDER / script), *SMALL, "--deployment", deployment, *options]
+    command = [
+        sys.executable,
+        str(FOLDER / script),
+        *SMALL_RUN_OPTIONS,
+        "--deployment",
+        deployment,
+        *options,
+    ]
     env = inherited | quick | emulator.environment()
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     output = done.stdout + done.stderr

@@ -248,7 +248,7 @@ def test_lines(data: bytes, tmp_path: Path) -> None:
 
 # --- run folders ------------------------------------------------------------------------------------------------------
 
-SMALL: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "max_rows": 4,
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 2,
@@ -266,7 +266,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def reward(text):
         return float(sum(map(ord, text)) % 7)
 
-    cfg = Config(**SMALL, log_path=str(folder), dcp_save_interval=1)
+    cfg = Config(**SMALL_RUN, log_path=str(folder), dcp_save_interval=1)
     main(
         cfg,
         problem=Problem(load_rows(toy_rows(4)), [], reward),

@@ -24,7 +24,7 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 
-SMALL = {
+SMALL_RUN = {
     "prompt_groups_per_step": 3,
     "completions_per_prompt": 6,
     "max_completion_tokens": 16,
@@ -45,7 +45,7 @@ def make_loop(
     **settings,
 ):
     "A loop over the toy task with a backend of its own."
-    cfg = Config(**SMALL | settings)
+    cfg = Config(**SMALL_RUN | settings)
     model, tokenizer = load_model("tiny")
     backend = open_local(
         model, tokenizer, temperature=cfg.temperature, lora_rank=cfg.lora_rank, reference=True

@@ -48,7 +48,7 @@ from rl_notebook.task.toy import toy_reward, toy_rows
 from rl_notebook.experiments.whatif import what_if
 from tiny_models import uneven
 
-SMALL: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "max_rows": 16,
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 4,
@@ -58,7 +58,7 @@ SMALL: dict[str, Any] = {
     "kl_beta": 0.0,
     "steps": 2,
 }
-OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_RUN.items()]
 
 MODULE = """
 "Functions of somebody who uses the package."
@@ -141,7 +141,7 @@ def grpo_loop(cfg: Config, **kwargs: Any) -> GRPOLoop:
 
 def one_step(**settings: Any) -> StepRecord:
     "A step of the toy task."
-    return asyncio.run(grpo_loop(Config(**SMALL | settings)).step())
+    return asyncio.run(grpo_loop(Config(**SMALL_RUN | settings)).step())
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
     assert table.loc["mine", "note"] == "direction of recorded, 2 times as long"
     assert table.loc["named", "note"] == "same gradient as mine"
 
-    loop = grpo_loop(Config(**SMALL, policy_loss="mine"))
+    loop = grpo_loop(Config(**SMALL_RUN, policy_loss="mine"))
     done = asyncio.run(loop.step())
     assert done.options["policy_loss"] == "mine"
     assert done.sources["policy_loss mine"] == source_hash(my_functions.doubled)
@@ -208,7 +208,7 @@ def test_a_registered_loss_is_known_wherever_a_loss_is_named(desk, record):
 
     async def looked_at() -> StepRecord:
         "A step whose loss is chosen when it is looked at."
-        loop = grpo_loop(Config(**SMALL))
+        loop = grpo_loop(Config(**SMALL_RUN))
         loop.prompts()
         await loop.sample()
         loop.score(), loop.advantages(), loop.datums()
@@ -247,7 +247,7 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, recor
 
     async def looked_at() -> tuple[StepRecord, StepRecord]:
         "A step whose loss is passed when it is looked at, after one of a config that has knobs of another."
-        loop = grpo_loop(Config(**SMALL, policy_loss="ppo", eps_clip=0.1))
+        loop = grpo_loop(Config(**SMALL_RUN, policy_loss="ppo", eps_clip=0.1))
         loop.prompts()
         await loop.sample()
         loop.score(), loop.advantages(), loop.datums()
@@ -283,10 +283,13 @@ def test_what_a_loss_needs_is_there_or_named(desk, record):
     with pytest.raises(
         LossError, match=r"policy_loss 'needs': got a loss .*no ref_logprobs, .* Set kl_metric=True"
     ):
-        grpo_loop(Config(**SMALL, policy_loss=needs))
+        grpo_loop(Config(**SMALL_RUN, policy_loss=needs))
     backend = open_local(*load_model("tiny"))
     loop = GRPOLoop(
-        backend, load_rows(toy_rows(16)), uneven, Config(**SMALL, policy_loss=needs, kl_metric=True)
+        backend,
+        load_rows(toy_rows(16)),
+        uneven,
+        Config(**SMALL_RUN, policy_loss=needs, kl_metric=True),
     )
     assert asyncio.run(loop.step()).trained
     with pytest.raises(
@@ -296,7 +299,7 @@ def test_what_a_loss_needs_is_there_or_named(desk, record):
     with pytest.raises(
         LossError, match=r"make_loss 'needs': .* loss of single tokens is passed as Config\(policy"
     ):
-        grpo_loop(Config(**SMALL), make_loss=needs)
+        grpo_loop(Config(**SMALL_RUN), make_loss=needs)
 
 
 def test_short_names_of_an_earlier_release_are_announced_and_others_listed(record):
@@ -404,7 +407,7 @@ def test_advantages_by_name_and_as_an_object(desk, record):
     problem = Problem(load_rows(toy_rows(16)), [], uneven, advantage_fn="my_functions:centred")
     lines: list[Any] = []
     main(
-        Config(**SMALL),
+        Config(**SMALL_RUN),
         problem=problem,
         on_record=[lines.append],
         say=lambda line: None,
@@ -440,7 +443,7 @@ def test_advantages_by_name_and_as_an_object(desk, record):
         Config(advantage_fn="centred")
 
     async def branched() -> list[str]:
-        loop = grpo_loop(Config(**SMALL), advantage_fn=own)
+        loop = grpo_loop(Config(**SMALL_RUN), advantage_fn=own)
         loop.prompts()
         return [
             *(await loop.branch(advantage_fn="my_functions:centred")).advantage_fn.__name__.split()
@@ -457,7 +460,7 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "An honest run of two steps, to be tampered with."
     folder = tmp_path_factory.mktemp("sent") / "run"
     problem = Problem(load_rows(toy_rows(16)), [], toy_reward)
-    settings = SMALL | {"kl_beta": 0.01}
+    settings = SMALL_RUN | {"kl_beta": 0.01}
     main(
         Config(**settings, log_path=str(folder), dcp_save_interval=1),
         problem=problem,
@@ -765,7 +768,7 @@ def mine(desk: Path) -> Path:
     "A run with functions of one's own."
     overrides = {"rewards": ["my_functions:uneven"], "policy_loss": "my_functions:plain"}
     main(
-        Config(**SMALL, **overrides, log_path="run", dcp_save_interval=1),
+        Config(**SMALL_RUN, **overrides, log_path="run", dcp_save_interval=1),
         say=lambda line: None,
         progress=False,
     )

@@ -30,7 +30,7 @@ from rl_notebook.task.data import load_rows
 from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import is_heldout, toy_rows
 
-SMALL: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "max_rows": 8,
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 4,
@@ -124,13 +124,15 @@ def test_a_keyword_says_what_it_is_whatever_its_parameters_are_called():
     for given in ({"rollout_fn_factory": factory}, {"rollout_fn_factory": make_rollout_fn}):
         for module in (rl_loop, async_rl_loop):
             assert (
-                module.main(Config(**SMALL, steps=1), rows=rows, say=lambda _: None, **given).steps
+                module.main(
+                    Config(**SMALL_RUN, steps=1), rows=rows, say=lambda _: None, **given
+                ).steps
                 == 1
             )
     assert seen == [4, 4]
 
     with pytest.raises(ConfigError, match="rollout_fn: got a rollout_fn_factory beside it"):
-        run(Config(**SMALL, steps=1), rows=rows, rollout_fn=len, rollout_fn_factory=factory)
+        run(Config(**SMALL_RUN, steps=1), rows=rows, rollout_fn=len, rollout_fn_factory=factory)
 
 
 @pytest.mark.parametrize("recipe", ["rl_loop", "async_rl_loop"])
@@ -158,7 +160,7 @@ def test_main_takes_rows_a_filter_and_an_evaluation_as_in_the_guides(recipe, wit
     main = {"rl_loop": rl_loop, "async_rl_loop": async_rl_loop}[recipe].main
     overrides = {"rollout_fn_factory": make_rollout_fn} if with_rollouts else {}
     rows = toy_rows(8)
-    cfg = Config(**SMALL, steps=2, eval_interval=1)
+    cfg = Config(**SMALL_RUN, steps=2, eval_interval=1)
 
     def keep(group):
         return kept.append(group.number) or True
@@ -201,7 +203,7 @@ def test_held_out_rows_are_no_training_rows(tmp_path):
 def test_a_service_without_a_key_is_refused_before_anything_is_sent():
     deployment = DeployConfig(tokenizer_model="tiny")
     fireworks = Config(
-        **SMALL, base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment
+        **SMALL_RUN, base_model="accounts/fireworks/models/qwen3-8b", deployment=deployment
     )
     with pytest.raises(
         BackendError, match="key: got no FIREWORKS_API_KEY; expected an environment variable"
@@ -212,7 +214,7 @@ def test_a_service_without_a_key_is_refused_before_anything_is_sent():
     ):
         main(
             Config(
-                **SMALL,
+                **SMALL_RUN,
                 backend="tinker",
                 base_model="Qwen/Qwen3-8B",
                 tokenizer_model="tiny",
@@ -224,7 +226,7 @@ def test_a_service_without_a_key_is_refused_before_anything_is_sent():
 def test_a_backend_that_is_passed_stays_open():
     backend = open_local(*load_model("tiny"))
     for _ in range(2):
-        assert run(Config(**SMALL, steps=1), problem=toy(), backend=backend).steps == 1
+        assert run(Config(**SMALL_RUN, steps=1), problem=toy(), backend=backend).steps == 1
 
 
 # --- records, trackers, evaluation ----------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def test_a_backend_that_is_passed_stays_open():
 def test_records_go_to_whoever_listens(tmp_path):
     heard: list[StepRecord] = []
     lines: list[str] = []
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"))
     result = main(cfg, problem=toy(), on_record=[heard.append], say=lines.append, progress=False)
     assert [record.step for record in heard] == [1, 2, 3, 4]
     assert all(line.startswith(record.verdict) for line, record in zip(lines, heard, strict=False))
@@ -247,7 +249,7 @@ def test_records_go_to_whoever_listens(tmp_path):
 
 
 def test_held_out_reward_before_after_and_every_so_often(tmp_path):
-    cfg = Config(**SMALL, eval_rows=3, eval_interval=3, log_path=str(tmp_path / "run"))
+    cfg = Config(**SMALL_RUN, eval_rows=3, eval_interval=3, log_path=str(tmp_path / "run"))
     result = run(cfg, problem=toy(eval_rows=3))
     measured = RunFolder.open(tmp_path / "run").metrics()["eval/reward"].dropna()
     assert measured.index.tolist() == [0, 3, 4]
@@ -262,7 +264,12 @@ def test_held_out_reward_before_after_and_every_so_often(tmp_path):
 
 def options(folder: Any, steps: int, rate: float) -> list[str]:
     "A small run from the command line; `dataset` is its own, so that every group has signal."
-    settings = SMALL | {"max_rows": 64, "learning_rate": rate, "steps": steps, "log_path": folder}
+    settings = SMALL_RUN | {
+        "max_rows": 64,
+        "learning_rate": rate,
+        "steps": steps,
+        "log_path": folder,
+    }
     return [
         arg
         for name, value in settings.items()
@@ -303,7 +310,7 @@ def test_weights_that_were_spoiled_between_steps_are_not_saved(tmp_path):
         if record.step == 3:
             next(iter(backend.policy.state.params.values())).data[0] = torch.nan  # type: ignore[attr-defined]
 
-    cfg = Config(**SMALL, log_path=str(tmp_path / "run"), dcp_save_interval=2)
+    cfg = Config(**SMALL_RUN, log_path=str(tmp_path / "run"), dcp_save_interval=2)
     with pytest.raises(RLNotebookError, match=r"(?i)nan"):
         main(
             cfg, problem=toy(), backend=backend, on_record=[spoil], say=lines.append, progress=False
@@ -332,7 +339,7 @@ def test_a_stop_is_said_with_what_is_saved(given, tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOLoop, "sample", stops)
     folder = tmp_path / "a run"
-    cfg = Config(**SMALL, log_path=str(folder), eval_rows=0 if given else 2)
+    cfg = Config(**SMALL_RUN, log_path=str(folder), eval_rows=0 if given else 2)
     parts = {"rows": toy().rows, "reward": toy().reward} if given else {"problem": toy(eval_rows=2)}
     result = main(cfg, say=lines.append, progress=False, **parts)
     assert (result.steps, result.stopped, result.reward_after) == (2, True, None)
@@ -398,7 +405,7 @@ def test_a_limit_is_one_of_completions(limit, asks):
     backend.sampler = Counted(backend.sampler)
     factory = {"sampler": make_rollout_fn, "serve": agent_rollouts(play), "loop": None}[asks]
     overrides = {"rollout_fn_factory": factory} if factory else {}
-    cfg = Config(**SMALL | {"kl_beta": 0.0, "prompt_groups_per_step": 4}, steps=1, **limit)
+    cfg = Config(**SMALL_RUN | {"kl_beta": 0.0, "prompt_groups_per_step": 4}, steps=1, **limit)
     assert run(cfg, backend=backend, rows=toy_rows(8), **overrides).steps == 1
     assert 0 < backend.sampler.most <= most
 
@@ -427,7 +434,7 @@ def test_a_run_with_rows_of_its_own_is_replayed_with_them_and_says_who_waited(
     recipe, tmp_path, capsys
 ):
     path = tmp_path / "run"
-    cfg = recipe.Config(**SMALL | {"max_completion_tokens": 16}, steps=2, log_path=str(path))
+    cfg = recipe.Config(**SMALL_RUN | {"max_completion_tokens": 16}, steps=2, log_path=str(path))
     quiet = {"say": lambda line: None, "progress": False}
     recipe.main(cfg, rows=toy_rows(16, seed=99), dynamic_filter_fn=lambda group: True, **quiet)
     table = rl_loop.Run.open(path).metrics()
@@ -466,7 +473,13 @@ def test_a_resumed_run_notices_other_rows_and_goes_on_with_the_same_from_elsewhe
             "rewards": ["gsm8k"],
         }
         return Config(
-            **{**SMALL, **overrides, "max_rows": None, "completions_per_prompt": 2, "kl_beta": 0.0}
+            **{
+                **SMALL_RUN,
+                **overrides,
+                "max_rows": None,
+                "completions_per_prompt": 2,
+                "kl_beta": 0.0,
+            }
         )
 
     first = tmp_path / "first"

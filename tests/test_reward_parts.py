@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_loop import SMALL, make_loop
+from test_loop import SMALL_RUN, make_loop
 
 from rl_notebook.core.advantages import with_advantages
 from rl_notebook.config.config import Config
@@ -72,7 +72,7 @@ def test_what_if_preflight_and_lab_know_the_rule():
         )
         assert len(reward_lab(record, [length, letters], [1.0, 3.0]).groups) == len(record.groups)
         cfg = Config(
-            **SMALL, advantage_scale="parts", rewards=["a", "b"], reward_weights=[1.0, 4.0]
+            **SMALL_RUN, advantage_scale="parts", rewards=["a", "b"], reward_weights=[1.0, 4.0]
         )
         checked = await preflight(loop.backend, loop.rows, [length, letters], cfg)
         assert "parts" not in str(checked.verdict)

@@ -23,12 +23,12 @@ from rl_notebook.task.toy import toy_rows
 from rl_notebook.insight.xray import check_gradient
 from tiny_models import uneven
 
-SMALL: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 4,
     "max_completion_tokens": 8,
 }
-SMALL |= {
+SMALL_RUN |= {
     "max_seq_len": 64,
     "learning_rate": 1e-3,
     "kl_beta": 0.0,
@@ -98,7 +98,7 @@ def rates(records: Any) -> list[float]:
 
 def grpo_loop(**settings: Any) -> GRPOLoop:
     "A loop over the toy task."
-    cfg = Config(**{**SMALL, "steps": 4, **LINEAR, **settings})
+    cfg = Config(**{**SMALL_RUN, "steps": 4, **LINEAR, **settings})
     return GRPOLoop(
         open_local(*load_model("tiny"), reference=False),
         toy_rows(16),
@@ -151,7 +151,12 @@ def test_undo_branch_and_another_length():
 def test_resumed_and_replayed_it_is_the_same(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     cfg = Config(
-        **SMALL, **LINEAR, steps=4, max_rows=16, dcp_save_interval=2, log_path=str(tmp_path / "run")
+        **SMALL_RUN,
+        **LINEAR,
+        steps=4,
+        max_rows=16,
+        dcp_save_interval=2,
+        log_path=str(tmp_path / "run"),
     )
     quiet: dict[str, Any] = {"say": lambda line: None, "progress": False}
     asyncio.run(train(cfg, **quiet))
@@ -185,7 +190,7 @@ def test_a_service_gets_it_with_every_optimizer_step(monkeypatch):
 
     async def test(url: str) -> list[float]:
         where: dict[str, Any] = {"base_url": url, "base_model": "tiny", "lora_rank": 4}
-        cfg = Config(**SMALL, **LINEAR, **where, backend="tinker", sync_audit=False, steps=4)
+        cfg = Config(**SMALL_RUN, **LINEAR, **where, backend="tinker", sync_audit=False, steps=4)
         quick = {
             "probing": False,
             "conformance": "off",

@@ -33,12 +33,12 @@ from rl_notebook.task.rewards import reward_fn
 from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 
-SMALL: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 4,
     "max_completion_tokens": 8,
 }
-SMALL |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "steps": 2}
+SMALL_RUN |= {"max_seq_len": 64, "learning_rate": 1e-3, "kl_beta": 0.0, "steps": 2}
 
 MODULE = """
 from dataclasses import replace
@@ -88,7 +88,7 @@ def grpo_loop(
     reward: Any, *, cfg: dict[str, Any] | None = None, rows: Any = None, **kwargs: Any
 ) -> GRPOLoop:
     "A loop as a notebook opens one."
-    settings = Config(**SMALL | (cfg or {}))
+    settings = Config(**SMALL_RUN | (cfg or {}))
     rank = (
         {"lora_rank": settings.lora_rank, "lora_alpha": settings.lora_alpha}
         if settings.lora_rank
@@ -121,7 +121,7 @@ OPEN = f"""
 import rl_notebook as rln
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.runs.run import RunFolder
-SMALL = {SMALL}
+SMALL_RUN = {SMALL_RUN}
 """
 RUN = """
 run = RunFolder.create("here", cfg)
@@ -162,7 +162,7 @@ def by_rank(groups):
 """,
 ]
 OPENED = """
-cfg = rln.Config(**SMALL, policy_loss="mine")
+cfg = rln.Config(**SMALL_RUN, policy_loss="mine")
 backend = open_local(*rln.load_model("tiny"), reference=False)
 from rl_notebook.task.rewards import reward_fn
 reward = [graded, rln.gsm8k_reward, reward_fn(shape, name="form", weight=0.1)]
@@ -204,7 +204,7 @@ ASK = """
 backend = open_local(*rln.load_model("tiny"), reference=False)
 def ask():
     try:
-        loop = rln.GRPOLoop(backend, rln.toy_rows(4), fn, rln.Config(**SMALL))
+        loop = rln.GRPOLoop(backend, rln.toy_rows(4), fn, rln.Config(**SMALL_RUN))
         loop.to_script("refused/run.py")
     except rln.RLNotebookError as error:
         print(error)
@@ -375,7 +375,7 @@ def test_a_backend_that_the_config_would_not_open(opened, cfg, match, monkeypatc
         open_local(*load_model("tiny"), reference=False, **opened),
         toy_rows(4),
         toy_reward,
-        Config(**SMALL | cfg),
+        Config(**SMALL_RUN | cfg),
     )
     for write in (loop.to_config, loop.to_script):
         with pytest.raises(ConfigError, match=match):

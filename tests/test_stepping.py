@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from test_async_loop import begin
-from test_loop import ALL, LENGTH, SMALL, make_loop, same, up_to, weights
+from test_loop import ALL, LENGTH, SMALL_RUN, make_loop, same, up_to, weights
 
 from rl_notebook.backends.local.trainer import open_local
 from rl_notebook.config.config import Config
@@ -456,7 +456,7 @@ def test_seek_replay_and_resume_know_what_was_changed(tmp_path):
 
 def test_a_resumed_run_goes_on_with_what_was_changed(tmp_path):
     cfg = Config(
-        **SMALL
+        **SMALL_RUN
         | {"log_path": str(tmp_path / "run"), "max_rows": 12, "steps": 3, "learning_rate": 1e-4}
     )
     lines = []

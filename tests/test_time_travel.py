@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_loop import ALL, LENGTH, SMALL, make_loop, same, texts, up_to, weights
+from test_loop import ALL, LENGTH, SMALL_RUN, make_loop, same, texts, up_to, weights
 
 from rl_notebook.config.config import Config
 from rl_notebook.core.losses import make_loss_fn
@@ -691,7 +691,7 @@ def test_a_loop_with_another_past_is_refused(runs):
 
 def test_a_step_is_replayed_from_its_folder(tmp_path):
     async def main():
-        small = {k: v for k, v in SMALL.items() if k != "epochs"} | {
+        small = {k: v for k, v in SMALL_RUN.items() if k != "epochs"} | {
             "max_rows": 12,
             "rewards": ["test_time_travel:length"],
         }

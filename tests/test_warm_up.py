@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 import torch
-from test_loop import SMALL, make_loop, same, weights
+from test_loop import SMALL_RUN, make_loop, same, weights
 
 from rl_notebook.backends.base import with_teacher
 from rl_notebook.backends.local.trainer import open_local
@@ -127,7 +127,7 @@ def test_the_advantage_is_teacher_minus_sampler(how, tmp_path):
         pupil, teacher = (
             open_local(*made, reference=False) for made in (load_model("tiny"), other())
         )
-        cfg = Config(**SMALL | {"kl_beta": 0.0, "teacher_coeff": 0.7} | how)
+        cfg = Config(**SMALL_RUN | {"kl_beta": 0.0, "teacher_coeff": 0.7} | how)
         return GRPOLoop(with_teacher(pupil, teacher), toy_rows(24, seed=3), toy_reward, cfg)
 
     async def main():
@@ -178,7 +178,9 @@ def test_a_config_opens_a_teacher_and_a_loop_needs_one():
         async with await open_backend(
             Config(teacher="tiny", teacher_coeff=1.0, kl_beta=0.1)
         ) as backend:
-            loop = GRPOLoop(backend, toy_rows(8), toy_reward, Config(**SMALL, teacher_coeff=1.0))
+            loop = GRPOLoop(
+                backend, toy_rows(8), toy_reward, Config(**SMALL_RUN, teacher_coeff=1.0)
+            )
             for d in (await loop.step()).datums:
                 np.testing.assert_allclose(
                     d.ref_logprobs[d.active], d.sampler_logprobs[d.active], atol=1e-4

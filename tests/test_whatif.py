@@ -43,7 +43,7 @@ from rl_notebook.task.models import load_model
 from rl_notebook.task.toy import toy_format_reward, toy_reward, toy_rows
 
 
-SMALL = {
+SMALL_RUN = {
     "prompt_groups_per_step": 3,
     "completions_per_prompt": 6,
     "max_completion_tokens": 16,
@@ -57,7 +57,7 @@ REWARDS = [toy_reward, toy_format_reward]
 
 def open_loop(make_loss=None, **settings) -> GRPOLoop:
     "A loop over the toy task with the shipped model."
-    cfg = Config(**SMALL | settings)
+    cfg = Config(**SMALL_RUN | settings)
     backend = open_local(*load_model("tiny"), inline=True, lora_rank=cfg.lora_rank)
     return GRPOLoop(backend, load_rows(toy_rows(24, seed=3)), REWARDS, cfg, make_loss=make_loss)
 

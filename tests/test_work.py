@@ -120,7 +120,7 @@ assert SIZE is not None
 
 # --- in a step -------------------------------------------------------------------------------------------------------
 
-SMALL = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
+SMALL_RUN = {"prompt_groups_per_step": 2, "completions_per_prompt": 4, "max_completion_tokens": 24}
 RATES = {
     f"perf/{name}_{what}"
     for name in ("sampling", "ref", "train")
@@ -138,7 +138,7 @@ def step_of(loop: type[GRPOLoop], recipe: str) -> dict[str, float]:
             backend,
             toy_rows(16),
             toy_reward,
-            Config(**SMALL, recipe=recipe),
+            Config(**SMALL_RUN, recipe=recipe),
             dynamic_filter_fn=lambda g: True,
         )
         try:
@@ -175,7 +175,7 @@ def test_work_is_counted_by_phase_and_not_for_what_runs_between():
 
 
 def test_preflight_predicts_the_phases_it_runs_and_memory():
-    cfg = Config(**SMALL)
+    cfg = Config(**SMALL_RUN)
 
     async def look() -> Any:
         async with open_local(*load_model("tiny"), device="cpu") as backend:

@@ -39,7 +39,7 @@ from rl_notebook.insight.xray import sentence, xray
 from rl_notebook.core.findings import Finding
 from tiny_models import tiny, uneven
 
-SMALL: dict[str, Any] = {
+SMALL_RUN: dict[str, Any] = {
     "prompt_groups_per_step": 4,
     "completions_per_prompt": 6,
     "max_completion_tokens": 24,
@@ -52,7 +52,7 @@ def steps(
     n: int = 1, reward: Any = toy_reward, *, backend: Any = None, **settings: Any
 ) -> list[StepRecord]:
     "The first steps of a run on sums."
-    loop = GRPOLoop(backend or tiny(), toy_rows(40), reward, Config(**SMALL | settings))
+    loop = GRPOLoop(backend or tiny(), toy_rows(40), reward, Config(**SMALL_RUN | settings))
     return asyncio.run(loop.run(n, progress=False))
 
 
@@ -408,7 +408,7 @@ def test_each_fault_fails_its_check(fresh: StepRecord, fault: str):
 
 def test_coarse_numbers_are_no_fault_and_hide_none(fresh: StepRecord):
     backend = tiny(dtype="bfloat16")
-    loop = GRPOLoop(backend, toy_rows(40), toy_reward, Config(**SMALL))
+    loop = GRPOLoop(backend, toy_rows(40), toy_reward, Config(**SMALL_RUN))
     (record,) = asyncio.run(loop.run(1, progress=False))
     assert "on-policy" not in failed(record)
     cooled = [replace(d, sampler_logprobs=d.sampler_logprobs / 0.7) for d in record.datums]
@@ -419,7 +419,7 @@ def test_coarse_numbers_are_no_fault_and_hide_none(fresh: StepRecord):
 
 
 def test_preflight_changes_nothing():
-    cfg = Config(**SMALL | {"kl_beta": 0.01})
+    cfg = Config(**SMALL_RUN | {"kl_beta": 0.01})
 
     def run(first_look: bool) -> tuple[list[float], list[str]]:
         async def go() -> list[StepRecord]:
@@ -444,7 +444,7 @@ def look(
         backend or tiny(),
         rows or toy_rows(10),
         reward,
-        Config(**SMALL | settings),
+        Config(**SMALL_RUN | settings),
         prompts=2,
         samples=8,
     )
@@ -481,7 +481,7 @@ def test_preflight_knows_stale_weights():
             backend,
             toy_rows(40),
             toy_reward,
-            Config(**SMALL | {"weight_sync_interval": 0, "learning_rate": 1e-2}),
+            Config(**SMALL_RUN | {"weight_sync_interval": 0, "learning_rate": 1e-2}),
         )
         await loop.run(1, progress=False)
 
@@ -493,7 +493,7 @@ def test_preflight_knows_stale_weights():
 
 @pytest.mark.parametrize("given", ["loop", "not awaited", "record"])
 def test_a_loop_for_a_step_or_a_step_for_a_loop_is_named(given: str, fresh: StepRecord):
-    loop = GRPOLoop(tiny(), toy_rows(4), toy_reward, Config(**SMALL))
+    loop = GRPOLoop(tiny(), toy_rows(4), toy_reward, Config(**SMALL_RUN))
     views = [xray, rln.inspect_tokens, rln.what_if]
     thing = loop
     text = "loop.records"

@@ -29,7 +29,7 @@ from .faults import put
 from .machines import cast
 from .steps import Run, World, opened
 
-SMALL = {
+SMALL_RUN = {
     "prompt_groups_per_step": 2,
     "completions_per_prompt": 3,
     "max_completion_tokens": 16,
@@ -44,7 +44,7 @@ def reward(text: str) -> float:
 
 def loop_on(backend: Any, **settings: Any) -> GRPOLoop:
     how = {"drop_dead": False, "kl_beta": 0.0, "seed": 3, "learning_rate": 5e-5}
-    return GRPOLoop(backend, toy_rows(24, seed=0), reward, Config(**SMALL | how | settings))
+    return GRPOLoop(backend, toy_rows(24, seed=0), reward, Config(**SMALL_RUN | how | settings))
 
 
 def local(**options: Any) -> Any:
