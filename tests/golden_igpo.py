@@ -173,12 +173,8 @@ def score_all(
     tokens = igpo.AnswerTokens((), tuple(answer))
 
     async def main() -> list[float]:
-        scorer.enter(0)
         asked = [np.array(prefix, dtype=np.int64) for prefix in prefixes]
-        return [
-            s.score
-            for s in await asyncio.gather(*(scorer.score(prefix, tokens) for prefix in asked))
-        ]
+        return [(await scorer.score(prefix, tokens)).score for prefix in asked]
 
     return asyncio.run(main())
 

@@ -25,7 +25,7 @@ from rl_notebook.loop.igpo import (
     has_turn_signal,
     igpo_advantages,
 )
-from rl_notebook.loop.igpo import igpo_table, information_gain, prefix_ends, sample_scores
+from rl_notebook.loop.igpo import igpo_table, information_gain, prefix_ends
 from rl_notebook.loop.igpo import turn_advantages, with_information_gain, z_normalize
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.loop.rollouts import RolloutSetup, encode_rows, sample_prompt
@@ -193,66 +193,45 @@ class Counting:
         )
 
 
-def test_each_prefix_is_asked_once_and_never_more_than_allowed_at_a_time():
+def test_never_more_requests_than_allowed_at_a_time_in_any_event_loop():
     sampler = Counting()
     scorer = AnswerScorer(sampler, workers=3)
     samples = [talk((4, n), (2, 3)) for n in (2, 3, 3, 4)]
 
     async def main():
-        return await asyncio.gather(*(sample_scores(scorer, s, ANSWER) for s in samples * 5))
+        return await asyncio.gather(*(scorer.sample_scores(s, ANSWER) for s in samples))
 
-    result = asyncio.run(main())
-    distinct = {tuple(s.tokens[:end].tolist()) for s in samples for end in prefix_ends(s)}
-    assert len(sampler.asked) == len(distinct) == 7
-    assert set(sampler.asked.values()) == {1}
+    for _ in range(2):
+        for scores, sample in zip(asyncio.run(main()), samples, strict=True):
+            assert scores == [-1.0 * (end + 2) for end in prefix_ends(sample)]
     assert sampler.most == 3
-    assert result[0] == [-1.0 * (end + 2) for end in prefix_ends(samples[0])]
-    assert scorer.requests == 7
+    assert sampler.asked.total() == 2 * 3 * len(samples)
 
 
 def test_all_scores_of_a_sample_come_from_the_same_weights():
     sampler = Counting(moves_at=3)
     sample = talk((4, 2), (2, 3), (1, 1))
-    scorer = AnswerScorer(sampler, workers=1)
-    result = asyncio.run(sample_scores(scorer, sample, ANSWER))
+    result = asyncio.run(AnswerScorer(sampler, workers=1).sample_scores(sample, ANSWER))
     assert result == [-1.0 * (end + 2) - 1 for end in prefix_ends(sample)]
-    assert sampler.asked.total() == 4 + 2  # the two scores of the older weights are asked for again
+    assert sampler.asked.total() == 2 * 4
 
 
-def test_a_sample_that_does_not_say_which_weights_drew_it_is_scored_by_those_that_are_served():
-    class Serving(Counting):
-        policy_version = property(lambda self: self.version)
+def test_weights_that_move_all_the_time_are_an_error():
+    class Moving(Counting):
+        async def logprobs(self, tokens):
+            self.version += 1
+            return await super().logprobs(tokens)
 
-    sampler = Serving()
-    by_hand = talk((4, 2))
-    scorer = AnswerScorer(sampler)
-
-    async def main():
-        results = []
-        for sampler.version in range(2):
-            results.append(await sample_scores(scorer, by_hand, ANSWER))
-        return results
-
-    older, newer = asyncio.run(main())
-    assert by_hand.policy_version == 0
-    assert np.subtract(older, newer).tolist() == [1.0] * len(older)
-    assert sampler.asked.total() == 2 * len(older)
+    with pytest.raises(BackendError, match="expected one version within 5 attempts"):
+        asyncio.run(AnswerScorer(Moving()).sample_scores(talk((4, 2)), ANSWER))
 
 
-def test_a_rollout_that_is_cancelled_does_not_take_the_scores_of_others_with_it():
-    sampler = Counting()
-    sample = talk((4, 2))
-    scorer = AnswerScorer(sampler)
-
-    async def main():
-        impatient = asyncio.create_task(sample_scores(scorer, sample, ANSWER))
-        patient = asyncio.create_task(sample_scores(scorer, sample, ANSWER))
-        await asyncio.sleep(0)
-        impatient.cancel()
-        return await patient
-
-    assert asyncio.run(main()) == [-1.0 * (end + 2) for end in prefix_ends(sample)]
-    assert set(sampler.asked.values()) == {1}
+def test_a_request_that_fails_takes_the_others_of_its_sample_with_it():
+    sampler = Counting(fails=1)
+    sample = talk((4, 2), (2, 3), (1, 1))
+    with pytest.raises(BackendError, match="no answer"):
+        asyncio.run(AnswerScorer(sampler, workers=1).sample_scores(sample, ANSWER))
+    assert sampler.asked.total() < 4  # the last prefix was not asked for
 
 
 # --- around a rollout ------------------------------------------------------------------------------------------------

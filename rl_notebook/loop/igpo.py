@@ -5,7 +5,6 @@
 # %% ../../nbs/loop/13_igpo.ipynb #ccf2e357
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ import pandas as pd
 
 from ..backends.base import Sampler
 from ..config.config import IGPOConfig
+from ..core.retries import AdaptiveLimit, together
 from ..core.types import AlignmentError, BackendError, DataError, Logprobs, PromptGroup
 from ..core.types import RewardError, RolloutRun, RolloutSample, frozen_array
 from ..runs.records import StepRecord
@@ -102,79 +102,35 @@ async def score_answer(sampler: Sampler, prefix: np.ndarray, answer: AnswerToken
     return Scored(mean_of_answer(logprobs, len(tokens), answer), logprobs.policy_version)
 
 # %% ../../nbs/loop/13_igpo.ipynb #aaf65dba
+MAX_SCORINGS = 5  # of one sample, until all of its scores come from the same weights
+
+
 class AnswerScorer:
-    "Asks a sampler for scores: each once while the weights stay, a few at a time."
+    "Scores right answers with a sampler, a few requests at a time."
 
     def __init__(self, sampler: Sampler, workers: int = 8):
         self.sampler = sampler
-        self.workers = workers
-        self.requests = 0  # sent so far
-        self.version = -1  # of the newest weights seen
-        self.known: dict[tuple[bytes, AnswerTokens], asyncio.Task[Scored]] = {}
-        # that `room` and `known` belong to
-        self.event_loop: asyncio.AbstractEventLoop | None = None
-        self.room = asyncio.Semaphore(workers)
-
-    def enter(self, version: int) -> None:
-        "Forget what older weights, or another event loop, have left."
-        here = asyncio.get_running_loop()
-        if here is not self.event_loop:
-            self.event_loop, self.room, self.known = here, asyncio.Semaphore(self.workers), {}
-        if version > self.version:
-            self.version = version
-            self.forget_before(version)
-
-    def forget_before(self, version: int) -> None:
-        "Drop the scores of older weights; requests that are still out stay."
-        self.known = {key: task for key, task in self.known.items() if not is_older(task, version)}
-
-    async def request(self, prefix: np.ndarray, answer: AnswerTokens) -> Scored:
-        "Send one request when there is room."
-        async with self.room:
-            self.requests += 1
-            return await score_answer(self.sampler, prefix, answer)
+        self.limit = AdaptiveLimit(workers, workers, workers)  # of requests in flight
 
     async def score(self, prefix: np.ndarray, answer: AnswerTokens) -> Scored:
-        "The score of an answer after a prefix; a request that failed is not remembered."
-        key = prefix.tobytes(), answer
-        if key not in self.known:
-            task = asyncio.get_running_loop().create_task(self.request(prefix, answer))
-            self.known[key] = task
-            task.add_done_callback(functools.partial(self.forget_failed, key))
-        return await asyncio.shield(self.known[key])
+        "The score of an answer after a prefix."
+        async with self.limit.slot():
+            return await score_answer(self.sampler, prefix, answer)
 
-    def forget_failed(self, key: tuple[bytes, AnswerTokens], task: asyncio.Task[Scored]) -> None:
-        "Drop a request that brought no score."
-        if (task.cancelled() or task.exception() is not None) and self.known.get(key) is task:
-            del self.known[key]
-
-
-def is_older(task: asyncio.Task[Scored], version: int) -> bool:
-    "Whether a request has brought a score, and of older weights."
-    brought = task.done() and not task.cancelled() and task.exception() is None
-    return brought and (task.result().version or 0) < version
-
-# %% ../../nbs/loop/13_igpo.ipynb #3b2d7299
-ATTEMPTS = 5  # to get all scores of a sample from the same weights
-
-
-async def sample_scores(
-    scorer: AnswerScorer, sample: RolloutSample, answer: AnswerTokens
-) -> list[float]:
-    "(T + 1) scores, before the first turn of a sample and after each, from the same weights."
-    prefixes = [sample.tokens[:end] for end in prefix_ends(sample)]
-    scorer.enter(max(sample.policy_version, getattr(scorer.sampler, "policy_version", 0)))
-    scored: Sequence[Scored] = ()
-    for _ in range(ATTEMPTS):
-        scored = await asyncio.gather(*(scorer.score(prefix, answer) for prefix in prefixes))
-        if len({s.version for s in scored}) == 1:
-            return [s.score for s in scored]
-        scorer.forget_before(max(s.version or 0 for s in scored))
-    got = f"versions {[s.version for s in scored]}"
-    fix = "Sync less often, or score with more workers."
-    raise BackendError(
-        "scores of a sample", got=got, expected=f"one version within {ATTEMPTS} attempts", fix=fix
-    )
+    async def sample_scores(self, sample: RolloutSample, answer: AnswerTokens) -> list[float]:
+        "(T + 1) scores, before the first turn of a sample and after each, from the same weights."
+        prefixes = [sample.tokens[:end] for end in prefix_ends(sample)]
+        versions: list[int | None] = []
+        for _ in range(MAX_SCORINGS):
+            scored = await together([self.score(prefix, answer) for prefix in prefixes])
+            versions = [s.version for s in scored]
+            if len(set(versions)) == 1:
+                return [s.score for s in scored]
+        expected = f"one version within {MAX_SCORINGS} attempts"
+        fix = "Sync less often, or score with more workers."
+        raise BackendError(
+            "scores of a sample", got=f"versions {versions}", expected=expected, fix=fix
+        )
 
 # %% ../../nbs/loop/13_igpo.ipynb #33582e79
 Rollout = RolloutSample | RolloutRun
@@ -183,7 +139,7 @@ Rollout = RolloutSample | RolloutRun
 async def with_scores(scorer: AnswerScorer, rollout: Rollout, answer: AnswerTokens) -> Rollout:
     "A rollout with the scores of its answer in `info['answer_scores']` of each sample."
     samples = rollout.segments if isinstance(rollout, RolloutRun) else (rollout,)
-    each = await asyncio.gather(*(sample_scores(scorer, s, answer) for s in samples))
+    each = await together([scorer.sample_scores(s, answer) for s in samples])
     scored = [
         replace(s, info={**s.info, "answer_scores": v}) for s, v in zip(samples, each, strict=True)
     ]
