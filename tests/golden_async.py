@@ -176,7 +176,7 @@ class Run:
         self.looking = asyncio.Event()
         self.counts: Counter[str] = Counter()
         steps = {"prompt_groups_per_step": gate.groups_per_step, "advantage_scale": "batch"}
-        self.cfg = SimpleNamespace(drop_dead=True, teacher_coeff=0.0, **steps)
+        self.cfg = SimpleNamespace(drop_zero_variance_groups=True, teacher_coeff=0.0, **steps)
         clock = asyncio.get_running_loop().time
         self.producer: Producer[ScoredGroup] = Producer(
             gate, self.take, self.row, self.useful, clock=clock

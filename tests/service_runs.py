@@ -82,7 +82,7 @@ def config(backend: str, steps: int, log_path: Path | None, **more: Any) -> Conf
     learning = {
         "learning_rate": 2e-4,
         "kl_beta": 0.05,
-        "drop_dead": False,
+        "drop_zero_variance_groups": False,
         "seed": 5,
         "base_model": QWEN,
     }

@@ -460,7 +460,10 @@ IGNORED = [
     ({"grad_accumulation_normalization": "num_loss_tokens"}, "division happens once"),
     ({"completions_per_prompt": 1}, "a group of one has nothing to compare with"),
     ({"ddof": 0, "advantage_scale": "loo"}, "ddof: advantage_scale='loo'"),
-    ({"refill": True, "drop_dead": False}, "refill: with drop_dead=False"),
+    (
+        {"refill": True, "drop_zero_variance_groups": False},
+        "refill: with drop_zero_variance_groups=False",
+    ),
     ({"rewards": ["a", "b"], "reward_weights": [1.0]}, "reward_weights: "),
     ({"max_completion_tokens": 4096}, "max_completion_tokens: 4096"),
     ({"min_samples_per_fwd_bwd": 512}, "min_samples_per_fwd_bwd: "),

@@ -26,7 +26,7 @@ SMALL_RUN = {
     "max_seq_len": 32,
     "kl_beta": 0.0,
     "epochs": 40,
-    "drop_dead": False,
+    "drop_zero_variance_groups": False,
     "difficulty_sampling": 0.1,
 }
 

@@ -276,7 +276,11 @@ def asked_after_a_step(
             "completions_per_prompt": 4,
             "max_completion_tokens": 24,
         }
-        cfg = Config(**sizes | {"max_seq_len": 128, "kl_beta": 0.0, "drop_dead": False} | settings)
+        cfg = Config(
+            **sizes
+            | {"max_seq_len": 128, "kl_beta": 0.0, "drop_zero_variance_groups": False}
+            | settings
+        )
         how = {"reference": False, "dtype": dtype_of(model), "temperature": cfg.temperature}
         async with open_local(model, load_model("tiny")[1], **how) as b:
             other = replace(b, sampler=sampler(b.sampler)) if sampler else b

@@ -125,7 +125,7 @@ SMALL_RUN = {
 
 def test_a_step_says_what_the_bonus_took_off():
     async def main():
-        cfg = Config(**SMALL_RUN, kl_beta=0.0, entropy_coeff=0.02, drop_dead=False)
+        cfg = Config(**SMALL_RUN, kl_beta=0.0, entropy_coeff=0.02, drop_zero_variance_groups=False)
         backend = open_local(*load_model("tiny"), reference=False)
         loop = GRPOLoop(backend, toy_rows(16, seed=3), lambda text: float(len(text)), cfg)
         for phase in (
@@ -168,7 +168,7 @@ ADAPTS = {
     "kl_beta": 0.0,
     "entropy_coeff": 0.01,
     "entropy_coeff_step": 0.004,
-    "drop_dead": False,
+    "drop_zero_variance_groups": False,
     "seed": 4,
 }
 

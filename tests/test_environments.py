@@ -314,7 +314,8 @@ def test_a_turn_that_the_template_refuses_later_costs_an_agent_its_rollout(writt
     rollouts = asyncio.run(sample_rollouts(agent_rollouts(play)(setup), prompt, 2))
     assert (rollouts.samples, len(rollouts.dropped)) == ((), 2)
     assert all(
-        "cannot go on (unfit_turns: drop)" in r and "no bad words" in r for r in rollouts.dropped
+        "cannot be continued (on_template_mismatch: drop)" in r and "no bad words" in r
+        for r in rollouts.dropped
     )
     assert len(scripted.texts) == 6, "a request that was refused is not made again by the client"
     with pytest.raises(AlignmentError, match="no bad words"):

@@ -270,7 +270,7 @@ SETTINGS = {
     "max_seq_len": 96,
     "learning_rate": 1e-3,
     "kl_beta": 0.0,
-    "drop_dead": True,
+    "drop_zero_variance_groups": True,
 }
 
 

@@ -576,10 +576,10 @@ def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_
     for group in record.groups:
         assert len(group.samples) == 3
         [reason] = group.dropped
-        assert reason.startswith("rollout 1 cannot go on (unfit_turns: drop): ")
+        assert reason.startswith("rollout 1 cannot be continued (on_template_mismatch: drop): ")
         assert "no questions" in reason or "differs from the chat template's rendering" in reason
     with pytest.raises(
         AlignmentError,
         match=r"rollout 1.*(no questions|differs from the chat template's rendering)",
     ):
-        asyncio.run(loop_of(factory, **overrides, unfit_turns="raise").step())
+        asyncio.run(loop_of(factory, **overrides, on_template_mismatch="raise").step())

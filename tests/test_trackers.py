@@ -288,7 +288,7 @@ def trained_with(report_to, log_path):
         "max_completion_tokens": 4,
         "max_seq_len": 96,
     }
-    sizes |= {"log_completions": 3, "drop_dead": False, "eval_interval": 2}
+    sizes |= {"log_completions": 3, "drop_zero_variance_groups": False, "eval_interval": 2}
     cfg = Config(**sizes, steps=2, kl_beta=0.0, report_to=report_to, log_path=str(log_path))
     problem = Problem(
         load_rows(toy_rows(8, seed=3)),

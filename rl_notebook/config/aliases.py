@@ -106,7 +106,8 @@ OTHER_NAMES: dict[str, str] = {
     "dro_beta": "dro.beta",
     "sapo_temperature_pos": "sapo.temperature_pos",
     "sapo_temperature_neg": "sapo.temperature_neg",
-    "drop_dead": "dynamic_filter",
+    "drop_zero_variance_groups": "drop_dead dynamic_filter",
+    "on_template_mismatch": "unfit_turns",
     "base_model": "model_name_or_path model model_name",
     "completions_per_prompt": "num_generations group_size",
     "max_completion_tokens": "max_completion_length max_tokens max_new_tokens",
@@ -364,7 +365,11 @@ _TRL_ELSEWHERE = {
     "max_completion_tokens": 512,
     "epochs": 3,
 }
-_TRL_ELSEWHERE |= {"weight_decay": 0.0, "lr_scheduler_type": "linear", "drop_dead": False}
+_TRL_ELSEWHERE |= {
+    "weight_decay": 0.0,
+    "lr_scheduler_type": "linear",
+    "drop_zero_variance_groups": False,
+}
 
 
 def trl_defaults(
@@ -831,10 +836,17 @@ def was_chosen(cfg: Any, name: str) -> bool:
     return name in getattr(cfg, "_chosen", ())
 
 # %% ../../nbs/config/01_aliases.ipynb #72a92afe
+EARLIER_NAMES = {  # until 0.2
+    "drop_dead": "drop_zero_variance_groups",
+    "unfit_turns": "on_template_mismatch",
+}
+
+
 def migrate(data: Mapping[str, Any]) -> dict[str, Any]:
     "The settings in a run folder under today's names, with what they meant when they were written."
+    data = {EARLIER_NAMES.get(name, name): value for name, value in data.items()}
     if "tis_enabled" not in data:
-        return dict(data)
+        return data
     old = {name: data[name] for name in ("policy_loss", "tis_enabled", *SPELLED) if name in data}
     if old["tis_enabled"] and old.get("tis") is None:
         old["tis"] = {"cap": 2.0, "anchor": "policy"}

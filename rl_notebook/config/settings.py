@@ -158,8 +158,9 @@ class SignalSettings:
     advantage_fn: AtAdvantages[Text | None] = None
     ddof: AtAdvantages[Literal[0, 1]] = 1  # the standard deviation divides by K - ddof
     # leave out groups whose rewards are all equal; False = they count, with the KL term only
-    drop_dead: AtDatums[Bool] = True
-    refill: AtDatums[Bool] = False  # sample another prompt for each group that `drop_dead` left out
+    drop_zero_variance_groups: AtDatums[Bool] = True
+    # sample another prompt for each group that `drop_zero_variance_groups` left out
+    refill: AtDatums[Bool] = False
     # train on completions cut at the limit, or mask them (DAPO)
     overlong: AtDatums[Literal["keep", "mask"]] = "keep"
     # number of last tokens over which the reward falls by up to 1; 0 = off (DAPO)
@@ -303,7 +304,7 @@ class ScheduleSettings:
     # number of times that a rollout is called again after its connection failed
     rollout_retries: Whole = 2
     # rollouts that the chat template cannot continue: drop them, or raise an error
-    unfit_turns: Literal["drop", "raise"] = "drop"
+    on_template_mismatch: Literal["drop", "raise"] = "drop"
     # share of rollouts that may lose their connection; more end the run; 1 = all
     max_rollout_failure_rate: SomeShare = 0.5
 
@@ -425,8 +426,8 @@ def sampling_rules(c: Any) -> Iterator[str]:
         yield "advantage_fn: recipe='igpo_loop' compares turns by itself. Leave it out or set another recipe"
     for name in not_default(c, "ddof", "advantage_eps") if c.advantage_scale in WITHOUT_STD else ():
         yield f"{name}: advantage_scale={c.advantage_scale!r} divides by no standard deviation. Leave it out"
-    if c.refill and (not c.drop_dead or c.teacher_coeff > 0):
-        yield "refill: with drop_dead=False or a teacher no group is left out. Leave it out"
+    if c.refill and (not c.drop_zero_variance_groups or c.teacher_coeff > 0):
+        yield "refill: with drop_zero_variance_groups=False or a teacher no group is left out. Leave it out"
     if c.reward_weights is not None and len(c.reward_weights) != len(c.rewards):
         got = f"reward_weights: got {len(c.reward_weights)} for {len(c.rewards)} rewards"
         yield f"{got}. Give one per named reward, as --rewards gsm8k format --reward-weights 1 0.5"

@@ -413,7 +413,9 @@ class GRPOLoop(Loop):
     def trains_on(self, group: PromptGroup) -> bool:
         "Whether a group becomes training sequences; with a teacher each does, unless the user filters."
         has_teacher = self.cfg.teacher_coeff > 0 and self.arguments["dynamic_filter_fn"] is None
-        return bool(group.samples) and (self.keep(group) or has_teacher or not self.cfg.drop_dead)
+        return bool(group.samples) and (
+            self.keep(group) or has_teacher or not self.cfg.drop_zero_variance_groups
+        )
 
     def group_datums(
         self, groups: Sequence[PromptGroup], overlong: str | None = None

@@ -693,7 +693,9 @@ async def run_rollout(
         returned, completions = await with_retries(call, retry_options, is_retryable, sleep=sleep)
     except Exception as error:  # a connection, a turn of the policy, or an error that has its place
         if isinstance(error, TemplateMismatch) and on_template_mismatch == "drop":
-            return Lost(f"rollout {index} cannot go on (unfit_turns: drop): {error}")
+            return Lost(
+                f"rollout {index} cannot be continued (on_template_mismatch: drop): {error}"
+            )
         if not is_transient(error):
             raise
         return _count_lost(f"rollout {index}", error, breaker)

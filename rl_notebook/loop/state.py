@@ -378,7 +378,7 @@ class Loop:
             params or c.sample_params(seed=c.seed),
             rollout_fn,
             context=context,
-            on_template_mismatch=c.unfit_turns,
+            on_template_mismatch=c.on_template_mismatch,
             retries=c.rollout_retries,
             group_retries=c.max_incomplete_group_retries,
             # a sampler that stays away is an error, unless a rollout function calls it

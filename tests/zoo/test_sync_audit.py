@@ -43,7 +43,7 @@ def reward(text: str) -> float:
 
 
 def loop_on(backend: Any, **settings: Any) -> GRPOLoop:
-    how = {"drop_dead": False, "kl_beta": 0.0, "seed": 3, "learning_rate": 5e-5}
+    how = {"drop_zero_variance_groups": False, "kl_beta": 0.0, "seed": 3, "learning_rate": 5e-5}
     return GRPOLoop(backend, toy_rows(24, seed=0), reward, Config(**SMALL_RUN | how | settings))
 
 
