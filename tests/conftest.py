@@ -63,7 +63,7 @@ PERSONAL = (
 
 @pytest.fixture(autouse=True)
 def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    "No test sees the keys of whoever runs it, nor the servers they are for."
+    "No test sees the keys in the environment of its user, nor the servers they are for."
     for name in [
         name for name in os.environ if name.startswith(PERSONAL) and name != "TINKER_TELEMETRY"
     ]:

@@ -1,4 +1,4 @@
-"Services that deviate in one way: what is patched in the emulator, and the check that has to name it."
+"Services with one deviation each: what is patched in the emulator, and the check that has to name it."
 
 import itertools
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def learns(named: str, change: Callable[[list], list]) -> Deviation:
     return Deviation(named, "run_pass", lambda run: lambda *a: run_otherwise(run, *a))
 
 
-def weighed(datum, change):
+def with_changed_weights(datum, change):
     "A datum with other weights, where it has some."
     series = {
         k: change(v).astype(np.float32) if k == "weights" else v for k, v in datum.series.items()
@@ -56,12 +56,12 @@ def weighed(datum, change):
     return replace(datum, series=series)
 
 
-def weighs(named: str, change) -> Deviation:
-    return learns(named, lambda datums: [weighed(d, change) for d in datums])
+def changes_weights(named: str, change) -> Deviation:
+    return learns(named, lambda datums: [with_changed_weights(d, change) for d in datums])
 
 
 def per_call(datums):
-    return [weighed(d, lambda w: w / len(datums)) for d in datums]
+    return [with_changed_weights(d, lambda w: w / len(datums)) for d in datums]
 
 
 def averaged_pass(run):
@@ -181,7 +181,7 @@ def live(asample):
 
 
 def samples(
-    named: str, report=None, echo=None, prompt=None, change=None, both=False, **params
+    check: str, report=None, echo=None, prompt=None, change=None, both=False, **params
 ) -> Deviation:
     """Completions are sampled or reported otherwise, or from another prompt; or given tokens are scored otherwise.
 
@@ -190,11 +190,11 @@ def samples(
     def wrap(post):
         async def deviating(sampler, item):
             if isinstance(item, Request):
-                given = replace(item.params, **params | (change(item.params) if change else {}))
-                ends = item.stop_ids | {*given.stop_token_ids}
+                changed = replace(item.params, **params | (change(item.params) if change else {}))
+                ends = item.stop_ids | {*changed.stop_token_ids}
                 read = tuple(prompt(item.prompt)) if prompt else item.prompt
                 sampled = await post(
-                    sampler, replace(item, prompt=read, params=given, stop_ids=ends)
+                    sampler, replace(item, prompt=read, params=changed, stop_ids=ends)
                 )
                 return [report(c) for c in sampled] if report else sampled
             if callable(item):
@@ -205,7 +205,7 @@ def samples(
 
         return deviating
 
-    return Deviation(named, "post", wrap, LocalSampler)
+    return Deviation(check, "post", wrap, LocalSampler)
 
 
 def processed(c):
@@ -243,14 +243,16 @@ def unclipped(served):
 
 
 TINKER: dict[str, Deviation] = {
-    "sign turned": weighs("gradient sign", lambda w: -w),
-    "negative weights dropped": weighs("gradient sign", lambda w: np.maximum(w, 0)),
-    "weights clipped at 1": weighs("twice the derivative", lambda w: np.clip(w, -1, 1)),
-    "mask ignored": weighs(
+    "sign turned": changes_weights("gradient sign", lambda w: -w),
+    "negative weights dropped": changes_weights("gradient sign", lambda w: np.maximum(w, 0)),
+    "weights clipped at 1": changes_weights("twice the derivative", lambda w: np.clip(w, -1, 1)),
+    "mask ignored": changes_weights(
         "one position moves another", lambda w: np.where(np.abs(w) < 1e-9, w.sum(), w)
     ),
-    "a place early": weighs("one position moves another", lambda w: np.roll(w, -1)),
-    "divided by tokens": weighs("derivatives travel as", lambda w: w / max(1, np.count_nonzero(w))),
+    "a place early": changes_weights("one position moves another", lambda w: np.roll(w, -1)),
+    "divided by tokens": changes_weights(
+        "derivatives travel as", lambda w: w / max(1, np.count_nonzero(w))
+    ),
     "averaged": Deviation("derivatives travel as", "run_pass", averaged_pass),
     "divided by sequences": learns("two sequences", per_call),
     "last sequence left out": learns("two sequences", lambda datums: datums[:-1] or datums),
@@ -269,10 +271,10 @@ TINKER: dict[str, Deviation] = {
     "half the rate": steps("size of a step", learning_rate=0.5),
     "nothing moves": steps("gradient sign", learning_rate=0.0),
     "two updates": steps("size of a step", after="again"),
-    "eps of its own": steps("twice the derivative", eps=1e-8),
+    "another eps": steps("twice the derivative", eps=1e-8),
     "clipped": steps("twice the derivative", grad_clip_norm=0.1),
     "weight decay": steps("momentum", weight_decay=0.1),
-    "betas of its own": steps("momentum", beta1=0.5),
+    "other betas": steps("momentum", beta1=0.5),
     "gradient carried on": steps("momentum", after="kept"),
     "moments forgotten": steps("momentum", forget_moments),
     "states not loaded": Deviation("states", "load_state", lambda load: lambda *a: None),
@@ -294,7 +296,7 @@ TINKER: dict[str, Deviation] = {
     "ppo does not clip": Deviation("its own losses", "served_loss", unclipped),
 }
 SAMPLERS: dict[str, Deviation] = {  # whatever it speaks
-    "drawn at 0.5": samples("drawn as often as said", temperature=0.5),
+    "sampled at 0.5": samples("drawn as often as said", temperature=0.5),
     "top-p 0.8": samples("drawn as often as said", top_p=0.8),
     "greedy": samples("drawn as often as said", temperature=0.0),
     "top-k 3, reported after the cut": samples("drawn and scored", processed, top_k=3),
@@ -303,7 +305,7 @@ SAMPLERS: dict[str, Deviation] = {  # whatever it speaks
         "how it ended", change=lambda p: {"max_tokens": 2 * p.max_tokens - 1}
     ),
     "shorter than asked": samples("how it ended", max_tokens=1),
-    "BOS in front of draws": samples("drawn and scored", prompt=lambda ids: (1, *ids)),
+    "BOS in front of prompts": samples("drawn and scored", prompt=lambda ids: (1, *ids)),
     "end tokens cut off": samples("how it ended", without_end),
     "echo a place early": samples(
         "policy and sampler", echo=lambda ids, s: np.append(s[1:], s[-1:])
@@ -357,14 +359,14 @@ def of_quantised(load):
 
 
 OPENAI: dict[str, Deviation] = SAMPLERS | {
-    "prompts of draws cut": samples("longest sequence", prompt=lambda ids: ids[-100:]),
+    "prompts of samples cut": samples("longest sequence", prompt=lambda ids: ids[-100:]),
     "top-k 3": samples("drawn as often as said", top_k=3),
     "min-p 0.2": samples("drawn as often as said", min_p=0.2),
     "repetition penalty 1.3": samples("drawn as often as said", repetition_penalty=1.3),
     "a model's own settings": samples(
         "drawn as often as said", temperature=0.6, top_p=0.95, top_k=20
     ),
-    "seed of its own": samples("drawn as often as said", seed=7),
+    "another seed": samples("drawn as often as said", seed=7),
     "seed ignored": samples("seed", seed=None),
     "temperature at least 0.7": samples(
         "temperature", change=lambda p: {"temperature": max(0.7, p.temperature)}
@@ -388,8 +390,8 @@ OPENAI: dict[str, Deviation] = SAMPLERS | {
     ),
     "always stop": samples("how it ended", lambda c: replace(c, finish_reason="stop")),
     "always length": samples("how it ended", lambda c: replace(c, finish_reason="length")),
-    "draws on behind the end": samples("how it ended", on_behind),
-    "ends at a token of its own": samples("how it ended", stop_token_ids=(226,)),
+    "samples on behind the end": samples("how it ended", on_behind),
+    "ends at another token": samples("how it ended", stop_token_ids=(226,)),
     "quantised": Deviation("policy and sampler", "load", of_quantised, models.Models),
     "text stripped": has("text", lambda c: {"text": c["text"][1:].strip()}),
     "special tokens in the text": has("text", lambda c: {"text": c["text"] + "<|end|>"}),
@@ -441,5 +443,7 @@ FIREWORKS: dict[str, Deviation] = SAMPLERS | {
         "first sync", lambda new, old: {n: quantised(t) for n, t in new.items()}
     ),
     "a replica keeps its weights": keeps("second sync", lambda item: next(COUNT) % 2),
-    "draws keep their weights": keeps("draws after a sync", lambda item: isinstance(item, Request)),
+    "samples keep their weights": keeps(
+        "draws after a sync", lambda item: isinstance(item, Request)
+    ),
 }

@@ -132,7 +132,7 @@ OLDER |= {
     f"decoder_{name}": n for name, n in (("layers", 4), ("attention_heads", 4), ("ffn_dim", 48))
 }
 OLDER |= {"attention_types": [[["global", "local"], 2]]}
-# sizes beside `SIZES`, until a model runs here
+# sizes in addition to `SIZES`, until a model runs here
 TRIED = ({}, GATED, GATED | WHOLE, GATED | WHOLE | OLDER)
 
 
@@ -167,7 +167,7 @@ def loop_of(model: Any, lora: int = 0, **kwargs: Any) -> rln.GRPOLoop:
     return rln.GRPOLoop(backend, rows, lambda text: float(len(text) % 5), cfg)
 
 
-def own_logprobs(model: Any, tokens: np.ndarray) -> np.ndarray:
+def plain_logprobs(model: Any, tokens: np.ndarray) -> np.ndarray:
     "What plain transformers say of a sequence alone, without a cache."
     ids = torch.tensor(np.array(tokens)[None])
     with torch.no_grad():
@@ -183,7 +183,7 @@ async def two_steps(loop: rln.GRPOLoop, plain: Any) -> float:
         assert record.loss is not None
         for d, lp in zip(record.datums, record.loss.logprobs, strict=True):
             others = [d.sampler_logprobs] + (
-                [own_logprobs(plain, d.tokens), d.ref_logprobs] if step == 1 else []
+                [plain_logprobs(plain, d.tokens), d.ref_logprobs] if step == 1 else []
             )
             gaps += [float(np.abs(lp.values - other)[d.active].max()) for other in others]
     return max(gaps)
@@ -192,41 +192,41 @@ async def two_steps(loop: rln.GRPOLoop, plain: Any) -> float:
 def row_of(name: str) -> dict[str, Any]:
     "What the table says of an architecture."
     config = CONFIG_MAPPING_NAMES[name]
-    found = {"architecture": name}
+    row = {"architecture": name}
     for more in TRIED:
         try:
             more = more | HYBRID.get(config.removesuffix("Config"), {})
             loop = loop_of(model_of(config, more))
-            found |= {
+            row |= {
                 "largest gap": asyncio.run(two_steps(loop, model_of(config, more))),
                 "refused": "",
             }
         except RLNotebookError as error:
-            found["refused"] = str(error)
+            row["refused"] = str(error)
         except Exception as error:  # of transformers' own making
-            found.setdefault("not made here", f"{type(error).__name__}: {error}"[:100])
+            row.setdefault("not made here", f"{type(error).__name__}: {error}"[:100])
         else:
             break
     else:
-        if "refused" in found:
-            found.pop("not made here", None)
-        return found
+        if "refused" in row:
+            row.pop("not made here", None)
+        return row
     causal, scoring = loop.backend.sampler.engine.causal, loop.backend.policy.state.scoring.causal  # type: ignore[union-attr]
     decoder = {"fast": "own decoder", "modules": "its modules", "full": "its modules and head"}[
         causal.route
     ]
-    found |= {
+    row |= {
         "drawn by": decoder + ", states" * causal.keeps_state,
         "shared prefixes": "no" if scoring.no_tree else "yes",
     }
     try:
-        found["LoRA gap"] = asyncio.run(
+        row["LoRA gap"] = asyncio.run(
             two_steps(loop_of(model_of(config, more), 4), model_of(config, more))
         )
     except Exception as error:
-        found["LoRA"] = f"{type(error).__name__}: {error}"[:100]
-    found.pop("not made here", None)
-    return found
+        row["LoRA"] = f"{type(error).__name__}: {error}"[:100]
+    row.pop("not made here", None)
+    return row
 
 
 def main() -> None:

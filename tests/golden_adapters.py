@@ -155,12 +155,12 @@ def all_close(got: Sequence[Any], want: Sequence[Any], what: str, tolerance: flo
         close(g, w, f"{what} of sample {i}", tolerance)
 
 
-def refused(call: Callable[[], Any], *names: str) -> None:
-    "Check that one of our own errors is raised, and that it is about one of `names`."
+def assert_rejected(call: Callable[[], Any], *names: str) -> None:
+    "Check that one of our errors is raised, and that it is about one of `names`."
     with pytest.raises(RLNotebookError) as caught:
         call()
     assert any(n in caught.value.what for n in names), (
-        f"refused, but not because of {names}: {caught.value}"
+        f"rejected, but not because of {names}: {caught.value}"
     )
 
 
@@ -306,10 +306,10 @@ def refusal(case: Case, b: Batch, attempt: Callable[[Batch], Any] = run) -> Outc
     "What comes of a call that we reject; None: there is something to compare."
     names = [name for name, broken in RULES if broken(b)]
     if not names:
-        assert not case.raises, "the other program refuses this, we do not"
+        assert not case.raises, "the other program rejects this, we do not"
         return None
-    refused(lambda: attempt(b), *names)
-    return AGREED if case.raises else Outcome((f"refused: {names[0]}",))
+    assert_rejected(lambda: attempt(b), *names)
+    return AGREED if case.raises else Outcome((f"rejected: {names[0]}",))
 
 
 # -- policy losses: the cookbook ---------------------------------------------------------------------------------
@@ -711,13 +711,13 @@ def trl_loss(case: Case) -> Outcome:
 
 # -- the Fireworks guides' losses ----------------------------------------------------------------------------------
 
-ONE_SAMPLE = "a group of one has no spread and is refused; it makes NaN"
-NOT_FINITE = "rewards that are not finite are refused; it makes NaN"
+ONE_SAMPLE = "a group of one has no spread and is rejected; it makes NaN"
+NOT_FINITE = "rewards that are not finite are rejected; it makes NaN"
 DEAD_GROUP = (
     f"rewards closer than {STD_TOLERANCE:g} have advantage 0; the rest agrees given its advantages"
 )
 SMALL_SPREAD = "a spread below eps still divides; its advantages are ours times a constant, the rest agrees given them"
-SHORTEST = "series of different lengths are refused, not cut to the shortest"
+SHORTEST = "series of different lengths are rejected, not cut to the shortest"
 
 
 def advantage_difference(rewards: Sequence[Any], eps: float) -> str | None:
@@ -739,7 +739,7 @@ def check_advantages(
     r = floats(rewards)
     why = advantage_difference(rewards, eps)
     if why in (NOT_FINITE, ONE_SAMPLE):
-        refused(lambda: group_advantages(r, eps=eps), "rewards of a group")
+        assert_rejected(lambda: group_advantages(r, eps=eps), "rewards of a group")
         return why
     ours = group_advantages(r, eps=eps)
     if why == DEAD_GROUP:
@@ -796,13 +796,13 @@ def seed_loss(case: Case) -> Outcome:
         return seed_call(loss_fn, s["weights"], s["pi_logprobs"])
 
     if why in (ONE_SAMPLE, NOT_FINITE):
-        refused(lambda: ours(series), "rewards of a group")
+        assert_rejected(lambda: ours(series), "rewards of a group")
         return Outcome(tuple(differs))
     shortest = [min(len(row) for row in rows) for rows in zip(*series.values(), strict=True)]
     if any(
         len(row) != m for rows in series.values() for row, m in zip(rows, shortest, strict=True)
     ):
-        refused(lambda: ours(series), "weights", "ref_logprobs", "behavior_logprobs")
+        assert_rejected(lambda: ours(series), "weights", "ref_logprobs", "behavior_logprobs")
         return Outcome((*differs, SHORTEST))
     b = Batch(
         tokens=[list(range(m + 1)) for m in shortest],
@@ -845,8 +845,8 @@ def seed_functions(
 
 # -- correction between trainer and sampler ----------------------------------------------------------------------
 
-UNKNOWN_LEVEL = "an unknown level is refused, not read as token"
-NEGATIVE_CAP = "a negative cap is refused; it makes negative weights"
+UNKNOWN_LEVEL = "an unknown level is rejected, not read as token"
+NEGATIVE_CAP = "a negative cap is rejected; it makes negative weights"
 
 
 @adapter("tis_weights__517d206d", "tis_weights__HEAD", "tis_weights__ebed367d")
@@ -892,14 +892,14 @@ def correction(case: Case) -> Outcome:
         "tis": options["tis"] not in ("token", "sequence"),
     }
     if names := [n for n, broken in reasons.items() if broken]:
-        refused(ours, *names)
+        assert_rejected(ours, *names)
         assert case.raises or names in (["tis"], ["tis_cap"]), f"recorded without {names}"
         return (
             AGREED
             if case.raises
             else Outcome((UNKNOWN_LEVEL if names == ["tis"] else NEGATIVE_CAP,))
         )
-    assert not case.raises, "the other program refuses this, we do not"
+    assert not case.raises, "the other program rejects this, we do not"
     weights, metrics = ours()
     close(weights, floats(case.expected["weights"]), "weights")
     theirs = {
@@ -920,9 +920,9 @@ def correction(case: Case) -> Outcome:
 UNDEFINED_IS_NAN = "undefined prompt entries are NaN, not 0; the completion agrees"
 NULL_IN_PROMPT = "a null in the prompt is undefined and allowed; the rest agrees"
 NOTHING_SAMPLED = "a completion without tokens has no logprobs to miss"
-EMPTY_IS_NOT_NONE = "an empty series is refused, not read as absent"
-UNCHECKED = "lengths, prompt_len and nulls are checked and refused; it checks nothing"
-NO_PROMPT = "an empty prompt is refused, the first sampled token would have no logprob"
+EMPTY_IS_NOT_NONE = "an empty series is rejected, not read as absent"
+UNCHECKED = "lengths, prompt_len and nulls are checked and rejected; it checks nothing"
+NO_PROMPT = "an empty prompt is rejected, the first sampled token would have no logprob"
 
 
 def align_reason(
@@ -955,7 +955,9 @@ def alignment(case: Case) -> Outcome:
     if series is None:
         d = Datum(tokens=[1, 2], weights=[1.0])  # nothing to align; what needs the series says so
         if case.raises:
-            refused(lambda: make_loss_fn([d], policy_loss="ppo", tis="token"), "sampler_logprobs")
+            assert_rejected(
+                lambda: make_loss_fn([d], policy_loss="ppo", tis="token"), "sampler_logprobs"
+            )
         else:
             assert case.expected["aligned"] is None
             make_loss_fn([d], policy_loss="ppo")
@@ -966,13 +968,13 @@ def alignment(case: Case) -> Outcome:
         return require_finite(target, np.arange(n - 1) >= p - 1, name="sampler logprobs")
 
     if (reason := align_reason(series, p, n, echoed)) is not None:
-        refused(ours, reason[0])
+        assert_rejected(ours, reason[0])
         return AGREED if case.raises else Outcome((reason[1],))
     got = ours()
     given = floats(series)[1:] if echoed and len(series) == n else floats(series)
     if case.raises:
         assert len(series) == 0 or not np.isfinite(given[: p - 1]).all(), (
-            "the other program refuses this, we do not"
+            "the other program rejects this, we do not"
         )
         close(got, given if len(given) == n - 1 else np.full(n - 1, np.nan), "aligned")
         return Outcome((NULL_IN_PROMPT if len(series) else NOTHING_SAMPLED,))
@@ -983,8 +985,8 @@ def alignment(case: Case) -> Outcome:
     return Outcome((UNDEFINED_IS_NAN,)) if (want[: p - 1] == 0).any() else AGREED
 
 
-TOO_SHORT = "a sequence without a target is refused; it makes an empty datum"
-WEIGHTS_MISFIT = "weights of another length than the tokens are refused"
+TOO_SHORT = "a sequence without a target is rejected; it makes an empty datum"
+WEIGHTS_MISFIT = "weights of another length than the tokens are rejected"
 
 
 def check_datum(d: Datum, recorded: Mapping[str, Any], tokens: int) -> None:
@@ -1015,10 +1017,10 @@ def datum_making(case: Case) -> Outcome:
     weights = floats(x["weights"])
     limit = c["max_length"]
     if len(tokens) != len(weights):
-        refused(lambda: datum_from_tokens_weights(tokens, weights, limit), "weights")
+        assert_rejected(lambda: datum_from_tokens_weights(tokens, weights, limit), "weights")
         return Outcome((WEIGHTS_MISFIT,))
     if min(len(tokens), len(tokens) if limit is None else limit) < 2:
-        refused(lambda: datum_from_tokens_weights(tokens, weights, limit), "tokens")
+        assert_rejected(lambda: datum_from_tokens_weights(tokens, weights, limit), "tokens")
         assert e["target_tokens"] == []
         return Outcome((TOO_SHORT,))
     d = datum_from_tokens_weights(tokens, weights, limit)
@@ -1048,8 +1050,8 @@ def dynamic_filter(case: Case) -> Outcome:
 ONE_MASK_EACH = (
     "a datum carries its own mask; there is no list of prompt lengths that could be too short"
 )
-UNKNOWN_LOSS = "an unknown loss is refused wherever it would be computed"
-CAP_SAID = "we also say the cap of the log ratio, so that nothing hangs on the service's default"
+UNKNOWN_LOSS = "an unknown loss is rejected wherever it would be computed"
+CAP_SENT = "we also say the cap of the log ratio, so that nothing hangs on the service's default"
 
 
 def served_series(b: Batch) -> list[dict[str, np.ndarray]]:
@@ -1087,7 +1089,7 @@ def server_datums(case: Case) -> Outcome:
 
 @adapter("loss_path__517d206d")
 def loss_path(case: Case) -> Outcome:
-    "Which losses a service may compute, and what it is told then. Pipeline parallelism is looked at by neither."
+    "Which losses a service may compute, and the settings that it is sent then. Pipeline parallelism is looked at by neither."
     c = case.config
     e = case.expected
     name = "ppo" if c["policy_loss"] == "grpo" else c["policy_loss"]
@@ -1106,10 +1108,10 @@ def loss_path(case: Case) -> Outcome:
         return Config(backend="fireworks", **arguments | changes)
 
     if name not in POLICY_LOSSES:
-        refused(config, "policy_loss")
+        assert_rejected(config, "policy_loss")
         return AGREED if "raises" in e["validate"] else Outcome((UNKNOWN_LOSS,))
     if "raises" in e["validate"]:
-        refused(config, "policy_loss" if name == "reinforce" else "kl_beta")
+        assert_rejected(config, "policy_loss" if name == "reinforce" else "kl_beta")
     else:
         assert config().loss_path == c["loss_path"]
     if c["loss_path"] == "client":
@@ -1117,7 +1119,9 @@ def loss_path(case: Case) -> Outcome:
         return AGREED
     without_kl = partial(config, loss_path="client", kl_beta=0.0)
     if "raises" in e["builtin"]:
-        refused(lambda: builtin_loss(LossOptions(**without_kl().loss_options())), "policy_loss")
+        assert_rejected(
+            lambda: builtin_loss(LossOptions(**without_kl().loss_options())), "policy_loss"
+        )
         return AGREED
     ours, settings = builtin_loss(LossOptions(**without_kl().loss_options()))
     theirs, recorded = e["builtin"]["name_config"]
@@ -1125,19 +1129,21 @@ def loss_path(case: Case) -> Outcome:
     unsaid = set(settings) - set(recorded)
     assert unsaid == ({"ratio_log_cap"} if name == "ppo" else set())
     assert {k: v for k, v in settings.items() if k not in unsaid} == pytest.approx(recorded)
-    return Outcome((CAP_SAID,)) if unsaid else AGREED
+    return Outcome((CAP_SENT,)) if unsaid else AGREED
 
 
 # -- what a server returned --------------------------------------------------------------------------------------
 
 ALWAYS_KEPT = "logprobs are always asked for and kept; the tokens agree"
-REFUSED_FIRST = "a completion that could grow past max_seq_len is refused before it is drawn, not dropped afterwards"
-NOTHING_DRAWN = "a completion without tokens and logprobs is refused, there is nothing to train on"
-UNKNOWN_IS_NONE = "sampling logprobs that nobody knows are None as a whole, not a list of nulls"
+REJECTED_FIRST = "a completion that could grow past max_seq_len is rejected before it is sampled, not dropped afterwards"
+EMPTY_COMPLETION = (
+    "a completion without tokens and logprobs is rejected, there is nothing to train on"
+)
+UNKNOWN_IS_NONE = "unknown sampling logprobs are None as a whole, not a list of nulls"
 NULL_IS_ITS_OWN = (
     "a null costs its own place, which for the first token is none, and not all other logprobs"
 )
-TWO_CALLS = "an echo is a call of its own, which has raw logprobs only; agrees in two calls, one to score, one to draw"
+TWO_CALLS = "an echo is a separate call, which has raw logprobs only; agrees in two calls, one to score, one to sample"
 
 
 def asked_of(
@@ -1161,7 +1167,7 @@ def asked_of(
     return asyncio.run(main())
 
 
-def drawn(
+def sampled_completion(
     response: Mapping[str, Any],
     prompt: Sequence[int],
     raw: bool = True,
@@ -1229,22 +1235,25 @@ def parsed_completions(case: Case) -> Outcome:
     length = len(ids or ()) + (0 if echoed else len(prompt))
     if limit is not None and length > limit and not case.raises:
         room = max(1, length - len(prompt))
-        refused(lambda: drawn(response, prompt, limit=limit, room=room), "sequence too long")
+        assert_rejected(
+            lambda: sampled_completion(response, prompt, limit=limit, room=room),
+            "sequence too long",
+        )
         assert case.expected["completions"] == []
-        return Outcome((REFUSED_FIRST,))
+        return Outcome((REJECTED_FIRST,))
     if echoed:
         return echoed_completion(case, [*prompt, *ids[len(prompt) :]])
     if ids is None:
         assert case.raises
-        refused(lambda: drawn(response, prompt), "no token ids")
+        assert_rejected(lambda: sampled_completion(response, prompt), "no token ids")
         return AGREED
     if not rows:
-        refused(lambda: drawn(response, prompt), "no logprobs")
+        assert_rejected(lambda: sampled_completion(response, prompt), "no logprobs")
         assert case.expected["completions"][0]["completion_len"] == 0
-        return Outcome((NOTHING_DRAWN,))
-    assert not case.raises, "the other program refuses this, we do not"
+        return Outcome((EMPTY_COMPLETION,))
+    assert not case.raises, "the other program rejects this, we do not"
     (want,) = case.expected["completions"]
-    got = drawn(response, prompt, raw=c["raw_logprobs_match_sampling"])
+    got = sampled_completion(response, prompt, raw=c["raw_logprobs_match_sampling"])
     same_completion(got, want)
     assert not want["logprobs_echoed"]
     if not c["user_requested_logprobs"]:
@@ -1261,14 +1270,16 @@ def echoed_completion(case: Case, tokens: Sequence[int]) -> Outcome:
     response = case.inputs["response"]
     p = len(case.inputs["prompt_ids"])
     if case.raises:
-        refused(lambda: scored(response, tokens), "echo")
+        assert_rejected(lambda: scored(response, tokens), "echo")
         return AGREED
     (want,) = case.expected["completions"]
     got = scored(response, tokens)
     assert len(got) == len(tokens) - 1
     assert want["logprobs_echoed"]
     assert want["echoed_prompt_logprob_count"] == p - 1
-    same_completion(drawn(only_completion(response, p), tokens[:p]), want, echoed=p - 1)
+    same_completion(
+        sampled_completion(only_completion(response, p), tokens[:p]), want, echoed=p - 1
+    )
     if want["inference_logprobs"] is None:
         rows = response["choices"][0]["logprobs"]["content"]
         assert any(row["logprob"] is None for row in rows)
@@ -1286,7 +1297,7 @@ WHOLE_NUMBERS = (
 )
 TO_DO = "arithmetic that a completion leaves to do is not its result"
 UNITS = (
-    "gsm8k_reward allows a unit beside the number; math-verify, like the recorded rule, does not"
+    "gsm8k_reward allows a unit next to the number; math-verify, like the recorded rule, does not"
 )
 
 
@@ -1349,7 +1360,7 @@ def math_verdict(text: str, truth: str) -> float | None:
     return asyncio.run(math_verify()(text, truth))
 
 
-# -- batching: replayed on a clock of its own --------------------------------------------------------------------
+# -- batching: replayed on a simulated clock --------------------------------------------------------------------
 
 
 SINGLES_KEPT = (
@@ -1363,7 +1374,7 @@ class Jumps(selectors.DefaultSelector):
     clock = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "everybody waits for something that nobody will do"
+        assert timeout is not None, "every task waits, and no timer is set"
         self.clock += max(timeout, 0.0)
         return super().select(0)
 
@@ -1486,7 +1497,9 @@ def greedy_batching(case: Case) -> Outcome:
         settings = {
             name: c[name] for name in ("min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd")
         }
-        refused(lambda: Config(**settings), "min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd")
+        assert_rejected(
+            lambda: Config(**settings), "min_samples_per_fwd_bwd", "max_samples_per_fwd_bwd"
+        )
         return Outcome((MIN_ABOVE_MAX,))
     events = []
     rounds_without_training = []
@@ -1539,7 +1552,7 @@ def greedy_batching(case: Case) -> Outcome:
     return Outcome(tuple(text for text, differs in differences if differs))
 
 
-# -- adapters that have a file of their own ------------------------------------------------------------------------
+# -- adapters in separate files ------------------------------------------------------------------------
 
 import golden_async  # noqa: F401
 import golden_igpo  # noqa: F401

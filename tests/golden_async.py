@@ -1,4 +1,4 @@
-"""Recorded runs of the cookbook's asynchronous loops, replayed with our gate and our producer on a clock of their own.
+"""Recorded runs of the cookbook's asynchronous loops, replayed with our gate and our producer on a simulated clock.
 
 Each is played our way. Where that is not what was recorded, it is played the other program's way (`theirs`): a case
 then agrees up to the choices of `OTHER_WAY`.
@@ -13,7 +13,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from golden_adapters import AGREED, Case, Outcome, adapter, refused, simulate, unordered_rewards
+from golden_adapters import (
+    AGREED,
+    Case,
+    Outcome,
+    adapter,
+    assert_rejected,
+    simulate,
+    unordered_rewards,
+)
 
 from rl_notebook.loop.async_loop import AsyncGRPOLoop
 from rl_notebook.loop import rollouts
@@ -24,16 +32,16 @@ from rl_notebook.task.data import Row
 from rl_notebook.loop.groups import Finished, Gate, ScoredGroup, Producer
 from rl_notebook.task.data import Prompt
 
-NO_ROOM = "a row without room for all of it is refused; agrees when it is counted all the same"
+NO_ROOM = "a row without room for all of it is rejected; agrees when it is counted all the same"
 PARTLY_DONE = "a row takes the place of all its samples until it is complete; agrees when those that are done leave"
 OTHER_WAY = (
     "agrees in the other way: samples that are done leave their place, rows come back only while it waits, a batch "
-    "waits for no slow row, a whole row is drawn again, rows that teach nothing are settled at once and go with the "
-    "next step, draws and not rows are in flight, rewards are those of the rows that train"
+    "waits for no slow row, a whole row is sampled again, rows without signal are resolved at once and go with the "
+    "next step, samples and not rows are in flight, rewards are those of the rows that train"
 )
-INTERVAL = "weights are synced after every step, another interval is refused; agrees when the gate is opened by hand"
-GROUP_OF_ONE = "groups of one are refused at once; it drops every row"
-MANY_CHUNKS = "more chunks than groups are refused; agrees with as many chunks as groups"
+INTERVAL = "weights are synced after every step, another interval is rejected; agrees when the gate is opened by hand"
+GROUP_OF_ONE = "groups of one are rejected at once; it drops every row"
+MANY_CHUNKS = "more chunks than groups are rejected; agrees with as many chunks as groups"
 
 
 def either_way(play: Callable[[bool], Any], wanted: Any) -> tuple[str, ...]:
@@ -129,7 +137,7 @@ def gate_controller(case: Case) -> Outcome:
                 room = gate.rows
                 wanted = [next(numbers)]
                 if not room:
-                    refused(gate.admit, "a row")
+                    assert_rejected(gate.admit, "a row")
                     differs[NO_ROOM] = None
                     producer.gate = replace(
                         gate, max_head_offpolicy_versions=10**6, max_concurrency=None
@@ -260,7 +268,7 @@ class Run:
         return result
 
     async def next_rows(self, count: int, places: int) -> list[Finished[ScoredGroup]]:
-        "Rows to train on, as soon as there are so many."
+        "`count` rows to train on, as soon as they are there."
         p = self.producer
         if not self.theirs:
             return await p.batch(count, places=places)
@@ -274,7 +282,7 @@ class Run:
 
     # what is shown of it
     def rejected(self, reason: str = "") -> int:
-        "Rows so far that teach nothing, for a reason or any."
+        "The number of rows so far without signal, for one reason or any."
         return sum(why != "accepted" and reason in ("", why) for why in self.reasons.values())
 
     @property
@@ -289,13 +297,13 @@ class Run:
     def metrics(self, live: Sequence[Finished[ScoredGroup]]) -> dict[str, float]:
         "Those of a step."
         self.live = live
-        found = AsyncGRPOLoop.gate_metrics(self)
+        metrics = AsyncGRPOLoop.gate_metrics(self)
         if self.theirs:
-            found |= {
+            metrics |= {
                 "async/in_flight": self.out.total(),
                 "async/sample_fails": self.rejected("none"),
             }
-        return found
+        return metrics
 
 
 def rewards_of(rows: Sequence[Finished[ScoredGroup]]) -> list[float]:
@@ -328,7 +336,7 @@ def checked_settings(case: Case) -> list[str]:
     c = case.config
     asked = settings(case.config)
     differs = []
-    mendings = {
+    fixes = {
         INTERVAL: ("weight_sync_interval", 1, c.get("weight_sync_interval", 1) != 1),
         GROUP_OF_ONE: ("completions_per_prompt", 2, c["completions_per_prompt"] == 1),
         MANY_CHUNKS: (
@@ -337,18 +345,18 @@ def checked_settings(case: Case) -> list[str]:
             c.get("training_chunks_per_step", 1) > c["prompt_groups_per_step"],
         ),
     }
-    for why, (name, mended, broken) in mendings.items():
+    for why, (name, fixed, broken) in fixes.items():
         if broken:
-            config_refuses(asked, name)
-            asked[name] = mended
+            assert_config_rejects(asked, name)
+            asked[name] = fixed
             differs.append(why)
     Config(**asked)
     return differs
 
 
-def config_refuses(asked: dict[str, Any], *names: str) -> None:
+def assert_config_rejects(asked: dict[str, Any], *names: str) -> None:
     "Check that our config rejects a call because of a setting."
-    refused(lambda: Config(**asked), *names)
+    assert_rejected(lambda: Config(**asked), *names)
 
 
 @adapter("async_loop__517d206d")
@@ -357,7 +365,7 @@ def whole_loop(case: Case) -> Outcome:
     c = case.config
     e = case.expected
     if case.raises:
-        config_refuses(settings(c), *(name for name in settings(c) if name != "recipe"))
+        assert_config_rejects(settings(c), *(name for name in settings(c) if name != "recipe"))
         return AGREED
     wanted = {
         **e,
@@ -440,11 +448,11 @@ async def played_loop(case: Case, theirs: bool, names: set[str]) -> dict[str, An
 
 @adapter("async_coordinator__HEAD")
 def coordinator(case: Case) -> Outcome:
-    "What is sampled when, which chunks train, when rows are settled, and what the gate says when weights are published."
+    "What is sampled when, which chunks train, when rows are resolved, and what the gate says when weights are published."
     c = case.config
     e = case.expected
     if case.raises:
-        config_refuses(settings(c), *(name for name in settings(c) if name != "recipe"))
+        assert_config_rejects(settings(c), *(name for name in settings(c) if name != "recipe"))
         return AGREED
     wanted = [unordered_completed(event) for event in e["events"]], e["global_step"]
     shown = [event for event in e["events"] if event[0] in ("chunk", "publish")]
@@ -469,33 +477,33 @@ def unordered_completed(event: Sequence[Any]) -> list[Any]:
 
 
 class Coordinated(Run):
-    "A run whose rows are settled in the order of the data."
+    "A run whose rows are resolved in the order of the data."
 
     waits = False
-    settled = 0
+    resolved = 0
     batch: Sequence[Finished[ScoredGroup]] = ()  # rows of the step under way
-    # rows that teach nothing, taken and kept for a later step
+    # rows without signal, taken and kept for a later step
     unrecorded: Sequence[Finished[ScoredGroup]] = ()
 
     def useful(self, answered: ScoredGroup) -> bool:
         result = super().useful(answered)
         if not result and self.theirs:
-            self.settle()
+            self.resolve()
         return result
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         "Note the rows that need not be sampled again, as far as all rows before them need not."
         p = self.producer
         kept = [*p.ready, *self.batch]
         if not self.theirs:
             kept += [*p.rejected, *self.unrecorded]
         pending = {*p.in_flight, *(row.number for row in kept)}
-        while self.settled < self.taken and self.settled not in pending:
-            self.events.append(["resolved", self.settled, self.reasons[self.settled]])
-            self.settled += 1
+        while self.resolved < self.taken and self.resolved not in pending:
+            self.events.append(["resolved", self.resolved, self.reasons[self.resolved]])
+            self.resolved += 1
 
     def take_others(self, partial: bool) -> list[Finished[ScoredGroup]]:
-        "Rows that teach nothing, and go with the step under way."
+        "Rows without signal, which go with the step in progress."
         others = [*self.unrecorded, *self.producer.take_rejected()]
         last = float("inf") if partial or not self.theirs else max(row.ended for row in self.batch)
         self.unrecorded = [row for row in others if row.ended > last]
@@ -557,17 +565,17 @@ async def played_coordinator(case: Case, theirs: bool) -> tuple[list[Any], int]:
         others = run.take_others(partial)
         realized = run.batch
         run.batch = ()
-        run.settle()
+        run.resolve()
         gate.publish(gate.version + 1)
-        said = {
-            "resolved_rows": run.settled,
+        published = {
+            "resolved_rows": run.resolved,
             "trained_against_version": gate.version - 1,
             "partial": partial,
             "realized_groups": len(realized),
             "completed_rewards": sorted(rewards_of([*realized, *others])),
         }
-        run.events.append(["publish", gate.version, said, run.snapshot(offset)])
+        run.events.append(["publish", gate.version, published, run.snapshot(offset)])
         run.producer.fill()
     run.unrecorded = run.take_others(True) and []
-    run.settle()
+    run.resolve()
     return run.events, gate.version

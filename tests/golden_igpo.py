@@ -23,7 +23,7 @@ from golden_adapters import (
     loss_batch,
     misfits,
     refusal,
-    refused,
+    assert_rejected,
     run,
     value_only_kl,
 )
@@ -34,24 +34,24 @@ from rl_notebook.backends.services.completions import OpenAISampler
 from rl_notebook.core.types import Logprobs, RolloutSample
 
 TEXT_IS_NOT_SEARCHED = "turns are those of the loss mask; tags in the text, at their share of the characters, say nothing"
-NOTHING_SAID = "a sample in which the policy says nothing is refused"
-NO_PROMPT = "a sample that begins without a prompt is refused, its first token has no logprob"
-MISSING_OUTCOMES = "outcomes that are missing are refused, not read as 0"
+NOTHING_SAMPLED = "a sample in which the policy generates nothing is rejected"
+NO_PROMPT = "a sample that begins without a prompt is rejected, its first token has no logprob"
+MISSING_OUTCOMES = "outcomes that are missing are rejected, not read as 0"
 TEXT_AGAIN = "the prefix is sent as the ids that it consists of, not decoded and tokenised again"
-INCOMPLETE = "a reply that does not cover the answer is refused, not averaged, and never scored 0"
+INCOMPLETE = "a reply that does not cover the answer is rejected, not averaged, and never scored 0"
 NOTHING_TO_SCORE = (
     "no answer, or an answer of one token without a prefix, is an error; there the score is 0"
 )
-TOO_MANY = "a reply for more tokens than were sent is refused"
+TOO_MANY = "a reply for more tokens than were sent is rejected"
 NO_MASK = "turns that overlap, touch or leave the completion are no loss mask"
-ONE_TOKEN = "an answer without a prefix has a token without logprob and is refused"
+ONE_TOKEN = "an answer without a prefix has a token without logprob and is rejected"
 WEIGHT_LATER = (
     "its weight only switches gains on and off here; ours multiplies them once they are normalised"
 )
 LAST_UNSCORED = (
-    "a last turn that nobody scored is refused; agrees with skip_last, which needs no score of it"
+    "a last turn without a score is rejected; agrees with skip_last, which needs no score of it"
 )
-SHORT_ADVANTAGES = "advantages of another length are refused, not padded with 0"
+SHORT_ADVANTAGES = "advantages of another length are rejected, not padded with 0"
 
 
 # -- rewards and advantages --------------------------------------------------------------------------------------
@@ -75,7 +75,7 @@ def turn_advantages(case: Case) -> Outcome:
     ig = x["ig_rewards"]
     outcome = x["outcome_rewards"]
     if [len(r) for r in ig] != [len(r) for r in outcome]:
-        refused(lambda: igpo.turn_advantages(ig, outcome, **case.config), "outcome rewards")
+        assert_rejected(lambda: igpo.turn_advantages(ig, outcome, **case.config), "outcome rewards")
         return Outcome((MISSING_OUTCOMES,))
     ours = igpo.turn_advantages(ig, outcome, **case.config)
     theirs = case.expected["advantages"]
@@ -105,8 +105,8 @@ def detected_turns(case: Case) -> Outcome:
     completion = (x["prompt_len"], x["total_tokens"])
     recorded = [tuple(t) for t in case.expected["turns"]]
     if completion[0] == completion[1] or completion[0] == 0:
-        refused(lambda: masked(completion[1], [completion]), "loss_mask")
-        return Outcome((NOTHING_SAID if completion[0] else NO_PROMPT,))
+        assert_rejected(lambda: masked(completion[1], [completion]), "loss_mask")
+        return Outcome((NOTHING_SAMPLED if completion[0] else NO_PROMPT,))
     ours = masked(completion[1], [completion]).turns
     assert ours == [completion]
     if ours != recorded:
@@ -122,13 +122,13 @@ def expanded(
     n = len(recorded)
     whole = [(a, b) for a, b in turns if a < b]
     if not whole:
-        refused(lambda: masked(n + 1, turns), "loss_mask")
-        return Outcome((NOTHING_SAID,))
+        assert_rejected(lambda: masked(n + 1, turns), "loss_mask")
+        return Outcome((NOTHING_SAMPLED,))
     edges = [e for turn in whole for e in turn]
-    apart = (
+    separate = (
         all(a < b for a, b in pairwise(edges)) and max(first, 1) <= edges[0] and edges[-1] <= n + 1
     )
-    if not apart or len(values) != len(turns):
+    if not separate or len(values) != len(turns):
         return Outcome((NO_MASK,))
     close(datums.per_target(masked(n + 1, whole), np.array(values)), floats(recorded), "advantages")
     return AGREED
@@ -187,7 +187,7 @@ def score_datum(case: Case) -> Outcome:
     tokens = (*prefix, *answer)
     sampler = Recorded({tokens: [-1.0] * (len(tokens) - 1)})
     if len(tokens) < 2:
-        refused(lambda: score_all(sampler, [prefix], answer), "logprobs")
+        assert_rejected(lambda: score_all(sampler, [prefix], answer), "logprobs")
         return Outcome((ONE_TOKEN,))
     score_all(sampler, [prefix], answer)
     (asked,) = sampler.asked
@@ -250,7 +250,7 @@ def score_prefix(case: Case) -> Outcome:
     answer = x["answer_tokens"]
     difference = why_rejected(prompt_logprobs(x["response"]), prefix, answer)
     if case.raises or difference:
-        refused(lambda: served(x["response"], prefix, answer), "logprobs", "echo", "tokens")
+        assert_rejected(lambda: served(x["response"], prefix, answer), "logprobs", "echo", "tokens")
         return AGREED if case.raises else Outcome((difference,))
     scored, sent = served(x["response"], prefix, answer)
     assert sent == [*prefix, *answer]
@@ -319,7 +319,7 @@ def igpo_loss(case: Case) -> Outcome:
     if (outcome := refusal(case, b)) is not None:
         return outcome
     if misfits(b, b.advantages):
-        refused(lambda: run(b), "advantage")
+        assert_rejected(lambda: run(b), "advantage")
         return Outcome((SHORT_ADVANTAGES,))
     if b.options["kl_beta"]:
         value_only_kl(b)

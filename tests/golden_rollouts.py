@@ -22,7 +22,7 @@ from golden_adapters import (
     adapter,
     close,
     floats,
-    refused,
+    assert_rejected,
     simulate,
     stats_of,
 )
@@ -61,7 +61,7 @@ from rl_notebook.task.toy import toy_rows
 ROW_PROMPT = Prompt(Row(key="row", prompt="?"), [1])
 
 
-def draws(results: Sequence[Any]) -> PromptGroup:
+def sampled_group(results: Sequence[Any]) -> PromptGroup:
     "The group of one prompt of which these are the results; a callable is called first."
 
     async def rollout_fn(sample_prompt: dict[str, Any], rollout_index: int) -> Any:
@@ -74,7 +74,7 @@ def draws(results: Sequence[Any]) -> PromptGroup:
 
 # -- cutting a step ----------------------------------------------------------------------------------------------
 
-ZERO_IS_ONE = "0 minibatches count as one there; here they are refused"
+ZERO_IS_ONE = "0 minibatches count as one there; here they are rejected"
 
 
 @adapter("async_chunks__HEAD")
@@ -86,7 +86,7 @@ def chunks(case: Case) -> Outcome:
             "prompt_groups_per_step": c["total_groups"],
             "pipeline_chunks_per_step": c["requested_chunks"],
         }
-        refused(lambda: Config(recipe="async_rl_loop", **sizes), *sizes)
+        assert_rejected(lambda: Config(recipe="async_rl_loop", **sizes), *sizes)
     else:
         assert balanced_chunks(c["total_groups"], c["requested_chunks"]) == case.expected["targets"]
     return AGREED
@@ -98,7 +98,7 @@ def minibatches(case: Case) -> Outcome:
     count = case.inputs["n_datums"]
     parts = case.config["ppo_n_minibatches"]
     if parts < 1:
-        refused(lambda: Config(ppo_n_minibatches=parts), "ppo_n_minibatches")
+        assert_rejected(lambda: Config(ppo_n_minibatches=parts), "ppo_n_minibatches")
     slices = minibatch_slices(count, max(parts, 1))
     assert [[s.start, s.stop] for s in slices] == case.expected["slices"]
     return AGREED if parts >= 1 else Outcome((ZERO_IS_ONE,))
@@ -106,11 +106,13 @@ def minibatches(case: Case) -> Outcome:
 
 # -- one completion, one sample ----------------------------------------------------------------------------------
 
-DROPPED = "logprobs that do not fit, or have gaps, are an error here; there the draw is dropped in silence"
-NO_PROMPT = "a sequence that begins with a sampled token is refused: nothing scores its first token"
-UNSHIFTED = "N values without an undefined first one are refused as already shifted; agrees once the first is undefined"
-BELIEVED = "a gap in the logprobs of sampled tokens is refused; there it goes into the sample"
-ECHOED = "an echo of N-1 values is understood; there every such draw is dropped"
+DROPPED = "logprobs that do not fit, or have gaps, are an error here; there the sample is dropped silently"
+NO_PROMPT = (
+    "a sequence that begins with a sampled token is rejected: nothing scores its first token"
+)
+UNSHIFTED = "N values without an undefined first one are rejected as already shifted; agrees once the first is undefined"
+BELIEVED = "a gap in the logprobs of sampled tokens is rejected; there it goes into the sample"
+ECHOED = "an echo of N-1 values is understood; there every such sample is dropped"
 
 
 def aligned(case: Case, values: Sequence[float | None]) -> np.ndarray:
@@ -171,13 +173,13 @@ def outcome_of(
         close(ours.logprobs[at:], floats(values)[at - 1 :], "echo", EXACT)
         return Outcome((ECHOED,))
     if at < 1:
-        refused(lambda: make(values), "prompt_len")
+        assert_rejected(lambda: make(values), "prompt_len")
         return Outcome((NO_PROMPT,))
     if any(v is None for v in recorded["logprobs"]):
-        refused(lambda: make(values), "logprobs")
+        assert_rejected(lambda: make(values), "logprobs")
         return Outcome((BELIEVED,))
     if len(values) == len(tokens) and x["logprobs_echoed"]:
-        refused(lambda: make(values), "echo logprobs")
+        assert_rejected(lambda: make(values), "echo logprobs")
         same_sample(make([None, *values[1:]]), recorded)
         return Outcome((UNSHIFTED,))
     same_sample(make(values), recorded)
@@ -194,7 +196,7 @@ def completion_to_run(case: Case) -> Outcome:
         sample = sample_from_completion(
             completed(case, values), reward=float(case.config["reward"])
         )
-        return draws([sample]).samples[0]
+        return sampled_group([sample]).samples[0]
 
     return outcome_of(case, make, run)
 
@@ -241,7 +243,7 @@ def rollout_example(case: Case) -> Outcome:
 
         sampled = asyncio.run(sample_rollouts(rollout_fn, ROW_PROMPT, 1))
         if not sampled.samples:
-            raise AlignmentError("draw", got=sampled.dropped)
+            raise AlignmentError("sample", got=sampled.dropped)
         return sampled.samples[0]
 
     recorded = case.expected["sample"]
@@ -252,16 +254,16 @@ def rollout_example(case: Case) -> Outcome:
 
 # -- groups ------------------------------------------------------------------------------------------------------
 
-FIRST_MASKED = "a mask on the first token, which nothing scores, is refused"
+FIRST_MASKED = "a mask on the first token, which nothing scores, is rejected"
 INFINITE = (
     "an infinite reward is an error that names the sample; there the group is dropped in silence"
 )
-ALONE = "a group of one is refused, or has advantage 0; there a function that centres nothing may train it"
+ALONE = "a group of one is rejected, or has advantage 0; there a function that centres nothing may train it"
 NO_RESULTS = (
     "a prompt of which nothing came back is a group without samples, counted; there it is an error"
 )
-ONE_REWARD = "a run is given its reward once, so that its segments cannot differ; there they can, and are refused"
-ONE_PER_TOKEN = "routing of one entry a token is refused, since the last token is never read; there it is passed on"
+ONE_REWARD = "a run is given its reward once, so that its segments cannot differ; there they can, and are rejected"
+ONE_PER_TOKEN = "routing of one entry a token is rejected, since the last token is never read; there it is passed on"
 UNKNOWN_ROW = "a result belongs to a call, so that one for a row that was never started cannot come"
 
 
@@ -297,7 +299,7 @@ def prompt_group(case: Case) -> Outcome:
     runs = runs_of(case)
     c = case.config
     if case.raises:
-        return group_refused(case, runs)
+        return group_rejected(case, runs)
     group = case.expected["prompt_group"]
     segments = [s for run in runs for s in run]
     for because, about, broken in (
@@ -310,15 +312,15 @@ def prompt_group(case: Case) -> Outcome:
         (FIRST_MASKED, "loss_mask", any(s["loss_mask"][0] for s in segments)),
     ):
         if broken:
-            refused(lambda: draws([result_of(run) for run in numbers(runs)]), about)
+            assert_rejected(lambda: sampled_group([result_of(run) for run in numbers(runs)]), about)
             return Outcome((because,))
-    ours = draws([result_of(run) for run in runs])
+    ours = sampled_group([result_of(run) for run in runs])
     if len(runs) == 1:
-        refused(lambda: with_advantages([ours]), "group size")
+        assert_rejected(lambda: with_advantages([ours]), "group size")
         if group is None:
             assert has_no_signal(ours.rewards)
             return AGREED
-    # advantages of one's own are put on by hand
+    # custom advantages are set by hand
     given = len(runs) == 1 or c.get("advantage_fn") == "identity"
     same_group(
         replace(ours, advantages=ours.rewards) if given else with_advantages([ours])[0], group
@@ -331,11 +333,11 @@ def numbers(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[dict[str, 
     return [[{**s, "reward": float(s["reward"])} for s in run] for run in runs]
 
 
-def group_refused(case: Case, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Outcome:
+def group_rejected(case: Case, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Outcome:
     "What the other program rejected, rejected here too, or impossible here."
 
     def ours():
-        return draws([result_of(run) for run in runs])
+        return sampled_group([result_of(run) for run in runs])
 
     if not runs:
         assert not ours().samples
@@ -344,12 +346,12 @@ def group_refused(case: Case, runs: Sequence[Sequence[Mapping[str, Any]]]) -> Ou
         assert all(len(set(ours().rewards[a:b])) == 1 for a, b in spans(ours()))
         return Outcome((ONE_REWARD,))
     if case.config.get("advantage_fn") == "drop_last":
-        refused(lambda: replace(ours(), advantages=ours().rewards[:-1]), "advantages")
+        assert_rejected(lambda: replace(ours(), advantages=ours().rewards[:-1]), "advantages")
         return AGREED
     with np.errstate(all="raise"):
-        told = message_of(ours)
+        message = message_of(ours)
     bad = next(i for i, run in enumerate(runs) if not valid(run))
-    assert f"rollout {bad}" in told, f"the message does not say which run: {told}"
+    assert f"rollout {bad}" in message, f"the message does not say which run: {message}"
     return AGREED
 
 
@@ -505,7 +507,7 @@ def same_result(group: PromptGroup, recorded: Mapping[str, Any]) -> None:
 
 # -- rows --------------------------------------------------------------------------------------------------------
 
-NO_ROWS = "no rows, or no epochs, are refused; there the loader is empty"
+NO_ROWS = "no rows, or no epochs, are rejected; there the loader is empty"
 LOW_WATER = "a place is the rows taken, of which the unfinished are kept apart; there it is the first unfinished row"
 
 
@@ -522,7 +524,7 @@ def cursor_dataloader(case: Case) -> Outcome:
 
     if not rows or c["epochs"] < 1:
         assert e["items"] == []
-        refused(make, "empty data set", "epochs")
+        assert_rejected(make, "empty data set", "epochs")
         return Outcome((NO_ROWS,))
     cursor = make()
     assert cursor.total == e["total_items"]
@@ -617,7 +619,7 @@ ANSWER = {"ok": (0.0, 1.0), "uniform": (1.0, 1.0)}
 
 
 def collecting_loop(kinds: Sequence[str], target: int, filtered: bool) -> GRPOLoop:
-    "A loop over rows that go well, are all alike, or fail; it samples further rows for those that teach nothing."
+    "A loop over rows that go well, are all alike, or fail; it samples further rows for those without signal."
 
     async def rollout_fn(
         sample_prompt: dict[str, Any], row_index: int, rollout_index: int
@@ -665,7 +667,9 @@ def sync_collect(case: Case) -> Outcome:
     c = case.config
     e = case.expected
     if case.raises:
-        refused(lambda: Config(prompt_groups_per_step=c["target_size"]), "prompt_groups_per_step")
+        assert_rejected(
+            lambda: Config(prompt_groups_per_step=c["target_size"]), "prompt_groups_per_step"
+        )
         return AGREED
     recorded = [
         {**b, "stats": {**b["stats"], "all_raw_rewards": sorted(b["stats"]["all_raw_rewards"])}}
@@ -674,7 +678,9 @@ def sync_collect(case: Case) -> Outcome:
     assert recorded.pop()["consumed"] == [], "it ends with an empty batch"
     if not kinds:
         assert recorded == []
-        refused(lambda: collecting_loop(kinds, c["target_size"], c["filter"]), "empty data set")
+        assert_rejected(
+            lambda: collecting_loop(kinds, c["target_size"], c["filter"]), "empty data set"
+        )
         return Outcome((NO_ROWS,))
 
     async def run() -> tuple[list[dict[str, Any]], bool]:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from golden_adapters import AGREED, Case, Outcome, adapter, refused
+from golden_adapters import AGREED, Case, Outcome, adapter, assert_rejected
 
 from rl_notebook.core.align import align_routing
 
-NOT_RECORDED = "nothing recorded is None and the trainer chooses; it refuses to train"
+NOT_RECORDED = "nothing recorded is None and the trainer chooses; it does not train"
 NOTHING_SAMPLED = "a completion without tokens leaves every input unknown; it calls that missing"
-EMPTY_IS_NOT_NONE = "an empty record is refused, not read as absent"
-NO_PROMPT = "an empty prompt is refused; agrees with a prompt of one token where the record has one entry an input"
-LONG_PROMPT = (
-    "a prompt longer than the sequence is refused; it answers with more entries than inputs"
-)
-CUT = "a record that is too long is refused, not cut; agrees after cutting it"
-PASSED_ON = "a record that is too short is refused, not passed on"
+EMPTY_IS_NOT_NONE = "an empty record is rejected, not read as absent"
+NO_PROMPT = "an empty prompt is rejected; agrees with a prompt of one token where the record has one entry an input"
+LONG_PROMPT = "a prompt longer than the sequence is rejected; it returns more entries than inputs"
+CUT = "a record that is too long is rejected, not cut; agrees after cutting it"
+PASSED_ON = "a record that is too short is rejected, not passed on"
 
 
 def misfit(routing: list[str], prompt_len: int, inputs: int) -> tuple[str, str] | None:
@@ -44,7 +42,7 @@ def router_replay(case: Case) -> Outcome:
         assert raises or want is None
         return Outcome((NOT_RECORDED,)) if raises else AGREED
     if (reason := misfit(routing, p, inputs)) is not None:
-        refused(lambda: align_routing(routing, p, inputs, only), reason[0])
+        assert_rejected(lambda: align_routing(routing, p, inputs, only), reason[0])
         if raises:
             return AGREED
         if reason[1] == CUT:

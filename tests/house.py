@@ -227,7 +227,7 @@ class House:
 
 
 def notebooks(root: Path) -> list[Path]:
-    "All notebooks of a checkout, in order; not those that Jupyter keeps beside them."
+    "All notebooks of a checkout, in order; not Jupyter's checkpoints of them."
     return sorted(
         p for p in (root / "nbs").rglob("*.ipynb") if not any(x.startswith(".") for x in p.parts)
     )
@@ -284,7 +284,7 @@ def a_fresh_export_leaves_no_diff(house: House) -> list[str]:
         for name in ("settings.ini", "pyproject.toml"):
             shutil.copy(house.root / name, copy / name)
         shutil.copytree(house.root / "nbs", copy / "nbs", symlinks=True)
-        # nbdev makes one where there is none, and leaves what is there
+        # nbdev makes one where there is none, and leaves those that exist
         for init in house.package.rglob("__init__.py"):
             (copy / init.relative_to(house.root)).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(init, copy / init.relative_to(house.root))
@@ -337,7 +337,7 @@ def a_notebook_is_named_after_its_module(house: House) -> list[str]:
 
 @rule
 def numbers_only_go_down(house: House) -> list[str]:
-    """A notebook imports lower folders, and lower numbers of its own; what is not exported may import its own module.
+    """A notebook imports lower folders, and lower numbers of its folder; what is not exported may import its own module.
 
     Examples on the pages of insight and of the loop use the whole loop, which is on a later page. The loop's methods
     `serve`, `to_config` and `to_script` hand it to a higher folder when they are called."""
@@ -572,7 +572,7 @@ def no_keys(house: House) -> list[str]:
 
 @rule
 def no_widget_state(house: House) -> list[str]:
-    "Stored widgets are megabytes that draw nothing outside a live kernel."
+    "Stored widgets are megabytes that show nothing outside a live kernel."
     problems = [
         f"{nb.name} stores widget state"
         for nb in house.notebooks

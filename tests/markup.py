@@ -1,4 +1,4 @@
-"What an HTML page is made of, for the tests of everything that draws one; and a tokenizer whose tokens are characters."
+"What an HTML page is made of, for the tests of everything that renders one; and a tokenizer whose tokens are characters."
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Makes README.md from nbs/index.ipynb with nbconvert alone. The site is made by docs/sources.py.
 
-python tests/pages.py readme        # writes README.md and the pictures that its cells drew
+python tests/pages.py readme        # writes README.md and the pictures that its cells show
 python tests/pages.py stills NB...  # takes live widgets out of stored outputs; their still pictures stay
 """
 
@@ -106,7 +106,7 @@ def write_readme(root: Path) -> None:
 
 
 def keep_stills(path: Path) -> None:
-    "Takes live widgets out of a notebook's outputs; the still pictures beside them stay."
+    "Takes live widgets out of a notebook's outputs; the still pictures next to them stay."
     raw = json.loads(path.read_text(encoding="utf-8"))
     for cell in raw["cells"]:
         if "outputs" in cell:

@@ -87,28 +87,28 @@ class Pretend(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         if (
             func is aten._to_copy.default
             and "device" in kwargs
-            and there(given[0]) != there(kwargs["device"])
+            and there(tensors[0]) != there(kwargs["device"])
         ):
-            if there(given[0]):
+            if there(tensors[0]):
                 self.reads[caller()] += 1
-                return nothing(given[0].shape, kwargs.get("dtype") or given[0].dtype)
+                return nothing(tensors[0].shape, kwargs.get("dtype") or tensors[0].dtype)
             (self.sent if kwargs.get("non_blocking") else self.uploads)[caller()] += 1
             return func(*args, **kwargs)
         if func is aten.copy_.default and there(args[0]) != there(args[1]):
             (self.uploads if there(args[0]) else self.reads)[caller()] += 1
             return args[0] if there(args[0]) else args[0].zero_()
-        if func is aten._local_scalar_dense.default and there(given[0]):
+        if func is aten._local_scalar_dense.default and there(tensors[0]):
             self.reads[caller()] += 1
-            return nothing((), given[0].dtype).item()
+            return nothing((), tensors[0].dtype).item()
         if func not in (aten._to_copy.default, aten.copy_.default):
             with torch._C.DisableTorchFunction(), self:
                 made = func.decompose(*args, **kwargs)  # what inference mode has not taken apart
             if made is not NotImplemented:
                 return made
-        if any(map(there, given)) and not all(there(t) or t.ndim == 0 for t in given):
+        if any(map(there, tensors)) and not all(there(t) or t.ndim == 0 for t in tensors):
             self.strays[f"{caller()}: {func}"] += 1
         return func(*args, **kwargs)

@@ -101,8 +101,8 @@ def synthetic_record(
     )
 
 
-def beside(record: StepRecord, age: int = 1) -> StepRecord:
-    "The same step with rollouts beside training: a second long, each row under way for two, one group fresh."
+def async_record(record: StepRecord, age: int = 1) -> StepRecord:
+    "The same step with rollouts during training: a second long, each row under way for two, one group fresh."
     begin = float(record.step)
     ages = [0, *[age] * (len(record.groups) - 1)]
     numbers = [record.step * len(record.groups) + i for i in range(len(record.groups))]

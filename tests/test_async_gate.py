@@ -1,7 +1,7 @@
-"""Rollouts beside training, in any order: what may happen to rows, counted by somebody who does not look inside.
+"""Rollouts during training, in any order: what may happen to rows, counted without a look inside.
 
 A state machine drives the real gate and the real producer. Rows end when a rule says so, time passes when a rule says
-so, and a model of its own knows where each row has to be. Loops that really train are in `test_groups.py`.
+so, and a separate model knows where each row has to be. Loops that really train are in `test_groups.py`.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Rows(RuleBasedStateMachine):
         # where the rows are
         self.taken = 0
         self.waiting: deque[int] = deque()  # to be sampled again
-        self.under_way: dict[int, tuple[int, asyncio.Future[bool]]] = {}  # (version, end) by row
+        self.in_flight: dict[int, tuple[int, asyncio.Future[bool]]] = {}  # (version, end) by row
         self.ready: dict[int, int] = {}  # version by row, in the order in which they came
         self.rejected: list[int] = []
         self.training: dict[int, int] = {}  # a batch: version by row
         self.last: dict[int, int] = {}  # the batch before it, for undo
         self.trained: set[int] = set()
-        self.settled: set[int] = set()  # rejected, and part of a step
+        self.resolved: set[int] = set()  # rejected, and part of a step
         # what is running
         self.held = False  # no row is to be started
-        self.broken = False  # a rollout raised, and no one was told yet
+        self.broken = False  # a rollout raised, and no waiting task got the error yet
         self.asking: asyncio.Task[list[Finished[Any]]] | None = None
         self.draining: asyncio.Task[None] | None = None
         self.producer = Producer(
@@ -95,25 +95,25 @@ class Rows(RuleBasedStateMachine):
     def run(self, number: int) -> Any:
         assert not self.held, f"row {number} was started although no row is to be"
         assert self.draining is None, (
-            f"row {number} was started while somebody waits until all have ended"
+            f"row {number} was started while a task waits until all have ended"
         )
         assert not self.broken, f"row {number} was started although a rollout has raised"
         end = self.loop.create_future()
-        assert number not in self.under_way
-        self.under_way[number] = self.gate.version, end
+        assert number not in self.in_flight
+        self.in_flight[number] = self.gate.version, end
 
-        async def drawn() -> tuple[int, bool]:
+        async def sample() -> tuple[int, bool]:
             return number, await end
 
-        return drawn()
+        return sample()
 
     def requeue(self, numbers: Iterable[int]) -> None:
         for number in numbers:
-            places = (self.under_way, self.ready, self.rejected)
+            places = (self.in_flight, self.ready, self.rejected)
             assert sum(number in place for place in places) == 1, (
                 f"row {number} was not there to be given back"
             )
-            self.under_way.pop(number, None)
+            self.in_flight.pop(number, None)
             self.ready.pop(number, None)
             if number in self.rejected:
                 self.rejected.remove(number)
@@ -147,19 +147,19 @@ class Rows(RuleBasedStateMachine):
         if self.draining is not None and self.draining.done():
             task = self.draining
             self.draining = None
-            if not self.told(task.exception()):
-                assert not self.under_way, "drained, with rows under way"
+            if not self.got_error(task.exception()):
+                assert not self.in_flight, "drained, with rows in flight"
         if self.asking is not None and self.asking.done():
             task = self.asking
             self.asking = None
-            if not self.told(task.exception()):
+            if not self.got_error(task.exception()):
                 self.begin_training(task.result())
 
-    def told(self, error: BaseException | None) -> bool:
-        "Whether somebody who waited got an error; then it is the right one, and nothing continues behind it."
+    def got_error(self, error: BaseException | None) -> bool:
+        "Whether a waiting task got an error; then it is the right one, and no row continues behind it."
         if isinstance(error, PhaseError) and not self.broken:
             assert self.held, error
-            assert not self.under_way
+            assert not self.in_flight
             assert len(self.ready) < self.per_step
             return True
         assert (error is not None) == self.broken
@@ -167,8 +167,8 @@ class Rows(RuleBasedStateMachine):
             assert isinstance(error, Broken | PhaseError)
             self.broken = False
             self.quiet = True
-            assert not [*self.under_way, *self.ready, *self.rejected], (
-                "something goes on behind an error"
+            assert not [*self.in_flight, *self.ready, *self.rejected], (
+                "a row continues behind an error"
             )
         return error is not None
 
@@ -186,27 +186,27 @@ class Rows(RuleBasedStateMachine):
             self.training[row.number] = version
         assert len(batch) <= self.per_step
         if len(batch) < self.per_step:
-            more = [*self.under_way, *self.ready] or self.rows_left
+            more = [*self.in_flight, *self.ready] or self.rows_left
             assert not more, "a batch is short, and more could come"
         self.take_rejected()
 
     def take_rejected(self) -> None:
         assert [row.number for row in self.producer.take_rejected()] == self.rejected
-        self.settled |= {*self.rejected}
+        self.resolved |= {*self.rejected}
         self.rejected = []
 
     def eager(self) -> None:
-        "What may be started, is; but after an error or a drain nothing is, until somebody asks for a batch."
+        "What may be started, is; but after an error or a drain nothing is, until a batch is asked for."
         if not (self.held or self.broken or self.quiet):
             assert not (self.gate.rows and self.rows_left), "a row could be started"
 
     def finished(self, number: int, outcome: str) -> None:
-        version, end = self.under_way[number]
+        version, end = self.in_flight[number]
         if outcome in ("raises", "cancels itself"):  # and is given back
             end.cancel() if outcome == "cancels itself" else end.set_exception(Broken())
             self.broken = True
             return
-        del self.under_way[number]
+        del self.in_flight[number]
         if outcome == "useful":
             self.ready[number] = version
         else:
@@ -216,7 +216,7 @@ class Rows(RuleBasedStateMachine):
     @rule(hours=st.integers(1, 5))
     def time_passes(self, hours: int) -> None:
         self.now += hours
-        if not self.under_way:
+        if not self.in_flight:
             self.idle += hours
 
     @rule()
@@ -226,18 +226,18 @@ class Rows(RuleBasedStateMachine):
 
     ENDS = st.sampled_from(["useful"] * 5 + ["useless"] * 3 + ["raises", "cancels itself"])
 
-    @precondition(lambda self: self.under_way)
+    @precondition(lambda self: self.in_flight)
     @rule(data=st.data(), outcome=ENDS)
     def a_row_ends(self, data: st.DataObject, outcome: str) -> None:
-        number = data.draw(st.sampled_from(sorted(self.under_way)))
+        number = data.draw(st.sampled_from(sorted(self.in_flight)))
         self.inside(lambda: self.finished(number, outcome))
         self.eager()
 
-    @precondition(lambda self: len(self.under_way) > 1)
+    @precondition(lambda self: len(self.in_flight) > 1)
     @rule(data=st.data(), outcome=st.sampled_from(["useful", "useless"]))
     def rows_end_together(self, data: st.DataObject, outcome: str) -> None:
         numbers = data.draw(
-            st.lists(st.sampled_from(sorted(self.under_way)), unique=True, min_size=2)
+            st.lists(st.sampled_from(sorted(self.in_flight)), unique=True, min_size=2)
         )
         self.inside(lambda: [self.finished(number, outcome) for number in numbers])
         self.eager()
@@ -267,8 +267,8 @@ class Rows(RuleBasedStateMachine):
     def make_step(self, next_row: Callable[[list[int]], int]) -> None:
         self.inside(self.ask)
         while self.asking is not None:
-            assert self.under_way, "somebody waits, and nothing is under way"
-            number = next_row([*self.under_way])  # in the order in which they were started
+            assert self.in_flight, "a task waits, and no row is in flight"
+            number = next_row([*self.in_flight])  # in the order in which they were started
             self.inside(lambda number=number: self.finished(number, "useful"))
         self.inside(self.publish)
         self.eager()
@@ -285,10 +285,10 @@ class Rows(RuleBasedStateMachine):
         def undo() -> None:
             version = self.gate.version - 1
             kept = {n for n, v in self.ready.items() if v <= version} | {
-                n for n, (v, _) in self.under_way.items() if v <= version
+                n for n, (v, _) in self.in_flight.items() if v <= version
             }
             self.producer.cancel_newer_than(newer_than=version)
-            assert {*self.ready, *self.under_way} == kept
+            assert {*self.ready, *self.in_flight} == kept
             self.gate.publish(version)
             self.trained -= {*self.last}
             self.training = self.last
@@ -303,7 +303,7 @@ class Rows(RuleBasedStateMachine):
     def everything_is_given_up(self, at_once: bool) -> None:
         def give_up() -> None:
             self.producer.cancel_newer_than()
-            assert not [*self.under_way, *self.ready, *self.rejected]
+            assert not [*self.in_flight, *self.ready, *self.rejected]
             if at_once:
                 self.producer.fill()
 
@@ -340,25 +340,25 @@ class Rows(RuleBasedStateMachine):
     def every_row_is_in_one_place(self) -> None:
         places = [
             self.waiting,
-            self.under_way,
+            self.in_flight,
             self.ready,
             self.rejected,
             self.training,
             self.trained,
-            self.settled,
+            self.resolved,
         ]
         assert sorted(number for place in places for number in place) == list(range(self.taken))
 
     @invariant()
     def the_producer_knows_them_there(self) -> None:
         p = self.producer
-        assert p.in_flight.keys() == self.under_way.keys()
+        assert p.in_flight.keys() == self.in_flight.keys()
         assert [(row.number, row.version) for row in p.ready] == list(self.ready.items())
         assert [row.number for row in p.rejected] == self.rejected
 
     @invariant()
     def the_gate_counts_whole_rows(self) -> None:
-        assert self.gate.running == self.k * len(self.under_way)
+        assert self.gate.running == self.k * len(self.in_flight)
         assert self.gate.accepted == self.k * (
             len(self.ready) + len(self.training) + len(self.trained)
         )
@@ -366,14 +366,14 @@ class Rows(RuleBasedStateMachine):
     @invariant()
     def nothing_is_overdrawn(self) -> None:
         assert self.gate.staleness_capacity >= 0
-        assert self.room is None or self.k * len(self.under_way) <= self.room
+        assert self.room is None or self.k * len(self.in_flight) <= self.room
         assert self.gate.concurrency_capacity is None or self.gate.concurrency_capacity >= 0
 
     @invariant()
-    def it_goes_on(self) -> None:
+    def a_waiting_task_continues(self) -> None:
         if self.asking is not None or self.draining is not None:
-            assert self.under_way, "somebody waits, and nothing is under way"
-        stuck = not (self.under_way or self.training or self.held or self.broken)
+            assert self.in_flight, "a task waits, and no row is in flight"
+        stuck = not (self.in_flight or self.training or self.held or self.broken)
         if stuck and self.rows_left:
             assert self.gate.rows or len(self.ready) >= self.per_step, (
                 "no batch, and no row may be started"
@@ -402,7 +402,7 @@ def test_every_row_is_trained_in_time_in_the_worst_order(order: str) -> None:
     for per_step, bound, room in product((1, 2, 3), (0, 1, 2, 3), (None, 2, 5)):
         rows = Rows()
         rows.open(per_step=per_step, k=1, bound=bound, room=room, total=7 * per_step + 1)
-        while rows.rows_left or rows.under_way or rows.ready:
+        while rows.rows_left or rows.in_flight or rows.ready:
             rows.make_step(ORDERS[order])
             for check in (
                 rows.every_row_is_in_one_place,

@@ -1,10 +1,10 @@
-"Rollouts beside training in the views: a player that holds, drains and continues; what is drawn and what is said of it."
+"Asynchronous rollouts in the views: a player that holds, drains and continues, and what it shows."
 
 import asyncio
 from dataclasses import replace
 
 import pytest
-from synthetic import beside, synthetic_record
+from synthetic import async_record, synthetic_record
 from test_dashboard import enabled, press, run, until
 from tiny_models import one_thread
 
@@ -178,7 +178,7 @@ def test_a_stop_lets_rows_finish_and_starts_none():
 
 def test_a_report_has_what_was_beside_and_only_then(tmp_path):
     records = [synthetic_record(step, groups=4, completions=4) for step in range(1, 9)]
-    for made, expected in ((records, False), ([beside(r) for r in records], True)):
+    for made, expected in ((records, False), ([async_record(r) for r in records], True)):
         folder = RunFolder.create(
             tmp_path / str(expected),
             {"max_head_offpolicy_versions": 1, "completions_per_prompt": 4},
@@ -188,5 +188,5 @@ def test_a_report_has_what_was_beside_and_only_then(tmp_path):
         for source in (made, Run.open(folder.path)):
             page = report_html(source)
             assert [f"<h3>{title}</h3>" in page for title in TITLES] == [expected] * len(TITLES)
-    late = replace(beside(records[0]), timeline=())
+    late = replace(async_record(records[0]), timeline=())
     assert f"<h3>{TITLES[0]}</h3>" not in report_html([late])

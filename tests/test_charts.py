@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from plotly.offline import get_plotlyjs_version
-from synthetic import beside, synthetic_record
+from synthetic import async_record, synthetic_record
 
 from rl_notebook.config.config import Config
 from rl_notebook.core.types import RecordError
@@ -166,7 +166,7 @@ def elements(picture: str) -> list[str]:
 
 @pytest.mark.parametrize("name", LOOKS)
 def test_plotly_takes_every_figure(name: str):
-    result = drawn(beside(synthetic_record(20)))
+    result = drawn(async_record(synthetic_record(20)))
     go.Figure(result[name].figure)  # raises for what plotly does not know
     payload = result[name].payload
     assert json.loads(json.dumps(payload, allow_nan=False)) == payload

@@ -37,7 +37,7 @@ from rl_notebook.runs.run import Run, RunFolder, differing
 MODEL = "accounts/fireworks/models/qwen3-8b"
 
 
-def made(**kwargs):
+def make_config(**kwargs):
     "A Config and the messages that it gave."
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -45,9 +45,9 @@ def made(**kwargs):
     return cfg, [str(w.message) for w in caught]
 
 
-def refused(**kwargs) -> str:
+def config_error(**kwargs) -> str:
     with pytest.raises(ConfigError) as e:
-        made(**kwargs)
+        make_config(**kwargs)
     return str(e.value)
 
 
@@ -55,7 +55,7 @@ def refused(**kwargs) -> str:
 
 
 def test_defaults_are_the_documents():
-    cfg, messages = made()
+    cfg, messages = make_config()
     table = {
         "learning_rate": 1e-5,
         "kl_beta": 0.001,
@@ -82,7 +82,7 @@ def test_defaults_are_the_documents():
 
 
 def test_the_earliest_recipe_with_all_its_sub_configs():
-    cfg, messages = made(
+    cfg, messages = make_config(
         base_model=MODEL,
         dataset="https://example.org/gsm8k.jsonl",
         tis_enabled=True,
@@ -110,7 +110,7 @@ def test_an_async_recipe_has_its_settings_in_the_config_itself():
         == "Config(learning_rate=1.7e-05, recipe='async_rl_loop', max_head_offpolicy_versions=4)"
     )
     assert Config.from_dict(cfg.to_dict()) == cfg
-    assert "max_head_offpolicy_versions: recipe='rl_loop' would ignore it" in refused(
+    assert "max_head_offpolicy_versions: recipe='rl_loop' would ignore it" in config_error(
         max_head_offpolicy_versions=4
     )
 
@@ -138,7 +138,7 @@ TRL = {
 @pytest.mark.parametrize("name", TRL)
 def test_trl_names(name):
     value, ours, expected = TRL[name]
-    cfg, messages = made(**{name: value})
+    cfg, messages = make_config(**{name: value})
     assert getattr(cfg, ours) == expected
     assert len(messages) == 1
     assert f"{name} -> {ours}" in messages[0]
@@ -146,16 +146,16 @@ def test_trl_names(name):
 
 def test_log_completions_by_trls_switch():
     settings = {"report_to": "trackio"}
-    for given, expected in (
+    for trl_settings, expected in (
         ({"log_completions": True}, 16),
         ({"log_completions": True, "num_completions_to_print": 4}, 4),
         ({"log_completions": True, "num_completions_to_print": None}, 16),
         ({"log_completions": False}, 0),
         ({"log_completions": 5}, 5),
     ):
-        cfg, messages = made(**settings, **given)
+        cfg, messages = make_config(**settings, **trl_settings)
         assert (cfg.log_completions, messages) == (expected, [])
-    assert "given twice" in refused(**settings, log_completions=5, num_completions_to_print=4)
+    assert "given twice" in config_error(**settings, log_completions=5, num_completions_to_print=4)
 
 
 def test_the_message_points_at_the_caller():
@@ -178,18 +178,18 @@ def test_what_trl_has_and_this_has_not_names_what_takes_its_place():
         "vllm_dtype": "openai",
     }
     for name, place in places.items():
-        assert place in refused(**{name: "x"}).partition(". ")[2]
-    assert "loss_type='dr_grpo'), which is {'policy_loss': 'ppo', 'agg" in refused(
+        assert place in config_error(**{name: "x"}).partition(". ")[2]
+    assert "loss_type='dr_grpo'), which is {'policy_loss': 'ppo', 'agg" in config_error(
         policy_loss="DR_GRPO"
     )
     assert (
         "take ppo, dapo, gspo, cispo, gmpo, clip_cov. It is TRL's epsilon: loss_type='grpo'"
-        in refused(epsilon=0.2)
+        in config_error(epsilon=0.2)
     )
 
 
 def test_a_checkpoint_of_another_job():
-    cfg, _ = made(base_model=MODEL, init_from_checkpoint="job-7:step-00010")
+    cfg, _ = make_config(base_model=MODEL, init_from_checkpoint="job-7:step-00010")
     assert cfg.resume == ResumeConfig("step-00010", "job-7", 0)
 
 
@@ -275,13 +275,13 @@ def test_a_loss_is_passed_as_a_function(asked):
     loop = rln.GRPOLoop(
         rln.open_local(*rln.load_model("tiny")), rln.toy_rows(8), rln.toy_reward, Config(**small)
     )
-    ways = {
+    entries = {
         "Config": Config,
         "change": loop.change,
         "branch": lambda **s: asyncio.run(loop.branch(**s)),
     }
     try:
-        made = ways[asked](policy_loss=mine)
+        made = entries[asked](policy_loss=mine)
         settings = {"Config": made, "change": loop.cfg, "branch": getattr(made, "cfg", None)}[asked]
         assert settings.policy_loss == "mine"
         assert Config.from_dict(settings.to_dict()) == settings
@@ -289,7 +289,7 @@ def test_a_loss_is_passed_as_a_function(asked):
         with pytest.raises(
             ConfigError, match=r"got a lambda; .*Write it as def my_loss\(.*rln\.register_loss"
         ) as e:
-            ways[asked](
+            entries[asked](
                 policy_loss=lambda policy_logprobs, advantages: -advantages * policy_logprobs
             )
         assert "0x" not in str(e.value)
@@ -298,7 +298,7 @@ def test_a_loss_is_passed_as_a_function(asked):
             POLICY_LOSSES.pop(name)
 
 
-WAYS = [
+NEAR_MISSES = [
     (
         {"backend": "vllm"},
         r"expected one of local, openai, .* is backend='openai' with base_url='http",
@@ -317,9 +317,11 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize(("given", "said"), WAYS, ids=[next(iter(given)) for given, _ in WAYS])
-def test_a_near_miss_gets_the_way(given, said):
-    assert re.search(said, refused(**given))
+@pytest.mark.parametrize(
+    ("settings", "message"), NEAR_MISSES, ids=[next(iter(settings)) for settings, _ in NEAR_MISSES]
+)
+def test_a_near_miss_gets_the_name_that_is_meant(settings, message):
+    assert re.search(message, config_error(**settings))
 
 
 @pytest.mark.parametrize("data", [None, [("steps", 1)], "steps: 1", 3])
@@ -349,7 +351,7 @@ def test_a_type_is_named_with_its_range(name):
     with pytest.raises(ConfigError) as error:
         Config(**{name: "fast"})
     assert f"{name}: got 'fast'; expected {RANGES[name]}" in str(error.value)
-    assert "expected a finite number above 0, from 1e-37 to 1e38 in size" in refused(
+    assert "expected a finite number above 0, from 1e-37 to 1e38 in size" in config_error(
         learning_rate=1e-50
     )
 
@@ -358,11 +360,11 @@ def test_a_type_is_named_with_its_range(name):
     "word", ["clip_low", "clip_range", "cliprange", "clip_ratio_low", "clip_eps"]
 )
 def test_a_clip_leads_to_eps_clip(word):
-    for made in (Config, LossOptions):
+    for takes_settings in (Config, LossOptions):
         with pytest.raises(
             (ConfigError, LossError), match=f"unknown setting {word!r}. Did you mean 'eps_clip'?"
         ):
-            made(policy_loss="ppo", **{word: 0.1})
+            takes_settings(policy_loss="ppo", **{word: 0.1})
 
 
 @pytest.mark.parametrize(
@@ -384,7 +386,7 @@ def test_a_clip_leads_to_eps_clip(word):
     ],
 )
 def test_wrong_types(name, value, expected):
-    text = refused(**{name: value})
+    text = config_error(**{name: value})
     assert name.split(".")[0] in text
     assert expected in text
 
@@ -397,15 +399,17 @@ def test_what_the_cookbook_takes_is_taken():
         "cispo": {"eps_low": 1e3},
     }
     for name, value in taken.items():
-        made(policy_loss=name, **{name: value})
+        make_config(policy_loss=name, **{name: value})
     assert (
-        made(policy_loss="importance_sampling", ratio_log_cap=0)[0].loss_options()["ratio_log_cap"]
+        make_config(policy_loss="importance_sampling", ratio_log_cap=0)[0].loss_options()[
+            "ratio_log_cap"
+        ]
         == 0
     )
     for scope in ("PER_DEPLOYMENT", "per_deployment", WeightSyncScope.PER_DEPLOYMENT):
-        cfg, _ = made(backend="fireworks", deployment={"weight_sync_scope": scope})
+        cfg, _ = make_config(backend="fireworks", deployment={"weight_sync_scope": scope})
         assert cfg.deployment.weight_sync_scope is WeightSyncScope.PER_DEPLOYMENT
-    cfg, messages = made(backend="fireworks", hot_load_interval=2, hot_load_timeout=300)
+    cfg, messages = make_config(backend="fireworks", hot_load_interval=2, hot_load_timeout=300)
     assert (cfg.weight_sync_interval, cfg.weight_sync.weight_sync_timeout) == (2, 300)
     assert "hot_load_interval -> weight_sync_interval" in messages[0]
 
@@ -414,7 +418,7 @@ def test_types_that_lose_nothing_are_taken():
     class Mode(Enum):
         TOKENS = "num_loss_tokens"
 
-    cfg, _ = made(
+    cfg, _ = make_config(
         epochs=np.int64(3),
         learning_rate=np.float32(0.5),
         max_rows="20",
@@ -437,7 +441,10 @@ def test_types_that_lose_nothing_are_taken():
         str(Path("runs") / "a"),
     )
     assert cfg.grad_accumulation_normalization == "num_loss_tokens"
-    assert made(grad_accumulation_normalization=None)[0].grad_accumulation_normalization == "none"
+    assert (
+        make_config(grad_accumulation_normalization=None)[0].grad_accumulation_normalization
+        == "none"
+    )
 
 
 # ---- rules: each with the setting at fault and the way out
@@ -526,10 +533,10 @@ IGNORED = [
 
 
 @pytest.mark.parametrize(
-    ("given", "said"), IGNORED, ids=lambda x: x[:40] if isinstance(x, str) else ""
+    ("settings", "message"), IGNORED, ids=lambda x: x[:40] if isinstance(x, str) else ""
 )
-def test_what_would_be_ignored_is_rejected(given, said):
-    assert said in refused(**given)
+def test_what_would_be_ignored_is_rejected(settings, message):
+    assert message in config_error(**settings)
 
 
 # ---- what the core gets
@@ -598,30 +605,30 @@ def test_a_setting_of_the_loss_means_the_same_in_every_spelling(meant, tmp_path)
     "By keyword, from a file and on a command line."
     ours, others = SPELLINGS[meant]
     expected = Config(**ours).loss_options()
-    for i, given in enumerate([ours, *others]):
-        words = {name: m.plain(value) for name, value in given.items()}
+    for i, settings in enumerate([ours, *others]):
+        plain = {name: m.plain(value) for name, value in settings.items()}
         path = tmp_path / f"{i}.yaml"
-        path.write_text(yaml.safe_dump(words))
-        message = {
+        path.write_text(yaml.safe_dump(plain))
+        texts = {
             name: yaml.safe_dump(value, default_flow_style=True).split("\n")[0]
-            for name, value in words.items()
+            for name, value in plain.items()
         }
-        typed = [part for name, text in message.items() for part in (f"--{name}", text)]
+        arguments = [part for name, text in texts.items() for part in (f"--{name}", text)]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            ways = [
-                Config(**given),
+            configs = [
+                Config(**settings),
                 Config.from_yaml(path),
-                Config.from_dict({}, words),
-                parse_train(typed)[0],
+                Config.from_dict({}, plain),
+                parse_train(arguments)[0],
             ]
-            ways += [parse_train(["--config", str(path)])[0], replace(Config(), **given)]
-        assert [cfg.loss_options() for cfg in ways] == [expected] * len(ways), given
-        assert {cfg.tis_enabled for cfg in ways} == {expected["tis"] != "off"}
+            configs += [parse_train(["--config", str(path)])[0], replace(Config(), **settings)]
+        assert [cfg.loss_options() for cfg in configs] == [expected] * len(configs), settings
+        assert {cfg.tis_enabled for cfg in configs} == {expected["tis"] != "off"}
 
 
 def test_replace_takes_the_cookbooks_words():
-    "What is copied is not what was said: the word of another spelling wins over it."
+    "A value that another spelling sets wins over the value that is copied."
     cfg = Config(policy_loss="dapo", dapo=DAPOConfig(eps_clip=0.1), tis="sequence")
     assert replace(cfg, dapo=DAPOConfig()).eps_clip == 0.2
     assert (replace(cfg, tis=TISConfig(cap=3.0)).tis, replace(cfg, **{"tis.cap": 3.0}).tis) == (
@@ -686,16 +693,16 @@ def test_a_run_that_was_recorded_with_two_homes_keeps_its_numbers(case, tmp_path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run = Run.open(tmp_path)
-        ways = [
+        configs = [
             Config.from_dict(run.config),
             Config.from_yaml(tmp_path / "config.yaml"),
             Config(**run.config),
         ]
-        ways += [parse_train(["--resume", "--log-path", str(tmp_path)])[0]]
-    for cfg in ways:
+        configs += [parse_train(["--resume", "--log-path", str(tmp_path)])[0]]
+    for cfg in configs:
         assert {name: cfg.loss_options()[name] for name in meant} == meant
     assert not [
-        name for name, *_ in differing(run.config, ways[0]).rows if name in cfg.loss_options()
+        name for name, *_ in differing(run.config, configs[0]).rows if name in cfg.loss_options()
     ]
 
 
@@ -749,10 +756,10 @@ FULL = {
 
 
 @pytest.mark.parametrize(
-    "given", [{}, FULL, {"tis_enabled": True, "tis": {}}, {"report_to": ("wandb", "trackio")}]
+    "settings", [{}, FULL, {"tis_enabled": True, "tis": {}}, {"report_to": ("wandb", "trackio")}]
 )
-def test_round_trip_is_exact_and_quiet(given, tmp_path):
-    cfg, _ = made(**given)
+def test_round_trip_is_exact_and_quiet(settings, tmp_path):
+    cfg, _ = make_config(**settings)
     cfg.to_yaml(tmp_path / "config.yaml")
     cfg.to_yaml(tmp_path / "config.yaml")  # its own it writes again
     (tmp_path / "mine.yaml").write_text("seed: 1  # and why")
@@ -795,8 +802,8 @@ def test_round_trip_is_exact_and_quiet(given, tmp_path):
     )
 )
 @hypothesis.example({"stop": ("\x85", "a\u2028b\x85:", "\ufeff#", "\x07\r")})
-def test_any_values_survive_yaml(given):
-    cfg = Config(**given)
+def test_any_values_survive_yaml(settings):
+    cfg = Config(**settings)
     assert Config.from_dict(yaml.safe_load(cfg.to_yaml())) == cfg
 
 
@@ -831,7 +838,7 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_inside_of_a_setting_too(tmp
 
 
 @pytest.mark.parametrize(
-    "said",
+    "line",
     [
         "min_p: null",
         "top_k: -1",
@@ -841,13 +848,17 @@ def test_numbers_that_yaml_reads_as_text_are_numbers_inside_of_a_setting_too(tmp
         "top_p: null",
     ],
 )
-def test_what_other_tools_write_for_off_is_off(said, tmp_path):
-    (tmp_path / "c.yaml").write_text(said + "\n")
-    told = yaml.safe_load(said)
-    for cfg in (Config.from_yaml(tmp_path / "c.yaml"), Config(**told), replace(Config(), **told)):
+def test_what_other_tools_write_for_off_is_off(line, tmp_path):
+    (tmp_path / "c.yaml").write_text(line + "\n")
+    settings = yaml.safe_load(line)
+    for cfg in (
+        Config.from_yaml(tmp_path / "c.yaml"),
+        Config(**settings),
+        replace(Config(), **settings),
+    ):
         assert cfg == Config()
-    assert Config(eval_sampling=told).eval_params() == Config().eval_params()
-    assert SampleParams(**told) == SampleParams()
+    assert Config(eval_sampling=settings).eval_params() == Config().eval_params()
+    assert SampleParams(**settings) == SampleParams()
 
 
 def test_a_config_file_that_cannot_be_used_is_named_with_all_that_is_wrong(tmp_path: Path):

@@ -40,14 +40,14 @@ def finish(engine: Engine, steps: int = 16) -> None:
         engine.run_steps(steps)
 
 
-def drawn(engine: Engine, prompt, params: SampleParams):
+def sample(engine: Engine, prompt, params: SampleParams):
     request = engine.submit(prompt, params)
     finish(engine)
     return request.completions
 
 
-def own_logprobs(model, tokens) -> np.ndarray:
-    "The model's own logprobs of each token after the first, from one plain forward pass."
+def plain_logprobs(model, tokens) -> np.ndarray:
+    "The model's logprobs of each token after the first, from one plain forward pass."
     ids = torch.tensor([list(tokens)])
     with torch.no_grad():
         return (
@@ -73,7 +73,7 @@ def own_logprobs(model, tokens) -> np.ndarray:
     tokens=st.sampled_from([16, 4096]),
     seed=st.integers(0, 10**6),
 )
-def test_logprobs_are_the_models_own(
+def test_logprobs_are_those_of_a_plain_forward_pass(
     family, tied, layers, heads, vocab, prompts, n, max_batch, tokens, seed
 ):
     model = tiny_model(
@@ -92,11 +92,11 @@ def test_logprobs_are_the_models_own(
     requests = [engine.submit(p, SampleParams(n=n, max_tokens=b, seed=seed)) for p, b in pairs]
     finish(engine)
     for c in (c for r in requests for c in r.completions):
-        want = own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]
+        want = plain_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]
         assert np.abs(c.logprobs - want).max() <= 1e-4
         assert np.array_equal(c.logprobs, c.sampling_logprobs)
         (again,) = echo(engine, [c.full_tokens])
-        assert np.abs(again.values - own_logprobs(model, c.full_tokens)).max() <= 1e-4
+        assert np.abs(again.values - plain_logprobs(model, c.full_tokens)).max() <= 1e-4
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
@@ -155,10 +155,10 @@ def boundary_gap(model, completion, position: int, seed: int, index: int) -> flo
 def test_same_seed_same_tokens_in_any_company():
     model = tiny_model()
     ties = 0
-    compared = 0
+    checked_tokens = 0
     for seed in range(12):
         params = SampleParams(n=3, max_tokens=24, seed=seed)
-        alone = drawn(engine_of(model), PROMPTS[1], params)
+        alone = sample(engine_of(model), PROMPTS[1], params)
         crowd = engine_of(model, max_batch=7)
         others = [
             crowd.submit(p, SampleParams(n=2, max_tokens=5 + seed, temperature=0.7))
@@ -169,7 +169,7 @@ def test_same_seed_same_tokens_in_any_company():
         finish(crowd, steps=1 + seed)
         assert all(r.done for r in others)
         for index, (a, b) in enumerate(zip(alone, request.completions, strict=True)):
-            compared += 1
+            checked_tokens += 1
             if a.tokens.tolist() != b.tokens.tolist():
                 first = next(
                     i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y
@@ -178,16 +178,18 @@ def test_same_seed_same_tokens_in_any_company():
                     "tokens differ without a tie"
                 )
                 ties += 1
-    print(f"\nsame seed alone and in company: {compared} completions, {ties} floating-point ties")
+    print(
+        f"\nsame seed alone and in company: {checked_tokens} completions, {ties} floating-point ties"
+    )
     assert ties <= 1
 
 
 def test_seeds_and_indices_differ_and_none_is_entropy():
     engine = engine_of(tiny_model())
-    a = drawn(engine, [5], SampleParams(n=3, max_tokens=30, seed=0))
-    b = drawn(engine, [5], SampleParams(n=1, max_tokens=30, seed=1))
+    a = sample(engine, [5], SampleParams(n=3, max_tokens=30, seed=0))
+    b = sample(engine, [5], SampleParams(n=1, max_tokens=30, seed=1))
     assert len({tuple(c.tokens) for c in [*a, *b]}) == 4
-    free = [tuple(drawn(engine, [5], SampleParams(max_tokens=30))[0].tokens) for _ in range(2)]
+    free = [tuple(sample(engine, [5], SampleParams(max_tokens=30))[0].tokens) for _ in range(2)]
     assert free[0] != free[1]
 
 
@@ -267,7 +269,7 @@ def test_a_grammar_masks_what_is_sampled_and_no_logprob_of_the_model():
     greedy = engine.submit([5, 6], SampleParams(**settings | {"temperature": 0, "n": 1}))
     finish(engine)
     assert [c.tokens.tolist() for c in other.completions] == [
-        c.tokens.tolist() for c in drawn(engine, [7], free)
+        c.tokens.tolist() for c in sample(engine, [7], free)
     ]
     for c in held.completions + greedy.completions:
         matcher = llguidance.LLMatcher(engine.words, grammar)
@@ -288,9 +290,9 @@ def test_a_grammar_masks_what_is_sampled_and_no_logprob_of_the_model():
             assert c.sampling_logprobs[at] == pytest.approx(used, abs=1e-4)
             assert c.params.temperature or logits[at][token] == logits[at][allowed].max()
             matcher.consume_token(token)
-        message = json.loads(c.text)
+        parsed = json.loads(c.text)
         assert (c.finish_reason, c.tokens[-1], c.params.draws_from_raw) == ("stop", EOS, False)
-        assert [message["a"] in range(100), message["b"] in ("x", "yz")] == [True, True]
+        assert [parsed["a"] in range(100), parsed["b"] in ("x", "yz")] == [True, True]
         texts.add(c.text)
     assert len(texts) > 1
 
@@ -316,9 +318,9 @@ def conversation(engine: Engine, turns: int = 4, n: int = 3) -> list:
     prompt = list(range(30, 50))
     completions = []
     for turn in range(turns):
-        drawn_now = drawn(engine, prompt, SampleParams(n=n, max_tokens=7, seed=turn))
-        completions += drawn_now
-        prompt = [*drawn_now[0].full_tokens, 60 + turn, 61, 62]
+        replies = sample(engine, prompt, SampleParams(n=n, max_tokens=7, seed=turn))
+        completions += replies
+        prompt = [*replies[0].full_tokens, 60 + turn, 61, 62]
     return completions
 
 
@@ -329,17 +331,17 @@ def test_a_later_turn_is_read_from_where_the_last_one_ended(family):
     engine = Engine(open_model(model), eos_token_ids=frozenset())
     for c in conversation(engine):
         assert (
-            np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max()
+            np.abs(c.logprobs - plain_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max()
             <= 1e-4
         )
     # then one token of the turn before and three new ones
     assert engine.prefilled_tokens == 20 + 4 + 4 + 4
     before = engine.prefilled_tokens
     with torch.no_grad():
-        next(model.parameters()).mul_(1.0)  # the same numbers, but who knows
+        next(model.parameters()).mul_(1.0)  # the same numbers, but the engine cannot know
     conversation(engine, turns=1)
-    prompt = [*drawn(engine, [5, 6, 7], SampleParams(max_tokens=4, seed=0))[0].full_tokens, 9]
-    drawn(engine, prompt, SampleParams(max_tokens=4, seed=0))
+    prompt = [*sample(engine, [5, 6, 7], SampleParams(max_tokens=4, seed=0))[0].full_tokens, 9]
+    sample(engine, prompt, SampleParams(max_tokens=4, seed=0))
     assert engine.prefilled_tokens == before + 20 + 3 + 2
     assert engine.prefixes.used == sum(
         t.nbytes for past in engine.prefixes.known.values() for p in past.pairs.values() for t in p
@@ -357,9 +359,9 @@ def test_what_is_kept_for_later_turns_is_bounded(monkeypatch):
 
 def test_buffers_grow_past_a_block():
     engine = endless(sizes={"context": 400})
-    (c,) = drawn(engine, PROMPTS[3], SampleParams(max_tokens=300, seed=0))
+    (c,) = sample(engine, PROMPTS[3], SampleParams(max_tokens=300, seed=0))
     assert len(c.tokens) == 300
-    assert np.abs(c.logprobs - own_logprobs(engine.causal.model, c.full_tokens)[29:]).max() < 1e-4
+    assert np.abs(c.logprobs - plain_logprobs(engine.causal.model, c.full_tokens)[29:]).max() < 1e-4
 
 
 # Endings --------------------------------------------------------------------------------------------------------
@@ -368,7 +370,7 @@ def test_buffers_grow_past_a_block():
 def test_eos_ends_a_completion_and_is_part_of_it():
     engine = engine_of(tiny_model(vocab=258, eos=[3, 4]), eos_token_ids=None)
     assert engine.eos_token_ids == {3, 4, EOS}
-    completions = drawn(engine, [5, 6], SampleParams(n=200, max_tokens=60, seed=0))
+    completions = sample(engine, [5, 6], SampleParams(n=200, max_tokens=60, seed=0))
     stopped = [c for c in completions if c.finish_reason == "stop"]
     assert stopped
     for c in completions:
@@ -385,7 +387,7 @@ def test_stop_strings_span_tokens():
     tokenizer = byte_tokenizer()
     engine = endless()
     for seed in range(8):
-        plain = drawn(engine, [5, 6], SampleParams(max_tokens=40, seed=seed))[0]
+        plain = sample(engine, [5, 6], SampleParams(max_tokens=40, seed=seed))[0]
         text = tokenizer.decode(plain.tokens.tolist())
         stop = next(
             (text[i : i + 3] for i in range(5, len(text) - 3) if "\ufffd" not in text[i : i + 3]),
@@ -393,7 +395,7 @@ def test_stop_strings_span_tokens():
         )
         if stop is None:
             continue
-        (c,) = drawn(
+        (c,) = sample(
             engine, [5, 6], SampleParams(max_tokens=40, seed=seed, stop=("never there", stop))
         )
         assert c.finish_reason == "stop"
@@ -474,14 +476,14 @@ def test_a_sliding_window_is_attended_over_as_the_model_does_it(family, window):
     assert greedy.completions[0].tokens.tolist() == want
     for c in (c for r in requests for c in r.completions):
         assert (
-            np.abs(c.logprobs - own_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max()
+            np.abs(c.logprobs - plain_logprobs(model, c.full_tokens)[c.prompt_len - 1 :]).max()
             <= 1e-4
         )
     tokens = requests[1].completions[0].full_tokens
     (scored,) = echo(engine, [tokens])
-    assert np.abs(scored.values - own_logprobs(model, tokens)).max() <= 1e-4
+    assert np.abs(scored.values - plain_logprobs(model, tokens)).max() <= 1e-4
     model.config.get_text_config().sliding_window = 128  # the window matters, so the test can fail
-    assert np.abs(scored.values - own_logprobs(model, tokens)).max() > 1e-2
+    assert np.abs(scored.values - plain_logprobs(model, tokens)).max() > 1e-2
 
 
 def test_a_route_that_forgets_the_window_is_not_used():
@@ -495,7 +497,7 @@ def test_a_route_that_forgets_the_window_is_not_used():
     assert model.config.sliding_window == 64
 
 
-REFUSED = {  # family: settings, and what the message says
+NOT_SUPPORTED = {  # family: settings, and what the message says
     "Rwkv": ({}, r"RwkvForCausalLM: the model cannot be run"),
     "xLSTM": ({}, r"xLSTMForCausalLM: the model cannot be run"),
     "Llama4Text": (
@@ -505,9 +507,9 @@ REFUSED = {  # family: settings, and what the message says
 }
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", NOT_SUPPORTED)
 def test_models_that_cannot_be_run_are_rejected_by_name_and_sent_on(family):
-    settings, message = REFUSED[family]
+    settings, message = NOT_SUPPORTED[family]
     with pytest.raises(BackendError, match=f"^{message}.*Train it on a service"):
         open_model(random_model(family, **settings))
 
@@ -567,8 +569,8 @@ def test_large_matrices_are_read_in_blocks_and_follow_a_sync(tied, dtype):
     engine = Engine(causal, byte_tokenizer(), eos_token_ids=frozenset())
     for _ in range(3):
         for prompt, n in (([5, 6, 7], 1), (list(range(9, 30)), 5)):
-            for c in drawn(engine, prompt, SampleParams(max_tokens=12, n=n, seed=1)):
-                expected = own_logprobs(model, [*prompt, *c.tokens])[len(prompt) - 1 :]
+            for c in sample(engine, prompt, SampleParams(max_tokens=12, n=n, seed=1)):
+                expected = plain_logprobs(model, [*prompt, *c.tokens])[len(prompt) - 1 :]
                 np.testing.assert_allclose(c.logprobs, expected, atol=atol)
         with torch.no_grad():
             for p in model.parameters():  # written in place, as by a sync

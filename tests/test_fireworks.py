@@ -158,9 +158,9 @@ def cleanup_of(site, **options) -> ResourceCleanup:
 
 def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
     with site.such_that(startup_delay_s=0.3):
-        messages = []
+        statuses = []
         with cleanup_of(site) as cleanup:
-            infra = site.setup(cleanup, needs_reference=True, on_status=messages.append)
+            infra = site.setup(cleanup, needs_reference=True, on_status=statuses.append)
             policy = infra.policy_job_id
             reference = infra.reference_job_id
             assert site.was_asked(
@@ -189,13 +189,13 @@ def test_the_policy_comes_first_then_the_deployment_linked_to_it(site):
         assert site.most_replicas() == 0
         assert cleanup.left == []
     states = {
-        role: [s.state for s in messages if s.role == role]
+        role: [s.state for s in statuses if s.role == role]
         for role in ("policy", "reference", "deployment")
     }
     assert (states["policy"][0], states["policy"][-1]) == ("requested", "running")
     assert set(states["policy"]) <= {"requested", "pending", "creating", "running"}
     assert states["deployment"][-1] == "ready"
-    assert all(isinstance(s, ResourceState) and s.link.startswith(site.url) for s in messages)
+    assert all(isinstance(s, ResourceState) and s.link.startswith(site.url) for s in statuses)
 
 
 def test_a_deployment_is_reattached_and_scaled_up_again(site):
@@ -326,27 +326,27 @@ runs, QWEN, SHAPE = sys.argv[1], sys.argv[2], sys.argv[3]
 where = {"api_key": os.environ["FIREWORKS_API_KEY"], "base_url": os.environ["FIREWORKS_BASE_URL"]}
 
 
-def ending(how):
+def ending(exit_kind):
     jobs, deployments = TrainerJobManager(**where), DeploymentManager(**where)
-    deploy = DeployConfig(deployment_id=f"serving-{how}", tokenizer_model="tiny")
-    cleanup = ResourceCleanup(jobs, deployments, 0, folder=f"{runs}/{how}")
-    wishes = {"base_model": QWEN, "infra_cfg": InfraConfig(training_shape_id=SHAPE), "role_prefix": how}
+    deploy = DeployConfig(deployment_id=f"serving-{exit_kind}", tokenizer_model="tiny")
+    cleanup = ResourceCleanup(jobs, deployments, 0, folder=f"{runs}/{exit_kind}")
+    wishes = {"base_model": QWEN, "infra_cfg": InfraConfig(training_shape_id=SHAPE), "role_prefix": exit_kind}
     wishes |= {"rlor_mgr": jobs, "deploy_mgr": deployments, "deploy_cfg": deploy, "needs_inference": True}
-    if how == "exit":  # nobody closes it
+    if exit_kind == "exit":  # nothing closes it
         setup_infra(**wishes, cleanup=cleanup, poll_interval_s=0.05)
-        print(f"ready {how} {os.getpid()}", flush=True)
+        print(f"ready {exit_kind} {os.getpid()}", flush=True)
         sys.exit(0)
     with cleanup:
         setup_infra(**wishes, cleanup=cleanup, poll_interval_s=0.05)
-        print(f"ready {how} {os.getpid()}", flush=True)
-        if how == "exception":
+        print(f"ready {exit_kind} {os.getpid()}", flush=True)
+        if exit_kind == "exception":
             raise ValueError("the loop broke")
         time.sleep(300)
 
 
-for how in ("exception", "exit", "interrupt", "terminate", "kill"):
+for exit_kind in ("exception", "exit", "interrupt", "terminate", "kill"):
     if os.fork() == 0:
-        ending(how)
+        ending(exit_kind)
         sys.exit(0)
 while True:
     try:
@@ -366,12 +366,12 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
     ) as process:
         ready = {}
         while len(ready) < 5:
-            _, how, pid = process.stdout.readline().split()
-            ready[how] = int(pid)
+            _, exit_kind, pid = process.stdout.readline().split()
+            ready[exit_kind] = int(pid)
         with pytest.raises(BackendError, match="a list that a running backend owns"):
             leftovers(tmp_path / "kill")
-        for how, number in SIGNALS.items():
-            os.kill(ready[how], number)
+        for exit_kind, number in SIGNALS.items():
+            os.kill(ready[exit_kind], number)
         errors = process.stderr.read()
     assert "ValueError: the loop broke" in errors
     assert "KeyboardInterrupt" in errors
@@ -382,10 +382,10 @@ def test_every_ending_but_kill_gives_everything_back_and_kill_leaves_a_list(site
     assert states == dict.fromkeys(
         ("exception", "exit", "interrupt", "terminate"), "JOB_STATE_CANCELLED"
     )
-    assert {how: site.most_replicas(f"serving-{how}") for how in ready} == dict.fromkeys(
-        ready, 0
-    ) | {"kill": 1}
-    assert [how for how in ready if leftovers(tmp_path / how)] == ["kill"]
+    assert {
+        exit_kind: site.most_replicas(f"serving-{exit_kind}") for exit_kind in ready
+    } == dict.fromkeys(ready, 0) | {"kill": 1}
+    assert [exit_kind for exit_kind in ready if leftovers(tmp_path / exit_kind)] == ["kill"]
 
     left = leftovers(tmp_path / "kill")
     assert [(r.role, r.action) for r in left] == [
@@ -755,9 +755,11 @@ def test_a_state_loads_in_another_job(site):
 
     path, want = run(site, first)
     _, _, job, name = path.replace("cross_job://", "cross_job//").split("/")
-    got, drawn_from, version = run(site, second, resume={"resume_from": name, "resume_job_id": job})
+    got, sampled_from_weights, version = run(
+        site, second, resume={"resume_from": name, "resume_job_id": job}
+    )
     assert np.abs(got - want).max() < 1e-6
-    assert np.abs(drawn_from - want).max() < 1e-4
+    assert np.abs(sampled_from_weights - want).max() < 1e-4
     assert version == 0
 
 
@@ -811,8 +813,8 @@ def test_a_bare_name_is_a_state_of_the_job_itself_and_the_step_offset_counts(sit
     assert len(site.asked()) == before
 
 
-def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
-    async def given_up():
+def test_opening_that_fails_or_is_cancelled_leaves_nothing_running(site):
+    async def cancel_while_opening():
         task = asyncio.create_task(open_fireworks(**settings_of(site)))
         while not task.done() and {j.name for j in site.all_jobs()} <= site.before:
             await asyncio.sleep(0.02)
@@ -821,7 +823,7 @@ def test_opening_that_fails_or_is_given_up_leaves_nothing_running(site):
             await task
 
     with site.such_that(startup_delay_s=60):
-        asyncio.run(given_up())
+        asyncio.run(cancel_while_opening())
     assert site.states() == ["CANCELLED"]
     with (
         site.such_that(Fault("job_fails"), startup_delay_s=0.1),
@@ -884,9 +886,9 @@ def test_a_trainer_that_says_it_does_not_replay_is_rejected_and_given_back(site)
     ):
         asyncio.run(open_fireworks(**settings_of(site, router_replay=True)))
     made = site.asked()[:2]
-    given_back = site.asked()[2:]
+    released = site.asked()[2:]
     assert made == ["POST rlorTrainerJobs", "POST deployments"]
-    assert [line.split(":")[-1].split("/")[0] for line in given_back] == [
+    assert [line.split(":")[-1].split("/")[0] for line in released] == [
         "cancel",
         "PATCH deployments",
     ]

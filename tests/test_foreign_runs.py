@@ -32,7 +32,7 @@ FOREIGN = Path(__file__).parent / "foreign"
 ROUNDED = {"prime_rl_rollouts", "prime_rl_monitors", "verifiers"}  # four decimals on disk
 NO_IDS = {"trl", "fw_cookbook"}
 PER_TOKEN = ("sampler_logprobs", "old_logprobs", "policy_logprobs", "ref_logprobs", "entropy")
-THERE = {  # series beside tokens that `show` says are there; all others must be None
+THERE = {  # series other than tokens that `show` says are there; all others must be None
     "nemo_rl": "sampler_logprobs old_logprobs advantages reward",
     "prime_rl_exports": "sampler_logprobs policy_logprobs entropy advantages",
     "prime_rl_rollouts": "sampler_logprobs advantages reward policy_version",
@@ -62,26 +62,26 @@ def numbers(values) -> np.ndarray:
 def series_of(record, group: int, sample: int, prompt: int) -> dict[str, object]:
     "What a record says of a sample, per token of its completion."
     s = next(g for g in record.groups if g.index == group).samples[sample]
-    found: dict[str, object] = {
+    series: dict[str, object] = {
         "sampler_logprobs": s.logprobs[prompt:],
         "mask": s.loss_mask[prompt:],
     }
     at = [k for k, d in enumerate(record.datums) if (d.group, d.sample) == (group, sample)]
     for k in at:
         d = record.datums[k]
-        found |= {
+        series |= {
             n: None if getattr(d, n) is None else getattr(d, n)[prompt - 1 :]
             for n in PER_TOKEN[1::2][:1]
         }
-        found |= {"ref_logprobs": None if d.ref_logprobs is None else d.ref_logprobs[prompt - 1 :]}
-        found |= {"advantage": d.advantage}
+        series |= {"ref_logprobs": None if d.ref_logprobs is None else d.ref_logprobs[prompt - 1 :]}
+        series |= {"advantage": d.advantage}
         if record.loss:
             lp = record.loss.logprobs[k]
-            found |= {"policy_logprobs": lp.values[prompt - 1 :]}
-            found |= {"entropy": None if lp.entropy is None else lp.entropy[prompt - 1 :]}
+            series |= {"policy_logprobs": lp.values[prompt - 1 :]}
+            series |= {"entropy": None if lp.entropy is None else lp.entropy[prompt - 1 :]}
         elif "entropy" in s.info:
-            found |= {"entropy": s.info["entropy"][prompt:]}
-    return found
+            series |= {"entropy": s.info["entropy"][prompt:]}
+    return series
 
 
 @pytest.mark.parametrize("tool", THERE)
@@ -174,10 +174,10 @@ RUNS = {  # of two or three steps: the exit status of the doctor, and what it sa
 
 @pytest.mark.parametrize("run", RUNS)
 def test_the_steps_of_a_run_are_put_together(run, capsys):
-    status, *message = RUNS[run]
+    status, *expected = RUNS[run]
     assert main(["doctor", str(FOREIGN / "faulty" / run)]) == status
     text = capsys.readouterr().out
-    assert [words for words in message if words not in text] == []
+    assert [part for part in expected if part not in text] == []
     named = re.findall(r"^step +\d+  (\S.*?) +largest gap", text, re.MULTILINE)
     verdict = text.partition("nats\n\n")[2]
     assert all(
@@ -186,7 +186,7 @@ def test_the_steps_of_a_run_are_put_together(run, capsys):
     )
 
 
-def told_by(folder, capsys) -> tuple[int, str]:
+def doctor_output(folder, capsys) -> tuple[int, str]:
     "Exit status of the doctor, and all that it printed."
     status = main(["doctor", str(folder)])
     return status, "".join(capsys.readouterr())
@@ -222,8 +222,8 @@ VERSIONS = {  # of the steps: the exit status, and what is said of them
 @pytest.mark.parametrize("versions", VERSIONS)
 def test_staleness_is_reported_where_only_versions_tell(tmp_path, capsys, versions):
     status, words = VERSIONS[versions]
-    found, text = told_by(sampled_with(tmp_path, map(int, versions)), capsys)
-    assert (found, words in text, "versions:" in text) == (status, True, bool(words))
+    exit_status, text = doctor_output(sampled_with(tmp_path, map(int, versions)), capsys)
+    assert (exit_status, words in text, "versions:" in text) == (status, True, bool(words))
     assert (
         "were not compared: no old_logprobs, no policy_logprobs in these files. To compare: trainer"
         in text
@@ -246,7 +246,7 @@ def test_a_sampling_client_of_tinker_that_serves_every_iteration_is_stale(tmp_pa
     assert {s.policy_version for r in result for g in r.groups for s in g.samples} == {0}
     assert (
         "– versions: steps 0 to 1 were sampled with the same weights, version 0"
-        in told_by(run, capsys)[1]
+        in doctor_output(run, capsys)[1]
     )
 
 
@@ -256,7 +256,7 @@ def test_a_temperature_that_the_trainer_does_not_score_at_is_reported(tmp_path, 
     cooler = """metadata = replace(metadata, '"temperature": 1.0', '"temperature": 0.7')"""
     with closing(sqlite3.connect(next(run.rglob("capture.sqlite")))) as connection, connection:
         connection.execute(f"UPDATE wire_rows SET {cooler}")
-    status, text = told_by(run, capsys)
+    status, text = doctor_output(run, capsys)
     assert status == 1
     assert (
         "✗ temperature: completions were sampled at 0.7, as recorded, and this trainer scores at 1"
@@ -270,9 +270,9 @@ def test_a_temperature_that_the_trainer_does_not_score_at_is_reported(tmp_path, 
     assert (output.cause, "sampled at 0.7, as recorded" in output.text) == ("temperature", True)
 
 
-def test_what_was_found_ends_the_doctors_words(capsys):
+def test_what_the_doctor_found_ends_its_output(capsys):
     "An uncentred advantage, where nothing can be compared, and healthy files where something can."
-    status, text = told_by(FOREIGN / "fw_cookbook", capsys)
+    status, text = doctor_output(FOREIGN / "fw_cookbook", capsys)
     assert (status, "were not compared: no tokens" in text) == (1, True)
     assert text.strip().splitlines()[-1].startswith("✗ advantages: a group does not sum to 0")
     regraded = reward_lab(
@@ -280,7 +280,7 @@ def test_what_was_found_ends_the_doctors_words(capsys):
     )
     # as it is proposed, where no advantages are recorded
     assert set(regraded.samples.new_reward) == {1.0}
-    status, text = told_by(FOREIGN / "slime", capsys)
+    status, text = doctor_output(FOREIGN / "slime", capsys)
     assert (status, "Nothing to fix" in text, "Rewards were not regraded" in text) == (
         0,
         True,

@@ -34,7 +34,7 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def found() -> Iterator[dict[str, list[Outcome]]]:
+def recorded_outcomes() -> Iterator[dict[str, list[Outcome]]]:
     "File -> what came of its cases; printed after the last one."
     outcomes: dict[str, list[Outcome]] = defaultdict(list)
     yield outcomes
@@ -48,11 +48,11 @@ def found() -> Iterator[dict[str, list[Outcome]]]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.file}-{case.name}")
-def test_recorded_case(case: Case, found: dict[str, list[Outcome]]) -> None:
-    found[case.file].append(find_adapter(case.file)(case))
+def test_recorded_case(case: Case, recorded_outcomes: dict[str, list[Outcome]]) -> None:
+    recorded_outcomes[case.file].append(find_adapter(case.file)(case))
 
 
-@pytest.mark.skipif(FOLDER != OWN, reason="other folders may hold files that nobody covers")
+@pytest.mark.skipif(FOLDER != OWN, reason="other folders may hold files without an adapter")
 def test_every_file_of_ours_has_an_adapter() -> None:
     assert FILES
     assert UNCOVERED == []
@@ -71,7 +71,7 @@ def test_our_defaults_are_the_recorded_ones(stem: str) -> None:
         recorded = golden_adapters.surrogate_options(name, defaults)
         assert losses.LossOptions().tis_cap == defaults["tis"]["cap"]
     options = losses.LossOptions(policy_loss=recorded.pop("policy_loss", "sapo"))
-    recorded.pop("kl_beta", None)  # ours is 0: no reference is asked for unless somebody wants it
+    recorded.pop("kl_beta", None)  # ours is 0: no reference is opened unless a setting needs it
     for parameter, value in recorded.items():
         same_as_low = parameter == "eps_clip_high" and options.param(parameter) is None
         assert value in (

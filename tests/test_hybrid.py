@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from families import GATED, HYBRID, loop_of, model_of, own_logprobs, two_steps
+from families import GATED, HYBRID, loop_of, model_of, plain_logprobs, two_steps
 from tiny_models import byte_tokenizer, one_thread  # noqa: F401 (the fixture is used by every test)
 
 import rl_notebook as rln
@@ -52,7 +52,7 @@ async def check_two_steps(family: str, lora: int, tmp_path: Path) -> None:
         [prompt] = await loop.backend.sampler.sample(
             [5, 6, 7, 8, 9], SampleParams(max_tokens=8, seed=3)
         )
-        assert np.abs(prompt.logprobs - own_logprobs(again, prompt.full_tokens)[4:]).max() < 1e-5
+        assert np.abs(prompt.logprobs - plain_logprobs(again, prompt.full_tokens)[4:]).max() < 1e-5
 
 
 @pytest.mark.parametrize("family", ["Ernie4_5_Moe", "Lfm2", "Bamba"])
@@ -114,5 +114,5 @@ async def draws(family: str) -> None:
         [later] = await sampler.sample(
             [*turn.full_tokens, 21, 22], SampleParams(max_tokens=8, seed=2)
         )
-        expected = own_logprobs(plain, later.full_tokens)[later.prompt_len - 1 :]
+        expected = plain_logprobs(plain, later.full_tokens)[later.prompt_len - 1 :]
         assert np.abs(later.logprobs - expected).max() < 2e-6

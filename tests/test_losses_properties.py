@@ -56,8 +56,8 @@ def samples(draw: st.DrawFn, index: int, has_old: bool) -> tuple[Datum, np.ndarr
 @st.composite
 def batches(draw: st.DrawFn) -> Batch:
     has_old = draw(st.booleans())
-    sampled = [draw(samples(i, has_old)) for i in range(draw(st.integers(1, 4)))]
-    return [d for d, _ in sampled], [p for _, p in sampled]
+    pairs = [draw(samples(i, has_old)) for i in range(draw(st.integers(1, 4)))]
+    return [d for d, _ in pairs], [p for _, p in pairs]
 
 
 @st.composite
@@ -267,78 +267,82 @@ class Scalar:
         centre = self.mean(i, lambda i, j: self.held[i][j] - self.old(i, j))
         return math.exp(min(p - self.held[i][j] + centre, cap))
 
-    def clipped(self, r: float, a: float, knob: dict[str, Any]) -> float:
-        high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
-        loss = max(-r * a, -within(r, 1 - knob["eps_clip"], 1 + high) * a)
+    def clipped(self, r: float, a: float, params: dict[str, Any]) -> float:
+        high = params["eps_clip"] if params["eps_clip_high"] is None else params["eps_clip_high"]
+        loss = max(-r * a, -within(r, 1 - params["eps_clip"], 1 + high) * a)
         return (
-            min(-knob["eps_clip_c"] * a, loss) if a < 0 and knob["eps_clip_c"] is not None else loss
+            min(-params["eps_clip_c"] * a, loss)
+            if a < 0 and params["eps_clip_c"] is not None
+            else loss
         )
 
-    def vespo(self, i: int, p: float, knob: dict[str, Any]) -> float:
+    def vespo(self, i: int, p: float, params: dict[str, Any]) -> float:
         def log_w(i: int, j: int) -> float:
             return self.held[i][j] - self.old(i, j) + math.log(max(self.correction(i, j), 1e-8))
 
         a = self.datums[i].advantage
         x = within(self.sum(i, log_w), math.log(1e-8), 20)
         side = "pos" if a >= 0 else "neg"
-        k = knob[f"vespo_k_{side}"]
-        rate = knob[f"vespo_lambda_{side}"]
+        k = params[f"vespo_k_{side}"]
+        rate = params[f"vespo_lambda_{side}"]
         return -math.exp(rate) * math.exp(k * x) * math.exp(-rate * math.exp(x)) * a * p
 
-    def gmpo(self, i: int, knob: dict[str, Any]) -> float:
-        high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
+    def gmpo(self, i: int, params: dict[str, Any]) -> float:
+        high = params["eps_clip"] if params["eps_clip_high"] is None else params["eps_clip_high"]
         a = self.datums[i].advantage
 
         def gap(i: int, j: int) -> float:
             d = within(
-                self.live(i, j) - self.old(i, j), -knob["ratio_log_cap"], knob["ratio_log_cap"]
+                self.live(i, j) - self.old(i, j), -params["ratio_log_cap"], params["ratio_log_cap"]
             )
-            return min(d, high) if a > 0 else max(d, -knob["eps_clip"])
+            return min(d, high) if a > 0 else max(d, -params["eps_clip"])
 
         return -math.exp(self.mean(i, gap)) * a
 
-    def dppo(self, name: str, i: int, j: int, p: float, knob: dict[str, Any]) -> float:
+    def dppo(self, name: str, i: int, j: int, p: float, params: dict[str, Any]) -> float:
         a = self.datums[i].advantage
         was = math.exp(self.old(i, j))
         now = math.exp(self.held[i][j])
         odds = (1 - was + 1e-8) / (1 - now + 1e-8)
         rest = math.log(odds) if odds > 0 else math.nan  # random old logprobs may be above 0
         far = abs(now - was) if name == "dppo_tv" else was * math.log(was / now) + (1 - was) * rest
-        gone = (a > 0 and now > was and far > knob["dppo_high"]) or (
-            a < 0 and now < was and far > knob["dppo_low"]
+        gone = (a > 0 and now > was and far > params["dppo_high"]) or (
+            a < 0 and now < was and far > params["dppo_low"]
         )
-        return 0.0 if gone else -min(now / was, knob["dppo_cap"]) * a * p
+        return 0.0 if gone else -min(now / was, params["dppo_cap"]) * a * p
 
-    def picked(self, name: str, knob: dict[str, Any]) -> list[tuple[int, int]]:
+    def selected_tokens(self, name: str, params: dict[str, Any]) -> list[tuple[int, int]]:
         "The tokens that the covariance of advantage and logprob singles out, in the batch."
         a = np.array([self.datums[i].advantage for i, _ in self.places])
         p = np.array([self.held[i][j] for i, j in self.places])
         cov = (a - a.mean()) * (p - p.mean())
-        count = max(1, int(len(a) * knob["cov_share"]))
+        count = max(1, int(len(a) * params["cov_share"]))
         if name == "kl_cov":
-            top = torch.tensor(cov).topk(count).indices.tolist()
+            chosen = torch.tensor(cov).topk(count).indices.tolist()
         else:
-            high = knob["eps_clip"] if knob["eps_clip_high"] is None else knob["eps_clip_high"]
+            high = (
+                params["eps_clip"] if params["eps_clip_high"] is None else params["eps_clip_high"]
+            )
             r = np.array(
                 [
-                    self.token_ratio(i, j, self.held[i][j], knob["ratio_log_cap"])
+                    self.token_ratio(i, j, self.held[i][j], params["ratio_log_cap"])
                     for i, j in self.places
                 ]
             )
-            free = ~(-np.clip(r, 1 - knob["eps_clip"], 1 + high) * a > -r * a)
+            free = ~(-np.clip(r, 1 - params["eps_clip"], 1 + high) * a > -r * a)
             among = np.flatnonzero(
-                free & (cov > knob["clip_cov_low"]) & (cov < knob["clip_cov_high"])
+                free & (cov > params["clip_cov_low"]) & (cov < params["clip_cov_high"])
             )
-            sampled = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
-            top = among[sampled[:count].numpy()]
-        return [self.places[k] for k in top]
+            order = torch.randperm(len(among), generator=torch.Generator().manual_seed(0))
+            chosen = among[order[:count].numpy()]
+        return [self.places[k] for k in chosen]
 
     def surrogate(self, i: int, j: int) -> float:
         name = self.options.policy_loss
         a = self.datums[i].advantage
         p = self.live(i, j)
-        own = {k: getattr(self.options, k) for k in POLICY_LOSSES[name][1]}
-        params = {k: POLICY_LOSSES[name][1][k] if v is None else v for k, v in own.items()}
+        chosen = {k: getattr(self.options, k) for k in POLICY_LOSSES[name][1]}
+        params = {k: POLICY_LOSSES[name][1][k] if v is None else v for k, v in chosen.items()}
         t = self.correction(i, j)
         q = self.held[i][j]
         cap = params.get("ratio_log_cap", 20.0)
@@ -386,11 +390,13 @@ class Scalar:
             case "kl_cov":
                 gap = within(p - self.old(i, j), -cap, cap)
                 pays = (
-                    params["kl_cov_coef"] * abs(gap) if (i, j) in self.picked(name, params) else 0.0
+                    params["kl_cov_coef"] * abs(gap)
+                    if (i, j) in self.selected_tokens(name, params)
+                    else 0.0
                 )
                 return (-math.exp(gap) * a + pays) * t
             case "clip_cov":
-                gone = (i, j) in self.picked(name, params)
+                gone = (i, j) in self.selected_tokens(name, params)
                 return 0.0 if gone else self.clipped(self.token_ratio(i, j, p, cap), a, params) * t
         raise AssertionError(f"no formula for {name}: write one")
 
@@ -579,7 +585,7 @@ def one_datum(**changes: Any) -> Datum:
 
 
 @pytest.mark.parametrize(
-    ("given", "changes", "said"),
+    ("settings", "changes", "message"),
     [
         ({}, {"old_logprobs": None}, "old_logprobs: got none"),
         ({}, {"old_logprobs": [0.0, np.nan, -1.0]}, "old_logprobs"),
@@ -591,11 +597,11 @@ def one_datum(**changes: Any) -> Datum:
     ],
 )
 def test_what_cannot_be_sent_is_rejected(
-    given: dict[str, Any], changes: dict[str, Any], said: str
+    settings: dict[str, Any], changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=r".") as caught:
-        builtin_inputs([one_datum(**changes)], LossOptions(**{"policy_loss": "ppo", **given}))
-    assert said in str(caught.value)
+        builtin_inputs([one_datum(**changes)], LossOptions(**{"policy_loss": "ppo", **settings}))
+    assert message in str(caught.value)
 
 
 def test_icepop_counts_what_it_leaves_out_and_not_what_a_cap_of_zero_does() -> None:

@@ -1,6 +1,6 @@
-"""Functions of your own, by name: found, called, recorded and compared; those that a foreign run folder names: rejected.
+"""Custom functions, by name: found, called, recorded and compared; those that a foreign run folder names: rejected.
 
-The second half attacks: a run folder that somebody sent names code in every place that we know of, and every command
+The second half attacks: a run folder from elsewhere names code in every place that we know of, and every command
 and every entry of the Python interface is tried on it. What it names would leave a file behind; none may.
 """
 
@@ -61,7 +61,7 @@ SMALL_RUN: dict[str, Any] = {
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL_RUN.items()]
 
 MODULE = """
-"Functions of somebody who uses the package."
+"Functions of a user of the package."
 from dataclasses import replace
 
 import numpy as np
@@ -109,7 +109,7 @@ def fails(groups):
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    "A working directory with `my_functions.py`, and a state directory of its own; imports of both are forgotten."
+    "A working directory with `my_functions.py`, and a separate state directory; imports of both are forgotten."
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(sys, "path", [p for p in sys.path if p])
@@ -150,7 +150,7 @@ def record() -> StepRecord:
     return one_step()
 
 
-# --- a loss of your own, everywhere -----------------------------------------------------------------------------------
+# --- a custom loss, everywhere ----------------------------------------------------------------------------------------
 
 
 def test_a_run_with_functions_of_ones_own_from_the_command_line(desk, capsys):
@@ -246,7 +246,7 @@ def test_a_loss_takes_what_it_needs_by_name_wherever_a_loss_is_taken(desk, recor
     assert result.outputs["fn small"].metrics["clip_ratio/region_mean"] > 0
 
     async def looked_at() -> tuple[StepRecord, StepRecord]:
-        "A step whose loss is passed when it is looked at, after one of a config that has knobs of another."
+        "A step whose loss is passed when it is looked at, after one of a config that has parameters of another."
         loop = grpo_loop(Config(**SMALL_RUN, policy_loss="ppo", eps_clip=0.1))
         loop.prompts()
         await loop.sample()
@@ -452,7 +452,7 @@ def test_advantages_by_name_and_as_an_object(desk, record):
     assert asyncio.run(branched()) == ["centred"]
 
 
-# --- a run folder that somebody sent ----------------------------------------------------------------------------------
+# --- a run folder from elsewhere --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -539,7 +539,7 @@ def _recorded_loss(name: str) -> Callable[[Trap], None]:
 
 
 def _pickles(trap: Trap) -> None:
-    "Pickles where arrays and states are, and beside them."
+    "Pickles where arrays and states are, and next to them."
     bomb = pickle.dumps(Bomb(trap.canary))
     for name in ("arrays.safetensors", "tokens.parquet", "completions.parquet"):
         (trap.path / "steps" / "00002" / name).write_bytes(bomb)
@@ -564,7 +564,7 @@ def _parquet_types(trap: Trap) -> None:
 
 
 def _model(trap: Trap) -> None:
-    "A model with code and a chat template of its own."
+    "A model with its code and its chat template."
     model = trap.path / "model"
     model.mkdir()
     (model / "modeling_evil.py").write_text(
@@ -635,7 +635,7 @@ async def _stepped(path: Path) -> None:
 
 
 def _looked_at(path: Path) -> None:
-    "Everything that draws or explains a record."
+    "Everything that shows or explains a record."
     from rl_notebook.views.report import write_report
     from rl_notebook.views.tokens import inspect_tokens
     from rl_notebook.views.whatif import WhatIfPanel
@@ -714,16 +714,16 @@ def test_other_tricks_by_the_shortest_way(attack, sent, desk, capsys):
     assert not trap.sprung, capsys.readouterr()
 
 
-def test_what_is_refused_is_listed_and_can_be_trusted(sent, desk, capsys):
+def test_what_is_rejected_is_listed_and_can_be_trusted(sent, desk, capsys):
     "The proof that the attacks would work: with --trust the very same folder executes what it names."
     trap = Trap(sent, desk)
     trap.settings(rewards=["evil:f", "format"], policy_loss="evil:g")
     assert command(["replay", str(trap.path), "2"]) == 2
-    refused = capsys.readouterr().err
+    errors = capsys.readouterr().err
     names = "config: got 'evil:f', 'evil:g', which"
-    assert names in refused.replace("'evil:g', 'evil:f'", "'evil:f', 'evil:g'")
+    assert names in errors.replace("'evil:g', 'evil:f'", "'evil:f', 'evil:g'")
     fix = "Nothing was imported, read or sent. If you trust who wrote the folder: --trust, or trust=True in Python."
-    assert fix in refused
+    assert fix in errors
     assert not trap.sprung
     command(["replay", str(trap.path), "2", "--trust"])
     assert f"{trap.path}: trusted with what it names: evil:f, evil:g" in capsys.readouterr().err
@@ -765,7 +765,7 @@ def test_what_reaches_out_of_a_foreign_run_is_asked_for(way, what, sent, desk, c
 
 @pytest.fixture
 def mine(desk: Path) -> Path:
-    "A run with functions of one's own."
+    "A run with custom functions."
     overrides = {"rewards": ["my_functions:uneven"], "policy_loss": "my_functions:plain"}
     main(
         Config(**SMALL_RUN, **overrides, log_path="run", dcp_save_interval=1),
@@ -776,7 +776,7 @@ def mine(desk: Path) -> Path:
     return desk / "run"
 
 
-def refused(path: Path | str) -> bool:
+def is_rejected(path: Path | str) -> bool:
     "Whether the names of a folder are rejected."
     try:
         load_problem(Config.from_dict(Run.open(path).config))
@@ -788,11 +788,11 @@ def refused(path: Path | str) -> bool:
 def test_a_run_that_was_started_here_is_known_by_its_path_and_its_beginning(
     mine, desk, monkeypatch
 ):
-    assert not refused(mine)
-    assert not refused("run")
+    assert not is_rejected(mine)
+    assert not is_rejected("run")
     assert type(Run.open(mine).record(2).options["policy_loss"]) is str
     shutil.copytree(mine, desk / "copy")
-    assert refused(desk / "copy")
+    assert is_rejected(desk / "copy")
     text = (mine / "config.yaml").read_text()
     edits = (
         text.replace("my_functions:uneven", "os:system"),
@@ -802,22 +802,22 @@ def test_a_run_that_was_started_here_is_known_by_its_path_and_its_beginning(
     # what is edited by hand stays one's own; a name that is new in it does not
     for edited in edits:
         (mine / "config.yaml").write_text(edited)
-        assert refused(mine) == ("os:system" in edited)
+        assert is_rejected(mine) == ("os:system" in edited)
     (mine / "config.yaml").write_text(text)
-    assert not refused(mine)
+    assert not is_rejected(mine)
     step = Trap.__new__(Trap)
     step.path = mine
     step.rewrite(lambda r: r["options"].update(policy_loss="os:system"))
     assert isinstance(Run.open(mine).record(2).options["policy_loss"], NameFromFile)
     monkeypatch.setenv("XDG_STATE_HOME", str(desk / "another"))
-    assert refused(mine)
+    assert is_rejected(mine)
 
 
-def test_a_foreign_run_that_is_resumed_with_trust_is_ones_own(mine, desk, capsys):
+def test_a_foreign_run_that_is_resumed_with_trust_is_trusted_from_then_on(mine, desk, capsys):
     moved = desk / "moved"
     mine.rename(moved)
     resume = ["train", "--resume", "--log-path", str(moved), "--steps", "3"]
     assert command(resume) == 2
     assert "rl-notebook train: config: got 'my_functions:" in capsys.readouterr().err
     assert command([*resume, "--trust"]) == 0
-    assert not refused(moved)
+    assert not is_rejected(moved)

@@ -45,7 +45,7 @@ def status(code) -> httpx.HTTPStatusError:
     )
 
 
-def draw(rollout_fn, n=4, **options) -> Rollouts:
+def run_rollouts(rollout_fn, n=4, **options) -> Rollouts:
     "All samples of the prompt, on a clock on which waiting takes no time."
     return simulate(sample_rollouts(rollout_fn, PROMPT, n, **options))
 
@@ -83,14 +83,14 @@ def quiet(coroutine):
     st.sets(st.sampled_from(["row_index", "epoch", "rollout_index", "evaluation"])), st.booleans()
 )
 def test_a_function_gets_the_context_that_it_names_and_nothing_else(names, everything):
-    told = []
+    received = []
     parameters = ", ".join(["sample_prompt", *sorted(names), *(["**more"] if everything else [])])
-    scope = {"told": told, "sample": sample}
-    source = f"async def f({parameters}):\n    told.append(locals())\n    return sample()"
+    scope = {"received": received, "sample": sample}
+    source = f"async def f({parameters}):\n    received.append(locals())\n    return sample()"
     exec(source, scope)
-    draw(scope["f"], context={"epoch": 2, "evaluation": True})
+    run_rollouts(scope["f"], context={"epoch": 2, "evaluation": True})
     whole = {"row_index": 41, "epoch": 2, "evaluation": True}
-    for i, got in enumerate(told):
+    for i, got in enumerate(received):
         expected = whole | {"rollout_index": i}
         assert {k: v for k, v in got.items() if k in expected} == {k: expected[k] for k in names}
         assert got.get("more", {}) == (
@@ -101,7 +101,7 @@ def test_a_function_gets_the_context_that_it_names_and_nothing_else(names, every
 # --- what is tried again ---------------------------------------------------------------------------------------------
 
 PASSING = [
-    httpx.ConnectError("refused"), status(429), TimeoutError("slow"), ExceptionGroup("both", [TimeoutError()]),
+    httpx.ConnectError("no connection"), status(429), TimeoutError("slow"), ExceptionGroup("both", [TimeoutError()]),
 ]  # fmt: skip
 FATAL = [
     status(401), KeyError("answer"), ExceptionGroup("both", [TimeoutError(), KeyError("answer")]),
@@ -109,7 +109,7 @@ FATAL = [
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
-def test_a_connection_is_tried_again_and_then_the_draw_is_lost(error):
+def test_a_lost_connection_is_tried_again_and_then_the_sample_is_lost(error):
     calls = []
     seeds = set()
 
@@ -120,13 +120,13 @@ def test_a_connection_is_tried_again_and_then_the_draw_is_lost(error):
         seeds.add(sample_prompt["seed"])
         raise error
 
-    sampled = draw(fails, retries=3)
+    sampled = run_rollouts(fails, retries=3)
     assert calls.count(2) == 4
     assert len(calls) == 7
-    assert len(seeds) == 1, "nothing was drawn, so it is the same draw"
+    assert len(seeds) == 1, "nothing was sampled, so a retry has the same seed"
     assert len(sampled.samples) == 3
     assert sampled.dropped == (f"rollout 2 raised {type(error).__name__}: {error}",)
-    assert len(draw(fails).dropped) == 1
+    assert len(run_rollouts(fails).dropped) == 1
 
 
 def test_a_refusal_of_a_backend_is_lost_at_once_since_it_made_its_own_tries():
@@ -138,7 +138,7 @@ def test_a_refusal_of_a_backend_is_lost_at_once_since_it_made_its_own_tries():
             raise BackendError("busy")
         return sample()
 
-    sampled = draw(fails, retries=3)
+    sampled = run_rollouts(fails, retries=3)
     assert (calls.count(2), len(sampled.samples)) == (1, 3)
     assert sampled.dropped == ("rollout 2 raised BackendError: busy",)
 
@@ -166,7 +166,7 @@ def test_any_other_failure_ends_the_run_and_says_where(error):
     assert complaints == []
 
 
-def test_a_cancelled_step_cancels_its_draws():
+def test_a_cancelled_step_cancels_its_rollouts():
     ended = []
 
     async def waits(sample_prompt, rollout_index):
@@ -194,7 +194,7 @@ def test_a_rollout_that_cancels_itself_is_not_a_cancelled_step():
         return sample()
 
     with pytest.raises(RewardError, match=f"^{WHERE}: rollout_fn cancelled itself"):
-        draw(gives_up)
+        run_rollouts(gives_up)
 
 
 # --- what is lost, and sampled again ---------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_rollout_that_cancels_itself_is_not_a_cancelled_step():
     ),
     st.integers(0, 3),
 )
-def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
+def test_lost_samples_are_made_again_and_everything_is_counted(plan, rounds):
     seeds = []
     calls = []
 
@@ -222,7 +222,7 @@ def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
         return None if fate == "none" else sample(reward=float(rollout_index))
 
     n = len(plan)
-    sampled = draw(planned, n=n, seed=5, group_retries=rounds)
+    sampled = run_rollouts(planned, n=n, seed=5, group_retries=rounds)
     tried = [[*fates, *[fates[-1]] * 9][: rounds + 1] for fates in plan]
     kept = [i for i, fates in enumerate(tried) if "ok" in fates]
     assert [s.reward for s in sampled.samples] == kept
@@ -240,14 +240,14 @@ def test_lost_draws_are_made_again_and_everything_is_counted(plan, rounds):
     }
 
 
-def test_an_unscorable_sample_is_not_drawn_again():
+def test_an_unscorable_sample_is_not_sampled_again():
     calls = []
 
     async def unscorable(sample_prompt):
         calls.append(1)
         return sample(reward=None)
 
-    sampled = draw(unscorable, group_retries=3)
+    sampled = run_rollouts(unscorable, group_retries=3)
     assert (len(calls), sampled.redrawn) == (4, ())
     assert assemble(sampled, sampled.samples).dropped == tuple(
         f"sample {i} is unscorable" for i in range(4)
@@ -261,26 +261,26 @@ def test_an_unscorable_sample_is_not_drawn_again():
     st.integers(0, 3),
     st.integers(1, 5),
 )
-def test_samples_and_reasons_add_up_and_runs_stay_whole(drawn_runs, lost, smallest):
+def test_samples_and_reasons_add_up_and_runs_stay_whole(planned_runs, lost, smallest):
     async def run(sample_prompt, rollout_index):
-        if rollout_index >= len(drawn_runs):
+        if rollout_index >= len(planned_runs):
             return None
-        segments, reward = drawn_runs[rollout_index]
+        segments, reward = planned_runs[rollout_index]
         return RolloutRun((sample(),) * segments, reward)
 
-    sampled = draw(run, n=len(drawn_runs) + lost)
+    sampled = run_rollouts(run, n=len(planned_runs) + lost)
     group = assemble(sampled, sampled.samples, smallest)
-    scored = [i for i, (_, reward) in enumerate(drawn_runs) if reward is not None]
+    scored = [i for i, (_, reward) in enumerate(planned_runs) if reward is not None]
     expected = scored if len(scored) >= smallest else []
     assert len(group.run_starts) == len(expected)
-    assert len(group.run_starts) + len(group.dropped) == len(drawn_runs) + lost
+    assert len(group.run_starts) + len(group.dropped) == len(planned_runs) + lost
     if group.runs:
-        assert list(group.runs) == [i for i in expected for _ in range(drawn_runs[i][0])]
+        assert list(group.runs) == [i for i in expected for _ in range(planned_runs[i][0])]
     elif group.samples:
-        assert all(n == 1 for n, _ in drawn_runs)
+        assert all(n == 1 for n, _ in planned_runs)
     if 0 < len(scored) < smallest:
         each = "run" if sampled.runs else "sample"
-        few = f"group has {len(scored)} of {len(drawn_runs) + lost} {each}s; min_group_size is {smallest}"
+        few = f"group has {len(scored)} of {len(planned_runs) + lost} {each}s; min_group_size is {smallest}"
         assert group.dropped.count(few) == len(scored)
 
 
@@ -325,12 +325,12 @@ def test_a_sample_that_cannot_be_right_is_named(changes, says):
         return RolloutRun((sample(), sample(**changes)), reward) if rollout_index == 2 else sample()
 
     with pytest.raises((AlignmentError, RewardError), match=f"^{WHERE}: {says}"):
-        draw(alone)
+        run_rollouts(alone)
     segment = (
         "" if "RolloutSample" in says else ", segment 0" if "reward" in changes else ", segment 1"
     )
     with pytest.raises((AlignmentError, RewardError), match=f"^{WHERE}{segment}: {says}"):
-        draw(in_a_run)
+        run_rollouts(in_a_run)
 
 
 def test_a_promise_that_is_not_kept_is_named():
@@ -344,11 +344,11 @@ def test_a_promise_that_is_not_kept_is_named():
         RewardError,
         match="rollout 0: rollout_fn: got str; expected RolloutSample, RolloutRun or None",
     ):
-        draw(text)
+        run_rollouts(text)
     with pytest.raises(
         RewardError, match="rollout 0: rollout_fn: got RolloutSample; expected something to await"
     ):
-        draw(blocking)
+        run_rollouts(blocking)
 
 
 # --- the breaker -----------------------------------------------------------------------------------------------------
@@ -369,9 +369,9 @@ def test_a_breaker_trips_when_it_should_and_not_before(lost, limit, window):
                 BackendError,
                 match=f"{sum(seen)} of the last {len(seen)} .*max_rollout_failure_rate",
             ):
-                breaker.note("refused" if bad else "")
+                breaker.note("rejected" if bad else "")
             return
-        breaker.note("refused" if bad else "")
+        breaker.note("rejected" if bad else "")
 
 
 # --- straight from the sampler ---------------------------------------------------------------------------------------
@@ -411,7 +411,7 @@ def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (None, "got None"),
         ("text", "got 'text'"),
@@ -419,7 +419,7 @@ def test_a_request_is_tried_again_with_the_same_seed_and_empty_completions_with_
         ((), "0 completions"),
     ],
 )
-def test_a_sampler_that_returns_no_completions_is_named(returned, said):
+def test_a_sampler_that_returns_no_completions_is_named(returned, message):
     class Custom:
         async def sample(self, prompt_tokens, params):
             return returned
@@ -429,7 +429,7 @@ def test_a_sampler_that_returns_no_completions_is_named(returned, said):
             return returned
 
     with pytest.raises(
-        BackendError, match=rf"group 3 \(row 'q17'\): .*: got {said.removeprefix('got ')}"
+        BackendError, match=rf"group 3 \(row 'q17'\): .*: got {message.removeprefix('got ')}"
     ):
         simulate(sample_completions(Custom(), PROMPT, SampleParams(n=2)))
     with pytest.raises(
@@ -486,7 +486,7 @@ def make_rollout_fn(setup):
 
 
 def guide_function(score):
-    "What the guide's file defines, with a reward function of one's own."
+    "What the guide's file defines, with a custom reward function."
     scope = {"score": score}
     exec(compile(ROLLOUT, "rollout.py", "exec"), scope)
     return scope["make_rollout_fn"]
@@ -520,12 +520,12 @@ def test_the_guides_rollout_trains_like_any_other():
         assert record.metrics["staleness/max"] == 0, (
             "a sample put together by hand is as old as what it is made of"
         )
-        for group, twin in zip(record.groups, same.groups, strict=True):
+        for group, same_group in zip(record.groups, same.groups, strict=True):
             texts = [s.text for s in group.samples]
-            assert texts == [s.text for s in twin.samples], (
+            assert texts == [s.text for s in same_group.samples], (
                 "no seed was passed on, and yet it repeats"
             )
-            assert len(set(texts)) > 1, "draws of a prompt are not copies of each other"
+            assert len(set(texts)) > 1, "samples of a prompt are not copies of each other"
             for s in group.samples:
                 assert s.policy_version == record.step - 1
                 np.testing.assert_allclose(s.raw_logprobs, s.logprobs, atol=1e-6)
@@ -536,7 +536,7 @@ def test_the_guides_rollout_trains_like_any_other():
 
 REWRITES = {  # what a template makes of an assistant's turn
     "drops its thought": ("{{ m.content.split('</think>')[-1] }}", "<think>2+2</think>4"),
-    "refuses it": (
+    "rejects it": (
         "{% if '?' in m.content %}{{ raise_exception('no questions') }}{% endif %}{{ m.content }}",
         "4?",
     ),
@@ -545,7 +545,7 @@ REWRITES = {  # what a template makes of an assistant's turn
 
 @pytest.mark.parametrize("rewrites", REWRITES)
 def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_path):
-    change, written = REWRITES[rewrites]
+    change, reply = REWRITES[rewrites]
     turn = "{% if m.role == 'assistant' %}" + change + "{% else %}{{ m.content }}{% endif %}"
     template = (
         "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
@@ -559,10 +559,10 @@ def test_what_a_template_makes_of_a_turn_costs_that_rollout_alone(rewrites, tmp_
             c = start_conversation(
                 setup.tokenizer, Row(key="q", messages=tuple(sample_prompt["messages"]))
             )
-            said = setup.tokenizer.encode(
-                (written if rollout_index == 1 else "4") + "<|end|>", add_special_tokens=False
+            completion = setup.tokenizer.encode(
+                (reply if rollout_index == 1 else "4") + "<|end|>", add_special_tokens=False
             )
-            c = c.add_completion(Completion(c.tokens, said, [-0.5] * len(said)))
+            c = c.add_completion(Completion(c.tokens, completion, [-0.5] * len(completion)))
             c = c.add_messages({"role": "user", "content": "Sure?"})
             [last] = await setup.sampler.sample(c.tokens, setup.params)
             return c.add_completion(last).to_sample(float(rollout_index))

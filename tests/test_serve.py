@@ -93,10 +93,10 @@ def caller() -> tuple[Any, Any]:
 
 @dataclass
 class Watched:
-    "A sampler that keeps what it sampled, and waits when it is told to."
+    "A sampler that keeps what it sampled, and waits while its gate is closed."
 
     sampler: Any
-    drawn: list[Any] = field(default_factory=list)
+    completions: list[Any] = field(default_factory=list)
     gate: asyncio.Event | None = None
     cancelled: int = 0
 
@@ -108,7 +108,7 @@ class Watched:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
-        self.drawn += completions
+        self.completions += completions
         return completions
 
     async def logprobs(self, tokens: Any) -> Any:
@@ -128,7 +128,7 @@ async def served(model: Any = None, tokenizer: Any = None, max_seq_len: int = 25
 
 
 def client_of(rollout: Any, **options: Any) -> Any:
-    "The client, told an address and a key."
+    "A client with the address and the key of a rollout."
     return openai.AsyncOpenAI(
         base_url=rollout.url, api_key=rollout.key, **{"max_retries": 0} | options
     )
@@ -149,9 +149,9 @@ async def talk(rollout: Any, turns: int, **more: Any) -> list[Any]:
     return messages
 
 
-def check_exact(samples: Any, drawn: Any) -> None:
+def check_exact(samples: Any, completions: Any) -> None:
     "Every sampled token is sampled in exactly one place, with its logprobs, behind the tokens that it was sampled from."
-    left = {id(c): c for c in drawn}
+    left = {id(c): c for c in completions}
     for sample in samples:
         for first, end in sample.turns:
             tokens = sample.tokens.tolist()
@@ -175,7 +175,7 @@ async def check_scores(backend: Any, samples: Any) -> None:
         assert np.allclose(scored.values[inside], sample.raw_logprobs[1:][inside], atol=1e-4)
 
 
-def test_what_comes_back_is_what_was_drawn() -> None:
+def test_what_comes_back_is_what_was_sampled() -> None:
     async def play() -> None:
         async with served() as (server, watched, backend):
             odd = 0
@@ -191,7 +191,7 @@ def test_what_comes_back_is_what_was_drawn() -> None:
                     0.5,
                 )
                 assert (sample.info["turns"], len(sample.turns)) == (turns, turns)
-                check_exact(run.segments, watched.drawn[-turns:])
+                check_exact(run.segments, watched.completions[-turns:])
                 await check_scores(backend, run.segments)
                 odd += sample.info["noncanonical_turns"]
             assert odd > 0  # else there would be nothing that a tokenizer could have cut otherwise
@@ -238,8 +238,8 @@ def test_a_stream_says_the_same_and_is_recorded() -> None:
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     whole = await ask(client, ASKED, seed=3)
-                    how = {"stream": True, "stream_options": {"include_usage": True}}
-                    events = [event async for event in await ask(client, ASKED, seed=3, **how)]
+                    options = {"stream": True, "stream_options": {"include_usage": True}}
+                    events = [event async for event in await ask(client, ASKED, seed=3, **options)]
                     text = "".join(e.choices[0].delta.content or "" for e in events if e.choices)
                     assert text == whole.choices[0].message.content
                     assert [e.usage for e in events if e.usage] == [whole.usage]
@@ -251,27 +251,27 @@ def test_a_stream_says_the_same_and_is_recorded() -> None:
                     await ask(client, more)
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] in ([1, 2], [2, 1])
-            check_exact(run.segments, watched.drawn)
+            check_exact(run.segments, watched.completions)
 
     asyncio.run(play())
 
 
-def test_tools_are_called_and_answered_with_the_tokens_that_were_drawn() -> None:
+def test_tools_are_called_with_the_tokens_that_were_sampled() -> None:
     async def play() -> None:
         model, tokenizer = caller()
         async with served(model, tokenizer, max_tokens=3) as (server, watched, _backend):
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:
                     messages: list[Any] = [{"role": "user", "content": "x"}]
-                    said = (await ask(client, messages, tools=[ADD])).choices[0]
-                    assert (said.finish_reason, said.message.content) == ("tool_calls", None)
-                    (call,) = said.message.tool_calls
+                    reply = (await ask(client, messages, tools=[ADD])).choices[0]
+                    assert (reply.finish_reason, reply.message.content) == ("tool_calls", None)
+                    (call,) = reply.message.tool_calls
                     assert (call.function.name, json.loads(call.function.arguments)) == (
                         "add",
                         {"a": 2},
                     )
                     # sent again as a library would: other spelling of the arguments, further fields
-                    again = said.message.to_dict() | {"content": "", "name": "policy"}
+                    again = reply.message.to_dict() | {"content": "", "name": "policy"}
                     again["tool_calls"][0]["function"]["arguments"] = '{ "a":2 }'
                     messages += [again, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
                     async with client.chat.completions.stream(
@@ -282,7 +282,7 @@ def test_tools_are_called_and_answered_with_the_tokens_that_were_drawn() -> None
             (sample,) = rollout.to_run(1.0).segments
             assert CALL in tokenizer.decode(sample.tokens)
             assert sample.info["turns"] == 2
-            check_exact([sample], watched.drawn)
+            check_exact([sample], watched.completions)
             with server.rollout() as rollout:
                 async with client_of(rollout) as client:  # then a call is only text
                     plain = await ask(
@@ -294,7 +294,7 @@ def test_tools_are_called_and_answered_with_the_tokens_that_were_drawn() -> None
     asyncio.run(play())
 
 
-def test_branches_and_edited_histories_are_sequences_of_their_own() -> None:
+def test_branches_and_edited_histories_are_separate_sequences() -> None:
     async def play() -> None:
         async with served() as (server, watched, backend):
             with server.rollout() as rollout:
@@ -313,11 +313,12 @@ def test_branches_and_edited_histories_are_sequences_of_their_own() -> None:
             branch = "a second branch from message 2 on"
             edited = "other history from message"
             tools = "other tools"
-            apart = ["", branch, branch, f"{edited} 1 on", f"{edited} 0 on", tools]
+            reasons = ["", branch, branch, f"{edited} 1 on", f"{edited} 0 on", tools]
             assert all(
-                s.info["apart"].startswith(why) for s, why in zip(run.segments, apart, strict=True)
+                s.info["apart"].startswith(why)
+                for s, why in zip(run.segments, reasons, strict=True)
             )
-            check_exact(run.segments, watched.drawn)
+            check_exact(run.segments, watched.completions)
             await check_scores(backend, run.segments)
 
     asyncio.run(play())
@@ -337,7 +338,7 @@ def test_a_template_that_rewrites_history_makes_each_turn_a_sequence() -> None:
             run = rollout.to_run(1.0)
             assert [s.info["turns"] for s in run.segments] == [1, 1, 1]
             assert all("the chat template" in s.info["apart"] for s in run.segments[1:])
-            check_exact(run.segments, watched.drawn)
+            check_exact(run.segments, watched.completions)
 
     asyncio.run(play())
 
@@ -369,7 +370,7 @@ def test_keys_and_addresses() -> None:
                     await ask(client, ASKED)
                 with pytest.raises(openai.NotFoundError, match="is not open"):
                     await client.models.list()
-            assert not watched.drawn
+            assert not watched.completions
             with pytest.raises(AlignmentError, match="at least one request"):
                 rollout.to_run(1.0)
             for bad in ("a/b", "ä", " "):
@@ -427,12 +428,12 @@ def test_what_is_not_done_is_refused_by_name() -> None:
                         )
                         message = reply.json()["error"]["message"]
                         assert (reply.status_code, named in message) == (400, True), reply.text
-            assert not watched.drawn
+            assert not watched.completions
 
     asyncio.run(play())
 
 
-def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
+def test_a_repeated_request_gets_the_reply_that_was_sampled() -> None:
     async def play() -> None:
         async with served() as (server, watched, _backend):
             with server.rollout() as rollout:
@@ -455,14 +456,14 @@ def test_a_request_that_comes_again_gets_the_answer_that_was_drawn() -> None:
                     assert one.json() == two.json()
                     other = await client.post(address, json=body | {"seed": 8}, headers=asking)
                     assert (other.status_code, "another body" in other.text) == (422, True)
-                    assert len(watched.drawn) == 3
+                    assert len(watched.completions) == 3
                     # a client that counts asks for a second answer
                     fresh = {"X-Stainless-Retry-Count": "0"}
                     await client.post(address, json=body, headers=fresh)
-                    assert len(watched.drawn) == 4
+                    assert len(watched.completions) == 4
             run = rollout.to_run(1.0)
             assert len(run.segments) == 4
-            check_exact(run.segments, watched.drawn)
+            check_exact(run.segments, watched.completions)
 
     asyncio.run(play())
 
@@ -476,10 +477,12 @@ def test_several_completions_and_their_logprobs() -> None:
                     more = [*ASKED, first, {"role": "developer", "content": "Be sure."}]
                     reply = await ask(client, more, n=3, logprobs=True)
                     assert [choice.index for choice in reply.choices] == [0, 1, 2]
-                    for choice, drawn in zip(reply.choices, watched.drawn[1:], strict=True):
+                    for choice, completion in zip(
+                        reply.choices, watched.completions[1:], strict=True
+                    ):
                         assert [
                             t.logprob for t in choice.logprobs.content
-                        ] == drawn.logprobs.tolist()
+                        ] == completion.logprobs.tolist()
                     chosen = [*more, reply.choices[2].message, {"role": "user", "content": "and?"}]
                     stream = await ask(client, chosen, n=2, logprobs=True, stream=True)
                     chunks = [c async for c in stream]
@@ -487,7 +490,7 @@ def test_several_completions_and_their_logprobs() -> None:
                     assert any(c.choices[0].logprobs for c in chunks)
             run = rollout.to_run(1.0)
             assert sorted(s.info["turns"] for s in run.segments) == [1, 1, 2, 2]
-            check_exact(run.segments, watched.drawn)
+            check_exact(run.segments, watched.completions)
             await check_scores(backend, run.segments)
 
     asyncio.run(play())
@@ -510,13 +513,13 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
         async with client_of(rollout) as client:
             chat = client.chat.completions
             common = {"model": "any", "seed": seed}
-            said = (
+            reply = (
                 (await chat.parse(messages=ASKED, response_format=Sum, **common)).choices[0].message
             )
-            assert said.parsed.total in range(100)
+            assert reply.parsed.total in range(100)
             more = [
                 *ASKED,
-                {"role": "assistant", "content": said.content},
+                {"role": "assistant", "content": reply.content},
                 {"role": "user", "content": "Report."},
             ]
             for choice in ("required", named):
@@ -549,14 +552,14 @@ def test_a_reply_is_held_to_a_schema_or_to_a_tool() -> None:
             for _ in range(2):
                 with server.rollout() as rollout:
                     await play(rollout, seed=1)
-            tokens = [c.tokens.tolist() for c in watched.drawn]
-            half = len(watched.drawn) // 2
+            tokens = [c.tokens.tolist() for c in watched.completions]
+            half = len(watched.completions) // 2
             assert tokens[: half - 1] == tokens[half:-1]  # the last request has no seed
             run = rollout.to_run(1.0)
             assert all(
                 s.processed and s.info["grammar_turns"] == s.info["turns"] for s in run.segments
             )
-            check_exact(run.segments, watched.drawn[half:])
+            check_exact(run.segments, watched.completions[half:])
             await check_scores(backend, run.segments)
             # then nothing reads the calls that a grammar makes
             server.read_calls = lambda text: (text, [])
@@ -603,7 +606,7 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
                         whole = await stream.get_final_response()
                     assert (kinds[0], kinds[-1]) == ("response.created", "response.completed")
                     assert whole.output[0].type == "function_call"
-                    assert whole.usage.output_tokens == len(watched.drawn[-1].tokens)
+                    assert whole.usage.output_tokens == len(watched.completions[-1].tokens)
                     with pytest.raises(openai.BadRequestError, match="previous_response_id"):
                         await client.responses.create(
                             input="x", previous_response_id=reply.id, model="any"
@@ -614,7 +617,7 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
                         )
             run = rollout.to_run(1.0)
             assert run.segments[0].info["turns"] >= 2
-            check_exact(run.segments, watched.drawn)
+            check_exact(run.segments, watched.completions)
 
     asyncio.run(play())
 
@@ -622,12 +625,12 @@ def test_the_responses_api_plays_the_same_conversation() -> None:
 def test_a_conversation_that_has_grown_too_long_is_refused_and_kept() -> None:
     async def play() -> None:
         async with served(max_seq_len=64) as (server, watched, _backend):
-            with server.rollout() as rollout, pytest.raises(openai.BadRequestError) as refused:
+            with server.rollout() as rollout, pytest.raises(openai.BadRequestError) as caught:
                 await talk(rollout, 20)
-            assert refused.value.code == "context_length_exceeded"
+            assert caught.value.code == "context_length_exceeded"
             (sample,) = rollout.to_run(0.0).segments
             assert len(sample.tokens) <= 64
-            check_exact([sample], watched.drawn)
+            check_exact([sample], watched.completions)
 
     asyncio.run(play())
 
@@ -650,13 +653,13 @@ def test_a_client_that_hangs_up_has_never_asked() -> None:
                 pending = asyncio.create_task(ask(client, messages))
                 while not rollout._sampling_tasks:
                     await asyncio.sleep(0.01)
-            with pytest.raises(openai.APIStatusError) as refused:  # the end of the rollout ends it
+            with pytest.raises(openai.APIStatusError) as caught:  # the end of the rollout ends it
                 await pending
-            assert refused.value.status_code == 503
+            assert caught.value.status_code == 503
             await client.close()
             (sample,) = rollout.to_run(1.0).segments
             assert sample.info["turns"] == 2
-            check_exact([sample], watched.drawn)
+            check_exact([sample], watched.completions)
 
     asyncio.run(play())
 
@@ -711,11 +714,11 @@ def player(servers: list[Any]) -> Any:
             async with client_of(rollout) as client:
                 messages = [*sample_prompt["messages"]]
                 for _ in range(2):
-                    said = (await ask(client, messages)).choices[0].message
-                    if rln.toy_reward(said.content, sample_prompt["answer"]) == 1:
+                    reply = (await ask(client, messages)).choices[0].message
+                    if rln.toy_reward(reply.content, sample_prompt["answer"]) == 1:
                         break
-                    messages += [said, {"role": "user", "content": "Try again."}]
-        return rollout.to_run(float(len(said.content)))
+                    messages += [reply, {"role": "user", "content": "Try again."}]
+        return rollout.to_run(float(len(reply.content)))
 
     return rollout_fn
 
@@ -740,7 +743,7 @@ def test_a_step_on_such_rollouts_is_sound_and_comes_again() -> None:
     asyncio.run(play())
 
 
-def test_a_lost_backend_is_a_lost_draw_and_a_bug_is_an_error() -> None:
+def test_a_lost_backend_loses_the_sample_and_a_bug_is_an_error() -> None:
     async def play() -> None:
         servers: list[Any] = []
         loop, backend = loop_of(player(servers), max_rollout_failure_rate=1.0)
