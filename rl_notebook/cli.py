@@ -540,14 +540,14 @@ def run_view(args: Sequence[str]) -> int:  # exit code
     if len(options.run) > 1:
         out = options.out or Path("comparison.html")
         return compare_runs(options.run, out, options.open)
-    from rl_notebook.core.names import page_place
+    from rl_notebook.core.trust import report_path
     from rl_notebook.runs.run import Run
     from rl_notebook.views.report import follow, run_status, write_report
 
     say = partial(print, file=sys.stderr, flush=True)
     folder = options.run[0]
     run = Run.open(folder)
-    out = options.out or page_place(folder)
+    out = options.out or report_path(folder)
     status = run_status(run)
     following = status.state == "running" and not options.once
     content = {"tokenizer": run.tokenizer(), "show": options.show}

@@ -1,6 +1,6 @@
 """Checks one notebook: lint, the types of its module, the notebook itself, and the tests of its module.
 
-`make check NB=nbs/core/05_losses.ipynb`, after `make prep`. `make test` checks everything."""
+`make check NB=nbs/core/09_losses.ipynb`, after `make prep`. `make test` checks everything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_IMPORTING = 3  # files of tests; a module that more of them import is check
 
 
 def module_of(notebook: Path) -> str:
-    "The module that a notebook exports: `rl_notebook.core.losses` of `nbs/core/05_losses.ipynb`."
+    "The module that a notebook exports: `rl_notebook.core.losses` of `nbs/core/09_losses.ipynb`."
     parts = notebook.with_suffix("").relative_to("nbs").parts
     return ".".join(["rl_notebook", *(re.sub(r"^\d+_", "", part) for part in parts)])
 

@@ -70,7 +70,7 @@ def test_the_sidebar_has_every_notebook_once(site: Any):
         ("kl_beta", "settings.md"),
         ("lora", "backends/local/08_trainer.ipynb"),
         ("vllm", "tutorials/402_past_one_machine.ipynb"),
-        ("custom loss", "core/05_losses.ipynb"),
+        ("custom loss", "core/09_losses.ipynb"),
         ("grpotrainer", "tutorials/403_coming_from_trl.ipynb"),
         ("memory", "experiments/03_preflight.ipynb"),
         ("vllm", "backends/services/02_openai.ipynb"),
@@ -108,18 +108,18 @@ def test_the_settings_page_has_every_setting_with_its_meaning(written: Path):
 @pytest.mark.parametrize(
     ("page", "text", "moved"),
     [
-        ("nbs/index.ipynb", "[a](core/05_losses.ipynb#x)", "[a](core/05_losses.ipynb#x)"),
+        ("nbs/index.ipynb", "[a](core/09_losses.ipynb#x)", "[a](core/09_losses.ipynb#x)"),
         (
             "nbs/tutorials/101_one_step_by_hand.ipynb",
-            "[a](../core/05_losses.ipynb)",
-            "[a](../core/05_losses.ipynb)",
+            "[a](../core/09_losses.ipynb)",
+            "[a](../core/09_losses.ipynb)",
         ),
         ("nbs/index.ipynb", "[a](../examples/README.md)", "[a](examples/README.md)"),
-        ("nbs/index.ipynb", '<a href="core/05_losses.ipynb">', '<a href="core/05_losses.html">'),
+        ("nbs/index.ipynb", '<a href="core/09_losses.ipynb">', '<a href="core/09_losses.html">'),
         (
             "examples/gsm8k/README.md",
-            "[a](../../nbs/core/05_losses.ipynb)",
-            "[a](../../core/05_losses.ipynb)",
+            "[a](../../nbs/core/09_losses.ipynb)",
+            "[a](../../core/09_losses.ipynb)",
         ),
         ("examples/gsm8k/README.md", "![a](curve.svg)", "![a](curve.svg)"),
         ("CONTRIBUTING.md", "[a](https://x.org/y) [b](#z)", "[a](https://x.org/y) [b](#z)"),

@@ -32,7 +32,8 @@ from rl_notebook.core.types import ConfigError, Logprobs, LossError, RecordError
 from rl_notebook.task.data import load_rows
 from rl_notebook.loop.loop import GRPOLoop
 from rl_notebook.core.losses import POLICY_LOSSES, LossOptions, make_loss_fn, register_loss
-from rl_notebook.core.names import NameFromFile, source_hash
+from rl_notebook.core.trust import NameFromFile
+from rl_notebook.core.imports import source_hash
 from rl_notebook.recipes.rl_loop import (
     Problem,
     diagnose_step,

@@ -27,7 +27,8 @@ import yaml
 
 from ..core.types import ConfigError, check_replaceable, normalize_off
 from ..core.types import quoted, without_keys
-from ..core.names import from_file, read_file, trusted_names, write_file
+from ..core.files import read_file, write_file
+from ..core.trust import mark_names, trusted_names
 from ..core.options import SURROGATE_PARAMS, TRL_PRESETS, LossParams, leaf_types
 from ..core.options import nearest, option_class, sub_configs, unknown_settings
 from .settings import TaskSettings, LossSettings
@@ -920,7 +921,7 @@ class Stored:
         data = read_yaml(path)
         of_run = (folder / "run.json").exists()
         trusted = trusted_names(folder) if of_run and not trust else None
-        data = from_file(migrate(data) if of_run else data, str(folder), trusted)
+        data = mark_names(migrate(data) if of_run else data, str(folder), trusted)
         try:
             return cls.from_dict(data, overrides)
         except ConfigError as error:

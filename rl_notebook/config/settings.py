@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, WrapValidator
 
 from ..core.types import MIN_TEMPERATURE, OFF, quoted
 from ..core.advantages import BATCH_SCALES, WITHOUT_STD, AdvantageScale
-from ..core.names import NAMED
+from ..core.trust import IMPORT_PATH
 from rl_notebook.core.options import (
     AnyText,
     AnyTexts,
@@ -372,7 +372,7 @@ def loss_rules(c: Any) -> Iterator[str]:
     "What is wrong with the settings of the loss."
     known: Mapping[str, Mapping[str, Any]] = SURROGATE_PARAMS
     # imported when it is computed
-    if c.policy_loss not in known and not NAMED.fullmatch(c.policy_loss):
+    if c.policy_loss not in known and not IMPORT_PATH.fullmatch(c.policy_loss):
         from rl_notebook.core.losses import POLICY_LOSSES
 
         known = {name: defaults for name, (_, defaults) in POLICY_LOSSES.items()}
@@ -418,7 +418,7 @@ def loss_options(c: Any) -> dict[str, Any]:  # fields of LossOptions
 # %% ../../nbs/config/00_settings.ipynb #7f9bc8d2
 def sampling_rules(c: Any) -> Iterator[str]:
     "Groups without signal, and lengths that do not fit."
-    if c.advantage_fn is not None and not NAMED.fullmatch(c.advantage_fn):
+    if c.advantage_fn is not None and not IMPORT_PATH.fullmatch(c.advantage_fn):
         yield f"advantage_fn: got {quoted(c.advantage_fn)}; expected 'module:function'"
     if c.advantage_fn is not None and not_default(c, "advantage_scale", "advantage_eps", "ddof"):
         yield "advantage_fn: advantage_scale, advantage_eps and ddof would be ignored. Leave them out"
@@ -453,7 +453,7 @@ def on_hub(dataset: str) -> bool:
         ".parquet",
         ".pq",
     )
-    ours = file or NAMED.fullmatch(dataset)
+    ours = file or IMPORT_PATH.fullmatch(dataset)
     return not ours and bool(
         re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", dataset) or os.path.isdir(dataset)
     )

@@ -29,7 +29,7 @@ from .server import EmulatedServer, completions, hot_load, run_load
 from .trainer import Call, EmulatedTrainer, finish_session, timestamp
 from ..backends.services.wire import Secret
 from ..core.types import BackendError, ConfigError
-from ..core.names import lock_file, write_file
+from ..core.files import lock_file, write_file
 
 # %% auto #0
 __all__ = ['Emulator', 'RunningEmulator', 'start_emulator']

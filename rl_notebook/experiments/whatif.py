@@ -35,7 +35,7 @@ from ..core.types import PromptGroup, RewardError, RolloutSample, quoted
 from ..task.data import Row, make_row
 from ..show.html import frame_html
 from ..core.losses import SURROGATE_PARAM_NAMES, POLICY_LOSSES, LossOptions
-from ..core.names import NAMED, NameFromFile
+from ..core.trust import IMPORT_PATH, NameFromFile
 from ..core.options import NO_RATIO, nearest
 from ..core.retries import together
 from ..runs.records import StepRecord, expect
@@ -162,7 +162,7 @@ def recorded_options(options: Mapping[str, Any], where: str) -> tuple[dict[str, 
     known = {k: v for k, v in options.items() if k != "make_loss"}
     name = known.get("policy_loss", "grpo")
     foreign = isinstance(name, NameFromFile) or not (
-        str(name) in POLICY_LOSSES or NAMED.fullmatch(str(name))
+        str(name) in POLICY_LOSSES or IMPORT_PATH.fullmatch(str(name))
     )
     return known, str(options.get("make_loss") or (name if foreign else ""))
 

@@ -32,7 +32,7 @@ from ..core.advantages import BATCH_SCALES, advantages_by, with_advantages
 from ..core.datums import datums_from_groups
 from ..core.losses import PolicyLoss, loss_name
 from ..core.metrics import merge_metrics, step_metrics
-from ..core.names import interrupts_held, on_interrupt
+from ..core.interrupts import interrupts_held, on_interrupt
 from rl_notebook.core.types import (
     BackendError,
     Datum,

@@ -25,7 +25,7 @@ from ..config.settings import lr_factor, next_bonus
 from ..core.advantages import has_no_signal
 from ..core.datums import attach, datum_from_sample
 from ..core.losses import POLICY_LOSSES, SURROGATE_PARAM_NAMES, LossOptions
-from ..core.names import source_hash
+from ..core.imports import source_hash
 from ..core.retries import together
 from rl_notebook.core.types import (
     ConfigError,

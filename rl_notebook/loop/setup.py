@@ -16,7 +16,7 @@ __all__ = ['run_tokenizer', 'encode_for', 'rollout_setup']
 # %% ../../nbs/loop/04_setup.ipynb #0939aced
 from ..core.advantages import BATCH_SCALES, AdvantageFn
 from ..core.losses import LossOptions, policy_loss_fn
-from ..core.names import named_function
+from ..core.imports import named_function
 from rl_notebook.core.types import (
     OFF,
     ConfigError,

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..backends.base import Backend, GradNormalization, SyncReport
 from ..core.types import AdamParams, BackendError, Datum, Logprobs, PhaseError
-from ..core.names import interrupts_held
+from ..core.interrupts import interrupts_held
 from .step import sync_weights
 
 # %% ../../nbs/loop/03_weights.ipynb #b3bed00b

@@ -29,7 +29,7 @@ from rl_notebook.core.types import (
 )
 from ..core.types import print_plain
 from ..core.findings import Finding, Findings
-from ..core.names import check_trusted
+from ..core.trust import check_trusted
 from ..core.retries import AdaptiveLimit, Retries
 from ..task.models import load_model, model_source
 

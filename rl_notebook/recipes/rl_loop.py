@@ -52,7 +52,9 @@ from rl_notebook.loop.setup import (
 )
 from ..loop.state import without_progress_bar, write_line
 from ..loop.phases import other_sources, sources_of
-from ..core.names import NAMED, check_trusted, named_function, read_file, write_file
+from ..core.files import read_file, write_file
+from ..core.trust import IMPORT_PATH, check_trusted
+from ..core.imports import named_function
 from ..runs.records import StepRecord, decode, encode
 from rl_notebook.runs.run import (
     Checkpoint,
@@ -122,7 +124,7 @@ def load_problem(
         load_rows, require=needed, system_prompt=cfg.system_prompt, columns=cfg.dataset_columns
     )
     check_trusted(cfg.dataset, "dataset")
-    named = NAMED.fullmatch(cfg.dataset) is not None and not Path(cfg.dataset).exists()
+    named = IMPORT_PATH.fullmatch(cfg.dataset) is not None and not Path(cfg.dataset).exists()
     source = named_function(cfg.dataset, "dataset", DataError)() if named else cfg.dataset
     hub: dict[str, Any] = {}
     if on_hub(cfg.dataset):

@@ -24,7 +24,7 @@ from ..config.config import Config
 from ..core.types import ConfigError, RLNotebookError, check_replaceable, quoted
 from ..task.data import Row
 from ..core.losses import POLICY_LOSSES
-from ..core.names import NAMED, names_in
+from ..core.trust import IMPORT_PATH, names_in
 from ..core.options import SURROGATE_PARAMS
 from ..loop.state import Loop
 from .rl_loop import load_problem, write_rows
@@ -265,7 +265,9 @@ def config_with_rewards(cfg: Config, fns: Sequence[RewardFn]) -> Config | None:
 
 def config_with_rows(cfg: Config, rows: Sequence[Row], eval_rows: Sequence[Row]) -> Config | None:
     "A config that names these rows, of the built-in task or of a file; None where it cannot."
-    readable = NAMED.fullmatch(cfg.dataset) or Path(cfg.dataset).is_file() or on_hub(cfg.dataset)
+    readable = (
+        IMPORT_PATH.fullmatch(cfg.dataset) or Path(cfg.dataset).is_file() or on_hub(cfg.dataset)
+    )
     if cfg.dataset != "toy" and not readable:
         return None
     for candidate in (cfg, replace(cfg, max_rows=len(rows), eval_rows=len(eval_rows))):
@@ -534,7 +536,7 @@ def loop_script(loop: Loop, path: str | os.PathLike[str]) -> Script:
     keywords = dict(parts.keywords)
     notes += steps_notes(loop, parts.cfg)
     for name in names_in(parts.cfg.to_dict()):
-        if NAMED.fullmatch(name):
+        if IMPORT_PATH.fullmatch(name):
             sources.add_path(name.partition(":")[0])
     yaml_file = path.with_suffix(".yaml")
     row_files = dict[Path, Sequence[Row]]()

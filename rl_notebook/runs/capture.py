@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.names import open_file
+from ..core.files import open_file
 from ..core.types import RecordError
 from .foreign import MAX_LINE, Reader, Row, parsed, text_lines
 from .records import check_unpacked, parsing

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ..core.names import open_file, read_file
+from ..core.files import open_file, read_file
 from ..core.types import RecordError
 from .foreign import Reader, Row, renamed
 from .records import check_unpacked, check_zip, parsing, read_table

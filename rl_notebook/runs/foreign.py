@@ -22,7 +22,7 @@ import numpy as np
 from ..core.advantages import group_advantages
 from ..core.gaps import gap_between
 from ..core.metrics import step_metrics
-from ..core.names import open_file
+from ..core.files import open_file
 from rl_notebook.core.types import (
     Datum,
     Logprobs,

@@ -43,7 +43,8 @@ from rl_notebook.core.types import (
     quoted,
 )
 from ..show.html import folded, html_table, prompt_text, step_html
-from ..core.names import MAX_FILE, MAX_TEXT, from_file, new_folder, read_file, write_file
+from ..core.files import MAX_FILE, MAX_TEXT, new_folder, read_file, write_file
+from ..core.trust import mark_names
 
 # %% auto #0
 __all__ = ['StepRecord']
@@ -868,7 +869,7 @@ def read_record(folder: str | os.PathLike[str], trusted: Collection[str] | None 
     folder = Path(folder)
     plain = read_described(folder, "record.json", RECORD_FORMAT)
     plain.pop("files")
-    plain |= {"options": from_file(plain.get("options"), str(folder), trusted)}
+    plain |= {"options": mark_names(plain.get("options"), str(folder), trusted)}
     arrays = read_arrays(folder / "arrays.safetensors")
     tokens = read_table(folder / "tokens.parquet")
     try:

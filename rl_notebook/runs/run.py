@@ -42,16 +42,10 @@ from rl_notebook.config.aliases import (
 )
 from ..core.types import RecordError, RLNotebookError
 from ..show.html import html_table
-from rl_notebook.core.names import (
-    MAX_TEXT,
-    from_file,
-    lock_file,
-    names_in,
-    names_noted,
-    note_started,
-    read_file,
-)
-from ..core.names import trusted_names, write_file
+from ..core.files import MAX_TEXT, lock_file, read_file
+from ..core.trust import mark_names, names_in, note_started, noted_names
+from ..core.files import write_file
+from ..core.trust import trusted_names
 from .bundle import Bundles, SkyRL, VerlPickles
 from .capture import TinkerCookbook
 from rl_notebook.runs.dumps import (
@@ -459,7 +453,7 @@ class Run:
         if trust:
             _say_trusted(path, {*names_in(config)} - trusted)
         trusted = None if trust else trusted
-        return cls(path, from_file(config, str(path), trusted), tuple(notes), trusted)
+        return cls(path, mark_names(config, str(path), trusted), tuple(notes), trusted)
 
     @property
     def steps(self) -> list[int]:
@@ -531,7 +525,9 @@ class Run:
     def config_at(self, step: int) -> Mapping[str, Any]:
         "The config that a step was begun with: `config`, or an earlier one, where a resume brought another."
         kept = [] if self.reader else _kept_configs(self.path, step)
-        return from_file(_read_config(kept[0]), str(kept[0]), self.trusted) if kept else self.config
+        return (
+            mark_names(_read_config(kept[0]), str(kept[0]), self.trusted) if kept else self.config
+        )
 
     def latest_checkpoint(
         self,
@@ -743,7 +739,7 @@ def hold_folder(path: Path, trust: bool = False) -> _FolderLock:  # as long as i
     "Keep other processes from writing to a run folder; raises RecordError where one does, or where it leads elsewhere."
     held = _HELD.get(path.resolve())
     if held is None or not held.there:
-        if not trust and names_noted(path) is None:
+        if not trust and noted_names(path) is None:
             _refuse_ways_out(path.resolve())
         held = _HELD[path.resolve()] = _FolderLock(path)
     return held
@@ -875,7 +871,7 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     try:
         fields = decode({k: v for k, v in plain.items() if k not in ("format", "files", "inside")})
         fields["state"] = str(folder / fields["state"]) if plain["inside"] else fields["state"]
-        fields["config"] = from_file(migrate(fields["config"]), str(folder), ())
+        fields["config"] = mark_names(migrate(fields["config"]), str(folder), ())
         return Checkpoint(path=folder, **fields)
     except MISFITS as e:
         got = f"{type(e).__name__} ({e})"

@@ -23,7 +23,7 @@ import pandas as pd
 
 from ..config.config import WandBConfig
 from ..core.types import ConfigError, RecordError, needs, without_keys
-from ..core.names import read_file, write_file
+from ..core.files import read_file, write_file
 
 # %% auto #0
 __all__ = ['Tracker', 'WandBTracker', 'TrackioTracker', 'TensorBoardTracker', 'open_trackers']

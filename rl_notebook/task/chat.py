@@ -38,7 +38,7 @@ from rl_notebook.core.types import (
 )
 from ..core.types import plain_text, quoted
 from .data import Row, read_messages
-from ..core.names import check_trusted
+from ..core.trust import check_trusted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
-from rl_notebook.core.names import new_folder
+from rl_notebook.core.files import new_folder
 from rl_notebook.core.options import nearest
 from rl_notebook.core.types import (
     BackendError,

@@ -46,7 +46,8 @@ from rl_notebook.core.types import (
     quoted,
 )
 from .data import ANSWER_COLUMNS, Row
-from ..core.names import NAMED, named_function
+from ..core.trust import IMPORT_PATH
+from ..core.imports import named_function
 from ..core.retries import together
 from rl_notebook.core.numbers import (
     MAGNITUDES,
@@ -504,7 +505,7 @@ def _named_function(name: str) -> Callable[..., Any]:
     if name in REWARDS:
         reward = REWARDS[name]
         return _shared(reward) if isinstance(reward, type) else reward
-    if not NAMED.fullmatch(name):
+    if not IMPORT_PATH.fullmatch(name):
         fix = "Write module:function for a custom one."
         raise RewardError(
             "reward", got=repr(name), expected=f"one of {', '.join(REWARDS)}", fix=fix

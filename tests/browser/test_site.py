@@ -33,7 +33,7 @@ SEARCHES = {  # asked: what is found first
     "write a reward function": "task/01_rewards.html",
     "vllm": "tutorials/402_past_one_machine.html",
     "lora": "backends/local/07_loading.html",
-    "dead group": "core/03_advantages.html",
+    "dead group": "core/06_advantages.html",
     "resume": "tutorials/401_scripted_runs.html",
     "wandb": "runs/09_trackers.html",
     "install": "start.html",
@@ -107,7 +107,7 @@ def test_the_sidebar_leads_through_the_pages(read: Callable[..., Page]):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
-@pytest.mark.parametrize("name", ["gallery", "core/05_losses", "tutorials/101_one_step_by_hand"])
+@pytest.mark.parametrize("name", ["gallery", "core/09_losses", "tutorials/101_one_step_by_hand"])
 def test_pages_fit_their_window(read: Callable[..., Page], name: str, width: int, scheme: str):
     page = read(name, width)
     page.emulate_media(color_scheme=scheme)
@@ -127,5 +127,5 @@ def test_pages_fit_their_window(read: Callable[..., Page], name: str, width: int
 
 
 def test_formulas_are_set_without_another_machine(read: Callable[..., Page]):
-    page = read("core/05_losses")
+    page = read("core/09_losses")
     expect(page.locator("mjx-container").first).to_be_visible()

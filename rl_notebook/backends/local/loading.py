@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .model import bare_model, check_layers
-from ...core.names import new_folder
+from ...core.files import new_folder
 from ...core.types import BackendError, ConfigError, needs
 from ...task.models import no_bars
 

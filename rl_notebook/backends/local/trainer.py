@@ -56,7 +56,7 @@ from .scoring import note_pass, per_datum, score
 from .worker import Worker, worker_threads
 from ..work import synchronize
 from ...core.losses import reads_entropy
-from ...core.names import new_folder
+from ...core.files import new_folder
 from rl_notebook.core.types import (
     AdamParams,
     BackendError,

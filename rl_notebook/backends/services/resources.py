@@ -28,7 +28,7 @@ from rl_notebook.backends.services.wire import (
     one_line,
     read_reply_blocking,
 )
-from ...core.names import lock_file, write_file
+from ...core.files import lock_file, write_file
 from ...core.retries import RETRIED, AskAgain, Retries, retry_after, with_retries_blocking
 from ...core.types import BackendError, ConfigError, RecordError, RLNotebookError
 
